@@ -1,0 +1,133 @@
+"""Settings of one weight sync: the preset's keys plus the verl keys that the sync obeys.
+
+The presets are `conf/weight_sync/*.yaml`; their keys are exactly the fields of `WeightSyncConfig`
+that have a metadata entry, so an unknown key is an error and a key that does nothing cannot exist.
+
+    cfg = WeightSyncConfig.from_rollout(config.actor_rollout_ref.rollout)
+    if cfg is None:  # no `+weight_sync=...`: verl's own behaviour
+        ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+Mode = Literal["bucketed", "flattened"]
+MODES: tuple[str, ...] = get_args(Mode)
+
+SECTION = "actor_rollout_ref.rollout.custom.weight_sync"
+BUCKET_KEY = "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes"
+PRESET_KEYS = ("mode", "request_timeout_s", "report_file")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightSyncConfig:
+    """Validated settings of the weight sync of one rollout.
+
+    Attributes:
+        mode: wire format, one of `MODES`.
+        request_timeout_s: limit of one request to the SGLang server, in seconds.
+        report_file: JSON-lines file that gets one line per sync and replica, or None.
+        bucket_bytes: upper limit of one bucket, in bytes (verl's
+            `checkpoint_engine.update_weights_bucket_megabytes`).
+        multi_stage_wake_up: True resumes weights, syncs, lets the trainer free its memory and only
+            then resumes the KV cache; False resumes everything before the sync.
+        free_cache_engine: False keeps the engine's memory resident; nothing is staged.
+    """
+
+    mode: Mode
+    request_timeout_s: float = 600.0
+    report_file: str | None = None
+    bucket_bytes: int
+    multi_stage_wake_up: bool
+    free_cache_engine: bool
+
+    @classmethod
+    def from_rollout(cls, rollout: Any) -> WeightSyncConfig | None:
+        """Read the settings out of verl's rollout config.
+
+        Args:
+            rollout: `actor_rollout_ref.rollout`, as an OmegaConf node or verl's `RolloutConfig`.
+
+        Returns:
+            None where no `+weight_sync=<preset>` was chosen.
+
+        Raises:
+            ValueError: an unknown key, a wrong type or an impossible value; the message names the
+                key, the value and what is allowed.
+        """
+        custom = _get(rollout, "custom")
+        section = _get(custom, "weight_sync") if custom is not None else None
+        if section is None:
+            return None
+        keys = _checked_keys(section)
+        return cls(
+            mode=_mode(keys),
+            request_timeout_s=_positive_number(
+                f"{SECTION}.request_timeout_s", keys.get("request_timeout_s", 600.0)
+            ),
+            report_file=_optional_path(f"{SECTION}.report_file", keys.get("report_file")),
+            bucket_bytes=_bucket_bytes(rollout),
+            multi_stage_wake_up=_boolean(rollout, "multi_stage_wake_up"),
+            free_cache_engine=_boolean(rollout, "free_cache_engine"),
+        )
+
+
+def _get(node: Any, key: str, default: Any = None) -> Any:
+    """Read `key` of a mapping, an OmegaConf node or a dataclass alike."""
+    if isinstance(node, Mapping):
+        return node.get(key, default)
+    return getattr(node, key, default)
+
+
+def _checked_keys(section: Any) -> Mapping[str, Any]:
+    if not isinstance(section, Mapping):
+        raise ValueError(
+            f"{SECTION}={section!r}: expected a preset's mapping; choose one with "
+            f"+weight_sync=<{'|'.join(MODES)}>"
+        )
+    for key in section:
+        if key not in PRESET_KEYS:
+            raise ValueError(
+                f"{SECTION}.{key}={section[key]!r}: unknown key; allowed: {', '.join(PRESET_KEYS)}"
+            )
+    return section
+
+
+def _mode(keys: Mapping[str, Any]) -> Mode:
+    mode = keys.get("mode")
+    if mode not in MODES:
+        raise ValueError(f"{SECTION}.mode={mode!r}: allowed: {', '.join(MODES)}")
+    return mode  # type: ignore[no-any-return]
+
+
+def _positive_number(key: str, value: Any) -> float:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not 0 < value < float("inf")
+    ):
+        raise ValueError(f"{key}={value!r}: expected a number greater than 0")
+    return float(value)
+
+
+def _optional_path(key: str, value: Any) -> str | None:
+    if value is not None and (not isinstance(value, str) or not value):
+        raise ValueError(f"{key}={value!r}: expected a file path or null")
+    return value
+
+
+def _bucket_bytes(rollout: Any) -> int:
+    megabytes = _get(_get(rollout, "checkpoint_engine"), "update_weights_bucket_megabytes")
+    if isinstance(megabytes, bool) or not isinstance(megabytes, int) or megabytes <= 0:
+        raise ValueError(f"{BUCKET_KEY}={megabytes!r}: expected a whole number of MiB, at least 1")
+    return megabytes << 20
+
+
+def _boolean(rollout: Any, key: str) -> bool:
+    value = _get(rollout, key)
+    if not isinstance(value, bool):
+        raise ValueError(f"actor_rollout_ref.rollout.{key}={value!r}: allowed: True, False")
+    return value

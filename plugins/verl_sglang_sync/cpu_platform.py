@@ -1,0 +1,164 @@
+"""verl on a machine without a GPU: `VERL_PLATFORM=cpu` runs the real trainer and engine on the CPU.
+
+Slow and meant for development, tests and the quickstart. Nothing here is touched unless that
+variable is set, because entry points load on GPU hosts too.
+"""
+
+from __future__ import annotations
+
+import os
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import psutil
+import torch
+from verl.plugin.platform import PlatformBase, PlatformRegistry
+
+ENVIRONMENT = {
+    "SGLANG_USE_CPU_ENGINE": "1",
+    # verl's engine registry has no "cpu" key; the FSDP and Megatron engine classes are the same.
+    "VERL_ENGINE_DEVICE": "cuda",
+    # SGLang compiles the vocabulary mask at TP > 1, which takes minutes on a CPU.
+    "TORCHDYNAMO_DISABLE": "1",
+}
+ROLLOUT_ENVIRONMENT = {
+    "SGLANG_USE_CPU_ENGINE": "1",
+    "SGLANG_NCCL_SO_PATH": "/nonexistent",  # at TP > 1 SGLang would load NCCL, which needs a GPU
+}
+
+
+def _zero(*_args: Any, **_kwargs: Any) -> int:
+    return 0
+
+
+def _cpu_device_module() -> types.ModuleType:
+    """`torch.cpu` plus the accelerator-only functions that verl calls on its device module."""
+    module = types.ModuleType("verl_sglang_sync_cpu_device")
+    module.__dict__.update({name: getattr(torch.cpu, name) for name in dir(torch.cpu)})
+    for name in (
+        "max_memory_allocated",
+        "max_memory_reserved",
+        "memory_allocated",
+        "memory_reserved",
+        "reset_peak_memory_stats",
+        "empty_cache",
+        "ipc_collect",
+        "set_device",
+        "manual_seed",
+        "manual_seed_all",
+    ):
+        setattr(module, name, _zero)
+    module.__dict__["get_device_name"] = lambda *_: "CPU"
+    module.__dict__["mem_get_info"] = lambda *_: (
+        psutil.virtual_memory().available,
+        psutil.virtual_memory().total,
+    )
+    return module
+
+
+class CpuPlatform(PlatformBase):  # type: ignore[misc]
+    """verl's platform interface on a CPU; one process stands for one "GPU" of Ray's."""
+
+    device_name = "cpu"
+    vendor_name = "cpu"
+    device_module = _cpu_device_module()
+
+    def is_available(self) -> bool:
+        return True
+
+    def current_device(self) -> str:
+        return "cpu"  # verl does `tensor.to(current_device())`
+
+    def device_count(self) -> int:
+        return 1
+
+    def set_device(self, device_index: int) -> None:
+        pass
+
+    def synchronize(self, device_index: int | None = None) -> None:
+        pass
+
+    def manual_seed(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    def manual_seed_all(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    def set_allocator_settings(self, settings: str) -> None:
+        pass
+
+    def empty_cache(self) -> None:
+        pass
+
+    def get_device_capability(self, device_index: int = 0) -> tuple[None, None]:
+        return None, None
+
+    def communication_backend_name(self) -> str:
+        return "gloo"
+
+    def visible_devices_envvar(self) -> str:
+        return "CUDA_VISIBLE_DEVICES"
+
+    @contextmanager
+    def nvtx_range(self, msg: str) -> Iterator[None]:
+        yield
+
+    def profiler_start(self) -> None:
+        pass
+
+    def profiler_stop(self) -> None:
+        pass
+
+    def ray_resource_name(self) -> str:
+        return "GPU"  # logical: `ray.init(num_gpus=N)` needs no hardware
+
+    def ray_noset_envvars(self) -> list[str]:
+        return []
+
+    def is_ipc_supported(self) -> bool:
+        return False
+
+    def rollout_env_vars(self) -> dict[str, str]:
+        return dict(ROLLOUT_ENVIRONMENT)
+
+    def cudart(self) -> None:
+        return None
+
+
+def install() -> None:
+    """Register the platform and make verl, torch and SGLang agree on the CPU in this process.
+
+    Environment variables are inherited by the Ray workers; values that the user set win.
+    """
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    PlatformRegistry.register(platform="cpu")(CpuPlatform)
+    _use_plain_gloo()
+    _share_tensors_by_name()
+
+
+def _use_plain_gloo() -> None:
+    """verl composes the backend "cpu:gloo,cpu:gloo", which torch refuses: name it once."""
+    import verl.utils.distributed as distributed
+
+    original: Callable[..., Any] = distributed.initialize_global_process_group_ray
+
+    def initialize(timeout_second: int | None = None, backend: str | None = None) -> Any:
+        return original(timeout_second, backend or "cpu:gloo")
+
+    distributed.initialize_global_process_group_ray = initialize
+
+
+def _share_tensors_by_name() -> None:
+    """Let SGLang's scheduler, a process of another tree, map this process's CPU tensors.
+
+    torch's default strategy hands out file descriptors guarded by a key of the process tree; named
+    shared memory has no such limit. SGLang's patch of torch's reductions rewrites the device index,
+    which CPU tensors do not have; it leaves torch alone where its marker attribute exists.
+    """
+    from torch.multiprocessing import reductions, set_sharing_strategy
+
+    set_sharing_strategy("file_system")
+    reductions._reduce_tensor_original = reductions.reduce_tensor  # type: ignore[attr-defined]

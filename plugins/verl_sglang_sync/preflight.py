@@ -1,0 +1,138 @@
+"""Checks a whole recipe before Ray starts: every combination that cannot work is named at once.
+
+`check_recipe` is pure (it reads the config and nothing else), so tests and `doctor` call it too.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl_sglang_sync.config import SECTION, WeightSyncConfig
+
+logger = logging.getLogger(__name__)
+
+ROLLOUT = "actor_rollout_ref.rollout"
+CHECKPOINT_BACKENDS_REFUSED = ("delta_sharded",)
+
+
+class RecipeError(ValueError):
+    """The recipe asks for something that the weight sync cannot do; lists every problem found."""
+
+
+def check_recipe(config: DictConfig) -> WeightSyncConfig | None:
+    """Validate a composed verl recipe.
+
+    Args:
+        config: the config of `verl.trainer.main_ppo` or a recipe of the same shape.
+
+    Returns:
+        The effective settings, or None where no preset was chosen.
+
+    Raises:
+        RecipeError: with one line per problem: key, value, and what is allowed.
+    """
+    rollout = OmegaConf.select(config, ROLLOUT)
+    if rollout is None:
+        return None
+    try:
+        settings = WeightSyncConfig.from_rollout(rollout)
+    except ValueError as error:
+        raise RecipeError(str(error)) from None
+    if settings is None:
+        _mention_ignored_flags(rollout)
+        return None
+    problems = [problem for check in _CHECKS for problem in check(config, settings)]
+    if problems:
+        lines = "\n".join(f"  - {problem}" for problem in problems)
+        raise RecipeError(f"+weight_sync={settings.mode} cannot run with this recipe:\n{lines}")
+    if settings.multi_stage_wake_up and not settings.free_cache_engine:
+        logger.warning(
+            "%s.multi_stage_wake_up=True is ignored: free_cache_engine=False keeps the engine's "
+            "memory resident, so there is nothing to wake in stages",
+            ROLLOUT,
+        )
+    return settings
+
+
+def _mention_ignored_flags(rollout: DictConfig) -> None:
+    if rollout.get("multi_stage_wake_up") and rollout.get("name") == "sglang":
+        logger.warning(
+            "%s.multi_stage_wake_up=True is read by verl-sglang-sync only together with "
+            "+weight_sync=<preset>; without it verl's own wake-up order applies",
+            ROLLOUT,
+        )
+
+
+def _check_engine(config: DictConfig, settings: WeightSyncConfig) -> Iterator[str]:
+    name = OmegaConf.select(config, f"{ROLLOUT}.name")
+    if name != "sglang":
+        yield f"{ROLLOUT}.name={name!r}: allowed: 'sglang'"
+    if OmegaConf.select(config, f"{ROLLOUT}.disaggregation.enabled"):
+        yield (
+            f"{ROLLOUT}.disaggregation.enabled=True: allowed: False (prefill/decode servers "
+            "keep verl's own replica)"
+        )
+
+
+def _check_lora(config: DictConfig, settings: WeightSyncConfig) -> Iterator[str]:
+    model = "actor_rollout_ref.model"
+    ranks = {key: OmegaConf.select(config, f"{model}.{key}") for key in ("lora_rank", "lora.rank")}
+    used = {key: rank for key, rank in ranks.items() if rank and rank > 0}
+    merged = OmegaConf.select(config, f"{model}.lora.merge")
+    if used and not merged and settings.mode != "bucketed":
+        key, rank = next(iter(used.items()))
+        yield (
+            f"{model}.{key}={rank} with {model}.lora.merge={merged}: a LoRA served as an adapter "
+            f"is allowed only with {SECTION}.mode='bucketed'; or set {model}.lora.merge=True"
+        )
+
+
+def _check_checkpoint_engine(config: DictConfig, settings: WeightSyncConfig) -> Iterator[str]:
+    backend = OmegaConf.select(config, f"{ROLLOUT}.checkpoint_engine.backend")
+    if backend in CHECKPOINT_BACKENDS_REFUSED:
+        yield (
+            f"{ROLLOUT}.checkpoint_engine.backend={backend!r}: it sends deltas in a wire format of "
+            "its own; allowed: 'naive' or a backend that delivers full tensors, such as 'nccl'"
+        )
+
+
+def _check_engine_kwargs(config: DictConfig, settings: WeightSyncConfig) -> Iterator[str]:
+    key = f"{ROLLOUT}.engine_kwargs.sglang.custom_weight_loader"
+    loaders = OmegaConf.select(config, key)
+    if loaders is not None and not OmegaConf.is_list(loaders):
+        yield f"{key}={loaders!r}: expected a list of dotted paths"
+
+
+def _check_quantization(config: DictConfig, settings: WeightSyncConfig) -> Iterator[str]:
+    quantization = OmegaConf.select(config, f"{ROLLOUT}.quantization")
+    if quantization not in (None, "fp8"):
+        yield f"{ROLLOUT}.quantization={quantization!r}: allowed: null, 'fp8'"
+
+
+Check = Callable[[DictConfig, WeightSyncConfig], Iterator[str]]
+_CHECKS: tuple[Check, ...] = (
+    _check_engine,
+    _check_lora,
+    _check_checkpoint_engine,
+    _check_engine_kwargs,
+    _check_quantization,
+)
+
+
+def checking(validate_config: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap verl's `validate_config(config, ...)` so that `check_recipe` runs first.
+
+    verl offers no hook between composing a recipe and `ray.init`; every trainer entry point calls
+    `validate_config` there, so this is the narrowest place.
+    """
+
+    def validate(config: DictConfig, *args: Any, **kwargs: Any) -> Any:
+        check_recipe(config)
+        return validate_config(config, *args, **kwargs)
+
+    validate.__wrapped__ = validate_config  # type: ignore[attr-defined]
+    return validate

@@ -1,0 +1,58 @@
+"""verl's replica and server for rollout name "sglang": launch the engine with our loaders.
+
+Without a `+weight_sync` preset both are verl's own, launched with verl's own arguments.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import ray
+from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer, SGLangReplica
+
+from sglang_loader.bucket_loader import LOADERS
+from verl_sglang_sync.config import WeightSyncConfig
+
+
+class WeightSyncHttpServer(SGLangHttpServer):  # type: ignore[misc]
+    """Ray actor around one SGLang server; adds our loaders and times its sleep."""
+
+    _sleep_seconds: float | None = None
+
+    async def launch_server(
+        self, master_address: str | None = None, master_port: int | None = None
+    ) -> None:
+        """Launch SGLang as verl does, with `custom_weight_loader` naming our loaders too."""
+        self._register_loaders()
+        await super().launch_server(master_address, master_port)
+
+    async def sleep(self) -> None:
+        """Release the engine's memory as verl does, and remember how long it took."""
+        started = time.perf_counter()
+        await super().sleep()
+        self._sleep_seconds = time.perf_counter() - started
+
+    async def take_sleep_seconds(self) -> float | None:
+        """Seconds of the last sleep, once; None if there was none since the last call."""
+        seconds, self._sleep_seconds = self._sleep_seconds, None
+        return seconds
+
+    def _register_loaders(self) -> None:
+        engine_kwargs = dict(self.config.engine_kwargs or {})
+        sglang_kwargs = dict(engine_kwargs.get("sglang") or {})
+        users = list(sglang_kwargs.get("custom_weight_loader") or [])
+        sglang_kwargs["custom_weight_loader"] = [
+            *users,
+            *(path for path in LOADERS if path not in users),
+        ]
+        self.config.engine_kwargs = {**engine_kwargs, "sglang": sglang_kwargs}
+
+
+class WeightSyncReplica(SGLangReplica):  # type: ignore[misc]
+    """`SGLangReplica` that launches `WeightSyncHttpServer` where a preset is chosen."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if WeightSyncConfig.from_rollout(self.config) is not None:
+            self.server_class = ray.remote(WeightSyncHttpServer)

@@ -1,0 +1,67 @@
+"""What one sync cost: seconds per stage, buckets, tensors and bytes, as a log line and as JSON."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True)
+class SyncReport:
+    """Accounting of one sync of one replica, as its leading rank saw it.
+
+    Attributes:
+        mode: the preset's mode.
+        replica: rank of the replica.
+        weight_version: the version that went live (verl's global step), None before the commit.
+        num_tensors: tensors sent.
+        num_buckets: buckets sent.
+        payload_bytes: bytes of the tensors.
+        staging_bytes: largest staging buffer held, in bytes.
+        seconds: host seconds by stage: "release" (the sleep before this sync), "resume_weights",
+            "export" (waiting for the trainer's generator), "pack", "load" (waiting for the engine),
+            "flush", "resume_kv_cache".
+    """
+
+    mode: str
+    replica: int
+    weight_version: str | None = None
+    num_tensors: int = 0
+    num_buckets: int = 0
+    payload_bytes: int = 0
+    staging_bytes: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Add the time of the body to stage `name`."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            spent = time.perf_counter() - started
+            self.seconds[name] = self.seconds.get(name, 0.0) + spent
+
+    def publish(self, report_file: str | None) -> None:
+        """Log the report, and append it as one JSON line where a file is configured."""
+        logger.info("weight sync: %s", self)
+        if report_file is not None:
+            path = Path(report_file)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a") as file:
+                file.write(json.dumps(asdict(self)) + "\n")
+
+    def __str__(self) -> str:
+        stages = ", ".join(f"{name} {spent:.3f} s" for name, spent in self.seconds.items())
+        return (
+            f"{self.mode}, replica {self.replica}, version {self.weight_version}: "
+            f"{self.num_tensors} tensors, {self.payload_bytes / 1e6:.1f} MB in {self.num_buckets} "
+            f"buckets; {stages}"
+        )

@@ -1,0 +1,125 @@
+"""verl's rollout class for `("sglang", "async")`: delegates its stages to the sharding manager.
+
+Resides in every trainer worker. Without a `+weight_sync` preset it is verl's own `ServerAdapter`,
+method for method.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from verl.utils.device import get_device_id, get_device_name
+from verl.workers.rollout.sglang_rollout.sglang_rollout import (
+    ServerAdapter,
+    _strip_lora_base_layer,
+)
+
+from verl_sglang_sync.collective import TorchTrainerGroup
+from verl_sglang_sync.config import WeightSyncConfig
+from verl_sglang_sync.packing import NamedTensor
+from verl_sglang_sync.server_client import SGLangServerClient
+from verl_sglang_sync.sharding_manager import KV_CACHE, SLEEP_ORDER, SGLangShardingManager
+
+LORA_SLEEP_LEVEL = 1  # verl: only the KV cache sleeps where a LoRA adapter is served
+
+
+class WeightSyncServerAdapter(ServerAdapter):  # type: ignore[misc]
+    """`ServerAdapter` with our stages and wire formats; same arguments as verl's."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._settings = WeightSyncConfig.from_rollout(self.config)
+        self._manager: SGLangShardingManager | None = None
+
+    async def resume(self, tags: list[str]) -> None:
+        """Resume the engine's memory of `tags` ("weights", "kv_cache")."""
+        if self._settings is None:
+            await super().resume(tags)
+            return
+        manager = await self._sharding_manager()
+        await self._account_for_sleep(manager)
+        await manager.resume(tags)
+
+    async def release(self) -> None:
+        """Put the engine to sleep."""
+        if self._settings is None:
+            await super().release()
+            return
+        manager = await self._sharding_manager()
+        await manager.release((KV_CACHE,) if self.sleep_level == LORA_SLEEP_LEVEL else SLEEP_ORDER)
+
+    async def update_weights(
+        self,
+        weights: Iterable[NamedTensor],
+        global_steps: int | None = None,
+        wire_format: str = "named_tensors",
+        **kwargs: Any,
+    ) -> None:
+        """Send `weights` to the engine; every trainer rank must call this.
+
+        LoRA adapters and delta flushes keep verl's own way: they are not full weights.
+        """
+        is_adapter = bool(kwargs.get("peft_config")) and kwargs.get("base_sync_done", False)
+        if self._settings is None or is_adapter or wire_format != "named_tensors":
+            await super().update_weights(weights, global_steps, wire_format, **kwargs)
+            return
+        manager = await self._sharding_manager()
+        version = None if global_steps is None else str(global_steps)
+        await manager.sync(self._for_engine(weights), version=version)
+        if self._engine is not None and global_steps is not None:
+            # The V1 trainer reads it back with every sample.
+            await self.server_actor.set_global_steps.remote(global_steps)
+
+    def _for_engine(self, weights: Iterable[NamedTensor]) -> Iterable[NamedTensor]:
+        """Names and dtypes as SGLang expects them."""
+        if self.config.get("quantization", None) == "fp8":
+            from verl.utils.sglang.sglang_fp8_utils import SGLangFP8QuantizerHelper
+
+            hf_config = self.model_config.hf_config
+            quantizer = SGLangFP8QuantizerHelper(hf_config.quantization_config)
+            weights = quantizer.quant_weights_by_name(weights, dtype=hf_config.dtype)
+        return ((_strip_lora_base_layer(name), tensor) for name, tensor in weights)
+
+    async def _account_for_sleep(self, manager: SGLangShardingManager) -> None:
+        """Add the seconds of the sleep that the server actor went through on its own."""
+        if self._engine is not None and "release" not in manager.report.seconds:
+            seconds = await self.server_actor.take_sleep_seconds.remote()
+            if seconds is not None:
+                manager.report.seconds["release"] = seconds
+
+    async def _sharding_manager(self) -> SGLangShardingManager:
+        await self._init_server_adapter()
+        if self._manager is None:
+            assert self._settings is not None
+            self._manager = SGLangShardingManager(
+                engine=self._client(self._settings),
+                settings=self._settings,
+                group=TorchTrainerGroup(self.device_mesh["infer_tp"]),
+                device=_device(),
+                replica=self.replica_rank,
+            )
+        return self._manager
+
+    def _client(self, settings: WeightSyncConfig) -> SGLangServerClient | None:
+        if self._engine is None:
+            return None
+        server = self._engine.server_args
+        kwargs = _sglang_kwargs(self.config)
+        return SGLangServerClient(
+            f"http://{server.host}:{server.port}",
+            timeout_s=settings.request_timeout_s,
+            api_key=kwargs.get("admin_api_key") or kwargs.get("api_key"),
+        )
+
+
+def _sglang_kwargs(config: Any) -> dict[str, Any]:
+    """The user's `engine_kwargs.sglang`."""
+    return dict((config.get("engine_kwargs", None) or {}).get("sglang", None) or {})
+
+
+def _device() -> torch.device:
+    """The device that verl runs this process on; its CPU platform has no index."""
+    index = get_device_id()
+    return torch.device(get_device_name(), index) if isinstance(index, int) else torch.device(index)

@@ -1,0 +1,217 @@
+"""The sharding manager: owns the stages in which an engine wakes, is updated, and sleeps.
+
+    manager = SGLangShardingManager(engine=client, settings=cfg, group=group, device=gpu, export=f)
+    with manager:          # resume weights -> sync -> trainer frees -> barrier -> resume kv_cache
+        generate(...)
+                           # on leaving: release kv_cache and weights
+
+verl's rollout adapter drives the same object step by step (`resume`, `sync`, `release`), because
+there the trainer's worker frees its own memory between the sync and the KV cache.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import traceback
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from types import TracebackType
+from typing import Literal, Protocol
+
+import torch
+from verl.utils.ulysses import BaseShardingManager
+
+from verl_sglang_sync.collective import RoundState, TrainerGroup
+from verl_sglang_sync.config import WeightSyncConfig
+from verl_sglang_sync.packing import FlattenedPacker, NamedTensor, NamedTensorPacker, Packer
+from verl_sglang_sync.report import SyncReport
+from verl_sglang_sync.weight_sync import WeightSyncError, run_sync
+
+WEIGHTS = "weights"
+KV_CACHE = "kv_cache"
+WAKE_ORDER = (WEIGHTS, KV_CACHE)
+SLEEP_ORDER = (KV_CACHE, WEIGHTS)
+
+
+class Engine(Protocol):
+    """The engine's control operations; `SGLangServerClient` is one."""
+
+    async def release_memory(self, tags: Sequence[str]) -> None:
+        """Free the memory of `tags`."""
+
+    async def resume_memory(self, tags: Sequence[str]) -> None:
+        """Map the memory of `tags` again."""
+
+    async def update_weights(self, handles: Sequence[bytes], *, load_format: str) -> None:
+        """Load one bucket, on every TP rank."""
+
+    async def flush_cache(self) -> None:
+        """Drop the prefix cache."""
+
+    async def set_weight_version(self, version: str) -> None:
+        """Publish the version of the weights."""
+
+
+def _nothing() -> None:
+    """Stands in for a callback that was not given."""
+
+
+class SGLangShardingManager(BaseShardingManager):  # type: ignore[misc]
+    """Wakes, updates and puts to sleep the engine of one rollout replica.
+
+    Lives in every trainer process; only the replica's leader has an engine to talk to, the other
+    ranks take part in the sync's collectives.
+
+    Args:
+        engine: the replica's server on its leader, None on the other ranks.
+        settings: the preset.
+        group: the trainer's ranks.
+        device: device of the engine's weights on this rank.
+        replica: rank of the replica, for the report.
+        export: for the context manager: returns the trainer's `(name, full tensor)` generator.
+        free_trainer: for the context manager: frees what the trainer does not need while the
+            engine generates.
+        barrier: for the context manager: waits for all trainer ranks.
+    """
+
+    def __init__(
+        self,
+        *,
+        engine: Engine | None,
+        settings: WeightSyncConfig,
+        group: TrainerGroup,
+        device: torch.device,
+        replica: int = 0,
+        export: Callable[[], Iterable[NamedTensor]] | None = None,
+        free_trainer: Callable[[], None] = _nothing,
+        barrier: Callable[[], None] = _nothing,
+    ) -> None:
+        super().__init__()
+        self._engine = engine
+        self._settings = settings
+        self._group = group
+        self._device = device
+        self._replica = replica
+        self._export = export
+        self._free_trainer = free_trainer
+        self._barrier = barrier
+        self._report = self._new_report()
+        self._syncs = 0
+
+    @property
+    def report(self) -> SyncReport:
+        """Accounting of the current or latest wake-up."""
+        return self._report
+
+    async def resume(self, tags: Sequence[str]) -> None:
+        """Resume memory; in a one-stage wake-up the first call resumes everything.
+
+        Resuming what is resident is a no-op in the engine, so that the caller may go through
+        verl's stages in either setting.
+        """
+        if not self._settings.free_cache_engine:
+            return
+        staged = self._settings.multi_stage_wake_up
+        wanted = tuple(tags) if staged or WEIGHTS not in tags else WAKE_ORDER
+        name = "resume_" + "_and_".join(wanted)
+        await self._on_leader(name, lambda engine: engine.resume_memory(wanted))
+        if KV_CACHE in tags:
+            self._publish()
+
+    async def release(self, tags: Sequence[str] = SLEEP_ORDER) -> None:
+        """Release memory; releasing what is released is a no-op in the engine."""
+        if not self._settings.free_cache_engine:
+            return
+        await self._on_leader("release", lambda engine: engine.release_memory(tags))
+
+    async def sync(self, weights: Iterable[NamedTensor], *, version: str | None = None) -> None:
+        """Send all weights, drop the prefix cache, then publish the version.
+
+        Args:
+            weights: `(name, full tensor)`, collective over the trainer's ranks; drained even if
+                the sync fails.
+            version: name of the new weights, such as verl's global step.
+
+        Raises:
+            WeightSyncError: on every rank, if any failed; the engine must not serve until a good one.
+        """
+
+        async def load(handles: list[bytes], load_format: str) -> None:
+            assert self._engine is not None, "only the leader gathers handles"
+            await self._engine.update_weights(handles, load_format=load_format)
+
+        await run_sync(
+            weights, packer=self._packer(), group=self._group, load=load, report=self._report
+        )
+        await self._on_leader("flush", lambda engine: _commit(engine, version))
+        self._report.weight_version = version
+        if not self._settings.free_cache_engine:
+            self._publish()
+
+    async def _on_leader(self, stage: str, step: Callable[[Engine], Awaitable[None]]) -> None:
+        """Run a step on the replica's leader; if it fails on any replica, every rank raises."""
+        failure = None
+        if self._engine is not None:
+            try:
+                with self._report.stage(stage):
+                    await step(self._engine)
+            except Exception:
+                failure = traceback.format_exc()
+        result = self._group.agree(RoundState.FAILED if failure else RoundState.END, failure)
+        if result.failures:
+            raise WeightSyncError(f"stage {stage!r} failed\n" + "\n".join(result.failures))
+
+    async def wake_up(self, *, version: str | None = None) -> None:
+        """Go through all stages of a wake-up, with the callbacks given to the constructor."""
+        if self._export is None:
+            raise ValueError("wake_up needs export=..., which returns the trainer's weights")
+        await self.resume((WEIGHTS,))
+        await self.sync(self._export(), version=version)
+        self._free_trainer()
+        self._barrier()
+        await self.resume((KV_CACHE,))
+
+    def __enter__(self) -> SGLangShardingManager:
+        """Wake the engine with the trainer's current weights."""
+        self._syncs += 1
+        _run(self.wake_up(version=str(self._syncs)))
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> Literal[False]:
+        """Put the engine to sleep, also after an exception."""
+        _run(self.release())
+        return False
+
+    def _packer(self) -> Packer:
+        packer = FlattenedPacker if self._settings.mode == "flattened" else NamedTensorPacker
+        return packer(
+            device=self._device, bucket_bytes=self._settings.bucket_bytes, report=self._report
+        )
+
+    def _new_report(self) -> SyncReport:
+        return SyncReport(mode=self._settings.mode, replica=self._replica)
+
+    def _publish(self) -> None:
+        if self._engine is not None:
+            self._report.publish(self._settings.report_file)
+        self.timing = dict(self._report.seconds)
+        self._report = self._new_report()
+
+
+async def _commit(engine: Engine, version: str | None) -> None:
+    await engine.flush_cache()
+    if version is not None:
+        await engine.set_weight_version(version)
+
+
+def _run(step: Awaitable[None]) -> None:
+    """Run one step to its end from synchronous code."""
+
+    async def main() -> None:
+        await step
+
+    asyncio.run(main())

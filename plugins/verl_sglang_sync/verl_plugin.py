@@ -1,0 +1,47 @@
+"""Entry point `verl.plugins`: verl imports this module in every process that imports verl.
+
+verl logs a plugin's import error at DEBUG and goes on without it, so a user would train without the
+weight sync they asked for. Hence the error is logged here, loudly, before it is raised.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+ROLLOUT_CLASS = "verl_sglang_sync.rollout_adapter.WeightSyncServerAdapter"
+
+
+def register() -> None:
+    """Put our classes into verl's registries; each is verl's own until a preset is chosen."""
+    if os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu":
+        from verl_sglang_sync import cpu_platform
+
+        cpu_platform.install()
+
+    import verl.utils.config
+    from verl.workers.rollout import base, replica
+
+    from verl_sglang_sync.preflight import checking
+
+    base._ROLLOUT_REGISTRY[("sglang", "async")] = ROLLOUT_CLASS
+    verls_loader = replica.RolloutReplicaRegistry._registry["sglang"]
+
+    def load_replica() -> type[Any]:
+        verls_loader()  # verl prepares the process for SGLang here
+        from verl_sglang_sync.replica import WeightSyncReplica
+
+        return WeightSyncReplica
+
+    replica.RolloutReplicaRegistry.register("sglang", load_replica)
+    verl.utils.config.validate_config = checking(verl.utils.config.validate_config)
+
+
+try:
+    register()
+except Exception:
+    logger.exception("verl-sglang-sync failed to load; +weight_sync=... would have no effect")
+    raise

@@ -1,0 +1,152 @@
+"""One sync, from the trainer's export to live weights: rounds of one bucket, all ranks in step.
+
+Every trainer rank of every replica runs `run_sync` at the same time, because the export is
+collective. In each round a rank exports and packs its next bucket, all ranks agree that nobody
+failed, each replica's leader gathers the handles of its TP ranks and has the engine load them.
+
+A failure anywhere ends the rounds on all ranks: they drain what is left of the export (its
+collectives need everyone) and all raise the same `WeightSyncError`. The version of the weights is
+published only after the last round succeeded everywhere.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from contextlib import closing, suppress
+
+from sglang_loader.ipc import serialize_handles
+from verl_sglang_sync.collective import RoundResult, RoundState, TrainerGroup
+from verl_sglang_sync.packing import NamedTensor, Packer, Parcel
+from verl_sglang_sync.report import SyncReport
+
+LoadBucket = Callable[[list[bytes], str], Awaitable[None]]
+"""`load(handles, load_format)`: has the engine load one bucket; called on the leader only."""
+
+
+class WeightSyncError(RuntimeError):
+    """A sync failed; the engine's weights are partly overwritten and must not be used."""
+
+
+async def run_sync(
+    weights: Iterable[NamedTensor],
+    *,
+    packer: Packer,
+    group: TrainerGroup,
+    load: LoadBucket,
+    report: SyncReport,
+) -> None:
+    """Send all of `weights` to the engine of this rank's replica.
+
+    Args:
+        weights: the trainer's export of `(name, full tensor)`; always run to its end.
+        packer: a fresh packer.
+        group: the trainer's ranks.
+        load: posts one bucket to the engine; used on the replica's leader.
+        report: gets counts and seconds.
+
+    Raises:
+        WeightSyncError: on every rank, if any rank failed; the message has rank and traceback.
+    """
+    source = _Export(weights)
+    failure: str | None = None
+    with closing(_Rounds(packer.parcels(source), source)) as rounds:
+        while True:
+            state, parcel, message = rounds.next()
+            failure = failure or message
+            if failure is not None and state < RoundState.FAILED:
+                state = RoundState.FAILED
+            result = group.agree(state, failure)
+            if result.worst is RoundState.BUCKET and parcel is not None:
+                failure = await _send(parcel, group, load, report)
+                continue
+            if set(result.states) == {RoundState.END}:
+                return
+            break
+    if result.worst is not RoundState.EXPORT_FAILED:
+        source.drain()
+    raise WeightSyncError(_message(result))
+
+
+async def _send(
+    parcel: Parcel, group: TrainerGroup, load: LoadBucket, report: SyncReport
+) -> str | None:
+    """Share one bucket and have it loaded; return the traceback of a failure on this rank.
+
+    Every rank joins the gather even if its own handles failed, so that nobody waits for it.
+    """
+    failure, handles = None, b""
+    try:
+        handles = serialize_handles(parcel.named_tensors)
+    except Exception:
+        failure = traceback.format_exc()
+    gathered = group.gather(handles)
+    if gathered is None or failure is not None:
+        return failure
+    if not all(gathered):
+        return None  # the failing rank reports in the next round
+    try:
+        with report.stage("load"):
+            await load(gathered, parcel.load_format)
+    except Exception:
+        return traceback.format_exc()
+    return None
+
+
+class _Export:
+    """The trainer's generator, with its failures told apart from the packer's."""
+
+    def __init__(self, weights: Iterable[NamedTensor]) -> None:
+        self._source = iter(weights)
+        self.failed = False
+
+    def __iter__(self) -> Iterator[NamedTensor]:
+        return self
+
+    def __next__(self) -> NamedTensor:
+        try:
+            return next(self._source)
+        except StopIteration:
+            raise
+        except BaseException:
+            self.failed = True
+            raise
+
+    def drain(self) -> None:
+        """Run the export to its end, dropping the tensors: its collectives need every rank."""
+        with suppress(Exception):
+            for _ in self._source:
+                pass
+
+
+class _Rounds:
+    """Steps through the packer; a failure becomes a state instead of an exception."""
+
+    def __init__(self, parcels: Iterator[Parcel], source: _Export) -> None:
+        self._parcels = parcels
+        self._source = source
+
+    def next(self) -> tuple[RoundState, Parcel | None, str | None]:
+        """Return this rank's state, its bucket if there is one, and its traceback if it failed."""
+        try:
+            parcel = next(self._parcels, None)
+        except Exception:
+            state = RoundState.EXPORT_FAILED if self._source.failed else RoundState.FAILED
+            return state, None, traceback.format_exc()
+        return (RoundState.BUCKET if parcel else RoundState.END), parcel, None
+
+    def close(self) -> None:
+        """Let go of the packer's tensors."""
+        if close := getattr(self._parcels, "close", None):
+            close()
+
+
+def _message(result: RoundResult) -> str:
+    if result.failures:
+        return "weight sync failed; the engine's weights are incomplete\n" + "\n".join(
+            result.failures
+        )
+    return (
+        "weight sync failed: the ranks exported different numbers of buckets, states by rank: "
+        f"{[state.name for state in result.states]}"
+    )
