@@ -1,0 +1,40 @@
+"""Compiled load plans: run a model's own `load_weights` once, then replay what it did with the
+bytes.
+
+Why: `load_weights` of a 30 B mixture of experts is half a second of Python for copies that need 30
+ms. What it does with a tensor depends on names, shapes and ranks, not on values, so it can be
+recorded.
+
+    builder = PlanBuilder(model, model.load_weights, context={"tp_rank": 0, "quantization": None})
+    for layout, buffer in first_sync:
+        builder.add_bucket(layout, buffer)
+    plan = builder.finish()                      # PlanRefused: says why; go on with load_weights
+    executor = PlanExecutor(plan)
+    for i, buffer in enumerate(later_sync):
+        executor.replay(i, buffer)
+
+A plan is used only after `check_bucket` or `self_check` has proved it bit for bit against the eager
+loader, and only while `plan.fingerprint` and `DestinationProbe` find nothing changed. Nothing here
+imports sglang.
+"""
+
+from sglang_loader.load_plan.builder import PlanBuilder
+from sglang_loader.load_plan.executor import PlanExecutor
+from sglang_loader.load_plan.guard import DestinationProbe
+from sglang_loader.load_plan.layout import BucketLayout, BucketTensor
+from sglang_loader.load_plan.plan import BucketPlan, LoadPlan, PlanRefused
+from sglang_loader.load_plan.verify import CheckResult, check_bucket, self_check
+
+__all__ = [
+    "BucketLayout",
+    "BucketPlan",
+    "BucketTensor",
+    "CheckResult",
+    "DestinationProbe",
+    "LoadPlan",
+    "PlanBuilder",
+    "PlanExecutor",
+    "PlanRefused",
+    "check_bucket",
+    "self_check",
+]

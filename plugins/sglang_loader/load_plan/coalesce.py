@@ -1,0 +1,184 @@
+"""Many copies into few: 18,867 weights of a 30 B MoE become some hundreds of strided copies.
+
+Three steps, each exact:
+
+1. Copies that continue each other on both sides are joined.
+2. Copies of one shape whose offsets form an arithmetic progression become one copy with one more
+   dimension. The progression may be interleaved (gate of expert e, up of expert e, gate of e + 1,
+   ...): `MAX_PERIOD` lanes at most.
+3. Step 2 once more, for progressions of progressions.
+
+Copies are reordered, so no two of them may write the same byte: `find_overlapping` names those that
+do, without a ledger as large as the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TypeAlias
+
+import numpy as np
+
+from sglang_loader.load_plan.geometry import Dim, StridedCopy, Unit, collapse
+
+MAX_PERIOD = 4
+MIN_REPEATS = 3
+MAX_DIMS = 4
+MAX_EXPANDED_RUNS = 1 << 22
+
+_Shape: TypeAlias = tuple[int, tuple[Dim, ...], int, Unit]
+
+
+def coalesce(copies: Sequence[StridedCopy]) -> list[StridedCopy]:
+    """The fewest copies this module can find that move the same bytes to the same places.
+
+    Precondition: no two copies write the same byte (see `find_overlapping`); their sources may
+    overlap.
+    """
+    joined = join_adjacent(copies)
+    return fold_progressions(fold_progressions(joined))
+
+
+def join_adjacent(copies: Sequence[StridedCopy]) -> list[StridedCopy]:
+    """Contiguous copies that continue each other in source and destination become one; sorted by
+    destination.
+    """
+    joined: list[StridedCopy] = []
+    for copy in sorted(copies, key=lambda c: (c.storage, c.dst)):
+        last = joined[-1] if joined else None
+        if last is not None and _continues(last, copy):
+            run = last.run + copy.run
+            joined[-1] = StridedCopy(last.storage, last.src, last.dst, (), run, last.unit)
+        else:
+            joined.append(copy)
+    return joined
+
+
+def fold_progressions(copies: Sequence[StridedCopy]) -> list[StridedCopy]:
+    """Copies of one shape at regular offsets become one copy with one more dimension."""
+    groups: dict[_Shape, list[StridedCopy]] = {}
+    for copy in sorted(copies, key=lambda c: (c.storage, c.dst)):
+        groups.setdefault((copy.storage, copy.dims, copy.run, copy.unit), []).append(copy)
+    folded = [piece for group in groups.values() for piece in _fold_group(group)]
+    return sorted(folded, key=lambda c: (c.storage, c.dst))
+
+
+def find_overlapping(copies: Sequence[StridedCopy]) -> set[int]:
+    """Indices of the copies whose destination bytes may overlap those of another copy.
+
+    An interval sweep finds clusters of enclosing byte ranges; only inside a cluster of two or more
+    are the runs expanded and compared exactly. Every member of a cluster with an overlap is named.
+    A cluster of more than `MAX_EXPANDED_RUNS` runs counts as overlapping.
+    """
+    overlapping: set[int] = set()
+    for cluster in _clusters(copies):
+        if len(cluster) > 1 and _really_overlap([copies[i] for i in cluster]):
+            overlapping.update(cluster)
+    return overlapping
+
+
+def _continues(last: StridedCopy, copy: StridedCopy) -> bool:
+    return (
+        last.storage == copy.storage
+        and last.unit == copy.unit
+        and not last.dims
+        and not copy.dims
+        and last.src + last.run * last.unit.src_bytes == copy.src
+        and last.dst + last.run * last.unit.dst_bytes == copy.dst
+    )
+
+
+def _fold_group(group: list[StridedCopy]) -> Iterator[StridedCopy]:
+    """Greedy from the left: the longest (possibly interleaved) progression that starts here, then
+    go on after it.
+    """
+    if len(group[0].dims) >= MAX_DIMS:
+        yield from group
+        return
+    at = 0
+    while at < len(group):
+        period, repeats = _longest_progression(group, at)
+        if repeats == 1:
+            yield group[at]
+            at += 1
+            continue
+        for lane in range(at, at + period):
+            yield _fold(group[lane], group[lane + period], repeats)
+        at += period * repeats
+
+
+def _longest_progression(group: list[StridedCopy], at: int) -> tuple[int, int]:
+    """(lanes, repeats) of the longest progression that starts at `at`; (1, 1) where there is none
+    worth folding.
+    """
+    best = (1, 1)
+    for period in range(1, MAX_PERIOD + 1):
+        repeats = _count_repeats(group, at, period)
+        # Two copies at any distance form a progression; folding those would break up a longer one
+        # that starts later.
+        whole_group = period == 1 and repeats == len(group)
+        if repeats < MIN_REPEATS and not (whole_group and repeats > 1):
+            continue
+        if period * repeats > best[0] * best[1]:
+            best = (period, repeats)
+    return best
+
+
+def _count_repeats(group: list[StridedCopy], at: int, period: int) -> int:
+    """How often the pattern of `period` copies repeats from `at` on; lanes may have strides of
+    their own.
+    """
+    if at + 2 * period > len(group):
+        return 1
+    strides = [_stride(group, lane, period) for lane in range(at, at + period)]
+    if any(src < 0 for src, _ in strides):  # torch has no negative strides
+        return 1
+    repeats = 2
+    while at + (repeats + 1) * period <= len(group):
+        base = at + (repeats - 1) * period
+        if any(_stride(group, base + i, period) != strides[i] for i in range(period)):
+            break
+        repeats += 1
+    return repeats
+
+
+def _stride(group: list[StridedCopy], at: int, period: int) -> tuple[int, int]:
+    return group[at + period].src - group[at].src, group[at + period].dst - group[at].dst
+
+
+def _fold(first: StridedCopy, second: StridedCopy, repeats: int) -> StridedCopy:
+    outer = (repeats, second.src - first.src, second.dst - first.dst)
+    dims, run = collapse((outer, *first.dims), first.run, first.unit)
+    return StridedCopy(first.storage, first.src, first.dst, dims, run, first.unit)
+
+
+def _clusters(copies: Sequence[StridedCopy]) -> Iterator[list[int]]:
+    """Indices of copies whose enclosing destination ranges form one connected range."""
+    bounds = [copy.dst_bounds() for copy in copies]
+    order = sorted(range(len(copies)), key=lambda i: (copies[i].storage, bounds[i]))
+    cluster: list[int] = []
+    storage, reach = -1, 0
+    for i in order:
+        if cluster and (copies[i].storage != storage or bounds[i][0] >= reach):
+            yield cluster
+            cluster = []
+        reach = max(reach, bounds[i][1]) if cluster else bounds[i][1]
+        storage = copies[i].storage
+        cluster.append(i)
+    if cluster:
+        yield cluster
+
+
+def _really_overlap(copies: Sequence[StridedCopy]) -> bool:
+    num_runs = 0
+    starts, stops = [], []
+    for copy in copies:
+        num_runs += copy.num_dst_runs()
+        if num_runs > MAX_EXPANDED_RUNS:
+            return True
+        first, length = copy.dst_runs()
+        starts.append(first)
+        stops.append(first + length)
+    start, stop = np.concatenate(starts), np.concatenate(stops)
+    order = np.argsort(start, kind="stable")
+    return bool(np.any(start[order][1:] < np.maximum.accumulate(stop[order])[:-1]))

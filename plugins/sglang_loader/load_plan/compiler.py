@@ -1,0 +1,190 @@
+"""From the trace of one bucket to its plan. Pure: reads a trace, runs nothing.
+
+The one freedom taken is order: copies out of the bucket run first, coalesced, and everything else
+follows in recorded order. A copy that may not be moved ahead stays on the tape:
+
+- two copies write the same bytes (the later must win);
+- an earlier step reads or writes bytes that the copy writes.
+
+Steps whose results reach no destination are dropped. Anything that a replay could not reproduce
+refuses the plan.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+
+from sglang_loader.load_plan.coalesce import coalesce, find_overlapping
+from sglang_loader.load_plan.geometry import (
+    BYTES,
+    StridedCopy,
+    Unit,
+    describe_copy,
+    region_runs,
+)
+from sglang_loader.load_plan.intervals import Interval, contains, intersects, merge, merge_runs
+from sglang_loader.load_plan.layout import BucketLayout
+from sglang_loader.load_plan.plan import BucketPlan, PlanRefused, TapeStep
+from sglang_loader.load_plan.taint import judge_host_reads
+from sglang_loader.load_plan.trace import Space, Step, TensorRef, Trace
+
+
+def compile_bucket(layout: BucketLayout, trace: Trace) -> BucketPlan:
+    """The plan for one bucket.
+
+    Raises:
+        PlanRefused: the trace holds something that a replay could not reproduce.
+    """
+    if trace.problems:
+        raise PlanRefused(trace.problems[0])
+    steps = _live_steps(trace.steps)
+    _refuse_unsafe(steps)
+    host_reads = judge_host_reads(trace, layout)
+    candidates = [_as_copy(step) for step in steps]
+    moved = _movable(steps, candidates)
+    copies = [copy for copy in moved if copy is not None]
+    tape = [step for step, copy in zip(steps, moved, strict=True) if copy is None]
+    coalesced = coalesce(copies)
+    written, live_in = _effects(coalesced, tape)
+    slots = {slot for step in tape for slot in step.outputs if slot is not None}
+    constants = {r.index for r in _references(tape) if r.space is Space.CONSTANT}
+    return BucketPlan(
+        layout=layout,
+        copies=tuple(coalesced),
+        tape=_with_releases(tape),
+        constants={i: trace.constants[i] for i in sorted(constants)},
+        slot_nbytes={slot: trace.slot_nbytes[slot] for slot in sorted(slots)},
+        written=written,
+        live_in=live_in,
+        host_reads=host_reads,
+        ignored=_ignored(layout, copies, tape),
+        num_traced_copies=sum(copy is not None for copy in candidates),
+    )
+
+
+def _live_steps(steps: Sequence[Step]) -> list[Step]:
+    """Steps that write anything but a temporary, and those whose temporaries they need; in recorded
+    order.
+    """
+    needed: set[int] = set()
+    live: list[Step] = []
+    for step in reversed(steps):
+        targets = {w.index for w in step.writes if w.space is Space.SLOT}
+        targets.update(slot for slot in step.outputs if slot is not None)
+        escapes = any(w.space is not Space.SLOT and 0 not in w.region.shape for w in step.writes)
+        if escapes or needed & targets:
+            live.append(step)
+            needed.update(r.index for r in step.reads if r.space is Space.SLOT)
+            needed.update(w.index for w in step.writes if w.space is Space.SLOT)
+    return live[::-1]
+
+
+def _refuse_unsafe(steps: Iterable[Step]) -> None:
+    for step in steps:
+        if step.traits.random:
+            raise PlanRefused(f"a random operator decides weights: {step.op}")
+        for target in step.writes:
+            if target.space is Space.BUCKET:
+                raise PlanRefused(f"{step.op} writes into the bucket it loads from")
+            if target.space is Space.CONSTANT:
+                raise PlanRefused(f"{step.op} writes a tensor that the model does not reach")
+
+
+def _as_copy(step: Step) -> StridedCopy | None:
+    """The step as a copy from the bucket into a destination, or None where it is something else."""
+    if step.op is not torch.ops.aten.copy_.default:
+        return None
+    dst, src = step.args[0], step.args[1]
+    if not isinstance(src, TensorRef) or src.space is not Space.BUCKET:
+        return None
+    if dst.space is not Space.DESTINATION or src.dtype.is_complex or dst.dtype.is_complex:
+        return None
+    unit = BYTES
+    if src.dtype != dst.dtype:
+        cast = (src.dtype, dst.dtype)
+        unit = Unit(src.region.itemsize, dst.region.itemsize, cast)
+    return describe_copy(dst.index, src.region, dst.region, unit)
+
+
+def _movable(
+    steps: Sequence[Step], candidates: Sequence[StridedCopy | None]
+) -> list[StridedCopy | None]:
+    """`candidates` without those that may not run before the tape, nor in any order."""
+    numbers = [i for i, copy in enumerate(candidates) if copy is not None]
+    overlapping = find_overlapping([c for c in candidates if c is not None])
+    kept = list(candidates)
+    for i in overlapping:
+        kept[numbers[i]] = None
+    touched: dict[int, list[Interval]] = defaultdict(list)
+    for i, step in enumerate(steps):
+        copy = kept[i]
+        if copy is not None:
+            start, stop = copy.dst_bounds()
+            if not any(a < stop and start < b for a, b in touched[copy.storage]):
+                continue
+            kept[i] = None
+        for ref in (*step.reads, *step.writes):
+            if ref.space is Space.DESTINATION:
+                touched[ref.index].append(ref.region.bounds())
+    return kept
+
+
+def _effects(
+    copies: Iterable[StridedCopy], tape: Iterable[Step]
+) -> tuple[dict[int, tuple[Interval, ...]], dict[int, tuple[Interval, ...]]]:
+    """(bytes surely written, bytes read as they were before), per destination storage."""
+    by_storage: dict[int, list[StridedCopy]] = defaultdict(list)
+    for copy in copies:
+        by_storage[copy.storage].append(copy)
+    written = {key: merge_runs(c.dst_runs() for c in group) for key, group in by_storage.items()}
+    live_in: dict[int, list[Interval]] = defaultdict(list)
+    for step in tape:
+        for ref in step.reads:
+            if ref.space is Space.DESTINATION:
+                here = written.get(ref.index, [])
+                runs = merge_runs([region_runs(ref.region)])
+                live_in[ref.index].extend(run for run in runs if not contains(here, run))
+        for ref in step.writes if step.traits.overwrites else ():
+            if ref.space is Space.DESTINATION:
+                runs = merge_runs([region_runs(ref.region)])
+                written[ref.index] = merge([*written.get(ref.index, []), *runs])
+    exposed = {key: tuple(merge(ranges)) for key, ranges in live_in.items() if ranges}
+    return {key: tuple(ranges) for key, ranges in written.items()}, exposed
+
+
+def _ignored(
+    layout: BucketLayout, copies: Iterable[StridedCopy], tape: Iterable[Step]
+) -> tuple[str, ...]:
+    reads = [copy.src_bounds() for copy in copies]
+    reads += [
+        ref.region.bounds() for step in tape for ref in step.reads if ref.space is Space.BUCKET
+    ]
+    used = merge(reads)
+    return tuple(
+        t.name
+        for t in layout.tensors
+        if t.nbytes and not intersects(used, (t.offset, t.offset + t.nbytes))
+    )
+
+
+def _references(steps: Iterable[Step]) -> Iterable[TensorRef]:
+    return (ref for step in steps for ref in (*step.reads, *step.writes))
+
+
+def _with_releases(steps: Sequence[Step]) -> tuple[TapeStep, ...]:
+    last_use: dict[int, int] = {}
+    for i, step in enumerate(steps):
+        for ref in (*step.reads, *step.writes):
+            if ref.space is Space.SLOT:
+                last_use[ref.index] = i
+        last_use.update((slot, i) for slot in step.outputs if slot is not None)
+    released: Mapping[int, list[int]] = defaultdict(list)
+    for slot, i in last_use.items():
+        released[i].append(slot)
+    return tuple(
+        TapeStep(step.op, step.args, step.kwargs, step.outputs, tuple(released[i]))
+        for i, step in enumerate(steps)
+    )

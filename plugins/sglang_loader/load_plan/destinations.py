@@ -1,0 +1,206 @@
+"""Every storage that a model's modules can reach: the possible destinations of a weight update.
+
+Parameters and buffers are not all: MLA keeps `w_kc` and `w_vc` as plain attributes, others keep
+lists and dicts of tensors. `collect_destinations` walks modules, their attributes and nested
+containers, and groups the tensors it finds by storage, so that tied weights and views are one
+destination.
+
+It holds strong references: as long as a `Destinations` lives, no address in it can be handed out
+again.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+MAX_CONTAINER_DEPTH = 4
+_MODULE_INTERNALS = frozenset({"_parameters", "_buffers", "_modules"})
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One reachable tensor: its path, the storage it lies in, and its place there (offset in
+    bytes).
+    """
+
+    name: str
+    kind: str
+    storage: int
+    dtype: torch.dtype
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StorageEntry:
+    """One distinct storage: `name` is the first path that reaches it and serves as its key."""
+
+    name: str
+    data_ptr: int
+    nbytes: int
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class Destinations:
+    """The reachable tensors and storages of a model at one moment.
+
+    `opaque` names tensors without one plain strided storage (wrapper subclasses, sparse): nothing
+    can be proved about those, so no plan is made for a model that has any.
+    """
+
+    storages: tuple[StorageEntry, ...]
+    tensors: tuple[TensorEntry, ...]
+    opaque: tuple[str, ...]
+    keep_alive: tuple[torch.UntypedStorage, ...] = field(repr=False, compare=False)
+
+    def bytes_of(self, storage: int) -> torch.Tensor:
+        """The whole storage as a flat uint8 tensor that shares its memory."""
+        raw = self.keep_alive[storage]
+        with torch.inference_mode(False), torch.no_grad():
+            view = torch.empty(0, dtype=torch.uint8, device=raw.device)
+            return view.set_(raw, 0, (raw.nbytes(),), (1,))
+
+    def names_of(self, storage: int) -> tuple[str, ...]:
+        """Every path that reaches this storage."""
+        return tuple(t.name for t in self.tensors if t.storage == storage)
+
+
+class AddressIndex:
+    """Finds the storage whose memory holds an address, also through another storage object over the
+    same memory.
+    """
+
+    def __init__(self, destinations: Destinations) -> None:
+        entries = enumerate(destinations.storages)
+        self._spans = sorted((s.data_ptr, s.data_ptr + s.nbytes, i) for i, s in entries)
+        self._starts = [span[0] for span in self._spans]
+
+    def find(self, data_ptr: int) -> tuple[int, int] | None:
+        """(storage index, byte offset inside it), or None."""
+        at = bisect_right(self._starts, data_ptr) - 1
+        if at < 0 or data_ptr >= self._spans[at][1]:
+            return None
+        return self._spans[at][2], data_ptr - self._spans[at][0]
+
+
+def collect_destinations(model: nn.Module, known: Destinations | None = None) -> Destinations:
+    """Every storage reachable from `model`'s modules. Empty and meta tensors are left out.
+
+    The storages of `known`, an earlier collection, keep their numbers; new ones come after them.
+
+    Raises:
+        ValueError: two storages overlap in memory (one would be written behind the other's back).
+    """
+    storages = list(known.storages) if known is not None else []
+    keep_alive = list(known.keep_alive) if known is not None else []
+    seen = {(s.data_ptr, s.nbytes): i for i, s in enumerate(storages)}
+    tensors: list[TensorEntry] = []
+    opaque: list[str] = []
+    for name, kind, tensor in iterate_tensors(model):
+        if tensor.device.type == "meta":
+            continue
+        if not _has_plain_storage(tensor):
+            opaque.append(name)
+            continue
+        raw = tensor.untyped_storage()
+        if raw.nbytes() == 0 or raw.data_ptr() == 0:
+            continue
+        index = seen.setdefault((raw.data_ptr(), raw.nbytes()), len(storages))
+        if index == len(storages):
+            storages.append(StorageEntry(name, raw.data_ptr(), raw.nbytes(), raw.device))
+            keep_alive.append(raw)
+        offset = int(tensor.storage_offset()) * tensor.element_size()
+        shape, stride = tuple(tensor.shape), tuple(tensor.stride())
+        tensors.append(TensorEntry(name, kind, index, tensor.dtype, offset, shape, stride))
+    _check_disjoint(storages)
+    return Destinations(tuple(storages), tuple(tensors), tuple(opaque), tuple(keep_alive))
+
+
+def iterate_tensors(model: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """(path, kind, tensor) of every reachable tensor, kind 'parameter', 'buffer' or 'attribute'."""
+    for prefix, module in model.named_modules():
+        dot = f"{prefix}." if prefix else ""
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                yield dot + name, "parameter", parameter
+                yield from _attributes(dot + name, parameter)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                yield dot + name, "buffer", buffer
+        yield from _attributes(prefix, module)
+
+
+def first_difference(
+    before: Destinations, after: Destinations, *, new_allowed: bool = False
+) -> str | None:
+    """What moved between two collections of one model, in words; None where every tensor is where
+    it was.
+    """
+    old, new = _places(before), _places(after)
+    for name, place in old.items():
+        if name not in new:
+            return f"{name} is gone"
+        if new[name] != place:
+            return f"{name} was rebound: {place} became {new[name]}"
+    for name in new:
+        if name not in old and not new_allowed:
+            return f"{name} is new"
+    return None
+
+
+def _places(destinations: Destinations) -> dict[str, tuple[object, ...]]:
+    return {
+        t.name: (
+            hex(destinations.storages[t.storage].data_ptr),
+            destinations.storages[t.storage].nbytes,
+            t.offset,
+            t.shape,
+            t.stride,
+            t.dtype,
+        )
+        for t in destinations.tensors
+    }
+
+
+def _attributes(
+    prefix: str, owner: nn.Module | torch.Tensor
+) -> Iterator[tuple[str, str, torch.Tensor]]:
+    dot = f"{prefix}." if prefix else ""
+    for name, value in list(vars(owner).items()):
+        if isinstance(owner, nn.Module) and name in _MODULE_INTERNALS:
+            continue
+        for path, tensor in _tensors_in(value, MAX_CONTAINER_DEPTH):
+            yield f"{dot}{name}{path}", "attribute", tensor
+
+
+def _tensors_in(value: object, depth: int) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield "", value
+    elif depth and isinstance(value, dict):
+        for key, item in list(value.items()):
+            for path, tensor in _tensors_in(item, depth - 1):
+                yield f"[{key!r}]{path}", tensor
+    elif depth and isinstance(value, (list, tuple)):
+        for i, item in enumerate(value):
+            for path, tensor in _tensors_in(item, depth - 1):
+                yield f"[{i}]{path}", tensor
+
+
+def _has_plain_storage(tensor: torch.Tensor) -> bool:
+    return tensor.layout == torch.strided and not is_traceable_wrapper_subclass(tensor)
+
+
+def _check_disjoint(storages: list[StorageEntry]) -> None:
+    ordered = sorted(storages, key=lambda s: s.data_ptr)
+    for low, high in pairwise(ordered):
+        if low.data_ptr + low.nbytes > high.data_ptr:
+            raise ValueError(f"the storages of {low.name} and {high.name} overlap in memory")

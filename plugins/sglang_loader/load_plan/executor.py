@@ -1,0 +1,205 @@
+"""Replays a load plan: a few fused copies per bucket, then its tape. Launches work, never waits for
+it.
+
+    executor = PlanExecutor(plan)
+    executor.replay(0, staging[: plan.layouts[0].nbytes])      # on the current stream; the caller
+    synchronises
+
+Binding (turning descriptors into tensors that view concrete memory) is done once per bucket and
+buffer address. A binding keeps its buffer's memory alive; `unbind` lets go of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from sglang_loader.load_plan.destinations import Destinations
+from sglang_loader.load_plan.geometry import StridedCopy
+from sglang_loader.load_plan.layout import check_buffer
+from sglang_loader.load_plan.plan import BucketPlan, LoadPlan, TapeStep
+from sglang_loader.load_plan.trace import Space, TensorRef
+
+MAX_BOUND_BUFFERS = 4
+_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+
+
+@dataclass(frozen=True, slots=True)
+class _BoundStep:
+    run: Callable[[dict[int, torch.Tensor]], Any]
+    step: TapeStep
+
+
+@dataclass(frozen=True, slots=True)
+class _Binding:
+    """Concrete views for one bucket: groups of `(destinations, sources)` for `_foreach_copy_`, then
+    the tape.
+    """
+
+    groups: tuple[tuple[list[torch.Tensor], list[torch.Tensor]], ...]
+    tape: tuple[_BoundStep, ...]
+
+
+class PlanExecutor:
+    """Executes the buckets of one plan. Whether the plan still holds is for `guard` to say."""
+
+    def __init__(self, plan: LoadPlan) -> None:
+        self._plan = plan
+        self._bound: dict[int, OrderedDict[int, _Binding]] = defaultdict(OrderedDict)
+
+    def replay(self, bucket_index: int, buffer: torch.Tensor) -> None:
+        """Load bucket `bucket_index` from `buffer`, asynchronously on the current stream.
+
+        Args:
+            buffer: flat contiguous uint8 with the bucket's layout at its start, on any device that
+                copies reach.
+
+        Raises:
+            IndexError: there is no such bucket.
+            ValueError: the buffer has another dtype or shape, or is too short.
+            RuntimeError: a step of the tape made a temporary of another size than when it was
+                traced.
+        """
+        plan = self._plan.buckets[bucket_index]
+        check_buffer(buffer, plan.layout.nbytes)
+        bound = self._bound[bucket_index]
+        binding = bound.get(buffer.data_ptr())
+        if binding is None:
+            while len(bound) >= MAX_BOUND_BUFFERS:
+                bound.popitem(last=False)
+            binding = bound[buffer.data_ptr()] = _bind(plan, self._plan.destinations, buffer)
+        _run(binding, plan)
+
+    def unbind(self) -> None:
+        """Forget all bindings, and with them the last references to the buffers."""
+        self._bound.clear()
+
+
+def replay_once(plan: BucketPlan, destinations: Destinations, buffer: torch.Tensor) -> None:
+    """`PlanExecutor.replay` for one bucket's plan without keeping the binding: for checks and
+    tests.
+    """
+    check_buffer(buffer, plan.layout.nbytes)
+    _run(_bind(plan, destinations, buffer), plan)
+
+
+def _run(binding: _Binding, plan: BucketPlan) -> None:
+    with torch.no_grad():
+        for targets, sources in binding.groups:
+            torch._foreach_copy_(targets, sources)
+        _run_tape(binding.tape, plan.slot_nbytes)
+
+
+def _bind(plan: BucketPlan, destinations: Destinations, buffer: torch.Tensor) -> _Binding:
+    with torch.inference_mode(False), torch.no_grad():
+        bases = [destinations.bytes_of(i) for i in range(len(destinations.storages))]
+        grouped: dict[object, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        for copy in plan.copies:
+            target, source = _copy_views(copy, buffer, bases[copy.storage])
+            # The fused kernel takes a group only if all of it is dense.
+            key = (target.dtype, source.dtype, bool(copy.dims), target.device)
+            targets, sources = grouped.setdefault(key, ([], []))
+            targets.append(target)
+            sources.append(source)
+
+        def resolve(ref: TensorRef) -> torch.Tensor:
+            if ref.space is Space.BUCKET:
+                return view_of(buffer, ref)
+            if ref.space is Space.DESTINATION:
+                return view_of(bases[ref.index], ref)
+            return view_of(plan.constants[ref.index], ref)
+
+        tape = tuple(_bind_step(step, resolve) for step in plan.tape)
+    return _Binding(tuple(grouped.values()), tape)
+
+
+def _copy_views(
+    copy: StridedCopy, buffer: torch.Tensor, base: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The destination and source of one copy as tensors of the widest word that fits both sides."""
+    src_start, dst_start = int(buffer.storage_offset()) + copy.src, copy.dst
+    counts = [count for count, _, _ in copy.dims]
+    src_strides = [src for _, src, _ in copy.dims]
+    dst_strides = [dst for _, _, dst in copy.dims]
+    if copy.unit.cast is not None:
+        src_dtype, dst_dtype = copy.unit.cast
+        assert isinstance(src_dtype, torch.dtype) and isinstance(dst_dtype, torch.dtype)
+        units = copy.run
+    else:
+        aligned = math.gcd(
+            8, src_start, dst_start, copy.run, buffer.untyped_storage().data_ptr(),
+            base.data_ptr(), *src_strides, *dst_strides,
+        )  # fmt: skip
+        src_dtype = dst_dtype = _WORDS[aligned]
+        units = copy.run // aligned
+    source = _strided(buffer, src_dtype, src_start, (*counts, units), src_strides)
+    return _strided(base, dst_dtype, dst_start, (*counts, units), dst_strides), source
+
+
+def _strided(
+    base: torch.Tensor, dtype: torch.dtype, start: int, shape: tuple[int, ...], strides: list[int]
+) -> torch.Tensor:
+    """A view of `base`'s storage; `start` and `strides` (all but the innermost, which is 1) in
+    bytes.
+    """
+    size = dtype.itemsize
+    view = torch.empty(0, dtype=dtype, device=base.device)
+    steps = (*(s // size for s in strides), 1)
+    return view.set_(base.untyped_storage(), start // size, shape, steps)
+
+
+def view_of(base: torch.Tensor, ref: TensorRef) -> torch.Tensor:
+    """The tensor that `ref` describes, over the storage of `base` (offsets count from `base`'s
+    first byte).
+    """
+    start = int(base.storage_offset()) * base.element_size() + ref.region.offset
+    view = torch.empty(0, dtype=ref.dtype, device=base.device)
+    offset = start // ref.region.itemsize
+    return view.set_(base.untyped_storage(), offset, ref.region.shape, ref.region.stride)
+
+
+def _bind_step(step: TapeStep, resolve: Callable[[TensorRef], torch.Tensor]) -> _BoundStep:
+    """Everything but temporaries is resolved now; those are filled in at each replay."""
+
+    def resolve_now(value: Any) -> Any:
+        if isinstance(value, TensorRef) and value.space is not Space.SLOT:
+            return resolve(value)
+        return value
+
+    args, kwargs = tree_map(resolve_now, (step.args, dict(step.kwargs)))
+    uses_slots = any(isinstance(leaf, TensorRef) for leaf in tree_leaves((args, kwargs)))
+
+    def run(slots: dict[int, torch.Tensor]) -> Any:
+        if not uses_slots:
+            return step.op(*args, **kwargs)
+
+        def fill(value: Any) -> Any:
+            return view_of(slots[value.index], value) if isinstance(value, TensorRef) else value
+
+        filled_args, filled_kwargs = tree_map(fill, (args, kwargs))
+        return step.op(*filled_args, **filled_kwargs)
+
+    return _BoundStep(run, step)
+
+
+def _run_tape(tape: tuple[_BoundStep, ...], slot_nbytes: Mapping[int, int]) -> None:
+    slots: dict[int, torch.Tensor] = {}
+    for bound in tape:
+        out = bound.run(slots)
+        for slot, leaf in zip(bound.step.outputs, tree_leaves(out), strict=True):
+            if slot is None:
+                continue
+            raw = leaf.untyped_storage()
+            if raw.nbytes() != slot_nbytes[slot]:
+                raise RuntimeError(
+                    f"{bound.step.op} made {raw.nbytes()} bytes, {slot_nbytes[slot]} when traced"
+                )
+            slots[slot] = torch.empty(0, dtype=torch.uint8, device=leaf.device).set_(raw)
+        for slot in bound.step.releases:
+            slots.pop(slot, None)

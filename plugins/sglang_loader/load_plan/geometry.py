@@ -1,0 +1,180 @@
+"""Strided copies as plain numbers: what a load plan is made of before it touches a tensor.
+
+A `StridedCopy` moves bytes from one bucket (a flat byte buffer) into one destination storage. It is
+the product of `dims`, outermost first, each `(count, source stride, destination stride)` in bytes,
+around one innermost `run` of consecutive units. A unit is one byte for a copy that keeps the dtype,
+and one element for a copy that casts.
+
+    copy = describe_copy(0, Region(0, (4, 8), (8, 1), 2), Region(64, (4, 8), (16, 1), 2), BYTES)
+    copy.dims, copy.run      # ((4, 16, 32),), 16
+
+Pure: numbers in, numbers out. Only `numpy` is used, to expand many runs at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Dim: TypeAlias = tuple[int, int, int]
+"""(count, source stride in bytes, destination stride in bytes)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """What one step of the innermost run is: bytes moved as they are, or elements converted.
+
+    `src_bytes` and `dst_bytes` are the unit's size on each side; `cast` is `(source dtype,
+    destination dtype)` as any hashable values, or None where no conversion happens.
+    """
+
+    src_bytes: int = 1
+    dst_bytes: int = 1
+    cast: tuple[object, object] | None = None
+
+
+BYTES = Unit()
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A strided tensor region: byte offset of its first element, shape, strides in elements, bytes
+    per element.
+    """
+
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    itemsize: int
+
+    def bounds(self) -> tuple[int, int]:
+        """The byte range [start, stop) that encloses the region; empty where a dimension is 0."""
+        if 0 in self.shape:
+            return self.offset, self.offset
+        last = sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))
+        return self.offset, self.offset + (last + 1) * self.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class StridedCopy:
+    """One copy out of a bucket: `src` and `dst` are byte offsets, `storage` is the destination's
+    index.
+    """
+
+    storage: int
+    src: int
+    dst: int
+    dims: tuple[Dim, ...]
+    run: int
+    unit: Unit = BYTES
+
+    @property
+    def num_units(self) -> int:
+        """Units moved; bytes where `unit` is `BYTES`."""
+        return self.run * math.prod(count for count, _, _ in self.dims)
+
+    def dst_bounds(self) -> tuple[int, int]:
+        """The byte range [start, stop) of the destination storage that encloses the copy."""
+        last = sum((count - 1) * dst_stride for count, _, dst_stride in self.dims)
+        return self.dst, self.dst + last + self.run * self.unit.dst_bytes
+
+    def src_bounds(self) -> tuple[int, int]:
+        """The byte range [start, stop) of the bucket that encloses what the copy reads."""
+        last = sum((count - 1) * src_stride for count, src_stride, _ in self.dims)
+        return self.src, self.src + last + self.run * self.unit.src_bytes
+
+    def dst_runs(self) -> tuple[npt.NDArray[np.int64], int]:
+        """Starts (bytes, ascending) of the contiguous runs written in the destination, and their
+        length in bytes.
+        """
+        return expand_runs(self.dst, self._dst_dims(), self.run * self.unit.dst_bytes)
+
+    def num_dst_runs(self) -> int:
+        """How many runs `dst_runs` would return, without making them."""
+        dims, _ = collapse_one_side(self._dst_dims(), self.run * self.unit.dst_bytes)
+        return math.prod(count for count, _ in dims)
+
+    def _dst_dims(self) -> list[tuple[int, int]]:
+        return [(count, dst_stride) for count, _, dst_stride in self.dims]
+
+
+def collapse(dims: Iterable[Dim], run: int, unit: Unit) -> tuple[tuple[Dim, ...], int]:
+    """The same set of moves with as few dimensions as possible, widest run innermost.
+
+    Dimensions are reordered by destination stride: a copy may be made in any order, as long as it
+    does not write one byte twice.
+    """
+    ordered = sorted((d for d in dims if d[0] != 1), key=lambda d: (-d[2], -d[1]))
+    while ordered and ordered[-1][1:] == (run * unit.src_bytes, run * unit.dst_bytes):
+        run *= ordered.pop()[0]
+    merged: list[Dim] = []
+    for count, src_stride, dst_stride in ordered:
+        if merged and merged[-1][1:] == (count * src_stride, count * dst_stride):
+            merged[-1] = (merged[-1][0] * count, src_stride, dst_stride)
+        else:
+            merged.append((count, src_stride, dst_stride))
+    return tuple(merged), run
+
+
+def broadcast_to(region: Region, shape: Sequence[int]) -> Region:
+    """`region` expanded to `shape` by numpy's rules (stride 0 along stretched dimensions)."""
+    lead = len(shape) - len(region.shape)
+    stride = [0] * lead
+    for have, step, want in zip(region.shape, region.stride, shape[lead:], strict=True):
+        if have != want and have != 1:
+            raise ValueError(f"cannot broadcast {region.shape} to {tuple(shape)}")
+        stride.append(step if have == want else 0)
+    return Region(region.offset, tuple(shape), tuple(stride), region.itemsize)
+
+
+def describe_copy(storage: int, src: Region, dst: Region, unit: Unit) -> StridedCopy:
+    """The copy `dst[...] = src` (with broadcasting) as one `StridedCopy` with collapsed dimensions.
+
+    The regions must not be empty; `unit` is `BYTES` when both sides have one dtype.
+    """
+    if 0 in dst.shape:
+        raise ValueError(f"an empty region cannot be described as a copy: shape {dst.shape}")
+    src = broadcast_to(src, dst.shape)
+    run = dst.itemsize if unit.cast is None else 1
+    strides = zip(dst.shape, src.stride, dst.stride, strict=True)
+    steps = [(n, s * src.itemsize, d * dst.itemsize) for n, s, d in strides]
+    dims, run = collapse(steps, run, unit)
+    return StridedCopy(storage, src.offset, dst.offset, dims, run, unit)
+
+
+def expand_runs(
+    start: int, dims: Sequence[tuple[int, int]], run: int
+) -> tuple[npt.NDArray[np.int64], int]:
+    """Starts (ascending) and length of the contiguous byte runs of a one-sided strided region.
+
+    `dims` are `(count, stride in bytes)`; they are collapsed first, so that a dense region is one
+    run however it was written.
+    """
+    collapsed, run = collapse_one_side(dims, run)
+    starts = np.array([start], dtype=np.int64)
+    for count, stride in collapsed:
+        starts = (starts[:, None] + np.arange(count, dtype=np.int64) * stride).ravel()
+    starts.sort()
+    return starts, run
+
+
+def collapse_one_side(
+    dims: Sequence[tuple[int, int]], run: int
+) -> tuple[list[tuple[int, int]], int]:
+    """`collapse` for one side of a copy: `dims` as `(count, byte stride)`, `run` in bytes."""
+    collapsed, run = collapse(((n, stride, stride) for n, stride in dims), run, BYTES)
+    return [(n, stride) for n, stride, _ in collapsed], run
+
+
+def region_runs(region: Region) -> tuple[npt.NDArray[np.int64], int]:
+    """`expand_runs` of a tensor region; no runs at all where it is empty."""
+    if 0 in region.shape:
+        return np.empty(0, dtype=np.int64), 0
+    pairs = zip(region.shape, region.stride, strict=True)
+    dims = [(n, s * region.itemsize) for n, s in pairs]
+    return expand_runs(region.offset, dims, region.itemsize)

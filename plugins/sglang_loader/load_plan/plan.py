@@ -1,0 +1,120 @@
+"""The compiled load plan: what to do with each bucket so that every byte lands where the model's
+own loader puts it.
+
+A `LoadPlan` is built once (see `builder`) and executed many times (see `executor`). For each bucket
+it holds
+
+- `copies`: strided copies straight from the bucket into destination storages, in any order, no byte
+  written twice;
+- `tape`: the operators that are more than a copy (a cast into a derived buffer, `cat`, `w + 1`), in
+  recorded order, to be run after the copies.
+
+It also knows what it proved about the whole sync: `coverage` (which bytes are written, whatever was
+there before), `uncovered` (reachable tensors that keep bytes of their own) and `ignored` (sources
+that the loader skipped).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+
+from sglang_loader.load_plan.destinations import Destinations
+from sglang_loader.load_plan.geometry import StridedCopy
+from sglang_loader.load_plan.guard import Fingerprint
+from sglang_loader.load_plan.intervals import Interval
+from sglang_loader.load_plan.layout import BucketLayout
+
+LoadWeights: TypeAlias = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
+"""A model's own `load_weights`: takes `(name, tensor)` pairs."""
+
+
+class PlanRefused(RuntimeError):
+    """No plan can be made, or it did not prove itself: `reason` says why, in words for a log.
+
+    The weights are in the state that the model's own `load_weights` leaves, so the caller goes on
+    eagerly.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+@dataclass(frozen=True, slots=True)
+class TapeStep:
+    """One operator to run again. Tensors in `args` and `kwargs` are `TensorRef`s; `outputs` numbers
+    the slots that its flattened outputs fill, and `releases` the slots nobody reads afterwards.
+    """
+
+    op: torch._ops.OpOverload
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    outputs: tuple[int | None, ...]
+    releases: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BucketPlan:
+    """How to load one bucket.
+
+    `written` maps a destination storage to the byte ranges that this bucket surely overwrites;
+    `live_in` to those that its tape reads as they were before. `slot_nbytes` is the storage size of
+    each temporary, checked at replay. `host_reads` are destination ranges whose data reached
+    Python: harmless only if no sync ever writes them.
+    """
+
+    layout: BucketLayout
+    copies: tuple[StridedCopy, ...]
+    tape: tuple[TapeStep, ...]
+    constants: Mapping[int, torch.Tensor]
+    slot_nbytes: Mapping[int, int]
+    written: Mapping[int, tuple[Interval, ...]]
+    live_in: Mapping[int, tuple[Interval, ...]]
+    host_reads: tuple[tuple[str, int, Interval], ...]
+    ignored: tuple[str, ...]
+    num_traced_copies: int
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """The plans of all buckets of a sync, in order, and what holds for the sync as a whole.
+
+    `coverage` maps a storage's key (the first path that reaches it) to the sorted byte ranges that
+    a sync writes without needing what was there. `uncovered` names reachable tensors with at least
+    one byte outside of it, and `uncovered_parameters` those of them that are parameters. `ignored`
+    names bucket tensors whose bytes reach nothing: a loader that needs two tensors in one call
+    (MLA's `q_a_proj` and `kv_a_proj_with_mqa`) drops both without a word when a bucket boundary
+    parts them.
+    """
+
+    buckets: tuple[BucketPlan, ...]
+    fingerprint: Fingerprint
+    coverage: Mapping[str, tuple[Interval, ...]]
+    uncovered: tuple[str, ...]
+    uncovered_parameters: tuple[str, ...]
+    ignored: tuple[str, ...]
+    destinations: Destinations = field(repr=False)
+
+    @property
+    def num_copies(self) -> int:
+        """Strided copies per sync, all buckets together."""
+        return sum(len(bucket.copies) for bucket in self.buckets)
+
+    @property
+    def num_tape_steps(self) -> int:
+        """Residual operators per sync, all buckets together."""
+        return sum(len(bucket.tape) for bucket in self.buckets)
+
+    @property
+    def num_traced_copies(self) -> int:
+        """Copies that the model's loader made, before coalescing."""
+        return sum(bucket.num_traced_copies for bucket in self.buckets)
+
+    @property
+    def layouts(self) -> tuple[BucketLayout, ...]:
+        """The bucket layouts that this plan was compiled for."""
+        return tuple(bucket.layout for bucket in self.buckets)

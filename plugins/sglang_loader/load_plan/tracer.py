@@ -1,0 +1,235 @@
+"""Records what a model's own `load_weights` does with the bytes of one bucket.
+
+A `TorchDispatchMode` sees every operator below autograd, also inside loaders that know nothing of
+it. Each recorded step refers to memory, not to Python objects: a `TensorRef` says in which space
+(the bucket, a destination storage, a temporary made during the trace, or a constant that existed
+before it) and where.
+
+What the mode cannot see is named or prevented:
+
+- Loaders that put CPU tensors on a thread pool (SGLang's DeepSeek loader): `inline_thread_pools`
+  runs what this thread submits at once.
+- Reads of tensor data by the host: `item`, `bool` and the like are operators with a tag; `tolist`,
+  `numpy`, DLPack and raw pointers bypass the dispatcher and are seen by a `TorchFunctionMode`.
+- Threads and kernels that no mode can see: `verify.check_bucket` finds their writes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from sglang_loader.load_plan.destinations import AddressIndex, Destinations
+from sglang_loader.load_plan.geometry import Region
+from sglang_loader.load_plan.trace import (
+    HostRead,
+    OpTraits,
+    Space,
+    Step,
+    TensorRef,
+    Trace,
+    read_traits,
+)
+
+HOST_READ_METHODS = frozenset(
+    {"numpy", "tolist", "__array__", "__dlpack__", "data_ptr", "const_data_ptr", "mutable_data_ptr"}
+)
+_INDEX_OPS = frozenset({"aten::index", "aten::_unsafe_index"})
+
+
+def record(load: Callable[[], object], bucket: torch.Tensor, destinations: Destinations) -> Trace:
+    """Run `load` once and return what it did.
+
+    Args:
+        load: calls the model's `load_weights` with views of `bucket`.
+        bucket: flat uint8 buffer that holds the sources.
+        destinations: collected just before; must stay valid during the call.
+    """
+    recorder = _Recorder(bucket, destinations)
+    with inline_thread_pools(), recorder, _HostReadWatch(recorder):
+        load()
+    return recorder.trace
+
+
+@contextmanager
+def inline_thread_pools() -> Iterator[None]:
+    """Tasks that this thread submits to any `ThreadPoolExecutor` run at once, in this thread.
+
+    Dispatch modes are thread-local, and SGLang's DeepSeek-type loaders submit the loading of CPU
+    tensors (`model_loader/utils.py: maybe_executor_submit`). Other threads' submissions are
+    untouched.
+    """
+    tracing_thread = threading.get_ident()
+    submit = ThreadPoolExecutor.submit
+
+    def run_now(self: ThreadPoolExecutor, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        if threading.get_ident() != tracing_thread:
+            return submit(self, fn, *args, **kwargs)
+        done: Future[Any] = Future()
+        try:
+            done.set_result(fn(*args, **kwargs))
+        except Exception as error:
+            done.set_exception(error)
+        return done
+
+    with mock.patch.object(ThreadPoolExecutor, "submit", run_now):
+        yield
+
+
+class _Recorder(TorchDispatchMode):
+    """Turns dispatched operators into steps. Temporaries are known by their storage object, held
+    weakly: the memory is freed as in an eager load, yet no other storage can take the same identity
+    while the trace lasts.
+    """
+
+    def __init__(self, bucket: torch.Tensor, destinations: Destinations) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.trace = Trace()
+        self._traits: dict[torch._ops.OpOverload, OpTraits] = {}
+        self._index = AddressIndex(destinations)
+        self._bucket_start = bucket.data_ptr()
+        self._bucket_stop = self._bucket_start + bucket.numel()
+        self._known: dict[int, tuple[Space, int, int]] = {}
+        self._held: list[object] = [destinations]
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        traits = self._traits.get(func)
+        if traits is None:
+            traits = self._traits[func] = read_traits(func)
+        if traits.view:
+            return func(*args, **kwargs)
+        if traits.problem is not None:
+            self.trace.problems.append(traits.problem)
+        with torch._C.DisableTorchFunction():
+            ref_args, ref_kwargs = tree_map(self._ref_or_value, (args, kwargs))
+            self._note_host_reads(traits, args, kwargs)
+        out = func(*args, **kwargs)
+        with torch._C.DisableTorchFunction():
+            self._append(func, traits, ref_args, ref_kwargs, out)
+        return out
+
+    def note_host_read(self, what: str, tensor: torch.Tensor) -> None:
+        """Remember that Python saw the data of `tensor`."""
+        position = len(self.trace.steps)
+        self.trace.host_reads.append(HostRead(what, self._ref(tensor), position))
+
+    def _append(
+        self, op: Any, traits: OpTraits, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+    ) -> None:
+        outputs = tuple(
+            self._new_slot(leaf) if isinstance(leaf, torch.Tensor) else None
+            for leaf in tree_leaves(out)
+        )
+        written = [args[i] if i < len(args) else kwargs.get(name) for i, name in traits.written]
+        writes = tuple(r for r in tree_leaves(written) if isinstance(r, TensorRef))
+        if not writes and all(slot is None for slot in outputs):
+            return
+        reads = tuple(r for r in tree_leaves((args, kwargs)) if isinstance(r, TensorRef))
+        if traits.overwrites:
+            reads = tuple(r for r in reads if all(r is not w for w in writes))
+        self.trace.steps.append(Step(op, traits, args, kwargs, reads, writes, outputs))
+
+    def _note_host_reads(
+        self, traits: OpTraits, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        if traits.reads_host or (traits.dynamic_shape and traits.name not in _INDEX_OPS):
+            seen = tree_leaves((args, kwargs))
+        elif traits.dynamic_shape:  # integer indices give a fixed shape, masks do not
+            masks = (torch.bool, torch.uint8)
+            seen = [t for t in args[1] if isinstance(t, torch.Tensor) and t.dtype in masks]
+        else:
+            return
+        for tensor in seen:
+            if isinstance(tensor, torch.Tensor):
+                self.note_host_read(traits.name, tensor)
+
+    def _ref_or_value(self, value: Any) -> Any:
+        return self._ref(value) if isinstance(value, torch.Tensor) else value
+
+    def _ref(self, tensor: torch.Tensor) -> TensorRef:
+        space, index, delta = self._locate(tensor)
+        if tensor.dtype.is_complex and (tensor.is_conj() or tensor.is_neg()):
+            self.trace.problems.append("a lazily conjugated tensor was used")
+        itemsize = tensor.element_size()
+        offset = delta + int(tensor.storage_offset()) * itemsize
+        region = Region(offset, tuple(tensor.shape), tuple(tensor.stride()), itemsize)
+        return TensorRef(space, index, tensor.dtype, region)
+
+    def _locate(self, tensor: torch.Tensor) -> tuple[Space, int, int]:
+        storage = tensor.untyped_storage()
+        known = self._known.get(storage._cdata)
+        if known is None:
+            known = self._place(storage) or self._new_constant(tensor)
+            self._known[storage._cdata] = known
+            self._held.append(storage)
+        return known
+
+    def _place(self, storage: torch.UntypedStorage) -> tuple[Space, int, int] | None:
+        """The bucket or the destination that this storage is, by address; the delta leads to its
+        first byte.
+        """
+        address = storage.data_ptr()
+        if address == 0 or storage.nbytes() == 0:
+            return None
+        found = self._index.find(address)
+        if found is not None:
+            return Space.DESTINATION, found[0], found[1]
+        overlaps = address < self._bucket_stop and self._bucket_start < address + storage.nbytes()
+        return (Space.BUCKET, 0, address - self._bucket_start) if overlaps else None
+
+    def _new_constant(self, tensor: torch.Tensor) -> tuple[Space, int, int]:
+        # Kept as a tensor over its whole storage: the replay reads what it holds then.
+        whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        if tensor.layout == torch.strided and tensor.device.type != "meta":
+            whole.set_(tensor.untyped_storage())
+        else:
+            self.trace.problems.append(f"a {tensor.layout} tensor on {tensor.device} was used")
+        self.trace.constants.append(whole)
+        return Space.CONSTANT, len(self.trace.constants) - 1, 0
+
+    def _new_slot(self, out: torch.Tensor) -> int | None:
+        storage = out.untyped_storage()
+        if storage._cdata in self._known:
+            return None
+        place = self._place(storage)
+        if place is None:
+            place = Space.SLOT, len(self.trace.slot_nbytes), 0
+            self.trace.slot_nbytes.append(storage.nbytes())
+            self._held.append(StorageWeakRef(storage))
+        else:
+            self._held.append(storage)
+        self._known[storage._cdata] = place
+        return place[1] if place[0] is Space.SLOT else None
+
+
+class _HostReadWatch(TorchFunctionMode):
+    """Sees the Tensor methods that hand data to the host without an operator."""
+
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in HOST_READ_METHODS and args and isinstance(args[0], torch.Tensor):
+            self._recorder.note_host_read(name, args[0])
+        return func(*args, **(kwargs or {}))

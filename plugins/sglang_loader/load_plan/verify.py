@@ -1,0 +1,203 @@
+"""Proof that a plan does what the model's own loader does, byte for byte, in every storage that the
+model reaches.
+
+    result = check_bucket(model, bucket_plan, builder.destinations, model.load_weights, buffer)
+    if not result.ok:
+        log(result.reason)        # the weights are as loaded eagerly, the plan is not to be used
+
+The check of one bucket:
+
+1. load it eagerly and take a digest of every reachable storage;
+2. load a scrambled copy of it eagerly: whatever the loader writes, seen or unseen by the tracer,
+   now holds other bytes;
+3. fill what the plan claims to write with a pattern;
+4. replay the plan from the true bucket and compare the digests.
+
+A write that the trace did not see (another thread, a kernel outside the dispatcher) leaves
+scrambled bytes behind, a missing or misplaced copy leaves the pattern. Digests are taken on the
+device in chunks; no host copy is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from sglang_loader.load_plan.destinations import (
+    Destinations,
+    collect_destinations,
+    first_difference,
+)
+from sglang_loader.load_plan.executor import replay_once
+from sglang_loader.load_plan.intervals import subtract
+from sglang_loader.load_plan.layout import BucketLayout
+from sglang_loader.load_plan.plan import BucketPlan, LoadPlan, LoadWeights
+
+CHUNK_WORDS = 4 << 20
+POISON = 0xA5
+_MULTIPLIERS = (-7046029254386353131, -4417276706812531889)
+_FLIPPED_BITS = {
+    torch.bfloat16: 0x807F,
+    torch.float16: 0x83FF,
+    torch.float32: 0x807FFFFF,
+    torch.float64: 0x800FFFFFFFFFFFFF,
+}
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True, slots=True)
+class CheckResult:
+    """Outcome of a check: `differing` are the paths of the tensors whose storage differs from the
+    eager load.
+    """
+
+    ok: bool
+    reason: str | None = None
+    differing: tuple[str, ...] = ()
+
+
+def self_check(
+    model: nn.Module,
+    plan: LoadPlan,
+    load_weights: LoadWeights,
+    buffers: Sequence[torch.Tensor],
+) -> CheckResult:
+    """`check_bucket` for every bucket of a plan; stops at the first that fails.
+
+    Args:
+        buffers: one flat buffer per bucket, filled with this sync's weights.
+
+    Afterwards the weights are those of `buffers`, whatever the outcome.
+    """
+    for i, (bucket, buffer) in enumerate(zip(plan.buckets, buffers, strict=True)):
+        result = check_bucket(model, bucket, plan.destinations, load_weights, buffer)
+        if not result.ok:
+            for again in buffers[i:]:
+                load_weights(iter(plan.buckets[i].layout.views(again)))
+                i += 1
+            return result
+    return CheckResult(ok=True)
+
+
+def check_bucket(
+    model: nn.Module,
+    bucket: BucketPlan,
+    destinations: Destinations,
+    load_weights: LoadWeights,
+    buffer: torch.Tensor,
+) -> CheckResult:
+    """Prove one bucket's plan against the eager loader. Takes a scratch copy of the bucket on its
+    device.
+
+    The weights end as the bucket says, whatever the outcome: a failed check loads it eagerly once
+    more.
+    """
+    layout = bucket.layout
+    load_weights(iter(layout.views(buffer)))
+    expected = digest(destinations)
+    try:
+        load_weights(iter(layout.views(scramble(layout, buffer))))
+        poison(bucket, destinations)
+        replay_once(bucket, destinations, buffer)
+        moved = first_difference(destinations, collect_destinations(model))
+    except Exception as error:
+        load_weights(iter(layout.views(buffer)))
+        return CheckResult(False, f"the check of the plan failed: {error!r}")
+    found = digest(destinations)
+    differing = tuple(
+        name
+        for i in range(len(expected))
+        if expected[i] != found[i]
+        for name in destinations.names_of(i)
+    )
+    if moved is None and not differing:
+        return CheckResult(ok=True)
+    load_weights(iter(layout.views(buffer)))
+    if moved is not None:
+        return CheckResult(False, f"load_weights rebinds tensors: {moved}")
+    first = ", ".join(differing[:3])
+    return CheckResult(False, f"{len(differing)} tensors differ from eager: {first}", differing)
+
+
+def digest(destinations: Destinations) -> list[tuple[int, ...]]:
+    """128 bits for each storage: two position-weighted sums of its 64-bit words, modulo 2**64.
+
+    Taken on the storage's device, in chunks of `CHUNK_WORDS`; one transfer to the host per device.
+    """
+    sums = [_digest_bytes(destinations.bytes_of(i)) for i in range(len(destinations.storages))]
+    by_device: dict[torch.device, list[int]] = {}
+    for i, value in enumerate(sums):
+        by_device.setdefault(value.device, []).append(i)
+    result: list[tuple[int, ...]] = [()] * len(sums)
+    for members in by_device.values():
+        values = torch.stack([sums[i] for i in members]).tolist()
+        for i, value in zip(members, values, strict=True):
+            result[i] = tuple(value)
+    return result
+
+
+def scramble(layout: BucketLayout, buffer: torch.Tensor) -> torch.Tensor:
+    """A copy of a bucket in which every tensor differs in every element.
+
+    Floats keep their exponents (no new infinities or NaNs), integers change their lowest bit only:
+    a loader that computes with them still works.
+    """
+    copy = buffer[: layout.nbytes].clone()
+    for t in layout.tensors:
+        size = t.dtype.itemsize
+        if size not in _INTEGERS:  # complex128
+            size = 8
+        bits = _FLIPPED_BITS.get(t.dtype, 0x80 if "float8" in str(t.dtype) else 1)
+        signed = bits - (1 << 8 * size) if bits >> (8 * size - 1) else bits
+        copy[t.offset : t.offset + t.nbytes].view(_INTEGERS[size]).bitwise_xor_(signed)
+    return copy
+
+
+def poison(bucket: BucketPlan, destinations: Destinations) -> None:
+    """Fill every byte that the bucket's plan writes, and does not read first, with a pattern."""
+    for storage, ranges in bucket.written.items():
+        target = destinations.bytes_of(storage)
+        for start, stop in subtract(ranges, bucket.live_in.get(storage, ())):
+            target[start:stop].fill_(POISON)
+
+
+def snapshot(destinations: Destinations) -> list[torch.Tensor]:
+    """The bytes of every storage, copied: exact, and as large as the model. For tests and small
+    models.
+    """
+    return [destinations.bytes_of(i).clone() for i in range(len(destinations.storages))]
+
+
+def differing(destinations: Destinations, expected: Sequence[torch.Tensor]) -> tuple[str, ...]:
+    """The paths of all tensors whose storage does not hold the bytes of `expected` (from
+    `snapshot`).
+    """
+    return tuple(
+        name
+        for i, want in enumerate(expected)
+        if not torch.equal(destinations.bytes_of(i), want)
+        for name in destinations.names_of(i)
+    )
+
+
+def _digest_bytes(data: torch.Tensor) -> torch.Tensor:
+    whole = data.numel() // 8 * 8
+    words = data[:whole].view(torch.int64)
+    tail = torch.zeros(8, dtype=torch.uint8, device=data.device)
+    tail[: data.numel() - whole].copy_(data[whole:])
+    first, second = _MULTIPLIERS
+    total = torch.stack([tail.view(torch.int64)[0]] * 2)
+    scale = torch.tensor(_MULTIPLIERS, dtype=torch.int64, device=data.device)
+    for start in range(0, words.numel(), CHUNK_WORDS):
+        chunk = words[start : start + CHUNK_WORDS]
+        place = torch.arange(chunk.numel(), dtype=torch.int64, device=data.device)
+        sums = []
+        for multiplier in (first, second):
+            weight = place.add(1).mul_(multiplier)
+            weight.bitwise_xor_(weight >> 29).mul_(second).bitwise_or_(1)
+            sums.append(weight.mul_(chunk).sum())
+        total = total * scale + torch.stack(sums)
+    return total

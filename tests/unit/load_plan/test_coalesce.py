@@ -1,0 +1,149 @@
+"""The coalescer against a byte-level reference: random copy sets, strides, interleavings, overlaps,
+cuts.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_loader.load_plan.coalesce import coalesce, find_overlapping, join_adjacent
+from sglang_loader.load_plan.geometry import BYTES, StridedCopy, Unit
+
+SPACE = 512
+
+
+def written_by(copy: StridedCopy) -> list[tuple[int, int]]:
+    """(destination byte, source byte) of every byte that the copy moves."""
+    moves = []
+    for index in np.ndindex(*[count for count, _, _ in copy.dims]):
+        src = copy.src + sum(i * d[1] for i, d in zip(index, copy.dims, strict=True))
+        dst = copy.dst + sum(i * d[2] for i, d in zip(index, copy.dims, strict=True))
+        moves += [(dst + i, src + i) for i in range(copy.run)]
+    return moves
+
+
+def ledger(copies: list[StridedCopy]) -> dict[tuple[int, int], int]:
+    """Which source byte each destination byte gets, in order: later copies win."""
+    return {(c.storage, dst): src for c in copies for dst, src in written_by(c)}
+
+
+@st.composite
+def arbitrary_copies(draw: st.DrawFn) -> list[StridedCopy]:
+    """Up to a dozen strided copies with any overlaps between them (none within one)."""
+    copies = []
+    for _ in range(draw(st.integers(1, 12))):
+        run = draw(st.sampled_from([1, 2, 4, 8]))
+        dims = []
+        dst_step = run
+        for _ in range(draw(st.integers(0, 2))):
+            count = draw(st.integers(2, 3))
+            dst_step += draw(st.sampled_from([0, 4, 8]))
+            dims.append((count, draw(st.sampled_from([0, 4, 8, 16])), dst_step))
+            dst_step *= count
+        src, dst = draw(st.integers(0, SPACE // 2)), draw(st.integers(0, SPACE // 2))
+        copies.append(StridedCopy(draw(st.integers(0, 1)), src, dst, tuple(dims), run))
+    return copies
+
+
+@st.composite
+def expert_like_copies(draw: st.DrawFn) -> list[StridedCopy]:
+    """What a mixture of experts produces: lanes (gate, up, down) at regular distances, then cut and
+    shuffled.
+    """
+    experts, run = draw(st.integers(1, 12)), draw(st.sampled_from([2, 4, 8]))
+    lanes, gap = draw(st.integers(1, 5)), draw(st.sampled_from([0, 2, 16]))
+    strided = draw(st.booleans())
+    copies = []
+    src = draw(st.integers(0, 8)) * 2
+    order = list(range(experts))
+    if draw(st.booleans()):
+        order = draw(st.permutations(order))
+    for expert in order:
+        for lane in range(lanes):
+            dst = (expert * lanes + lane) * run * (4 if strided else 1)
+            dims = ((2, run, 2 * run),) if strided else ()
+            copies.append(StridedCopy(lane % 2, src, dst, dims, run))
+            src += run * (2 if strided else 1) + gap
+    kept = draw(st.integers(1, len(copies)))
+    start = draw(st.integers(0, len(copies) - kept))
+    return copies[start : start + kept]
+
+
+@given(expert_like_copies())
+@settings(max_examples=300)
+def test_coalescing_moves_the_same_bytes(copies: list[StridedCopy]) -> None:
+    assert not find_overlapping(copies)
+    fewer = coalesce(copies)
+    assert ledger(fewer) == ledger(copies)
+    assert sum(c.num_units for c in fewer) == sum(c.num_units for c in copies)
+    assert len(fewer) <= len(copies)
+
+
+@given(arbitrary_copies())
+@settings(max_examples=300)
+def test_copies_without_overlap_coalesce_exactly(copies: list[StridedCopy]) -> None:
+    overlapping = find_overlapping(copies)
+    rest = [c for i, c in enumerate(copies) if i not in overlapping]
+    assert ledger(coalesce(rest)) == ledger(rest)
+
+
+@given(arbitrary_copies())
+@settings(max_examples=300)
+def test_every_overlap_is_found(copies: list[StridedCopy]) -> None:
+    overlapping = find_overlapping(copies)
+    owner: dict[tuple[int, int], int] = {}
+    for i, copy in enumerate(copies):
+        for dst, _ in written_by(copy):
+            first = owner.setdefault((copy.storage, dst), i)
+            if first != i:
+                assert {first, i} <= overlapping
+
+
+def test_interleaved_columns_do_not_overlap() -> None:
+    left = StridedCopy(0, 0, 0, ((64, 4, 8),), 4)
+    right = StridedCopy(0, 256, 4, ((64, 4, 8),), 4)
+    assert find_overlapping([left, right]) == set()
+    assert find_overlapping([left, StridedCopy(0, 256, 3, ((64, 4, 8),), 4)]) == {0, 1}
+
+
+def test_the_same_target_twice_overlaps() -> None:
+    tied = [StridedCopy(0, 0, 0, (), 64), StridedCopy(0, 64, 0, (), 64)]
+    assert find_overlapping(tied) == {0, 1}
+
+
+def test_experts_in_checkpoint_order_become_three_copies() -> None:
+    """gate, up and down of 128 experts, as a bucket holds them, into w13 [e, 2 i, h] and w2 [e, h,
+    i].
+    """
+    copies, src, size = [], 0, 1024
+    for expert in range(128):
+        for lane in ("gate", "up", "down"):
+            dst = (2 * expert + (lane == "up")) * size if lane != "down" else expert * size
+            copies.append(StridedCopy(int(lane == "down"), src, dst, (), size))
+            src += size
+    folded = coalesce(copies)
+    assert len(folded) == 2
+    assert ledger(folded) == ledger(copies)
+
+
+@pytest.mark.parametrize("cut", [1, 2, 3, 100, 190])
+def test_a_bucket_cut_anywhere_still_folds(cut: int) -> None:
+    copies = []
+    for expert in range(64):
+        for lane, src in enumerate((expert * 96, expert * 96 + 64)):
+            copies.append(StridedCopy(0, src, (2 * expert + lane) * 32, (), 32))
+    for part in (copies[:cut], copies[cut:]):
+        folded = coalesce(part)
+        assert ledger(folded) == ledger(part)
+        assert len(folded) <= 4
+
+
+def test_casts_and_copies_are_never_joined() -> None:
+    cast = Unit(4, 2, ("float32", "bfloat16"))
+    copies = [StridedCopy(0, 0, 0, (), 4, cast), StridedCopy(0, 16, 8, (), 8, BYTES)]
+    assert len(coalesce(copies)) == 2
+    same = [StridedCopy(0, 0, 0, (), 4, cast), StridedCopy(0, 16, 8, (), 4, cast)]
+    assert join_adjacent(same) == [StridedCopy(0, 0, 0, (), 8, cast)]

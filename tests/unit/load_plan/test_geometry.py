@@ -1,0 +1,133 @@
+"""Strided copies against numpy: the same bytes move, whatever the description was collapsed to."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_loader.load_plan.geometry import (
+    BYTES,
+    Region,
+    StridedCopy,
+    Unit,
+    broadcast_to,
+    collapse,
+    describe_copy,
+    region_runs,
+)
+
+ITEMSIZES = st.sampled_from([1, 2, 4, 8])
+
+
+def apply_copy(copy: StridedCopy, src: np.ndarray, dst: np.ndarray) -> None:
+    """Byte by byte, by the definition of a strided copy (no cast)."""
+    assert copy.unit is BYTES or copy.unit.cast is None
+    for index in np.ndindex(*[count for count, _, _ in copy.dims]):
+        at_src = copy.src + sum(i * d[1] for i, d in zip(index, copy.dims, strict=True))
+        at_dst = copy.dst + sum(i * d[2] for i, d in zip(index, copy.dims, strict=True))
+        dst[at_dst : at_dst + copy.run] = src[at_src : at_src + copy.run]
+
+
+def numpy_view(region: Region, data: np.ndarray) -> np.ndarray:
+    """`region` as a numpy view of bytes, with the element's bytes as the last dimension."""
+    return np.lib.stride_tricks.as_strided(
+        data[region.offset :],
+        (*region.shape, region.itemsize),
+        (*(s * region.itemsize for s in region.stride), 1),
+    )
+
+
+@st.composite
+def region_pairs(draw: st.DrawFn) -> tuple[Region, Region]:
+    """A source (broadcast, sliced, permuted) and a destination without internal overlap."""
+    shape = tuple(draw(st.lists(st.integers(1, 4), min_size=0, max_size=4)))
+    itemsize = draw(ITEMSIZES)
+
+    def dense(padding: st.SearchStrategy[int]) -> tuple[int, ...]:
+        strides = [0] * len(shape)
+        step = 1
+        for axis in draw(st.permutations(range(len(shape)))):
+            strides[axis] = step
+            step *= shape[axis] + draw(padding)
+        return tuple(strides)
+
+    dst = Region(draw(st.integers(0, 8)) * itemsize, shape, dense(st.integers(0, 2)), itemsize)
+    src_strides = list(dense(st.integers(0, 2)))
+    for axis in range(len(shape)):
+        if draw(st.integers(0, 5)) == 0:
+            src_strides[axis] = 0
+    src = Region(draw(st.integers(0, 8)) * itemsize, shape, tuple(src_strides), itemsize)
+    return src, dst
+
+
+@given(region_pairs())
+def test_describe_copy_moves_the_bytes_of_a_tensor_copy(pair: tuple[Region, Region]) -> None:
+    src_region, dst_region = pair
+    src = np.random.default_rng(0).integers(0, 256, src_region.bounds()[1] + 16, dtype=np.uint8)
+    want = np.zeros(dst_region.bounds()[1] + 16, dtype=np.uint8)
+    got = want.copy()
+    numpy_view(dst_region, want)[...] = numpy_view(src_region, src)
+    copy = describe_copy(0, src_region, dst_region, BYTES)
+    apply_copy(copy, src, got)
+    np.testing.assert_array_equal(got, want)
+    assert copy.num_units == math.prod(dst_region.shape) * dst_region.itemsize
+
+
+@given(region_pairs())
+def test_bounds_and_runs_enclose_exactly_what_is_written(pair: tuple[Region, Region]) -> None:
+    src_region, dst_region = pair
+    touched = np.zeros(dst_region.bounds()[1], dtype=bool)
+    numpy_view(dst_region, touched)[...] = True
+    copy = describe_copy(0, src_region, dst_region, BYTES)
+    for starts, length in (copy.dst_runs(), region_runs(dst_region)):
+        rebuilt = np.zeros_like(touched)
+        for start in starts:
+            assert not rebuilt[start : start + length].any()
+            rebuilt[start : start + length] = True
+        np.testing.assert_array_equal(rebuilt, touched)
+    assert copy.num_dst_runs() == len(copy.dst_runs()[0])
+    where = np.flatnonzero(touched)
+    assert copy.dst_bounds() == (where[0], where[-1] + 1) == dst_region.bounds()
+    assert copy.src_bounds() == src_region.bounds()
+
+
+def test_a_dense_copy_collapses_to_one_run() -> None:
+    region = Region(0, (3, 4, 5), (20, 5, 1), 2)
+    copy = describe_copy(7, region, region, BYTES)
+    assert (copy.dims, copy.run, copy.storage) == ((), 120, 7)
+
+
+def test_a_transposed_dense_copy_collapses_too() -> None:
+    region = Region(0, (4, 3), (1, 4), 2)
+    assert describe_copy(0, region, region, BYTES).dims == ()
+
+
+def test_a_cast_counts_elements() -> None:
+    unit = Unit(4, 2, ("float32", "bfloat16"))
+    copy = describe_copy(0, Region(0, (3, 8), (8, 1), 4), Region(0, (3, 8), (8, 1), 2), unit)
+    assert (copy.dims, copy.run) == ((), 24)
+    assert copy.src_bounds() == (0, 96)
+    assert copy.dst_bounds() == (0, 48)
+
+
+def test_collapse_keeps_dimensions_that_only_one_side_joins() -> None:
+    dims, run = collapse([(4, 16, 32)], 16, BYTES)
+    assert (dims, run) == (((4, 16, 32),), 16)
+
+
+def test_broadcast_rejects_shapes_that_do_not_fit() -> None:
+    assert broadcast_to(Region(0, (1,), (1,), 2), (4, 3)).stride == (0, 0)
+    with pytest.raises(ValueError, match="cannot broadcast"):
+        broadcast_to(Region(0, (2,), (1,), 2), (4, 3))
+
+
+def test_an_empty_region_is_no_copy() -> None:
+    empty = Region(8, (0, 3), (3, 1), 2)
+    assert empty.bounds() == (8, 8)
+    assert len(region_runs(empty)[0]) == 0
+    with pytest.raises(ValueError, match="empty"):
+        describe_copy(0, empty, empty, BYTES)
