@@ -55,7 +55,7 @@ test: lint ## everything: ruff, mypy, all tests (the GPU ones skip with a reason
 	$(RUN) -m pytest -q $(PYTEST_ARGS)
 
 quickstart: setup ## 2 GRPO steps on the CPU with real verl and SGLang, then proof that the weights arrived
-	$(RUN) -m verl_sglang_sync.cli quickstart
+	$(RUN) recipes/quickstart.py
 
 clean: ## remove this clone's environment and outputs (the dependency cache stays)
 	rm -rf .venv build dist outputs plugins/*.egg-info

@@ -39,8 +39,10 @@ def update_on_all_ranks(original: Original, updater: Any, request: Any) -> Any:
             failure = f"TP rank {updater.tp_worker.tp_rank}: {traceback.format_exc()}"
             logger.error("weight update failed: %s", failure)
     failures = [text for text in _gather(updater.tp_cpu_group, failure) if text]
-    if not failures:
-        updater.flush_cache_after_weight_update(request)
+    if not failures and request.flush_cache:
+        flushed = updater.flush_cache(empty_cache=request.torch_empty_cache)
+        if not flushed:  # the same on every TP rank: their request queues are in step
+            failures = ["the weights are loaded, but the prefix cache holds running requests"]
     return UpdateWeightsFromTensorReqOutput(not failures, "\n".join(failures) or "Success")
 
 

@@ -27,7 +27,7 @@ class SyncReport:
         staging_bytes: largest staging buffer held, in bytes.
         seconds: host seconds by stage: "release" (the sleep before this sync), "resume_weights",
             "export" (waiting for the trainer's generator), "pack", "load" (waiting for the engine),
-            "flush", "resume_kv_cache".
+            "resume_kv_cache".
     """
 
     mode: str

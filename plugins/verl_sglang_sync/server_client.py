@@ -45,29 +45,29 @@ class SGLangServerClient:
         """Map the engine's memory of `tags` again; weights come back with undefined content."""
         await self._post("resume_memory_occupation", {"tags": list(tags)})
 
-    async def update_weights(self, handles: Sequence[bytes], *, load_format: str) -> None:
-        """Load one bucket.
+    async def update_weights(
+        self,
+        handles: Sequence[bytes],
+        *,
+        load_format: str,
+        flush_cache: bool = False,
+        weight_version: str | None = None,
+    ) -> None:
+        """Load one bucket; with the last one, drop the prefix cache and publish the version.
 
         Args:
             handles: one entry per TP rank, made by `sglang_loader.ipc.serialize_handles`.
             load_format: dotted path of the loader in the engine.
+            flush_cache: drop the prefix cache once the bucket is loaded; fails where requests run.
+            weight_version: what `/model_info` reports from then on; None leaves it as it is.
         """
         payload = {
             "serialized_named_tensors": [base64.b64encode(item).decode() for item in handles],
             "load_format": load_format,
-            "flush_cache": False,
+            "flush_cache": flush_cache,
+            "weight_version": weight_version,
         }
         await self._post("update_weights_from_tensor", payload)
-
-    async def flush_cache(self) -> None:
-        """Drop the prefix cache; waits on the server until no request is running."""
-        await self._post(f"flush_cache?timeout={self._timeout_s:g}", {})
-
-    async def set_weight_version(self, version: str) -> None:
-        """Publish the version of the weights, as `/model_info` reports it."""
-        await self._post(
-            "update_weight_version", {"new_version": version, "abort_all_requests": False}
-        )
 
     async def _post(self, endpoint: str, payload: dict[str, Any]) -> None:
         url = f"{self._base_url}/{endpoint}"

@@ -22,7 +22,13 @@ from verl.utils.ulysses import BaseShardingManager
 
 from verl_sglang_sync.collective import RoundState, TrainerGroup
 from verl_sglang_sync.config import WeightSyncConfig
-from verl_sglang_sync.packing import FlattenedPacker, NamedTensor, NamedTensorPacker, Packer
+from verl_sglang_sync.packing import (
+    FlattenedPacker,
+    NamedTensor,
+    NamedTensorPacker,
+    Packer,
+    Parcel,
+)
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.weight_sync import WeightSyncError, run_sync
 
@@ -41,14 +47,15 @@ class Engine(Protocol):
     async def resume_memory(self, tags: Sequence[str]) -> None:
         """Map the memory of `tags` again."""
 
-    async def update_weights(self, handles: Sequence[bytes], *, load_format: str) -> None:
-        """Load one bucket, on every TP rank."""
-
-    async def flush_cache(self) -> None:
-        """Drop the prefix cache."""
-
-    async def set_weight_version(self, version: str) -> None:
-        """Publish the version of the weights."""
+    async def update_weights(
+        self,
+        handles: Sequence[bytes],
+        *,
+        load_format: str,
+        flush_cache: bool,
+        weight_version: str | None,
+    ) -> None:
+        """Load one bucket on every TP rank; optionally drop the prefix cache, publish a version."""
 
 
 def _nothing() -> None:
@@ -124,7 +131,7 @@ class SGLangShardingManager(BaseShardingManager):  # type: ignore[misc]
         await self._on_leader("release", lambda engine: engine.release_memory(tags))
 
     async def sync(self, weights: Iterable[NamedTensor], *, version: str | None = None) -> None:
-        """Send all weights, drop the prefix cache, then publish the version.
+        """Send all weights; the last bucket drops the prefix cache and publishes the version.
 
         Args:
             weights: `(name, full tensor)`, collective over the trainer's ranks; drained even if
@@ -132,17 +139,21 @@ class SGLangShardingManager(BaseShardingManager):  # type: ignore[misc]
             version: name of the new weights, such as verl's global step.
 
         Raises:
-            WeightSyncError: on every rank, if any failed; the engine must not serve until a good one.
+            WeightSyncError: on every rank, if any rank failed; the engine must not serve.
         """
 
-        async def load(handles: list[bytes], load_format: str) -> None:
+        async def load(handles: list[bytes], parcel: Parcel) -> None:
             assert self._engine is not None, "only the leader gathers handles"
-            await self._engine.update_weights(handles, load_format=load_format)
+            await self._engine.update_weights(
+                handles,
+                load_format=parcel.load_format,
+                flush_cache=parcel.plan.last,
+                weight_version=version if parcel.plan.last else None,
+            )
 
         await run_sync(
             weights, packer=self._packer(), group=self._group, load=load, report=self._report
         )
-        await self._on_leader("flush", lambda engine: _commit(engine, version))
         self._report.weight_version = version
         if not self._settings.free_cache_engine:
             self._publish()
@@ -200,12 +211,6 @@ class SGLangShardingManager(BaseShardingManager):  # type: ignore[misc]
             self._report.publish(self._settings.report_file)
         self.timing = dict(self._report.seconds)
         self._report = self._new_report()
-
-
-async def _commit(engine: Engine, version: str | None) -> None:
-    await engine.flush_cache()
-    if version is not None:
-        await engine.set_weight_version(version)
 
 
 def _run(step: Awaitable[None]) -> None:

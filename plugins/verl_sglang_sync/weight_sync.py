@@ -5,8 +5,7 @@ collective. In each round a rank exports and packs its next bucket, all ranks ag
 failed, each replica's leader gathers the handles of its TP ranks and has the engine load them.
 
 A failure anywhere ends the rounds on all ranks: they drain what is left of the export (its
-collectives need everyone) and all raise the same `WeightSyncError`. The version of the weights is
-published only after the last round succeeded everywhere.
+collectives need everyone) and all raise the same `WeightSyncError`.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from verl_sglang_sync.collective import RoundResult, RoundState, TrainerGroup
 from verl_sglang_sync.packing import NamedTensor, Packer, Parcel
 from verl_sglang_sync.report import SyncReport
 
-LoadBucket = Callable[[list[bytes], str], Awaitable[None]]
-"""`load(handles, load_format)`: has the engine load one bucket; called on the leader only."""
+LoadBucket = Callable[[list[bytes], Parcel], Awaitable[None]]
+"""`load(handles, parcel)`: has the engine load one bucket; called on the leader only."""
 
 
 class WeightSyncError(RuntimeError):
@@ -60,9 +59,9 @@ async def run_sync(
             if result.worst is RoundState.BUCKET and parcel is not None:
                 failure = await _send(parcel, group, load, report)
                 continue
-            if set(result.states) == {RoundState.END}:
-                return
             break
+    if set(result.states) == {RoundState.END} and report.num_buckets:
+        return
     if result.worst is not RoundState.EXPORT_FAILED:
         source.drain()
     raise WeightSyncError(_message(result))
@@ -87,7 +86,7 @@ async def _send(
         return None  # the failing rank reports in the next round
     try:
         with report.stage("load"):
-            await load(gathered, parcel.load_format)
+            await load(gathered, parcel)
     except Exception:
         return traceback.format_exc()
     return None
@@ -146,6 +145,8 @@ def _message(result: RoundResult) -> str:
         return "weight sync failed; the engine's weights are incomplete\n" + "\n".join(
             result.failures
         )
+    if set(result.states) == {RoundState.END}:
+        return "weight sync failed: the trainer exported no tensor"
     return (
         "weight sync failed: the ranks exported different numbers of buckets, states by rank: "
         f"{[state.name for state in result.states]}"
