@@ -1,0 +1,328 @@
+"""The planner, by property: conservation, order, limits, layout, fusion groups, purity."""
+
+import itertools
+import math
+import random
+import subprocess
+import sys
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from verl_sglang_sync.planner import (
+    ALIGNMENT_BYTES,
+    FUSION_GROUPS,
+    BucketPlan,
+    BucketPlanner,
+    TensorSpec,
+    plan_buckets,
+)
+
+ITEMSIZES = {"bfloat16": 2, "float32": 4, "float8_e4m3fn": 1, "int8": 1, "bool": 1, "int64": 8}
+
+# Written out by hand, not derived from FUSION_GROUPS: full names that must travel together.
+PAIRS = (
+    # DeepSeek V2/V3, its fp8 scales of both spellings
+    ("self_attn.q_a_proj.weight", "self_attn.kv_a_proj_with_mqa.weight"),
+    ("self_attn.q_a_proj.weight_scale_inv", "self_attn.kv_a_proj_with_mqa.weight_scale_inv"),
+    ("self_attn.q_a_proj.weight_scale", "self_attn.kv_a_proj_with_mqa.weight_scale"),
+    # LongCat: two attentions in one layer
+    ("self_attn.0.q_a_proj.weight", "self_attn.0.kv_a_proj_with_mqa.weight"),
+    ("self_attn.1.q_a_proj.weight", "self_attn.1.kv_a_proj_with_mqa.weight"),
+    ("self_attn.1.q_a_proj.weight_scale_inv", "self_attn.1.kv_a_proj_with_mqa.weight_scale_inv"),
+    # DeepSeek V4, in Hugging Face's and in its own spelling
+    ("self_attn.wq_a.weight", "self_attn.wkv.weight"),
+    ("self_attn.wq_a.weight_scale_inv", "self_attn.wkv.weight_scale_inv"),
+    ("self_attn.wq_a.scale", "self_attn.wkv.scale"),
+    ("attn.wq_a.weight", "attn.wkv.weight"),
+    ("attn.wq_a.weight_scale_inv", "attn.wkv.weight_scale_inv"),
+    ("attn.wq_a.scale", "attn.wkv.scale"),
+    ("attn.compressor.wkv.weight", "attn.compressor.wgate.weight"),
+    ("attn.indexer.compressor.wkv.weight", "attn.indexer.compressor.wgate.weight"),
+    ("self_attn.compressor.wkv.weight", "self_attn.compressor.wgate.weight"),
+    ("self_attn.indexer.compressor.wkv.weight", "self_attn.indexer.compressor.wgate.weight"),
+)
+# Names close to a group's that belong to none.
+LONERS = (
+    "mlp.down_proj.weight",
+    "self_attn.q_b_proj.weight",
+    "self_attn.q_a_layernorm.weight",
+    "self_attn.kv_a_proj_with_mqa.bias",
+    "self_attn.wo_a.weight",
+    "mlp.gate.wkv_norm.weight",
+)
+
+dimension = st.integers(0, 40)
+shapes = st.one_of(
+    st.just(()), st.lists(dimension, min_size=1, max_size=3).map(tuple), st.just((0, 7))
+)
+
+
+@st.composite
+def exports(draw):
+    """A shuffled export: whole groups, broken groups, loners; names are unique."""
+    names = []
+    for layer in range(draw(st.integers(1, 2))):
+        prefix = f"model.layers.{layer}."
+        for pair in draw(st.sets(st.sampled_from(PAIRS), max_size=4)):
+            present = draw(st.sampled_from((pair, pair, pair, pair[:1], pair[1:])))
+            names += [prefix + suffix for suffix in present]
+        names += [prefix + suffix for suffix in draw(st.sets(st.sampled_from(LONERS)))]
+    names = draw(st.permutations(names))
+    specs = []
+    for name in names:
+        dtype = draw(st.sampled_from(sorted(ITEMSIZES)))
+        specs.append(spec(name, draw(shapes), dtype))
+    return specs
+
+
+limits = st.one_of(st.integers(1, 600), st.integers(600, 20_000), st.just(1 << 40))
+
+
+def spec(name, shape=(8,), dtype="float32"):
+    return TensorSpec(name=name, shape=shape, dtype=dtype, itemsize=ITEMSIZES[dtype])
+
+
+def partner_of(name):
+    """The other full name of the pair `name` belongs to, by the table above."""
+    for pair in PAIRS:
+        for mine, other in (pair, pair[::-1]):
+            if name.endswith("." + mine):
+                return name.removesuffix(mine) + other
+    return None
+
+
+def units_of(specs):
+    """Indivisible runs in placing order: a group stands where its last member came."""
+    names = {s.name for s in specs}
+    waiting, units = {}, []
+    for s in specs:
+        partner = partner_of(s.name)
+        if partner is None:
+            units.append([s])
+        elif partner in waiting:
+            units.append([waiting.pop(partner), s])
+        else:
+            waiting[s.name] = s
+    assert not any(partner_of(name) in names for name in waiting)
+    return units + [[s] for s in waiting.values()]
+
+
+def flat(plan):
+    return [slot.spec for bucket in plan for slot in bucket.slots]
+
+
+def padded(nbytes):
+    return math.ceil(nbytes / 256) * 256
+
+
+def check_groups_whole(plan):
+    bucket_of = {slot.spec.name: bucket.index for bucket in plan for slot in bucket.slots}
+    for name, bucket in bucket_of.items():
+        assert bucket_of.get(partner_of(name), bucket) == bucket, f"{name} is cut from its partner"
+
+
+@settings(max_examples=200, deadline=None)
+@given(exports(), limits)
+def test_every_tensor_lands_once_in_the_order_of_its_unit(specs, limit):
+    plan = plan_buckets(specs, bucket_bytes=limit)
+
+    placed = flat(plan)
+    assert sorted(s.name for s in placed) == sorted(s.name for s in specs)
+    assert placed == [s for unit in units_of(specs) for s in unit]
+    assert [bucket.index for bucket in plan] == list(range(len(plan)))
+    assert [bucket.last for bucket in plan] == [False] * (len(plan) - 1) + [True] * bool(plan)
+    assert all(bucket.slots for bucket in plan)
+
+
+@settings(max_examples=200, deadline=None)
+@given(exports(), limits)
+def test_limit_holds_unless_one_unit_exceeds_it_and_no_bucket_is_cut_early(specs, limit):
+    plan = plan_buckets(specs, bucket_bytes=limit)
+
+    units = [[s.name for s in unit] for unit in units_of(specs)]
+    size_of = {s.name: padded(s.nbytes) for s in specs}
+    for bucket in plan:
+        if bucket.nbytes > limit:
+            assert [slot.spec.name for slot in bucket.slots] in units
+    for bucket, successor in itertools.pairwise(plan):
+        unit = next(u for u in units if u[0] == successor.slots[0].spec.name)
+        assert bucket.nbytes + sum(size_of[name] for name in unit) > limit
+
+
+@settings(max_examples=200, deadline=None)
+@given(exports(), limits)
+def test_slots_are_aligned_disjoint_and_inside_the_bucket(specs, limit):
+    assert ALIGNMENT_BYTES == 256
+    for bucket in plan_buckets(specs, bucket_bytes=limit):
+        end = 0
+        for slot in bucket.slots:
+            assert slot.offset % 256 == 0
+            assert slot.offset >= end
+            end = slot.offset + slot.spec.nbytes
+        assert end <= bucket.nbytes == padded(end)
+        assert bucket.payload_bytes == sum(slot.spec.nbytes for slot in bucket.slots)
+
+
+@settings(max_examples=200, deadline=None)
+@given(exports(), limits)
+def test_groups_are_never_cut(specs, limit):
+    check_groups_whole(plan_buckets(specs, bucket_bytes=limit))
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair[0])
+@pytest.mark.parametrize("swapped", (False, True))
+def test_each_known_pair_stays_together_where_a_planner_without_groups_cuts_it(pair, swapped):
+    first, second = pair[::-1] if swapped else pair
+    names = [f"model.layers.3.{first}", "model.norm.weight", f"model.layers.3.{second}"]
+    specs = [spec(name) for name in names]
+
+    plan = plan_buckets(specs, bucket_bytes=1)
+    check_groups_whole(plan)
+    assert [[slot.spec.name for slot in b.slots] for b in plan] == [
+        ["model.norm.weight"],
+        [names[0], names[2]],
+    ]
+
+    with pytest.raises(AssertionError, match="is cut from its partner"):
+        check_groups_whole(plan_buckets(specs, bucket_bytes=1, fusion_groups=()))
+
+
+def test_nested_compressors_and_the_attention_itself_do_not_mix():
+    prefix = "model.layers.0.attn."
+    names = ["wq_a.weight", "compressor.wkv.weight", "indexer.compressor.wkv.weight"]
+    names += ["wkv.weight", "indexer.compressor.wgate.weight", "compressor.wgate.weight"]
+
+    plan = plan_buckets([spec(prefix + name) for name in names], bucket_bytes=1)
+
+    assert [[slot.spec.name.removeprefix(prefix) for slot in b.slots] for b in plan] == [
+        ["wq_a.weight", "wkv.weight"],
+        ["indexer.compressor.wkv.weight", "indexer.compressor.wgate.weight"],
+        ["compressor.wkv.weight", "compressor.wgate.weight"],
+    ]
+
+
+def test_a_pair_of_another_layer_or_attention_does_not_complete_a_group():
+    names = [
+        "model.layers.0.self_attn.0.q_a_proj.weight",
+        "model.layers.0.self_attn.1.kv_a_proj_with_mqa.weight",
+        "model.layers.1.self_attn.0.kv_a_proj_with_mqa.weight",
+        "model.norm.weight",
+    ]
+    planner = BucketPlanner(bucket_bytes=1)
+    for name in names:
+        assert planner.add(spec(name)) == []
+    assert [b.slots[0].spec.name for b in planner.finish()] == [names[3], *names[:3]]
+
+
+def test_no_suffix_belongs_to_two_groups():
+    suffixes = [suffix for group in FUSION_GROUPS for suffix in group]
+    assert len(suffixes) == len(set(suffixes))
+    assert all(
+        partner_of("layer.self_attn" + suffix) or partner_of("layer" + suffix)
+        for suffix in suffixes
+    )
+
+
+def test_groups_of_three_and_more_wait_for_all_members():
+    group = ((".a", ".b", ".c"),)
+    names = ["l.a", "x", "l.c", "y", "l.b"]
+    plan = plan_buckets([spec(name) for name in names], bucket_bytes=1, fusion_groups=group)
+    placed = [[slot.spec.name for slot in b.slots] for b in plan]
+    assert placed == [["x"], ["y"], ["l.a", "l.c", "l.b"]]
+
+
+@settings(max_examples=100, deadline=None)
+@given(exports(), limits)
+def test_incremental_planning_equals_the_whole_list(specs, limit):
+    planner = BucketPlanner(bucket_bytes=limit)
+    incremental: list[BucketPlan] = []
+    for s in specs:
+        closed = planner.add(s)
+        assert len(closed) <= 1
+        assert not any(bucket.last for bucket in closed)
+        incremental += closed
+    incremental += planner.finish()
+
+    assert incremental == plan_buckets(specs, bucket_bytes=limit)
+    assert planner.finish() == []
+
+
+@settings(max_examples=50, deadline=None)
+@given(exports(), limits, st.randoms())
+@example([spec("a"), spec("b")], 1, random.Random(0))
+def test_a_name_exported_twice_is_refused(specs, limit, rng):
+    if not specs:
+        return
+    again = rng.choice(specs)
+    with pytest.raises(ValueError, match="exported twice") as error:
+        plan_buckets([*specs, again], bucket_bytes=limit)
+    assert repr(again.name) in str(error.value)
+
+
+@pytest.mark.parametrize("limit", (0, -1))
+def test_a_limit_below_one_is_refused(limit):
+    with pytest.raises(ValueError, match=f"bucket_bytes={limit}: expected at least 1"):
+        plan_buckets([], bucket_bytes=limit)
+
+
+def test_nothing_exported_is_no_bucket():
+    assert plan_buckets([], bucket_bytes=1024) == []
+
+
+def test_empty_tensors_and_scalars():
+    specs = [
+        spec("empty", (0, 5)),
+        spec("scalar", (), "bfloat16"),
+        spec("also_empty", (3, 0), "bool"),
+        spec("last", (3,), "int8"),
+    ]
+    (bucket,) = plan_buckets(specs, bucket_bytes=512)
+    assert [(slot.offset, slot.spec.nbytes) for slot in bucket.slots] == [
+        (0, 0),
+        (0, 2),
+        (256, 0),
+        (256, 3),
+    ]
+    assert bucket.nbytes == 512
+    (only_empty,) = plan_buckets(specs[:1], bucket_bytes=1)
+    assert (only_empty.nbytes, only_empty.payload_bytes, only_empty.last) == (0, 0, True)
+
+
+def test_a_tensor_larger_than_a_bucket_travels_alone():
+    specs = [spec("small", (8,)), spec("huge", (4096,)), spec("next", (8,))]
+    plan = plan_buckets(specs, bucket_bytes=1024)
+    assert [[slot.spec.name for slot in b.slots] for b in plan] == [["small"], ["huge"], ["next"]]
+    assert [b.nbytes for b in plan] == [256, 16384, 256]
+
+
+def test_a_group_larger_than_a_bucket_travels_whole_and_alone():
+    q_a, kv_a = PAIRS[0]
+    specs = [spec("a"), spec("l.0." + q_a, (300,)), spec("l.0." + kv_a, (300,)), spec("b")]
+    plan = plan_buckets(specs, bucket_bytes=1500)
+    assert [len(b.slots) for b in plan] == [1, 2, 1]
+    assert plan[1].nbytes == 2 * padded(1200) > 1500
+
+
+PURITY = """
+import sys
+{before}
+import verl_sglang_sync.planner
+found = sorted({{"ray", "verl", "sglang", "torch"}} & set(sys.modules))
+print("found", *found)
+"""
+
+
+def modules_found(before):
+    command = [sys.executable, "-c", PURITY.format(before=before)]
+    output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    return output.stdout.split()
+
+
+def test_importing_the_planner_imports_no_engine():
+    assert modules_found(before="") == ["found"]
+
+
+def test_the_purity_check_sees_an_import():
+    assert modules_found(before="import torch") == ["found", "torch"]
