@@ -93,10 +93,11 @@ trainer=(
   transfer_queue.backend.SimpleStorage.num_data_storage_units=1
 )
 
-# SGLang at TP > 1 binds its ranks to cores of its own, named per rank.
-if ((ROLLOUT_TP > 1)); then
-  export SGLANG_CPU_OMP_THREADS_BIND=${SGLANG_CPU_OMP_THREADS_BIND:-$(seq -s '|' 0 $((ROLLOUT_TP - 1)))}
+if ((ROLLOUT_TP > 1)); then # SGLang then wants a core named for each rank
+  cores=$(seq -s '|' 0 $((ROLLOUT_TP - 1)))
+  export SGLANG_CPU_OMP_THREADS_BIND=${SGLANG_CPU_OMP_THREADS_BIND:-$cores}
 fi
 
 exec python -m verl.trainer.main_ppo \
-  "${weight_sync[@]}" "${algorithm[@]}" "${data[@]}" "${actor[@]}" "${rollout[@]}" "${trainer[@]}" "$@"
+  "${weight_sync[@]}" "${algorithm[@]}" "${data[@]}" "${actor[@]}" "${rollout[@]}" \
+  "${trainer[@]}" "$@"

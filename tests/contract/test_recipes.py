@@ -1,0 +1,126 @@
+"""Every recipe composes against the installed verl's own config, and passes its checks and ours.
+
+The scripts are run as a user runs them; Hydra's `--cfg job` prints the effective config and exits
+before anything starts.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from omegaconf import DictConfig, OmegaConf
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+SCRIPTS = sorted(path.name for path in RECIPES.glob("*.sh"))
+PRESETS = {"ppo_fsdp_gpu.sh": {"WEIGHT_SYNC": "bucketed"}}  # the others: the default
+RAY_STARTS = "ray init kwargs"  # verl prints it just before `ray.init`
+
+
+def run_recipe(
+    script: str, *arguments: str, cwd: Path, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a script with this interpreter as its `python`."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return subprocess.run(
+        [RECIPES / script, *arguments],
+        env={**os.environ, "PATH": path, "HYDRA_FULL_ERROR": "0", **environment},
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def compose(script: str, *overrides: str, cwd: Path, **environment: str) -> DictConfig:
+    """The effective config of a script."""
+    result = run_recipe(script, *overrides, "--cfg", "job", "--resolve", cwd=cwd, **environment)
+    assert result.returncode == 0, result.stderr[-4000:]
+    config = OmegaConf.create(result.stdout)
+    assert isinstance(config, DictConfig)
+    return config
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model's config and tokenizer, because verl's own checks read the critic's."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import BPE
+    from transformers import PreTrainedTokenizerFast, Qwen3Config
+
+    folder = tmp_path_factory.mktemp("model")
+    config = Qwen3Config(hidden_size=64, num_hidden_layers=2, architectures=["Qwen3ForCausalLM"])
+    config.save_pretrained(folder)
+    tokenizer = Tokenizer(BPE(vocab={"a": 0, "b": 1}, merges=[]))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="b").save_pretrained(folder)
+    return folder
+
+
+def test_all_recipes_are_here() -> None:
+    assert set(SCRIPTS) == {
+        "grpo_cpu_tiny.sh",
+        "grpo_fsdp_gpu.sh",
+        "grpo_megatron_gpu.sh",
+        "ppo_fsdp_gpu.sh",
+    }
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_recipe_composes_with_our_flags(script: str, model_folder: Path, tmp_path: Path) -> None:
+    import verl.utils.config
+    from verl.trainer.ppo.utils import need_critic, need_reference_policy
+
+    from verl_sglang_sync.preflight import check_recipe
+
+    config = compose(
+        script,
+        "trainer.project_name=from_the_command_line",
+        "actor_rollout_ref.rollout.custom.weight_sync.request_timeout_s=77",
+        "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=512",
+        cwd=tmp_path,
+        MODEL=str(model_folder),
+        **PRESETS.get(script, {}),
+    )
+
+    assert config.trainer.project_name == "from_the_command_line"
+    settings = check_recipe(config)
+    assert settings is not None
+    assert settings.mode == PRESETS.get(script, {}).get("WEIGHT_SYNC", "flattened")
+    assert settings.multi_stage_wake_up is True
+    assert settings.request_timeout_s == 77
+    assert settings.bucket_bytes == 512 << 20
+    assert need_critic(config) == script.startswith("ppo")
+    # What verl itself checks before Ray starts (our check runs inside it once more).
+    verl.utils.config.validate_config(config, need_reference_policy(config), need_critic(config))
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("actor_rollout_ref.rollout.custom.weight_sync.bukket=1", ["bukket"]),  # Hydra's message
+        (
+            "+actor_rollout_ref.rollout.custom.weight_sync.bukket=1",
+            ["custom.weight_sync.bukket=1", "allowed", "request_timeout_s"],
+        ),
+    ],
+)
+def test_unknown_key_fails_before_ray(override: str, named: list[str], tmp_path: Path) -> None:
+    result = run_recipe("grpo_fsdp_gpu.sh", override, cwd=tmp_path, RAY_ADDRESS="127.0.0.1:1")
+    assert result.returncode != 0
+    assert RAY_STARTS not in result.stdout
+    for text in named:
+        assert text in result.stderr, result.stderr[-4000:]
+
+
+def test_ray_marker_is_what_verl_prints() -> None:
+    """Negative control of the test above: verl still announces `ray.init` in these words."""
+    import inspect
+
+    from verl.trainer import main_ppo
+
+    source = inspect.getsource(main_ppo.run_ppo)
+    assert source.index(RAY_STARTS) < source.index("ray.init(**")
