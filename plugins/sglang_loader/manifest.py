@@ -95,11 +95,16 @@ def _check_layout(manifest: BucketManifest) -> None:
                 f"tensor {entry.name!r} at bytes {entry.offset}+{entry.nbytes} of bucket "
                 f"{manifest.index} overlaps its neighbour or leaves the {manifest.nbytes} bytes"
             )
-        if min(entry.shape, default=0) < 0 or entry.nbytes % max(1, math.prod(entry.shape)):
+        if min(entry.shape, default=0) < 0 or not _holds(entry.nbytes, math.prod(entry.shape)):
             raise ManifestError(
                 f"tensor {entry.name!r}: {entry.nbytes} bytes do not hold shape {entry.shape}"
             )
         end = entry.offset + entry.nbytes
+
+
+def _holds(nbytes: int, numel: int) -> bool:
+    """True if `nbytes` can be `numel` elements of some dtype."""
+    return nbytes > 0 and nbytes % numel == 0 if numel else nbytes == 0
 
 
 class SyncSequence:
@@ -120,12 +125,13 @@ class SyncSequence:
         Raises:
             ManifestError: a bucket is missing, repeated or of another sync, or tensors were lost.
         """
-        if manifest.index == 0:
+        if manifest.index == 0 and manifest.sync_id != self._sync_id:
             self._sync_id, self._next_index, self._num_tensors = manifest.sync_id, 0, 0
         if (manifest.sync_id, manifest.index) != (self._sync_id, self._next_index):
+            expected = "a new sync" if self._sync_id is None else f"sync {self._sync_id}"
             raise ManifestError(
                 f"got bucket {manifest.index} of sync {manifest.sync_id}, expected bucket "
-                f"{self._next_index} of sync {self._sync_id}"
+                f"{self._next_index} of {expected}"
             )
         self._next_index += 1
         self._num_tensors += len(manifest.tensors)
@@ -135,4 +141,4 @@ class SyncSequence:
                 f"{self._num_tensors} tensors had come, the trainer had sent {manifest.num_tensors}"
             )
         if manifest.last:
-            self._sync_id = None
+            self._sync_id, self._next_index = None, 0
