@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -20,7 +21,8 @@ LOADERS = (FLATTENED_LOADER, NAMED_LOADER)
 
 NamedTensors = Sequence[tuple[str, torch.Tensor]]
 
-_sequence = SyncSequence()
+# Speculative decoding loads every bucket twice in one process: into the draft and the target model.
+_sequences: WeakKeyDictionary[Any, SyncSequence] = WeakKeyDictionary()
 
 
 def load_flattened_bucket(model: Any, named_tensors: NamedTensors) -> None:
@@ -45,7 +47,7 @@ def load_flattened_bucket(model: Any, named_tensors: NamedTensors) -> None:
             f"bucket {manifest.index}: buffer is {flat.dtype} of shape {tuple(flat.shape)}, "
             f"expected uint8 of at least {manifest.nbytes} bytes"
         )
-    _sequence.accept(manifest)
+    _sequences.setdefault(model, SyncSequence()).accept(manifest)
     model.load_weights(tensor_views(manifest, flat))
     synchronize(flat.device)
 
