@@ -60,20 +60,23 @@ class PlanBuilder:
         self._destinations: Destinations | None = None
 
     def add_bucket(self, layout: BucketLayout, buffer: torch.Tensor) -> BucketPlan:
-        """Load one bucket eagerly and compile its plan.
+        """Load one bucket eagerly and compile its plan. Takes a scratch copy of the bucket.
 
         Raises:
             PlanRefused: no plan for this bucket, hence none for the sync. The bucket is loaded all
                 the same.
             ValueError: the buffer does not fit the layout.
         """
-        self._load_weights(iter(layout.views(buffer)))
+        # Loaders may change their sources in place: each load gets a fresh copy.
+        scratch = buffer[: layout.nbytes].clone()
+        self._load_weights(iter(layout.views(scratch)))
+        scratch.copy_(buffer[: layout.nbytes])
         # What this first load bound is new to the plan; what it moved ends the plan.
         before = self._collect()
         if self._destinations is not None:
             _refuse_if(first_difference(self._destinations, before, new_allowed=True))
         try:
-            trace = record(lambda: self._load_weights(iter(layout.views(buffer))), buffer, before)
+            trace = record(lambda: self._load_weights(iter(layout.views(scratch))), scratch, before)
         except Exception as error:
             raise PlanRefused(f"load_weights failed under tracing: {error!r}") from error
         _refuse_if(first_difference(before, self._collect()))

@@ -4,7 +4,7 @@ The one freedom taken is order: copies out of the bucket run first, coalesced, a
 follows in recorded order. A copy that may not be moved ahead stays on the tape:
 
 - two copies write the same bytes (the later must win);
-- an earlier step reads or writes bytes that the copy writes.
+- an earlier step reads or writes bytes that the copy writes, or changes its source in place.
 
 Steps whose results reach no destination are dropped. Anything that a replay could not reproduce
 refuses the plan.
@@ -61,6 +61,7 @@ def compile_bucket(layout: BucketLayout, trace: Trace) -> BucketPlan:
         live_in=live_in,
         host_reads=host_reads,
         ignored=_ignored(layout, copies, tape),
+        changes_buffer=any(_bucket_writes(step) for step in tape),
         num_traced_copies=sum(copy is not None for copy in candidates),
     )
 
@@ -87,8 +88,6 @@ def _refuse_unsafe(steps: Iterable[Step]) -> None:
         if step.traits.random:
             raise PlanRefused(f"a random operator decides weights: {step.op}")
         for target in step.writes:
-            if target.space is Space.BUCKET:
-                raise PlanRefused(f"{step.op} writes into the bucket it loads from")
             if target.space is Space.CONSTANT:
                 raise PlanRefused(f"{step.op} writes a tensor that the model does not reach")
 
@@ -119,17 +118,27 @@ def _movable(
     for i in overlapping:
         kept[numbers[i]] = None
     touched: dict[int, list[Interval]] = defaultdict(list)
+    changed_sources: list[Interval] = []
     for i, step in enumerate(steps):
         copy = kept[i]
         if copy is not None:
-            start, stop = copy.dst_bounds()
-            if not any(a < stop and start < b for a, b in touched[copy.storage]):
+            late = _meets(touched[copy.storage], copy.dst_bounds())
+            if not late and not _meets(changed_sources, copy.src_bounds()):
                 continue
             kept[i] = None
         for ref in (*step.reads, *step.writes):
             if ref.space is Space.DESTINATION:
                 touched[ref.index].append(ref.region.bounds())
+        changed_sources += _bucket_writes(step)
     return kept
+
+
+def _meets(ranges: Iterable[Interval], wanted: Interval) -> bool:
+    return any(start < wanted[1] and wanted[0] < stop for start, stop in ranges)
+
+
+def _bucket_writes(step: Step) -> list[Interval]:
+    return [w.region.bounds() for w in step.writes if w.space is Space.BUCKET]
 
 
 def _effects(

@@ -65,6 +65,8 @@ class BucketPlan:
     `live_in` to those that its tape reads as they were before. `slot_nbytes` is the storage size of
     each temporary, checked at replay. `host_reads` are destination ranges whose data reached
     Python: harmless only if no sync ever writes them.
+    `changes_buffer`: the loader adds to its sources in place (Gemma's norms), and so does a replay:
+    the buffer must not be the trainer's own memory.
     """
 
     layout: BucketLayout
@@ -76,6 +78,7 @@ class BucketPlan:
     live_in: Mapping[int, tuple[Interval, ...]]
     host_reads: tuple[tuple[str, int, Interval], ...]
     ignored: tuple[str, ...]
+    changes_buffer: bool
     num_traced_copies: int
 
 

@@ -9,15 +9,15 @@ What the mode cannot see is named or prevented:
 
 - Loaders that put CPU tensors on a thread pool (SGLang's DeepSeek loader): `inline_thread_pools`
   runs what this thread submits at once.
-- Reads of tensor data by the host: `item`, `bool` and the like are operators with a tag; `tolist`,
-  `numpy`, DLPack and raw pointers bypass the dispatcher and are seen by a `TorchFunctionMode`.
+- Reads of tensor data by the host: `equal`, `bool` and the like are operators with a tag; the
+  others are seen by `host_reads`.
 - Threads and kernels that no mode can see: `verify.check_bucket` finds their writes.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -25,12 +25,12 @@ from unittest import mock
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from sglang_loader.load_plan.destinations import AddressIndex, Destinations
 from sglang_loader.load_plan.geometry import Region
+from sglang_loader.load_plan.host_reads import HostReadWatch
 from sglang_loader.load_plan.trace import (
     HostRead,
     OpTraits,
@@ -41,9 +41,6 @@ from sglang_loader.load_plan.trace import (
     read_traits,
 )
 
-HOST_READ_METHODS = frozenset(
-    {"numpy", "tolist", "__array__", "__dlpack__", "data_ptr", "const_data_ptr", "mutable_data_ptr"}
-)
 _INDEX_OPS = frozenset({"aten::index", "aten::_unsafe_index"})
 
 
@@ -56,7 +53,7 @@ def record(load: Callable[[], object], bucket: torch.Tensor, destinations: Desti
         destinations: collected just before; must stay valid during the call.
     """
     recorder = _Recorder(bucket, destinations)
-    with inline_thread_pools(), recorder, _HostReadWatch(recorder):
+    with inline_thread_pools(), recorder, HostReadWatch(recorder.note_host_read):
         load()
     return recorder.trace
 
@@ -217,19 +214,3 @@ class _Recorder(TorchDispatchMode):
             self._held.append(storage)
         self._known[storage._cdata] = place
         return place[1] if place[0] is Space.SLOT else None
-
-
-class _HostReadWatch(TorchFunctionMode):
-    """Sees the Tensor methods that hand data to the host without an operator."""
-
-    def __init__(self, recorder: _Recorder) -> None:
-        super().__init__()
-        self._recorder = recorder
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        name = getattr(func, "__name__", "")
-        if name in HOST_READ_METHODS and args and isinstance(args[0], torch.Tensor):
-            self._recorder.note_host_read(name, args[0])
-        return func(*args, **(kwargs or {}))

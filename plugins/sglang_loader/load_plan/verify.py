@@ -75,9 +75,8 @@ def self_check(
     for i, (bucket, buffer) in enumerate(zip(plan.buckets, buffers, strict=True)):
         result = check_bucket(model, bucket, plan.destinations, load_weights, buffer)
         if not result.ok:
-            for again in buffers[i:]:
-                load_weights(iter(plan.buckets[i].layout.views(again)))
-                i += 1
+            for layout, later in zip(plan.layouts[i + 1 :], buffers[i + 1 :], strict=True):
+                load_weights(iter(layout.views(later[: layout.nbytes].clone())))
             return result
     return CheckResult(ok=True)
 
@@ -96,15 +95,16 @@ def check_bucket(
     more.
     """
     layout = bucket.layout
-    load_weights(iter(layout.views(buffer)))
+    source = buffer[: layout.nbytes]
+    load_weights(iter(layout.views(source.clone())))
     expected = digest(destinations)
     try:
-        load_weights(iter(layout.views(scramble(layout, buffer))))
+        load_weights(iter(layout.views(scramble(layout, source))))
         poison(bucket, destinations)
-        replay_once(bucket, destinations, buffer)
+        replay_once(bucket, destinations, source.clone())
         moved = first_difference(destinations, collect_destinations(model))
     except Exception as error:
-        load_weights(iter(layout.views(buffer)))
+        load_weights(iter(layout.views(source.clone())))
         return CheckResult(False, f"the check of the plan failed: {error!r}")
     found = digest(destinations)
     differing = tuple(
@@ -115,7 +115,7 @@ def check_bucket(
     )
     if moved is None and not differing:
         return CheckResult(ok=True)
-    load_weights(iter(layout.views(buffer)))
+    load_weights(iter(layout.views(source.clone())))
     if moved is not None:
         return CheckResult(False, f"load_weights rebinds tensors: {moved}")
     first = ", ".join(differing[:3])

@@ -1,0 +1,94 @@
+"""Sees tensor data that reaches Python without an operator, and keeps the harmless case replayable.
+
+`tolist`, `numpy`, DLPack and raw pointers bypass the dispatcher: each is reported, and refuses the
+plan if the data is data of a sync. `item` is different: SGLang's default loader writes scalars as
+`param.fill_(loaded.item())`. While tracing, `item` returns a stand-in; `fill_` with a stand-in
+becomes the copy that it is, and any other use of it reports a host read and yields the number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+UNDISPATCHED_READS = frozenset(
+    {"numpy", "tolist", "__array__", "__dlpack__", "data_ptr", "const_data_ptr", "mutable_data_ptr"}
+)
+
+Report = Callable[[str, torch.Tensor], None]
+"""Called with the name of the method and the tensor whose data Python has seen."""
+
+
+class HostReadWatch(TorchFunctionMode):
+    """Active during a trace, in the tracing thread."""
+
+    def __init__(self, report: Report) -> None:
+        super().__init__()
+        self._report = report
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        kwargs = kwargs or {}
+        if name == "item" and args and args[0].numel() == 1 and not args[0].is_complex():
+            return DeferredScalar(args[0], self._report)
+        if name == "fill_" and len(args) == 2 and isinstance(args[1], DeferredScalar):
+            return args[0].copy_(args[1].tensor.reshape(()))
+        if name in UNDISPATCHED_READS and args and isinstance(args[0], torch.Tensor):
+            self._report(name, args[0])
+        if any(issubclass(t, DeferredScalar) for t in types):
+            args, kwargs = tree_map(_number, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+class DeferredScalar:
+    """What `item` returns during a trace: a number that is not looked at until somebody does."""
+
+    def __init__(self, tensor: torch.Tensor, report: Report) -> None:
+        self.tensor = tensor
+        self._report = report
+
+    def number(self) -> Any:
+        """The value; reports a host read."""
+        self._report("item", self.tensor)
+        with torch._C.DisableTorchFunction():
+            return self.tensor.item()
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        args, kwargs = tree_map(_number, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.number(), name)
+
+
+def _number(value: Any) -> Any:
+    return value.number() if isinstance(value, DeferredScalar) else value
+
+
+def _forward(name: str) -> Callable[..., Any]:
+    def operation(self: DeferredScalar, *others: Any) -> Any:
+        own = self.number()
+        result = getattr(own, name)(*(_number(other) for other in others))
+        if result is NotImplemented and others and isinstance(own, int):
+            return getattr(float(own), name)(*(_number(other) for other in others))
+        return result
+
+    operation.__name__ = name
+    return operation
+
+
+_OPERATORS = (
+    "add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow divmod neg "
+    "pos abs eq ne lt le gt ge bool int float index round trunc floor ceil hash str repr format"
+)
+for _name in _OPERATORS.split():
+    setattr(DeferredScalar, f"__{_name}__", _forward(f"__{_name}__"))
