@@ -120,6 +120,7 @@ class NamedTensorPacker:
                 placed = [(name, tensor.to(self._device)) for name, tensor in tensors]
                 tensors.clear()
             yield Parcel(plan, placed, NAMED_LOADER)
+            del placed  # before the next bucket is exported
 
 
 class FlattenedPacker:
@@ -150,6 +151,7 @@ class FlattenedPacker:
                 self._staging.reserve(plan.nbytes)
                 for slot, (_, tensor) in zip(plan.slots, tensors, strict=True):
                     self._staging.put(slot, tensor)
+                    del tensor
                 tensors.clear()
                 flat = self._staging.filled(plan.nbytes)
             self._report.staging_bytes = max(self._report.staging_bytes, self._staging.nbytes)
