@@ -1,0 +1,69 @@
+"""Probe: loads SGLang's plugins as every SGLang process does and tells what our hooks became.
+
+python -m sglang_loader.probe    # the last line printed is `SGLangFacts` as JSON
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import traceback
+
+import msgspec
+
+HOOKS_MODULE = "sglang_loader.weight_updater_hooks"
+
+
+class SGLangFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """State of a process that has loaded SGLang's plugins.
+
+    Attributes:
+        policy: SGLang's `SGLANG_PLUGINS`; empty for all.
+        load_errors: what SGLang logged about plugins or hooks that failed, with tracebacks.
+        hooks: by hooked method: is the hook in place?
+    """
+
+    policy: str
+    load_errors: list[str]
+    hooks: dict[str, bool]
+
+
+class _Errors(logging.Handler):
+    """Keeps the errors that SGLang's plugin loader logs and does not raise."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        trace = "".join(traceback.format_exception(*record.exc_info)) if record.exc_info else ""
+        self.messages.append(f"{record.getMessage()}\n{trace}".strip())
+
+
+def collect() -> SGLangFacts:
+    """Load the plugins in this process and look at SGLang's hook registry."""
+    errors = _Errors()
+    logging.getLogger("sglang.srt.plugins").addHandler(errors)
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    load_plugins()
+    hooks = {
+        target: target in HookRegistry._patched
+        for target, registered in HookRegistry._hooks.items()
+        if any(hook.__module__ == HOOKS_MODULE for _, hook, _ in registered)
+    }
+    return SGLangFacts(
+        policy=os.environ.get("SGLANG_PLUGINS", ""),
+        load_errors=[
+            text
+            for text in errors.messages
+            if "verl_sglang_sync" in text or any(target in text for target in hooks)
+        ],
+        hooks=hooks,
+    )
+
+
+if __name__ == "__main__":
+    sys.stdout.write("\n" + msgspec.json.encode(collect()).decode() + "\n")

@@ -1,0 +1,50 @@
+"""Python processes for contract tests: started like a user's, optionally with broken imports."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+CPU_ENGINE = {"SGLANG_USE_CPU_ENGINE": "1"}
+
+_BREAKER = '''
+import sys
+
+class Breaker:
+    """Makes the named modules fail to import, as a missing or broken dependency would."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name in {modules!r}:
+            raise ImportError(f"{{name}} is broken on purpose")
+        return None
+
+sys.meta_path.insert(0, Breaker())
+'''
+
+
+def run_python(
+    *arguments: str,
+    python: Path | str = sys.executable,
+    cwd: Path,
+    environment: dict[str, str] | None = None,
+    timeout_s: float = 300,
+) -> subprocess.CompletedProcess[str]:
+    """Run an interpreter with the CPU engine's environment, and wait for it."""
+    return subprocess.run(
+        [str(python), *arguments],
+        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1", **CPU_ENGINE, **(environment or {})},
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+
+
+def break_imports(folder: Path, *modules: str) -> dict[str, str]:
+    """Environment in which importing any of `modules` raises ImportError, in every process."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "sitecustomize.py").write_text(_BREAKER.format(modules=modules))
+    return {"PYTHONPATH": str(folder)}
