@@ -1,0 +1,176 @@
+"""Builds real SGLang model classes, tiny, on the CPU: what a load plan must be right about.
+
+Transformers builds and saves a random model, which gives a `config.json` and the checkpoint names
+that the hub uses (it takes fused experts apart again). SGLang then builds its own class from that
+folder as its model loader does. The cases are in `tiny_architecture_cases`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+NamedWeights = list[tuple[str, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One architecture: the transformers classes and their arguments, and what SGLang needs
+    besides.
+
+    `renamed` are `(pattern, replacement)` for checkpoint names; tensors whose name matches
+    `transposed` get their last two dimensions swapped; `architecture` replaces the class name in
+    `config.json`.
+    """
+
+    name: str
+    config: str
+    model: str
+    options: dict[str, Any] = field(default_factory=dict)
+    text: dict[str, Any] | None = None
+    vision: dict[str, Any] | None = None
+    attention_backend: str = "torch_native"
+    renamed: tuple[tuple[str, str], ...] = ()
+    transposed: str | None = None
+    architecture: str | None = None
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Which rank of how many this process is; `rendezvous` is a file that all ranks share."""
+
+    rendezvous: Path
+    rank: int = 0
+    tp_size: int = 1
+    ep_size: int = 1
+
+
+class CannotBuild(Exception):
+    """This class cannot be built on this machine: says which side gave up, and why."""
+
+
+def prepare_process() -> None:
+    """What must be set before the first import of SGLang."""
+    os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
+    warnings.filterwarnings("ignore")
+
+
+def save_checkpoint(case: Case, folder: Path) -> NamedWeights:
+    """Build `case` with transformers, save it to `folder`, return its tensors by checkpoint name.
+
+    Raises:
+        CannotBuild: transformers cannot build the class here.
+    """
+    import transformers
+    from safetensors.torch import load_file
+
+    options = dict(case.options)
+    if case.text is not None:
+        options |= {"text_config": case.text, "vision_config": case.vision}
+    try:
+        config = getattr(transformers, case.config)(**options)
+        model = getattr(transformers, case.model)._from_config(config, dtype=torch.bfloat16)
+        model.save_pretrained(folder)
+    except Exception as error:
+        raise CannotBuild(f"transformers: {_short(error)}") from error
+    if case.architecture is not None:
+        path = folder / "config.json"
+        saved = json.loads(path.read_text())
+        path.write_text(json.dumps(saved | {"architectures": [case.architecture]}))
+    return [_as_on_the_hub(case, *item) for item in load_file(folder / "model.safetensors").items()]
+
+
+def random_weights(like: NamedWeights, seed: int) -> NamedWeights:
+    """New random values for the floating-point tensors of `like`; integers stay as they are."""
+    generator = torch.Generator().manual_seed(seed)
+    made = []
+    for name, tensor in like:
+        if tensor.is_floating_point():
+            tensor = torch.randn(tensor.shape, generator=generator).mul_(0.1).to(tensor.dtype)
+        made.append((name, tensor))
+    return made
+
+
+def build_model(case: Case, folder: Path, ranks: Ranks) -> nn.Module:
+    """SGLang's own model for the checkpoint in `folder`: bfloat16, on the CPU, weights not loaded.
+
+    Raises:
+        CannotBuild: SGLang cannot build the class here.
+    """
+    from sglang.srt.configs.load_config import LoadConfig
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.model_loader.loader import _initialize_model
+    from sglang.srt.model_loader.utils import set_default_torch_dtype
+    from sglang.srt.server_args import ServerArgs
+
+    try:
+        args = ServerArgs(
+            model_path=str(folder),
+            device="cpu",
+            attention_backend=case.attention_backend,
+            sampling_backend="pytorch",
+            disable_overlap_schedule=True,
+            skip_tokenizer_init=True,
+            tp_size=ranks.tp_size,
+            ep_size=ranks.ep_size,
+        )
+        config = ModelConfig.from_server_args(args)
+        _start_process_groups(args, config, ranks)
+        with set_default_torch_dtype(torch.bfloat16):
+            model = _initialize_model(config, LoadConfig())
+    except Exception as error:
+        raise CannotBuild(f"sglang: {_short(error)}") from error
+    inner = getattr(model, "inner", model)  # Mistral3 wraps its module in a plain object
+    assert isinstance(inner, nn.Module)
+    return inner
+
+
+def finish_loading(model: nn.Module) -> None:
+    """What SGLang's loader does after the first load: quantisation methods arrange weights."""
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if method is not None:
+            method.process_weights_after_loading(module)
+
+
+def _start_process_groups(args: Any, config: Any, ranks: Ranks) -> None:
+    from sglang.srt.distributed import parallel_state
+    from sglang.srt.layers.dp_attention import initialize_dp_attention
+    from sglang.srt.layers.moe.utils import initialize_moe_config
+    from sglang.srt.server_args import set_global_server_args_for_scheduler
+
+    set_global_server_args_for_scheduler(args)
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.init_distributed_environment(
+            world_size=ranks.tp_size,
+            rank=ranks.rank,
+            local_rank=ranks.rank,
+            distributed_init_method=f"file://{ranks.rendezvous}",
+            backend="gloo",
+        )
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=ranks.tp_size, expert_model_parallel_size=ranks.ep_size
+        )
+    initialize_moe_config(args)
+    initialize_dp_attention(args, config)
+
+
+def _as_on_the_hub(case: Case, name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
+    if case.transposed is not None and re.search(case.transposed, name):
+        tensor = tensor.transpose(-2, -1).contiguous()
+    for pattern, replacement in case.renamed:
+        name = re.sub(pattern, replacement, name)
+    return name, tensor
+
+
+def _short(error: Exception) -> str:
+    text = (f"{type(error).__name__}: {error}".splitlines() or [""])[0]
+    return text if len(text) <= 160 else f"{text[:157]}..."
