@@ -69,6 +69,7 @@ class _Planned:
         self, weights: Iterable[NamedTensor]
     ) -> Iterator[tuple[BucketPlan, list[NamedTensor]]]:
         source = iter(weights)
+        failure: Exception | None = None
         while True:
             with self._report.stage("export"):
                 item = next(source, None)
@@ -76,9 +77,20 @@ class _Planned:
                 break
             name, tensor = item
             closed = self._planner.add(spec_of(name, tensor))
-            self._held[name] = _compact(tensor) if self._compact else tensor
+            if failure is None:
+                try:
+                    self._held[name] = _compact(tensor) if self._compact else tensor
+                except Exception as error:
+                    # Raised where the bucket ends: up to there the other ranks go on exporting,
+                    # and the export's collectives need this one.
+                    failure = error
+                    self._held.clear()
             del item, tensor
+            if failure is not None and closed:
+                raise failure
             yield from map(self._release, closed)
+        if failure is not None:
+            raise failure
         yield from map(self._release, self._planner.finish())
 
     def _release(self, plan: BucketPlan) -> tuple[BucketPlan, list[NamedTensor]]:
