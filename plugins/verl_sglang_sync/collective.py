@@ -26,21 +26,28 @@ class RoundResult:
     Attributes:
         states: one per rank.
         failures: "rank R: traceback" of every failed rank.
+        signatures: each rank's `BucketPlan.signature`, 0 where it has no bucket.
     """
 
     states: tuple[RoundState, ...]
     failures: tuple[str, ...] = field(default=())
+    signatures: tuple[int, ...] = field(default=())
 
     @property
     def worst(self) -> RoundState:
         """The state that decides what every rank does next."""
         return max(self.states)
 
+    @property
+    def same_bucket(self) -> bool:
+        """True if every rank has a bucket and all hold the same tensors."""
+        return self.worst is RoundState.BUCKET and len(set(self.signatures)) == 1
+
 
 class TrainerGroup(Protocol):
     """What the sync needs of the trainer's processes."""
 
-    def agree(self, state: RoundState, failure: str | None) -> RoundResult:
+    def agree(self, state: RoundState, failure: str | None, signature: int = 0) -> RoundResult:
         """Exchange states with every trainer rank; all get the same result."""
 
     def gather(self, item: bytes) -> list[bytes] | None:
@@ -50,9 +57,9 @@ class TrainerGroup(Protocol):
 class SingleProcess:
     """A `TrainerGroup` of one rank, for scripts."""
 
-    def agree(self, state: RoundState, failure: str | None) -> RoundResult:
+    def agree(self, state: RoundState, failure: str | None, signature: int = 0) -> RoundResult:
         """See `TrainerGroup`."""
-        return RoundResult((state,), (failure,) if failure else ())
+        return RoundResult((state,), (f"rank 0: {failure}",) if failure else (), (signature,))
 
     def gather(self, item: bytes) -> list[bytes] | None:
         """See `TrainerGroup`."""
@@ -72,18 +79,19 @@ class TorchTrainerGroup:
         self._tp_ranks: list[int] = tp_mesh.mesh.tolist()
         self._is_leader: bool = tp_mesh.get_local_rank() == 0
 
-    def agree(self, state: RoundState, failure: str | None) -> RoundResult:
+    def agree(self, state: RoundState, failure: str | None, signature: int = 0) -> RoundResult:
         """See `TrainerGroup`. Messages travel only where a rank failed."""
-        states = torch.zeros(dist.get_world_size(), dtype=torch.int64)
-        states[dist.get_rank()] = int(state)
-        dist.all_reduce(states)
-        result = tuple(RoundState(value) for value in states.tolist())
-        if max(result) < RoundState.FAILED:
-            return RoundResult(result)
-        messages: list[str | None] = [None] * len(result)
+        rows = torch.zeros(dist.get_world_size(), 2, dtype=torch.int64)
+        rows[dist.get_rank()] = torch.tensor([int(state), signature])
+        dist.all_reduce(rows)
+        states = tuple(RoundState(value) for value in rows[:, 0].tolist())
+        signatures = tuple(rows[:, 1].tolist())
+        if max(states) < RoundState.FAILED:
+            return RoundResult(states, (), signatures)
+        messages: list[str | None] = [None] * len(states)
         dist.all_gather_object(messages, failure)
         failures = (f"rank {rank}: {text}" for rank, text in enumerate(messages) if text)
-        return RoundResult(result, tuple(failures))
+        return RoundResult(states, tuple(failures), signatures)
 
     def gather(self, item: bytes) -> list[bytes] | None:
         """See `TrainerGroup`."""

@@ -55,11 +55,11 @@ async def run_sync(
             failure = failure or message
             if failure is not None and state < RoundState.FAILED:
                 state = RoundState.FAILED
-            result = group.agree(state, failure)
-            if result.worst is RoundState.BUCKET and parcel is not None:
-                failure = await _send(parcel, group, load, report)
-                continue
-            break
+            result = group.agree(state, failure, parcel.plan.signature if parcel else 0)
+            if parcel is None or not result.same_bucket:
+                break
+            failure = await _send(parcel, group, load, report)
+            del parcel  # before the next bucket is exported
     if set(result.states) == {RoundState.END} and report.num_buckets:
         return
     if result.worst is not RoundState.EXPORT_FAILED:
@@ -148,6 +148,8 @@ def _message(result: RoundResult) -> str:
     if set(result.states) == {RoundState.END}:
         return "weight sync failed: the trainer exported no tensor"
     return (
-        "weight sync failed: the ranks exported different numbers of buckets, states by rank: "
-        f"{[state.name for state in result.states]}"
+        "weight sync failed: the ranks exported different tensors; by rank, this round's state: "
+        f"{[state.name for state in result.states]}, tensors in its bucket: "
+        f"{[signature >> 32 for signature in result.signatures]}, checksum of their names: "
+        f"{[signature & 0xFFFFFFFF for signature in result.signatures]}"
     )
