@@ -1,0 +1,115 @@
+"""A plan is only used where it was made: layouts, context and destinations, each with a reason."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from sglang_loader.load_plan import BucketLayout, BucketTensor, DestinationProbe
+from sglang_loader.load_plan.destinations import AddressIndex, collect_destinations
+from sglang_loader.load_plan.guard import Fingerprint
+
+LAYOUT = BucketLayout.pack([("a", (4, 2), torch.float32), ("b", (3,), torch.bfloat16)])
+CONTEXT = {"tp_rank": 0, "expert_map": torch.tensor([0, 1]), "quantization": None}
+
+
+def test_the_same_sync_matches() -> None:
+    again = BucketLayout.pack([("a", (4, 2), torch.float32), ("b", (3,), torch.bfloat16)])
+    same = {"quantization": None, "tp_rank": 0, "expert_map": torch.tensor([0, 1])}
+    assert Fingerprint.of([LAYOUT], CONTEXT).mismatch([again], same) is None
+
+
+@pytest.mark.parametrize(
+    ("tensors", "reason"),
+    [
+        ([("c", (4, 2), torch.float32), ("b", (3,), torch.bfloat16)], "name='a'"),
+        ([("a", (2, 4), torch.float32), ("b", (3,), torch.bfloat16)], "shape=(4, 2)"),
+        ([("a", (4, 2), torch.float64), ("b", (3,), torch.bfloat16)], "torch.float64"),
+        ([("b", (3,), torch.bfloat16), ("a", (4, 2), torch.float32)], "tensor 0"),
+        ([("a", (4, 2), torch.float32)], "it had 2 tensors, now 1"),
+    ],
+)
+def test_another_layout_is_named(tensors: list, reason: str) -> None:
+    said = Fingerprint.of([LAYOUT], CONTEXT).mismatch([BucketLayout.pack(tensors)], CONTEXT)
+    assert said is not None and "bucket 0" in said and reason in said
+
+
+def test_another_number_of_buckets_is_named() -> None:
+    said = Fingerprint.of([LAYOUT], CONTEXT).mismatch([LAYOUT, LAYOUT], CONTEXT)
+    assert said == "the plan has 1 buckets, the sync 2"
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"tp_rank": 1}, "tp_rank was 0, now 1"),
+        ({"expert_map": torch.tensor([1, 0])}, "expert_map was"),
+        ({"quantization": "fp8"}, "quantization was None, now 'fp8'"),
+        ({"ep_rank": 0}, "ep_rank is new"),
+    ],
+)
+def test_another_context_is_named(change: dict, reason: str) -> None:
+    said = Fingerprint.of([LAYOUT], CONTEXT).mismatch([LAYOUT], {**CONTEXT, **change})
+    assert said is not None and reason in said
+
+
+def test_probe_notices_moved_and_new_tensors() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    probe = DestinationProbe(model, collect_destinations(model))
+    assert probe.mismatch() is None
+    with torch.no_grad():
+        model[0].weight.add_(1)
+    assert probe.mismatch() is None
+    model[0].extra = torch.zeros(3)
+    assert probe.mismatch() == "0.extra is new"
+    del model[0].extra
+    model[1].weight.data = model[1].weight.data.clone()
+    said = probe.mismatch()
+    assert said is not None and "1.weight was rebound" in said
+    model[1] = nn.Identity()
+    assert probe.mismatch() == "1.weight is gone"
+
+
+def test_tied_and_viewed_tensors_are_one_destination() -> None:
+    model = nn.Linear(4, 4)
+    model.tied = model.weight
+    model.row = model.weight.data[2]
+    model.cache = {"k": [torch.zeros(2), (torch.ones(2),)]}
+    model.meta = torch.zeros(2, device="meta")
+    found = collect_destinations(model)
+    assert found.names_of(0) == ("weight", "tied", "row")
+    names = [s.name for s in found.storages]
+    assert names == ["weight", "bias", "cache['k'][0]", "cache['k'][1][0]"]
+    row = next(t for t in found.tensors if t.name == "row")
+    assert (row.offset, row.shape) == (32, (4,))
+
+
+def test_addresses_lead_back_to_storages() -> None:
+    model = nn.Linear(4, 4)
+    found = collect_destinations(model)
+    index = AddressIndex(found)
+    assert index.find(model.weight.data[1].data_ptr()) == (0, 16)
+    assert index.find(found.storages[0].data_ptr - 1) is None
+
+
+def test_known_storages_keep_their_numbers() -> None:
+    model = nn.Linear(4, 4)
+    before = collect_destinations(model)
+    model.weight_first = None
+    model.aaa = torch.zeros(3)
+    model.register_parameter("zzz", nn.Parameter(torch.zeros(2)))
+    after = collect_destinations(model, before)
+    assert after.storages[:2] == before.storages
+    assert {s.name for s in after.storages[2:]} == {"aaa", "zzz"}
+
+
+def test_layouts_are_checked() -> None:
+    with pytest.raises(ValueError, match="multiple"):
+        BucketLayout((BucketTensor("a", (2,), torch.float32, 2),), 16)
+    with pytest.raises(ValueError, match="end within"):
+        BucketLayout((BucketTensor("a", (2,), torch.float32, 12),), 16)
+    with pytest.raises(ValueError, match="bytes"):
+        LAYOUT.views(torch.zeros(8, dtype=torch.uint8))
+    assert LAYOUT.tensors[1].offset == 256
+    assert LAYOUT.views(torch.zeros(LAYOUT.nbytes, dtype=torch.uint8))[0][1].shape == (4, 2)

@@ -1,0 +1,438 @@
+"""Trace, compile, replay and refuse, on modules small enough to reason about byte by byte."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import nn
+
+from sglang_loader.load_plan import (
+    BucketLayout,
+    LoadPlan,
+    PlanBuilder,
+    PlanExecutor,
+    PlanRefused,
+    self_check,
+)
+from sglang_loader.load_plan.verify import differing, digest, poison, scramble, snapshot
+
+Weights = Iterable[tuple[str, torch.Tensor]]
+Loader = Callable[["Model", str, torch.Tensor], None]
+SOURCES = [("w", (6, 8), torch.float32), ("v", (6, 8), torch.float32), ("b", (8,), torch.bfloat16)]
+
+
+class Model(nn.Module):
+    """Destinations of every kind; what is done with a source is the test's `load_one`."""
+
+    def __init__(self, load_one: Loader) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(12, 8))
+        self.bias16 = nn.Parameter(torch.zeros(8, dtype=torch.bfloat16))
+        self.register_buffer("buffer", torch.zeros(6, 8))
+        self.derived = torch.zeros(6, 8)
+        self.listed = [torch.zeros(4), {"deep": torch.zeros(3)}]
+        self.load_one = load_one
+
+    @torch.no_grad()
+    def load_weights(self, weights: Weights) -> None:
+        for name, tensor in weights:
+            self.load_one(self, name, tensor)
+
+
+def pack(seed: int = 0, sources: list = SOURCES) -> tuple[BucketLayout, torch.Tensor]:
+    layout = BucketLayout.pack(sources)
+    buffer = torch.zeros(layout.nbytes, dtype=torch.uint8)
+    generator = torch.Generator().manual_seed(seed)
+    for _, view in layout.views(buffer):
+        view.copy_(torch.randn(view.shape, generator=generator))
+    return layout, buffer
+
+
+def compile_for(model: Model, *buckets: tuple[BucketLayout, torch.Tensor]) -> LoadPlan:
+    builder = PlanBuilder(model, model.load_weights, {"tp_rank": 0})
+    for layout, buffer in buckets or (pack(),):
+        builder.add_bucket(layout, buffer)
+    return builder.finish()
+
+
+def assert_replays(load_one: Loader) -> LoadPlan:
+    """Compile, self-check, then replay other weights and compare with an eager load of the same."""
+    model = Model(load_one)
+    layout, buffer = pack()
+    plan = compile_for(model, (layout, buffer))
+    assert self_check(model, plan, model.load_weights, [buffer]).ok
+    _, other = pack(seed=1)
+    model.load_weights(layout.views(other.clone()))
+    expected = snapshot(plan.destinations)
+    model.load_weights(layout.views(buffer.clone()))
+    PlanExecutor(plan).replay(0, other)
+    assert differing(plan.destinations, expected) == ()
+    return plan
+
+
+def refusal(load_one: Loader) -> str:
+    with pytest.raises(PlanRefused) as refused:
+        compile_for(Model(load_one))
+    return refused.value.reason
+
+
+def plain(model: Model, name: str, tensor: torch.Tensor) -> None:
+    if name == "b":
+        model.bias16.data.copy_(tensor)
+    else:
+        model.weight.data.narrow(0, 0 if name == "w" else 6, 6).copy_(tensor)
+
+
+def test_plain_copies_need_no_tape() -> None:
+    plan = assert_replays(plain)
+    assert (plan.num_traced_copies, plan.num_copies, plan.num_tape_steps) == (3, 2, 0)
+    assert plan.coverage == {"weight": ((0, 384),), "bias16": ((0, 16),)}
+    assert plan.uncovered_parameters == ()
+    assert set(plan.uncovered) == {"buffer", "derived", "listed[0]", "listed[1]['deep']"}
+
+
+def test_derived_tensors_are_replayed_after_what_they_derive_from() -> None:
+    def load_one(model: Model, name: str, tensor: torch.Tensor) -> None:
+        plain(model, name, tensor)
+        if name == "w":
+            model.derived.copy_(model.weight[:6] @ torch.eye(8) + 1)
+
+    plan = assert_replays(load_one)
+    assert plan.num_tape_steps >= 2
+    assert "derived" in plan.coverage
+
+
+def test_casts_run_as_copies() -> None:
+    def load_one(model: Model, name: str, tensor: torch.Tensor) -> None:
+        if name == "w":
+            model.bias16.copy_(tensor[0])
+
+    plan = assert_replays(load_one)
+    assert (plan.num_copies, plan.num_tape_steps) == (1, 0)
+    assert plan.ignored == ("v", "b")
+
+
+def test_transposes_broadcasts_and_cat() -> None:
+    def load_one(model: Model, name: str, tensor: torch.Tensor) -> None:
+        if name == "w":
+            model.buffer.copy_(tensor.t().contiguous().t())
+            model.weight[:6, :6].copy_(tensor[:, :6].t())
+            model.derived.copy_(tensor[0])
+        if name == "v":
+            model.weight[6:].copy_(torch.cat([tensor[3:], tensor[:3]]))
+
+    assert_replays(load_one)
+
+
+def test_scalars_through_item_are_copies() -> None:
+    def load_one(model: Model, name: str, tensor: torch.Tensor) -> None:
+        if name == "w":
+            model.listed[0][1:2].fill_(tensor[0, 0].item())
+            model.bias16[2:3].fill_(tensor[0, 1].item())
+
+    assert assert_replays(load_one).num_tape_steps == 0
+
+
+def test_sources_changed_in_place_keep_the_order_and_the_buffer() -> None:
+    def load_one(model: Model, name: str, tensor: torch.Tensor) -> None:
+        if name == "w":
+            model.derived.copy_(tensor)
+            tensor += 1
+            model.buffer.copy_(tensor)
+
+    plan = assert_replays(load_one)
+    assert plan.buckets[0].changes_buffer
+    layout, buffer = pack()
+    before = buffer.clone()
+    compile_for(Model(load_one), (layout, buffer))
+    assert torch.equal(buffer, before)
+
+
+def test_the_later_of_two_writes_wins() -> None:
+    def load_one(model: Model, name: str, tensor: torch.Tensor) -> None:
+        if name in "wv":
+            model.buffer[: 6 if name == "w" else 3].copy_(tensor[: 6 if name == "w" else 3])
+
+    plan = assert_replays(load_one)
+    assert (plan.num_copies, plan.num_tape_steps) == (0, 2)
+
+
+def test_a_copy_stays_behind_a_step_that_reads_its_target() -> None:
+    def load_one(model: Model, name: str, tensor: torch.Tensor) -> None:
+        if name == "w":
+            model.derived.copy_(model.buffer + tensor)
+            model.buffer.copy_(tensor)
+
+    model = Model(load_one)
+    layout, buffer = pack()
+    plan = compile_for(model, (layout, buffer))
+    assert plan.num_copies == 0
+    model.buffer.zero_()
+    PlanExecutor(plan).replay(0, buffer)
+    source = layout.views(buffer)[0][1]
+    assert torch.equal(model.derived, source)
+    # `buffer` is written, but an update also needs what was there: it is not covered.
+    assert "buffer" not in plan.coverage
+    assert not self_check(model, plan, model.load_weights, [buffer]).ok
+
+
+def test_dead_steps_are_dropped() -> None:
+    def load_one(model: Model, name: str, tensor: torch.Tensor) -> None:
+        (tensor.float().abs() * 3).max()
+        torch.randn(4)
+        plain(model, name, tensor)
+
+    assert assert_replays(load_one).num_tape_steps == 0
+
+
+def test_temporaries_filled_piece_by_piece() -> None:
+    def load_one(model: Model, name: str, tensor: torch.Tensor) -> None:
+        if name == "w":
+            scratch = torch.empty(6, 8)
+            scratch[:3].copy_(tensor[3:])
+            scratch[3:].copy_(tensor[:3])
+            model.buffer.copy_(scratch.mul_(2))
+
+    assert_replays(load_one)
+
+
+def test_constants_are_kept() -> None:
+    order = torch.tensor([5, 4, 3, 2, 1, 0])
+
+    def load_one(model: Model, name: str, tensor: torch.Tensor) -> None:
+        if name == "w":
+            model.buffer.copy_(tensor[order])
+
+    assert_replays(load_one)
+
+
+def test_thread_pools_run_inline_while_tracing() -> None:
+    def load_one(model: Model, name: str, tensor: torch.Tensor) -> None:
+        with ThreadPoolExecutor() as pool:
+            pool.submit(plain, model, name, tensor).result()
+
+    assert assert_replays(load_one).num_traced_copies == 3
+
+
+def test_buckets_are_planned_one_by_one() -> None:
+    model = Model(plain)
+    first, second = pack(0, SOURCES[:1]), pack(1, SOURCES[1:])
+    plan = compile_for(model, first, second)
+    assert [len(bucket.copies) for bucket in plan.buckets] == [1, 2]
+    assert plan.coverage["weight"] == ((0, 384),)
+    assert self_check(model, plan, model.load_weights, [first[1], second[1]]).ok
+
+
+def test_memory_bound_by_the_first_load_is_part_of_the_plan() -> None:
+    def load_one(model: Model, name: str, tensor: torch.Tensor) -> None:
+        if name == "b":
+            model.bias16.copy_(tensor)
+        elif not hasattr(model, f"late_{name}"):
+            setattr(model, f"late_{name}", tensor.clone())
+        else:
+            getattr(model, f"late_{name}").copy_(tensor)
+
+    model = Model(load_one)
+    first, second = pack(0, SOURCES[:1]), pack(1, SOURCES[1:])
+    plan = compile_for(model, first, second)
+    assert {"late_w", "late_v"} <= plan.coverage.keys()
+    assert self_check(model, plan, model.load_weights, [first[1], second[1]]).ok
+
+
+# Refusals ---------------------------------------------------------------------------------------
+
+
+def test_refuses_rebound_attributes() -> None:
+    def load_one(model: Model, name: str, tensor: torch.Tensor) -> None:
+        if name == "w":
+            model.derived = tensor.clone()
+
+    assert "derived was rebound" in refusal(load_one)
+
+
+def test_refuses_rebound_parameter_data() -> None:
+    def load_one(model: Model, name: str, tensor: torch.Tensor) -> None:
+        if name == "w":
+            model.weight.data = torch.cat([tensor, tensor])
+
+    assert "weight was rebound" in refusal(load_one)
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda t: t[0, 0].item() > 0,
+        lambda t: bool(t.sum() > 0),
+        lambda t: float(t.abs().max()),
+        lambda t: t.tolist(),
+        lambda t: t.numpy().sum(),
+        lambda t: torch.equal(t, t + 1),
+        lambda t: t[t > 0].numel(),
+        lambda t: t.nonzero().shape,
+        lambda t: t.data_ptr(),
+        lambda t: f"{t[0, 0].item():.3f}",
+    ],
+)
+def test_refuses_host_reads_of_sources(look: Callable[[torch.Tensor], object]) -> None:
+    def load_one(model: Model, name: str, tensor: torch.Tensor) -> None:
+        plain(model, name, tensor)
+        if name == "w":
+            look(tensor)
+
+    assert "Python reads the data of w" in refusal(load_one)
+
+
+def test_refuses_host_reads_of_written_destinations_only() -> None:
+    def load_one(model: Model, name: str, tensor: torch.Tensor) -> None:
+        plain(model, name, tensor)
+        model.listed[0].tolist()
+        model.buffer.sum().item()
+
+    assert_replays(load_one)
+
+    def reads_result(model: Model, name: str, tensor: torch.Tensor) -> None:
+        plain(model, name, tensor)
+        bool(model.weight.abs().sum() > 0)
+
+    assert "Python reads the data of weight" in refusal(reads_result)
+
+
+def test_refuses_random_weights() -> None:
+    def load_one(model: Model, name: str, tensor: torch.Tensor) -> None:
+        if name == "w":
+            model.buffer.copy_(tensor + torch.rand(6, 8))
+
+    assert "random" in refusal(load_one)
+
+
+def test_refuses_writes_that_the_model_does_not_reach() -> None:
+    outside = torch.zeros(6, 8)
+
+    def load_one(model: Model, name: str, tensor: torch.Tensor) -> None:
+        if name == "w":
+            outside.copy_(tensor)
+
+    assert "does not reach" in refusal(load_one)
+
+
+def test_refuses_geometry_changed_in_place() -> None:
+    def load_one(model: Model, name: str, tensor: torch.Tensor) -> None:
+        if name == "w":
+            model.buffer.resize_(6, 8)
+            model.buffer.copy_(tensor)
+
+    assert "in place" in refusal(load_one)
+
+
+def test_refuses_a_loader_that_fails_under_tracing() -> None:
+    calls = []
+
+    def load_one(model: Model, name: str, tensor: torch.Tensor) -> None:
+        calls.append(name)
+        if len(calls) > len(SOURCES):
+            raise OSError("no second time")
+
+    assert "no second time" in refusal(load_one)
+
+
+# The self-check ---------------------------------------------------------------------------------
+
+
+def test_self_check_finds_writes_from_other_threads() -> None:
+    def load_one(model: Model, name: str, tensor: torch.Tensor) -> None:
+        worker = threading.Thread(target=plain, args=(model, name, tensor))
+        worker.start()
+        worker.join()
+
+    model = Model(load_one)
+    layout, buffer = pack()
+    plan = compile_for(model, (layout, buffer))
+    assert plan.num_copies == 0
+    assert set(plan.ignored) == {"w", "v", "b"}
+    result = self_check(model, plan, model.load_weights, [buffer])
+    assert not result.ok
+    assert set(result.differing) == {"weight", "bias16"}
+    assert torch.equal(model.weight[:6], layout.views(buffer)[0][1])
+
+
+def test_self_check_finds_a_misplaced_copy_and_restores_the_weights() -> None:
+    model = Model(plain)
+    layout, buffer = pack()
+    plan = compile_for(model, (layout, buffer))
+    expected = snapshot(plan.destinations)
+    bucket = plan.buckets[0]
+    moved = dataclasses.replace(bucket.copies[0], src=bucket.copies[0].src + 4)
+    for copies in ((moved, *bucket.copies[1:]), bucket.copies[1:]):
+        broken = dataclasses.replace(plan, buckets=(dataclasses.replace(bucket, copies=copies),))
+        result = self_check(model, broken, model.load_weights, [buffer])
+        assert not result.ok and result.reason is not None and "differ" in result.reason
+        assert differing(plan.destinations, expected) == ()
+
+
+def test_digest_sees_every_byte_and_every_swap() -> None:
+    model = Model(plain)
+    plan = compile_for(model)
+    before = digest(plan.destinations)
+    for storage in range(len(plan.destinations.storages)):
+        data = plan.destinations.bytes_of(storage)
+        for at in range(data.numel()):
+            data[at] ^= 1
+            changed = digest(plan.destinations)
+            assert [i for i, d in enumerate(changed) if d != before[i]] == [storage]
+            data[at] ^= 1
+    rows = model.weight.data.clone()
+    model.weight.data.copy_(rows.flip(0))
+    assert digest(plan.destinations) != before
+
+
+def test_scramble_changes_every_element_and_keeps_floats_finite() -> None:
+    dtypes = [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.int32]
+    layout, buffer = pack(0, [(str(d), (64,), d) for d in dtypes])
+    other = scramble(layout, buffer)
+    for (_, a), (_, b) in zip(layout.views(buffer), layout.views(other), strict=True):
+        assert bool((a.float() != b.float()).all())
+        assert bool(b.float().isfinite().all())
+
+
+def test_poison_fills_what_is_covered_and_nothing_else() -> None:
+    model = Model(plain)
+    plan = compile_for(model)
+    model.buffer.fill_(7)
+    poison(plan.buckets[0], plan.destinations)
+    assert bool((plan.destinations.bytes_of(0) == 0xA5).all())
+    assert bool((model.buffer == 7).all())
+
+
+# Execution --------------------------------------------------------------------------------------
+
+
+def test_replay_binds_once_per_buffer_and_lets_go() -> None:
+    model = Model(plain)
+    layout, buffer = pack()
+    executor = PlanExecutor(compile_for(model, (layout, buffer)))
+    staging = torch.zeros(3 * layout.nbytes + 8, dtype=torch.uint8)
+    for start in (0, layout.nbytes, layout.nbytes + 4, 0):
+        part = staging[start : start + layout.nbytes]
+        part.copy_(pack(seed=start + 2)[1])
+        executor.replay(0, part)
+        assert torch.equal(model.weight[:6].view(-1).view(torch.uint8), part[:192])
+    assert len(executor._bound[0]) == 3
+    executor.unbind()
+    assert not executor._bound
+
+
+def test_replay_rejects_what_is_not_the_bucket() -> None:
+    model = Model(plain)
+    layout, buffer = pack()
+    executor = PlanExecutor(compile_for(model, (layout, buffer)))
+    with pytest.raises(ValueError, match="needs"):
+        executor.replay(0, buffer[:-1])
+    with pytest.raises(ValueError, match="uint8"):
+        executor.replay(0, buffer.view(torch.float32))
+    with pytest.raises(IndexError):
+        executor.replay(1, buffer)
