@@ -151,9 +151,13 @@ class SGLangShardingManager(BaseShardingManager):  # type: ignore[misc]
                 weight_version=version if parcel.plan.last else None,
             )
 
-        await run_sync(
-            weights, packer=self._packer(), group=self._group, load=load, report=self._report
-        )
+        try:
+            await run_sync(
+                weights, packer=self._packer(), group=self._group, load=load, report=self._report
+            )
+        except WeightSyncError:
+            self._report = self._new_report()  # the next sync counts from zero
+            raise
         self._report.weight_version = version
         if not self._settings.free_cache_engine:
             self._publish()

@@ -315,9 +315,11 @@ class StageCase:
 
     Attributes:
         fails: (leader's rank, operation) that its engine refuses.
+        report_file: where every replica's leader writes its line.
     """
 
     tp: int = 2
+    report_file: str | None = None
     mode: str = "flattened"
     multi_stage_wake_up: bool = True
     fails: tuple[int, str] | None = None
@@ -336,12 +338,14 @@ def stages(case):
         engine=RecordingEngine(events, fails) if is_leader else None,
         settings=WeightSyncConfig(
             mode=case.mode,
+            report_file=case.report_file,
             bucket_bytes=256,
             multi_stage_wake_up=case.multi_stage_wake_up,
             free_cache_engine=True,
         ),
         group=group,
         device=torch.device("cpu"),
+        replica=dist.get_rank() // case.tp,
         export=lambda: ((name_of(i), full_tensor(0, i)) for i in range(2)),
         free_trainer=lambda: events.append(("free trainer",)),
         barrier=lambda: (dist.barrier(), events.append(("barrier",))),

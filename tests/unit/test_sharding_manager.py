@@ -1,0 +1,246 @@
+"""The stages of a wake-up and a sleep: their order, their failures, their report."""
+
+import asyncio
+import json
+
+import pytest
+import torch
+
+from unit.trainer_ranks import WORLD_SIZE, RecordingEngine, StageCase, stages
+from verl_sglang_sync.collective import SingleProcess
+from verl_sglang_sync.config import WeightSyncConfig
+from verl_sglang_sync.weight_sync import WeightSyncError
+
+UPDATES = [
+    ("update", "load_flattened_bucket", False, None),
+    ("update", "load_flattened_bucket", True, "1"),
+]
+HANDOVER = [("free trainer",), ("barrier",)]
+SLEEP = ("release", "kv_cache", "weights")
+
+
+def two_tensors():
+    """Two buckets of 256 bytes."""
+    return iter([("model.a", torch.ones(64)), ("model.b", torch.zeros(64))])
+
+
+def make_manager(events, *, fails=None, export=two_tensors, **settings):
+    """A manager of one process; returns it and its engine."""
+    from verl_sglang_sync.sharding_manager import SGLangShardingManager
+
+    chosen = {
+        "mode": "flattened",
+        "bucket_bytes": 256,
+        "multi_stage_wake_up": True,
+        "free_cache_engine": True,
+        **settings,
+    }
+    engine = RecordingEngine(events, fails)
+    manager = SGLangShardingManager(
+        engine=engine,
+        settings=WeightSyncConfig(**chosen),
+        group=SingleProcess(),
+        device=torch.device("cpu"),
+        replica=7,
+        export=export,
+        free_trainer=lambda: events.append(("free trainer",)),
+        barrier=lambda: events.append(("barrier",)),
+    )
+    return manager, engine
+
+
+STAGES = {
+    "multi-stage": (
+        {"multi_stage_wake_up": True},
+        [("resume weights",), *UPDATES, *HANDOVER, ("resume kv_cache",), ("body",), SLEEP],
+    ),
+    "one stage": (
+        {"multi_stage_wake_up": False},
+        [("resume weights kv_cache",), *UPDATES, *HANDOVER, ("resume kv_cache",), ("body",), SLEEP],
+    ),
+    "resident, multi-stage": (
+        {"multi_stage_wake_up": True, "free_cache_engine": False},
+        [*UPDATES, *HANDOVER, ("body",)],
+    ),
+    "resident, one stage": (
+        {"multi_stage_wake_up": False, "free_cache_engine": False},
+        [*UPDATES, *HANDOVER, ("body",)],
+    ),
+}
+
+
+@pytest.mark.parametrize(("settings", "wanted"), STAGES.values(), ids=STAGES.keys())
+def test_order_of_the_stages(settings, wanted):
+    events = []
+    manager, _ = make_manager(events, **settings)
+    with manager as entered:
+        assert entered is manager
+        events.append(("body",))
+    assert events == wanted
+
+
+def test_named_tensors_go_to_their_loader():
+    events = []
+    manager, _ = make_manager(events, mode="bucketed")
+    with manager:
+        pass
+    updates = [event for event in events if event[0] == "update"]
+    assert updates == [
+        ("update", "load_named_tensors", False, None),
+        ("update", "load_named_tensors", True, "1"),
+    ]
+
+
+def test_the_stages_as_verl_drives_them():
+    events = []
+    manager, _ = make_manager(events)
+
+    async def wake_and_sleep():
+        await manager.resume(["weights"])
+        await manager.sync(two_tensors(), version="41")
+        await manager.resume(["kv_cache"])
+        await manager.release(("kv_cache",))
+
+    asyncio.run(wake_and_sleep())
+    assert events == [
+        ("resume weights",),
+        UPDATES[0],
+        (*UPDATES[1][:3], "41"),
+        ("resume kv_cache",),
+        ("release", "kv_cache"),
+    ]
+
+
+def test_it_is_a_sharding_manager_of_verls():
+    from verl.utils.ulysses import BaseShardingManager
+
+    manager, _ = make_manager([])
+    assert isinstance(manager, BaseShardingManager)
+    with manager:
+        pass
+    assert set(manager.timing) == {"resume_weights", "export", "pack", "load", "resume_kv_cache"}
+
+
+def test_the_engine_sleeps_after_an_exception_in_the_body():
+    events = []
+    manager, _ = make_manager(events)
+    with pytest.raises(KeyError, match="out of the body"), manager:
+        raise KeyError("out of the body")
+    assert events[-1] == SLEEP
+    assert events.count(SLEEP) == 1
+
+
+@pytest.mark.parametrize("operation", ("resume weights", "update", "resume kv_cache"))
+def test_a_wake_up_that_fails_never_reaches_the_body(operation):
+    events = []
+    manager, engine = make_manager(events, fails=operation)
+    with pytest.raises(WeightSyncError, match=f"the engine cannot {operation}") as error, manager:
+        events.append(("body",))
+    assert "rank 0: Traceback" in str(error.value)
+    assert events[-1][0] == operation
+    assert ("body",) not in events
+
+    engine.fails = None
+    events.clear()
+    with manager:
+        events.append(("body",))
+    assert ("body",) in events
+    assert events[-1] == SLEEP
+
+
+def test_a_sleep_that_fails_is_raised_and_keeps_the_bodys_exception():
+    manager, _ = make_manager([], fails="release")
+    with pytest.raises(WeightSyncError, match="stage 'release' failed"), manager:
+        pass
+    manager, _ = make_manager([], fails="release")
+    with pytest.raises(WeightSyncError, match="stage 'release' failed") as error, manager:
+        raise KeyError("out of the body")
+    assert isinstance(error.value.__context__, KeyError)
+
+
+def test_wake_up_needs_an_export():
+    manager, _ = make_manager([], export=None)
+    with pytest.raises(ValueError, match="wake_up needs export"):
+        manager.__enter__()
+
+
+def report_lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("free_cache_engine", (True, False))
+def test_a_report_line_per_wake_up(tmp_path, free_cache_engine):
+    path = tmp_path / "not yet there" / "report.jsonl"
+    manager, _ = make_manager([], report_file=str(path), free_cache_engine=free_cache_engine)
+    for _ in range(2):
+        with manager:
+            pass
+    lines = report_lines(path)
+    assert [line["weight_version"] for line in lines] == ["1", "2"]
+    for line in lines:
+        seconds = line.pop("seconds")
+        assert all(spent >= 0 for spent in seconds.values())
+        line.pop("weight_version")
+        assert line == {
+            "mode": "flattened",
+            "replica": 7,
+            "num_tensors": 2,
+            "num_buckets": 2,
+            "payload_bytes": 512,
+            "staging_bytes": 256,
+        }
+    stages_of = [set(line) for line in (json.loads(raw)["seconds"] for raw in path.open())]
+    sync = {"export", "pack", "load"}
+    staged = {"resume_weights", "resume_kv_cache"} if free_cache_engine else set()
+    slept = {"release"} if free_cache_engine else set()
+    assert stages_of == [sync | staged, sync | staged | slept]
+
+
+def test_a_failed_sync_writes_no_line_and_is_not_counted_in_the_next(tmp_path):
+    path = tmp_path / "report.jsonl"
+    manager, engine = make_manager([], fails="update", report_file=str(path))
+    with pytest.raises(WeightSyncError), manager:
+        pass
+    assert not path.exists()
+    engine.fails = None
+    with manager:
+        pass
+    (line,) = report_lines(path)
+    assert (line["num_tensors"], line["num_buckets"], line["payload_bytes"]) == (2, 2, 512)
+
+
+@pytest.mark.parametrize("multi_stage", (True, False))
+def test_all_ranks_go_through_the_stages_together(pool, tmp_path, multi_stage):
+    path = tmp_path / "report.jsonl"
+    case = StageCase(tp=2, multi_stage_wake_up=multi_stage, report_file=str(path))
+    outcomes = pool.run(stages, case)
+    _, leaders_events = STAGES["multi-stage" if multi_stage else "one stage"]
+    for rank, (events, error) in enumerate(outcomes):
+        assert error is None
+        assert events == (leaders_events if rank % 2 == 0 else [*HANDOVER, ("body",)])
+    assert sorted(line["replica"] for line in report_lines(path)) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("tp", "leader", "operation"),
+    (
+        (2, 0, "resume weights"),
+        (2, 2, "resume weights"),
+        (2, 2, "update"),
+        (4, 0, "resume kv_cache"),
+        (1, 3, "resume kv_cache"),
+        (2, 2, "release"),
+    ),
+)
+def test_a_stage_that_fails_on_one_leader_fails_on_all_ranks(pool, tp, leader, operation):
+    outcomes = pool.run(stages, StageCase(tp=tp, fails=(leader, operation)))
+    errors = {error for _, error in outcomes}
+    assert len(errors) == 1
+    (error,) = errors
+    assert f"rank {leader}: Traceback" in error
+    assert f"the engine cannot {operation}" in error
+    for rank, (events, _) in enumerate(outcomes):
+        assert (("body",) in events) == (operation == "release")
+        if rank % tp == 0 and operation != "release":
+            assert events[-1][0] == operation  # no replica goes on to the next stage
+    assert [error for _, error in pool.run(stages, StageCase(tp=tp))] == [None] * WORLD_SIZE
