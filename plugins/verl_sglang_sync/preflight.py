@@ -43,6 +43,7 @@ def check_recipe(config: DictConfig) -> WeightSyncConfig | None:
     except ValueError as error:
         raise RecipeError(str(error)) from None
     if settings is None:
+        _refuse_lost_preset(config)
         _mention_ignored_flags(rollout)
         return None
     problems = [problem for check in _CHECKS for problem in check(config, settings)]
@@ -56,6 +57,16 @@ def check_recipe(config: DictConfig) -> WeightSyncConfig | None:
             ROLLOUT,
         )
     return settings
+
+
+def _refuse_lost_preset(config: DictConfig) -> None:
+    """Where Hydra does not find our config group, it takes `+weight_sync=x` for a plain value."""
+    value = OmegaConf.select(config, "weight_sync")
+    if value is not None:
+        raise RecipeError(
+            f"weight_sync={value!r}: Hydra added a plain value, because it did not find the "
+            "presets of verl-sglang-sync; see `verl-sglang-sync doctor`"
+        )
 
 
 def _mention_ignored_flags(rollout: DictConfig) -> None:
