@@ -1,0 +1,231 @@
+"""The plugins load from a built wheel and from an editable install: in verl, in SGLang, in Hydra.
+
+Both are installed into thin environments of their own, which see the dependencies through a .pth
+file, from a copy of the sources: nothing of this checkout can be imported there by accident.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import subprocess
+import sys
+import venv
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from support.processes import break_imports, run_python
+from verl_sglang_sync.preflight import RecipeError, check_recipe
+
+ROOT = Path(__file__).parents[2]
+KINDS = ("wheel", "editable")
+
+IN_VERL = """
+import verl
+from verl.utils.config import validate_config
+from verl.workers.rollout import base, replica
+
+assert base._ROLLOUT_REGISTRY[("sglang", "async")] == (
+    "verl_sglang_sync.rollout_adapter.WeightSyncServerAdapter"
+), base._ROLLOUT_REGISTRY
+assert replica.RolloutReplicaRegistry._registry["sglang"].__module__ == (
+    "verl_sglang_sync.verl_plugin"
+)
+assert validate_config.__module__ == "verl_sglang_sync.preflight"
+import verl_sglang_sync.verl_plugin as plugin
+print(plugin.__file__)
+"""
+
+IN_SGLANG = """
+from sglang.srt.plugins import load_plugins
+load_plugins()
+from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
+from sglang_loader import weight_updater_hooks as hooks
+
+for method, hook in {
+    "update_weights_from_tensor": hooks.update_on_all_ranks,
+    "release_memory_occupation": hooks.release_resident_tags,
+    "resume_memory_occupation": hooks.resume_released_tags,
+}.items():
+    wrapper = getattr(SchedulerWeightUpdaterManager, method)
+    cells = [cell.cell_contents for cell in wrapper.__closure__]
+    assert hook in cells and wrapper.__wrapped__ in cells, method
+print(hooks.__file__)
+"""
+
+IN_HYDRA = """
+from hydra import compose, initialize
+with initialize(version_base=None, config_path=None):
+    config = compose(overrides=["+weight_sync=flattened"])
+assert config.actor_rollout_ref.rollout.custom.weight_sync.mode == "flattened", config
+import sys
+assert "verl" not in sys.modules and "sglang" not in sys.modules
+import hydra_plugins.verl_sglang_sync.search_path as plugin
+print(plugin.__file__)
+"""
+
+IN_HYDRA_WITHOUT_US = """
+from hydra import compose, initialize
+with initialize(version_base=None, config_path=None):
+    print(compose(overrides=["+weight_sync=flattened"]))
+"""
+
+
+@dataclass(frozen=True)
+class Installation:
+    """One environment with this project in it.
+
+    Attributes:
+        python: its interpreter.
+        packages: where the project's modules must come from.
+    """
+
+    python: Path
+    packages: Path
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what a build needs."""
+    folder = tmp_path_factory.mktemp("sources")
+    leave_out = shutil.ignore_patterns("__pycache__", "*.egg-info")
+    shutil.copytree(ROOT / "plugins", folder / "plugins", ignore=leave_out)
+    for name in ("pyproject.toml", "README.md"):
+        if (ROOT / name).exists():
+            shutil.copy(ROOT / name, folder / name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, built without network."""
+    out = tmp_path_factory.mktemp("dist")
+    run("-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(sources), cwd=out)
+    (built,) = out.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def installation(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Installation:
+    """The project installed as `request.param`."""
+    python = thin_environment(tmp_path_factory.mktemp(request.param))
+    if request.param == "wheel":
+        what = [str(request.getfixturevalue("wheel"))]
+        packages = site_packages(python)
+    else:
+        folder = request.getfixturevalue("sources")
+        what = ["--no-build-isolation", "--editable", str(folder)]
+        packages = folder / "plugins"
+    install = ("-m", "pip", "install", "--quiet", "--no-deps", "--no-index", *what)
+    run(*install, python=python, cwd=python.parent)
+    return Installation(python, packages)
+
+
+def thin_environment(folder: Path) -> Path:
+    """Make a virtual environment that sees this one's dependencies; return its interpreter."""
+    venv.create(folder, with_pip=False, symlinks=True)
+    python = folder / "bin" / "python"
+    spec = importlib.util.find_spec("verl")
+    assert spec is not None and spec.origin is not None
+    dependencies = Path(spec.origin).parents[1]
+    (site_packages(python) / "dependencies.pth").write_text(f"{dependencies}\n")
+    return python
+
+
+def site_packages(python: Path) -> Path:
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    return python.parents[1] / "lib" / version / "site-packages"
+
+
+def run(*arguments: str, cwd: Path, python: Path | str = sys.executable) -> str:
+    """Run an interpreter that must succeed; return what it printed."""
+    result = run_python(*arguments, python=python, cwd=cwd)
+    assert result.returncode == 0, (result.stdout + result.stderr)[-4000:]
+    return result.stdout
+
+
+class TestWheel:
+    def test_holds_every_module_and_data_file(self, wheel: Path, sources: Path) -> None:
+        packages = sources / "plugins"
+        names = set(zipfile.ZipFile(wheel).namelist())
+        expected = {
+            str(path.relative_to(packages))
+            for path in packages.rglob("*")
+            if path.suffix in (".py", ".yaml") or path.name == "py.typed"
+        }
+        assert "verl_sglang_sync/conf/weight_sync/flattened.yaml" in expected
+        assert {"verl_sglang_sync/py.typed", "sglang_loader/py.typed"} <= expected
+        assert {name for name in names if ".dist-info/" not in name} == expected
+
+    def test_leaves_the_hydra_namespace_open(self, wheel: Path) -> None:
+        assert "hydra_plugins/__init__.py" not in zipfile.ZipFile(wheel).namelist()
+
+    def test_declares_what_verl_leaves_to_an_extra(self, wheel: Path) -> None:
+        archive = zipfile.ZipFile(wheel)
+        (metadata,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
+        text = archive.read(metadata).decode()
+        for package in ("TransferQueue", "cachetools", "verl", "sglang", "torch-memory-saver"):
+            assert f"Requires-Dist: {package}" in text
+
+
+class TestLoaded:
+    @pytest.mark.parametrize(
+        "code", [IN_VERL, IN_SGLANG, IN_HYDRA], ids=["verl", "sglang", "hydra"]
+    )
+    def test_entry_point_loads(self, installation: Installation, code: str, tmp_path: Path) -> None:
+        printed = run("-c", code, python=installation.python, cwd=tmp_path)
+        loaded_from = Path(printed.splitlines()[-1])
+        assert loaded_from.is_relative_to(installation.packages)
+
+    def test_console_script(self, installation: Installation, tmp_path: Path) -> None:
+        script = installation.python.with_name("verl-sglang-sync")
+        result = subprocess.run(
+            [script, "doctor", "--help"], cwd=tmp_path, capture_output=True, text=True, check=True
+        )
+        assert "--json" in result.stdout
+
+    def test_without_the_project_there_is_no_preset(self, tmp_path: Path) -> None:
+        """Negative control: the environment alone does not provide it.
+
+        Hydra then takes the flag for a plain value, which is why our own checks refuse that value.
+        """
+        python = thin_environment(tmp_path / "bare")
+        printed = run("-c", IN_HYDRA_WITHOUT_US, python=python, cwd=tmp_path)
+        assert printed.strip() == "{'weight_sync': 'flattened'}"
+        rollout = {"rollout": {"name": "sglang", "custom": None}}
+        config = OmegaConf.create({"weight_sync": "flattened", "actor_rollout_ref": rollout})
+        with pytest.raises(RecipeError, match="weight_sync='flattened': Hydra added a plain value"):
+            check_recipe(config)
+
+
+class TestLoudFailure:
+    def test_verl_goes_on_but_the_error_is_seen(self, tmp_path: Path) -> None:
+        broken = break_imports(tmp_path / "site", "verl_sglang_sync.preflight")
+        code = "import verl; print('verl goes on')"
+        result = run_python("-c", code, cwd=tmp_path, environment=broken)
+        assert "verl goes on" in result.stdout
+        for text in (
+            "ERROR",
+            "verl-sglang-sync failed to load; +weight_sync=... would have no effect",
+            "Traceback",
+            "ImportError: verl_sglang_sync.preflight is broken on purpose",
+        ):
+            assert text in result.stderr
+
+    def test_sglang_goes_on_but_the_error_is_seen(self, tmp_path: Path) -> None:
+        broken = break_imports(tmp_path / "site", "sglang_loader.weight_updater_hooks")
+        code = "from sglang.srt.plugins import load_plugins; load_plugins(); print('goes on')"
+        result = run_python("-c", code, cwd=tmp_path, environment=broken)
+        assert "goes on" in result.stdout
+        for text in (
+            "verl-sglang-sync could not register its SGLang hooks; weight sync is off",
+            "Traceback",
+            "ImportError: sglang_loader.weight_updater_hooks is broken on purpose",
+        ):
+            assert text in result.stderr
