@@ -1,0 +1,93 @@
+"""What the trainer ranks of `test_engine_weights` do, all in one process start per server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from support.engine_hash import HASH_LOADER
+from support.trainer import TrainerRank
+
+MODES = ("bucketed", "flattened")
+NamedTensors = list[tuple[str, torch.Tensor]]
+
+
+def weights_of(model: Path, *, scale: float = 1.0) -> NamedTensors:
+    """The checkpoint's tensors as verl exports them: every state-dict name, tied ones twice."""
+    from safetensors.torch import load_file
+
+    named = dict(load_file(model / "model.safetensors"))
+    if json.loads((model / "config.json").read_text())["tie_word_embeddings"]:
+        named.setdefault("lm_head.weight", named["model.embed_tokens.weight"])
+    return [(name, tensor * scale) for name, tensor in named.items()]
+
+
+def engine_hashes(rank: TrainerRank, folder: Path) -> list[dict[str, str]]:
+    """Have every TP rank of the engine hash its own tensors; empty on the other ranks."""
+    from sglang_loader.ipc import serialize_handles
+
+    if not rank.is_leader:
+        return []
+    handles = serialize_handles([(str(folder), torch.zeros(1))])
+    asyncio.run(rank.client.update_weights([handles] * rank.tp, load_format=HASH_LOADER))
+    return [json.loads((folder / f"rank{tp}.json").read_text()) for tp in range(rank.tp)]
+
+
+def exercise_engine(rank: TrainerRank, model: str, folder: str) -> dict[str, Any]:
+    """Sync away and back, fail, recover, and repeat stages, in both modes."""
+    weights = {scale: weights_of(Path(model), scale=scale) for scale in (0.5, 1.0)}
+    seen: dict[str, Any] = {"reference": engine_hashes(rank, Path(folder))}
+
+    def cycle(
+        mode: str, named: NamedTensors, version: str, **settings: Any
+    ) -> list[dict[str, str]]:
+        manager = rank.manager(mode, **settings)
+        asyncio.run(manager.release())
+        asyncio.run(manager.resume(("weights",)))
+        asyncio.run(manager.sync(iter(named), version=version))
+        asyncio.run(manager.resume(("kv_cache",)))
+        return engine_hashes(rank, Path(folder))
+
+    for mode in MODES:
+        changed = cycle(mode, weights[0.5], "half")
+        restored = cycle(mode, weights[1.0], f"{mode}-back", bucket_bytes=1 << 20)
+        failure = _failing_sync(rank, mode, weights[1.0])
+        recovered = cycle(mode, weights[1.0], f"{mode}-again", multi_stage=False)
+        seen[mode] = {
+            "changed": changed,
+            "restored": restored,
+            "failure": failure,
+            "recovered": recovered,
+        }
+    seen["repeated"] = _repeated_stages(rank)
+    return seen
+
+
+def _failing_sync(rank: TrainerRank, mode: str, weights: NamedTensors) -> str:
+    """Send one tensor of twice its size; return the error."""
+    from verl_sglang_sync.weight_sync import WeightSyncError
+
+    bad = [
+        (name, torch.cat([tensor, tensor]) if name == "model.norm.weight" else tensor)
+        for name, tensor in weights
+    ]
+    try:
+        asyncio.run(rank.manager(mode).sync(iter(bad), version="bad"))
+    except WeightSyncError as error:
+        return str(error)
+    return "no error"
+
+
+def _repeated_stages(rank: TrainerRank) -> str:
+    """Release what is released and resume what is resident."""
+    manager = rank.manager("flattened")
+    for _ in range(2):
+        asyncio.run(manager.release())
+    for _ in range(2):
+        asyncio.run(manager.resume(("weights",)))
+        asyncio.run(manager.resume(("kv_cache",)))
+    return "ok"

@@ -1,0 +1,169 @@
+"""Real trainer ranks around the sharding manager: processes with a gloo group, one per TP rank.
+
+A step is a module-level function `step(rank, *args)` of this package (spawned processes import it
+by name); what it returns, or its traceback, comes back per rank.
+"""
+
+from __future__ import annotations
+
+import os
+import pkgutil
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one rank's step came to: its result, or its traceback."""
+
+    result: Any
+    error: str | None
+
+
+class TrainerRank:
+    """One trainer process; the replicas are rows of `tp` consecutive ranks.
+
+    Args:
+        rank: of `world_size`.
+        world_size: all ranks.
+        tp: ranks per replica.
+        urls: server of each replica.
+    """
+
+    def __init__(self, rank: int, world_size: int, tp: int, urls: list[str]) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        from verl_sglang_sync.server_client import SGLangServerClient
+
+        self.rank = rank
+        self.replica = rank // tp
+        self.tp = tp
+        self.mesh = init_device_mesh(
+            "cpu", (world_size // tp, tp), mesh_dim_names=("dp", "infer_tp")
+        )
+        self.client = SGLangServerClient(urls[self.replica], timeout_s=60)
+
+    @property
+    def is_leader(self) -> bool:
+        """True on the rank that talks to the replica's server."""
+        return self.rank % self.tp == 0
+
+    def manager(self, mode: str, *, bucket_bytes: int = 64 << 10, multi_stage: bool = True) -> Any:
+        """A new sharding manager of this rank."""
+        from verl_sglang_sync.collective import TorchTrainerGroup
+        from verl_sglang_sync.config import WeightSyncConfig
+        from verl_sglang_sync.sharding_manager import SGLangShardingManager
+
+        return SGLangShardingManager(
+            engine=self.client if self.is_leader else None,
+            settings=WeightSyncConfig(
+                mode=mode,  # type: ignore[arg-type]
+                request_timeout_s=60,
+                bucket_bytes=bucket_bytes,
+                multi_stage_wake_up=multi_stage,
+                free_cache_engine=True,
+            ),
+            group=TorchTrainerGroup(self.mesh["infer_tp"]),
+            device=torch.device("cpu"),
+            replica=self.replica,
+        )
+
+
+Step = Callable[..., Any]
+TIMEOUT_S = 180
+
+
+def run_trainer(
+    step: Step, folder: Path, *args: Any, urls: list[str], tp: int = 1
+) -> list[Outcome]:
+    """Run `step(rank, *args)` on `tp` ranks for each server in `urls`; args must suit JSON.
+
+    Plain subprocesses: torch's helper for shared memory outlives a rank and would keep the
+    sentinel pipe of a `multiprocessing` child open for ever.
+    """
+    world_size = tp * len(urls)
+    name = os.urandom(4).hex()
+    launch = Launch(
+        step=f"{step.__module__}:{step.__name__}",
+        args=list(args),
+        world_size=world_size,
+        tp=tp,
+        urls=urls,
+        folder=str(folder),
+        name=name,
+    )
+    processes = []
+    for rank in range(world_size):
+        with (folder / f"trainer-{name}-{rank}.log").open("wb") as log:
+            command = [sys.executable, "-m", "support.trainer", str(rank)]
+            processes.append(
+                subprocess.Popen(
+                    [*command, msgspec.json.encode(launch).decode()],
+                    env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[1])},
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                )
+            )
+    try:
+        deadline = time.monotonic() + TIMEOUT_S
+        for process in processes:
+            process.wait(timeout=max(1.0, deadline - time.monotonic()))
+    finally:
+        for process in processes:
+            process.kill()
+    return [launch.read_outcome(rank) for rank in range(world_size)]
+
+
+class Launch(msgspec.Struct, kw_only=True):
+    """Everything a rank's process needs to know."""
+
+    step: str
+    args: list[Any]
+    world_size: int
+    tp: int
+    urls: list[str]
+    folder: str
+    name: str
+
+    def outcome_file(self, rank: int) -> Path:
+        """Where a rank leaves its outcome."""
+        return Path(self.folder, f"outcome-{self.name}-{rank}.json")
+
+    def read_outcome(self, rank: int) -> Outcome:
+        """The outcome of a finished rank; its log where it left none."""
+        if not self.outcome_file(rank).exists():
+            log = Path(self.folder, f"trainer-{self.name}-{rank}.log")
+            return Outcome(None, log.read_text(errors="replace")[-4000:])
+        return msgspec.json.decode(self.outcome_file(rank).read_bytes(), type=Outcome)
+
+
+def main(rank: int, launch: Launch) -> None:
+    """One rank's process."""
+    os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+    torch.set_num_threads(1)
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    store = f"file://{launch.folder}/store-{launch.name}"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=launch.world_size)
+    try:
+        step = pkgutil.resolve_name(launch.step)
+        trainer = TrainerRank(rank, launch.world_size, launch.tp, launch.urls)
+        outcome = Outcome(step(trainer, *launch.args), None)
+    except Exception:
+        outcome = Outcome(None, traceback.format_exc())
+    launch.outcome_file(rank).write_bytes(msgspec.json.encode(outcome))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), msgspec.json.decode(sys.argv[2].encode(), type=Launch))
