@@ -12,8 +12,10 @@ and copy into it on later ones, and only what the later ones do can be replayed.
 
 from __future__ import annotations
 
+import gc
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -37,6 +39,7 @@ from sglang_loader.load_plan.intervals import (
 )
 from sglang_loader.load_plan.layout import BucketLayout
 from sglang_loader.load_plan.plan import BucketPlan, LoadPlan, LoadWeights, PlanRefused
+from sglang_loader.load_plan.trace import Trace
 from sglang_loader.load_plan.tracer import record
 
 
@@ -75,13 +78,11 @@ class PlanBuilder:
         before = self._collect()
         if self._destinations is not None:
             _refuse_if(first_difference(self._destinations, before, new_allowed=True))
-        try:
-            trace = record(lambda: self._load_weights(iter(layout.views(scratch))), scratch, before)
-        except Exception as error:
-            raise PlanRefused(f"load_weights failed under tracing: {error!r}") from error
-        _refuse_if(first_difference(before, self._collect()))
-        self._destinations = before
-        self._buckets.append(compile_bucket(layout, trace))
+        with _collector_paused():
+            trace = self._trace(layout, scratch, before)
+            _refuse_if(first_difference(before, self._collect()))
+            self._destinations = before
+            self._buckets.append(compile_bucket(layout, trace))
         return self._buckets[-1]
 
     @property
@@ -106,6 +107,12 @@ class PlanBuilder:
         fingerprint = Fingerprint.of(layouts, self._context)
         return assemble(self._buckets, self.destinations, fingerprint)
 
+    def _trace(self, layout: BucketLayout, scratch: torch.Tensor, before: Destinations) -> Trace:
+        try:
+            return record(lambda: self._load_weights(iter(layout.views(scratch))), scratch, before)
+        except Exception as error:
+            raise PlanRefused(f"load_weights failed under tracing: {error!r}") from error
+
     def _collect(self) -> Destinations:
         try:
             found = collect_destinations(self._model, self._destinations)
@@ -114,6 +121,18 @@ class PlanBuilder:
         if found.opaque:
             raise PlanRefused(f"{found.opaque[0]} is not a plain strided tensor")
         return found
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Tracing makes a million small objects and no cycles: collections would take a third of it."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def assemble(

@@ -15,6 +15,7 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import nn
@@ -105,7 +106,8 @@ def collect_destinations(model: nn.Module, known: Destinations | None = None) ->
     seen = {(s.data_ptr, s.nbytes): i for i, s in enumerate(storages)}
     tensors: list[TensorEntry] = []
     opaque: list[str] = []
-    for name, kind, tensor in iterate_tensors(model):
+    for place in iterate_tensors(model):
+        name, tensor = place.name, place.tensor
         if tensor.device.type == "meta":
             continue
         if not _has_plain_storage(tensor):
@@ -120,23 +122,35 @@ def collect_destinations(model: nn.Module, known: Destinations | None = None) ->
             keep_alive.append(raw)
         offset = int(tensor.storage_offset()) * tensor.element_size()
         shape, stride = tuple(tensor.shape), tuple(tensor.stride())
-        tensors.append(TensorEntry(name, kind, index, tensor.dtype, offset, shape, stride))
+        entry = TensorEntry(name, place.kind, index, tensor.dtype, offset, shape, stride)
+        tensors.append(entry)
     _check_disjoint(storages)
     return Destinations(tuple(storages), tuple(tensors), tuple(opaque), tuple(keep_alive))
 
 
-def iterate_tensors(model: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """(path, kind, tensor) of every reachable tensor, kind 'parameter', 'buffer' or 'attribute'."""
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a tensor was found: `container[key]` is it. `kind`: parameter, buffer or attribute."""
+
+    name: str
+    kind: str
+    container: Any
+    key: Any
+    tensor: torch.Tensor
+
+
+def iterate_tensors(model: nn.Module) -> Iterator[Place]:
+    """Every reachable tensor: parameters, buffers, plain attributes, and those inside containers."""
     for prefix, module in model.named_modules():
         dot = f"{prefix}." if prefix else ""
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                yield dot + name, "parameter", parameter
-                yield from _attributes(dot + name, parameter)
+                yield Place(dot + name, "parameter", module._parameters, name, parameter)
+                yield from _attributes(f"{dot}{name}.", vars(parameter), frozenset())
         for name, buffer in module._buffers.items():
             if buffer is not None:
-                yield dot + name, "buffer", buffer
-        yield from _attributes(prefix, module)
+                yield Place(dot + name, "buffer", module._buffers, name, buffer)
+        yield from _attributes(dot, vars(module), _MODULE_INTERNALS)
 
 
 def first_difference(
@@ -171,28 +185,21 @@ def _places(destinations: Destinations) -> dict[str, tuple[object, ...]]:
     }
 
 
-def _attributes(
-    prefix: str, owner: nn.Module | torch.Tensor
-) -> Iterator[tuple[str, str, torch.Tensor]]:
-    dot = f"{prefix}." if prefix else ""
-    for name, value in list(vars(owner).items()):
-        if isinstance(owner, nn.Module) and name in _MODULE_INTERNALS:
-            continue
-        for path, tensor in _tensors_in(value, MAX_CONTAINER_DEPTH):
-            yield f"{dot}{name}{path}", "attribute", tensor
+def _attributes(dot: str, owner: dict[str, Any], skipped: frozenset[str]) -> Iterator[Place]:
+    for name, value in list(owner.items()):
+        if name not in skipped:
+            yield from _tensors_in(dot + name, owner, name, value, MAX_CONTAINER_DEPTH)
 
 
-def _tensors_in(value: object, depth: int) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors_in(path: str, container: Any, key: Any, value: Any, depth: int) -> Iterator[Place]:
     if isinstance(value, torch.Tensor):
-        yield "", value
+        yield Place(path, "attribute", container, key, value)
     elif depth and isinstance(value, dict):
-        for key, item in list(value.items()):
-            for path, tensor in _tensors_in(item, depth - 1):
-                yield f"[{key!r}]{path}", tensor
+        for inner, item in list(value.items()):
+            yield from _tensors_in(f"{path}[{inner!r}]", value, inner, item, depth - 1)
     elif depth and isinstance(value, (list, tuple)):
         for i, item in enumerate(value):
-            for path, tensor in _tensors_in(item, depth - 1):
-                yield f"[{i}]{path}", tensor
+            yield from _tensors_in(f"{path}[{i}]", value, i, item, depth - 1)
 
 
 def _has_plain_storage(tensor: torch.Tensor) -> bool:

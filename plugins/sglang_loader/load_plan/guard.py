@@ -3,13 +3,15 @@
 Two questions, because they cost differently. `Fingerprint.mismatch` compares what the sender
 announces (bucket layouts) and what the engine reports (`context`: TP and EP rank, expert map,
 quantisation method, device, versions: whatever the caller puts there) with what the plan was
-compiled for; that is a comparison of tuples. `DestinationProbe.mismatch` looks at every reachable
-tensor of the model again, through the objects that held them, for a rebound parameter or moved
-memory.
+compiled for; that is a comparison of tuples. `DestinationProbe.mismatch` walks
+the model again for a rebound parameter or moved memory (15 ms for 30 B), `quick_mismatch` only
+looks where the tensors were (0.2 ms).
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -20,6 +22,7 @@ from sglang_loader.load_plan.destinations import (
     Destinations,
     collect_destinations,
     first_difference,
+    iterate_tensors,
 )
 from sglang_loader.load_plan.layout import BucketLayout
 
@@ -66,6 +69,23 @@ class DestinationProbe:
     def __init__(self, model: nn.Module, destinations: Destinations) -> None:
         self._model = model
         self._destinations = destinations
+        known = {tensor.name for tensor in destinations.tensors}
+        places = [place for place in iterate_tensors(model) if place.name in known]
+        self._places = [(place, place.tensor.data_ptr()) for place in places]
+
+    def quick_mismatch(self) -> str | None:
+        """`mismatch` for every sync: looks only where tensors were, under 1 µs for each.
+
+        Blind to what is new, and to a module that was exchanged as a whole.
+        """
+        for place, data_ptr in self._places:
+            try:
+                tensor = place.container[place.key]
+            except (KeyError, IndexError):
+                return f"{place.name} is gone"
+            if tensor is not place.tensor or tensor.data_ptr() != data_ptr:
+                return f"{place.name} was rebound"
+        return None
 
     def mismatch(self) -> str | None:
         """What moved since the plan was compiled, or None. Walks all modules: about 10 µs for each
@@ -76,6 +96,18 @@ class DestinationProbe:
         except ValueError as error:
             return str(error)
         return first_difference(self._destinations, now)
+
+
+def layouts_digest(layouts: Sequence[BucketLayout]) -> str:
+    """A name for an ordered list of layouts, the same in every process: 64 hexadecimal digits.
+
+    Lets a sender announce known layouts without sending them, and a receiver compare one string.
+    """
+    digest = hashlib.sha256()
+    for layout in layouts:
+        fields = [[t.name, list(t.shape), str(t.dtype), t.offset] for t in layout.tensors]
+        digest.update(json.dumps([layout.nbytes, fields]).encode())
+    return digest.hexdigest()
 
 
 def layout_difference(mine: BucketLayout, theirs: BucketLayout) -> str:

@@ -8,7 +8,7 @@ from torch import nn
 
 from sglang_loader.load_plan import BucketLayout, BucketTensor, DestinationProbe
 from sglang_loader.load_plan.destinations import AddressIndex, collect_destinations
-from sglang_loader.load_plan.guard import Fingerprint
+from sglang_loader.load_plan.guard import Fingerprint, layouts_digest
 
 LAYOUT = BucketLayout.pack([("a", (4, 2), torch.float32), ("b", (3,), torch.bfloat16)])
 CONTEXT = {"tp_rank": 0, "expert_map": torch.tensor([0, 1]), "quantization": None}
@@ -61,14 +61,37 @@ def test_probe_notices_moved_and_new_tensors() -> None:
     with torch.no_grad():
         model[0].weight.add_(1)
     assert probe.mismatch() is None
+    assert probe.quick_mismatch() is None
     model[0].extra = torch.zeros(3)
     assert probe.mismatch() == "0.extra is new"
     del model[0].extra
     model[1].weight.data = model[1].weight.data.clone()
     said = probe.mismatch()
     assert said is not None and "1.weight was rebound" in said
+    assert probe.quick_mismatch() == "1.weight was rebound"
     model[1] = nn.Identity()
     assert probe.mismatch() == "1.weight is gone"
+
+
+def test_quick_probe_notices_what_is_gone_or_exchanged() -> None:
+    model = nn.Linear(2, 2)
+    model.cache = [torch.zeros(2), torch.zeros(3)]
+    probe = DestinationProbe(model, collect_destinations(model))
+    assert probe.quick_mismatch() is None
+    last = model.cache.pop()
+    assert probe.quick_mismatch() == "cache[1] is gone"
+    model.cache.append(last)
+    assert probe.quick_mismatch() is None
+    model.bias = nn.Parameter(model.bias.data)
+    assert probe.quick_mismatch() == "bias was rebound"
+
+
+def test_layout_digests_name_layouts() -> None:
+    again = BucketLayout.pack([("a", (4, 2), torch.float32), ("b", (3,), torch.bfloat16)])
+    assert layouts_digest([LAYOUT]) == layouts_digest([again])
+    assert layouts_digest([LAYOUT]) != layouts_digest([LAYOUT, LAYOUT])
+    other = BucketLayout.pack([("a", (4, 2), torch.float32), ("b", (3,), torch.float16)])
+    assert layouts_digest([LAYOUT]) != layouts_digest([other])
 
 
 def test_tied_and_viewed_tensors_are_one_destination() -> None:

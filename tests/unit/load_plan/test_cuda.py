@@ -1,0 +1,98 @@
+"""The same plans on a GPU: copies of every kind, a tape, the self-check, replay without waiting."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+import torch
+from torch import nn
+
+from sglang_loader.load_plan import BucketLayout, PlanBuilder, PlanExecutor, self_check
+from sglang_loader.load_plan.verify import differing, snapshot
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+EXPERTS, HIDDEN, WIDTH = 16, 256, 128
+
+
+class Experts(nn.Module):
+    """Fused gate and up, transposed down, a cast, a scalar, and a derived tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        bf16 = {"dtype": torch.bfloat16, "device": "cuda"}
+        self.w13 = nn.Parameter(torch.zeros(EXPERTS, 2 * WIDTH, HIDDEN, **bf16))
+        self.w2t = nn.Parameter(torch.zeros(EXPERTS, WIDTH, HIDDEN, **bf16))
+        self.bias = nn.Parameter(torch.zeros(EXPERTS, device="cuda"))
+        self.scale = nn.Parameter(torch.zeros(1, device="cuda"))
+        self.derived = torch.zeros(HIDDEN, **bf16)
+
+    @torch.no_grad()
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            kind, _, expert = name.partition(".")
+            if kind in ("gate", "up"):
+                start = WIDTH * (kind == "up")
+                self.w13[int(expert)].narrow(0, start, WIDTH).copy_(tensor)
+            elif kind == "down":
+                self.w2t[int(expert)].copy_(tensor.t())
+            elif kind == "bias":
+                self.bias.copy_(tensor)
+            elif kind == "scale":
+                self.scale.data.fill_(tensor.item())
+            else:
+                self.derived.copy_(tensor + 1)
+
+
+def pack(seed: int) -> tuple[BucketLayout, torch.Tensor]:
+    sources = [("bias", (EXPERTS,)), ("scale", ()), ("norm", (HIDDEN,))]
+    for e in range(EXPERTS):
+        sources += [(f"gate.{e}", (WIDTH, HIDDEN)), (f"up.{e}", (WIDTH, HIDDEN))]
+        sources += [(f"down.{e}", (HIDDEN, WIDTH))]
+    layout = BucketLayout.pack((name, shape, torch.bfloat16) for name, shape in sources)
+    buffer = torch.zeros(layout.nbytes, dtype=torch.uint8, device="cuda")
+    generator = torch.Generator("cuda").manual_seed(seed)
+    for _, view in layout.views(buffer):
+        view.copy_(torch.randn(view.shape, generator=generator, device="cuda"))
+    return layout, buffer
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_replay_is_byte_identical_on_a_gpu(inference: bool) -> None:
+    with torch.inference_mode(inference):
+        model = Experts()
+        layout, buffer = pack(0)
+        builder = PlanBuilder(model, model.load_weights, {})
+        builder.add_bucket(layout, buffer)
+        plan = builder.finish()
+        assert plan.num_tape_steps == 2
+        assert plan.num_copies < plan.num_traced_copies
+        result = self_check(model, plan, model.load_weights, [buffer])
+        assert result.ok, result.reason
+        _, other = pack(1)
+        model.load_weights(layout.views(other))
+        expected = snapshot(plan.destinations)
+        model.load_weights(layout.views(buffer))
+        assert differing(plan.destinations, expected)
+        executor = PlanExecutor(plan)
+        executor.replay(0, other)
+        torch.cuda.synchronize()
+        assert differing(plan.destinations, expected) == ()
+
+
+def test_replay_never_waits() -> None:
+    model = Experts()
+    layout, buffer = pack(0)
+    builder = PlanBuilder(model, model.load_weights, {})
+    builder.add_bucket(layout, buffer)
+    executor = PlanExecutor(builder.finish())
+    executor.replay(0, buffer)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        executor.replay(0, buffer)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
