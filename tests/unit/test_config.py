@@ -1,0 +1,226 @@
+"""The settings: presets on disk, Hydra's composition with verl's recipe, and refusals."""
+
+import dataclasses
+import math
+import re
+from importlib.resources import files
+
+import pytest
+import yaml
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+
+from unit.composed_recipe import SECTION, compose
+from verl_sglang_sync.config import BUCKET_KEY, MODES, PRESET_KEYS, WeightSyncConfig
+
+PRESETS = {
+    path.name.removesuffix(".yaml"): path
+    for path in (files("verl_sglang_sync.conf") / "weight_sync").iterdir()
+    if path.name.endswith(".yaml")
+}
+VERL_KEYS = {"bucket_bytes", "multi_stage_wake_up", "free_cache_engine"}
+
+
+def rollout(**changes):
+    """A rollout section with every key that is read; `changes` by key, `__` for a dot."""
+    config = OmegaConf.create(
+        {
+            "name": "sglang",
+            "multi_stage_wake_up": True,
+            "free_cache_engine": True,
+            "checkpoint_engine": {"update_weights_bucket_megabytes": 512},
+            "custom": {
+                "weight_sync": {
+                    "mode": "flattened",
+                    "request_timeout_s": 60,
+                    "report_file": None,
+                }
+            },
+        }
+    )
+    for key, value in changes.items():
+        OmegaConf.update(config, key.replace("__", "."), value, force_add=True, merge=False)
+    return config
+
+
+def test_there_is_a_preset_for_each_mode():
+    assert set(PRESETS) == set(MODES)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_preset_has_exactly_the_known_keys_and_the_defaults(preset):
+    text = PRESETS[preset].read_text()
+    assert text.startswith("# @package actor_rollout_ref.rollout.custom.weight_sync\n")
+    keys = yaml.safe_load(text)
+    assert tuple(keys) == PRESET_KEYS
+    defaults = {
+        field.name: field.default
+        for field in dataclasses.fields(WeightSyncConfig)
+        if field.default is not dataclasses.MISSING
+    }
+    assert keys == {"mode": preset, **defaults}
+
+
+def test_every_setting_is_a_presets_key_or_verls():
+    fields = {field.name for field in dataclasses.fields(WeightSyncConfig)}
+    assert fields == set(PRESET_KEYS) | VERL_KEYS
+
+
+@pytest.mark.parametrize("as_dict", (False, True), ids=("OmegaConf", "dict"))
+def test_settings_are_read(as_dict):
+    config = OmegaConf.to_container(rollout()) if as_dict else rollout()
+    assert WeightSyncConfig.from_rollout(config) == WeightSyncConfig(
+        mode="flattened",
+        request_timeout_s=60.0,
+        report_file=None,
+        bucket_bytes=512 << 20,
+        multi_stage_wake_up=True,
+        free_cache_engine=True,
+    )
+
+
+def test_settings_are_read_from_verls_dataclass():
+    from verl.workers.config import CheckpointEngineConfig, RolloutConfig
+
+    config = RolloutConfig(
+        name="sglang",
+        custom={"weight_sync": {"mode": "bucketed"}},
+        checkpoint_engine=CheckpointEngineConfig(update_weights_bucket_megabytes=7),
+        multi_stage_wake_up=True,
+        free_cache_engine=False,
+    )
+    assert WeightSyncConfig.from_rollout(config) == WeightSyncConfig(
+        mode="bucketed", bucket_bytes=7 << 20, multi_stage_wake_up=True, free_cache_engine=False
+    )
+    assert WeightSyncConfig.from_rollout(RolloutConfig(name="sglang")) is None
+
+
+@pytest.mark.parametrize("custom", (None, {}, {"somebody": {"elses": "key"}}))
+def test_without_a_preset_there_are_no_settings(custom):
+    config = rollout(custom=custom, checkpoint_engine=None)  # nothing else is looked at
+    assert WeightSyncConfig.from_rollout(config) is None
+
+
+ALLOWED = {
+    "mode": "allowed: bucketed, flattened",
+    "number": "expected a number greater than 0",
+    "path": "expected a file path or null",
+    "megabytes": "expected a whole number of MiB, at least 1",
+    "truth": "allowed: True, False",
+    "key": f"unknown key; allowed: {', '.join(PRESET_KEYS)}",
+    "preset": r"choose one with +weight_sync=<bucketed|flattened>",
+}
+ROLLOUT = "actor_rollout_ref.rollout"
+REFUSED = [
+    *(
+        ("custom__weight_sync__mode", value, f"{SECTION}.mode", ALLOWED["mode"])
+        for value in ("compiled", "Flattened", "", None, 1)
+    ),
+    *(
+        ("custom__weight_sync__request_timeout_s", value, key, ALLOWED["number"])
+        for key in (f"{SECTION}.request_timeout_s",)
+        for value in (0, -1, 0.0, True, "60", None, math.inf, math.nan)
+    ),
+    *(
+        ("custom__weight_sync__report_file", value, f"{SECTION}.report_file", ALLOWED["path"])
+        for value in ("", 3, False)
+    ),
+    *(
+        ("checkpoint_engine__update_weights_bucket_megabytes", v, BUCKET_KEY, ALLOWED["megabytes"])
+        for v in (0, -1, 0.5, 512.0, "512", True, None)
+    ),
+    *(
+        (key, value, f"{ROLLOUT}.{key}", ALLOWED["truth"])
+        for key in ("multi_stage_wake_up", "free_cache_engine")
+        for value in (1, "true", None)
+    ),
+    ("custom__weight_sync__bucket_mb", 3, f"{SECTION}.bucket_mb", ALLOWED["key"]),
+    ("custom__weight_sync__Mode", "bucketed", f"{SECTION}.Mode", ALLOWED["key"]),
+    ("custom__weight_sync", "flattened", SECTION, ALLOWED["preset"]),
+    ("custom__weight_sync", True, SECTION, ALLOWED["preset"]),
+]
+
+
+@pytest.mark.parametrize(("path", "value", "key", "allowed"), REFUSED)
+def test_a_bad_value_is_refused_by_key_value_and_what_is_allowed(path, value, key, allowed):
+    config = rollout(**{path: value})
+    with pytest.raises(ValueError, match=re.escape(f"{key}={value!r}: ")) as error:
+        WeightSyncConfig.from_rollout(config)
+    assert allowed in str(error.value)
+
+
+def test_a_missing_bucket_size_is_refused():
+    with pytest.raises(ValueError, match=re.escape(f"{BUCKET_KEY}=None")):
+        WeightSyncConfig.from_rollout(rollout(checkpoint_engine={}))
+
+
+# Composed with verl's own recipe.
+
+
+@pytest.fixture(scope="module")
+def recipes():
+    """verl's recipe with each preset, and with none."""
+    return {preset: compose(f"+weight_sync={preset}") for preset in PRESETS} | {None: compose()}
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_preset_merges_into_verls_recipe(recipes, preset):
+    section = OmegaConf.select(recipes[preset], SECTION)
+    assert section == {"mode": preset, "request_timeout_s": 600, "report_file": None}
+    settings = WeightSyncConfig.from_rollout(recipes[preset].actor_rollout_ref.rollout)
+    assert settings == WeightSyncConfig(
+        mode=preset, bucket_bytes=2048 << 20, multi_stage_wake_up=False, free_cache_engine=True
+    )
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_preset_changes_nothing_else_of_the_recipe(recipes, preset):
+    with_preset = OmegaConf.to_container(recipes[preset])
+    without = OmegaConf.to_container(recipes[None])
+    assert with_preset != without
+    assert list(with_preset["actor_rollout_ref"]["rollout"].pop("custom")) == ["weight_sync"]
+    assert with_preset == without
+
+
+def test_without_a_preset_the_recipe_has_no_settings(recipes):
+    assert WeightSyncConfig.from_rollout(recipes[None].actor_rollout_ref.rollout) is None
+
+
+def test_every_key_can_be_overridden_on_the_command_line():
+    config = compose(
+        "+weight_sync=flattened",
+        f"{SECTION}.mode=bucketed",
+        f"{SECTION}.request_timeout_s=12.5",
+        f"{SECTION}.report_file=out/report.jsonl",
+        f"{BUCKET_KEY}=64",
+        f"{ROLLOUT}.multi_stage_wake_up=True",
+        f"{ROLLOUT}.free_cache_engine=False",
+    )
+    settings = WeightSyncConfig.from_rollout(config.actor_rollout_ref.rollout)
+    assert dataclasses.asdict(settings) == {
+        "mode": "bucketed",
+        "request_timeout_s": 12.5,
+        "report_file": "out/report.jsonl",
+        "bucket_bytes": 64 << 20,
+        "multi_stage_wake_up": True,
+        "free_cache_engine": False,
+    }
+
+
+def test_the_megatron_recipe_takes_a_preset():
+    config = compose("+weight_sync=flattened", config_name="ppo_megatron_trainer")
+    assert WeightSyncConfig.from_rollout(config.actor_rollout_ref.rollout).mode == "flattened"
+
+
+def test_an_unknown_preset_is_refused_with_the_known_ones():
+    with pytest.raises(HydraException, match="Could not find 'weight_sync/fastest'") as error:
+        compose("+weight_sync=fastest")
+    assert all(preset in str(error.value) for preset in PRESETS)
+
+
+def test_an_unknown_key_is_refused_by_hydra_and_if_forced_by_us():
+    with pytest.raises(HydraException, match=r"Could not override '.*bucket_mb'"):
+        compose("+weight_sync=flattened", f"{SECTION}.bucket_mb=3")
+    config = compose("+weight_sync=flattened", f"+{SECTION}.bucket_mb=3")
+    with pytest.raises(ValueError, match=r"weight_sync\.bucket_mb=3: unknown key; allowed: mode"):
+        WeightSyncConfig.from_rollout(config.actor_rollout_ref.rollout)

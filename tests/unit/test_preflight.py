@@ -1,0 +1,177 @@
+"""The check of a whole recipe: what cannot run is named before anything starts."""
+
+import logging
+
+import pytest
+from omegaconf import OmegaConf
+
+from unit.composed_recipe import ROLLOUT, SECTION, compose
+from verl_sglang_sync.preflight import RecipeError, check_recipe, checking
+
+MODEL = "actor_rollout_ref.model"
+BUCKET = f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes"
+CHOSEN = {preset: f"+weight_sync={preset}" for preset in ("bucketed", "flattened")}
+LOADER = f"{ROLLOUT}.engine_kwargs.sglang.custom_weight_loader"
+
+
+@pytest.fixture(scope="module")
+def recipes():
+    """verl's recipe with each preset, composed once; `recipe(...)` changes copies."""
+    return {preset: compose(flag) for preset, flag in CHOSEN.items()} | {None: compose()}
+
+
+@pytest.fixture
+def recipe(recipes):
+    """`recipe(preset, {key: value})`: a changed copy of a composed recipe."""
+
+    def changed(preset, changes=()):
+        config = recipes[preset].copy()
+        for key, value in dict(changes).items():
+            OmegaConf.update(config, key, value, merge=False, force_add=True)
+        return config
+
+    return changed
+
+
+GOOD = {
+    "as it is": {},
+    "staged": {f"{ROLLOUT}.multi_stage_wake_up": True},
+    "smallest bucket": {BUCKET: 1},
+    "merged LoRA": {f"{MODEL}.lora_rank": 8, f"{MODEL}.lora.merge": True},
+    "merged Megatron LoRA": {f"{MODEL}.lora.rank": 8, f"{MODEL}.lora.merge": True},
+    "users' loaders": {LOADER: ["my.loader"]},
+    "fp8": {f"{ROLLOUT}.quantization": "fp8"},
+    "nccl": {f"{ROLLOUT}.checkpoint_engine.backend": "nccl"},
+}
+
+
+@pytest.mark.parametrize("changes", GOOD.values(), ids=GOOD.keys())
+@pytest.mark.parametrize("preset", CHOSEN)
+def test_recipes_that_can_run_pass(recipe, preset, changes):
+    config = recipe(preset, changes)
+    before = OmegaConf.to_container(config)
+    assert check_recipe(config).mode == preset
+    assert OmegaConf.to_container(config) == before
+
+
+ADAPTER = f"a LoRA served as an adapter is allowed only with {SECTION}.mode='bucketed'"
+BAD = {
+    "LoRA as an adapter": (
+        {f"{MODEL}.lora_rank": 8},
+        [f"{MODEL}.lora_rank=8 with {MODEL}.lora.merge=False", ADAPTER, f"{MODEL}.lora.merge=True"],
+    ),
+    "Megatron LoRA as an adapter": ({f"{MODEL}.lora.rank": 4}, [f"{MODEL}.lora.rank=4", ADAPTER]),
+    "vLLM": ({f"{ROLLOUT}.name": "vllm"}, [f"{ROLLOUT}.name='vllm': allowed: 'sglang'"]),
+    "no rollout": ({f"{ROLLOUT}.name": "???"}, [f"{ROLLOUT}.name=None: allowed: 'sglang'"]),
+    "empty bucket": ({BUCKET: 0}, [f"{BUCKET}=0: expected a whole number of MiB, at least 1"]),
+    "negative bucket": ({BUCKET: -1}, [f"{BUCKET}=-1: expected a whole number"]),
+    "disaggregation": (
+        {f"{ROLLOUT}.disaggregation.enabled": True},
+        [f"{ROLLOUT}.disaggregation.enabled=True: allowed: False"],
+    ),
+    "deltas": (
+        {f"{ROLLOUT}.checkpoint_engine.backend": "delta_sharded"},
+        [f"{ROLLOUT}.checkpoint_engine.backend='delta_sharded'", "allowed: 'naive'"],
+    ),
+    "other quantization": (
+        {f"{ROLLOUT}.quantization": "torchao"},
+        [f"{ROLLOUT}.quantization='torchao': allowed: null, 'fp8'"],
+    ),
+    "a loader that is no list": ({LOADER: "a.b"}, [f"{LOADER}='a.b': expected a list of dotted"]),
+    "an unknown key": (
+        {f"{SECTION}.checksum": True},
+        [f"{SECTION}.checksum=True: unknown key; allowed: mode, request_timeout_s, report_file"],
+    ),
+    "an unknown mode": ({f"{SECTION}.mode": "x"}, [f"{SECTION}.mode='x': allowed: bucketed"]),
+}
+
+
+@pytest.mark.parametrize(("changes", "texts"), BAD.values(), ids=BAD.keys())
+def test_recipes_that_cannot_run_are_refused_by_key_value_and_what_is_allowed(
+    recipe, changes, texts
+):
+    with pytest.raises(RecipeError) as error:
+        check_recipe(recipe("flattened", changes))
+    for text in texts:
+        assert text in str(error.value)
+
+
+@pytest.mark.parametrize("key", ("lora_rank", "lora.rank"))
+def test_a_lora_as_an_adapter_may_be_bucketed(recipe, key):
+    assert check_recipe(recipe("bucketed", {f"{MODEL}.{key}": 8})).mode == "bucketed"
+
+
+def test_every_problem_is_named_at_once(recipe):
+    names = ("vLLM", "disaggregation", "LoRA as an adapter", "deltas", "other quantization")
+    changes = {key: value for name in names for key, value in BAD[name][0].items()}
+    with pytest.raises(RecipeError) as error:
+        check_recipe(recipe("flattened", changes))
+    first, *problems = str(error.value).splitlines()
+    assert first == "+weight_sync=flattened cannot run with this recipe:"
+    assert len(problems) == len(names)
+    for name in names:
+        assert any(BAD[name][1][0] in problem for problem in problems)
+
+
+def test_the_error_is_a_value_error(recipe):
+    with pytest.raises(ValueError, match="cannot run with this recipe"):
+        check_recipe(recipe("flattened", {f"{ROLLOUT}.name": "vllm"}))
+
+
+@pytest.mark.parametrize("name", [name for name in BAD if "unknown" not in name])
+def test_without_a_preset_nothing_is_checked(recipe, name):
+    assert check_recipe(recipe(None, BAD[name][0])) is None
+
+
+def test_a_preset_that_hydra_took_for_a_plain_value_is_refused(recipe):
+    with pytest.raises(RecipeError, match="weight_sync='flattened': Hydra added a plain value"):
+        check_recipe(recipe(None, {"weight_sync": "flattened"}))
+
+
+def test_a_config_without_a_rollout_is_left_alone():
+    assert check_recipe(OmegaConf.create({"model": {}})) is None
+
+
+@pytest.mark.parametrize(
+    ("preset", "changes", "warning"),
+    (
+        (None, {"multi_stage_wake_up": True}, "is read by verl-sglang-sync only together with"),
+        (None, {"multi_stage_wake_up": True, "name": "vllm"}, None),
+        (None, {}, None),
+        (
+            "flattened",
+            {"multi_stage_wake_up": True, "free_cache_engine": False},
+            "multi_stage_wake_up=True is ignored: free_cache_engine=False",
+        ),
+        ("flattened", {"multi_stage_wake_up": True}, None),
+        ("flattened", {"free_cache_engine": False}, None),
+    ),
+)
+def test_a_flag_that_is_ignored_says_so(recipe, caplog, preset, changes, warning):
+    with caplog.at_level(logging.WARNING, logger="verl_sglang_sync"):
+        check_recipe(recipe(preset, {f"{ROLLOUT}.{key}": v for key, v in changes.items()}))
+    assert [warning in message for message in caplog.messages] == ([True] if warning else [])
+
+
+def test_a_composed_recipe_is_checked_before_verls_own_validation(recipe):
+    seen = []
+
+    def validate_config(config, use_reference_policy, *, use_critic):
+        seen.append((config, use_reference_policy, use_critic))
+        return "verl's reply"
+
+    validate = checking(validate_config)
+    good, bad = recipe("flattened"), recipe("flattened", {BUCKET: 0})
+    assert validate(good, True, use_critic=False) == "verl's reply"
+    assert seen == [(good, True, False)]
+    with pytest.raises(RecipeError):
+        validate(bad, True, use_critic=False)
+    assert len(seen) == 1
+    assert validate.__wrapped__ is validate_config
+
+
+def test_settings_given_on_the_command_line_are_checked():
+    with pytest.raises(RecipeError, match=r"request_timeout_s=0: expected a number greater than 0"):
+        check_recipe(compose(CHOSEN["flattened"], f"{SECTION}.request_timeout_s=0"))
+    with pytest.raises(RecipeError, match=r"rollout\.name=None: allowed: 'sglang'"):
+        check_recipe(compose(CHOSEN["flattened"], rollout=None))
