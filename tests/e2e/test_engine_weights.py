@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from tiny_assets import make_assets
 
-from support.assets import make_assets
 from support.engine_hash import HASH_LOADER
 from support.engine_steps import MODES, exercise_engine
 from support.sglang_server import Server, sglang_server

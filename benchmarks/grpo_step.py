@@ -1,0 +1,142 @@
+"""Seconds of a real GRPO step with verl's own sync and with ours: one GPU, random weights.
+
+    python benchmarks/grpo_step.py --model qwen3-4b --steps 3 --json benchmarks/results/....json
+
+Every arm is a full run of `recipes/grpo_fsdp_gpu.sh`: FSDP2, SGLang at TP 1, same data and seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "recipes")]
+
+from benchmarks.model_shapes import MODELS  # noqa: E402
+from benchmarks.results_file import hardware, medians, print_table, write_results  # noqa: E402
+
+ARMS = {"native": "", "bucketed": "bucketed", "flattened": "flattened"}
+TIMERS = ("step", "gen", "update_weights", "update_actor", "old_log_prob")
+OVERRIDES = (
+    "actor_rollout_ref.model.use_remove_padding=False",
+    "actor_rollout_ref.model.enable_gradient_checkpointing=True",
+    "+actor_rollout_ref.model.override_config.attn_implementation=sdpa",
+    "actor_rollout_ref.actor.use_dynamic_bsz=False",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=16",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16",
+    "actor_rollout_ref.actor.fsdp_config.optimizer_offload=False",
+    "actor_rollout_ref.actor.use_torch_compile=False",
+    "actor_rollout_ref.rollout.n=1",
+    "actor_rollout_ref.rollout.calculate_log_probs=True",
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=16",
+    "actor_rollout_ref.rollout.gpu_memory_utilization=0.4",
+    "actor_rollout_ref.rollout.max_num_seqs=64",
+    "actor_rollout_ref.rollout.agent.num_workers=1",
+    "actor_rollout_ref.rollout.load_format=dummy",
+    "+actor_rollout_ref.rollout.engine_kwargs.sglang.attention_backend=triton",
+    "+actor_rollout_ref.rollout.engine_kwargs.sglang.sampling_backend=pytorch",
+    "data.train_batch_size=16",
+    "data.max_prompt_length=64",
+    "data.max_response_length=16",
+    "data.dataloader_num_workers=0",
+    "data.filter_overlong_prompts=False",
+    "reward.num_workers=1",
+    f"reward.custom_reward_function.path={ROOT}/recipes/tiny_reward.py",
+    "reward.custom_reward_function.name=compute_score",
+    "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",
+    "trainer.logger=[console,file]",
+    "trainer.val_before_train=False",
+    "trainer.test_freq=-1",
+    "trainer.save_freq=-1",
+    "trainer.resume_mode=disable",
+    "trainer.total_epochs=100",
+)
+
+
+def make_model(folder: Path, model: str) -> None:
+    """Write random bf16 weights of the shape, a byte-level tokenizer and prompts."""
+    import torch
+    from tiny_assets import make_assets
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    make_assets(folder)
+    (folder / "test.parquet").write_bytes((folder / "val.parquet").read_bytes())
+    config = AutoConfig.for_model(**MODELS[model])
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        weights = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    for stale in (folder / "model").glob("*.safetensors"):
+        stale.unlink()
+    weights.to("cpu").save_pretrained(folder / "model")
+    torch.cuda.empty_cache()  # the arms are other processes on the same GPU
+
+
+def run_arm(arm: str, folder: Path, steps: int) -> list[dict[str, Any]]:
+    """Train `steps` steps; return verl's metrics of each."""
+    metrics = folder / f"metrics-{arm}.jsonl"
+    metrics.unlink(missing_ok=True)
+    environment = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "MODEL": str(folder / "model"),
+        "DATA": str(folder),
+        "GPUS": "1",
+        "ROLLOUT_TP": "1",
+        "WEIGHT_SYNC": ARMS[arm],
+        "VERL_FILE_LOGGER_PATH": str(metrics),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "HF_HUB_OFFLINE": "1",
+    }
+    report = "actor_rollout_ref.rollout.custom.weight_sync.report_file"
+    overrides = [*OVERRIDES, f"trainer.total_training_steps={steps}"]
+    if ARMS[arm]:
+        overrides.append(f"{report}={folder}/syncs-{arm}.jsonl")
+    command = ["bash", str(ROOT / "recipes" / "grpo_fsdp_gpu.sh"), *overrides]
+    with (folder / f"run-{arm}.log").open("w") as log:
+        subprocess.run(command, env=environment, stdout=log, stderr=subprocess.STDOUT, check=True)
+    return [json.loads(line)["data"] for line in metrics.read_text().splitlines()]
+
+
+def row_of(arm: str, model: str, steps: list[dict[str, Any]]) -> dict[str, Any]:
+    """Medians over the steps after the first, which warms up; and the proof of arrival."""
+    timed = [{name: step[f"timing_s/{name}"] for name in TIMERS} for step in steps]
+    return {
+        "arm": arm,
+        "model": model,
+        "gpus": 1,
+        "tp": 1,
+        "runs": len(steps) - 1,
+        "median_s": medians(timed[1:]),
+        "steps": timed,
+        "rollout_probs_diff_max": [step["training/rollout_probs_diff_max"] for step in steps],
+        "pearson": [step["training/rollout_actor_probs_pearson_corr"] for step in steps],
+    }
+
+
+def main() -> None:
+    """Run all arms; see the module docstring."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", choices=MODELS, default="qwen3-4b")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--folder", type=Path, default=Path("outputs/grpo_step"))
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    folder = args.folder.resolve()
+    make_model(folder, args.model)
+    rows = []
+    for arm in args.arms:
+        rows.append(row_of(arm, args.model, run_arm(arm, folder, args.steps)))
+        path = args.json or Path(f"benchmarks/results/grpo_step-{hardware()}.json")
+        write_results(path, "grpo_step", rows)
+    print_table(rows, TIMERS)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""Models by shape: Hugging Face configs of public models, filled with random weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+Config = dict[str, Any]
+
+
+def _dense(hidden: int, inter: int, layers: int, heads: int, tied: bool) -> Config:
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": hidden,
+        "intermediate_size": inter,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": tied,
+        "torch_dtype": "bfloat16",
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+
+
+MODELS: dict[str, Config] = {
+    "qwen3-0.6b": _dense(1024, 3072, 28, 16, tied=False),
+    "qwen3-4b": _dense(2560, 9728, 36, 32, tied=False),
+    "qwen3-8b": _dense(4096, 12288, 36, 32, tied=False),
+    "qwen3-30b-a3b": {
+        **_dense(2048, 6144, 48, 32, tied=False),
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_key_value_heads": 4,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
+}
+
+
+def write_config(folder: Path, model: str) -> Path:
+    """Write `config.json` of a model into `folder`; enough for SGLang's `load_format=dummy`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(MODELS[model]))
+    return folder
+
+
+def tensor_shapes(config: Config) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Every tensor as the trainer exports it: Hugging Face names, one per expert."""
+    hidden, vocab = config["hidden_size"], config["vocab_size"]
+    head_dim = config["head_dim"]
+    q, kv = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
+    yield "model.embed_tokens.weight", (vocab, hidden)
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}"
+        for name, rows in (("q_proj", q), ("k_proj", kv), ("v_proj", kv)):
+            yield f"{prefix}.self_attn.{name}.weight", (rows, hidden)
+        yield f"{prefix}.self_attn.o_proj.weight", (hidden, q)
+        yield f"{prefix}.self_attn.q_norm.weight", (head_dim,)
+        yield f"{prefix}.self_attn.k_norm.weight", (head_dim,)
+        yield from _mlp(config, prefix)
+        yield f"{prefix}.input_layernorm.weight", (hidden,)
+        yield f"{prefix}.post_attention_layernorm.weight", (hidden,)
+    yield "model.norm.weight", (hidden,)
+    yield "lm_head.weight", (vocab, hidden)
+
+
+def _mlp(config: Config, prefix: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    hidden = config["hidden_size"]
+    if "num_experts" not in config:
+        yield from _gated(f"{prefix}.mlp", hidden, config["intermediate_size"])
+        return
+    yield f"{prefix}.mlp.gate.weight", (config["num_experts"], hidden)
+    for expert in range(config["num_experts"]):
+        yield from _gated(f"{prefix}.mlp.experts.{expert}", hidden, config["moe_intermediate_size"])
+
+
+def _gated(prefix: str, hidden: int, inter: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield f"{prefix}.gate_proj.weight", (inter, hidden)
+    yield f"{prefix}.up_proj.weight", (inter, hidden)
+    yield f"{prefix}.down_proj.weight", (hidden, inter)
