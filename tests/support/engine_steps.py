@@ -16,14 +16,15 @@ MODES = ("bucketed", "flattened")
 NamedTensors = list[tuple[str, torch.Tensor]]
 
 
-def weights_of(model: Path, *, scale: float = 1.0) -> NamedTensors:
+def weights_of(model: Path, device: torch.device, *, scale: float = 1.0) -> NamedTensors:
     """The checkpoint's tensors as verl exports them: every state-dict name, tied ones twice."""
     from safetensors.torch import load_file
 
     named = dict(load_file(model / "model.safetensors"))
     if json.loads((model / "config.json").read_text())["tie_word_embeddings"]:
         named.setdefault("lm_head.weight", named["model.embed_tokens.weight"])
-    return [(name, tensor * scale) for name, tensor in named.items()]
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    return [(name, (tensor * scale).to(device, dtype)) for name, tensor in named.items()]
 
 
 def engine_hashes(rank: TrainerRank, folder: Path) -> list[dict[str, str]]:
@@ -32,14 +33,14 @@ def engine_hashes(rank: TrainerRank, folder: Path) -> list[dict[str, str]]:
 
     if not rank.is_leader:
         return []
-    handles = serialize_handles([(str(folder), torch.zeros(1))])
+    handles = serialize_handles([(str(folder), torch.zeros(1, device=rank.device))])
     asyncio.run(rank.client.update_weights([handles] * rank.tp, load_format=HASH_LOADER))
     return [json.loads((folder / f"rank{tp}.json").read_text()) for tp in range(rank.tp)]
 
 
 def exercise_engine(rank: TrainerRank, model: str, folder: str) -> dict[str, Any]:
     """Sync away and back, fail, recover, and repeat stages, in both modes."""
-    weights = {scale: weights_of(Path(model), scale=scale) for scale in (0.5, 1.0)}
+    weights = {scale: weights_of(Path(model), rank.device, scale=scale) for scale in (0.5, 1.0)}
     seen: dict[str, Any] = {"reference": engine_hashes(rank, Path(folder))}
 
     def cycle(

@@ -1,4 +1,4 @@
-"""A real SGLang HTTP server on the CPU, in its own process group, launched with our loaders."""
+"""A real SGLang HTTP server in its own process group, launched with our loaders."""
 
 from __future__ import annotations
 
@@ -29,17 +29,29 @@ class Server:
     process: subprocess.Popen[bytes]
 
 
-def cpu_environment(tp: int) -> dict[str, str]:
-    """Environment of a CPU engine with `tp` ranks."""
+CPU_ARGUMENTS = (
+    *("--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native"),
+    *("--disable-overlap-schedule", "--mem-fraction-static", "0.1", "--disable-cuda-graph"),
+)
+GPU_ARGUMENTS = (
+    *("--dtype", "bfloat16", "--attention-backend", "triton", "--mem-fraction-static", "0.3"),
+    *("--enable-memory-saver", "--enable-weights-cpu-backup", "--cuda-graph-max-bs", "4"),
+)
+
+
+def environment(device: str, tp: int) -> dict[str, str]:
+    """Environment of an engine with `tp` ranks on "cpu" or "cuda"."""
+    common = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    common["PYTHONPATH"] = os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))
+    if device != "cpu":
+        return common
     return {
-        **os.environ,
+        **common,
         "SGLANG_USE_CPU_ENGINE": "1",
         "SGLANG_NCCL_SO_PATH": "/nonexistent",
         "SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(rank) for rank in range(tp)),
         "TORCHDYNAMO_DISABLE": "1",
         "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": str(TESTS),
     }
 
 
@@ -49,6 +61,7 @@ def sglang_server(
     folder: Path,
     *,
     tp: int = 1,
+    device: str = "cpu",
     loaders: tuple[str, ...] = (),
     extra: tuple[str, ...] = (),
 ) -> Iterator[Server]:
@@ -58,17 +71,16 @@ def sglang_server(
         port = probe.getsockname()[1]
     command = [
         *(sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)),
-        *("--port", str(port), "--tp-size", str(tp), "--dtype", "float32", "--device", "cpu"),
-        *("--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
-        *("--disable-overlap-schedule", "--max-total-tokens", "1024", "--skip-server-warmup"),
-        *("--mem-fraction-static", "0.1", "--disable-cuda-graph", "--max-running-requests", "4"),
+        *("--port", str(port), "--tp-size", str(tp), "--sampling-backend", "pytorch"),
+        *("--max-total-tokens", "1024", "--max-running-requests", "4", "--skip-server-warmup"),
+        *(CPU_ARGUMENTS if device == "cpu" else GPU_ARGUMENTS),
         *("--custom-weight-loader", *LOADERS, *loaders),
     ]
     log = folder / "server.log"
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,
-            env=cpu_environment(tp),
+            env=environment(device, tp),
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,

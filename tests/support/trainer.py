@@ -38,9 +38,12 @@ class TrainerRank:
         world_size: all ranks.
         tp: ranks per replica.
         urls: server of each replica.
+        device: of the trainer's tensors, the same as the engine's rank.
     """
 
-    def __init__(self, rank: int, world_size: int, tp: int, urls: list[str]) -> None:
+    def __init__(
+        self, rank: int, world_size: int, tp: int, urls: list[str], device: torch.device
+    ) -> None:
         from torch.distributed.device_mesh import init_device_mesh
 
         from verl_sglang_sync.server_client import SGLangServerClient
@@ -48,6 +51,7 @@ class TrainerRank:
         self.rank = rank
         self.replica = rank // tp
         self.tp = tp
+        self.device = device
         self.mesh = init_device_mesh(
             "cpu", (world_size // tp, tp), mesh_dim_names=("dp", "infer_tp")
         )
@@ -74,7 +78,7 @@ class TrainerRank:
                 free_cache_engine=True,
             ),
             group=TorchTrainerGroup(self.mesh["infer_tp"]),
-            device=torch.device("cpu"),
+            device=self.device,
             replica=self.replica,
         )
 
@@ -84,7 +88,7 @@ TIMEOUT_S = 180
 
 
 def run_trainer(
-    step: Step, folder: Path, *args: Any, urls: list[str], tp: int = 1
+    step: Step, folder: Path, *args: Any, urls: list[str], tp: int = 1, device: str = "cpu"
 ) -> list[Outcome]:
     """Run `step(rank, *args)` on `tp` ranks for each server in `urls`; args must suit JSON.
 
@@ -101,6 +105,7 @@ def run_trainer(
         urls=urls,
         folder=str(folder),
         name=name,
+        device=device,
     )
     processes = []
     for rank in range(world_size):
@@ -109,7 +114,7 @@ def run_trainer(
             processes.append(
                 subprocess.Popen(
                     [*command, msgspec.json.encode(launch).decode()],
-                    env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[1])},
+                    env={**os.environ, "PYTHONPATH": _python_path()},
                     stdout=log,
                     stderr=subprocess.STDOUT,
                 )
@@ -134,6 +139,7 @@ class Launch(msgspec.Struct, kw_only=True):
     urls: list[str]
     folder: str
     name: str
+    device: str
 
     def outcome_file(self, rank: int) -> Path:
         """Where a rank leaves its outcome."""
@@ -147,16 +153,26 @@ class Launch(msgspec.Struct, kw_only=True):
         return msgspec.json.decode(self.outcome_file(rank).read_bytes(), type=Outcome)
 
 
+def _python_path() -> str:
+    tests = str(Path(__file__).resolve().parents[1])
+    return os.pathsep.join(filter(None, (tests, os.environ.get("PYTHONPATH"))))
+
+
 def main(rank: int, launch: Launch) -> None:
     """One rank's process."""
-    os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+    device = torch.device(launch.device)
+    if device.type == "cpu":
+        os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+        torch.multiprocessing.set_sharing_strategy("file_system")
+    else:
+        device = torch.device(device.type, rank)
+        torch.cuda.set_device(device)
     torch.set_num_threads(1)
-    torch.multiprocessing.set_sharing_strategy("file_system")
     store = f"file://{launch.folder}/store-{launch.name}"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=launch.world_size)
     try:
         step = pkgutil.resolve_name(launch.step)
-        trainer = TrainerRank(rank, launch.world_size, launch.tp, launch.urls)
+        trainer = TrainerRank(rank, launch.world_size, launch.tp, launch.urls, device)
         outcome = Outcome(step(trainer, *launch.args), None)
     except Exception:
         outcome = Outcome(None, traceback.format_exc())

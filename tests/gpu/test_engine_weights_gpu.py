@@ -1,0 +1,51 @@
+"""On a real GPU: IPC handles, torch_memory_saver and CUDA graphs; the weights arrive bit for bit.
+
+The engine sleeps with verl's settings (memory saver and host backup) around every sync.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_assets import make_assets
+
+from support.engine_hash import HASH_LOADER
+from support.engine_steps import MODES, exercise_engine
+from support.sglang_server import sglang_server
+from support.trainer import run_trainer
+
+NUM_GPUS = torch.cuda.device_count()
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(NUM_GPUS == 0, reason="needs an NVIDIA GPU: CUDA IPC and memory saver"),
+]
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_sync_is_bit_exact_on_the_gpu(architecture: str, tp: int, tmp_path: Path) -> None:
+    if tp > NUM_GPUS:
+        pytest.skip(f"needs {tp} GPUs, this machine has {NUM_GPUS}")
+    make_assets(tmp_path, architecture=architecture)
+    model = tmp_path / "model"
+    with sglang_server(model, tmp_path, tp=tp, device="cuda", loaders=(HASH_LOADER,)) as server:
+        outcomes = run_trainer(
+            exercise_engine,
+            tmp_path,
+            str(model),
+            str(tmp_path),
+            urls=[server.url],
+            tp=tp,
+            device="cuda",
+        )
+        assert [outcome.error for outcome in outcomes] == [None] * tp
+        seen = outcomes[0].result
+        for mode in MODES:
+            for before, after in zip(seen["reference"], seen[mode]["changed"], strict=True):
+                assert not [name for name in before if before[name] == after[name]]
+            assert seen[mode]["restored"] == seen["reference"]
+            assert "TP rank 0" in seen[mode]["failure"]
+            assert seen[mode]["recovered"] == seen["reference"]
+        assert server.process.poll() is None
