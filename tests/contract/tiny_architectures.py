@@ -70,7 +70,6 @@ def save_checkpoint(case: Case, folder: Path) -> NamedWeights:
         CannotBuild: transformers cannot build the class here.
     """
     import transformers
-    from safetensors.torch import load_file
 
     options = dict(case.options)
     if case.text is not None:
@@ -85,7 +84,15 @@ def save_checkpoint(case: Case, folder: Path) -> NamedWeights:
         path = folder / "config.json"
         saved = json.loads(path.read_text())
         path.write_text(json.dumps(saved | {"architectures": [case.architecture]}))
-    return [_as_on_the_hub(case, *item) for item in load_file(folder / "model.safetensors").items()]
+    return read_checkpoint(case, folder)
+
+
+def read_checkpoint(case: Case, folder: Path) -> NamedWeights:
+    """The tensors that `save_checkpoint` saved, under the names and in the shapes of the hub."""
+    from safetensors.torch import load_file
+
+    saved = load_file(folder / "model.safetensors")
+    return [_as_on_the_hub(case, name, tensor) for name, tensor in saved.items()]
 
 
 def random_weights(like: NamedWeights, seed: int) -> NamedWeights:

@@ -140,7 +140,7 @@ class Place:
 
 
 def iterate_tensors(model: nn.Module) -> Iterator[Place]:
-    """Every reachable tensor: parameters, buffers, plain attributes, and those inside containers."""
+    """Every reachable tensor: parameters, buffers, attributes, and those inside containers."""
     for prefix, module in model.named_modules():
         dot = f"{prefix}." if prefix else ""
         for name, parameter in module._parameters.items():

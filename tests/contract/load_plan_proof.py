@@ -1,0 +1,91 @@
+"""The proof that a load plan does what a model's own loader does, for the tests at any number of
+ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import torch
+from torch import nn
+
+from contract.tiny_architectures import NamedWeights
+from sglang_loader.load_plan import (
+    BucketLayout,
+    DestinationProbe,
+    LoadPlan,
+    PlanBuilder,
+    PlanExecutor,
+    self_check,
+)
+from sglang_loader.load_plan.verify import differing, snapshot
+
+LAYOUTS = ("single", "many", "cut")
+
+
+def prove(model: nn.Module, first: NamedWeights, second: NamedWeights, how: str) -> LoadPlan:
+    """Compile a plan with the weights `first`, then replay `second` and compare every byte.
+
+    The negative control drops one copy, which the comparison and the self-check must both notice.
+    """
+    builder = PlanBuilder(model, model.load_weights, {"layout": how})
+    buckets = [pack(bucket) for bucket in split(first, how)]
+    for layout, buffer in buckets:
+        builder.add_bucket(layout, buffer)
+    plan = builder.finish()
+    result = self_check(model, plan, model.load_weights, [buffer for _, buffer in buckets])
+    assert result.ok, result.reason
+
+    later = split(second, how)
+    buffers = [pack(bucket)[1] for bucket in later]
+    load_eagerly(model, later)
+    expected = snapshot(plan.destinations)
+    load_eagerly(model, split(first, how))
+    assert differing(plan.destinations, expected), "the two sets of weights are the same"
+    replay(plan, buffers)
+    assert differing(plan.destinations, expected) == ()
+    assert DestinationProbe(model, plan.destinations).mismatch() is None
+
+    broken = without_one_copy(plan)
+    load_eagerly(model, split(first, how))
+    replay(broken, buffers)
+    assert differing(plan.destinations, expected), "a plan without one copy went unnoticed"
+    assert not self_check(model, broken, model.load_weights, buffers).ok
+    assert differing(plan.destinations, expected) == (), "a failed check left other weights"
+    return plan
+
+
+def split(weights: NamedWeights, how: str) -> list[NamedWeights]:
+    """The weights of each bucket: all in one, eight tensors in each, or cut in the middle."""
+    size = {"single": len(weights), "many": 8, "cut": math.ceil(len(weights) / 2)}[how]
+    return [weights[i : i + size] for i in range(0, len(weights), size)]
+
+
+def pack(weights: NamedWeights) -> tuple[BucketLayout, torch.Tensor]:
+    """One bucket's layout and its filled buffer."""
+    layout = BucketLayout.pack((name, t.shape, t.dtype) for name, t in weights)
+    buffer = torch.zeros(layout.nbytes, dtype=torch.uint8)
+    for (_, view), (_, tensor) in zip(layout.views(buffer), weights, strict=True):
+        view.copy_(tensor)
+    return layout, buffer
+
+
+def load_eagerly(model: nn.Module, buckets: list[NamedWeights]) -> None:
+    """The model's own loader, once for each bucket, on copies: it may change its sources."""
+    for bucket in buckets:
+        model.load_weights([(name, tensor.clone()) for name, tensor in bucket])
+
+
+def replay(plan: LoadPlan, buffers: list[torch.Tensor]) -> None:
+    """The plan, once for each bucket, on copies of the buffers."""
+    executor = PlanExecutor(plan)
+    for i, buffer in enumerate(buffers):
+        executor.replay(i, buffer.clone())
+
+
+def without_one_copy(plan: LoadPlan) -> LoadPlan:
+    """The same plan, less the first copy of the first bucket that has one."""
+    at = next(i for i, bucket in enumerate(plan.buckets) if bucket.copies)
+    broken = dataclasses.replace(plan.buckets[at], copies=plan.buckets[at].copies[1:])
+    return dataclasses.replace(plan, buckets=(*plan.buckets[:at], broken, *plan.buckets[at + 1 :]))

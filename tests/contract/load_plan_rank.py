@@ -1,0 +1,57 @@
+"""One rank of a tensor- or expert-parallel SGLang on the CPU: proves load plans for saved
+checkpoints.
+
+    python -m contract.load_plan_rank FOLDER RANK TP_SIZE EP_SIZE NAME...
+
+FOLDER holds one checkpoint folder for each NAME. Writes `FOLDER/result-RANK.json`: for each name
+either the plan's numbers, or why the class could not be built. Any difference ends the process with
+a traceback.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from contract.load_plan_proof import LAYOUTS, prove
+from contract.tiny_architecture_cases import CASES
+from contract.tiny_architectures import (
+    CannotBuild,
+    Ranks,
+    build_model,
+    finish_loading,
+    prepare_process,
+    random_weights,
+    read_checkpoint,
+)
+from sglang_loader.load_plan.intervals import num_bytes
+
+
+def main(folder: Path, rank: int, tp_size: int, ep_size: int, names: list[str]) -> None:
+    prepare_process()
+    ranks = Ranks(folder / "rendezvous", rank, tp_size, ep_size)
+    cases = {case.name: case for case in CASES}
+    results: dict[str, dict[str, object]] = {}
+    for name in names:
+        like = read_checkpoint(cases[name], folder / name)
+        try:
+            model = build_model(cases[name], folder / name, ranks)
+        except CannotBuild as reason:
+            results[name] = {"not_built": str(reason)}
+            continue
+        first, second = random_weights(like, 1), random_weights(like, 2)
+        model.load_weights(iter(first))
+        finish_loading(model)
+        plans = [prove(model, first, second, how) for how in LAYOUTS]
+        results[name] = {
+            "num_copies": plans[0].num_copies,
+            "ignored": len(plans[0].ignored),
+            "uncovered_parameters": list(plans[0].uncovered_parameters),
+            "covered_bytes": sum(num_bytes(ranges) for ranges in plans[0].coverage.values()),
+        }
+    (folder / f"result-{rank}.json").write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *(int(arg) for arg in sys.argv[2:5]), names=sys.argv[5:])

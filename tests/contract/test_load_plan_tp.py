@@ -1,0 +1,70 @@
+"""Load plans on two ranks: tensor parallel, and expert parallel, each rank with its own plan.
+
+Two gloo processes build the same tiny SGLang classes sharded, and each proves its own plans.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from contract.tiny_architecture_cases import CASES
+from contract.tiny_architectures import prepare_process, save_checkpoint
+
+prepare_process()
+pytest.importorskip("sglang", reason="needs the SGLang that the plugin supports")
+
+DENSE = ("llama", "qwen2-tied", "qwen3", "gemma2", "gemma3-text", "phi3", "glm4", "granite")
+MOE = ("qwen2-moe", "qwen3-moe", "mixtral", "glm4-moe", "deepseek-v2-lite", "deepseek-v3")
+VISION = ("qwen2_5-vl", "qwen3-vl", "qwen3-vl-moe")
+NUM_RANKS = 2
+TIMEOUT_S = 300
+
+
+@pytest.mark.parametrize(
+    ("ep_size", "names"), [(1, DENSE + MOE + VISION), (2, MOE)], ids=["tp2", "tp2-ep2"]
+)
+def test_each_rank_replays_byte_identically(
+    ep_size: int, names: tuple[str, ...], tmp_path: Path
+) -> None:
+    for case in CASES:
+        if case.name in names:
+            save_checkpoint(case, tmp_path / case.name)
+    results = run_ranks(tmp_path, ep_size, names)
+    for name in names:
+        parts = [result[name] for result in results]
+        assert all("not_built" not in part for part in parts), (name, parts)
+        whole = (tmp_path / name / "model.safetensors").stat().st_size
+        assert all(part["covered_bytes"] < 0.9 * whole for part in parts), "nothing is sharded"
+        if ep_size > 1:
+            assert all(part["ignored"] > 0 for part in parts), "every rank loads every expert"
+
+
+def run_ranks(folder: Path, ep_size: int, names: tuple[str, ...]) -> list[dict]:
+    """Both ranks' results; fails with the output of the rank that failed."""
+    env = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path]),
+        "SGLANG_NCCL_SO_PATH": "/nonexistent",
+        "SGLANG_CPU_OMP_THREADS_BIND": "0|1",
+        "OMP_NUM_THREADS": "1",
+    }
+    logs = [folder / f"rank-{rank}.log" for rank in range(NUM_RANKS)]
+    running = []
+    for rank, log in enumerate(logs):
+        module = [sys.executable, "-m", "contract.load_plan_rank", str(folder), str(rank)]
+        command = [*module, str(NUM_RANKS), str(ep_size), *names]
+        with log.open("w") as out:
+            running.append(subprocess.Popen(command, env=env, stdout=out, stderr=out))
+    try:
+        codes = [process.wait(timeout=TIMEOUT_S) for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    for code, log in zip(codes, logs, strict=True):
+        assert code == 0, log.read_text()[-4000:]
+    return [json.loads((folder / f"result-{r}.json").read_text()) for r in range(NUM_RANKS)]
