@@ -491,7 +491,7 @@ CASES: tuple[Case, ...] = (
         "gemma4",
         "Gemma4Config",
         "Gemma4ForConditionalGeneration",
-        _HEAD,
+        {"vocab_size_per_layer_input": 96, "hidden_size_per_layer_input": 8, **_HEAD},
         {
             "hidden_size": 32,
             "intermediate_size": 64,

@@ -135,6 +135,8 @@ def build_model(case: Case, folder: Path, ranks: Ranks) -> nn.Module:
             model = _initialize_model(config, LoadConfig())
     except Exception as error:
         raise CannotBuild(f"sglang: {_short(error)}") from error
+    finally:
+        torch.set_default_dtype(torch.float32)  # SGLang's context manager leaks it on errors
     inner = getattr(model, "inner", model)  # Mistral3 wraps its module in a plain object
     assert isinstance(inner, nn.Module)
     return inner
