@@ -38,6 +38,7 @@ class RankPool:
         self._context = mp.get_context("forkserver")
         self._context.set_forkserver_preload(PRELOADED)
         self._ranks = []
+        self._folder = None
 
     def run(self, function, *args, limit_s=LIMIT_S):
         """Call `function(*args)` on every rank; return the results by rank.
@@ -68,10 +69,13 @@ class RankPool:
             connection.close()
             process.terminate()
             process.join()
-        self._ranks = []
+        if self._folder is not None:
+            self._folder.cleanup()
+        self._ranks, self._folder = [], None
 
     def _start(self):
-        rendezvous = Path(tempfile.mkdtemp()) / "rendezvous"
+        self._folder = tempfile.TemporaryDirectory()
+        rendezvous = Path(self._folder.name) / "rendezvous"
         for rank in range(WORLD_SIZE):
             ours, theirs = self._context.Pipe()
             process = self._context.Process(
