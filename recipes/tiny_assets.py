@@ -76,7 +76,7 @@ def _config(
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "head_dim": 32,
+        "head_dim": 64,
         "max_position_embeddings": 512,
         "tie_word_embeddings": tied,
         "initializer_range": 0.15,  # wide, so that a stale weight shows in the probabilities
