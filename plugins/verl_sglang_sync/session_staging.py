@@ -1,0 +1,98 @@
+"""Staging buffers of a session: buckets take turns in them, each packed by a few fused copies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from sglang_loader.load_plan import BucketLayout
+from sglang_loader.shared_buffer import BufferHandle, share_storage
+from verl_sglang_sync.bucket_stream import Batch, Bucket
+from verl_sglang_sync.staging import StagingBuffer
+
+_Groups = list[tuple[list[int], list[torch.Tensor]]]
+
+
+class StagingRing:
+    """`num_buffers` staging buffers, kept from sync to sync or freed in between.
+
+    Args:
+        device: where the engine of this rank runs.
+        num_buffers: with two, a bucket is packed while the engine loads the one before.
+        bucket_bytes: size of a buffer while the largest bucket is not known.
+    """
+
+    def __init__(self, device: torch.device, *, num_buffers: int, bucket_bytes: int) -> None:
+        self._device = device
+        self._bucket_bytes = bucket_bytes
+        self._buffers = [StagingBuffer(device) for _ in range(num_buffers)]
+        self._views: dict[tuple[str, int], _Groups] = {}
+
+    @property
+    def num_buffers(self) -> int:
+        """Buckets that can be in flight at a time."""
+        return len(self._buffers)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held at present."""
+        return sum(buffer.nbytes for buffer in self._buffers)
+
+    def slot_of(self, index: int) -> int:
+        """The buffer that bucket `index` of a sync goes into."""
+        return index % len(self._buffers)
+
+    def prepare(self, known: Sequence[Bucket]) -> None:
+        """Make every buffer fit the buckets that are expected in it."""
+        for slot in range(len(self._buffers)):
+            sizes = [bucket.layout.nbytes for bucket in known[slot :: len(self._buffers)]]
+            self._reserve(slot, max(sizes, default=0))
+
+    def pack(self, batch: Batch) -> bool:
+        """Copy a bucket into its buffer and wait for it; True if the buffer is a new one."""
+        slot, bucket = self.slot_of(batch.index), batch.bucket
+        nbytes = bucket.layout.nbytes
+        is_new = False
+        if nbytes > self._buffers[slot].nbytes:
+            only = batch.index == 0 and bucket.is_last
+            self._reserve(slot, nbytes if only else max(nbytes, self._bucket_bytes))
+            is_new = True
+        groups = self._views.get((bucket.digest, slot))
+        if groups is None:
+            flat = self._buffers[slot].filled(nbytes)
+            groups = self._views[bucket.digest, slot] = _grouped_views(bucket.layout, flat)
+        with torch.no_grad():
+            for members, targets in groups:
+                sources = [batch.tensors[i] for i in members]
+                torch._foreach_copy_(targets, sources, non_blocking=True)
+        self._buffers[slot].synchronize()
+        return is_new
+
+    def handle(self, slot: int) -> BufferHandle:
+        """What the engine maps."""
+        return share_storage(self._buffers[slot].filled(0).untyped_storage())
+
+    def free(self) -> None:
+        """Give the memory back; the engine must have let go of it."""
+        self._views.clear()
+        self._buffers = [StagingBuffer(self._device) for _ in self._buffers]
+        if self._device.type == "cuda":
+            torch.cuda.ipc_collect()
+
+    def _reserve(self, slot: int, nbytes: int) -> None:
+        if nbytes > self._buffers[slot].nbytes:
+            for key in [key for key in self._views if key[1] == slot]:
+                del self._views[key]
+            self._buffers[slot].reserve(nbytes)
+
+
+def _grouped_views(layout: BucketLayout, flat: torch.Tensor) -> _Groups:
+    """Views of the buffer by dtype: the fused copy takes one dtype at a time."""
+    by_dtype: dict[torch.dtype, tuple[list[int], list[torch.Tensor]]] = {}
+    for i, (_, view) in enumerate(layout.views(flat)):
+        if view.numel():
+            members, views = by_dtype.setdefault(view.dtype, ([], []))
+            members.append(i)
+            views.append(view)
+    return list(by_dtype.values())
