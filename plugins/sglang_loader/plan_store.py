@@ -128,9 +128,11 @@ class ModelLoader:
         Raises:
             Exception: what `load_weights` raises.
         """
-        if index == 0 and self._way is _Way.RECORD and self._is_unfit(layout):
-            self._way = _Way.EAGER
         if self._way in (_Way.REPLAY, _Way.CHECK) and not self._fits(index, layout, read_only):
+            self._way = _Way.EAGER
+            if index == 0 and self._compiled is None:  # nothing is lost: a plan for the new layout
+                self._start_recording()
+        if index == 0 and self._way is _Way.RECORD and self._is_unfit(layout):
             self._way = _Way.EAGER
         if self._way is _Way.REPLAY:
             self._replay(index, buffer)

@@ -88,20 +88,17 @@ class _Layouts:
     """Layouts by digest, so that a known one need not travel again."""
 
     def __init__(self) -> None:
-        self._known: OrderedDict[str, tuple[BucketLayout, frozenset[str]]] = OrderedDict()
+        self._known: OrderedDict[str, BucketLayout] = OrderedDict()
+        self._distinct: tuple[str, ...] = ()
 
     @property
     def digests(self) -> list[str]:
         return list(self._known)
 
-    def get(self, digest: str, encoded: bytes | None) -> tuple[BucketLayout, frozenset[str]]:
-        """The layout and its tensors' names."""
+    def get(self, digest: str, encoded: bytes | None) -> BucketLayout:
+        """The layout; remembered if it came along."""
         if encoded is not None and digest not in self._known:
-            layout = wire.decode_layout(encoded, digest)
-            names = frozenset(tensor.name for tensor in layout.tensors)
-            if len(names) != len(layout.tensors):
-                raise SessionError("a bucket has two tensors of one name")
-            self._known[digest] = layout, names
+            self._known[digest] = wire.decode_layout(encoded, digest)
             while len(self._known) > MAX_LAYOUTS:
                 self._known.popitem(last=False)
         if digest not in self._known:
@@ -109,24 +106,39 @@ class _Layouts:
         self._known.move_to_end(digest)
         return self._known[digest]
 
+    def check_distinct(self, digests: Sequence[str]) -> None:
+        """Raise SessionError if a tensor came twice; the same layouts are looked at once."""
+        if tuple(digests) == self._distinct:
+            return
+        names = [tensor.name for digest in digests for tensor in self._known[digest].tensors]
+        if len(set(names)) != len(names):
+            raise SessionError(f"{len(names)} tensors came, but only {len(set(names))} names")
+        self._distinct = tuple(digests)
+
 
 class _Mappings:
-    """The trainer's buffers in this process, by handle; they may outlive a session."""
+    """The trainer's buffers in this process, by name; they may outlive a session."""
 
     def __init__(self) -> None:
-        self._mapped: dict[object, torch.Tensor] = {}
-        self._used: set[object] = set()
+        self._mapped: dict[str, torch.Tensor] = {}
+        self._used: set[str] = set()
 
-    def get(self, handle: BufferHandle, device: torch.device) -> torch.Tensor:
+    @property
+    def names(self) -> list[str]:
+        return list(self._mapped)
+
+    def get(self, name: str, handle: BufferHandle | None, device: torch.device) -> torch.Tensor:
         """Map the memory, or find it mapped."""
-        buffer = map_buffer(handle, device)
-        key = (buffer.data_ptr(), buffer.numel())
-        self._used.add(key)
-        return self._mapped.setdefault(key, buffer)
+        if handle is not None:
+            self._mapped[name] = map_buffer(handle, device)
+        if name not in self._mapped:
+            raise SessionError(f"buffer {name} is not mapped, and no handle came with it")
+        self._used.add(name)
+        return self._mapped[name]
 
     def end_session(self, *, keep: bool) -> bool:
         """Unmap what the session did not use, or all; True if anything was dropped."""
-        kept = {key: self._mapped[key] for key in self._used} if keep else {}
+        kept = {name: self._mapped[name] for name in self._used} if keep else {}
         dropped = len(kept) < len(self._mapped)
         self._mapped, self._used = kept, set()
         return dropped
@@ -145,7 +157,8 @@ class _Session:
         self._models = models
         self._device = device_of(models[0])
         self._slots: dict[int, torch.Tensor] = {}
-        self._names: list[frozenset[str]] = []
+        self._digests: list[str] = []
+        self._num_tensors = 0
 
     def run(self) -> None:
         """Serve until commit; tell the trainer of a failure before raising it."""
@@ -169,7 +182,7 @@ class _Session:
                 self._let_go()
 
     def _serve(self, channel: Channel[FromTrainer]) -> None:
-        channel.send(wire.Hello, layouts=_layouts.digests)
+        channel.send(wire.Hello, layouts=_layouts.digests, buffers=_mappings.names)
         welcome = channel.receive(timeout_s=HANDSHAKE_TIMEOUT_S)
         if isinstance(welcome, wire.Abort):
             raise SessionError(f"the trainer aborted the sync: {welcome.reason}")
@@ -186,7 +199,9 @@ class _Session:
                 self._load(message)
                 channel.send(wire.BucketDone, index=message.index)
             elif isinstance(message, wire.MapBuffer):
-                self._slots[message.slot] = _mappings.get(message.handle, self._device)
+                self._slots[message.slot] = _mappings.get(
+                    message.buffer, message.handle, self._device
+                )
             elif isinstance(message, wire.Commit):
                 outcome = self._commit(message)
                 channel.send(
@@ -203,11 +218,11 @@ class _Session:
                 raise SessionError(f"unexpected {type(message).__name__}")
 
     def _load(self, message: wire.LoadBucket) -> None:
-        if message.index != len(self._names):
-            raise SessionError(f"got bucket {message.index}, expected {len(self._names)}")
+        if message.index != len(self._digests):
+            raise SessionError(f"got bucket {message.index}, expected {len(self._digests)}")
         if message.slot not in self._slots:
             raise SessionError(f"bucket {message.index} lies in slot {message.slot}: not mapped")
-        layout, names = _layouts.get(message.digest, message.layout)
+        layout = _layouts.get(message.digest, message.layout)
         buffer = self._slots[message.slot]
         if message.offset < 0 or message.offset + layout.nbytes > buffer.numel():
             raise SessionError(
@@ -217,20 +232,18 @@ class _Session:
         source = buffer[message.offset : message.offset + layout.nbytes]
         for loader in self._loaders:
             loader.load(message.index, layout, source, read_only=message.read_only)
-        self._names.append(names)
+        self._digests.append(message.digest)
+        self._num_tensors += len(layout.tensors)
         synchronize(self._device)
 
     def _commit(self, commit: wire.Commit) -> SyncOutcome:
         """Every announced tensor came exactly once."""
-        num_tensors = sum(map(len, self._names))
-        if (commit.num_buckets, commit.num_tensors) != (len(self._names), num_tensors):
+        if (commit.num_buckets, commit.num_tensors) != (len(self._digests), self._num_tensors):
             raise SessionError(
-                f"{num_tensors} tensors in {len(self._names)} buckets came, the trainer sent "
-                f"{commit.num_tensors} in {commit.num_buckets}"
+                f"{self._num_tensors} tensors in {len(self._digests)} buckets came, the trainer "
+                f"sent {commit.num_tensors} in {commit.num_buckets}"
             )
-        distinct = len(frozenset().union(*self._names))
-        if distinct != num_tensors:
-            raise SessionError(f"{num_tensors} tensors came, but only {distinct} names")
+        _layouts.check_distinct(self._digests)
         outcomes = [loader.finish() for loader in self._loaders]
         synchronize(self._device)
         return min(outcomes, key=lambda outcome: outcome.num_replayed)

@@ -4,9 +4,9 @@ The descriptor travels inside the `update_weights_from_tensor` request that open
 else over a socket that the trainer binds in a private folder:
 
     engine                                   trainer
-    Hello(token, layouts it knows)    ->
+    Hello(layouts, buffers it has)    ->
                                       <-     Welcome
-                                      <-     MapBuffer(slot, handle)          once per buffer
+                                      <-     MapBuffer(slot, buffer, handle)  once per slot
                                       <-     LoadBucket(index, slot, digest, layout if unknown)
     BucketDone(index)                 ->     the slot may be written again
                                       ...
@@ -65,9 +65,15 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unkno
 
 
 class Hello(_Message, frozen=True, kw_only=True):
-    """Engine: here I am; `layouts` are the digests whose layouts need not be sent."""
+    """Engine: here I am.
+
+    Attributes:
+        layouts: digests whose layouts need not be sent.
+        buffers: those that are still mapped from an earlier session.
+    """
 
     layouts: list[str]
+    buffers: list[str]
 
 
 class Welcome(_Message, frozen=True, kw_only=True):
@@ -75,10 +81,18 @@ class Welcome(_Message, frozen=True, kw_only=True):
 
 
 class MapBuffer(_Message, frozen=True, kw_only=True):
-    """Trainer: buckets of `slot` lie in this buffer from now on."""
+    """Trainer: buckets of `slot` lie in this buffer from now on.
+
+    Attributes:
+        slot: number within this session.
+        buffer: names one piece of memory for as long as it is allocated.
+        handle: None where the engine still has the buffer mapped: torch counts the receivers of a
+            handle, so each handle is sent once.
+    """
 
     slot: int
-    handle: CpuHandle | CudaHandle
+    buffer: str
+    handle: CpuHandle | CudaHandle | None
 
 
 class LoadBucket(_Message, frozen=True, kw_only=True):

@@ -5,7 +5,7 @@ fields that travel are the same here, without the pickle: a CUDA IPC handle with
 reference counter (the owner's memory is not reused before the receiver let go of it), or the name
 of a shared-memory file for CPU tensors.
 
-    handle = share_storage(tensor.untyped_storage())    # trainer
+    handle = share_storage(tensor.untyped_storage())    # trainer; each handle for one receiver
     flat = map_buffer(handle, device)                   # engine: uint8 of shape [handle.nbytes]
 
 Mapping a handle of memory that this process still has mapped gives the same addresses.

@@ -36,6 +36,7 @@ class Bucket:
         layout: where each tensor lies in the staging buffer.
         encoded: the layout on the wire.
         digest: names the layout.
+        names: of its tensors in order, for comparing ranks.
         payload_bytes: bytes of the tensors alone.
         is_last: the export ended with it.
     """
@@ -43,6 +44,7 @@ class Bucket:
     layout: BucketLayout
     encoded: bytes
     digest: str
+    names: bytes
     payload_bytes: int
     is_last: bool
 
@@ -51,21 +53,37 @@ class Bucket:
         """Describe a layout."""
         encoded = encode_layout(layout)
         payload = sum(tensor.nbytes for tensor in layout.tensors)
-        return cls(layout, encoded, digest_of(encoded), payload, is_last)
+        names = "".join(f"{tensor.name}\0" for tensor in layout.tensors).encode()
+        return cls(layout, encoded, digest_of(encoded), names, payload, is_last)
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One bucket of one sync: `tensors[i]` belongs to `bucket.layout.tensors[i]`."""
+    """One bucket of one sync: `tensors[i]` belongs to `bucket.layout.tensors[i]`.
+
+    Attributes:
+        start: where the tensors already lie as the layout says: the first byte in the storage of
+            `tensors[0]`; None where they must be packed.
+    """
 
     index: int
     bucket: Bucket
     tensors: list[torch.Tensor]
+    start: int | None = None
 
 
-@dataclass(frozen=True)
-class _Cut:
-    """How the stream becomes one bucket: read up to position `stop`, take `positions`."""
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """How the stream becomes one bucket: read up to position `stop`, take `positions`.
+
+    Attributes:
+        bucket: what they become.
+        stop: number of tensors of the stream that have been read by then.
+        positions: in the stream, in loading order.
+        names: of the tensors read for this cut; `shapes` and `dtypes` likewise.
+        offsets: in their common storage, in loading order, where the bucket is read in place.
+        start: of the bucket in that storage.
+    """
 
     bucket: Bucket
     stop: int
@@ -73,6 +91,8 @@ class _Cut:
     names: list[str]
     shapes: list[torch.Size]
     dtypes: list[torch.dtype]
+    offsets: list[int] | None = None
+    start: int | None = None
 
 
 class BucketStream:
@@ -84,12 +104,16 @@ class BucketStream:
 
     def __init__(self, bucket_bytes: int) -> None:
         self._bucket_bytes = bucket_bytes
-        self._cuts: list[_Cut] | None = None
+        self._cuts: list[Cut] | None = None
 
     @property
-    def known(self) -> list[Bucket] | None:
-        """The buckets that the next sync will have if its stream is the same; None if unknown."""
-        return None if self._cuts is None else [cut.bucket for cut in self._cuts]
+    def cuts(self) -> list[Cut]:
+        """How the next sync will be cut if its stream is the same; empty if unknown."""
+        return self._cuts or []
+
+    def use(self, cuts: list[Cut]) -> None:
+        """Cut the next sync like this if its stream is the same."""
+        self._cuts = cuts
 
     def batches(self, weights: Iterable[NamedTensor], report: SyncReport) -> Iterator[Batch]:
         """Yield the buckets of `weights` in order; one bucket and what closes it is held.
@@ -111,7 +135,7 @@ class BucketStream:
             yield batch
 
     def _compared(
-        self, source: Iterator[NamedTensor], cuts: list[_Cut], report: SyncReport
+        self, source: Iterator[NamedTensor], cuts: list[Cut], report: SyncReport
     ) -> Iterator[Batch]:
         held: list[torch.Tensor | None] = []
         names: list[str] = []
@@ -122,17 +146,17 @@ class BucketStream:
             same = _is_same(chunk, cut)
             held += [tensor for _, tensor in chunk]
             del chunk
-            if not same:
+            if not same or not _lies_there([held[i] for i in cut.positions], cut):
                 unsent = [(n, t) for n, t in zip(names, held, strict=True) if t is not None]
                 del held
                 yield from self._planned(source, unsent, index, report)
                 self._cuts = None
                 return
-            tensors = [held[position] for position in cut.positions]
+            batch = Batch(index, cut.bucket, [held[i] for i in cut.positions], cut.start)  # type: ignore[misc]
             for position in cut.positions:
                 held[position] = None
-            yield Batch(index, cut.bucket, tensors)  # type: ignore[arg-type]
-            del tensors
+            yield batch
+            del batch
         with report.stage("export"):
             more = list(islice(source, 1))
         if more:
@@ -174,7 +198,7 @@ class _Recorder:
     """Remembers the stream while it is planned."""
 
     def __init__(self) -> None:
-        self.cuts: list[_Cut] = []
+        self.cuts: list[Cut] = []
         self._held: dict[str, tuple[int, torch.Tensor]] = {}
         self._names: list[str] = []
         self._shapes: list[torch.Size] = []
@@ -196,21 +220,35 @@ class _Recorder:
         bucket = Bucket.of(BucketLayout(tensors, plan.nbytes), is_last=plan.last)
         start, self._start = self._start, len(self._names)
         self.cuts.append(
-            _Cut(
-                bucket,
-                len(self._names),
-                tuple(position for position, _ in taken),
-                self._names[start:],
-                self._shapes[start:],
-                self._dtypes[start:],
+            Cut(
+                bucket=bucket,
+                stop=len(self._names),
+                positions=tuple(position for position, _ in taken),
+                names=self._names[start:],
+                shapes=self._shapes[start:],
+                dtypes=self._dtypes[start:],
             )
         )
         return Batch(index, bucket, [tensor for _, tensor in taken])
 
 
-def _is_same(chunk: list[NamedTensor], cut: _Cut) -> bool:
+def _is_same(chunk: list[NamedTensor], cut: Cut) -> bool:
     return (
         [name for name, _ in chunk] == cut.names
         and [tensor.shape for _, tensor in chunk] == cut.shapes
         and [tensor.dtype for _, tensor in chunk] == cut.dtypes
+    )
+
+
+def _lies_there(tensors: list[torch.Tensor | None], cut: Cut) -> bool:
+    """True for a bucket that is packed; else if the tensors lie where the cut says."""
+    if cut.offsets is None or cut.start is None:
+        return True
+    found = [tensor for tensor in tensors if tensor is not None]
+    storage = found[0].untyped_storage()
+    base = storage.data_ptr()
+    return (
+        [tensor.data_ptr() - base for tensor in found] == cut.offsets
+        and cut.start + cut.bucket.layout.nbytes <= storage.nbytes()
+        and all(tensor.is_contiguous() for tensor in found)
     )

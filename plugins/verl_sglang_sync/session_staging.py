@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from sglang_loader.load_plan import BucketLayout
-from sglang_loader.shared_buffer import BufferHandle, share_storage
-from verl_sglang_sync.bucket_stream import Batch, Bucket
+from verl_sglang_sync.bucket_stream import Batch, Cut
 from verl_sglang_sync.staging import StagingBuffer
 
 _Groups = list[tuple[list[int], list[torch.Tensor]]]
@@ -39,25 +38,20 @@ class StagingRing:
         """Bytes held at present."""
         return sum(buffer.nbytes for buffer in self._buffers)
 
-    def slot_of(self, index: int) -> int:
-        """The buffer that bucket `index` of a sync goes into."""
-        return index % len(self._buffers)
-
-    def prepare(self, known: Sequence[Bucket]) -> None:
+    def prepare(self, cuts: Sequence[Cut]) -> None:
         """Make every buffer fit the buckets that are expected in it."""
         for slot in range(len(self._buffers)):
-            sizes = [bucket.layout.nbytes for bucket in known[slot :: len(self._buffers)]]
+            expected = cuts[slot :: len(self._buffers)]
+            sizes = [cut.bucket.layout.nbytes for cut in expected if cut.start is None]
             self._reserve(slot, max(sizes, default=0))
 
-    def pack(self, batch: Batch) -> bool:
-        """Copy a bucket into its buffer and wait for it; True if the buffer is a new one."""
-        slot, bucket = self.slot_of(batch.index), batch.bucket
+    def pack(self, batch: Batch) -> torch.UntypedStorage:
+        """Copy a bucket into its buffer, wait for it, and return the buffer's storage."""
+        slot, bucket = batch.index % len(self._buffers), batch.bucket
         nbytes = bucket.layout.nbytes
-        is_new = False
         if nbytes > self._buffers[slot].nbytes:
             only = batch.index == 0 and bucket.is_last
             self._reserve(slot, nbytes if only else max(nbytes, self._bucket_bytes))
-            is_new = True
         groups = self._views.get((bucket.digest, slot))
         if groups is None:
             flat = self._buffers[slot].filled(nbytes)
@@ -66,19 +60,12 @@ class StagingRing:
             for members, targets in groups:
                 sources = [batch.tensors[i] for i in members]
                 torch._foreach_copy_(targets, sources, non_blocking=True)
-        self._buffers[slot].synchronize()
-        return is_new
-
-    def handle(self, slot: int) -> BufferHandle:
-        """What the engine maps."""
-        return share_storage(self._buffers[slot].filled(0).untyped_storage())
+        return self._buffers[slot].filled(nbytes).untyped_storage()
 
     def free(self) -> None:
         """Give the memory back; the engine must have let go of it."""
         self._views.clear()
         self._buffers = [StagingBuffer(self._device) for _ in self._buffers]
-        if self._device.type == "cuda":
-            torch.cuda.ipc_collect()
 
     def _reserve(self, slot: int, nbytes: int) -> None:
         if nbytes > self._buffers[slot].nbytes:

@@ -15,20 +15,22 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
 
 from sglang_loader.bucket_loader import SESSION_LOADER
 from sglang_loader.ipc import serialize_handles
-from sglang_loader.session_messages import SessionError
+from sglang_loader.session_messages import Committed, SessionError
 from verl_sglang_sync.bucket_stream import Batch, BucketStream
 from verl_sglang_sync.collective import RoundState, TrainerGroup
 from verl_sglang_sync.config import WeightSyncConfig
 from verl_sglang_sync.packing import NamedTensor
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.session_staging import StagingRing
-from verl_sglang_sync.trainer_session import SocketFolder, TrainerSession
+from verl_sglang_sync.source import SourceWatch, in_place_cuts
+from verl_sglang_sync.trainer_session import BufferNames, SocketFolder, TrainerSession
 from verl_sglang_sync.transport import Updater
 from verl_sglang_sync.weight_sync import Export, WeightSyncError
 
@@ -56,6 +58,7 @@ class SessionTransport:
         self._engine = engine
         self._settings = settings
         self._group = group
+        self._device = device
         self._sockets = SocketFolder()
         self._stream = BucketStream(settings.bucket_bytes)
         self._ring = StagingRing(
@@ -63,6 +66,8 @@ class SessionTransport:
             num_buffers=settings.num_staging_buffers,
             bucket_bytes=settings.bucket_bytes,
         )
+        self._names = BufferNames()
+        self._watch = SourceWatch(device) if settings.read_in_place else None
         # Something to share with the request that opens a session: the engine's format wants it.
         self._token = torch.zeros(1, dtype=torch.uint8, device=device)
 
@@ -80,7 +85,7 @@ class SessionTransport:
                 ranks.attempt(lambda: self._send(_joined(session), source, report, ranks))
                 _drain(source)
                 if ranks.agree():
-                    ranks.attempt(lambda: _commit(_joined(session), report))
+                    ranks.attempt(lambda: self._commit(_joined(session), report, ranks))
             _drain(source)
             if ranks.error is not None and session is not None:
                 session.abort(ranks.error)
@@ -92,7 +97,7 @@ class SessionTransport:
             raise WeightSyncError(ranks.error)
 
     def _new_session(self) -> TrainerSession:
-        return TrainerSession(self._sockets.endpoint(), self._settings)
+        return TrainerSession(self._sockets.endpoint(), self._settings, self._names)
 
     def _open(self, session: TrainerSession | None, request: _Request, ranks: _Ranks) -> None:
         """Gather the ranks' invitations, post them, meet the engine; all ranks join the gather."""
@@ -109,46 +114,69 @@ class SessionTransport:
         self, session: TrainerSession, source: Export, report: SyncReport, ranks: _Ranks
     ) -> None:
         """Export, pack and send every bucket; returns when the engine has read them all."""
-        ring, slots = self._ring, self._ring.num_buffers
-        if known := self._stream.known:
-            ring.prepare(known)
-        mapped: set[int] = set()
-        in_flight: deque[int] = deque()
+        self._ring.prepare(self._stream.cuts)
+        in_flight: deque[Batch] = deque()
         for batch in self._stream.batches(source, report):
-            slot = ring.slot_of(batch.index)
-            if len(in_flight) == slots:
+            if len(in_flight) == self._ring.num_buffers:
                 with report.stage("load"):
-                    session.wait_until_done(in_flight.popleft())
-            with report.stage("pack"):
-                is_new = ring.pack(batch)
-                report.staging_bytes = max(report.staging_bytes, ring.nbytes)
-            if is_new or slot not in mapped:
-                session.map_buffer(slot, ring.handle(slot))
-                mapped.add(slot)
-            session.load(batch.index, batch.bucket, slot=slot)
-            in_flight.append(batch.index)
+                    session.wait_until_done(in_flight.popleft().index)
+            storage = self._readable_storage(batch, report)
+            session.load(
+                batch.index,
+                batch.bucket,
+                slot=session.map(storage),
+                offset=batch.start or 0,
+                read_only=batch.start is not None,
+            )
             ranks.sent(batch)
+            # The engine reads the tensors of an unpacked bucket: they must live until it is done.
+            in_flight.append(replace(batch, tensors=[]) if batch.start is None else batch)
+            del batch
         with report.stage("load"):
             while in_flight:
-                session.wait_until_done(in_flight.popleft())
-        if not report.num_buckets:
+                session.wait_until_done(in_flight.popleft().index)
+        if not ranks.num_buckets:
             raise ValueError("the trainer exported no tensor")
+
+    def _readable_storage(self, batch: Batch, report: SyncReport) -> torch.UntypedStorage:
+        """The storage where the engine finds the bucket: packed now, or the trainer's own."""
+        if batch.start is not None:
+            report.num_in_place += 1
+            return batch.tensors[0].untyped_storage()
+        if self._watch is not None:
+            self._watch.see(batch)
+        with report.stage("pack"):
+            storage = self._ring.pack(batch)
+        report.staging_bytes = max(report.staging_bytes, self._ring.nbytes)
+        return storage
+
+    def _commit(self, session: TrainerSession, report: SyncReport, ranks: _Ranks) -> None:
+        with report.stage("load"):
+            outcome = session.commit(num_buckets=ranks.num_buckets, num_tensors=ranks.num_tensors)
+        report.num_replayed, report.num_eager = outcome.num_replayed, outcome.num_eager
+        report.eager_reason = outcome.reason
+        self._choose_source(outcome)
+
+    def _choose_source(self, outcome: Committed) -> None:
+        """After the first good sync: can the next ones be read in place?"""
+        watch, self._watch = self._watch, None
+        if watch is None or not outcome.may_read_in_place:
+            return
+        cuts = in_place_cuts(self._stream.cuts, watch.places(), self._settings.bucket_bytes)
+        if cuts is not None:
+            self._stream.use(cuts)
+            self._ring.free()
 
     def _rest(self) -> None:
         if not self._settings.keep_staging_buffers:
             self._ring.free()
+        if self._device.type == "cuda":
+            torch.cuda.ipc_collect()  # what the engine has let go of
 
 
 def _joined(session: TrainerSession | None) -> TrainerSession:
     assert session is not None, "a rank without a session has failed"
     return session
-
-
-def _commit(session: TrainerSession, report: SyncReport) -> None:
-    with report.stage("load"):
-        outcome = session.commit(num_buckets=report.num_buckets, num_tensors=report.num_tensors)
-    report.num_replayed, report.num_eager = outcome.num_replayed, outcome.num_eager
-    report.eager_reason = outcome.reason
 
 
 class _Request:
@@ -198,13 +226,15 @@ class _Ranks:
 
     Attributes:
         error: the message that all ranks raise; None while all is well.
+        num_buckets: sent by this rank in this sync.
+        num_tensors: likewise.
     """
 
     def __init__(self, group: TrainerGroup) -> None:
         self.error: str | None = None
         self._group = group
         self._failure: str | None = None
-        self._num_tensors = 0
+        self.num_buckets = self.num_tensors = 0
         self._checksum = 0
 
     def attempt(self, step: Callable[[], Result]) -> Result | None:
@@ -219,13 +249,14 @@ class _Ranks:
 
     def sent(self, batch: Batch) -> None:
         """Count a bucket into what the ranks compare."""
-        self._num_tensors += len(batch.tensors)
-        self._checksum = zlib.crc32(batch.bucket.digest.encode(), self._checksum)
+        self.num_buckets += 1
+        self.num_tensors += len(batch.tensors)
+        self._checksum = zlib.crc32(batch.bucket.names, self._checksum)
 
     def agree(self) -> bool:
         """Exchange states and checksums with all ranks; False if the sync cannot go on."""
         state = RoundState.END if self._failure is None else RoundState.FAILED
-        signature = self._num_tensors << 32 | self._checksum
+        signature = self.num_tensors << 32 | self._checksum
         result = self._group.agree(state, self._failure, signature)
         if self.error is not None:
             return False
@@ -236,7 +267,7 @@ class _Ranks:
             self.error = (
                 "weight sync failed: the ranks exported different tensors; by rank, number: "
                 f"{[signature >> 32 for signature in result.signatures]}, checksum of their "
-                f"layouts: {[signature & 0xFFFFFFFF for signature in result.signatures]}"
+                f"names: {[signature & 0xFFFFFFFF for signature in result.signatures]}"
             )
         return self.error is None
 

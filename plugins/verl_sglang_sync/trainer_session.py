@@ -19,10 +19,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
 from sglang_loader import session_messages as wire
 from sglang_loader.session_channel import Channel
 from sglang_loader.session_messages import Committed, FromEngine, SessionDescriptor, SessionError
-from sglang_loader.shared_buffer import BufferHandle
+from sglang_loader.shared_buffer import share_storage
 from verl_sglang_sync.bucket_stream import Bucket
 from verl_sglang_sync.config import WeightSyncConfig
 
@@ -54,15 +57,37 @@ class SocketFolder:
         return f"ipc://{self._folder.name}/{self._num_sockets}"
 
 
+class BufferNames:
+    """Names the storages that sessions share: one name for one allocation."""
+
+    def __init__(self) -> None:
+        self._names: dict[tuple[int, int], tuple[str, StorageWeakRef]] = {}
+
+    def name_of(self, storage: torch.UntypedStorage) -> str:
+        """The name of this storage at its present address."""
+        key = (storage.data_ptr(), storage.nbytes())
+        name, ref = self._names.get(key, ("", None))
+        mine = StorageWeakRef(storage)
+        if ref is None or ref.cdata != mine.cdata:  # a weak reference keeps its address taken
+            self._forget_expired()
+            name = secrets.token_hex(8)
+            self._names[key] = (name, mine)
+        return name
+
+    def _forget_expired(self) -> None:
+        self._names = {k: v for k, v in self._names.items() if not v[1].expired()}
+
+
 class TrainerSession:
     """Speaks the trainer's part of the protocol. A context manager.
 
     Args:
         endpoint: free zmq address in a private folder.
         settings: the preset.
+        names: of this process's buffers, the same for all its sessions.
     """
 
-    def __init__(self, endpoint: str, settings: WeightSyncConfig) -> None:
+    def __init__(self, endpoint: str, settings: WeightSyncConfig, names: BufferNames) -> None:
         self._endpoint = endpoint
         token = secrets.token_hex(16)
         self.invitation = wire.encode_descriptor(
@@ -84,7 +109,10 @@ class TrainerSession:
             peer="engine",
         )
         self._watch: Callable[[], None] | None = None
+        self._names = names
         self._known: set[str] = set()
+        self._mapped: set[str] = set()
+        self._slots: dict[str, int] = {}
         self._num_done = 0
 
     def greet(self, watch: Callable[[], None]) -> None:
@@ -95,12 +123,22 @@ class TrainerSession:
         """
         self._watch = watch
         hello = self._receive(wire.Hello, timeout_s=HELLO_TIMEOUT_S)
-        self._known = set(hello.layouts)
+        self._known, self._mapped = set(hello.layouts), set(hello.buffers)
         self._channel.send(wire.Welcome)
 
-    def map_buffer(self, slot: int, handle: BufferHandle) -> None:
-        """Buckets in `slot` lie in the handle's memory from now on."""
-        self._channel.send(wire.MapBuffer, slot=slot, handle=handle)
+    def map(self, storage: torch.UntypedStorage) -> int:
+        """Have the engine map a storage, once; return its slot.
+
+        Raises:
+            ValueError: the storage cannot be shared.
+        """
+        name = self._names.name_of(storage)
+        slot = self._slots.get(name)
+        if slot is None:
+            slot = self._slots[name] = len(self._slots)
+            handle = None if name in self._mapped else share_storage(storage)
+            self._channel.send(wire.MapBuffer, slot=slot, buffer=name, handle=handle)
+        return slot
 
     def load(
         self, index: int, bucket: Bucket, *, slot: int, offset: int = 0, read_only: bool = False

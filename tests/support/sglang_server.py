@@ -17,6 +17,7 @@ from pathlib import Path
 from sglang_loader.bucket_loader import LOADERS
 
 START_TIMEOUT_S = 240
+MAX_PORT = 55_000
 TESTS = Path(__file__).resolve().parents[1]
 
 
@@ -66,9 +67,7 @@ def sglang_server(
     extra: tuple[str, ...] = (),
 ) -> Iterator[Server]:
     """Serve `model` until the block ends; the log goes to `folder/server.log`."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [
         *(sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)),
         *("--port", str(port), "--tp-size", str(tp), "--sampling-backend", "pytorch"),
@@ -93,6 +92,16 @@ def sglang_server(
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+def free_port() -> int:
+    """A port that is free now; SGLang derives another by adding 10,000."""
+    while True:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port: int = probe.getsockname()[1]
+        if port < MAX_PORT:
+            return port
 
 
 def _wait(server: Server) -> None:
