@@ -132,6 +132,19 @@ def test_the_rechecks_come_when_they_are_due(case: Case) -> None:
     assert due == [True, False, True, False]  # the syncs before were replayed without one
 
 
+def test_weights_in_one_storage_are_read_in_place(case: Case) -> None:
+    syncs = case.leader["syncs"]
+    eager = [hashes for hashes, _ in syncs["eager"]]
+    for in_place in syncs["in_place"]:
+        assert [hashes for hashes, _ in in_place] == eager
+        reports = [report for _, report in in_place]
+        assert reports[0]["num_in_place"] == 0
+        for report in reports[1:]:
+            assert report["num_in_place"] == report["num_buckets"]
+        assert reports[-1]["num_replayed"] == reports[-1]["num_buckets"]
+        assert reports[-1]["staging_bytes"] == 0
+
+
 def test_the_engine_survives_trainers_that_die_mid_session(case: Case) -> None:
     outcomes = case.run(die_mid_session, str(case.folder / "model"))
     assert all(outcome.error is not None for outcome in outcomes)

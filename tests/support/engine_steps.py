@@ -81,10 +81,14 @@ COMPILED_SETTINGS = (
 def _syncs_in_a_row(rank: TrainerRank, model: Path, folder: Path) -> dict[str, Any]:
     """Other weights at every sync, by the eager loader and by each setting of the compiled one."""
 
-    def run(mode: str, **settings: Any) -> list[Any]:
+    def run(mode: str, arena: NamedTensors | None = None, **settings: Any) -> list[Any]:
         manager, seen = rank.manager(mode, **settings), []
         for scale in SCALES:
             weights = weights_of(model, rank.device, scale=scale)
+            if arena is not None:
+                for (_, target), (_, tensor) in zip(arena, weights, strict=True):
+                    target.copy_(tensor)
+                weights = arena
             asyncio.run(manager.release())
             asyncio.run(manager.resume(("weights",)))
             asyncio.run(manager.sync(iter(weights), version=str(scale)))
@@ -96,7 +100,21 @@ def _syncs_in_a_row(rank: TrainerRank, model: Path, folder: Path) -> dict[str, A
     return {
         "eager": run("flattened"),
         "compiled": [run("compiled", **settings) for settings in COMPILED_SETTINGS],
+        "in_place": [
+            run("compiled", in_one_storage(weights_of(model, rank.device)), **settings)
+            for settings in ({"keep_staging_buffers": True}, {})
+        ],
     }
+
+
+def in_one_storage(weights: NamedTensors) -> NamedTensors:
+    """The same tensors as views of one flat storage that other processes can map."""
+    flat = torch.cat([tensor.reshape(-1) for _, tensor in weights])
+    if flat.device.type == "cpu":
+        flat.share_memory_()
+    parts = flat.split([tensor.numel() for _, tensor in weights])
+    pairs = zip(weights, parts, strict=True)
+    return [(name, part.view(tensor.shape)) for (name, tensor), part in pairs]
 
 
 def _failing_sync(rank: TrainerRank, mode: str, weights: NamedTensors) -> str:
