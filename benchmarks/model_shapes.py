@@ -34,6 +34,7 @@ def _dense(hidden: int, inter: int, layers: int, heads: int, tied: bool) -> Conf
 
 
 MODELS: dict[str, Config] = {
+    "tiny": {**_dense(64, 128, 2, 8, tied=False), "vocab_size": 512},  # for a CPU
     "qwen3-0.6b": _dense(1024, 3072, 28, 16, tied=False),
     "qwen3-4b": _dense(2560, 9728, 36, 32, tied=False),
     "qwen3-8b": _dense(4096, 12288, 36, 32, tied=False),

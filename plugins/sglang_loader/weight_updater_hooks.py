@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from sglang_loader.bucket_loader import LOADERS
+from sglang_loader.session import loading_into
 
 logger = logging.getLogger(__name__)
 
@@ -50,9 +51,18 @@ def _load_on_this_rank(updater: Any, request: Any) -> None:
     worker = updater.tp_worker
     if updater.draft_worker is not None and not request.disable_draft_model:
         worker = updater.draft_worker
-    success, message = worker.update_weights_from_tensor(request)
+    with loading_into(_draft_and_target(updater, worker)):
+        success, message = worker.update_weights_from_tensor(request)
     if not success:
         raise RuntimeError(message)
+
+
+def _draft_and_target(updater: Any, worker: Any) -> list[Any]:
+    """The models that one update visits in turn (EAGLE: the draft first); empty for one model."""
+    runner = getattr(getattr(worker, "draft_worker", None), "draft_runner", None)
+    if worker is updater.tp_worker or runner is None:
+        return []
+    return [runner.model, updater.tp_worker.model_runner.model]
 
 
 def _gather(group: Any, item: str | None) -> list[str | None]:

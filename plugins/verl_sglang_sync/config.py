@@ -1,7 +1,7 @@
 """Settings of one weight sync: the preset's keys plus the verl keys that the sync obeys.
 
 The presets are `conf/weight_sync/*.yaml`; their keys are exactly the fields of `WeightSyncConfig`
-that have a metadata entry, so an unknown key is an error and a key that does nothing cannot exist.
+that the preset's mode obeys: an unknown key, or one of another mode, is an error.
 
     cfg = WeightSyncConfig.from_rollout(config.actor_rollout_ref.rollout)
     if cfg is None:  # no `+weight_sync=...`: verl's own behaviour
@@ -14,12 +14,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-Mode = Literal["bucketed", "flattened"]
+Mode = Literal["bucketed", "flattened", "compiled"]
 MODES: tuple[str, ...] = get_args(Mode)
 
 SECTION = "actor_rollout_ref.rollout.custom.weight_sync"
 BUCKET_KEY = "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes"
 PRESET_KEYS = ("mode", "request_timeout_s", "report_file")
+COMPILED_KEYS = (
+    "recheck_every_n_syncs",
+    "num_staging_buffers",
+    "keep_staging_buffers",
+    "read_in_place",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +36,14 @@ class WeightSyncConfig:
         mode: wire format, one of `MODES`.
         request_timeout_s: limit of one request to the SGLang server, in seconds.
         report_file: JSON-lines file that gets one line per sync and replica, or None.
+        recheck_every_n_syncs: compiled: check the load plan against the engine's own loader in
+            every n-th sync; 0: only when the plan is made.
+        num_staging_buffers: compiled: 2 packs a bucket while the engine loads the one before, 1
+            needs half the memory.
+        keep_staging_buffers: compiled: True keeps the buffers, and the engine's mapping of them,
+            from sync to sync; False frees them for the KV cache.
+        read_in_place: compiled: True lets the engine read weights that lie in few large storages
+            from the trainer's memory, without packing.
         bucket_bytes: upper limit of one bucket, in bytes (verl's
             `checkpoint_engine.update_weights_bucket_megabytes`).
         multi_stage_wake_up: True resumes weights, syncs, lets the trainer free its memory and only
@@ -40,6 +54,10 @@ class WeightSyncConfig:
     mode: Mode
     request_timeout_s: float = 600.0
     report_file: str | None = None
+    recheck_every_n_syncs: int = 0
+    num_staging_buffers: int = 2
+    keep_staging_buffers: bool = False
+    read_in_place: bool = True
     bucket_bytes: int
     multi_stage_wake_up: bool
     free_cache_engine: bool
@@ -69,6 +87,10 @@ class WeightSyncConfig:
                 f"{SECTION}.request_timeout_s", keys.get("request_timeout_s", 600.0)
             ),
             report_file=_optional_path(f"{SECTION}.report_file", keys.get("report_file")),
+            recheck_every_n_syncs=_whole_number(keys, "recheck_every_n_syncs", 0, range(1 << 31)),
+            num_staging_buffers=_whole_number(keys, "num_staging_buffers", 2, range(1, 3)),
+            keep_staging_buffers=_switch(keys, "keep_staging_buffers", False),
+            read_in_place=_switch(keys, "read_in_place", True),
             bucket_bytes=_bucket_bytes(rollout),
             multi_stage_wake_up=_boolean(rollout, "multi_stage_wake_up"),
             free_cache_engine=_boolean(rollout, "free_cache_engine"),
@@ -88,10 +110,13 @@ def _checked_keys(section: Any) -> Mapping[str, Any]:
             f"{SECTION}={section!r}: expected a preset's mapping; choose one with "
             f"+weight_sync=<{'|'.join(MODES)}>"
         )
+    is_compiled = section.get("mode") == "compiled"
+    allowed = (*PRESET_KEYS, *(COMPILED_KEYS if is_compiled else ()))
     for key in section:
-        if key not in PRESET_KEYS:
+        if key not in allowed:
+            problem = "only for mode 'compiled'" if key in COMPILED_KEYS else "unknown key"
             raise ValueError(
-                f"{SECTION}.{key}={section[key]!r}: unknown key; allowed: {', '.join(PRESET_KEYS)}"
+                f"{SECTION}.{key}={section[key]!r}: {problem}; allowed: {', '.join(allowed)}"
             )
     return section
 
@@ -111,6 +136,23 @@ def _positive_number(key: str, value: Any) -> float:
     ):
         raise ValueError(f"{key}={value!r}: expected a number greater than 0")
     return float(value)
+
+
+def _whole_number(keys: Mapping[str, Any], key: str, default: int, allowed: range) -> int:
+    value = keys.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int) or value not in allowed:
+        raise ValueError(
+            f"{SECTION}.{key}={value!r}: expected a whole number from {allowed.start} to "
+            f"{allowed.stop - 1}"
+        )
+    return value
+
+
+def _switch(keys: Mapping[str, Any], key: str, default: bool) -> bool:
+    value = keys.get(key, default)
+    if not isinstance(value, bool):
+        raise ValueError(f"{SECTION}.{key}={value!r}: allowed: true, false")
+    return value
 
 
 def _optional_path(key: str, value: Any) -> str | None:

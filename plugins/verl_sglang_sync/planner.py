@@ -151,7 +151,7 @@ class BucketPlanner:
         if spec.name in self._names:
             raise ValueError(f"tensor {spec.name!r} was exported twice in one sync")
         self._names.add(spec.name)
-        key, size = self._group_of(spec.name)
+        key, size = self._find_group(spec.name)
         if key is None:
             return self._place([spec])
         unit = self._waiting.setdefault(key, [])
@@ -166,7 +166,11 @@ class BucketPlanner:
             closed.append(self._close(last=True))
         return closed
 
-    def _group_of(self, name: str) -> tuple[tuple[str, int] | None, int]:
+    def group_of(self, name: str) -> tuple[str, int] | None:
+        """The fusion group of a tensor, as (prefix, number); None for most."""
+        return self._find_group(name)[0]
+
+    def _find_group(self, name: str) -> tuple[tuple[str, int] | None, int]:
         if not name.endswith(self._suffixes):
             return None, 1
         # the longest wins: `.indexer.compressor.wkv.weight` over `.compressor.wkv.weight`

@@ -24,7 +24,11 @@ class SyncReport:
         num_tensors: tensors sent.
         num_buckets: buckets sent.
         payload_bytes: bytes of the tensors.
-        staging_bytes: largest staging buffer held, in bytes.
+        staging_bytes: most bytes of staging buffers held.
+        num_replayed: buckets that the engine loaded by a compiled plan.
+        num_eager: buckets that it loaded by its own loader in mode "compiled".
+        eager_reason: why those were not replayed.
+        num_in_place: buckets that the engine read from the trainer's own memory.
         seconds: host seconds by stage: "release" (the sleep before this sync), "resume_weights",
             "export" (waiting for the trainer's generator), "pack", "load" (waiting for the engine),
             "resume_kv_cache".
@@ -37,6 +41,10 @@ class SyncReport:
     num_buckets: int = 0
     payload_bytes: int = 0
     staging_bytes: int = 0
+    num_replayed: int = 0
+    num_eager: int = 0
+    eager_reason: str | None = None
+    num_in_place: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
 
     @contextmanager

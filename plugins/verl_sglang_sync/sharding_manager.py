@@ -22,15 +22,11 @@ from verl.utils.ulysses import BaseShardingManager
 
 from verl_sglang_sync.collective import RoundState, TrainerGroup
 from verl_sglang_sync.config import WeightSyncConfig
-from verl_sglang_sync.packing import (
-    FlattenedPacker,
-    NamedTensor,
-    NamedTensorPacker,
-    Packer,
-    Parcel,
-)
+from verl_sglang_sync.packing import NamedTensor
 from verl_sglang_sync.report import SyncReport
-from verl_sglang_sync.weight_sync import WeightSyncError, run_sync
+from verl_sglang_sync.session_transport import SessionTransport
+from verl_sglang_sync.transport import BucketRequests, SyncTransport, Updater
+from verl_sglang_sync.weight_sync import WeightSyncError
 
 WEIGHTS = "weights"
 KV_CACHE = "kv_cache"
@@ -38,7 +34,7 @@ WAKE_ORDER = (WEIGHTS, KV_CACHE)
 SLEEP_ORDER = (KV_CACHE, WEIGHTS)
 
 
-class Engine(Protocol):
+class Engine(Updater, Protocol):
     """The engine's control operations; `SGLangServerClient` is one."""
 
     async def release_memory(self, tags: Sequence[str]) -> None:
@@ -46,16 +42,6 @@ class Engine(Protocol):
 
     async def resume_memory(self, tags: Sequence[str]) -> None:
         """Map the memory of `tags` again."""
-
-    async def update_weights(
-        self,
-        handles: Sequence[bytes],
-        *,
-        load_format: str,
-        flush_cache: bool,
-        weight_version: str | None,
-    ) -> None:
-        """Load one bucket on every TP rank; optionally drop the prefix cache, publish a version."""
 
 
 def _nothing() -> None:
@@ -96,7 +82,10 @@ class SGLangShardingManager(BaseShardingManager):  # type: ignore[misc]
         self._engine = engine
         self._settings = settings
         self._group = group
-        self._device = device
+        transport = SessionTransport if settings.mode == "compiled" else BucketRequests
+        self._transport: SyncTransport = transport(
+            engine=engine, settings=settings, group=group, device=device
+        )
         self._replica = replica
         self._export = export
         self._free_trainer = free_trainer
@@ -131,7 +120,7 @@ class SGLangShardingManager(BaseShardingManager):  # type: ignore[misc]
         await self._on_leader("release", lambda engine: engine.release_memory(tags))
 
     async def sync(self, weights: Iterable[NamedTensor], *, version: str | None = None) -> None:
-        """Send all weights; the last bucket drops the prefix cache and publishes the version.
+        """Send all weights; the engine then drops its prefix cache and publishes the version.
 
         Args:
             weights: `(name, full tensor)`, collective over the trainer's ranks; drained even if
@@ -142,19 +131,8 @@ class SGLangShardingManager(BaseShardingManager):  # type: ignore[misc]
             WeightSyncError: on every rank, if any rank failed; the engine must not serve.
         """
 
-        async def load(handles: list[bytes], parcel: Parcel) -> None:
-            assert self._engine is not None, "only the leader gathers handles"
-            await self._engine.update_weights(
-                handles,
-                load_format=parcel.load_format,
-                flush_cache=parcel.plan.last,
-                weight_version=version if parcel.plan.last else None,
-            )
-
         try:
-            await run_sync(
-                weights, packer=self._packer(), group=self._group, load=load, report=self._report
-            )
+            await self._transport.sync(weights, version=version, report=self._report)
         except WeightSyncError:
             self._report = self._new_report()  # the next sync counts from zero
             raise
@@ -200,12 +178,6 @@ class SGLangShardingManager(BaseShardingManager):  # type: ignore[misc]
         """Put the engine to sleep, also after an exception."""
         _run(self.release())
         return False
-
-    def _packer(self) -> Packer:
-        packer = FlattenedPacker if self._settings.mode == "flattened" else NamedTensorPacker
-        return packer(
-            device=self._device, bucket_bytes=self._settings.bucket_bytes, report=self._report
-        )
 
     def _new_report(self) -> SyncReport:
         return SyncReport(mode=self._settings.mode, replica=self._replica)

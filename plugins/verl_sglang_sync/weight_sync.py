@@ -47,7 +47,7 @@ async def run_sync(
     Raises:
         WeightSyncError: on every rank, if any rank failed; the message has rank and traceback.
     """
-    source = _Export(weights)
+    source = Export(weights)
     failure: str | None = None
     with closing(_Rounds(packer.parcels(source), source)) as rounds:
         while True:
@@ -92,7 +92,7 @@ async def _send(
     return None
 
 
-class _Export:
+class Export:
     """The trainer's generator, with its failures told apart from the packer's."""
 
     def __init__(self, weights: Iterable[NamedTensor]) -> None:
@@ -121,7 +121,7 @@ class _Export:
 class _Rounds:
     """Steps through the packer; a failure becomes a state instead of an exception."""
 
-    def __init__(self, parcels: Iterator[Parcel], source: _Export) -> None:
+    def __init__(self, parcels: Iterator[Parcel], source: Export) -> None:
         self._parcels = parcels
         self._source = source
 

@@ -30,6 +30,7 @@ OURS = ("verl_sglang_sync", "sglang_loader", "hydra_plugins")
 
 CLIENT = "verl_sglang_sync.server_client"
 CONFIG = "verl_sglang_sync.config"
+CONTEXT = "sglang_loader.engine_context"
 CPU = "verl_sglang_sync.cpu_platform"
 HOOKS = "sglang_loader.weight_updater_hooks"
 IPC = "sglang_loader.ipc"
@@ -53,6 +54,7 @@ FP8 = "verl.utils.sglang.sglang_fp8_utils:SGLangFP8QuantizerHelper"
 IO = "sglang.srt.managers.io_struct"
 UPDATER = "sglang.srt.managers.scheduler_components.weight_updater:SchedulerWeightUpdaterManager"
 WORKER = "sglang.srt.managers.tp_worker:BaseTpWorker"
+EXPERTS = "sglang.srt.eplb.expert_location"
 HOOK_REGISTRY = "sglang.srt.plugins.hook_registry:HookRegistry"
 
 
@@ -93,6 +95,16 @@ NEEDS = (
     Need("verl.utils.device:get_device_name", ROLLOUT),
     Need(FP8, ROLLOUT),
     Need(f"{FP8}.quant_weights_by_name", ROLLOUT, ("self", "weights", "dtype")),
+    # sglang: what a load plan depends on
+    Need("sglang", CONTEXT),
+    Need("sglang.srt.distributed:parallel_state", CONTEXT),
+    *(
+        Need(f"sglang.srt.distributed.parallel_state:get_{kind}_parallel_{what}", CONTEXT)
+        for kind in ("tensor_model", "moe_expert", "pipeline_model")
+        for what in ("rank", "world_size")
+    ),
+    Need(f"{EXPERTS}:get_global_expert_location_metadata", CONTEXT),
+    Need(f"{EXPERTS}:ExpertLocationMetadata", CONTEXT),
     # verl: replica and server
     Need(HTTP_SERVER, REPLICA),
     Need(f"{HTTP_SERVER}.launch_server", REPLICA, ("self", "master_address", "master_port")),

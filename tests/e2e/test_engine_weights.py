@@ -10,15 +10,17 @@ import json
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 from tiny_assets import make_assets
 
 from support.engine_hash import HASH_LOADER
-from support.engine_steps import MODES, exercise_engine
+from support.engine_steps import MODES, SCALES, exercise_engine
+from support.session_steps import die_mid_session, fail_on_one_rank, good_syncs, wrong_token
 from support.sglang_server import Server, sglang_server
-from support.trainer import Outcome, run_trainer
+from support.trainer import Outcome, Step, run_trainer
 
 pytestmark = pytest.mark.e2e
 
@@ -29,6 +31,23 @@ class Case:
 
     server: Server
     outcomes: list[Outcome]
+    folder: Path
+    tp: int
+
+    def run(self, step: Step, *args: str) -> list[Outcome]:
+        """Run new trainer processes against the server."""
+        return run_trainer(step, self.folder, *args, urls=[self.server.url], tp=self.tp)
+
+    def check_recovered(self) -> None:
+        """The engine lives, and the next syncs are right and prompt."""
+        outcomes = self.run(good_syncs, str(self.folder / "model"), str(self.folder))
+        for outcome in outcomes:
+            assert outcome.error is None, outcome.error
+        good = outcomes[0].result
+        assert good["hashes"] == self.leader["reference"]
+        assert good["num_replayed"] > 0
+        assert good["seconds"] < 20
+        assert self.server.process.poll() is None
 
     @property
     def leader(self) -> dict[str, Any]:
@@ -59,7 +78,7 @@ def case(
         outcomes = run_trainer(
             exercise_engine, folder, str(model), str(folder), urls=[server.url], tp=tp
         )
-        yield Case(server, outcomes)
+        yield Case(server, outcomes, folder, tp)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -90,4 +109,63 @@ def test_the_engine_survived_and_reports_the_last_version(case: Case) -> None:
     assert case.leader["repeated"] == "ok"
     assert case.server.process.poll() is None
     with urllib.request.urlopen(f"{case.server.url}/model_info", timeout=10) as reply:
-        assert json.loads(reply.read())["weight_version"] == f"{MODES[-1]}-again"
+        assert json.loads(reply.read())["weight_version"] == str(SCALES[-1])
+
+
+def test_compiled_syncs_replay_what_the_eager_loader_does(case: Case) -> None:
+    syncs = case.leader["syncs"]
+    eager = [hashes for hashes, _ in syncs["eager"]]
+    assert len({json.dumps(hashes) for hashes in eager}) == len(SCALES)
+    for compiled in syncs["compiled"]:
+        assert [hashes for hashes, _ in compiled] == eager
+        reports = [report for _, report in compiled]
+        assert all(report["num_buckets"] > 2 for report in reports)
+        checked = sum("check" in (report["eager_reason"] or "") for report in reports[1:])
+        replayed = sum(report["num_replayed"] == report["num_buckets"] for report in reports[1:])
+        assert replayed == len(SCALES) - 1 - checked, reports
+
+
+def test_the_rechecks_come_when_they_are_due(case: Case) -> None:
+    _, _, rechecked = case.leader["syncs"]["compiled"]
+    reasons = [report["eager_reason"] for _, report in rechecked]
+    due = ["due for a check" in (reason or "") for reason in reasons]
+    assert due == [True, False, True, False]  # the syncs before were replayed without one
+
+
+def test_weights_in_one_storage_are_read_in_place(case: Case) -> None:
+    syncs = case.leader["syncs"]
+    eager = [hashes for hashes, _ in syncs["eager"]]
+    for in_place in syncs["in_place"]:
+        assert [hashes for hashes, _ in in_place] == eager
+        reports = [report for _, report in in_place]
+        assert reports[0]["num_in_place"] == 0
+        for report in reports[1:]:
+            assert report["num_in_place"] == report["num_buckets"]
+        assert reports[-1]["num_replayed"] == reports[-1]["num_buckets"]
+        assert reports[-1]["staging_bytes"] == 0
+
+
+def test_the_engine_survives_trainers_that_die_mid_session(case: Case) -> None:
+    outcomes = case.run(die_mid_session, str(case.folder / "model"))
+    assert all(outcome.error is not None for outcome in outcomes)
+    case.check_recovered()
+    assert "the trainer's process is gone" in case.server.log.read_text()
+
+
+def test_a_rank_that_cannot_pack_fails_all_ranks_alike(case: Case) -> None:
+    outcomes = case.run(fail_on_one_rank, str(case.folder / "model"))
+    errors = {outcome.result for outcome in outcomes}
+    assert len(errors) == 1, errors
+    (error,) = errors
+    assert f"rank {case.tp - 1}: Traceback" in error
+    assert "meta tensor" in error
+    case.check_recovered()
+
+
+def test_a_wrong_token_is_refused(case: Case) -> None:
+    outcomes = case.run(wrong_token)
+    for outcome in outcomes:
+        assert outcome.error is None
+        assert outcome.result.startswith("weight sync failed")
+        assert "wrong token" in outcome.result
+    case.check_recovered()

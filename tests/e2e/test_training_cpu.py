@@ -65,6 +65,7 @@ def train(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Step]
             Run("flattened", workers=2, architecture="qwen3_moe"), id="grpo-2replicas-moe-flattened"
         ),
         pytest.param(Run("flattened", overrides=PPO), id="ppo-tp1-flattened"),
+        pytest.param(Run("compiled"), id="grpo-tp1-compiled"),
     ],
 )
 def test_the_weights_arrive_at_every_step(
@@ -76,6 +77,9 @@ def test_the_weights_arrive_at_every_step(
         assert step.arrived, step.metrics
         assert step.metrics["actor/grad_norm"] > 0.1, "the weights must have moved"
         assert step.sync["num_buckets"] >= 1
+    if run.preset == "compiled":
+        assert steps[0].sync["num_eager"] == steps[0].sync["num_buckets"]
+        assert steps[1].sync["num_replayed"] == steps[1].sync["num_buckets"]
     reports = (tmp_path / "syncs.jsonl").read_text().splitlines()
     assert len(reports) == (len(steps) + 1) * run.workers // run.tp
 

@@ -48,4 +48,12 @@ def test_sync_is_bit_exact_on_the_gpu(architecture: str, tp: int, tmp_path: Path
             assert seen[mode]["restored"] == seen["reference"]
             assert "TP rank 0" in seen[mode]["failure"]
             assert seen[mode]["recovered"] == seen["reference"]
+        syncs = seen["syncs"]
+        eager = [hashes for hashes, _ in syncs["eager"]]
+        for compiled in [*syncs["compiled"], *syncs["in_place"]]:
+            assert [hashes for hashes, _ in compiled] == eager
+            last = compiled[-1][1]
+            assert last["num_replayed"] == last["num_buckets"]
+        for in_place in syncs["in_place"]:
+            assert in_place[-1][1]["num_in_place"] == in_place[-1][1]["num_buckets"]
         assert server.process.poll() is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from support.engine_hash import HASH_LOADER
 from support.trainer import TrainerRank
 
-MODES = ("bucketed", "flattened")
+MODES = ("bucketed", "flattened", "compiled")
 NamedTensors = list[tuple[str, torch.Tensor]]
 
 
@@ -65,7 +66,55 @@ def exercise_engine(rank: TrainerRank, model: str, folder: str) -> dict[str, Any
             "recovered": recovered,
         }
     seen["repeated"] = _repeated_stages(rank)
+    seen["syncs"] = _syncs_in_a_row(rank, Path(model), Path(folder))
     return seen
+
+
+SCALES = (0.5, 0.25, 2.0, 1.0)
+COMPILED_SETTINGS = (
+    {"keep_staging_buffers": True, "read_in_place": False},
+    {"keep_staging_buffers": False, "num_staging_buffers": 1, "read_in_place": False},
+    {"keep_staging_buffers": True, "recheck_every_n_syncs": 2, "read_in_place": False},
+)
+
+
+def _syncs_in_a_row(rank: TrainerRank, model: Path, folder: Path) -> dict[str, Any]:
+    """Other weights at every sync, by the eager loader and by each setting of the compiled one."""
+
+    def run(mode: str, arena: NamedTensors | None = None, **settings: Any) -> list[Any]:
+        manager, seen = rank.manager(mode, **settings), []
+        for scale in SCALES:
+            weights = weights_of(model, rank.device, scale=scale)
+            if arena is not None:
+                for (_, target), (_, tensor) in zip(arena, weights, strict=True):
+                    target.copy_(tensor)
+                weights = arena
+            asyncio.run(manager.release())
+            asyncio.run(manager.resume(("weights",)))
+            asyncio.run(manager.sync(iter(weights), version=str(scale)))
+            report = asdict(manager.report)
+            asyncio.run(manager.resume(("kv_cache",)))
+            seen.append((engine_hashes(rank, folder), report))
+        return seen
+
+    return {
+        "eager": run("flattened"),
+        "compiled": [run("compiled", **settings) for settings in COMPILED_SETTINGS],
+        "in_place": [
+            run("compiled", in_one_storage(weights_of(model, rank.device)), **settings)
+            for settings in ({"keep_staging_buffers": True}, {})
+        ],
+    }
+
+
+def in_one_storage(weights: NamedTensors) -> NamedTensors:
+    """The same tensors as views of one flat storage that other processes can map."""
+    flat = torch.cat([tensor.reshape(-1) for _, tensor in weights])
+    if flat.device.type == "cpu":
+        flat.share_memory_()
+    parts = flat.split([tensor.numel() for _, tensor in weights])
+    pairs = zip(weights, parts, strict=True)
+    return [(name, part.view(tensor.shape)) for (name, tensor), part in pairs]
 
 
 def _failing_sync(rank: TrainerRank, mode: str, weights: NamedTensors) -> str:

@@ -62,8 +62,16 @@ class TrainerRank:
         """True on the rank that talks to the replica's server."""
         return self.rank % self.tp == 0
 
-    def manager(self, mode: str, *, bucket_bytes: int = 64 << 10, multi_stage: bool = True) -> Any:
-        """A new sharding manager of this rank."""
+    def manager(
+        self,
+        mode: str,
+        *,
+        bucket_bytes: int = 64 << 10,
+        multi_stage: bool = True,
+        timeout_s: float = 60,
+        **settings: Any,
+    ) -> Any:
+        """A new sharding manager of this rank; `settings` are keys of the preset."""
         from verl_sglang_sync.collective import TorchTrainerGroup
         from verl_sglang_sync.config import WeightSyncConfig
         from verl_sglang_sync.sharding_manager import SGLangShardingManager
@@ -72,7 +80,8 @@ class TrainerRank:
             engine=self.client if self.is_leader else None,
             settings=WeightSyncConfig(
                 mode=mode,  # type: ignore[arg-type]
-                request_timeout_s=60,
+                request_timeout_s=timeout_s,
+                **settings,
                 bucket_bytes=bucket_bytes,
                 multi_stage_wake_up=multi_stage,
                 free_cache_engine=True,

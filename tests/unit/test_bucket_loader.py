@@ -1,10 +1,16 @@
 """The engine's side of a flattened bucket: what reaches `load_weights`, and what is refused."""
 
+import pkgutil
+
 import pytest
 import torch
 
-from sglang_loader import bucket_loader
-from sglang_loader.bucket_loader import load_flattened_bucket, load_named_tensors, tensor_views
+from sglang_loader.bucket_loader import (
+    LOADERS,
+    load_flattened_bucket,
+    load_named_tensors,
+    tensor_views,
+)
 from sglang_loader.manifest import (
     WIRE_VERSION,
     BucketManifest,
@@ -13,6 +19,7 @@ from sglang_loader.manifest import (
     decode,
     encode,
 )
+from sglang_loader.session import load_session
 from verl_sglang_sync.packing import FlattenedPacker
 from verl_sglang_sync.report import SyncReport
 
@@ -43,11 +50,11 @@ def buckets(num_tensors=6, bucket_bytes=512):
 
 
 def test_the_loaders_paths_name_the_loaders():
-    assert [path.rpartition(".")[2] for path in bucket_loader.LOADERS] == [
-        load_flattened_bucket.__name__,
-        load_named_tensors.__name__,
+    assert [pkgutil.resolve_name(path.replace(".load_", ":load_")) for path in LOADERS] == [
+        load_flattened_bucket,
+        load_named_tensors,
+        load_session,
     ]
-    assert {path.rpartition(".")[0] for path in bucket_loader.LOADERS} == {bucket_loader.__name__}
 
 
 def test_one_load_weights_call_per_bucket():

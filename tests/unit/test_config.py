@@ -11,7 +11,13 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from unit.composed_recipe import SECTION, compose
-from verl_sglang_sync.config import BUCKET_KEY, MODES, PRESET_KEYS, WeightSyncConfig
+from verl_sglang_sync.config import (
+    BUCKET_KEY,
+    COMPILED_KEYS,
+    MODES,
+    PRESET_KEYS,
+    WeightSyncConfig,
+)
 
 PRESETS = {
     path.name.removesuffix(".yaml"): path
@@ -52,18 +58,19 @@ def test_a_preset_has_exactly_the_known_keys_and_the_defaults(preset):
     text = PRESETS[preset].read_text()
     assert text.startswith("# @package actor_rollout_ref.rollout.custom.weight_sync\n")
     keys = yaml.safe_load(text)
-    assert tuple(keys) == PRESET_KEYS
+    own = COMPILED_KEYS if preset == "compiled" else ()
+    assert set(keys) == {*PRESET_KEYS, *own}
     defaults = {
         field.name: field.default
         for field in dataclasses.fields(WeightSyncConfig)
-        if field.default is not dataclasses.MISSING
+        if field.default is not dataclasses.MISSING and field.name in keys
     }
     assert keys == {"mode": preset, **defaults}
 
 
 def test_every_setting_is_a_presets_key_or_verls():
     fields = {field.name for field in dataclasses.fields(WeightSyncConfig)}
-    assert fields == set(PRESET_KEYS) | VERL_KEYS
+    assert fields == {*PRESET_KEYS, *COMPILED_KEYS} | VERL_KEYS
 
 
 @pytest.mark.parametrize("as_dict", (False, True), ids=("OmegaConf", "dict"))
@@ -102,19 +109,19 @@ def test_without_a_preset_there_are_no_settings(custom):
 
 
 ALLOWED = {
-    "mode": "allowed: bucketed, flattened",
+    "mode": "allowed: bucketed, flattened, compiled",
     "number": "expected a number greater than 0",
     "path": "expected a file path or null",
     "megabytes": "expected a whole number of MiB, at least 1",
     "truth": "allowed: True, False",
     "key": f"unknown key; allowed: {', '.join(PRESET_KEYS)}",
-    "preset": r"choose one with +weight_sync=<bucketed|flattened>",
+    "preset": r"choose one with +weight_sync=<bucketed|flattened|compiled>",
 }
 ROLLOUT = "actor_rollout_ref.rollout"
 REFUSED = [
     *(
         ("custom__weight_sync__mode", value, f"{SECTION}.mode", ALLOWED["mode"])
-        for value in ("compiled", "Flattened", "", None, 1)
+        for value in ("fastest", "Flattened", "", None, 1)
     ),
     *(
         ("custom__weight_sync__request_timeout_s", value, key, ALLOWED["number"])
@@ -166,7 +173,9 @@ def recipes():
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_preset_merges_into_verls_recipe(recipes, preset):
     section = OmegaConf.select(recipes[preset], SECTION)
-    assert section == {"mode": preset, "request_timeout_s": 600, "report_file": None}
+    assert (
+        section.items() >= {"mode": preset, "request_timeout_s": 600, "report_file": None}.items()
+    )
     settings = WeightSyncConfig.from_rollout(recipes[preset].actor_rollout_ref.rollout)
     assert settings == WeightSyncConfig(
         mode=preset, bucket_bytes=2048 << 20, multi_stage_wake_up=False, free_cache_engine=True
@@ -201,10 +210,50 @@ def test_every_key_can_be_overridden_on_the_command_line():
         "mode": "bucketed",
         "request_timeout_s": 12.5,
         "report_file": "out/report.jsonl",
+        "recheck_every_n_syncs": 0,
+        "num_staging_buffers": 2,
+        "keep_staging_buffers": False,
+        "read_in_place": True,
         "bucket_bytes": 64 << 20,
         "multi_stage_wake_up": True,
         "free_cache_engine": False,
     }
+
+
+def test_the_keys_of_the_compiled_mode_can_be_overridden():
+    config = compose(
+        "+weight_sync=compiled",
+        f"{SECTION}.recheck_every_n_syncs=5",
+        f"{SECTION}.num_staging_buffers=1",
+        f"{SECTION}.keep_staging_buffers=True",
+        f"{SECTION}.read_in_place=False",
+    )
+    settings = WeightSyncConfig.from_rollout(config.actor_rollout_ref.rollout)
+    assert (settings.recheck_every_n_syncs, settings.num_staging_buffers) == (5, 1)
+    assert (settings.keep_staging_buffers, settings.read_in_place) == (True, False)
+
+
+BAD_COMPILED = [
+    *(("recheck_every_n_syncs", value, "whole number from 0") for value in (-1, 1.5, True, "2")),
+    *(("num_staging_buffers", value, "whole number from 1 to 2") for value in (0, 3, True, None)),
+    *(("keep_staging_buffers", value, "allowed: true, false") for value in (1, "true", None)),
+    *(("read_in_place", value, "allowed: true, false") for value in (0, "no", None)),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "allowed"), BAD_COMPILED)
+def test_a_bad_value_of_the_compiled_mode_is_refused(key, value, allowed):
+    section = {"mode": "compiled", key: value}
+    with pytest.raises(ValueError, match=re.escape(f"{SECTION}.{key}={value!r}: ")) as error:
+        WeightSyncConfig.from_rollout(rollout(custom__weight_sync=section))
+    assert allowed in str(error.value)
+
+
+@pytest.mark.parametrize("key", COMPILED_KEYS)
+def test_a_key_of_the_compiled_mode_is_refused_in_others(key):
+    section = {"mode": "flattened", key: 1}
+    with pytest.raises(ValueError, match="only for mode 'compiled'"):
+        WeightSyncConfig.from_rollout(rollout(custom__weight_sync=section))
 
 
 def test_the_megatron_recipe_takes_a_preset():

@@ -10,7 +10,7 @@ from verl_sglang_sync.preflight import RecipeError, check_recipe, checking
 
 MODEL = "actor_rollout_ref.model"
 BUCKET = f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes"
-CHOSEN = {preset: f"+weight_sync={preset}" for preset in ("bucketed", "flattened")}
+CHOSEN = {preset: f"+weight_sync={preset}" for preset in ("bucketed", "flattened", "compiled")}
 LOADER = f"{ROLLOUT}.engine_kwargs.sglang.custom_weight_loader"
 
 

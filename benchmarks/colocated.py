@@ -1,0 +1,336 @@
+"""Seconds of a colocated weight sync and of its memory stages, every arm against a real SGLang.
+
+    python benchmarks/colocated.py --models qwen3-8b qwen3-30b-a3b --runs 5 --json FILE
+    python benchmarks/colocated.py --models tiny --device cpu
+
+This process stands for the trainer: it holds random weights of the model's shape on the engine's
+device. Each run goes through release, resume weights, sync, resume kv, as a training step does.
+One server per model and host-backup setting serves all arms of that setting.
+
+Arms: `native` is verl 0.9.1's own code with its own settings (host backup, named tensors, one
+request per bucket), `copy_limit` a copy of the same bytes within the device; the others are ours,
+without the host backup. `compiled_in_place` has the same tensors as views of one flat storage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import psutil  # noqa: E402
+import torch  # noqa: E402
+
+from benchmarks.engine_server import engine_server  # noqa: E402
+from benchmarks.model_shapes import MODELS, tensor_shapes, write_config  # noqa: E402
+from benchmarks.results_file import hardware, medians, print_table, write_results  # noqa: E402
+
+BUCKET_BYTES = 2048 << 20
+NUM_WARM_UPS = 2
+STAGES = ("release", "resume_weights", "sync", "resume_kv", "cycle")
+NamedTensors = list[tuple[str, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to sync.
+
+    Attributes:
+        mode: preset, None for verl's own code.
+        host_backup: launch the engine with verl's host backup of its weights.
+        flat: the trainer's tensors are views of one storage.
+        settings: keys of the preset.
+    """
+
+    mode: str | None
+    host_backup: bool = False
+    flat: bool = False
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+KEEP = {"keep_staging_buffers": True}
+ARMS = {
+    "native": Arm(None, host_backup=True),
+    "bucketed": Arm("bucketed"),
+    "flattened": Arm("flattened"),
+    "compiled": Arm("compiled", settings=KEEP),
+    "compiled_freed": Arm("compiled"),
+    "compiled_in_place": Arm("compiled", flat=True, settings=KEEP),
+}
+COPY_LIMIT = "copy_limit"
+
+
+class NativeSync:
+    """What verl 0.9.1 does: `ServerAdapter.update_weights` without its worker around it."""
+
+    def __init__(self, url: str, config: Path, device: torch.device) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from verl.workers.rollout.sglang_rollout.http_server_engine import AsyncHttpServerAdapter
+
+        host, port = url.removeprefix("http://").split(":")
+        self._engine = AsyncHttpServerAdapter(
+            model_path=str(config), host=host, port=int(port), launch_server=False, timeout=600
+        )
+        self._mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("infer_tp",))
+
+    async def release(self) -> None:
+        await self._engine.release_memory_occupation(tags=["kv_cache", "weights"])
+
+    async def resume(self, tag: str) -> None:
+        await self._engine.resume_memory_occupation(tags=[tag])
+
+    async def sync(self, weights: NamedTensors) -> dict[str, Any]:
+        from sglang.srt.weight_sync.utils import update_weights
+        from verl.workers.rollout.sglang_rollout.utils import get_named_tensor_buckets
+
+        async for batch in get_named_tensor_buckets(iter(weights), BUCKET_BYTES):
+            await update_weights(
+                engine=self._engine,
+                params_batch=batch,
+                device_mesh_key="infer_tp",
+                device_mesh=self._mesh,
+            )
+        await self._engine.flush_cache()
+        return {}
+
+
+class OurSync:
+    """The sharding manager, stage by stage as verl drives it."""
+
+    def __init__(self, url: str, arm: Arm, device: torch.device) -> None:
+        from verl_sglang_sync.collective import SingleProcess
+        from verl_sglang_sync.config import WeightSyncConfig
+        from verl_sglang_sync.server_client import SGLangServerClient
+        from verl_sglang_sync.sharding_manager import SGLangShardingManager
+
+        self._manager = SGLangShardingManager(
+            engine=SGLangServerClient(url, timeout_s=600),
+            settings=WeightSyncConfig(
+                mode=arm.mode,  # type: ignore[arg-type]
+                bucket_bytes=BUCKET_BYTES,
+                multi_stage_wake_up=True,
+                free_cache_engine=True,
+                **arm.settings,
+            ),
+            group=SingleProcess(),
+            device=device,
+            replica=0,
+        )
+
+    async def release(self) -> None:
+        await self._manager.release()
+
+    async def resume(self, tag: str) -> None:
+        await self._manager.resume((tag,))
+
+    async def sync(self, weights: NamedTensors) -> dict[str, Any]:
+        await self._manager.sync(iter(weights), version="0")
+        report = self._manager.report
+        seconds = {f"sync_{name}": report.seconds.get(name, 0.0) for name in ("pack", "load")}
+        counts = {
+            "num_buckets": report.num_buckets,
+            "num_replayed": report.num_replayed,
+            "num_in_place": report.num_in_place,
+            "eager_reason": report.eager_reason,
+            "staging_bytes": report.staging_bytes,
+        }
+        return {"seconds": seconds, "counts": counts}
+
+
+def make_weights(model: str, device: torch.device, *, flat: bool) -> NamedTensors:
+    """Random weights of a model's shape, each in its own storage or all in one."""
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    shapes = list(tensor_shapes(MODELS[model]))
+    if not flat:
+        return [(name, _random(shape, dtype, device)) for name, shape in shapes]
+    total = sum(torch.Size(shape).numel() for _, shape in shapes)
+    arena = _random((total,), dtype, device)
+    if device.type == "cpu":
+        arena.share_memory_()
+    parts = arena.split([torch.Size(shape).numel() for _, shape in shapes])
+    return [(name, part.view(shape)) for (name, shape), part in zip(shapes, parts, strict=True)]
+
+
+def _random(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device=device).normal_(std=0.02)
+
+
+@contextmanager
+def timed(times: dict[str, float], stage: str, device: torch.device) -> Iterator[None]:
+    """Host seconds of the body with the device idle at both ends."""
+    _synchronize(device)
+    started = time.perf_counter()
+    yield
+    _synchronize(device)
+    times[stage] = time.perf_counter() - started
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def run_arm(
+    name: str, arm: Arm, url: str, config: Path, model: str, device: torch.device, runs: int
+) -> dict[str, Any]:
+    """Warm up, measure `runs` cycles, and make the row."""
+    weights = make_weights(model, device, flat=arm.flat)
+    sync = NativeSync(url, config, device) if arm.mode is None else OurSync(url, arm, device)
+    measured: list[dict[str, float]] = []
+    notes: dict[str, Any] = {}
+    host_bytes = 0
+
+    async def cycle(*, stages: bool) -> dict[str, float]:
+        nonlocal notes, host_bytes
+        times: dict[str, float] = {}
+        if stages:
+            before = psutil.virtual_memory().available
+            with timed(times, "release", device):
+                await sync.release()
+            host_bytes = max(host_bytes, before - psutil.virtual_memory().available)
+            with timed(times, "resume_weights", device):
+                await sync.resume("weights")
+        with timed(times, "sync", device):
+            notes = await sync.sync(weights)
+        if stages:
+            with timed(times, "resume_kv", device):
+                await sync.resume("kv_cache")
+            times["cycle"] = sum(times.values())
+        return times | notes.get("seconds", {})
+
+    for _ in range(NUM_WARM_UPS + arm.flat):  # in place: one more until the plan is made
+        asyncio.run(cycle(stages=not arm.host_backup))
+    allocated = 0
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        allocated = sum(t.nbytes for _, t in weights)
+    for _ in range(runs):
+        measured.append(asyncio.run(cycle(stages=True)))
+    peak = torch.cuda.max_memory_allocated(device) - allocated if device.type == "cuda" else 0
+    row = row_of(name, model, weights, measured)
+    row.update(
+        host_backup=arm.host_backup,
+        host_bytes=host_bytes if arm.host_backup else 0,
+        peak_extra_gpu_bytes=max(peak, 0),
+        **notes.get("counts", {}),
+    )
+    return row
+
+
+def row_of(
+    name: str, model: str, weights: NamedTensors, measured: list[dict[str, float]]
+) -> dict[str, Any]:
+    """The part of a row that all arms have."""
+    return {
+        "arm": name,
+        "model": model,
+        "num_tensors": len(weights),
+        "bytes": sum(tensor.nbytes for _, tensor in weights),
+        "gpus": 1,
+        "tp": 1,
+        "runs": len(measured),
+        "median_s": medians(measured),
+        "runs_s": measured,
+        "host_bytes": 0,
+        "peak_extra_gpu_bytes": 0,
+    }
+
+
+def copy_limit(model: str, device: torch.device, runs: int) -> dict[str, Any]:
+    """`_foreach_copy_` of all tensors within the device."""
+    weights = make_weights(model, device, flat=False)
+    sources = [tensor for _, tensor in weights]
+    targets = [torch.empty_like(tensor) for tensor in sources]
+    measured: list[dict[str, float]] = []
+    for _ in range(NUM_WARM_UPS + runs):
+        times: dict[str, float] = {}
+        with timed(times, "sync", device):
+            torch._foreach_copy_(targets, sources)
+        measured.append(times)
+    return row_of(COPY_LIMIT, model, weights, measured[NUM_WARM_UPS:])
+
+
+def measure(
+    model: str, arms: list[str], device: torch.device, runs: int, folder: Path
+) -> Iterator[dict[str, Any]]:
+    """Rows of one model."""
+    config = write_config(folder / model, model)
+    is_moe = "num_experts" in MODELS[model]
+    for host_backup in (True, False):
+        chosen = {n: ARMS[n] for n in arms if n in ARMS and ARMS[n].host_backup == host_backup}
+        if not chosen:
+            continue
+        log = folder / f"server-{model}-{'backup' if host_backup else 'plain'}.log"
+        with engine_server(
+            config, device=device.type, host_backup=host_backup, is_moe=is_moe, log=log
+        ) as url:
+            for name, arm in chosen.items():
+                started = time.perf_counter()
+                yield run_arm(name, arm, url, config, model, device, runs)
+                _free(device)
+                print(f"{model} {name}: {time.perf_counter() - started:.0f} s", flush=True)
+    if COPY_LIMIT in arms:
+        yield copy_limit(model, device, runs)
+        _free(device)
+
+
+def _free(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.ipc_collect()
+        torch.cuda.empty_cache()
+
+
+def prepare(device: torch.device) -> None:
+    """What verl does in a trainer process before it imports SGLang."""
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    if device.type == "cpu":
+        os.environ.update(SGLANG_USE_CPU_ENGINE="1", TORCHDYNAMO_DISABLE="1")
+        os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "0")
+        from verl_sglang_sync.cpu_platform import _share_tensors_by_name
+
+        _share_tensors_by_name()
+    else:
+        torch.cuda.set_device(device)
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+
+
+def main() -> None:
+    """Run all arms of all models; see the module docstring."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=["qwen3-8b"])
+    names = [*ARMS, COPY_LIMIT]
+    parser.add_argument("--arms", nargs="+", choices=names, default=names)
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--folder", type=Path, help="server logs; default: a temporary folder")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    device = torch.device("cuda", 0) if args.device == "cuda" else torch.device("cpu")
+    folder = args.folder or Path(tempfile.mkdtemp(prefix="colocated-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    prepare(device)
+    path = args.json or Path(f"benchmarks/results/colocated-{hardware()}.json")
+    rows: list[dict[str, Any]] = []
+    for model in args.models:
+        for row in measure(model, args.arms, device, args.runs, folder):
+            rows.append(row)
+            write_results(path, "colocated", rows)  # a run that is cut short leaves what it has
+    print_table(rows, STAGES)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""An SGLang HTTP server for a benchmark: dummy weights of a shape, launched with our loaders."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+from sglang_loader.bucket_loader import LOADERS
+
+START_TIMEOUT_S = 240
+MAX_PORT = 55_000  # SGLang derives another port by adding 10,000
+COMMON = (
+    *("--load-format", "dummy", "--skip-tokenizer-init", "--skip-server-warmup"),
+    *("--sampling-backend", "pytorch", "--max-running-requests", "16"),
+    *("--context-length", "2048", "--max-total-tokens", "4096"),
+)
+CPU = (
+    *("--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native"),
+    *("--disable-overlap-schedule", "--mem-fraction-static", "0.1", "--disable-cuda-graph"),
+)
+GPU = (
+    *("--dtype", "bfloat16", "--attention-backend", "triton", "--enable-memory-saver"),
+    *("--mem-fraction-static", "0.55", "--cuda-graph-max-bs", "4"),
+)
+
+
+@contextlib.contextmanager
+def engine_server(
+    config: Path, *, device: str, host_backup: bool, is_moe: bool, log: Path
+) -> Iterator[str]:
+    """Serve the model that `config/config.json` describes; yields the server's URL."""
+    port = _free_port()
+    command = [
+        *(sys.executable, "-m", "sglang.launch_server", "--model-path", str(config)),
+        *("--port", str(port), *COMMON, *(CPU if device == "cpu" else GPU)),
+        *(("--moe-runner-backend", "triton") if is_moe and device != "cpu" else ()),
+        *(("--enable-weights-cpu-backup",) if host_backup and device != "cpu" else ()),
+        *("--custom-weight-loader", *LOADERS),
+    ]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            env=environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        url = f"http://127.0.0.1:{port}"
+        _wait(process, url, log)
+        yield url
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _wait(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=5):
+                return
+        except OSError:
+            time.sleep(0.5)
+    tail = log.read_text(errors="replace")[-4000:]
+    raise RuntimeError(f"SGLang did not come up within {START_TIMEOUT_S} s:\n{tail}")
+
+
+def _free_port() -> int:
+    while True:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port: int = probe.getsockname()[1]
+        if port < MAX_PORT:
+            return port

@@ -1,0 +1,255 @@
+"""SGLang custom weight loader that serves a whole sync: one request, buckets over a private socket.
+
+SGLang calls `load_session` in each TP worker for the one `update_weights_from_tensor` request that
+opens a session; it returns when the trainer has committed and the device has every byte, or raises.
+The trainer may write into a buffer again as soon as it gets `BucketDone`: that is sent after the
+stream has finished.
+"""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+
+from sglang_loader import session_messages as wire
+from sglang_loader.bucket_loader import NamedTensors, synchronize
+from sglang_loader.engine_context import device_of, engine_context, tp_rank
+from sglang_loader.load_plan import BucketLayout
+from sglang_loader.plan_store import ModelLoader, SyncOutcome, loader_of
+from sglang_loader.session_channel import Channel
+from sglang_loader.session_messages import FromTrainer, SessionDescriptor, SessionError
+from sglang_loader.shared_buffer import BufferHandle, map_buffer
+
+logger = logging.getLogger(__name__)
+
+HANDSHAKE_TIMEOUT_S = 30.0
+MAX_LAYOUTS = 4096
+
+
+def load_session(model: Any, named_tensors: NamedTensors) -> None:
+    """Serve the session that the request invites to.
+
+    Args:
+        model: the SGLang model.
+        named_tensors: one pair; the name is the session's descriptor, the tensor means nothing.
+
+    Raises:
+        SessionError: the trainer is gone, silent, aborted, or broke the protocol.
+        Exception: what the model's `load_weights` raised; the trainer gets the traceback too.
+    """
+    if len(named_tensors) != 1:
+        raise SessionError(f"a session is one (descriptor, tensor), got {len(named_tensors)}")
+    descriptor = wire.decode_descriptor(named_tensors[0][0])
+    if _visits.is_repeated(descriptor.token, model):
+        return
+    _Session(descriptor, _visits.models or (model,)).run()
+    _visits.served = descriptor.token
+
+
+class _Visits:
+    """Which models a request visits: SGLang calls the loader for the draft, then for the target."""
+
+    def __init__(self) -> None:
+        self.models: tuple[Any, ...] = ()
+        self.served: str | None = None
+
+    def is_repeated(self, token: str, model: Any) -> bool:
+        """True if the session that this call names has already loaded `model` with the others."""
+        if token != self.served:
+            return False
+        if any(model is visited for visited in self.models):
+            return True
+        raise SessionError(
+            "the engine asks for one session twice: this kind of speculative decoding needs "
+            "another weight sync mode than 'compiled'"
+        )
+
+
+_visits = _Visits()
+
+
+@contextmanager
+def loading_into(models: Sequence[Any]) -> Iterator[None]:
+    """Have the session of the request in this block load its buckets into all of `models`."""
+    _visits.models = tuple(models)
+    try:
+        yield
+    finally:
+        _visits.models = ()
+
+
+class _Layouts:
+    """Layouts by digest, so that a known one need not travel again."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[str, BucketLayout] = OrderedDict()
+        self._distinct: tuple[str, ...] = ()
+
+    @property
+    def digests(self) -> list[str]:
+        return list(self._known)
+
+    def get(self, digest: str, encoded: bytes | None) -> BucketLayout:
+        """The layout; remembered if it came along."""
+        if encoded is not None and digest not in self._known:
+            self._known[digest] = wire.decode_layout(encoded, digest)
+            while len(self._known) > MAX_LAYOUTS:
+                self._known.popitem(last=False)
+        if digest not in self._known:
+            raise SessionError(f"the layout with digest {digest} was never sent")
+        self._known.move_to_end(digest)
+        return self._known[digest]
+
+    def check_distinct(self, digests: Sequence[str]) -> None:
+        """Raise SessionError if a tensor came twice; the same layouts are looked at once."""
+        if tuple(digests) == self._distinct:
+            return
+        names = [tensor.name for digest in digests for tensor in self._known[digest].tensors]
+        if len(set(names)) != len(names):
+            raise SessionError(f"{len(names)} tensors came, but only {len(set(names))} names")
+        self._distinct = tuple(digests)
+
+
+class _Mappings:
+    """The trainer's buffers in this process, by name; they may outlive a session."""
+
+    def __init__(self) -> None:
+        self._mapped: dict[str, torch.Tensor] = {}
+        self._used: set[str] = set()
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._mapped)
+
+    def get(self, name: str, handle: BufferHandle | None, device: torch.device) -> torch.Tensor:
+        """Map the memory, or find it mapped."""
+        if handle is not None:
+            self._mapped[name] = map_buffer(handle, device)
+        if name not in self._mapped:
+            raise SessionError(f"buffer {name} is not mapped, and no handle came with it")
+        self._used.add(name)
+        return self._mapped[name]
+
+    def end_session(self, *, keep: bool) -> bool:
+        """Unmap what the session did not use, or all; True if anything was dropped."""
+        kept = {name: self._mapped[name] for name in self._used} if keep else {}
+        dropped = len(kept) < len(self._mapped)
+        self._mapped, self._used = kept, set()
+        return dropped
+
+
+_layouts = _Layouts()
+_mappings = _Mappings()
+
+
+class _Session:
+    """The engine's part of one session."""
+
+    def __init__(self, descriptor: SessionDescriptor, models: Sequence[Any]) -> None:
+        self._descriptor = descriptor
+        self._loaders: list[ModelLoader] = [loader_of(model) for model in models]
+        self._models = models
+        self._device = device_of(models[0])
+        self._slots: dict[int, torch.Tensor] = {}
+        self._digests: list[str] = []
+        self._num_tensors = 0
+
+    def run(self) -> None:
+        """Serve until commit; tell the trainer of a failure before raising it."""
+        channel: Channel[FromTrainer] = Channel(
+            self._descriptor.endpoint,
+            bind=False,
+            token=self._descriptor.token,
+            timeout_s=self._descriptor.timeout_s,
+            decode=wire.decode_from_trainer,
+            peer="trainer",
+        )
+        with channel:
+            try:
+                self._serve(channel)
+            except Exception:
+                text = f"TP rank {tp_rank()}: {traceback.format_exc()}"
+                with suppress(SessionError):  # the trainer may be what is gone
+                    channel.send(wire.Failed, traceback=text)
+                raise
+            finally:
+                self._let_go()
+
+    def _serve(self, channel: Channel[FromTrainer]) -> None:
+        channel.send(wire.Hello, layouts=_layouts.digests, buffers=_mappings.names)
+        welcome = channel.receive(timeout_s=HANDSHAKE_TIMEOUT_S)
+        if isinstance(welcome, wire.Abort):
+            raise SessionError(f"the trainer aborted the sync: {welcome.reason}")
+        if not isinstance(welcome, wire.Welcome):
+            raise SessionError(f"expected Welcome, got {type(welcome).__name__}")
+        for model, loader in zip(self._models, self._loaders, strict=True):
+            loader.start(
+                engine_context(model),
+                recheck_every_n_syncs=self._descriptor.recheck_every_n_syncs,
+            )
+        while True:
+            message = channel.receive()
+            if isinstance(message, wire.LoadBucket):
+                self._load(message)
+                channel.send(wire.BucketDone, index=message.index)
+            elif isinstance(message, wire.MapBuffer):
+                self._slots[message.slot] = _mappings.get(
+                    message.buffer, message.handle, self._device
+                )
+            elif isinstance(message, wire.Commit):
+                outcome = self._commit(message)
+                channel.send(
+                    wire.Committed,
+                    num_replayed=outcome.num_replayed,
+                    num_eager=outcome.num_eager,
+                    reason=outcome.reason,
+                    may_read_in_place=outcome.may_read_in_place,
+                )
+                return
+            elif isinstance(message, wire.Abort):
+                raise SessionError(f"the trainer aborted the sync: {message.reason}")
+            else:
+                raise SessionError(f"unexpected {type(message).__name__}")
+
+    def _load(self, message: wire.LoadBucket) -> None:
+        if message.index != len(self._digests):
+            raise SessionError(f"got bucket {message.index}, expected {len(self._digests)}")
+        if message.slot not in self._slots:
+            raise SessionError(f"bucket {message.index} lies in slot {message.slot}: not mapped")
+        layout = _layouts.get(message.digest, message.layout)
+        buffer = self._slots[message.slot]
+        if message.offset < 0 or message.offset + layout.nbytes > buffer.numel():
+            raise SessionError(
+                f"bucket {message.index} at bytes {message.offset}+{layout.nbytes} leaves the "
+                f"buffer of {buffer.numel()}"
+            )
+        source = buffer[message.offset : message.offset + layout.nbytes]
+        for loader in self._loaders:
+            loader.load(message.index, layout, source, read_only=message.read_only)
+        self._digests.append(message.digest)
+        self._num_tensors += len(layout.tensors)
+        synchronize(self._device)
+
+    def _commit(self, commit: wire.Commit) -> SyncOutcome:
+        """Every announced tensor came exactly once."""
+        if (commit.num_buckets, commit.num_tensors) != (len(self._digests), self._num_tensors):
+            raise SessionError(
+                f"{self._num_tensors} tensors in {len(self._digests)} buckets came, the trainer "
+                f"sent {commit.num_tensors} in {commit.num_buckets}"
+            )
+        _layouts.check_distinct(self._digests)
+        outcomes = [loader.finish() for loader in self._loaders]
+        synchronize(self._device)
+        return min(outcomes, key=lambda outcome: outcome.num_replayed)
+
+    def _let_go(self) -> None:
+        self._slots.clear()
+        if _mappings.end_session(keep=self._descriptor.keep_mappings):
+            for loader in self._loaders:
+                loader.unbind()

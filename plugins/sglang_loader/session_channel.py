@@ -1,0 +1,128 @@
+"""One end of a session's socket: typed messages, bounded waits, and the peer's death noticed.
+
+A zmq PAIR over `ipc://`: the trainer binds in a folder that only its user may enter, the engine
+connects. A monitor on the socket reports when the peer's process is gone, at once and also across
+PID namespaces.
+"""
+
+from __future__ import annotations
+
+import hmac
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Generic, TypeVar
+
+import zmq
+
+from sglang_loader import session_messages as wire
+from sglang_loader.session_messages import FromEngine, FromTrainer, SessionError
+
+LINGER_MS = 2000
+SLICE_MS = 100
+
+Received = TypeVar("Received", bound=FromTrainer | FromEngine)
+
+
+class Channel(Generic[Received]):
+    """Sends and receives the messages of one session. A context manager.
+
+    Args:
+        endpoint: zmq address.
+        bind: True on the trainer's end.
+        token: the session's; added to what is sent, expected of what is received.
+        timeout_s: longest wait for a message, in seconds.
+        decode: `decode_from_trainer` or `decode_from_engine`.
+        peer: "trainer" or "engine", for messages.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        bind: bool,
+        token: str,
+        timeout_s: float,
+        decode: Callable[[bytes], Received],
+        peer: str,
+    ) -> None:
+        self._token = token
+        self._timeout_s = timeout_s
+        self._decode = decode
+        self._peer = peer
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
+        self._socket.setsockopt(zmq.LINGER, LINGER_MS)
+        self._socket.setsockopt(zmq.SNDHWM, 0)  # a send never waits for the peer to read
+        self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        try:
+            if bind:
+                self._socket.bind(endpoint)
+            else:
+                self._socket.connect(endpoint)
+        except zmq.ZMQError as error:
+            self.close()
+            raise SessionError(f"{endpoint}: {error}") from None
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._monitor, zmq.POLLIN)
+
+    def send(self, kind: type[Any], **fields: Any) -> None:
+        """Send `kind(**fields)` with the session's token; never waits.
+
+        Raises:
+            SessionError: there is no peer.
+        """
+        try:
+            self._socket.send(wire.encode(kind(token=self._token, **fields)), zmq.NOBLOCK)
+        except zmq.Again:
+            raise SessionError(f"{kind.__name__} was not sent: the {self._peer} is gone") from None
+
+    def receive(
+        self, *, timeout_s: float | None = None, watch: Callable[[], None] | None = None
+    ) -> Received:
+        """The peer's next message.
+
+        Args:
+            timeout_s: another limit than the session's.
+            watch: called every `SLICE_MS`; ends the wait by raising.
+
+        Raises:
+            SessionError: silence, a dead peer, a wrong token or version, or not a message.
+        """
+        limit = self._timeout_s if timeout_s is None else min(timeout_s, self._timeout_s)
+        deadline = time.monotonic() + limit
+        while True:
+            ready = dict(self._poller.poll(SLICE_MS))
+            if self._socket in ready:
+                return self._checked(self._socket.recv())
+            if self._monitor in ready:
+                if self._socket.poll(0):
+                    continue
+                raise SessionError(f"the {self._peer}'s process is gone")
+            if watch is not None:
+                watch()
+            if time.monotonic() > deadline:
+                raise SessionError(f"no message from the {self._peer} within {limit:g} s")
+
+    def _checked(self, data: bytes) -> Received:
+        message = self._decode(data)
+        wire.check_version(message.version)
+        if not hmac.compare_digest(message.token.encode(), self._token.encode()):
+            raise SessionError(f"a message of the {self._peer} has a wrong token: refused")
+        return message
+
+    def close(self) -> None:
+        """Close the socket; what was sent still leaves for `LINGER_MS`."""
+        self._socket.disable_monitor()
+        self._socket.close()
+
+    def __enter__(self) -> Channel[Received]:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()

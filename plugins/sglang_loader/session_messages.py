@@ -1,0 +1,281 @@
+"""Messages of one sync session between a trainer rank and the engine rank on the same device.
+
+The descriptor travels inside the `update_weights_from_tensor` request that opens the session, all
+else over a socket that the trainer binds in a private folder:
+
+    engine                                   trainer
+    Hello(layouts, buffers it has)    ->
+                                      <-     Welcome
+                                      <-     MapBuffer(slot, buffer, handle)  once per slot
+                                      <-     LoadBucket(index, slot, digest, layout if unknown)
+    BucketDone(index)                 ->     the slot may be written again
+                                      ...
+                                      <-     Commit(counts) or Abort(reason)
+    Committed(how it was loaded)      ->
+    Failed(traceback), at any time    ->
+
+Every message carries the version and the session's token. msgspec rejects a missing field, a wrong
+type or an unknown one; nothing is unpickled. The version changes whenever a field does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from typing import Any
+
+import msgspec
+import torch
+
+from sglang_loader.load_plan import BucketLayout, BucketTensor
+from sglang_loader.manifest import ManifestError
+from sglang_loader.shared_buffer import CpuHandle, CudaHandle
+
+SESSION_VERSION = 1
+
+
+class SessionError(RuntimeError):
+    """The session broke: protocol violated, peer gone or silent."""
+
+
+class SessionDescriptor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Invites one engine rank to a session.
+
+    Attributes:
+        version: `SESSION_VERSION` of the trainer.
+        endpoint: zmq address that the trainer rank has bound.
+        token: random; each message must carry it.
+        timeout_s: longest silence that either side tolerates, in seconds.
+        recheck_every_n_syncs: check the load plan against the model's own loader in every n-th
+            sync; 0: only when it is made.
+        keep_mappings: keep the trainer's buffers mapped after the session.
+    """
+
+    version: int
+    endpoint: str
+    token: str
+    timeout_s: float
+    recheck_every_n_syncs: int
+    keep_mappings: bool
+
+
+class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    version: int = SESSION_VERSION
+    token: str = ""
+
+
+class Hello(_Message, frozen=True, kw_only=True):
+    """Engine: here I am.
+
+    Attributes:
+        layouts: digests whose layouts need not be sent.
+        buffers: those that are still mapped from an earlier session.
+    """
+
+    layouts: list[str]
+    buffers: list[str]
+
+
+class Welcome(_Message, frozen=True, kw_only=True):
+    """Trainer: go on."""
+
+
+class MapBuffer(_Message, frozen=True, kw_only=True):
+    """Trainer: buckets of `slot` lie in this buffer from now on.
+
+    Attributes:
+        slot: number within this session.
+        buffer: names one piece of memory for as long as it is allocated.
+        handle: None where the engine still has the buffer mapped: torch counts the receivers of a
+            handle, so each handle is sent once.
+    """
+
+    slot: int
+    buffer: str
+    handle: CpuHandle | CudaHandle | None
+
+
+class LoadBucket(_Message, frozen=True, kw_only=True):
+    """Trainer: load a bucket.
+
+    Attributes:
+        index: position in the session, from 0.
+        slot: buffer that holds it.
+        offset: first byte of the bucket in the buffer.
+        digest: names the layout.
+        layout: the encoded layout, None where the engine knows the digest.
+        read_only: the buffer is the trainer's own memory.
+    """
+
+    index: int
+    slot: int
+    offset: int
+    digest: str
+    layout: bytes | None
+    read_only: bool
+
+
+class Commit(_Message, frozen=True, kw_only=True):
+    """Trainer: everything was sent; the counts of the whole session."""
+
+    num_buckets: int
+    num_tensors: int
+
+
+class Abort(_Message, frozen=True, kw_only=True):
+    """Trainer: the sync failed elsewhere."""
+
+    reason: str
+
+
+class BucketDone(_Message, frozen=True, kw_only=True):
+    """Engine: the device has finished reading the bucket."""
+
+    index: int
+
+
+class Committed(_Message, frozen=True, kw_only=True):
+    """Engine: all weights are in place.
+
+    Attributes:
+        num_replayed: buckets loaded by the compiled plan.
+        num_eager: buckets loaded by the model's own loader.
+        reason: why not all were replayed.
+        may_read_in_place: a plan holds and changes no source: buckets may be the trainer's memory.
+    """
+
+    num_replayed: int
+    num_eager: int
+    reason: str | None
+    may_read_in_place: bool
+
+
+class Failed(_Message, frozen=True, kw_only=True):
+    """Engine: loading failed; TP rank and traceback."""
+
+    traceback: str
+
+
+FromTrainer = Welcome | MapBuffer | LoadBucket | Commit | Abort
+FromEngine = Hello | BucketDone | Committed | Failed
+
+_encoder = msgspec.msgpack.Encoder()
+_from_trainer = msgspec.msgpack.Decoder(FromTrainer)
+_from_engine = msgspec.msgpack.Decoder(FromEngine)
+_descriptor = msgspec.json.Decoder(SessionDescriptor)
+
+
+def encode(message: FromTrainer | FromEngine) -> bytes:
+    """Serialise a message."""
+    return _encoder.encode(message)
+
+
+def decode_from_trainer(data: bytes) -> FromTrainer:
+    """Parse what an engine received.
+
+    Raises:
+        SessionError: not a message of the trainer.
+    """
+    return _decode(_from_trainer, data)  # type: ignore[no-any-return]
+
+
+def decode_from_engine(data: bytes) -> FromEngine:
+    """Parse what a trainer received.
+
+    Raises:
+        SessionError: not a message of the engine.
+    """
+    return _decode(_from_engine, data)  # type: ignore[no-any-return]
+
+
+def encode_descriptor(descriptor: SessionDescriptor) -> str:
+    """Serialise a descriptor; it travels as a tensor's name."""
+    return msgspec.json.encode(descriptor).decode()
+
+
+def decode_descriptor(text: str) -> SessionDescriptor:
+    """Parse a descriptor.
+
+    Raises:
+        SessionError: not a descriptor, or of another version.
+    """
+    try:
+        descriptor = _descriptor.decode(text)
+    except msgspec.MsgspecError as error:
+        raise SessionError(f"not a session descriptor: {error}; got {text[:120]!r}") from None
+    check_version(descriptor.version)
+    return descriptor
+
+
+def check_version(version: int) -> None:
+    """Raise SessionError unless the peer speaks our version."""
+    if version != SESSION_VERSION:
+        raise SessionError(
+            f"session version {version}, this side speaks {SESSION_VERSION}: the trainer and the "
+            "engine have different releases of verl-sglang-sync installed"
+        )
+
+
+def _decode(decoder: Any, data: bytes) -> Any:
+    try:
+        return decoder.decode(data)
+    except msgspec.MsgspecError as error:
+        raise SessionError(f"not a session message: {error}; got {data[:60]!r}") from None
+
+
+class _LayoutTensor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+
+class _Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    nbytes: int
+    tensors: tuple[_LayoutTensor, ...]
+
+
+_layout_decoder = msgspec.msgpack.Decoder(_Layout)
+
+
+def encode_layout(layout: BucketLayout) -> bytes:
+    """Serialise a layout; `decode_layout(encode_layout(x), digest_of(...)) == x`."""
+    tensors = tuple(
+        _LayoutTensor(t.name, str(t.dtype).removeprefix("torch."), t.shape, t.offset)
+        for t in layout.tensors
+    )
+    return _encoder.encode(_Layout(layout.nbytes, tensors))
+
+
+def digest_of(encoded: bytes) -> str:
+    """Names an encoded layout: 64 hexadecimal digits, the same in every process."""
+    return hashlib.sha256(encoded).hexdigest()
+
+
+def decode_layout(encoded: bytes, digest: str) -> BucketLayout:
+    """Parse and check a layout.
+
+    Raises:
+        ManifestError: not a layout, another digest, an unknown dtype, a negative dimension, or a
+            tensor that leaves the bucket.
+    """
+    if digest_of(encoded) != digest:
+        raise ManifestError(f"the layout is not the one that digest {digest} names")
+    try:
+        layout = _layout_decoder.decode(encoded)
+    except msgspec.MsgspecError as error:
+        raise ManifestError(f"not a bucket layout: {error}") from None
+    tensors = []
+    for entry in layout.tensors:
+        dtype = getattr(torch, entry.dtype, None)
+        if not isinstance(dtype, torch.dtype):
+            raise ManifestError(f"tensor {entry.name!r}: unknown dtype {entry.dtype!r}")
+        if min(entry.shape, default=0) < 0 or math.prod(entry.shape) > layout.nbytes:
+            raise ManifestError(
+                f"tensor {entry.name!r}: shape {entry.shape} in a bucket of {layout.nbytes} bytes"
+            )
+        tensors.append(BucketTensor(entry.name, entry.shape, dtype, entry.offset))
+    try:
+        return BucketLayout(tuple(tensors), layout.nbytes)
+    except ValueError as error:
+        raise ManifestError(str(error)) from None

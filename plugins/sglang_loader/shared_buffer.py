@@ -1,0 +1,122 @@
+"""A buffer's handle, typed: lets the engine's process map memory of the trainer's process.
+
+torch shares storages between processes through `torch.multiprocessing`, which pickles them. The
+fields that travel are the same here, without the pickle: a CUDA IPC handle with torch's own
+reference counter (the owner's memory is not reused before the receiver let go of it), or the name
+of a shared-memory file for CPU tensors.
+
+    handle = share_storage(tensor.untyped_storage())    # trainer; each handle for one receiver
+    flat = map_buffer(handle, device)                   # engine: uint8 of shape [handle.nbytes]
+
+Mapping a handle of memory that this process still has mapped gives the same addresses.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import torch
+from torch.multiprocessing import reductions
+
+
+class CpuHandle(msgspec.Struct, frozen=True, kw_only=True, tag="cpu", forbid_unknown_fields=True):
+    """Shared memory by name (`UntypedStorage._share_filename_cpu_`)."""
+
+    nbytes: int
+    manager: bytes
+    name: bytes
+
+
+class CudaHandle(msgspec.Struct, frozen=True, kw_only=True, tag="cuda", forbid_unknown_fields=True):
+    """What `TypedStorage._share_cuda_` returns.
+
+    Attributes:
+        nbytes: of the storage.
+        gpu: UUID, because the two processes may number their devices differently.
+        allocation: IPC handle of the `cudaMalloc` block.
+        offset: of the storage in that block.
+        counter_file: torch's reference counter, a shared-memory file and a position in it.
+        counter_offset: see `counter_file`.
+        event: IPC handle of the event after which the memory may be read.
+        event_sync_required: wait for `event`.
+    """
+
+    nbytes: int
+    gpu: str
+    allocation: bytes
+    offset: int
+    counter_file: bytes
+    counter_offset: int
+    event: bytes
+    event_sync_required: bool
+
+
+BufferHandle = CpuHandle | CudaHandle
+
+
+def share_storage(storage: torch.UntypedStorage) -> BufferHandle:
+    """Make a handle of a storage; it must stay alive until the receiver has let go of it.
+
+    Raises:
+        ValueError: memory that other processes cannot map, as it is.
+    """
+    if storage.device.type == "cpu":
+        if not storage.is_shared():
+            raise ValueError("only shared memory of the CPU can be mapped by another process")
+        manager, name, nbytes = storage._share_filename_cpu_()
+        storage._shared_incref()
+        return CpuHandle(nbytes=nbytes, manager=manager, name=name)
+    typed = torch.storage.TypedStorage(wrap_storage=storage, dtype=torch.uint8, _internal=True)
+    device, allocation, nbytes, offset, counter, counter_offset, event, sync = typed._share_cuda_()
+    return CudaHandle(
+        nbytes=nbytes,
+        gpu=gpu_uuid(device),
+        allocation=allocation,
+        offset=offset,
+        counter_file=counter,
+        counter_offset=counter_offset,
+        event=event,
+        event_sync_required=sync,
+    )
+
+
+def map_buffer(handle: BufferHandle, device: torch.device) -> torch.Tensor:
+    """Map a handle's memory into this process: contiguous uint8 of shape `[handle.nbytes]`.
+
+    Raises:
+        ValueError: the memory is on another GPU than `device`.
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        if isinstance(handle, CpuHandle):
+            storage = reductions.rebuild_storage_filename(
+                torch.UntypedStorage, handle.manager, handle.name, handle.nbytes
+            )
+            return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (handle.nbytes,), (1,))
+        index = torch.cuda.current_device() if device.index is None else device.index
+        if gpu_uuid(index) != handle.gpu:
+            raise ValueError(
+                f"the trainer's buffer is on GPU {handle.gpu}, this engine rank uses "
+                f"{gpu_uuid(index)}: both must share one GPU"
+            )
+        mapped: torch.Tensor = reductions.rebuild_cuda_tensor(
+            torch.Tensor,
+            (handle.nbytes,),
+            (1,),
+            0,
+            torch.storage.TypedStorage,
+            torch.uint8,
+            index,
+            handle.allocation,
+            handle.nbytes,
+            handle.offset,
+            False,
+            handle.counter_file,
+            handle.counter_offset,
+            handle.event,
+            handle.event_sync_required,
+        )
+        return mapped
+
+
+def gpu_uuid(index: int) -> str:
+    """UUID of a CUDA device of this process."""
+    return str(torch.cuda.get_device_properties(index).uuid)

@@ -1,0 +1,85 @@
+"""Staging buffers of a session: buckets take turns in them, each packed by a few fused copies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from sglang_loader.load_plan import BucketLayout
+from verl_sglang_sync.bucket_stream import Batch, Cut
+from verl_sglang_sync.staging import StagingBuffer
+
+_Groups = list[tuple[list[int], list[torch.Tensor]]]
+
+
+class StagingRing:
+    """`num_buffers` staging buffers, kept from sync to sync or freed in between.
+
+    Args:
+        device: where the engine of this rank runs.
+        num_buffers: with two, a bucket is packed while the engine loads the one before.
+        bucket_bytes: size of a buffer while the largest bucket is not known.
+    """
+
+    def __init__(self, device: torch.device, *, num_buffers: int, bucket_bytes: int) -> None:
+        self._device = device
+        self._bucket_bytes = bucket_bytes
+        self._buffers = [StagingBuffer(device) for _ in range(num_buffers)]
+        self._views: dict[tuple[str, int], _Groups] = {}
+
+    @property
+    def num_buffers(self) -> int:
+        """Buckets that can be in flight at a time."""
+        return len(self._buffers)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held at present."""
+        return sum(buffer.nbytes for buffer in self._buffers)
+
+    def prepare(self, cuts: Sequence[Cut]) -> None:
+        """Make every buffer fit the buckets that are expected in it."""
+        for slot in range(len(self._buffers)):
+            expected = cuts[slot :: len(self._buffers)]
+            sizes = [cut.bucket.layout.nbytes for cut in expected if cut.start is None]
+            self._reserve(slot, max(sizes, default=0))
+
+    def pack(self, batch: Batch) -> torch.UntypedStorage:
+        """Copy a bucket into its buffer, wait for it, and return the buffer's storage."""
+        slot, bucket = batch.index % len(self._buffers), batch.bucket
+        nbytes = bucket.layout.nbytes
+        if nbytes > self._buffers[slot].nbytes:
+            only = batch.index == 0 and bucket.is_last
+            self._reserve(slot, nbytes if only else max(nbytes, self._bucket_bytes))
+        groups = self._views.get((bucket.digest, slot))
+        if groups is None:
+            flat = self._buffers[slot].filled(nbytes)
+            groups = self._views[bucket.digest, slot] = _grouped_views(bucket.layout, flat)
+        with torch.no_grad():
+            for members, targets in groups:
+                sources = [batch.tensors[i] for i in members]
+                torch._foreach_copy_(targets, sources, non_blocking=True)
+        return self._buffers[slot].filled(nbytes).untyped_storage()
+
+    def free(self) -> None:
+        """Give the memory back; the engine must have let go of it."""
+        self._views.clear()
+        self._buffers = [StagingBuffer(self._device) for _ in self._buffers]
+
+    def _reserve(self, slot: int, nbytes: int) -> None:
+        if nbytes > self._buffers[slot].nbytes:
+            for key in [key for key in self._views if key[1] == slot]:
+                del self._views[key]
+            self._buffers[slot].reserve(nbytes)
+
+
+def _grouped_views(layout: BucketLayout, flat: torch.Tensor) -> _Groups:
+    """Views of the buffer by dtype: the fused copy takes one dtype at a time."""
+    by_dtype: dict[torch.dtype, tuple[list[int], list[torch.Tensor]]] = {}
+    for i, (_, view) in enumerate(layout.views(flat)):
+        if view.numel():
+            members, views = by_dtype.setdefault(view.dtype, ([], []))
+            members.append(i)
+            views.append(view)
+    return list(by_dtype.values())

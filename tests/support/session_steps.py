@@ -1,0 +1,86 @@
+"""What goes wrong with a session, done by real trainer ranks to a real engine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from support.engine_steps import NamedTensors, engine_hashes, weights_of
+from support.trainer import TrainerRank
+
+DIES_AFTER = 6
+
+
+def good_syncs(rank: TrainerRank, model: str, folder: str) -> dict[str, Any]:
+    """Two compiled syncs of the checkpoint; returns hashes and seconds."""
+    manager = rank.manager("compiled")
+    started = time.monotonic()
+    for _ in range(2):
+        asyncio.run(manager.sync(iter(weights_of(Path(model), rank.device)), version="good"))
+    return {
+        "seconds": time.monotonic() - started,
+        "num_replayed": manager.report.num_replayed,
+        "hashes": engine_hashes(rank, Path(folder)),
+    }
+
+
+def die_mid_session(rank: TrainerRank, model: str) -> None:
+    """All trainer ranks end without a word while buckets are under way."""
+
+    def export(weights: NamedTensors) -> Iterator[Any]:
+        for i, pair in enumerate(weights):
+            if i == DIES_AFTER:
+                os._exit(9)
+            yield pair
+
+    manager = rank.manager("compiled", bucket_bytes=1 << 10)
+    asyncio.run(manager.sync(export(weights_of(Path(model), rank.device)), version="dead"))
+
+
+def fail_on_one_rank(rank: TrainerRank, model: str) -> str:
+    """The last rank cannot pack one tensor; returns the error that this rank raised."""
+    from verl_sglang_sync.weight_sync import WeightSyncError
+
+    weights = weights_of(Path(model), rank.device)
+    if rank.rank == rank.tp - 1:
+        name, tensor = weights[DIES_AFTER]
+        weights[DIES_AFTER] = (name, tensor.to("meta"))
+    try:
+        manager = rank.manager("compiled", bucket_bytes=1 << 10)
+        asyncio.run(manager.sync(iter(weights), version="bad"))
+    except WeightSyncError as error:
+        return str(error)
+    return "no error"
+
+
+def wrong_token(rank: TrainerRank) -> str:
+    """Invite the engine with a token that is not the session's; returns what came of it."""
+    from verl_sglang_sync.trainer_session import TrainerSession
+    from verl_sglang_sync.weight_sync import WeightSyncError
+
+    def forge(self: TrainerSession, *arguments: Any) -> None:
+        init(self, *arguments)
+        invitation = msgspec.json.decode(self.invitation)
+        self.invitation = msgspec.json.encode({**invitation, "token": "0" * 32}).decode()
+
+    init = TrainerSession.__init__
+    TrainerSession.__init__ = forge  # type: ignore[method-assign]
+    try:
+        asyncio.run(rank.manager("compiled").sync(iter(_one_tensor(rank)), version="forged"))
+    except WeightSyncError as error:
+        return str(error)
+    finally:
+        TrainerSession.__init__ = init  # type: ignore[method-assign]
+    return "no error"
+
+
+def _one_tensor(rank: TrainerRank) -> NamedTensors:
+    import torch
+
+    return [("model.norm.weight", torch.ones(1, device=rank.device))]

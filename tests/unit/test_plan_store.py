@@ -1,0 +1,185 @@
+"""One model's syncs: recorded, replayed, and eager again wherever the plan does not hold."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from sglang_loader.load_plan import BucketLayout
+from sglang_loader.plan_store import MAX_RECORDINGS, ModelLoader, loader_of
+
+CONTEXT = {"tp_rank": 0, "expert_map": torch.arange(4)}
+NAMES = ("a", "b", "c", "d")
+
+
+class Model(nn.Module):
+    """Fuses two tensors into one parameter and copies the others; counts eager calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.fused = nn.Parameter(torch.zeros(2, 8), requires_grad=False)
+        self.c = nn.Parameter(torch.zeros(8), requires_grad=False)
+        self.d = nn.Parameter(torch.zeros(8), requires_grad=False)
+        self.calls = 0
+
+    def load_weights(self, weights):
+        self.calls += 1
+        for name, tensor in weights:
+            target = self.fused[NAMES.index(name)] if name in "ab" else getattr(self, name)
+            target.copy_(tensor)
+
+
+class AddsToItsSources(Model):
+    def load_weights(self, weights):
+        super().load_weights((name, tensor.add_(1)) for name, tensor in weights)
+
+
+class Rebinds(Model):
+    def load_weights(self, weights):
+        super().load_weights(weights)
+        self.c = nn.Parameter(self.c.clone(), requires_grad=False)
+
+
+def sync(loader, value, *, names=NAMES, context=CONTEXT, recheck=0, read_only=False, shift=0):
+    """Two tensors to a bucket, all elements `value`; returns the outcome."""
+    loader.start(context, recheck_every_n_syncs=recheck)
+    for index in range(0, len(names), 2):
+        layout = BucketLayout.pack([(n, (8,), torch.float32) for n in names[index : index + 2]])
+        layout = BucketLayout(layout.tensors, layout.nbytes + shift)
+        buffer = torch.zeros(layout.nbytes, dtype=torch.uint8)
+        for _, view in layout.views(buffer):
+            view.fill_(value)
+        before = buffer.clone()
+        loader.load(index // 2, layout, buffer, read_only=read_only)
+        assert not read_only or torch.equal(buffer, before)
+    return loader.finish()
+
+
+def check_loaded(model, value):
+    for tensor in (model.fused, model.c, model.d):
+        assert torch.equal(tensor, torch.full_like(tensor, value))
+
+
+def test_the_first_sync_records_and_later_ones_replay():
+    model = Model()
+    loader = loader_of(model)
+    assert loader_of(model) is loader
+    first = sync(loader, 1.0)
+    assert (first.num_replayed, first.num_eager) == (0, 2)
+    assert first.may_read_in_place
+    check_loaded(model, 1.0)
+    calls = model.calls
+    for value in (2.0, 3.0):
+        outcome = sync(loader, value)
+        assert (outcome.num_replayed, outcome.num_eager, outcome.reason) == (2, 0, None)
+        check_loaded(model, value)
+    assert model.calls == calls
+
+
+def move_a_parameter(model):
+    model.c = nn.Parameter(model.c.clone(), requires_grad=False)
+
+
+CHANGES = {
+    "context": (None, {"context": {**CONTEXT, "tp_rank": 1}}, "tp_rank was 0, now 1"),
+    "expert map": (None, {"context": {**CONTEXT, "expert_map": torch.ones(4)}}, "expert_map was"),
+    "moved parameter": (move_a_parameter, {}, "c was rebound"),
+    "order": (None, {"names": ("b", "a", "c", "d")}, "bucket 0 has another layout"),
+    "second bucket": (None, {"names": ("a", "b", "d", "c")}, "bucket 1 has another layout"),
+    "more": (None, {"names": (*NAMES, "c", "d")}, "the plan has 2 buckets"),
+    "size": (None, {"shift": 256}, "bucket 0 has another layout"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_plan_that_does_not_hold_is_not_used(change, caplog):
+    prepare, arguments, reason = CHANGES[change]
+    model = Model()
+    loader = loader_of(model)
+    sync(loader, 1.0)
+    sync(loader, 2.0)
+    if prepare is not None:
+        prepare(model)
+    with caplog.at_level(logging.WARNING):
+        outcome = sync(loader, 3.0, **arguments)
+    assert outcome.num_eager > 0
+    assert reason in outcome.reason
+    assert reason in caplog.text
+    check_loaded(model, 3.0)
+    for value in (4.0, 5.0):
+        last = sync(loader, value, **arguments)
+        check_loaded(model, value)
+    assert last.num_eager == 0
+
+
+def test_a_reason_is_logged_once(caplog):
+    model = Model()
+    loader = loader_of(model)
+    with caplog.at_level(logging.WARNING):
+        for value in range(2 * MAX_RECORDINGS + 4):
+            order = NAMES if value % 2 else ("b", "a", "c", "d")
+            sync(loader, float(value), names=order)
+            check_loaded(model, float(value))
+    assert caplog.text.count("bucket 0 has another layout") == 1
+    assert caplog.text.count("did not last for one sync") == 1
+
+
+def test_a_model_that_rebinds_stays_eager_and_is_not_traced_again(caplog):
+    model = Rebinds()
+    loader = loader_of(model)
+    with caplog.at_level(logging.WARNING):
+        for value in (1.0, 2.0, 3.0):
+            calls = model.calls
+            outcome = sync(loader, value)
+            assert outcome.num_eager == 2
+            assert not outcome.may_read_in_place
+            check_loaded(model, value)
+    assert model.calls - calls == 2
+    assert caplog.text.count("eager load_weights instead of the plan") == 1
+
+
+def test_a_read_only_source_is_never_changed():
+    model = AddsToItsSources()
+    loader = loader_of(model)
+    for value in (1.0, 2.0, 3.0):
+        outcome = sync(loader, value, read_only=True)
+        assert not outcome.may_read_in_place
+        assert outcome.num_replayed == 0
+        check_loaded(model, value + 1)
+
+
+@pytest.mark.parametrize("recheck", (1, 2))
+def test_rechecks_come_every_nth_sync(recheck):
+    model = Model()
+    loader = loader_of(model)
+    sync(loader, 0.0, recheck=recheck)
+    replayed = []
+    for value in range(1, 5):
+        outcome = sync(loader, float(value), recheck=recheck)
+        check_loaded(model, float(value))
+        replayed.append(outcome.num_replayed)
+    assert replayed == ([0, 0, 0, 0] if recheck == 1 else [2, 0, 2, 0])
+
+
+def test_a_recheck_finds_a_loader_that_changed_its_mind(caplog):
+    model = Model()
+    loader = loader_of(model)
+    sync(loader, 1.0)
+    original = model.load_weights
+    model.load_weights = lambda weights: original((n, t + 1) for n, t in weights)
+    with caplog.at_level(logging.WARNING):
+        outcome = sync(loader, 2.0, recheck=1)
+    assert "differ from eager" in outcome.reason
+    check_loaded(model, 3.0)
+
+
+def test_a_sync_that_broke_off_leaves_no_half_plan():
+    model = Model()
+    loader = ModelLoader(model)
+    loader.start(CONTEXT, recheck_every_n_syncs=0)
+    layout = BucketLayout.pack([("a", (8,), torch.float32)])
+    loader.load(0, layout, torch.zeros(layout.nbytes, dtype=torch.uint8), read_only=False)
+    assert sync(loader, 1.0).num_eager == 2
+    assert sync(loader, 2.0).num_replayed == 2
+    check_loaded(model, 2.0)

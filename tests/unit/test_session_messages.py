@@ -1,0 +1,196 @@
+"""The session's wire format: round trips, and what is refused."""
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_loader import session_messages as wire
+from sglang_loader.load_plan import BucketLayout
+from sglang_loader.manifest import ManifestError
+from sglang_loader.session_channel import Channel
+from sglang_loader.session_messages import SessionError
+from sglang_loader.shared_buffer import CpuHandle, map_buffer, share_storage
+
+TOKEN = "ab" * 16
+HANDLE = CpuHandle(nbytes=4, manager=b"m", name=b"n")
+FROM_TRAINER = [
+    wire.Welcome(token=TOKEN),
+    wire.MapBuffer(token=TOKEN, slot=0, buffer="b", handle=HANDLE),
+    wire.MapBuffer(token=TOKEN, slot=0, buffer="b", handle=None),
+    wire.LoadBucket(
+        token=TOKEN, index=1, slot=0, offset=256, digest="d", layout=b"x", read_only=True
+    ),
+    wire.Commit(token=TOKEN, num_buckets=2, num_tensors=3),
+    wire.Abort(token=TOKEN, reason="why"),
+]
+FROM_ENGINE = [
+    wire.Hello(token=TOKEN, layouts=["d"], buffers=["b"]),
+    wire.BucketDone(token=TOKEN, index=1),
+    wire.Committed(token=TOKEN, num_replayed=1, num_eager=2, reason=None, may_read_in_place=True),
+    wire.Failed(token=TOKEN, traceback="trace"),
+]
+DTYPES = (torch.bfloat16, torch.float32, torch.uint8, torch.float8_e4m3fn)
+
+
+def layouts():
+    tensor = st.tuples(
+        st.text(min_size=1, max_size=8),
+        st.lists(st.integers(0, 5), max_size=3),
+        st.sampled_from(DTYPES),
+    )
+    return st.lists(tensor, max_size=6).map(BucketLayout.pack)
+
+
+@pytest.mark.parametrize("message", FROM_TRAINER, ids=lambda m: type(m).__name__)
+def test_messages_of_the_trainer_round_trip(message):
+    assert wire.decode_from_trainer(wire.encode(message)) == message
+    with pytest.raises(SessionError, match="not a session message"):
+        wire.decode_from_engine(wire.encode(message))
+
+
+@pytest.mark.parametrize("message", FROM_ENGINE, ids=lambda m: type(m).__name__)
+def test_messages_of_the_engine_round_trip(message):
+    assert wire.decode_from_engine(wire.encode(message)) == message
+    with pytest.raises(SessionError, match="not a session message"):
+        wire.decode_from_trainer(wire.encode(message))
+
+
+@given(st.binary(max_size=64))
+def test_noise_is_refused(data):
+    with pytest.raises(SessionError):
+        wire.decode_from_trainer(data)
+
+
+@pytest.mark.parametrize("message", FROM_TRAINER, ids=lambda m: type(m).__name__)
+def test_a_missing_an_unknown_and_a_mistyped_field_are_refused(message):
+    fields = msgspec.to_builtins(message)
+    last = list(fields)[-1]
+    for broken in (
+        {key: value for key, value in fields.items() if key != last},
+        {**fields, "more": 1},
+        {**fields, last: 3.5},
+    ):
+        if broken.keys() == {"type", "version"}:
+            continue  # `token` has a default, which the channel refuses
+        with pytest.raises(SessionError):
+            wire.decode_from_trainer(msgspec.msgpack.encode(broken))
+
+
+@given(layouts())
+def test_layouts_round_trip(layout):
+    encoded = wire.encode_layout(layout)
+    assert wire.decode_layout(encoded, wire.digest_of(encoded)) == layout
+
+
+def encoded_layout(nbytes=256, name="t", dtype="float32", shape=(4,), offset=0):
+    return msgspec.msgpack.encode(
+        {"nbytes": nbytes, "tensors": [[name, dtype, list(shape), offset]]}
+    )
+
+
+@pytest.mark.parametrize(
+    "encoded",
+    [
+        b"noise",
+        encoded_layout(dtype="float31"),
+        encoded_layout(dtype="nn"),
+        encoded_layout(shape=(-4,)),
+        encoded_layout(shape=(4, -1)),
+        encoded_layout(shape=(65,)),
+        encoded_layout(shape=(1 << 62, 4)),
+        encoded_layout(offset=244),
+        encoded_layout(offset=-4),
+        encoded_layout(offset=2),
+    ],
+)
+def test_a_layout_that_leaves_its_bucket_or_means_nothing_is_refused(encoded):
+    with pytest.raises(ManifestError):
+        wire.decode_layout(encoded, wire.digest_of(encoded))
+    good = encoded_layout()
+    wire.decode_layout(good, wire.digest_of(good))
+    with pytest.raises(ManifestError, match="not the one that digest"):
+        wire.decode_layout(good, wire.digest_of(encoded))
+
+
+def test_a_descriptor_of_another_version_is_refused():
+    descriptor = wire.SessionDescriptor(
+        version=wire.SESSION_VERSION + 1,
+        endpoint="ipc:///x",
+        token=TOKEN,
+        timeout_s=1,
+        recheck_every_n_syncs=0,
+        keep_mappings=False,
+    )
+    with pytest.raises(SessionError, match="different releases"):
+        wire.decode_descriptor(wire.encode_descriptor(descriptor))
+    with pytest.raises(SessionError, match="not a session descriptor"):
+        wire.decode_descriptor("model.norm.weight")
+
+
+def channels(tmp_path, trainer_token=TOKEN, timeout_s=5.0):
+    endpoint = f"ipc://{tmp_path}/socket"
+    common = {"timeout_s": timeout_s}
+    trainer = Channel(
+        endpoint,
+        bind=True,
+        token=trainer_token,
+        decode=wire.decode_from_engine,
+        peer="engine",
+        **common,
+    )
+    engine = Channel(
+        endpoint,
+        bind=False,
+        token=TOKEN,
+        decode=wire.decode_from_trainer,
+        peer="trainer",
+        **common,
+    )
+    return trainer, engine
+
+
+def test_a_channel_carries_messages_both_ways(tmp_path):
+    trainer, engine = channels(tmp_path)
+    with trainer, engine:
+        engine.send(wire.Hello, layouts=[], buffers=[])
+        assert trainer.receive() == wire.Hello(token=TOKEN, layouts=[], buffers=[])
+        trainer.send(wire.Welcome)
+        assert engine.receive() == wire.Welcome(token=TOKEN)
+
+
+def test_a_wrong_token_is_refused(tmp_path):
+    trainer, engine = channels(tmp_path, trainer_token="cd" * 16)
+    with trainer, engine:
+        engine.send(wire.Hello, layouts=[], buffers=[])
+        with pytest.raises(SessionError, match="wrong token"):
+            trainer.receive()
+
+
+def test_silence_ends_after_the_timeout(tmp_path):
+    trainer, engine = channels(tmp_path, timeout_s=0.3)
+    with trainer, engine, pytest.raises(SessionError, match=r"no message .* within 0.3 s"):
+        trainer.receive()
+
+
+def test_a_peer_that_left_is_noticed_after_its_last_message(tmp_path):
+    trainer, engine = channels(tmp_path)
+    with trainer:
+        engine.send(wire.Failed, traceback="last words")
+        engine.close()
+        assert trainer.receive() == wire.Failed(token=TOKEN, traceback="last words")
+        with pytest.raises(SessionError, match="the engine's process is gone"):
+            trainer.receive()
+        with pytest.raises(SessionError, match="Welcome was not sent"):
+            trainer.send(wire.Welcome)
+
+
+def test_shared_memory_is_the_same_memory():
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    tensor = torch.zeros(16, dtype=torch.uint8).share_memory_()
+    mapped = map_buffer(share_storage(tensor.untyped_storage()), torch.device("cpu"))
+    tensor[3] = 7
+    assert mapped.tolist() == tensor.tolist()
+    with pytest.raises(ValueError, match="only shared memory"):
+        share_storage(torch.zeros(4).untyped_storage())
