@@ -14,12 +14,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from sglang_loader.host_backup.policy import POLICIES, Policy
+
 Mode = Literal["bucketed", "flattened"]
 MODES: tuple[str, ...] = get_args(Mode)
 
 SECTION = "actor_rollout_ref.rollout.custom.weight_sync"
 BUCKET_KEY = "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes"
-PRESET_KEYS = ("mode", "request_timeout_s", "report_file")
+PRESET_KEYS = ("mode", "request_timeout_s", "report_file", "host_backup")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +32,9 @@ class WeightSyncConfig:
         mode: wire format, one of `MODES`.
         request_timeout_s: limit of one request to the SGLang server, in seconds.
         report_file: JSON-lines file that gets one line per sync and replica, or None.
+        host_backup: what a release of the weights keeps on the host: "on" everything, by SGLang;
+            "auto" everything that no sync is proven to rewrite; "off" no more than named buffers
+            until that is proven.
         bucket_bytes: upper limit of one bucket, in bytes (verl's
             `checkpoint_engine.update_weights_bucket_megabytes`).
         multi_stage_wake_up: True resumes weights, syncs, lets the trainer free its memory and only
@@ -40,6 +45,7 @@ class WeightSyncConfig:
     mode: Mode
     request_timeout_s: float = 600.0
     report_file: str | None = None
+    host_backup: Policy = "auto"
     bucket_bytes: int
     multi_stage_wake_up: bool
     free_cache_engine: bool
@@ -69,6 +75,7 @@ class WeightSyncConfig:
                 f"{SECTION}.request_timeout_s", keys.get("request_timeout_s", 600.0)
             ),
             report_file=_optional_path(f"{SECTION}.report_file", keys.get("report_file")),
+            host_backup=_host_backup(keys.get("host_backup", "auto")),
             bucket_bytes=_bucket_bytes(rollout),
             multi_stage_wake_up=_boolean(rollout, "multi_stage_wake_up"),
             free_cache_engine=_boolean(rollout, "free_cache_engine"),
@@ -101,6 +108,13 @@ def _mode(keys: Mapping[str, Any]) -> Mode:
     if mode not in MODES:
         raise ValueError(f"{SECTION}.mode={mode!r}: allowed: {', '.join(MODES)}")
     return mode  # type: ignore[no-any-return]
+
+
+def _host_backup(value: Any) -> Policy:
+    value = {True: "on", False: "off"}[value] if isinstance(value, bool) else value  # YAML 1.1
+    if value not in POLICIES:
+        raise ValueError(f"{SECTION}.host_backup={value!r}: allowed: {', '.join(POLICIES)}")
+    return value  # type: ignore[no-any-return]
 
 
 def _positive_number(key: str, value: Any) -> float:
