@@ -5,6 +5,7 @@ Without a `+weight_sync` preset both are verl's own, launched with verl's own ar
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from typing import Any
@@ -15,6 +16,8 @@ from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpSe
 from sglang_loader.bucket_loader import LOADERS
 from sglang_loader.host_backup.policy import ENVIRONMENT_VARIABLE
 from verl_sglang_sync.config import WeightSyncConfig
+
+logger = logging.getLogger(__name__)
 
 
 class WeightSyncHttpServer(SGLangHttpServer):  # type: ignore[misc]
@@ -29,6 +32,11 @@ class WeightSyncHttpServer(SGLangHttpServer):  # type: ignore[misc]
         self._register_loaders()
         settings = WeightSyncConfig.from_rollout(self.config)
         assert settings is not None, "launched only where a preset is chosen"
+        if settings.host_backup == "off":
+            logger.warning(
+                "weight_sync.host_backup=off: released weights are lost except for named buffers; "
+                "what a sync does not rewrite holds garbage until a load plan has proven it"
+            )
         os.environ[ENVIRONMENT_VARIABLE] = settings.host_backup  # SGLang's processes inherit it
         await super().launch_server(master_address, master_port)
 
