@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -68,9 +69,7 @@ def sglang_server(
     host_backup: Policy = "on",
 ) -> Iterator[Server]:
     """Serve `model` until the block ends; the log goes to `folder/server.log`."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = _free_port()
     command = [
         *(sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)),
         *("--port", str(port), "--tp-size", str(tp), "--sampling-backend", "pytorch"),
@@ -95,6 +94,15 @@ def sglang_server(
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+def _free_port() -> int:
+    """A free port that leaves room above: SGLang derives others from it, the farthest + 10000."""
+    for port in random.sample(range(20000, 30000), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError("no free port between 20000 and 30000")
 
 
 def _wait(server: Server) -> None:
