@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -12,7 +10,7 @@ from tiny_assets import make_assets
 
 from sglang_loader.bucket_loader import FLATTENED_LOADER
 from support.engine_steps import sync_weights
-from support.http_requests import generate, post, release, resume
+from support.http_requests import generate, post, release, resume, running_generation
 from support.sglang_server import Server, sglang_server
 from support.trainer import run_trainer
 
@@ -57,18 +55,14 @@ def test_an_unknown_tag_is_refused(served: tuple[Server, Path, int], step: objec
 
 def test_a_release_while_requests_run_is_refused(served: tuple[Server, Path, int]) -> None:
     url = served[0].url
-    before = generate(url, LONG)
-    with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(generate, url, LONG)
-        time.sleep(0.5)
+    before = generate(url)
+    with running_generation(url, LONG):
         status, text = release(url, "kv_cache", "weights")
-        assert not running.done(), "the request was too short to be running"
-        assert running.result() == before
     assert status == 400
     assert "refused: requests are running" in text
     assert release(url)[0] == 200
     assert resume(url)[0] == 200
-    assert generate(url, LONG) == before
+    assert generate(url) == before
 
 
 def test_after_a_failed_sync_the_cache_stays_asleep(served: tuple[Server, Path, int]) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from typing import Any
 
 PROMPT = "The weights of this model are random, and so"
@@ -56,3 +58,20 @@ def generate(url: str, num_tokens: int = 24) -> list[list[float]]:
     assert status == 200, text
     tokens = json.loads(text)["meta_info"]["output_token_logprobs"]
     return [[logprob, token] for logprob, token, _ in tokens]
+
+
+@contextlib.contextmanager
+def running_generation(url: str, num_tokens: int) -> Iterator[None]:
+    """A request that has its first token when the block starts and ends with the block."""
+    payload = {
+        "text": PROMPT,
+        "sampling_params": {"temperature": 0, "max_new_tokens": num_tokens, "ignore_eos": True},
+        "stream": True,
+    }
+    request = urllib.request.Request(
+        f"{url}/generate", json.dumps(payload).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=120) as reply:
+        assert reply.readline().startswith(b"data: ")
+        yield
+        assert b"[DONE]" in reply.read(), "the request did not come to its end"
