@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from sglang_loader.host_backup import publish_coverage, withdraw_coverage
 from sglang_loader.load_plan import (
     BucketLayout,
     DestinationProbe,
@@ -256,6 +257,7 @@ class ModelLoader:
         self._num_recordings += 1
         self._syncs_since_check = 0
         self._unfit = None
+        publish_coverage(self._model, plan.coverage, plan.destinations)
         logger.info(
             "load plan of %s: %d copies (%d traced) and %d other steps in %d buckets; ignored "
             "tensors: %s",
@@ -282,6 +284,7 @@ class ModelLoader:
     def _drop_plan(self, reason: str) -> None:
         self._note(reason)
         self._compiled = None
+        withdraw_coverage(self._model, reason)
 
     def _note(self, reason: str, *, log: bool = True) -> None:
         self._reason = self._reason or reason

@@ -12,7 +12,7 @@ import traceback
 
 import msgspec
 
-HOOKS_MODULE = "sglang_loader.weight_updater_hooks"
+HOOK_MODULES = ("sglang_loader.weight_updater_hooks", "sglang_loader.memory_hooks")
 
 
 class SGLangFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,7 +52,7 @@ def collect() -> SGLangFacts:
     hooks = {
         target: target in HookRegistry._patched
         for target, registered in HookRegistry._hooks.items()
-        if any(hook.__module__ == HOOKS_MODULE for _, hook, _ in registered)
+        if any(hook.__module__ in HOOK_MODULES for _, hook, _ in registered)
     }
     return SGLangFacts(
         policy=os.environ.get("SGLANG_PLUGINS", ""),

@@ -1,4 +1,5 @@
-"""Entry point `sglang.srt.plugins`: hooks SGLang's weight updater, in every SGLang process.
+"""Entry point `sglang.srt.plugins`: hooks SGLang's weight updates and memory stages, in every
+SGLang process.
 
 The hooks do nothing unless the server was launched with our loaders (they stand in
 `ServerArgs.custom_weight_loader`), as our replica does where a `+weight_sync` preset was chosen.
@@ -11,6 +12,8 @@ import logging
 logger = logging.getLogger(__name__)
 
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+_RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
+_TOKENIZER = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
 
 
 def activate() -> None:
@@ -22,14 +25,18 @@ def activate() -> None:
     try:
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-        from sglang_loader import weight_updater_hooks as hooks
+        from sglang_loader import memory_hooks as memory
+        from sglang_loader import weight_updater_hooks as weights
 
-        for method, hook in (
-            ("update_weights_from_tensor", hooks.update_on_all_ranks),
-            ("release_memory_occupation", hooks.release_resident_tags),
-            ("resume_memory_occupation", hooks.resume_released_tags),
+        for target, hook in (
+            (f"{_UPDATER}.update_weights_from_tensor", weights.update_on_all_ranks),
+            (f"{_UPDATER}.release_memory_occupation", memory.release_tags),
+            (f"{_UPDATER}.resume_memory_occupation", memory.resume_tags),
+            (f"{_RUNNER}.load_model", memory.load_model),
+            (f"{_TOKENIZER}.release_memory_occupation", memory.release_or_raise),
+            (f"{_TOKENIZER}.resume_memory_occupation", memory.resume_or_raise),
         ):
-            HookRegistry.register(f"{_UPDATER}.{method}", hook, HookType.AROUND)
+            HookRegistry.register(target, hook, HookType.AROUND)
     except Exception:
         logger.exception("verl-sglang-sync could not register its SGLang hooks; weight sync is off")
         raise

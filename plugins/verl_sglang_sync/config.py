@@ -14,12 +14,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from sglang_loader.host_backup.policy import POLICIES, Policy
+
 Mode = Literal["bucketed", "flattened", "compiled"]
 MODES: tuple[str, ...] = get_args(Mode)
 
 SECTION = "actor_rollout_ref.rollout.custom.weight_sync"
 BUCKET_KEY = "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes"
-PRESET_KEYS = ("mode", "request_timeout_s", "report_file")
+PRESET_KEYS = ("mode", "request_timeout_s", "report_file", "host_backup")
 COMPILED_KEYS = (
     "recheck_every_n_syncs",
     "num_staging_buffers",
@@ -44,6 +46,9 @@ class WeightSyncConfig:
             from sync to sync; False frees them for the KV cache.
         read_in_place: compiled: True lets the engine read weights that lie in few large storages
             from the trainer's memory, without packing.
+        host_backup: what a release of the weights keeps on the host: "on" everything, by SGLang;
+            "auto" everything that no sync is proven to rewrite; "off" no more than named buffers
+            until that is proven.
         bucket_bytes: upper limit of one bucket, in bytes (verl's
             `checkpoint_engine.update_weights_bucket_megabytes`).
         multi_stage_wake_up: True resumes weights, syncs, lets the trainer free its memory and only
@@ -58,9 +63,15 @@ class WeightSyncConfig:
     num_staging_buffers: int = 2
     keep_staging_buffers: bool = False
     read_in_place: bool = True
+    host_backup: Policy = "auto"
     bucket_bytes: int
     multi_stage_wake_up: bool
     free_cache_engine: bool
+
+    @property
+    def effective_host_backup(self) -> Policy:
+        """The host backup of this mode: only load plans prove anything that "auto" could use."""
+        return "on" if self.host_backup == "auto" and self.mode != "compiled" else self.host_backup
 
     @classmethod
     def from_rollout(cls, rollout: Any) -> WeightSyncConfig | None:
@@ -91,6 +102,7 @@ class WeightSyncConfig:
             num_staging_buffers=_whole_number(keys, "num_staging_buffers", 2, range(1, 3)),
             keep_staging_buffers=_switch(keys, "keep_staging_buffers", False),
             read_in_place=_switch(keys, "read_in_place", True),
+            host_backup=_host_backup(keys.get("host_backup", "auto")),
             bucket_bytes=_bucket_bytes(rollout),
             multi_stage_wake_up=_boolean(rollout, "multi_stage_wake_up"),
             free_cache_engine=_boolean(rollout, "free_cache_engine"),
@@ -126,6 +138,13 @@ def _mode(keys: Mapping[str, Any]) -> Mode:
     if mode not in MODES:
         raise ValueError(f"{SECTION}.mode={mode!r}: allowed: {', '.join(MODES)}")
     return mode  # type: ignore[no-any-return]
+
+
+def _host_backup(value: Any) -> Policy:
+    value = {True: "on", False: "off"}[value] if isinstance(value, bool) else value  # YAML 1.1
+    if value not in POLICIES:
+        raise ValueError(f"{SECTION}.host_backup={value!r}: allowed: {', '.join(POLICIES)}")
+    return value  # type: ignore[no-any-return]
 
 
 def _positive_number(key: str, value: Any) -> float:

@@ -5,6 +5,8 @@ Without a `+weight_sync` preset both are verl's own, launched with verl's own ar
 
 from __future__ import annotations
 
+import logging
+import os
 import time
 from typing import Any
 
@@ -12,7 +14,10 @@ import ray
 from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer, SGLangReplica
 
 from sglang_loader.bucket_loader import LOADERS
+from sglang_loader.host_backup.policy import ENVIRONMENT_VARIABLE
 from verl_sglang_sync.config import WeightSyncConfig
+
+logger = logging.getLogger(__name__)
 
 
 class WeightSyncHttpServer(SGLangHttpServer):  # type: ignore[misc]
@@ -23,8 +28,18 @@ class WeightSyncHttpServer(SGLangHttpServer):  # type: ignore[misc]
     async def launch_server(
         self, master_address: str | None = None, master_port: int | None = None
     ) -> None:
-        """Launch SGLang as verl does, with `custom_weight_loader` naming our loaders too."""
+        """Launch SGLang as verl does, with our loaders in `custom_weight_loader` and our backup."""
         self._register_loaders()
+        settings = WeightSyncConfig.from_rollout(self.config)
+        assert settings is not None, "launched only where a preset is chosen"
+        if settings.host_backup == "off":
+            logger.warning(
+                "weight_sync.host_backup=off: released weights are lost except for named buffers; "
+                "what a sync does not rewrite holds garbage until a load plan has proven it"
+            )
+        os.environ[ENVIRONMENT_VARIABLE] = (
+            settings.effective_host_backup
+        )  # SGLang's processes inherit it
         await super().launch_server(master_address, master_port)
 
     async def sleep(self) -> None:

@@ -59,6 +59,9 @@ async def run_sync(
             if parcel is None or not result.same_bucket:
                 break
             failure = await _send(parcel, group, load, report)
+            # Only the leader has waited for the engine. Its other ranks may still be reading their
+            # trainers' staging buffers, which the next bucket is packed into.
+            group.agree(RoundState.BUCKET, None)
             del parcel  # before the next bucket is exported
     if set(result.states) == {RoundState.END} and report.num_buckets:
         return

@@ -44,12 +44,13 @@ IN_SGLANG = """
 from sglang.srt.plugins import load_plugins
 load_plugins()
 from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
+from sglang_loader import memory_hooks as memory
 from sglang_loader import weight_updater_hooks as hooks
 
 for method, hook in {
     "update_weights_from_tensor": hooks.update_on_all_ranks,
-    "release_memory_occupation": hooks.release_resident_tags,
-    "resume_memory_occupation": hooks.resume_released_tags,
+    "release_memory_occupation": memory.release_tags,
+    "resume_memory_occupation": memory.resume_tags,
 }.items():
     wrapper = getattr(SchedulerWeightUpdaterManager, method)
     cells = [cell.cell_contents for cell in wrapper.__closure__]

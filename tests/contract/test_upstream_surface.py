@@ -13,6 +13,7 @@ import dataclasses
 import importlib
 import inspect
 import os
+import pickle
 import pkgutil
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
@@ -35,6 +36,9 @@ CPU = "verl_sglang_sync.cpu_platform"
 HOOKS = "sglang_loader.weight_updater_hooks"
 IPC = "sglang_loader.ipc"
 LOADER = "sglang_loader.bucket_loader"
+ALLOCATIONS = "sglang_loader.host_backup.allocations"
+MEMORY = "sglang_loader.memory_hooks"
+POLICY = "sglang_loader.host_backup.policy"
 MANAGER = "verl_sglang_sync.sharding_manager"
 PLUGIN = "verl_sglang_sync.verl_plugin"
 PREFLIGHT = "verl_sglang_sync.preflight"
@@ -55,6 +59,8 @@ IO = "sglang.srt.managers.io_struct"
 UPDATER = "sglang.srt.managers.scheduler_components.weight_updater:SchedulerWeightUpdaterManager"
 WORKER = "sglang.srt.managers.tp_worker:BaseTpWorker"
 EXPERTS = "sglang.srt.eplb.expert_location"
+RUNNER = "sglang.srt.model_executor.model_runner:ModelRunner"
+TOKENIZER = "sglang.srt.managers.tokenizer_control_mixin:TokenizerControlMixin"
 HOOK_REGISTRY = "sglang.srt.plugins.hook_registry:HookRegistry"
 
 
@@ -145,14 +151,17 @@ NEEDS = (
     Need(f"{HOOK_REGISTRY}._hooks", PROBE),
     Need(f"{HOOK_REGISTRY}._patched", PROBE),
     Need(f"{UPDATER}.update_weights_from_tensor", HOOKS, ("self", "recv_req")),
-    Need(f"{UPDATER}.release_memory_occupation", HOOKS, ("self", "recv_req")),
-    Need(f"{UPDATER}.resume_memory_occupation", HOOKS, ("self", "recv_req")),
+    Need(f"{UPDATER}.release_memory_occupation", MEMORY, ("self", "recv_req")),
+    Need(f"{UPDATER}.resume_memory_occupation", MEMORY, ("self", "recv_req")),
+    Need(f"{TOKENIZER}.release_memory_occupation", MEMORY, ("self", "obj", "request")),
+    Need(f"{TOKENIZER}.resume_memory_occupation", MEMORY, ("self", "obj", "request")),
+    Need(f"{RUNNER}.load_model", MEMORY, ("self",)),
     Need(f"{UPDATER}._observe_weight_load", HOOKS, ("self", "source")),
     Need(f"{WORKER}.update_weights_from_tensor", HOOKS, ("self", "recv_req")),
     Need(f"{IO}:UpdateWeightsFromTensorReqOutput", HOOKS, ("success", "message")),
-    Need(f"{IO}:ReleaseMemoryOccupationReqOutput", HOOKS, ()),
-    Need(f"{IO}:ResumeMemoryOccupationReqOutput", HOOKS, ()),
-    Need("sglang.srt.constants:GPU_MEMORY_ALL_TYPES", HOOKS),
+    Need(f"{IO}:ReleaseMemoryOccupationReqOutput", MEMORY, ()),
+    Need(f"{IO}:ResumeMemoryOccupationReqOutput", MEMORY, ()),
+    Need("sglang.srt.constants:GPU_MEMORY_ALL_TYPES", MEMORY),
     # sglang: handles
     Need("sglang.srt.utils:MultiprocessingSerializer", IPC),
     Need("sglang.srt.utils:MultiprocessingSerializer.serialize", IPC, ("obj", "output_str")),
@@ -339,14 +348,56 @@ class TestSGLang:
     def test_hooked_class_is_where_we_look_for_it(self) -> None:
         from sglang_loader import sglang_plugin
 
-        assert UPDATER.replace(":", ".") == sglang_plugin._UPDATER, f"{SGLANG_PLUGIN} hooks it"
-        resolve(Need(UPDATER, SGLANG_PLUGIN))
+        for hooked, ours in (
+            (UPDATER, sglang_plugin._UPDATER),
+            (RUNNER, sglang_plugin._RUNNER),
+            (TOKENIZER, sglang_plugin._TOKENIZER),
+        ):
+            assert hooked.replace(":", ".") == ours, f"{SGLANG_PLUGIN} hooks it"
+            resolve(Need(hooked, SGLANG_PLUGIN))
 
     def test_weight_updater_fields(self) -> None:
         updater = resolve(Need(UPDATER, HOOKS))
         fields = {field.name for field in dataclasses.fields(updater)}
         for name in ("tp_worker", "draft_worker", "tp_cpu_group", "offload_tags", "flush_cache"):
             assert name in fields, f"{HOOKS} reads SchedulerWeightUpdaterManager.{name}"
+        assert "is_fully_idle" in fields, f"{MEMORY} asks it before a release"
+
+    def test_load_model_takes_the_backup_setting_from_the_arguments(self) -> None:
+        source = source_of(f"{RUNNER}.load_model")
+        asked = source.index("self.server_args.enable_weights_cpu_backup")
+        region = source.index("GPU_MEMORY_TYPE_WEIGHTS")
+        assert asked < region, f"{MEMORY} switches it off around load_model"
+        assert "self.model = " in source[region:], f"{MEMORY} reads ModelRunner.model"
+        assert "self.is_draft_worker = " in source_of(f"{RUNNER}.__init__")
+        everything = source_of("sglang.srt.model_executor.model_runner")
+        assert everything.count("args.enable_weights_cpu_backup") == 1, f"{MEMORY}: read twice"
+
+    def test_server_arguments_that_decide_about_the_backup(self) -> None:
+        server_args = resolve(Need("sglang.srt.server_args:ServerArgs", POLICY))
+        fields = {field.name for field in dataclasses.fields(server_args)}
+        for name in (
+            "enable_memory_saver",
+            "enable_weights_cpu_backup",
+            "device",
+            "speculative_algorithm",
+            "cpu_offload_gb",
+        ):
+            assert name in fields, f"{POLICY} reads ServerArgs.{name}"
+
+    def test_memory_replies_are_pickled_with_their_attributes(self) -> None:
+        for name in ("ReleaseMemoryOccupationReqOutput", "ResumeMemoryOccupationReqOutput"):
+            reply = resolve(Need(f"{IO}:{name}", MEMORY))()
+            reply.refusal = "no"
+            assert pickle.loads(pickle.dumps(reply)).refusal == "no", f"{MEMORY} replies with it"
+        sender = "sglang.srt.managers.scheduler_components.output_sender:SenderWrapper"
+        assert "send_pyobj(output)" in source_of(sender), f"{MEMORY} relies on pickle"
+        for name in ("release_memory_occupation", "resume_memory_occupation"):
+            source = source_of(f"{TOKENIZER}.{name}")
+            for text in ("self.auto_create_handle_loop()", f"self.{name}_communicator(obj)"):
+                assert text in source, f"{MEMORY} does the same and looks at the replies"
+            route = source_of(f"sglang.srt.entrypoints.http_server:{name}")
+            assert "_create_error_response(e)" in route, f"{MEMORY} raises in there"
 
     def test_worker_attributes(self) -> None:
         source = source_of("sglang.srt.managers.tp_worker:TpModelWorker.__init__")
@@ -454,6 +505,22 @@ async def requests_of_our_client() -> list[tuple[str, dict[str, Any]]]:
     for operation in operations.values():
         await operation()
     return sent
+
+
+class TestMemorySaver:
+    def test_pools_by_tag_and_backup_setting(self) -> None:
+        saver = source_of("torch_memory_saver.entrypoint:_TorchMemorySaverImpl")
+        key = saver[saver.index("key = (") :]
+        assert key.index("tag,") < key.index("enable_cpu_backup,"), f"{ALLOCATIONS}: key[0]"
+        assert "mem_pool = self._mem_pools[key]" in saver, f"{ALLOCATIONS} lists the pools"
+        from sglang_loader.host_backup.allocations import why_not_enumerable
+
+        assert why_not_enumerable() is None
+
+    def test_snapshot_of_one_pool(self) -> None:
+        parameters = inspect.signature(torch.cuda.MemPool.snapshot).parameters
+        assert "include_traces" in parameters, f"{ALLOCATIONS} leaves the traces out"
+        assert callable(torch._C._construct_storage_from_data_pointer), ALLOCATIONS
 
 
 class TestTorch:

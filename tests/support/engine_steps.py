@@ -141,3 +141,10 @@ def _repeated_stages(rank: TrainerRank) -> str:
         asyncio.run(manager.resume(("weights",)))
         asyncio.run(manager.resume(("kv_cache",)))
     return "ok"
+
+
+def sync_weights(rank: TrainerRank, model: str) -> str:
+    """Send the checkpoint's own weights, without any stage."""
+    named = weights_of(Path(model), rank.device)
+    asyncio.run(rank.manager("flattened").sync(iter(named), version="synced"))
+    return "ok"

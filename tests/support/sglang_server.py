@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sglang_loader.bucket_loader import LOADERS
+from sglang_loader.host_backup.policy import ENVIRONMENT_VARIABLE, Policy
 
 START_TIMEOUT_S = 240
 MAX_PORT = 55_000
@@ -65,6 +66,7 @@ def sglang_server(
     device: str = "cpu",
     loaders: tuple[str, ...] = (),
     extra: tuple[str, ...] = (),
+    host_backup: Policy = "on",
 ) -> Iterator[Server]:
     """Serve `model` until the block ends; the log goes to `folder/server.log`."""
     port = free_port()
@@ -79,7 +81,7 @@ def sglang_server(
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,
-            env=environment(device, tp),
+            env={**environment(device, tp), ENVIRONMENT_VARIABLE: host_backup},
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,

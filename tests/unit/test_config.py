@@ -40,6 +40,7 @@ def rollout(**changes):
                     "mode": "flattened",
                     "request_timeout_s": 60,
                     "report_file": None,
+                    "host_backup": "on",
                 }
             },
         }
@@ -80,6 +81,7 @@ def test_settings_are_read(as_dict):
         mode="flattened",
         request_timeout_s=60.0,
         report_file=None,
+        host_backup="on",
         bucket_bytes=512 << 20,
         multi_stage_wake_up=True,
         free_cache_engine=True,
@@ -114,6 +116,7 @@ ALLOWED = {
     "path": "expected a file path or null",
     "megabytes": "expected a whole number of MiB, at least 1",
     "truth": "allowed: True, False",
+    "backup": "allowed: auto, on, off",
     "key": f"unknown key; allowed: {', '.join(PRESET_KEYS)}",
     "preset": r"choose one with +weight_sync=<bucketed|flattened|compiled>",
 }
@@ -131,6 +134,10 @@ REFUSED = [
     *(
         ("custom__weight_sync__report_file", value, f"{SECTION}.report_file", ALLOWED["path"])
         for value in ("", 3, False)
+    ),
+    *(
+        ("custom__weight_sync__host_backup", value, f"{SECTION}.host_backup", ALLOWED["backup"])
+        for value in ("Auto", "", None, 1)
     ),
     *(
         ("checkpoint_engine__update_weights_bucket_megabytes", v, BUCKET_KEY, ALLOWED["megabytes"])
@@ -173,9 +180,13 @@ def recipes():
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_preset_merges_into_verls_recipe(recipes, preset):
     section = OmegaConf.select(recipes[preset], SECTION)
-    assert (
-        section.items() >= {"mode": preset, "request_timeout_s": 600, "report_file": None}.items()
-    )
+    shared = {
+        "mode": preset,
+        "request_timeout_s": 600,
+        "report_file": None,
+        "host_backup": "auto",
+    }
+    assert section.items() >= shared.items()
     settings = WeightSyncConfig.from_rollout(recipes[preset].actor_rollout_ref.rollout)
     assert settings == WeightSyncConfig(
         mode=preset, bucket_bytes=2048 << 20, multi_stage_wake_up=False, free_cache_engine=True
@@ -201,6 +212,7 @@ def test_every_key_can_be_overridden_on_the_command_line():
         f"{SECTION}.mode=bucketed",
         f"{SECTION}.request_timeout_s=12.5",
         f"{SECTION}.report_file=out/report.jsonl",
+        f"{SECTION}.host_backup=off",
         f"{BUCKET_KEY}=64",
         f"{ROLLOUT}.multi_stage_wake_up=True",
         f"{ROLLOUT}.free_cache_engine=False",
@@ -214,6 +226,7 @@ def test_every_key_can_be_overridden_on_the_command_line():
         "num_staging_buffers": 2,
         "keep_staging_buffers": False,
         "read_in_place": True,
+        "host_backup": "off",
         "bucket_bytes": 64 << 20,
         "multi_stage_wake_up": True,
         "free_cache_engine": False,
@@ -254,6 +267,12 @@ def test_a_key_of_the_compiled_mode_is_refused_in_others(key):
     section = {"mode": "flattened", key: 1}
     with pytest.raises(ValueError, match="only for mode 'compiled'"):
         WeightSyncConfig.from_rollout(rollout(custom__weight_sync=section))
+
+
+@pytest.mark.parametrize(("written", "meant"), [(True, "on"), (False, "off")])
+def test_on_and_off_are_read_also_where_yaml_makes_them_booleans(written, meant):
+    config = rollout(custom__weight_sync__host_backup=written)
+    assert WeightSyncConfig.from_rollout(config).host_backup == meant
 
 
 def test_the_megatron_recipe_takes_a_preset():

@@ -63,6 +63,14 @@ def test_every_tensor_reaches_every_tp_rank_of_every_replica(pool, mode, tp):
     ]
 
 
+@both_modes
+@pytest.mark.parametrize("tp", (2, 4))
+def test_no_rank_packs_its_next_bucket_while_the_engine_reads_the_last(pool, mode, tp):
+    """Nothing in the export holds the ranks back here: its tensors are whole on each of them."""
+    case = SyncCase(mode=mode, tp=tp, collective=False, load_takes_s=0.2)
+    check_arrived(case, pool.run(sync, case))
+
+
 def test_the_check_of_arrival_sees_other_weights(pool):
     outcomes = pool.run(sync, SyncCase(seed=1))
     with pytest.raises(AssertionError):

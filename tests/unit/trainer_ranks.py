@@ -136,6 +136,7 @@ class SyncCase:
         num_tensors_on: ranks that export another number of tensors.
         collective: gather each tensor's shards from all ranks, as FSDP's export does.
         export_timeout_s: of the export's own collectives.
+        load_takes_s: how long the engine waits before it reads a bucket.
     """
 
     mode: str = "flattened"
@@ -148,6 +149,7 @@ class SyncCase:
     num_tensors_on: dict[int, int] = field(default_factory=dict)
     collective: bool = True
     export_timeout_s: float | None = None
+    load_takes_s: float = 0.0
 
 
 @dataclass
@@ -259,6 +261,7 @@ def sync(case):
         assert is_leader
         assert len(handles) == case.tp
         outcome.num_loads += 1
+        await asyncio.sleep(case.load_takes_s)
         if (dist.get_rank(), parcel.plan.index) in case.load_fails:
             raise RuntimeError(f"the engine refused bucket {parcel.plan.index}")
         outcome.loaded = outcome.loaded or [{} for _ in handles]

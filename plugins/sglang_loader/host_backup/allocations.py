@@ -1,0 +1,113 @@
+"""What is allocated under a memory saver's tag: the bytes that a release loses.
+
+torch_memory_saver 0.0.10 serves a region from one `torch.cuda.MemPool` per tag and backup setting
+and unmaps whole segments of it, so the pool's own snapshot tells every tensor under the tag,
+whether or not a module reaches it. Without a pool (a CPU) it is what the model reaches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from sglang_loader.load_plan.destinations import collect_destinations
+from sglang_loader.load_plan.intervals import Interval, merge
+
+WEIGHTS_TAG = "weights"
+
+
+@dataclass(frozen=True, slots=True)
+class Allocations:
+    """Memory in use on one device: `ranges` are sorted, disjoint address ranges."""
+
+    device: torch.device
+    ranges: tuple[Interval, ...]
+
+
+def bytes_at(device: torch.device, start: int, stop: int) -> torch.Tensor:
+    """The memory [start, stop) of `device` as a flat uint8 tensor that does not own it."""
+    with torch.inference_mode(False), torch.no_grad():
+        raw = torch._C._construct_storage_from_data_pointer(start, device, stop - start)
+        view = torch.empty(0, dtype=torch.uint8, device=device)
+        return view.set_(raw, 0, (stop - start,), (1,))
+
+
+def reachable(model: nn.Module) -> Allocations:
+    """Every storage that the model's modules reach, on the device of its parameters."""
+    device = next(model.parameters()).device
+    storages = collect_destinations(model).storages
+    spans = [(s.data_ptr, s.data_ptr + s.nbytes) for s in storages if s.device == device]
+    return Allocations(device, tuple(merge(spans)))
+
+
+def under_weights_tag(model: nn.Module) -> Allocations:
+    """Everything that the memory saver holds for the weights, reachable or not.
+
+    Raises:
+        RuntimeError: there is no such memory, or no parameter lies in it: the memory saver works
+            in a way that we do not know.
+    """
+    device = next(model.parameters()).device
+    segments = [s for s in _segments(WEIGHTS_TAG) if s["device"] == device.index]
+    ranges = tuple(merge(blocks_in_use(segments)))
+    spans = [(s["address"], s["address"] + s["total_size"]) for s in segments]
+    if not any(a <= p.data_ptr() < b for p in model.parameters() for a, b in spans):
+        raise RuntimeError(
+            "the memory under the tag 'weights' was not found in the memory saver's pools, so it "
+            "cannot be saved before a release; launch with weight_sync.host_backup=on"
+        )
+    return Allocations(device, ranges)
+
+
+def blocks_in_use(segments: Sequence[Mapping[str, Any]]) -> Iterator[Interval]:
+    """Address ranges of the tensors in an allocator snapshot's segments; free blocks are left out.
+
+    A block's end beyond the requested size is padding that no tensor reaches.
+    """
+    for segment in segments:
+        for block in segment["blocks"]:
+            if block["state"] != "inactive":
+                yield block["address"], block["address"] + block["requested_size"]
+
+
+def nbytes_under(tags: Sequence[str], device_index: int) -> int:
+    """Device memory that mapping `tags` again takes; 0 where no memory saver runs."""
+    return sum(
+        segment["total_size"]
+        for tag in tags
+        for segment in _segments(tag)
+        if segment["device"] == device_index
+    )
+
+
+def why_not_enumerable() -> str | None:
+    """Why the memory under a tag cannot be enumerated in this process, or None."""
+    try:
+        from torch_memory_saver import torch_memory_saver
+    except ImportError as error:
+        return f"torch_memory_saver cannot be imported: {error}"
+    if not hasattr(torch_memory_saver, "_impl"):
+        return "this torch_memory_saver keeps its pools elsewhere"
+    if not hasattr(torch.cuda.MemPool, "snapshot"):
+        return "this torch cannot take a snapshot of one memory pool"
+    return None
+
+
+def _segments(tag: str) -> Iterator[Mapping[str, Any]]:
+    """Segments of the memory saver's pools for `tag`.
+
+    There is no public way to list them; the key of a pool starts with its tag (0.0.10, pinned by a
+    contract test).
+    """
+    from torch_memory_saver import torch_memory_saver
+
+    implementation = torch_memory_saver._impl
+    if implementation is None:
+        return
+    for key, pool in list(implementation._mem_pools.items()):
+        if key[0] == tag:
+            yield from pool.snapshot(include_traces=False)

@@ -1,0 +1,244 @@
+"""Keeps on the host, while the weights' memory is released, what no sync is proven to rewrite.
+
+What a `WeightsBackup` promises: a byte is either back bit for bit after `restore`, or it is counted
+as undefined until a sync that is proven to write it has completed. The bytes that are not saved are
+those of a published coverage (policy "auto"), or all (policy "off": the user's own choice).
+
+All ranges are addresses. A published coverage keeps its storages alive, so that no address in it
+can be handed out to another tensor.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+from sglang_loader.host_backup.allocations import Allocations
+from sglang_loader.host_backup.policy import Policy
+from sglang_loader.host_backup.saved_bytes import SavedBytes, synchronize
+from sglang_loader.load_plan.destinations import Destinations, collect_destinations
+from sglang_loader.load_plan.intervals import Interval, contains, merge, num_bytes, subtract
+
+logger = logging.getLogger(__name__)
+
+BRIDGED_BYTES = 4096
+"""Ranges of one allocation that are no further apart than this are saved as one."""
+
+
+class WeightsBackup:
+    """State of one model's weights across releases.
+
+    Args:
+        policy: "auto" saves all but the published coverage; "off" saves nothing as long as none
+            is published; "on" leaves saving to SGLang and only keeps track of syncs.
+        allocations: what a release loses, asked at each release.
+    """
+
+    def __init__(self, policy: Policy, allocations: Callable[[nn.Module], Allocations]) -> None:
+        self.policy = policy
+        self._allocations = allocations
+        self._destinations: Destinations | None = None
+        self._covered: list[Interval] = []
+        self._saved: SavedBytes | None = None
+        self._released = False
+        self._lost: list[Interval] = []  # by the release under way
+        self._undefined: list[Interval] = []
+        self._half_written = False
+
+    @property
+    def stale(self) -> str | None:
+        """Why the engine must not compute with its weights, or None."""
+        if self._undefined:
+            size = num_bytes(self._undefined)
+            return f"{size} bytes of the weights are undefined since the last resume"
+        return "the last sync was not complete" if self._half_written else None
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes held on the host now."""
+        return self._saved.nbytes if self._saved is not None else 0
+
+    def save(self, model: nn.Module) -> None:
+        """Save what the release to come would lose for good.
+
+        While the weights are stale, what was saved before stays instead: it may have been
+        overwritten since, by a sync that failed.
+
+        Raises:
+            RuntimeError: the host has too little memory, or the memory cannot be enumerated.
+        """
+        if self.policy == "on":
+            return
+        started = time.perf_counter()
+        now = self._allocations(model)
+        wanted = self._worth_saving(now.ranges)
+        kept = self._saved
+        if kept is None or not all(contains(kept.ranges, piece) for piece in wanted):
+            self._saved = kept = None  # before the next one is made
+            synchronize(now.device)
+            self._saved = kept = SavedBytes(now.device, wanted)
+        self._lost = subtract(now.ranges, kept.ranges)
+        self._released = True
+        logger.info(
+            "weights backup: saved %.1f MB in %.3f s (residue %.1f MB of %.1f MB)",
+            kept.nbytes / 1e6,
+            time.perf_counter() - started,
+            num_bytes(subtract(now.ranges, self._covered)) / 1e6,
+            num_bytes(now.ranges) / 1e6,
+        )
+
+    def release_refused(self) -> None:
+        """The release for which `save` was called does not happen: nothing was lost."""
+        self._released = False
+        self._lost = []
+        self._free_if_defined()
+
+    def restore(self) -> None:
+        """Write back what `save` kept; what it did not keep is undefined from now on."""
+        if self._saved is None:
+            return
+        started = time.perf_counter()
+        undefined = merge([*self._undefined, *self._lost])
+        self._undefined = merge([*undefined, *self._saved.ranges])
+        self._released, self._lost = False, []
+        self._saved.restore()  # where this raises, nothing is defined
+        self._undefined = undefined
+        logger.info(
+            "weights backup: restored %.1f MB in %.3f s; undefined until the next sync: %.1f MB",
+            self._saved.nbytes / 1e6,
+            time.perf_counter() - started,
+            num_bytes(self._undefined) / 1e6,
+        )
+        self._free_if_defined()
+
+    def publish(
+        self, destinations: Destinations, written: Mapping[str, Iterable[Interval]]
+    ) -> None:
+        """Take over a proven coverage; the sync that proved it has written all of it."""
+        starts = {entry.name: (entry.data_ptr, entry.nbytes) for entry in destinations.storages}
+        covered = []
+        for name, ranges in written.items():
+            if name not in starts:
+                raise ValueError(f"coverage of {name!r}: the model has no such storage")
+            base, nbytes = starts[name]
+            for start, stop in ranges:
+                if not 0 <= start <= stop <= nbytes:
+                    raise ValueError(
+                        f"coverage of {name!r}: bytes {start} to {stop} of a storage of {nbytes}"
+                    )
+                covered.append((base + start, base + stop))
+        self._destinations, self._covered = destinations, merge(covered)
+        self._undefined = subtract(self._undefined, self._covered)
+        self._free_if_defined()
+
+    def withdraw(self, reason: str) -> None:
+        """From now on everything is saved again; what is undefined stays so."""
+        if self._destinations is not None:
+            logger.warning("weights backup: all weights are saved again: %s", reason)
+        self._destinations, self._covered = None, []
+
+    def sync_started(self) -> None:
+        """The weights are about to be overwritten."""
+        self._half_written = True
+
+    def sync_failed(self, reason: str) -> None:
+        """The weights are half written, and the coverage is not to be trusted."""
+        self._half_written = True
+        self.withdraw(reason)
+
+    def sync_completed(self) -> None:
+        """A sync has written every byte that it is meant to write.
+
+        Without a proven coverage that proves nothing under "auto"; "off" takes it as it is.
+        """
+        self._half_written = False
+        trusted = self.policy == "off" and self._destinations is None
+        self._undefined = [] if trusted else subtract(self._undefined, self._covered)
+        self._free_if_defined()
+
+    def _worth_saving(self, allocated: tuple[Interval, ...]) -> list[Interval]:
+        if self.policy == "off" and self._destinations is None:
+            return []
+        left = subtract(allocated, [*self._covered, *self._undefined])
+        return bridged(left, allocated)
+
+    def _free_if_defined(self) -> None:
+        if not self._undefined and not self._released:
+            self._saved = None
+
+
+def bridged(pieces: list[Interval], allocated: tuple[Interval, ...]) -> list[Interval]:
+    """Join neighbours of one allocation across gaps of up to `BRIDGED_BYTES`."""
+    joined: list[Interval] = []
+    for piece in pieces:
+        if joined:
+            both = joined[-1][0], piece[1]
+            if piece[0] - joined[-1][1] <= BRIDGED_BYTES and contains(allocated, both):
+                joined[-1] = both
+                continue
+        joined.append(piece)
+    return joined
+
+
+_backups: WeakKeyDictionary[nn.Module, WeightsBackup] = WeakKeyDictionary()
+
+
+def arm(
+    model: nn.Module, policy: Policy, allocations: Callable[[nn.Module], Allocations]
+) -> WeightsBackup:
+    """Make this model's backup."""
+    _backups[model] = WeightsBackup(policy, allocations)
+    return _backups[model]
+
+
+def backup_of(model: nn.Module) -> WeightsBackup | None:
+    """This model's backup; None where the server was not launched with our loaders."""
+    return _backups.get(model)
+
+
+def publish_coverage(
+    model: nn.Module,
+    written: Mapping[str, Iterable[Interval]],
+    destinations: Destinations | None = None,
+) -> None:
+    """From the next release on, save only what `written` leaves out.
+
+    To be called on every TP rank when a sync has written all of `written` and has proven that each
+    later one will, for as long as the plan's guard holds.
+
+    Args:
+        model: the SGLang model.
+        written: `LoadPlan.coverage`: byte ranges by storage key.
+        destinations: `LoadPlan.destinations`, whose storages the keys name; collected from the
+            model where left out.
+
+    Raises:
+        ValueError: a key or a range that the model does not have.
+    """
+    if (backup := _backups.get(model)) is not None:
+        backup.publish(destinations or collect_destinations(model), written)
+
+
+def withdraw_coverage(model: nn.Module, reason: str) -> None:
+    """The plan does not hold any more: save everything again. `reason` goes to the log."""
+    if (backup := _backups.get(model)) is not None:
+        backup.withdraw(reason)
+
+
+def sync_completed(model: nn.Module) -> str | None:
+    """A sync has completed on this rank; where a coverage is published, by its plan.
+
+    Returns:
+        Why the weights are stale all the same, or None: after a resume of the residue alone, a
+        sync without the plan is not proven to write every undefined byte. Publishing the coverage
+        of a new plan defines them.
+    """
+    backup = _backups.get(model)
+    if backup is None:
+        return None
+    backup.sync_completed()
+    return backup.stale

@@ -1,0 +1,83 @@
+"""No request for memory stages ends a real engine, and what it refuses it explains."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tiny_assets import make_assets
+
+from sglang_loader.bucket_loader import FLATTENED_LOADER
+from support.engine_steps import sync_weights
+from support.http_requests import generate, post, release, resume, running_generation
+from support.sglang_server import Server, sglang_server
+from support.trainer import run_trainer
+
+pytestmark = pytest.mark.e2e
+
+LONG = 400
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["tp1", "tp2"])
+def served(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Server, Path, int]]:
+    """A real server of a tiny model, its model folder and its TP size."""
+    folder = tmp_path_factory.mktemp("stages")
+    make_assets(folder)
+    with sglang_server(folder / "model", folder, tp=request.param, host_backup="auto") as server:
+        yield server, folder / "model", request.param
+        assert server.process.poll() is None, "the engine died"
+
+
+def test_repeated_and_superfluous_stages_are_no_ops(served: tuple[Server, Path, int]) -> None:
+    url = served[0].url
+    before = generate(url)
+    for tags in (("kv_cache",), ("weights", "cuda_graph"), ()):
+        assert resume(url, *tags)[0] == 200, "resident"
+    for tags in (("kv_cache", "weights"), ("weights",), ("kv_cache", "weights"), ()):
+        assert release(url, *tags)[0] == 200
+    for tags in (("weights",), ("weights",), ("kv_cache", "weights"), ()):
+        assert resume(url, *tags)[0] == 200
+    assert generate(url) == before
+
+
+@pytest.mark.parametrize("step", [release, resume])
+def test_an_unknown_tag_is_refused(served: tuple[Server, Path, int], step: object) -> None:
+    url = served[0].url
+    before = generate(url)
+    status, text = step(url, "weights", "gradients")  # type: ignore[operator]
+    assert status == 400
+    assert "TP rank 0: unknown memory tags ['gradients']; allowed: " in text
+    assert generate(url) == before
+
+
+def test_a_release_while_requests_run_is_refused(served: tuple[Server, Path, int]) -> None:
+    url = served[0].url
+    before = generate(url)
+    with running_generation(url, LONG):
+        status, text = release(url, "kv_cache", "weights")
+    assert status == 400
+    assert "refused: requests are running" in text
+    assert release(url)[0] == 200
+    assert resume(url)[0] == 200
+    assert generate(url) == before
+
+
+def test_after_a_failed_sync_the_cache_stays_asleep(served: tuple[Server, Path, int]) -> None:
+    server, model, tp = served
+    url = server.url
+    before = generate(url)
+    assert release(url, "kv_cache", "weights")[0] == 200
+    assert resume(url, "weights")[0] == 200
+    broken = {"serialized_named_tensors": ["AAAA"] * tp, "load_format": FLATTENED_LOADER}
+    status, text = post(url, "update_weights_from_tensor", broken)
+    assert status == 400, text
+    status, text = resume(url, "kv_cache")
+    assert status == 400
+    assert "the last sync was not complete; sync the weights first" in text
+    [outcome, *_] = run_trainer(sync_weights, model.parent, str(model), urls=[url], tp=tp)
+    assert outcome.error is None
+    assert resume(url, "kv_cache")[0] == 200
+    assert generate(url) == before

@@ -1,0 +1,49 @@
+"""What the trainer rank of the host backup's GPU tests does between the stages."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from support.coverage_loader import POISON_LOADER, PUBLISH_LOADER, STATE_LOADER
+from support.trainer import TrainerRank
+
+
+def call_loader(rank: TrainerRank, loader: str, argument: dict[str, Any]) -> None:
+    """Run one of the test's loaders in the engine, with `argument`."""
+    from sglang_loader.ipc import serialize_handles
+
+    handles = serialize_handles([(json.dumps(argument), torch.zeros(1, device=rank.device))])
+    asyncio.run(rank.client.update_weights([handles] * rank.tp, load_format=loader))
+
+
+def engine_state(rank: TrainerRank, path: str) -> dict[str, Any]:
+    """Hashes and sizes, read inside the engine."""
+    call_loader(rank, STATE_LOADER, {"path": path})
+    state: dict[str, Any] = json.loads(Path(path).read_text())
+    return state
+
+
+def publish(rank: TrainerRank, uncovered: list[str]) -> None:
+    """Have the engine believe that syncs write all parameters but `uncovered`."""
+    call_loader(rank, PUBLISH_LOADER, {"uncovered": uncovered})
+
+
+def poison(rank: TrainerRank, uncovered: list[str]) -> None:
+    """Have the engine overwrite what `publish` called covered."""
+    call_loader(rank, POISON_LOADER, {"uncovered": uncovered})
+
+
+def occupy(rank: TrainerRank, url: str, leave_bytes: int) -> list[Any]:
+    """Take the GPU's memory but for `leave_bytes` and try to resume the weights."""
+    from support.http_requests import resume
+
+    free = torch.cuda.mem_get_info()[0]
+    taken = torch.empty(max(free - leave_bytes, 0), dtype=torch.uint8, device=rank.device)
+    reply = resume(url, "weights")
+    del taken
+    return list(reply)

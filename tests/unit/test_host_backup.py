@@ -1,0 +1,402 @@
+"""The host backup on real modules whose memory is really lost between save and restore."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import weakref
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from sglang_loader.host_backup import (
+    WeightsBackup,
+    arm,
+    backup_of,
+    publish_coverage,
+    sync_completed,
+    withdraw_coverage,
+)
+from sglang_loader.host_backup import saved_bytes as saved_bytes_module
+from sglang_loader.host_backup.allocations import (
+    Allocations,
+    blocks_in_use,
+    bytes_at,
+    reachable,
+)
+from sglang_loader.host_backup.backup import BRIDGED_BYTES, bridged
+from sglang_loader.host_backup.policy import ENVIRONMENT_VARIABLE, requested_policy, why_stock
+from sglang_loader.host_backup.saved_bytes import SavedBytes
+from sglang_loader.load_plan.destinations import collect_destinations
+from sglang_loader.load_plan.intervals import merge, num_bytes, subtract
+from unit.released_memory import POISON, Residue, contents, overwrite, poison, size_of, whole
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return Residue()
+
+
+def release_and_resume(model: nn.Module, backup: WeightsBackup) -> None:
+    backup.save(model)
+    poison(model)
+    backup.restore()
+
+
+def test_nothing_proven_everything_returns(model):
+    backup = arm(model, "auto", reachable)
+    before = contents(collect_destinations(model))
+    release_and_resume(model, backup)
+    assert contents(collect_destinations(model)) == before
+    assert backup.stale is None
+    assert backup.host_bytes == 0, "the copy is freed once it is back"
+
+
+def test_the_poison_is_real(model):
+    """Negative control: without a backup nothing returns."""
+    backup = arm(model, "on", reachable)
+    release_and_resume(model, backup)
+    after = contents(collect_destinations(model))
+    assert set(b"".join(after.values())) == {POISON}
+
+
+@pytest.mark.parametrize("given_destinations", (True, False))
+def test_only_the_residue_is_kept_and_returns(model, given_destinations):
+    backup = arm(model, "auto", reachable)
+    destinations = collect_destinations(model)
+    covered = whole(model, "linear.weight", "low")
+    publish_coverage(model, covered, destinations if given_destinations else None)
+    before = contents(destinations)
+    release_and_resume(model, backup)
+    after = contents(destinations)
+    for name in before.keys() - covered.keys():
+        assert after[name] == before[name], name
+    for name in covered:
+        assert set(after[name]) == {POISON}, f"{name} was saved"
+    residue = size_of(model) - sum(len(before[name]) for name in covered)
+    assert backup.host_bytes == residue
+    assert f"{len(before['linear.weight']) + len(before['low'])} bytes" in str(backup.stale)
+
+
+def test_a_complete_sync_ends_the_stale_state_and_frees_the_copy(model):
+    backup = arm(model, "auto", reachable)
+    covered = whole(model, "linear.weight", "low")
+    publish_coverage(model, covered)
+    release_and_resume(model, backup)
+    overwrite(collect_destinations(model), covered)
+    assert sync_completed(model) is None
+    assert (backup.stale, backup.host_bytes) == (None, 0)
+
+
+def test_released_again_while_stale_the_first_copy_is_kept(model):
+    """A failed sync has overwritten the residue: that must not be saved in its place."""
+    backup = arm(model, "auto", reachable)
+    destinations = collect_destinations(model)
+    covered = whole(model, "linear.weight")
+    publish_coverage(model, covered)
+    before = contents(destinations)
+    release_and_resume(model, backup)
+    backup.sync_started()
+    destinations.bytes_of(0).fill_(1)
+    model.rotary.fill_(7.0)  # the failed sync scribbles over residue
+    backup.sync_failed("a test")
+    for _ in range(2):
+        release_and_resume(model, backup)
+        after = contents(destinations)
+        assert {n for n in before if before[n] != after[n]} == {"linear.weight"}
+    assert backup.stale
+
+
+def test_a_sync_without_a_plan_does_not_define_what_was_not_saved(model):
+    backup = arm(model, "auto", reachable)
+    covered = whole(model, "linear.weight", "low")
+    publish_coverage(model, covered)
+    release_and_resume(model, backup)
+    withdraw_coverage(model, "the guard failed")
+    assert "undefined" in sync_completed(model)
+    publish_coverage(model, whole(model, "low"))
+    assert f"{model.linear.weight.nbytes} bytes" in sync_completed(model)
+    publish_coverage(model, whole(model, "linear.weight", "linear.bias"))
+    assert sync_completed(model) is None
+    assert backup.stale is None
+
+
+def test_after_a_withdrawal_everything_is_saved_again(model):
+    backup = arm(model, "auto", reachable)
+    publish_coverage(model, whole(model, "linear.weight"))
+    withdraw_coverage(model, "the expert map changed")
+    before = contents(collect_destinations(model))
+    release_and_resume(model, backup)
+    assert contents(collect_destinations(model)) == before
+    assert backup.stale is None
+
+
+def test_a_failed_sync_withdraws_the_coverage_and_is_stale_until_a_good_one(model):
+    backup = arm(model, "auto", reachable)
+    publish_coverage(model, whole(model, "linear.weight"))
+    backup.sync_started()
+    backup.sync_failed("a test")
+    assert "not complete" in str(backup.stale)
+    before = contents(collect_destinations(model))
+    release_and_resume(model, backup)
+    assert contents(collect_destinations(model)) == before
+    assert "not complete" in str(backup.stale)
+    assert sync_completed(model) is None
+
+
+def test_a_refused_release_loses_nothing(model):
+    backup = arm(model, "auto", reachable)
+    publish_coverage(model, whole(model, "linear.weight"))
+    backup.save(model)
+    backup.release_refused()
+    assert (backup.stale, backup.host_bytes) == (None, 0)
+    backup.restore()  # nothing was released, so this is nothing
+    assert backup.stale is None
+
+
+def test_the_copy_stays_while_the_memory_is_released(model):
+    backup = arm(model, "auto", reachable)
+    before = contents(collect_destinations(model))
+    backup.save(model)
+    poison(model)
+    sync_completed(model)
+    publish_coverage(model, whole(model, "linear.bias"))
+    backup.restore()
+    assert contents(collect_destinations(model)) == before
+
+
+def test_off_keeps_nothing_until_a_coverage_is_proven(model):
+    backup = arm(model, "off", reachable)
+    backup.save(model)
+    assert backup.host_bytes == 0
+    poison(model)
+    backup.restore()
+    assert f"{size_of(model)} bytes" in str(backup.stale)
+    assert sync_completed(model) is None, "the user's own choice"
+    covered = whole(model, "linear.weight")
+    publish_coverage(model, covered)
+    before = contents(collect_destinations(model))
+    release_and_resume(model, backup)
+    after = contents(collect_destinations(model))
+    assert {n for n in before if before[n] != after[n]} <= set(covered)
+    assert backup.host_bytes == size_of(model) - model.linear.weight.nbytes
+
+
+def test_a_storage_that_appears_after_the_proof_is_saved(model):
+    backup = arm(model, "auto", reachable)
+    publish_coverage(model, whole(model, "linear.weight", "low"))
+    model.low = nn.Parameter(torch.randn(5, 3), requires_grad=False)  # rebound
+    model.late = {"new": torch.randn(9)}
+    before = contents(collect_destinations(model))
+    release_and_resume(model, backup)
+    after = contents(collect_destinations(model))
+    assert {n for n in before if before[n] != after[n]} == {"linear.weight"}
+
+
+def test_a_published_coverage_keeps_its_storages_alive(model):
+    """Otherwise another tensor could be given an address that is not saved."""
+    arm(model, "auto", reachable)
+    publish_coverage(model, whole(model, "linear.weight", "low"))
+    storage = weakref.ref(model.low.untyped_storage())
+    address = model.low.data_ptr()
+    model.low = nn.Parameter(torch.randn(5, 3).to(torch.bfloat16), requires_grad=False)
+    gc.collect()
+    others = [torch.empty(15, dtype=torch.bfloat16) for _ in range(200)]
+    assert address not in {tensor.data_ptr() for tensor in others}
+    withdraw_coverage(model, "a test")
+    gc.collect()
+    assert storage() is None
+
+
+def test_a_coverage_of_something_else_is_refused(model):
+    arm(model, "auto", reachable)
+    with pytest.raises(ValueError, match="no such storage"):
+        publish_coverage(model, {"gone": [(0, 1)]})
+    with pytest.raises(ValueError, match="bytes 0 to 29 of a storage of 28"):
+        publish_coverage(model, {"linear.bias": [(0, 29)]})
+
+
+def test_a_model_without_a_backup_is_left_alone(model):
+    publish_coverage(model, {"gone": [(0, 1)]})
+    withdraw_coverage(model, "a test")
+    assert sync_completed(model) is None
+    assert backup_of(model) is None
+
+
+def test_the_log_tells_sizes_and_seconds(model, caplog):
+    backup = arm(model, "auto", lambda m: Allocations(torch.device("cpu"), reachable(m).ranges))
+    with caplog.at_level(logging.INFO, "sglang_loader"):
+        release_and_resume(model, backup)
+    saved, restored = (record.getMessage() for record in caplog.records)
+    assert saved.startswith("weights backup: saved 0.0 MB in ")
+    assert "(residue 0.0 MB of 0.0 MB)" in saved
+    assert restored.startswith("weights backup: restored 0.0 MB in ")
+
+
+# Properties.
+
+ranges_of = st.lists(
+    st.tuples(st.integers(0, 65), st.integers(0, 65)).map(lambda r: (min(r), max(r))), max_size=6
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    coverage=st.lists(ranges_of, min_size=3, max_size=3),
+    fails=st.lists(st.booleans(), max_size=4),
+    bridge=st.sampled_from((0, 3, BRIDGED_BYTES)),
+)
+def test_any_coverage_any_cycles_the_weights_are_right_after_a_sync(coverage, fails, bridge):
+    """Uncovered bytes return in every cycle; covered ones are right after each complete sync."""
+    model = nn.Module()
+    for i in range(3):
+        model.register_parameter(f"p{i}", nn.Parameter(torch.randn(16 + i), requires_grad=False))
+    model.extra = [torch.randn(7)]
+    destinations = collect_destinations(model)
+    sizes = {s.name: s.nbytes for s in destinations.storages}
+    covered = {
+        f"p{i}": merge((a, min(b, sizes[f"p{i}"])) for a, b in coverage[i]) for i in range(3)
+    }
+    backup = arm(model, "auto", reachable)
+    overwrite(destinations, covered)
+    expected = contents(destinations)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sglang_loader.host_backup.backup.BRIDGED_BYTES", bridge)
+        publish_coverage(model, covered, destinations)
+        for failed in [*fails, False]:
+            release_and_resume(model, backup)
+            for name, data in contents(destinations).items():
+                for start, stop in subtract([(0, len(data))], covered.get(name, ())):
+                    assert data[start:stop] == expected[name][start:stop]
+            backup.sync_started()
+            if failed:
+                backup.sync_failed("a test")
+                continue
+            overwrite(destinations, covered)
+            publish_coverage(model, covered, destinations)
+            assert sync_completed(model) is None
+    assert contents(destinations) == expected
+    assert backup.host_bytes == 0
+
+
+@given(
+    allocated=st.lists(st.tuples(st.integers(0, 300), st.integers(0, 300)), max_size=6),
+    removed=st.lists(st.tuples(st.integers(0, 300), st.integers(0, 300)), max_size=12),
+)
+def test_bridging_adds_only_allocated_bytes_and_loses_none(allocated, removed):
+    memory = tuple(merge((min(r), max(r)) for r in allocated))
+    pieces = subtract(memory, [(min(r), max(r)) for r in removed])
+    joined = bridged(pieces, memory)
+    assert not subtract(pieces, joined)
+    assert not subtract(joined, memory)
+    assert joined == merge(joined)
+
+
+@pytest.mark.parametrize("chunk", (1, 3, 64))
+def test_chunks_of_any_size_hold_the_same_bytes(chunk, monkeypatch):
+    monkeypatch.setattr(saved_bytes_module, "CHUNK_BYTES", chunk)
+    data = torch.randint(0, 256, (257,), dtype=torch.uint8)
+    start = data.data_ptr()
+    expected = data.clone()
+    saved = SavedBytes(data.device, [(start + 1, start + 100), (start + 130, start + 257)])
+    data.zero_()
+    saved.restore()
+    expected[0] = 0
+    expected[100:130] = 0
+    assert torch.equal(data, expected)
+    assert saved.nbytes == 226
+
+
+def test_saving_in_inference_mode_as_the_scheduler_does(model):
+    backup = arm(model, "auto", reachable)
+    before = contents(collect_destinations(model))
+    with torch.inference_mode():
+        backup.save(model)
+        poison(model)
+        backup.restore()
+    assert contents(collect_destinations(model)) == before
+
+
+# What is allocated.
+
+
+def test_blocks_in_use_of_a_snapshot():
+    segments = [
+        {
+            "blocks": [
+                {"state": "active_allocated", "address": 1000, "size": 512, "requested_size": 400},
+                {"state": "inactive", "address": 1512, "size": 512, "requested_size": 512},
+                {"state": "active_pending_free", "address": 2024, "size": 8, "requested_size": 8},
+            ]
+        },
+        {"blocks": [{"state": "active_allocated", "address": 1, "size": 2, "requested_size": 2}]},
+    ]
+    assert merge(blocks_in_use(segments)) == [(1, 3), (1000, 1400), (2024, 2032)]
+
+
+def test_what_no_module_reaches_is_saved_where_the_allocator_tells_of_it(model):
+    hidden = torch.randn(11)
+    span = (hidden.data_ptr(), hidden.data_ptr() + hidden.nbytes)
+
+    def with_hidden(found: nn.Module) -> Allocations:
+        seen = reachable(found)
+        return Allocations(seen.device, tuple(merge([*seen.ranges, span])))
+
+    backup = arm(model, "auto", with_hidden)
+    publish_coverage(model, whole(model, "linear.weight"))
+    expected = hidden.clone()
+    backup.save(model)
+    bytes_at(hidden.device, *span).fill_(POISON)
+    backup.restore()
+    assert torch.equal(hidden, expected)
+
+
+def test_reachable_counts_a_shared_storage_once(model):
+    memory = reachable(model)
+    assert num_bytes(memory.ranges) == sum(s.nbytes for s in collect_destinations(model).storages)
+
+
+# The policy.
+
+
+class Arguments:
+    enable_memory_saver = True
+    enable_weights_cpu_backup = True
+    device = "cuda"
+    speculative_algorithm = None
+    cpu_offload_gb = 0
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("enable_memory_saver", False, "no memory saver"),
+        ("enable_weights_cpu_backup", False, "without a host backup"),
+        ("device", "cpu", "the device is cpu"),
+        ("speculative_algorithm", "EAGLE", "draft model"),
+        ("cpu_offload_gb", 4, "cpu_offload_gb"),
+    ],
+)
+def test_launches_that_keep_the_stock_backup(name, value, reason):
+    arguments = Arguments()
+    assert why_stock(arguments, None) is None
+    setattr(arguments, name, value)
+    assert reason in why_stock(arguments, None)
+
+
+def test_memory_that_cannot_be_enumerated_keeps_the_stock_backup():
+    assert why_stock(Arguments(), "a reason") == "a reason"
+
+
+def test_the_setting_is_read_from_the_environment(monkeypatch):
+    monkeypatch.delenv(ENVIRONMENT_VARIABLE, raising=False)
+    assert requested_policy() == "on"
+    monkeypatch.setenv(ENVIRONMENT_VARIABLE, "auto")
+    assert requested_policy() == "auto"
+    monkeypatch.setenv(ENVIRONMENT_VARIABLE, "yes")
+    with pytest.raises(ValueError, match="'yes': allowed: auto, on, off"):
+        requested_policy()

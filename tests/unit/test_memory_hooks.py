@@ -1,0 +1,388 @@
+"""Our hooks around SGLang's own weight updater, with a memory saver that loses the memory."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import socket
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")  # sglang reads it while it is imported
+
+from sglang.srt.managers.io_struct import (
+    ReleaseMemoryOccupationReqInput,
+    ReleaseMemoryOccupationReqOutput,
+    ResumeMemoryOccupationReqInput,
+    UpdateWeightsFromTensorReqInput,
+)
+from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
+
+from sglang_loader import memory_hooks as hooks
+from sglang_loader.bucket_loader import LOADERS
+from sglang_loader.host_backup import arm, backup_of, publish_coverage
+from sglang_loader.host_backup.allocations import reachable
+from sglang_loader.host_backup.policy import ENVIRONMENT_VARIABLE
+from sglang_loader.load_plan.destinations import collect_destinations
+from sglang_loader.weight_updater_hooks import update_on_all_ranks
+from unit.released_memory import Residue, contents, overwrite, poison, whole
+
+
+class LosingSaver:
+    """Stands in for torch_memory_saver: what is resumed holds poison; a wrong order is an error."""
+
+    def __init__(self, model) -> None:
+        self.model = model
+        self.paused: set[str] = set()
+
+    def pause(self, tag):
+        assert tag not in self.paused, f"{tag} was released twice"
+        self.paused.add(tag)
+
+    def resume(self, tag):
+        self.paused.remove(tag)
+        if tag == "weights":
+            poison(self.model)
+
+
+class Worker:
+    """The part of a TP worker that the updater uses; `update` does what a loader does."""
+
+    tp_rank = 0
+
+    def __init__(self, model) -> None:
+        self.model_runner = SimpleNamespace(model=model)
+        self.server_args = SimpleNamespace(custom_weight_loader=list(LOADERS))
+        self.update = lambda: (True, "Success")
+
+    def update_weights_from_tensor(self, request):
+        return self.update()
+
+
+@pytest.fixture(scope="module")
+def group():
+    """A gloo group of this one process."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1
+    )
+    yield torch.distributed.group.WORLD
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
+def updater(group):
+    torch.manual_seed(0)
+    model = Residue()
+    arm(model, "auto", reachable)
+    made = SchedulerWeightUpdaterManager(
+        tp_worker=Worker(model),
+        draft_worker=None,
+        tp_cpu_group=group,
+        memory_saver_adapter=LosingSaver(model),
+        flush_cache=lambda **_: True,
+        is_fully_idle=lambda: True,
+    )
+    return made
+
+
+def model_of(updater):
+    return updater.tp_worker.model_runner.model
+
+
+# Upstream's own functions, whatever else this process has hooked.
+ORIGINAL = {
+    name: getattr(SchedulerWeightUpdaterManager, name)
+    for name in ("release_memory_occupation", "resume_memory_occupation")
+}
+
+
+@pytest.fixture(autouse=True)
+def without_a_device(monkeypatch):
+    """Upstream synchronises the accelerator; this test has none."""
+    module = SimpleNamespace(synchronize=lambda *_: None)
+    monkeypatch.setattr(torch, "get_device_module", lambda *_: module)
+
+
+def release(updater, *tags):
+    request = ReleaseMemoryOccupationReqInput(tags=list(tags) or None)
+    return hooks.release_tags(ORIGINAL["release_memory_occupation"], updater, request)
+
+
+def resume(updater, *tags):
+    request = ResumeMemoryOccupationReqInput(tags=list(tags) or None)
+    return hooks.resume_tags(ORIGINAL["resume_memory_occupation"], updater, request)
+
+
+def update(updater, *, last=True):
+    request = UpdateWeightsFromTensorReqInput(
+        serialized_named_tensors=[b""], load_format=LOADERS[0], flush_cache=last
+    )
+    return update_on_all_ranks(None, updater, request)
+
+
+def refusal(reply):
+    """What travels back, as the other process sees it."""
+    return getattr(pickle.loads(pickle.dumps(reply)), "refusal", None)
+
+
+def test_weights_come_back_bit_for_bit(updater):
+    before = contents(collect_destinations(model_of(updater)))
+    for _ in range(2):
+        assert refusal(release(updater, "kv_cache", "weights")) is None
+        assert refusal(resume(updater, "weights")) is None
+        assert refusal(resume(updater, "kv_cache")) is None
+        assert contents(collect_destinations(model_of(updater))) == before
+
+
+def test_repeated_stages_are_no_ops_in_any_order(updater):
+    before = contents(collect_destinations(model_of(updater)))
+    for tags in (("weights",), ("weights", "kv_cache"), (), ("weights", "weights")):
+        assert refusal(release(updater, *tags)) is None
+    assert updater.offload_tags == {"weights", "kv_cache", "cuda_graph"}
+    for tags in (("kv_cache",), ("kv_cache", "weights", "weights"), (), ("cuda_graph",)):
+        assert refusal(resume(updater, *tags)) is None
+    assert updater.offload_tags == set()
+    assert contents(collect_destinations(model_of(updater))) == before
+
+
+@pytest.mark.parametrize("step", (release, resume))
+def test_an_unknown_tag_is_refused_and_nothing_is_done(updater, step):
+    text = refusal(step(updater, "weights", "gradients"))
+    assert text.startswith("TP rank 0: unknown memory tags ['gradients']; allowed: ")
+    assert all(tag in text for tag in ("kv_cache", "weights", "cuda_graph"))
+    assert (updater.offload_tags, updater.memory_saver_adapter.paused) == (set(), set())
+
+
+def test_a_release_while_requests_run_is_refused(updater):
+    updater.is_fully_idle = lambda: False
+    assert "requests are running" in refusal(release(updater, "weights"))
+    assert updater.offload_tags == set()
+    assert backup_of(model_of(updater)).host_bytes == 0
+    updater.is_fully_idle = lambda: True
+    assert refusal(release(updater, "weights")) is None
+
+
+def test_a_backup_that_fails_refuses_the_release(updater):
+    def fails(_):
+        raise RuntimeError("no memory left on the host")
+
+    arm(model_of(updater), "auto", fails)
+    assert "no memory left on the host" in refusal(release(updater, "weights"))
+    assert updater.offload_tags == set()
+
+
+def test_a_lack_of_gpu_memory_refuses_the_resume(updater, monkeypatch):
+    release(updater, "weights")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (3_000_000, 9_000_000))
+    monkeypatch.setattr(hooks, "nbytes_under", lambda tags, device: 5_000_000)
+    text = refusal(resume(updater, "weights"))
+    assert "TP rank 0: resume of ['weights'] refused: it needs 5 MB" in text
+    assert "2 MB more than are free" in text
+    assert updater.offload_tags == {"weights"}
+
+
+def covered_engine(updater):
+    """The updater's model, with a proven coverage, and the loader that writes it."""
+    model = model_of(updater)
+    covered = whole(model, "linear.weight", "low")
+
+    def load():
+        overwrite(collect_destinations(model), covered)
+        return True, "Success"
+
+    updater.tp_worker.update = load
+    load()
+    publish_coverage(model, covered)
+    return model
+
+
+def test_a_cycle_with_a_plan_keeps_the_residue_alone(updater):
+    model = covered_engine(updater)
+    before = contents(collect_destinations(model))
+    for _ in range(3):
+        release(updater, "kv_cache", "weights")
+        resume(updater, "weights")
+        assert backup_of(model).stale
+        assert "sync the weights first" in refusal(resume(updater, "kv_cache"))
+        assert update(updater).success
+        assert refusal(resume(updater, "kv_cache")) is None
+        assert contents(collect_destinations(model)) == before
+        assert backup_of(model).host_bytes == 0
+
+
+def test_one_stage_wakes_everything_before_the_sync(updater):
+    covered_engine(updater)
+    release(updater, "kv_cache", "weights")
+    assert refusal(resume(updater, "weights", "kv_cache")) is None
+    assert refusal(resume(updater, "kv_cache")) is None, "resident"
+    assert update(updater).success
+
+
+def test_a_failed_sync_keeps_the_cache_asleep_until_a_good_one(updater):
+    model = covered_engine(updater)
+    good = updater.tp_worker.update
+    before = contents(collect_destinations(model))
+    release(updater, "kv_cache", "weights")
+    resume(updater, "weights")
+    assert update(updater, last=False).success
+
+    def breaks():
+        raise ValueError("a bad tensor")
+
+    updater.tp_worker.update = breaks
+    assert "a bad tensor" in update(updater).message
+    assert "TP rank 0: resume of ['kv_cache'] refused" in refusal(resume(updater, "kv_cache"))
+    updater.tp_worker.update = good
+    reply = update(updater)  # by the plan? nobody says so: the coverage was withdrawn
+    assert not reply.success
+    assert "undefined since the last resume" in reply.message
+
+    def good_and_proven():
+        result = good()
+        publish_coverage(model, whole(model, "linear.weight", "low"))
+        return result
+
+    updater.tp_worker.update = good_and_proven
+    assert update(updater).success
+    assert refusal(resume(updater, "kv_cache")) is None
+    assert contents(collect_destinations(model)) == before
+
+
+def test_a_failed_sync_of_saved_weights_needs_no_proof(updater):
+    """Modes without a plan: everything was restored, so a complete sync is enough."""
+    release(updater, "kv_cache", "weights")
+    resume(updater, "weights")
+    updater.tp_worker.update = lambda: (False, "no")
+    assert not update(updater).success
+    assert refusal(resume(updater, "kv_cache"))
+    updater.tp_worker.update = lambda: (True, "Success")
+    assert update(updater).success
+    assert refusal(resume(updater, "kv_cache")) is None
+
+
+def test_other_servers_are_left_alone(updater):
+    updater.tp_worker.server_args.custom_weight_loader = ["somebody.elses"]
+    calls = []
+    for step in (hooks.release_tags, hooks.resume_tags):
+        step(lambda *arguments: calls.append(arguments), updater, "request")
+    assert calls == [(updater, "request")] * 2
+    runner = SimpleNamespace(server_args=updater.tp_worker.server_args)
+    hooks.load_model(lambda *arguments: calls.append(arguments), runner)
+    assert calls[2:] == [(runner,)]
+
+
+# In the process that serves HTTP.
+
+
+class Manager:
+    """The part of a tokenizer manager that the hooks use."""
+
+    def __init__(self, *replies, loaders=LOADERS) -> None:
+        self.server_args = SimpleNamespace(custom_weight_loader=list(loaders))
+        self.auto_create_handle_loop = lambda: None
+
+        async def communicate(_):
+            return replies
+
+        self.release_memory_occupation_communicator = communicate
+        self.resume_memory_occupation_communicator = communicate
+
+
+@pytest.mark.parametrize("hook", (hooks.release_or_raise, hooks.resume_or_raise))
+def test_a_refusal_is_raised_where_the_request_came_in(hook):
+    good, bad = ReleaseMemoryOccupationReqOutput(), ReleaseMemoryOccupationReqOutput()
+    bad.refusal = "TP rank 1: no"
+    asyncio.run(hook(None, Manager(good, good), "request"))
+    with pytest.raises(hooks.MemoryRequestRefused, match="TP rank 1: no"):
+        asyncio.run(hook(None, Manager(good, bad), "request"))
+
+
+def test_requests_to_other_servers_go_upstreams_way():
+    calls = []
+
+    async def original(*arguments):
+        calls.append(arguments)
+
+    manager = Manager(loaders=())
+    asyncio.run(hooks.release_or_raise(original, manager, "request"))
+    assert calls == [(manager, "request", None)]
+
+
+# Loading.
+
+
+class Runner:
+    """A model runner whose upstream `load_model` notes whether SGLang's backup was asked for."""
+
+    is_draft_worker = False
+
+    def __init__(self, **arguments) -> None:
+        self.server_args = SimpleNamespace(
+            custom_weight_loader=list(LOADERS),
+            enable_memory_saver=True,
+            enable_weights_cpu_backup=True,
+            device="cuda",
+            speculative_algorithm=None,
+            cpu_offload_gb=0,
+        )
+        vars(self.server_args).update(arguments)
+
+    def load(self):
+        self.stock_backup = self.server_args.enable_weights_cpu_backup
+        self.model = Residue()
+
+
+@contextmanager
+def policy(monkeypatch, value):
+    monkeypatch.setenv(ENVIRONMENT_VARIABLE, value)
+    monkeypatch.setattr(hooks, "under_weights_tag", reachable)
+    yield
+
+
+@pytest.mark.parametrize(
+    ("value", "arguments", "stock", "ours"),
+    [
+        ("on", {}, True, "on"),
+        ("auto", {}, False, "auto"),
+        ("off", {}, False, "off"),
+        ("auto", {"speculative_algorithm": "EAGLE"}, True, "on"),
+        ("off", {"enable_memory_saver": False}, True, "on"),
+        ("auto", {"enable_weights_cpu_backup": False}, False, "on"),
+    ],
+)
+def test_who_backs_up_the_weights(value, arguments, stock, ours, monkeypatch):
+    runner = Runner(**arguments)
+    asked = runner.server_args.enable_weights_cpu_backup
+    with policy(monkeypatch, value):
+        hooks.load_model(Runner.load, runner)
+    assert runner.stock_backup is stock
+    assert runner.server_args.enable_weights_cpu_backup is asked, "as it was"
+    assert backup_of(runner.model).policy == ours
+
+
+def test_a_draft_model_is_left_alone(monkeypatch):
+    runner = Runner()
+    runner.is_draft_worker = True
+    with policy(monkeypatch, "auto"):
+        hooks.load_model(Runner.load, runner)
+    assert runner.stock_backup is True
+    assert backup_of(runner.model) is None
+
+
+def test_memory_that_is_not_found_after_loading_is_an_error(monkeypatch):
+    """Neither SGLang nor we would save it."""
+    runner = Runner()
+    monkeypatch.setenv(ENVIRONMENT_VARIABLE, "auto")
+    with pytest.raises(RuntimeError, match="host_backup=on"):
+        hooks.load_model(Runner.load, runner)
