@@ -9,7 +9,7 @@ One server per model and host-backup setting serves all arms of that setting.
 
 Arms: `native` is verl 0.9.1's own code with its own settings (host backup, named tensors, one
 request per bucket), `copy_limit` a copy of the same bytes within the device; the others are ours,
-without the host backup. `compiled_in_place` has the same tensors as views of one flat storage.
+with the host backup that their preset gets. `compiled_in_place` has the same tensors as views of one flat storage.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class Arm:
 
     Attributes:
         mode: preset, None for verl's own code.
-        host_backup: launch the engine with verl's host backup of its weights.
+        host_backup: the engine saves all weights on release, as verl launches it; else
+            `host_backup=auto`: only what the load plan does not rewrite.
         flat: the trainer's tensors are views of one storage.
         settings: keys of the preset.
     """
@@ -63,8 +64,8 @@ class Arm:
 KEEP = {"keep_staging_buffers": True}
 ARMS = {
     "native": Arm(None, host_backup=True),
-    "bucketed": Arm("bucketed"),
-    "flattened": Arm("flattened"),
+    "bucketed": Arm("bucketed", host_backup=True),
+    "flattened": Arm("flattened", host_backup=True),
     "compiled": Arm("compiled", settings=KEEP),
     "compiled_freed": Arm("compiled"),
     "compiled_in_place": Arm("compiled", flat=True, settings=KEEP),
@@ -216,13 +217,14 @@ def run_arm(
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         allocated = sum(t.nbytes for _, t in weights)
+    host_bytes = 0
     for _ in range(runs):
         measured.append(asyncio.run(cycle(stages=True)))
     peak = torch.cuda.max_memory_allocated(device) - allocated if device.type == "cuda" else 0
     row = row_of(name, model, weights, measured)
     row.update(
         host_backup=arm.host_backup,
-        host_bytes=host_bytes if arm.host_backup else 0,
+        host_bytes=host_bytes,
         peak_extra_gpu_bytes=max(peak, 0),
         **notes.get("counts", {}),
     )
@@ -274,7 +276,11 @@ def measure(
             continue
         log = folder / f"server-{model}-{'backup' if host_backup else 'plain'}.log"
         with engine_server(
-            config, device=device.type, host_backup=host_backup, is_moe=is_moe, log=log
+            config,
+            device=device.type,
+            host_backup="on" if host_backup else "auto",
+            is_moe=is_moe,
+            log=log,
         ) as url:
             for name, arm in chosen.items():
                 started = time.perf_counter()

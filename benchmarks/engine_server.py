@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from sglang_loader.bucket_loader import LOADERS
+from sglang_loader.host_backup.policy import ENVIRONMENT_VARIABLE, Policy
 
 START_TIMEOUT_S = 240
 MAX_PORT = 55_000  # SGLang derives another port by adding 10,000
@@ -34,7 +35,7 @@ GPU = (
 
 @contextlib.contextmanager
 def engine_server(
-    config: Path, *, device: str, host_backup: bool, is_moe: bool, log: Path
+    config: Path, *, device: str, host_backup: Policy, is_moe: bool, log: Path
 ) -> Iterator[str]:
     """Serve the model that `config/config.json` describes; yields the server's URL."""
     port = _free_port()
@@ -42,10 +43,10 @@ def engine_server(
         *(sys.executable, "-m", "sglang.launch_server", "--model-path", str(config)),
         *("--port", str(port), *COMMON, *(CPU if device == "cpu" else GPU)),
         *(("--moe-runner-backend", "triton") if is_moe and device != "cpu" else ()),
-        *(("--enable-weights-cpu-backup",) if host_backup and device != "cpu" else ()),
+        *(("--enable-weights-cpu-backup",) if device != "cpu" else ()),  # as verl launches it
         *("--custom-weight-loader", *LOADERS),
     ]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", ENVIRONMENT_VARIABLE: host_backup}
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,
