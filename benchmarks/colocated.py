@@ -9,7 +9,8 @@ One server per model and host-backup setting serves all arms of that setting.
 
 Arms: `native` is verl 0.9.1's own code with its own settings (host backup, named tensors, one
 request per bucket), `copy_limit` a copy of the same bytes within the device; the others are ours,
-with the host backup that their preset gets. `compiled_in_place` has the same tensors as views of one flat storage.
+with the host backup that their preset gets. `compiled_in_place` has the same tensors as views of
+one flat storage.
 """
 
 from __future__ import annotations
