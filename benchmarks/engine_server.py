@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import socket
@@ -17,6 +18,7 @@ from sglang_loader.bucket_loader import LOADERS
 from sglang_loader.host_backup.policy import ENVIRONMENT_VARIABLE, Policy
 
 START_TIMEOUT_S = 240
+PR_SET_PDEATHSIG = 1  # prctl(2)
 MAX_PORT = 55_000  # SGLang derives another port by adding 10,000
 COMMON = (
     *("--load-format", "dummy", "--skip-tokenizer-init", "--skip-server-warmup"),
@@ -54,6 +56,7 @@ def engine_server(
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            preexec_fn=_die_with_parent,
         )
     try:
         url = f"http://127.0.0.1:{port}"
@@ -63,6 +66,11 @@ def engine_server(
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+def _die_with_parent() -> None:
+    """Runs in the child: the kernel ends it if this process is killed before it can clean up."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _wait(process: subprocess.Popen[bytes], url: str, log: Path) -> None:

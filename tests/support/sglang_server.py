@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import socket
@@ -18,6 +19,7 @@ from sglang_loader.bucket_loader import LOADERS
 from sglang_loader.host_backup.policy import ENVIRONMENT_VARIABLE, Policy
 
 START_TIMEOUT_S = 240
+PR_SET_PDEATHSIG = 1  # prctl(2)
 MAX_PORT = 55_000
 TESTS = Path(__file__).resolve().parents[1]
 
@@ -85,6 +87,7 @@ def sglang_server(
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            preexec_fn=_die_with_parent,
         )
     server = Server(f"http://127.0.0.1:{port}", log, process)
     try:
@@ -104,6 +107,11 @@ def free_port() -> int:
             port: int = probe.getsockname()[1]
         if port < MAX_PORT:
             return port
+
+
+def _die_with_parent() -> None:
+    """Runs in the child: the kernel ends it if this process is killed before it can clean up."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _wait(server: Server) -> None:
