@@ -103,7 +103,18 @@ def run_arm(arm: str, folder: Path, steps: int) -> list[dict[str, Any]]:
     return [json.loads(line)["data"] for line in metrics.read_text().splitlines()]
 
 
-def row_of(arm: str, model: str, steps: list[dict[str, Any]]) -> dict[str, Any]:
+def stage_medians(folder: Path, arm: str) -> dict[str, float]:
+    """Median seconds of the stages of our syncs, without the first; empty for verl's own."""
+    reports = folder / f"syncs-{arm}.jsonl"
+    if not reports.exists():
+        return {}
+    lines = reports.read_text().splitlines()
+    return medians(json.loads(line)["seconds"] for line in lines[1:])
+
+
+def row_of(
+    arm: str, model: str, steps: list[dict[str, Any]], stages: dict[str, float]
+) -> dict[str, Any]:
     """Medians over the steps after the first, which warms up; and the proof of arrival."""
     timed = [{name: step[f"timing_s/{name}"] for name in TIMERS} for step in steps]
     return {
@@ -112,7 +123,7 @@ def row_of(arm: str, model: str, steps: list[dict[str, Any]]) -> dict[str, Any]:
         "gpus": 1,
         "tp": 1,
         "runs": len(steps) - 1,
-        "median_s": medians(timed[1:]),
+        "median_s": {**medians(timed[1:]), **stages},
         "steps": timed,
         "rollout_probs_diff_max": [step["training/rollout_probs_diff_max"] for step in steps],
         "pearson": [step["training/rollout_actor_probs_pearson_corr"] for step in steps],
@@ -132,7 +143,8 @@ def main() -> None:
     make_model(folder, args.model)
     rows = []
     for arm in args.arms:
-        rows.append(row_of(arm, args.model, run_arm(arm, folder, args.steps)))
+        steps = run_arm(arm, folder, args.steps)
+        rows.append(row_of(arm, args.model, steps, stage_medians(folder, arm)))
         path = args.json or Path(f"benchmarks/results/grpo_step-{hardware()}.json")
         write_results(path, "grpo_step", rows)
     print_table(rows, TIMERS)

@@ -136,6 +136,7 @@ def install() -> None:
         os.environ.setdefault(name, value)
     PlatformRegistry.register(platform="cpu")(CpuPlatform)
     _use_plain_gloo()
+    _load_value_heads_without_flash_attention()
     _share_tensors_by_name()
 
 
@@ -149,6 +150,26 @@ def _use_plain_gloo() -> None:
         return original(timeout_second, backend or "cpu:gloo")
 
     distributed.initialize_global_process_group_ray = initialize
+
+
+def _load_value_heads_without_flash_attention() -> None:
+    """verl loads every critic with flash_attention_2, a GPU kernel; sdpa computes the same."""
+    import verl.utils.model
+
+    def load_valuehead_model(
+        local_path: str, torch_dtype: torch.dtype, model_config: Any, trust_remote_code: bool
+    ) -> Any:
+        from transformers import AutoModelForTokenClassification
+
+        return AutoModelForTokenClassification.from_pretrained(
+            local_path,
+            dtype=torch_dtype,
+            config=model_config,
+            attn_implementation="sdpa",
+            trust_remote_code=trust_remote_code,
+        )
+
+    verl.utils.model.load_valuehead_model = load_valuehead_model
 
 
 def _share_tensors_by_name() -> None:

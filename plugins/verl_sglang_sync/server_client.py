@@ -91,6 +91,6 @@ class SGLangServerClient:
             aiohttp.ClientSession(timeout=timeout, headers=self._headers) as session,
             session.post(url, json=payload) as response,
         ):
-            text = await response.text()
+            text = await response.text(errors="replace")
             if response.status >= 400:
                 raise ServerError(f"{url}: HTTP {response.status}: {text[:MESSAGE_CHARS]}")

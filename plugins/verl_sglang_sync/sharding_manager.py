@@ -95,7 +95,7 @@ class SGLangShardingManager(BaseShardingManager):  # type: ignore[misc]
 
     @property
     def report(self) -> SyncReport:
-        """Accounting of the current or latest wake-up."""
+        """Accounting of the wake-up in progress; a new one starts when it is published."""
         return self._report
 
     async def resume(self, tags: Sequence[str]) -> None:

@@ -116,6 +116,12 @@ NEEDS = (
     Need("verl.plugin.platform:PlatformBase", CPU),
     Need("verl.plugin.platform:PlatformRegistry", CPU),
     Need("verl.plugin.platform:PlatformRegistry.register", CPU, ("platform",)),
+    Need("verl.utils.model", CPU),
+    Need(
+        "verl.utils.model:load_valuehead_model",
+        CPU,
+        ("local_path", "torch_dtype", "model_config", "trust_remote_code"),
+    ),
     Need("verl.utils.distributed", CPU),
     Need(
         "verl.utils.distributed:initialize_global_process_group_ray",

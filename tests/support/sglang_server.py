@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -17,7 +18,6 @@ from pathlib import Path
 from sglang_loader.bucket_loader import LOADERS
 
 START_TIMEOUT_S = 240
-MAX_PORT = 55_000
 TESTS = Path(__file__).resolve().parents[1]
 
 
@@ -67,7 +67,7 @@ def sglang_server(
     extra: tuple[str, ...] = (),
 ) -> Iterator[Server]:
     """Serve `model` until the block ends; the log goes to `folder/server.log`."""
-    port = free_port()
+    port = _free_port()
     command = [
         *(sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)),
         *("--port", str(port), "--tp-size", str(tp), "--sampling-backend", "pytorch"),
@@ -94,14 +94,13 @@ def sglang_server(
         process.wait()
 
 
-def free_port() -> int:
-    """A port that is free now; SGLang derives another by adding 10,000."""
-    while True:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port: int = probe.getsockname()[1]
-        if port < MAX_PORT:
+def _free_port() -> int:
+    """A free port that leaves room above: SGLang derives others from it, the farthest + 10000."""
+    for port in random.sample(range(20000, 30000), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
             return port
+    raise RuntimeError("no free port between 20000 and 30000")
 
 
 def _wait(server: Server) -> None:

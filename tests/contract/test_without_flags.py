@@ -1,0 +1,180 @@
+"""Installed but not switched on: the server receives exactly what verl's own adapter sends.
+
+Both adapters run the same wake-up, sync and sleep against a real HTTP server that records every
+request, with a real Ray actor in the place where verl looks for its server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from aiohttp import web
+from hydra import compose, initialize_config_module
+from tiny_assets import make_assets
+
+pytestmark = pytest.mark.e2e
+
+Request = tuple[str, str, dict[str, str], Any]
+CHANGING_HEADERS = ("Host", "Content-Length")  # the port, and the length of random memory names
+
+
+@pytest.fixture(scope="module")
+def rollout(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any]]:
+    """verl's rollout and model config, a one-rank process group, a local Ray."""
+    import ray
+    import torch.distributed as dist
+    from omegaconf import OmegaConf
+    from verl.utils.config import omega_conf_to_dataclass
+
+    folder = tmp_path_factory.mktemp("plain")
+    make_assets(folder)
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        config = compose(
+            "ppo_trainer",
+            overrides=[
+                "actor_rollout_ref.rollout.name=sglang",
+                "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
+                f"actor_rollout_ref.model.path={folder}/model",
+                "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=1",
+            ],
+        )
+    OmegaConf.resolve(config)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RANK", "0")
+        patch.setenv("RAY_LOCAL_WORLD_SIZE", "1")
+        patch.setenv("SGLANG_USE_CPU_ENGINE", "1")
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+        ray.init(num_cpus=1, include_dashboard=False, logging_level="error")
+        yield (
+            omega_conf_to_dataclass(config.actor_rollout_ref.rollout),
+            omega_conf_to_dataclass(config.actor_rollout_ref.model),
+        )
+        ray.shutdown()
+        dist.destroy_process_group()
+
+
+def requests_of(adapter_class: type[Any], rollout: tuple[Any, Any]) -> list[Request]:
+    """What the server receives in one cycle of `adapter_class`."""
+    import ray
+
+    seen: list[Request] = []
+
+    async def record(request: web.Request) -> web.Response:
+        body = await request.text()
+        headers = {k: v for k, v in request.headers.items() if k not in CHANGING_HEADERS}
+        payload = json.loads(body) if body else None
+        seen.append((request.method, request.raw_path, headers, _readable(payload)))
+        return web.json_response({"success": True, "message": "ok"})
+
+    @ray.remote
+    class Server:
+        def __init__(self, port: int) -> None:
+            self.port = port
+            self.steps: list[int] = []
+
+        def get_server_address(self) -> tuple[str, int]:
+            return "127.0.0.1", self.port
+
+        def set_global_steps(self, steps: int) -> None:
+            self.steps.append(steps)
+
+        def get_steps(self) -> list[int]:
+            return self.steps
+
+    async def cycle() -> None:
+        app = web.Application(client_max_size=1 << 28)
+        app.router.add_route("*", "/{tail:.*}", record)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        port = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
+        actor = Server.options(name="sglang_server_0_0").remote(port)
+        try:
+            adapter = adapter_class(config=rollout[0], model_config=rollout[1], device_mesh=None)
+            await adapter.resume(tags=["weights"])
+            await adapter.update_weights(iter(_weights()), global_steps=7)
+            await adapter.resume(tags=["kv_cache"])
+            await adapter.release()
+            seen.append(("actor", "set_global_steps", {}, await actor.get_steps.remote()))
+        finally:
+            ray.kill(actor)
+            await runner.cleanup()
+
+    asyncio.run(cycle())
+    return seen
+
+
+def _weights() -> list[tuple[str, torch.Tensor]]:
+    """Several buckets of 1 MiB, of two dtypes."""
+    generator = torch.Generator().manual_seed(0)
+    dtypes = (torch.float32, torch.bfloat16)
+    return [
+        (f"layer.{i}.weight", torch.randn(300, 700, generator=generator).to(dtypes[i % 2]))
+        for i in range(6)
+    ]
+
+
+def _readable(payload: Any) -> Any:
+    """Replace the handles, whose shared-memory names are random, by the tensors behind them."""
+    if not isinstance(payload, dict) or "serialized_named_tensors" not in payload:
+        return payload
+    from sglang.srt.utils import MultiprocessingSerializer
+
+    ranks = [
+        [
+            (name, handle.get(0).tolist())
+            for name, handle in MultiprocessingSerializer.deserialize(base64.b64decode(item))
+        ]
+        for item in payload["serialized_named_tensors"]
+    ]
+    return {**payload, "serialized_named_tensors": ranks}
+
+
+@pytest.fixture(autouse=True)
+def cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """CPU tensors cross processes by name; see `cpu_platform`."""
+    from torch.multiprocessing import get_sharing_strategy, reductions, set_sharing_strategy
+
+    before = get_sharing_strategy()
+    set_sharing_strategy("file_system")
+    monkeypatch.setattr(reductions, "_reduce_tensor_original", None, raising=False)
+    yield
+    set_sharing_strategy(before)
+
+
+def test_without_a_preset_the_requests_are_verls_own(
+    rollout: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from verl.workers.rollout.base import get_rollout_class
+    from verl.workers.rollout.sglang_rollout import sglang_rollout
+
+    from verl_sglang_sync.rollout_adapter import WeightSyncServerAdapter
+
+    monkeypatch.setattr(sglang_rollout, "get_device_id", lambda: "cpu")
+    assert get_rollout_class("sglang") is WeightSyncServerAdapter, "the plugin is installed"
+    verls = requests_of(sglang_rollout.ServerAdapter, rollout)
+    ours = requests_of(WeightSyncServerAdapter, rollout)
+    assert ours == verls
+    assert [path for _, path, _, _ in verls] == [
+        "/resume_memory_occupation",
+        *["/update_weights_from_tensor"] * 6,
+        "/flush_cache",
+        "/resume_memory_occupation",
+        "/release_memory_occupation",
+        "set_global_steps",
+    ]
+
+
+def test_without_a_preset_the_server_is_verls_own(rollout: tuple[Any, Any]) -> None:
+    from verl.workers.rollout.replica import get_rollout_replica_class
+    from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer
+
+    replica = get_rollout_replica_class("sglang")(0, rollout[0], rollout[1], gpus_per_node=1)
+    assert replica.server_class.__ray_actor_class__ is SGLangHttpServer
