@@ -34,8 +34,10 @@ def engine_hashes(rank: TrainerRank, folder: Path) -> list[dict[str, str]]:
 
     if not rank.is_leader:
         return []
-    handles = serialize_handles([(str(folder), torch.zeros(1, device=rank.device))])
-    asyncio.run(rank.client.update_weights([handles] * rank.tp, load_format=HASH_LOADER))
+    named = [(str(folder), torch.zeros(1, device=rank.device))]
+    # One handle for each receiver: the first to close a shared one would take it from the other.
+    handles = [serialize_handles(named) for _ in range(rank.tp)]
+    asyncio.run(rank.client.update_weights(handles, load_format=HASH_LOADER))
     return [json.loads((folder / f"rank{tp}.json").read_text()) for tp in range(rank.tp)]
 
 
