@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -19,11 +19,7 @@ from sglang_loader.bucket_loader import LOADERS
 from sglang_loader.host_backup.policy import ENVIRONMENT_VARIABLE, Policy
 
 START_TIMEOUT_S = 240
-<<<<<<< HEAD
 PR_SET_PDEATHSIG = 1  # prctl(2)
-MAX_PORT = 55_000
-=======
->>>>>>> compiled
 TESTS = Path(__file__).resolve().parents[1]
 
 
@@ -74,11 +70,7 @@ def sglang_server(
     host_backup: Policy = "on",
 ) -> Iterator[Server]:
     """Serve `model` until the block ends; the log goes to `folder/server.log`."""
-<<<<<<< HEAD
     port = free_port()
-=======
-    port = _free_port()
->>>>>>> compiled
     command = [
         *(sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)),
         *("--port", str(port), "--tp-size", str(tp), "--sampling-backend", "pytorch"),
@@ -106,29 +98,18 @@ def sglang_server(
         process.wait()
 
 
-<<<<<<< HEAD
 def free_port() -> int:
-    """A port that is free now; SGLang derives another by adding 10,000."""
-    while True:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port: int = probe.getsockname()[1]
-        if port < MAX_PORT:
-            return port
-
-
-def _die_with_parent() -> None:
-    """Runs in the child: the kernel ends it if this process is killed before it can clean up."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-=======
-def _free_port() -> int:
     """A free port that leaves room above: SGLang derives others from it, the farthest + 10000."""
     for port in random.sample(range(20000, 30000), 100):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
     raise RuntimeError("no free port between 20000 and 30000")
->>>>>>> compiled
+
+
+def _die_with_parent() -> None:
+    """Runs in the child: the kernel ends it if this process is killed before it can clean up."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _wait(server: Server) -> None:
