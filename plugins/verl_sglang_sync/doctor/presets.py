@@ -14,10 +14,15 @@ ON_GPU = {
     "TP rank; no staging buffer",
     "flattened": "one request per bucket of at most {bucket}; one CUDA IPC handle per bucket and "
     "TP rank; a staging buffer of one bucket per GPU during the sync",
+    "compiled": "one request per sync opens a session per GPU; buckets of at most {bucket} through "
+    "two staging buffers, or read in place; the first sync records and checks a load plan, later "
+    "ones replay it, and a release then saves only what the plan does not rewrite",
 }
 ON_CPU = {
     "bucketed": "one request per bucket of at most {bucket}; every tensor in shared memory",
     "flattened": "one request per bucket of at most {bucket}; one staging buffer in shared memory",
+    "compiled": "one request per sync opens a session per rank; buckets of at most {bucket} in "
+    "shared memory; the first sync records and checks a load plan, later ones replay it",
 }
 STAGES = {
     True: "multi_stage_wake_up=True resumes weights, syncs, and then resumes the KV cache",
