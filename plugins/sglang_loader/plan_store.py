@@ -148,6 +148,7 @@ class ModelLoader:
         """End a sync whose buckets all came."""
         if self._way is _Way.RECORD:
             self._compile()
+            self._note("the plan is being made", log=False)  # unless there is a worse reason
         elif self._way is _Way.CHECK:
             self._syncs_since_check = 0
             self._note("the plan was due for a check")
@@ -182,7 +183,6 @@ class ModelLoader:
             return
         self._way = _Way.RECORD
         self._builder = PlanBuilder(self._model, self._model.load_weights, self._context)
-        self._note("the plan is being made", log=False)
 
     def _is_unfit(self, first: BucketLayout) -> bool:
         """True if this kind of sync was refused a plan before."""

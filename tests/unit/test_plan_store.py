@@ -35,6 +35,15 @@ class AddsToItsSources(Model):
         super().load_weights((name, tensor.add_(1)) for name, tensor in weights)
 
 
+class AsksAMap(Model):
+    """Looks its targets up in a tensor of its own, as SGLang does with its expert map."""
+
+    experts = torch.arange(4)
+
+    def load_weights(self, weights):
+        super().load_weights((NAMES[self.experts[NAMES.index(n)].tolist()], t) for n, t in weights)
+
+
 class Rebinds(Model):
     def load_weights(self, weights):
         super().load_weights(weights)
@@ -75,6 +84,14 @@ def test_the_first_sync_records_and_later_ones_replay():
         assert (outcome.num_replayed, outcome.num_eager, outcome.reason) == (2, 0, None)
         check_loaded(model, value)
     assert model.calls == calls
+
+
+def test_a_loader_that_reads_a_map_on_the_host_is_replayed():
+    model = AsksAMap()
+    loader = loader_of(model)
+    assert sync(loader, 1.0).reason == "the plan is being made"
+    assert sync(loader, 2.0).num_replayed == 2
+    check_loaded(model, 2.0)
 
 
 def move_a_parameter(model):

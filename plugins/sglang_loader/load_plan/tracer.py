@@ -25,7 +25,7 @@ from unittest import mock
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from sglang_loader.load_plan.destinations import AddressIndex, Destinations
@@ -125,7 +125,8 @@ class _Recorder(TorchDispatchMode):
     def note_host_read(self, what: str, tensor: torch.Tensor) -> None:
         """Remember that Python saw the data of `tensor`."""
         position = len(self.trace.steps)
-        self.trace.host_reads.append(HostRead(what, self._ref(tensor), position))
+        with _disable_current_modes():  # reads without an operator come while the mode is active
+            self.trace.host_reads.append(HostRead(what, self._ref(tensor), position))
 
     def _append(
         self, op: Any, traits: OpTraits, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
