@@ -17,8 +17,10 @@ def call_loader(rank: TrainerRank, loader: str, argument: dict[str, Any]) -> Non
     """Run one of the test's loaders in the engine, with `argument`."""
     from sglang_loader.ipc import serialize_handles
 
-    handles = serialize_handles([(json.dumps(argument), torch.zeros(1, device=rank.device))])
-    asyncio.run(rank.client.update_weights([handles] * rank.tp, load_format=loader))
+    # One tensor for each TP rank, kept until the reply: the first to open a handle consumes it.
+    tensors = [torch.zeros(1, device=rank.device) for _ in range(rank.tp)]
+    handles = [serialize_handles([(json.dumps(argument), tensor)]) for tensor in tensors]
+    asyncio.run(rank.client.update_weights(handles, load_format=loader))
 
 
 def engine_state(rank: TrainerRank, path: str) -> dict[str, Any]:

@@ -34,9 +34,9 @@ def engine_hashes(rank: TrainerRank, folder: Path) -> list[dict[str, str]]:
 
     if not rank.is_leader:
         return []
-    named = [(str(folder), torch.zeros(1, device=rank.device))]
-    # One handle for each receiver: the first to close a shared one would take it from the other.
-    handles = [serialize_handles(named) for _ in range(rank.tp)]
+    # One tensor for each TP rank, kept until the reply: the first to open a handle consumes it.
+    tensors = [torch.zeros(1, device=rank.device) for _ in range(rank.tp)]
+    handles = [serialize_handles([(str(folder), tensor)]) for tensor in tensors]
     asyncio.run(rank.client.update_weights(handles, load_format=HASH_LOADER))
     return [json.loads((folder / f"rank{tp}.json").read_text()) for tp in range(rank.tp)]
 
