@@ -28,6 +28,7 @@ from contract.tiny_architectures import (
     prepare_process,
     random_weights,
     save_checkpoint,
+    stop_process_groups,
 )
 from sglang_loader.load_plan import PlanBuilder
 
@@ -58,9 +59,10 @@ def build(case: Case, folder: Path, rendezvous: Path) -> Built:
     return Built(case.name, model, first, random_weights(like, 2))
 
 
-@pytest.fixture(scope="session")
-def rendezvous(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("ranks") / "rendezvous"
+@pytest.fixture(scope="module")
+def rendezvous(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    yield tmp_path_factory.mktemp("ranks") / "rendezvous"
+    stop_process_groups()
 
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: case.name)

@@ -142,6 +142,14 @@ def build_model(case: Case, folder: Path, ranks: Ranks) -> nn.Module:
     return inner
 
 
+def stop_process_groups() -> None:
+    """Undo what `build_model` started, for whoever uses this process next."""
+    from sglang.srt.distributed import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    parallel_state.destroy_distributed_environment()
+
+
 def finish_loading(model: nn.Module) -> None:
     """What SGLang's loader does after the first load: quantisation methods arrange weights."""
     for module in model.modules():

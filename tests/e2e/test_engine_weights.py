@@ -17,7 +17,7 @@ import pytest
 from tiny_assets import make_assets
 
 from support.engine_hash import HASH_LOADER
-from support.engine_steps import MODES, SCALES, exercise_engine
+from support.engine_steps import MODES, SCALES, exercise_engine, store_tied_head
 from support.session_steps import die_mid_session, fail_on_one_rank, good_syncs, wrong_token
 from support.sglang_server import Server, sglang_server
 from support.trainer import Outcome, Step, run_trainer
@@ -74,6 +74,8 @@ def case(
     folder = tmp_path_factory.mktemp("engine")
     make_assets(folder, architecture=architecture, tied=tied)
     model = folder / "model"
+    if tied and architecture == "qwen3_moe":
+        store_tied_head(model)
     with sglang_server(model, folder, tp=tp, loaders=(HASH_LOADER,)) as server:
         outcomes = run_trainer(
             exercise_engine, folder, str(model), str(folder), urls=[server.url], tp=tp

@@ -28,6 +28,17 @@ def weights_of(model: Path, device: torch.device, *, scale: float = 1.0) -> Name
     return [(name, (tensor * scale).to(device, dtype)) for name, tensor in named.items()]
 
 
+def store_tied_head(model: Path) -> None:
+    """Write the tied output layer into the checkpoint: SGLang's MoE classes have one of their own,
+    and leave it uninitialised when the file has none."""
+    from safetensors.torch import load_file, save_file
+
+    file = model / "model.safetensors"
+    named = load_file(file)
+    named["lm_head.weight"] = named["model.embed_tokens.weight"].clone()
+    save_file(named, file, {"format": "pt"})
+
+
 def engine_hashes(rank: TrainerRank, folder: Path) -> list[dict[str, str]]:
     """Have every TP rank of the engine hash its own tensors; empty on the other ranks."""
     from sglang_loader.ipc import serialize_handles
