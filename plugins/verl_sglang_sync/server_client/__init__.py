@@ -1,0 +1,29 @@
+"""HTTP client of an SGLang server's control endpoints: one core, used asynchronously or not.
+
+async with SGLangServerClient("http://[::1]:30000", timeout_s=600) as client:
+    await client.release_memory(["kv_cache", "weights"])
+
+with SyncSGLangServerClient("http://10.0.0.1:30000", timeout_s=600) as client:
+    client.run(operations.health())
+"""
+
+from verl_sglang_sync.server_client.client import SGLangServerClient, SyncSGLangServerClient
+from verl_sglang_sync.server_client.errors import (
+    ConnectionBroken,
+    NoReply,
+    NotAuthorized,
+    RequestFailed,
+    ServerError,
+    ServerUnreachable,
+)
+
+__all__ = [
+    "ConnectionBroken",
+    "NoReply",
+    "NotAuthorized",
+    "RequestFailed",
+    "SGLangServerClient",
+    "ServerError",
+    "ServerUnreachable",
+    "SyncSGLangServerClient",
+]

@@ -1,0 +1,65 @@
+"""An event loop in a thread of its own: one session for callers of any loop, or of none.
+
+A trainer calls from short-lived loops (`asyncio.run` for each stage), from a loop that it blocks
+meanwhile, and from plain threads; a connection belongs to one loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
+
+
+class LoopThread:
+    """Runs coroutines; the thread starts with the first, and again after `stop`.
+
+    Args:
+        name: of the thread.
+        last: awaited in the loop before it stops.
+    """
+
+    def __init__(self, name: str, last: Callable[[], Awaitable[None]]) -> None:
+        self._name = name
+        self._last = last
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+
+    def submit(self, coroutine: Coroutine[Any, Any, Result]) -> Future[Result]:
+        """Start a coroutine; cancelling the future cancels it."""
+        with self._lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                self._thread = threading.Thread(
+                    target=_serve, args=(self._loop,), name=self._name, daemon=True
+                )
+                self._thread.start()
+            return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def stop(self) -> threading.Thread | None:
+        """Have the loop run `last` and end, without waiting; returns the thread if there is one."""
+        with self._lock:
+            loop, self._loop = self._loop, None
+            thread, self._thread = self._thread, None
+        if loop is not None:
+            asyncio.run_coroutine_threadsafe(_finish(loop, self._last), loop)
+        return thread
+
+
+async def _finish(loop: asyncio.AbstractEventLoop, last: Callable[[], Awaitable[None]]) -> None:
+    try:
+        await last()
+    finally:
+        loop.stop()
+
+
+def _serve(loop: asyncio.AbstractEventLoop) -> None:
+    try:
+        loop.run_forever()
+    finally:
+        loop.close()
