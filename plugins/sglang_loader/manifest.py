@@ -78,6 +78,15 @@ def decode(text: str) -> BucketManifest:
         manifest = _decoder.decode(text)
     except msgspec.MsgspecError as error:
         raise ManifestError(f"not a bucket manifest: {error}; got {text[:120]!r}") from None
+    return checked(manifest)
+
+
+def checked(manifest: BucketManifest) -> BucketManifest:
+    """Return `manifest` if it is one of this release and its tensors fit their buffer.
+
+    Raises:
+        ManifestError: see `decode`.
+    """
     if manifest.version != WIRE_VERSION:
         raise ManifestError(
             f"wire version {manifest.version}, this loader speaks {WIRE_VERSION}: the trainer and "

@@ -1,6 +1,6 @@
-"""What the hook on `SchedulerWeightUpdaterManager.update_weights_from_tensor` does (sglang 0.5.14).
+"""What the hooks on `SchedulerWeightUpdaterManager`'s weight updates do (sglang 0.5.14).
 
-Stock behaviour that it mends, only for servers that were launched with our loaders: an exception
+Stock behaviour that they mend, only for servers that were launched with our loaders: an exception
 while loading ends the scheduler process, and a failure on any TP rank but 0 is only logged. Here
 every rank reports, and the reply fails with rank and traceback.
 """
@@ -10,17 +10,28 @@ from __future__ import annotations
 import logging
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 
+from sglang_loader.broadcast_messages import (
+    BROADCAST_COMPILED,
+    BROADCAST_FORMATS,
+    BroadcastBucket,
+    decode_bucket,
+)
+from sglang_loader.broadcast_receiver import BroadcastReceiver
 from sglang_loader.bucket_loader import LOADERS
+from sglang_loader.engine_context import device_of
 from sglang_loader.host_backup import backup_of
+from sglang_loader.manifest import ManifestError
 from sglang_loader.session import loading_into
 
 logger = logging.getLogger(__name__)
 
 Original = Callable[..., Any]
+Result = TypeVar("Result")
 
 
 def update_on_all_ranks(original: Original, updater: Any, request: Any) -> Any:
@@ -29,16 +40,90 @@ def update_on_all_ranks(original: Original, updater: Any, request: Any) -> Any:
         return original(updater, request)
     from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqOutput
 
-    failure = None
+    with updater._observe_weight_load("tensor"):
+        failures = _update(updater, request, lambda: _load_on_this_rank(updater, request))
+    return UpdateWeightsFromTensorReqOutput(not failures, "\n".join(failures) or "Success")
+
+
+def receive_on_all_ranks(original: Original, updater: Any, request: Any) -> Any:
+    """AROUND `update_weights_from_distributed`: a broadcast bucket, see `broadcast_receiver`.
+
+    All TP ranks first agree that they expect this bucket: a rank that refused it alone would leave
+    the others waiting in the broadcast.
+    """
+    if request.load_format not in BROADCAST_FORMATS:
+        return original(updater, request)
+    from sglang.srt.managers.io_struct import UpdateWeightsFromDistributedReqOutput
+
+    runner = updater.tp_worker.model_runner
+    receiver = _receivers.setdefault(runner, BroadcastReceiver())
+
+    def expect() -> tuple[BroadcastBucket, Any]:
+        bucket = decode_bucket(request.names[0])
+        group = runner._model_update_group.get(request.group_name)
+        if group is None:
+            raise ManifestError(
+                f"group {request.group_name!r} was never formed; known: "
+                f"{list(runner._model_update_group)}"
+            )
+        receiver.check(bucket)
+        return bucket, group
+
+    with updater._observe_weight_load("distributed"):
+        expected, failure = _attempt(updater, expect)
+        failures = failures_on_any_rank(updater, failure)
+        if not failures and expected is not None:
+            bucket, group = expected
+
+            def load() -> None:
+                flat = receiver.receive(bucket, group, device_of(runner.model))
+                compiled = request.load_format == BROADCAST_COMPILED
+                receiver.load(runner.model, bucket, flat, compiled=compiled)
+
+            failures = _update(updater, request, load)
+    if failures:
+        receiver.give_up()
+    return UpdateWeightsFromDistributedReqOutput(not failures, "\n".join(failures) or "Success")
+
+
+def leave_group(original: Original, runner: Any, group_name: str) -> Any:
+    """AROUND `ModelRunner.destroy_weights_update_group`: also out of a broadcast that never ends.
+
+    Stock waits for outstanding collectives, so a trainer that died between announcing a bucket and
+    sending it would block this process.
+    """
+    receiver = _receivers.get(runner)
+    if receiver is not None and receiver.is_waiting:
+        receiver.give_up()
+        group = runner._model_update_group.get(group_name)
+        if group is not None:
+            group.abort()
+    return original(runner, group_name)
+
+
+_receivers: WeakKeyDictionary[Any, BroadcastReceiver] = WeakKeyDictionary()
+
+
+def _attempt(updater: Any, step: Callable[[], Result]) -> tuple[Result | None, str | None]:
+    """The step's result, or this rank's traceback."""
+    try:
+        return step(), None
+    except Exception:
+        failure = f"TP rank {updater.tp_worker.tp_rank}: {traceback.format_exc()}"
+        logger.error("weight update failed: %s", failure)
+        return None, failure
+
+
+def _update(updater: Any, request: Any, load: Callable[[], None]) -> list[str]:
+    """Run `load` on every TP rank, agree on the outcome, end the sync with its last bucket.
+
+    Returns:
+        What went wrong, the same on all ranks.
+    """
     backup = backup_of(updater.tp_worker.model_runner.model)
     if backup is not None:
         backup.sync_started()
-    with updater._observe_weight_load("tensor"):
-        try:
-            _load_on_this_rank(updater, request)
-        except Exception:
-            failure = f"TP rank {updater.tp_worker.tp_rank}: {traceback.format_exc()}"
-            logger.error("weight update failed: %s", failure)
+    _, failure = _attempt(updater, load)
     failures = failures_on_any_rank(updater, failure)
     if backup is not None:
         if failures:
@@ -50,7 +135,7 @@ def update_on_all_ranks(original: Original, updater: Any, request: Any) -> Any:
         flushed = updater.flush_cache(empty_cache=request.torch_empty_cache)
         if not flushed:  # the same on every TP rank: their request queues are in step
             failures = ["the weights are loaded, but the prefix cache holds running requests"]
-    return UpdateWeightsFromTensorReqOutput(not failures, "\n".join(failures) or "Success")
+    return failures
 
 
 def _load_on_this_rank(updater: Any, request: Any) -> None:

@@ -66,6 +66,21 @@ class SingleProcess:
         return [item]
 
 
+def agree_on_all_ranks(state: RoundState, failure: str | None, signature: int = 0) -> RoundResult:
+    """`TrainerGroup.agree` on torch's default group; messages travel only where a rank failed."""
+    rows = torch.zeros(dist.get_world_size(), 2, dtype=torch.int64)
+    rows[dist.get_rank()] = torch.tensor([int(state), signature])
+    dist.all_reduce(rows)
+    states = tuple(RoundState(value) for value in rows[:, 0].tolist())
+    signatures = tuple(rows[:, 1].tolist())
+    if max(states) < RoundState.FAILED:
+        return RoundResult(states, (), signatures)
+    messages: list[str | None] = [None] * len(states)
+    dist.all_gather_object(messages, failure)
+    failures = (f"rank {rank}: {text}" for rank, text in enumerate(messages) if text)
+    return RoundResult(states, tuple(failures), signatures)
+
+
 class TorchTrainerGroup:
     """A `TrainerGroup` on torch.distributed; the default group must have a CPU backend.
 
@@ -80,18 +95,8 @@ class TorchTrainerGroup:
         self._is_leader: bool = tp_mesh.get_local_rank() == 0
 
     def agree(self, state: RoundState, failure: str | None, signature: int = 0) -> RoundResult:
-        """See `TrainerGroup`. Messages travel only where a rank failed."""
-        rows = torch.zeros(dist.get_world_size(), 2, dtype=torch.int64)
-        rows[dist.get_rank()] = torch.tensor([int(state), signature])
-        dist.all_reduce(rows)
-        states = tuple(RoundState(value) for value in rows[:, 0].tolist())
-        signatures = tuple(rows[:, 1].tolist())
-        if max(states) < RoundState.FAILED:
-            return RoundResult(states, (), signatures)
-        messages: list[str | None] = [None] * len(states)
-        dist.all_gather_object(messages, failure)
-        failures = (f"rank {rank}: {text}" for rank, text in enumerate(messages) if text)
-        return RoundResult(states, tuple(failures), signatures)
+        """See `TrainerGroup`."""
+        return agree_on_all_ranks(state, failure, signature)
 
     def gather(self, item: bytes) -> list[bytes] | None:
         """See `TrainerGroup`."""

@@ -18,8 +18,11 @@ from sglang_loader.host_backup.policy import POLICIES, Policy
 
 Mode = Literal["bucketed", "flattened", "compiled"]
 MODES: tuple[str, ...] = get_args(Mode)
+PRESETS = (*MODES, "disaggregated")
 
 SECTION = "actor_rollout_ref.rollout.custom.weight_sync"
+BACKEND_KEY = "actor_rollout_ref.rollout.checkpoint_engine.backend"
+BROADCAST_BACKEND = "sglang_sync"
 BUCKET_KEY = "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes"
 PRESET_KEYS = ("mode", "request_timeout_s", "report_file", "host_backup")
 COMPILED_KEYS = (

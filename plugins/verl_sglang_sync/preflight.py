@@ -11,7 +11,12 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_sglang_sync.config import SECTION, WeightSyncConfig
+from verl_sglang_sync.config import (
+    BACKEND_KEY,
+    BROADCAST_BACKEND,
+    SECTION,
+    WeightSyncConfig,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +49,7 @@ def check_recipe(config: DictConfig) -> WeightSyncConfig | None:
         raise RecipeError(str(error)) from None
     if settings is None:
         _refuse_lost_preset(config)
+        _refuse_backend_without_preset(rollout)
         _mention_ignored_flags(rollout)
         return None
     problems = [problem for check in _CHECKS for problem in check(config, settings)]
@@ -66,6 +72,13 @@ def _refuse_lost_preset(config: DictConfig) -> None:
         raise RecipeError(
             f"weight_sync={value!r}: Hydra added a plain value, because it did not find the "
             "presets of verl-sglang-sync; see `verl-sglang-sync doctor`"
+        )
+
+
+def _refuse_backend_without_preset(rollout: DictConfig) -> None:
+    if OmegaConf.select(rollout, "checkpoint_engine.backend") == BROADCAST_BACKEND:
+        raise RecipeError(
+            f"{BACKEND_KEY}={BROADCAST_BACKEND!r} needs its preset: +weight_sync=disaggregated"
         )
 
 
@@ -111,6 +124,47 @@ def _check_checkpoint_engine(config: DictConfig, settings: WeightSyncConfig) -> 
         )
 
 
+def _check_broadcast(config: DictConfig, settings: WeightSyncConfig) -> Iterator[str]:
+    """What the disaggregated backend cannot carry."""
+    if OmegaConf.select(config, BACKEND_KEY) != BROADCAST_BACKEND:
+        return
+    if settings.mode == "bucketed":
+        yield (
+            f"{SECTION}.mode='bucketed' with {BACKEND_KEY}={BROADCAST_BACKEND!r}: allowed: "
+            "'flattened', 'compiled'"
+        )
+    for key in ("pipeline_model_parallel_size", "data_parallel_size"):
+        size = OmegaConf.select(config, f"{ROLLOUT}.{key}")
+        if size not in (None, 1):
+            yield (
+                f"{ROLLOUT}.{key}={size} with {BACKEND_KEY}={BROADCAST_BACKEND!r}: allowed: 1 "
+                "(SGLang's engines join the update group by tensor-parallel rank)"
+            )
+    quantization = OmegaConf.select(config, f"{ROLLOUT}.quantization")
+    if quantization is not None:
+        yield (
+            f"{ROLLOUT}.quantization={quantization!r} with {BACKEND_KEY}={BROADCAST_BACKEND!r}: "
+            "allowed: null (the weights are broadcast as the trainer exports them)"
+        )
+    model = "actor_rollout_ref.model"
+    ranks = [OmegaConf.select(config, f"{model}.{key}") for key in ("lora_rank", "lora.rank")]
+    if any(rank and rank > 0 for rank in ranks) and not OmegaConf.select(
+        config, f"{model}.lora.merge"
+    ):
+        yield (
+            f"{model}.lora.merge=False with {BACKEND_KEY}={BROADCAST_BACKEND!r}: a LoRA must be "
+            "merged to be broadcast; allowed: True"
+        )
+    trainer = OmegaConf.select(config, "trainer.v1.trainer_mode")
+    hybrid = OmegaConf.select(config, "actor_rollout_ref.hybrid_engine")
+    if hybrid and trainer not in (None, "separate_async"):
+        yield (
+            f"trainer.v1.trainer_mode={trainer!r} with {BACKEND_KEY}={BROADCAST_BACKEND!r}: "
+            "allowed: 'separate_async'; where trainer and rollout share their GPUs use "
+            "+weight_sync=flattened or +weight_sync=compiled"
+        )
+
+
 def _check_engine_kwargs(config: DictConfig, settings: WeightSyncConfig) -> Iterator[str]:
     key = f"{ROLLOUT}.engine_kwargs.sglang.custom_weight_loader"
     loaders = OmegaConf.select(config, key)
@@ -129,6 +183,7 @@ _CHECKS: tuple[Check, ...] = (
     _check_engine,
     _check_lora,
     _check_checkpoint_engine,
+    _check_broadcast,
     _check_engine_kwargs,
     _check_quantization,
 )

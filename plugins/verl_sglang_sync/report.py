@@ -19,7 +19,7 @@ class SyncReport:
 
     Attributes:
         mode: the preset's mode.
-        replica: rank of the replica.
+        replica: rank of the replica; None where one sync serves all (disaggregated).
         weight_version: the version that went live (verl's global step), None before the commit.
         num_tensors: tensors sent.
         num_buckets: buckets sent.
@@ -30,12 +30,13 @@ class SyncReport:
         eager_reason: why those were not replayed.
         num_in_place: buckets that the engine read from the trainer's own memory.
         seconds: host seconds by stage: "release" (the sleep before this sync), "resume_weights",
-            "export" (waiting for the trainer's generator), "pack", "load" (waiting for the engine),
-            "resume_kv_cache".
+            "export" (waiting for the trainer's generator), "pack", "send" (waiting for a
+            broadcast), "load" (waiting for the engine), "resume_kv_cache"; "sync": all of a
+            disaggregated sync.
     """
 
     mode: str
-    replica: int
+    replica: int | None
     weight_version: str | None = None
     num_tensors: int = 0
     num_buckets: int = 0

@@ -6,8 +6,9 @@ method for method.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from verl.utils.device import get_device_id, get_device_name
@@ -17,10 +18,13 @@ from verl.workers.rollout.sglang_rollout.sglang_rollout import (
 )
 
 from verl_sglang_sync.collective import TorchTrainerGroup
-from verl_sglang_sync.config import WeightSyncConfig
+from verl_sglang_sync.config import BROADCAST_BACKEND, WeightSyncConfig
 from verl_sglang_sync.packing import NamedTensor
 from verl_sglang_sync.server_client import SGLangServerClient
 from verl_sglang_sync.sharding_manager import KV_CACHE, SLEEP_ORDER, SGLangShardingManager
+
+if TYPE_CHECKING:
+    from verl_sglang_sync.checkpoint_engine import RolloutServer
 
 LORA_SLEEP_LEVEL = 1  # verl: only the KV cache sleeps where a LoRA adapter is served
 
@@ -32,6 +36,27 @@ class WeightSyncServerAdapter(ServerAdapter):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         self._settings = WeightSyncConfig.from_rollout(self.config)
         self._manager: SGLangShardingManager | None = None
+        global _adapter
+        _adapter = weakref.ref(self)
+
+    def rollout_server(self) -> RolloutServer | None:
+        """The server that this rollout worker leads, for a trainer elsewhere; None on others."""
+        from verl_sglang_sync.checkpoint_engine import RolloutServer
+
+        if self._settings is None:
+            raise ValueError(
+                "checkpoint_engine.backend=sglang_sync needs a preset: +weight_sync=disaggregated"
+            )
+        if self.rollout_rank != 0:
+            return None
+        kwargs = _sglang_kwargs(self.config)
+        return RolloutServer(
+            actor_name=f"sglang_server_{self.replica_rank}_0",
+            num_ranks=self.config.tensor_model_parallel_size * self.config.data_parallel_size,
+            settings=self._settings,
+            api_key=kwargs.get("api_key"),
+            admin_api_key=kwargs.get("admin_api_key"),
+        )
 
     async def resume(self, tags: list[str]) -> None:
         """Resume the engine's memory of `tags` ("weights", "kv_cache")."""
@@ -52,15 +77,20 @@ class WeightSyncServerAdapter(ServerAdapter):  # type: ignore[misc]
 
     async def update_weights(
         self,
-        weights: Iterable[NamedTensor],
+        weights: Any,
         global_steps: int | None = None,
         wire_format: str = "named_tensors",
         **kwargs: Any,
     ) -> None:
         """Send `weights` to the engine; every trainer rank must call this.
 
-        LoRA adapters and delta flushes keep verl's own way: they are not full weights.
+        `weights` is the export of `(name, full tensor)`. LoRA adapters and delta flushes keep
+        verl's own way: they are not full weights.
         """
+        if wire_format == BROADCAST_BACKEND:
+            async for _ in weights:  # the trainer has sent them straight to the engine
+                raise AssertionError("a broadcast sync yields no tensors")
+            return
         is_adapter = bool(kwargs.get("peft_config")) and kwargs.get("base_sync_done", False)
         if self._settings is None or is_adapter or wire_format != "named_tensors":
             await super().update_weights(weights, global_steps, wire_format, **kwargs)
@@ -97,7 +127,7 @@ class WeightSyncServerAdapter(ServerAdapter):  # type: ignore[misc]
                 engine=self._client(self._settings),
                 settings=self._settings,
                 group=TorchTrainerGroup(self.device_mesh["infer_tp"]),
-                device=_device(),
+                device=current_device(),
                 replica=self.replica_rank,
             )
         return self._manager
@@ -119,7 +149,18 @@ def _sglang_kwargs(config: Any) -> dict[str, Any]:
     return dict((config.get("engine_kwargs", None) or {}).get("sglang", None) or {})
 
 
-def _device() -> torch.device:
+_adapter: weakref.ref[WeightSyncServerAdapter] | None = None
+
+
+def adapter_of_this_process() -> WeightSyncServerAdapter:
+    """The adapter that verl made in this rollout worker; it makes one."""
+    adapter = _adapter() if _adapter is not None else None
+    if adapter is None:
+        raise RuntimeError("this process has no rollout adapter of ours")
+    return adapter
+
+
+def current_device() -> torch.device:
     """The device that verl runs this process on; its CPU platform has no index."""
     index = get_device_id()
     return torch.device(get_device_name(), index) if isinstance(index, int) else torch.device(index)

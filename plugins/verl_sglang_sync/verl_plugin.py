@@ -25,6 +25,7 @@ def register() -> None:
     import verl.utils.config
     from verl.workers.rollout import base, replica
 
+    from verl_sglang_sync import checkpoint_engine  # noqa: F401  registers its backend
     from verl_sglang_sync.preflight import checking
 
     base._ROLLOUT_REGISTRY[("sglang", "async")] = ROLLOUT_CLASS

@@ -18,7 +18,7 @@ from tiny_assets import make_assets
 
 from support.engine_hash import HASH_LOADER
 from support.engine_steps import MODES, SCALES, exercise_engine, store_tied_head
-from support.session_steps import die_mid_session, fail_on_one_rank, good_syncs, wrong_token
+from support.session_steps import die_mid_session, faults_and_good_syncs, good_syncs
 from support.sglang_server import Server, sglang_server
 from support.trainer import Outcome, Step, run_trainer
 
@@ -38,12 +38,8 @@ class Case:
         """Run new trainer processes against the server."""
         return run_trainer(step, self.folder, *args, urls=[self.server.url], tp=self.tp)
 
-    def check_recovered(self) -> None:
-        """The engine lives, and the next syncs are right and prompt."""
-        outcomes = self.run(good_syncs, str(self.folder / "model"), str(self.folder))
-        for outcome in outcomes:
-            assert outcome.error is None, outcome.error
-        good = outcomes[0].result
+    def check_recovered(self, good: dict[str, Any]) -> None:
+        """The engine lives, and what `good_syncs` saw is right and prompt."""
         assert good["hashes"] == self.leader["reference"]
         assert good["num_replayed"] > 0
         assert good["seconds"] < 20
@@ -150,24 +146,20 @@ def test_weights_in_one_storage_are_read_in_place(case: Case) -> None:
 def test_the_engine_survives_trainers_that_die_mid_session(case: Case) -> None:
     outcomes = case.run(die_mid_session, str(case.folder / "model"))
     assert all(outcome.error is not None for outcome in outcomes)
-    case.check_recovered()
+    outcomes = case.run(good_syncs, str(case.folder / "model"), str(case.folder))
+    assert [outcome.error for outcome in outcomes] == [None] * case.tp
+    case.check_recovered(outcomes[0].result)
     assert "the trainer's process is gone" in case.server.log.read_text()
 
 
-def test_a_rank_that_cannot_pack_fails_all_ranks_alike(case: Case) -> None:
-    outcomes = case.run(fail_on_one_rank, str(case.folder / "model"))
-    errors = {outcome.result for outcome in outcomes}
-    assert len(errors) == 1, errors
-    (error,) = errors
-    assert f"rank {case.tp - 1}: Traceback" in error
-    assert "meta tensor" in error
-    case.check_recovered()
-
-
-def test_a_wrong_token_is_refused(case: Case) -> None:
-    outcomes = case.run(wrong_token)
-    for outcome in outcomes:
-        assert outcome.error is None
-        assert outcome.result.startswith("weight sync failed")
-        assert "wrong token" in outcome.result
-    case.check_recovered()
+def test_a_failure_is_raised_on_all_ranks_alike_and_the_next_sync_is_good(case: Case) -> None:
+    outcomes = case.run(faults_and_good_syncs, str(case.folder / "model"), str(case.folder))
+    assert [outcome.error for outcome in outcomes] == [None] * case.tp
+    for name, expected in (
+        ("a rank that cannot pack", (f"rank {case.tp - 1}: Traceback", "meta tensor")),
+        ("a wrong token", ("weight sync failed", "wrong token")),
+    ):
+        errors = {outcome.result[name]["error"] for outcome in outcomes}
+        assert len(errors) == 1, errors
+        assert all(text in next(iter(errors)) for text in expected)
+        case.check_recovered(outcomes[0].result[name]["good"])

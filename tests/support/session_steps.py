@@ -30,6 +30,17 @@ def good_syncs(rank: TrainerRank, model: str, folder: str) -> dict[str, Any]:
     }
 
 
+def faults_and_good_syncs(rank: TrainerRank, model: str, folder: str) -> dict[str, Any]:
+    """Each fault that a trainer survives, followed by good syncs, in one trainer start."""
+    seen: dict[str, Any] = {}
+    for name, fault in (
+        ("a rank that cannot pack", lambda: fail_on_one_rank(rank, model)),
+        ("a wrong token", lambda: wrong_token(rank)),
+    ):
+        seen[name] = {"error": fault(), "good": good_syncs(rank, model, folder)}
+    return seen
+
+
 def die_mid_session(rank: TrainerRank, model: str) -> None:
     """All trainer ranks end without a word while buckets are under way."""
 

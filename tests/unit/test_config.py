@@ -12,12 +12,14 @@ from omegaconf import OmegaConf
 
 from unit.composed_recipe import SECTION, compose
 from verl_sglang_sync.config import (
+    BROADCAST_BACKEND,
     BUCKET_KEY,
     COMPILED_KEYS,
     MODES,
     PRESET_KEYS,
     WeightSyncConfig,
 )
+from verl_sglang_sync.config import PRESETS as KNOWN_PRESETS
 
 PRESETS = {
     path.name.removesuffix(".yaml"): path
@@ -50,15 +52,20 @@ def rollout(**changes):
     return config
 
 
-def test_there_is_a_preset_for_each_mode():
-    assert set(PRESETS) == set(MODES)
+def test_the_presets_on_disk_are_those_that_are_known():
+    assert set(PRESETS) == set(KNOWN_PRESETS) == {*MODES, "disaggregated"}
 
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_preset_has_exactly_the_known_keys_and_the_defaults(preset):
     text = PRESETS[preset].read_text()
-    assert text.startswith("# @package actor_rollout_ref.rollout.custom.weight_sync\n")
     keys = yaml.safe_load(text)
+    if preset == "disaggregated":
+        assert text.startswith("# @package actor_rollout_ref.rollout\n")
+        assert keys["checkpoint_engine"] == {"backend": BROADCAST_BACKEND}
+        keys, preset = keys["custom"]["weight_sync"], "flattened"
+    else:
+        assert text.startswith("# @package actor_rollout_ref.rollout.custom.weight_sync\n")
     own = COMPILED_KEYS if preset == "compiled" else ()
     assert set(keys) == {*PRESET_KEYS, *own}
     defaults = {

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from sglang_loader.probe import SGLangFacts
 from verl_sglang_sync import cli, doctor
-from verl_sglang_sync.config import MODES
+from verl_sglang_sync.config import PRESETS
 from verl_sglang_sync.doctor import entry_points, hardware, presets, report, versions
 from verl_sglang_sync.doctor.check import Check, Status, failed, guarded, passed, warned, worst
 from verl_sglang_sync.doctor.cuda_ipc_probe import CudaIpcFacts
@@ -192,13 +192,16 @@ class TestHardware:
 
 
 class TestPresets:
-    SECTIONS = {mode: {**SECTION, "mode": mode} for mode in MODES}  # noqa: RUF012
+    SECTIONS = {  # noqa: RUF012
+        preset: {**SECTION, "mode": "flattened" if preset == "disaggregated" else preset}
+        for preset in PRESETS
+    }
 
     def test_every_preset_is_described(self) -> None:
-        assert set(presets.ON_GPU) == set(presets.ON_CPU) == set(MODES)
+        assert set(presets.ON_GPU) == set(presets.ON_CPU) == set(PRESETS)
         for machine, status in ((GPU, Status.OK), (CPU, Status.WARN)):
             checks = presets.preset_checks(self.SECTIONS, machine, 512)
-            assert [check.name for check in checks] == [f"+weight_sync={mode}" for mode in MODES]
+            assert [check.name for check in checks] == [f"+weight_sync={name}" for name in PRESETS]
             assert {check.status for check in checks} == {status}
             assert all("512 MiB" in check.detail for check in checks)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from verl_sglang_sync.config import MODES
+from verl_sglang_sync.config import PRESETS
 from verl_sglang_sync.doctor.probe import write_facts
 
 PLUGIN = "hydra_plugins.verl_sglang_sync.search_path.WeightSyncSearchPathPlugin"
@@ -36,14 +36,14 @@ def collect() -> HydraFacts:
     found = Plugins.instance().discover(SearchPathPlugin)
     sections, errors = {}, {}
     with initialize(version_base=None, config_path=None):
-        for mode in MODES:
+        for preset in PRESETS:
             try:
-                config = compose(overrides=[f"+weight_sync={mode}"])
+                config = compose(overrides=[f"+weight_sync={preset}"])
                 section = config.actor_rollout_ref.rollout.custom.weight_sync
                 container: Any = OmegaConf.to_container(section)
-                sections[mode] = container
+                sections[preset] = container
             except Exception as error:
-                errors[mode] = f"{type(error).__name__}: {error}"
+                errors[preset] = f"{type(error).__name__}: {error}"
     return HydraFacts(
         discovered=PLUGIN in {f"{cls.__module__}.{cls.__qualname__}" for cls in found},
         sections=sections,

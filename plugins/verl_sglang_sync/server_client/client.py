@@ -201,6 +201,10 @@ class SyncSGLangServerClient(_Client):
     client.run(operations.release_memory(["weights"]))
     """
 
+    def submit(self, call: Call) -> Future[Any]:
+        """Start one operation; cancelling the future cancels it."""
+        return self._submit(call)
+
     def run(self, call: Call) -> Any:
         """Run one operation to its end; returns the reply, decoded if it is JSON."""
         future = self._submit(call)

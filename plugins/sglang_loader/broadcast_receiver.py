@@ -1,0 +1,187 @@
+"""The engine's part of disaggregated mode: receives broadcast buckets and loads them.
+
+One `BroadcastReceiver` lives in each scheduler process. Two receive buffers are kept from sync to
+sync: while a bucket is loaded out of one, the next arrives in the other, because the trainer
+announces it (`BroadcastBucket.next_nbytes`) and its broadcast runs already.
+
+    receiver.check(bucket)                 # before any rank waits for bytes
+    flat = receiver.receive(bucket, group, device)
+    receiver.load(model, bucket, flat, compiled=False)
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from sglang_loader.broadcast_messages import BroadcastBucket
+from sglang_loader.bucket_loader import synchronize, tensor_views
+from sglang_loader.engine_context import engine_context
+from sglang_loader.load_plan import BucketLayout, BucketTensor
+from sglang_loader.manifest import BucketManifest, ManifestError, SyncSequence
+from sglang_loader.plan_store import loader_of
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.0002
+
+
+class BroadcastError(RuntimeError):
+    """The bytes of a bucket did not come; the group must be formed anew."""
+
+
+@dataclass(frozen=True)
+class _Arriving:
+    """A broadcast in progress: which bucket's, and where it goes."""
+
+    sync_id: str
+    index: int
+    work: Any
+    flat: torch.Tensor
+
+
+class BroadcastReceiver:
+    """Receives the buckets of one engine process, in order."""
+
+    def __init__(self) -> None:
+        self._buffers = [torch.empty(0, dtype=torch.uint8) for _ in range(2)]
+        self._arriving: _Arriving | None = None
+        self._sequence = SyncSequence()
+
+    @property
+    def is_waiting(self) -> bool:
+        """True if an announced bucket has not been taken: its broadcast may never end."""
+        return self._arriving is not None
+
+    def check(self, bucket: BroadcastBucket) -> None:
+        """Refuse a bucket that is repeated, skipped or of another sync.
+
+        Raises:
+            ManifestError: it is not the next one.
+        """
+        manifest = bucket.manifest
+        arriving = self._arriving
+        if arriving is not None and (arriving.sync_id, arriving.index, arriving.flat.numel()) != (
+            manifest.sync_id,
+            manifest.index,
+            manifest.nbytes,
+        ):
+            raise ManifestError(
+                f"bucket {arriving.index} of sync {arriving.sync_id} was announced with "
+                f"{arriving.flat.numel()} bytes, got bucket {manifest.index} of sync "
+                f"{manifest.sync_id} with {manifest.nbytes}"
+            )
+        self._sequence.accept(manifest)
+
+    def receive(self, bucket: BroadcastBucket, group: Any, device: torch.device) -> torch.Tensor:
+        """Wait for the bucket's bytes, and start to receive the announced one.
+
+        Args:
+            bucket: one that `check` accepted.
+            group: the process group; the trainer is its rank 0.
+            device: of the engine's weights.
+
+        Returns:
+            uint8 of shape `[manifest.nbytes]`, valid until the bucket after the next.
+
+        Raises:
+            BroadcastError: nothing came within the bucket's `timeout_s`.
+        """
+        manifest = bucket.manifest
+        arriving, self._arriving = self._arriving, None
+        if arriving is None:
+            arriving = self._start(manifest.sync_id, manifest.index, manifest.nbytes, group, device)
+        wait_for_broadcast(arriving.work, bucket.timeout_s, f"bucket {manifest.index}")
+        if not manifest.last:
+            self._arriving = self._start(
+                manifest.sync_id, manifest.index + 1, bucket.next_nbytes, group, device
+            )
+        return arriving.flat
+
+    def load(
+        self, model: Any, bucket: BroadcastBucket, flat: torch.Tensor, *, compiled: bool
+    ) -> None:
+        """Load a received bucket; returns when the device is done with the buffer.
+
+        Args:
+            model: the SGLang model.
+            bucket: describes `flat`.
+            flat: what `receive` returned.
+            compiled: replay a load plan where one holds.
+
+        Raises:
+            Exception: what the model's `load_weights` raises.
+        """
+        manifest = bucket.manifest
+        if compiled:
+            loader = loader_of(model)
+            if manifest.index == 0:
+                loader.start(
+                    engine_context(model), recheck_every_n_syncs=bucket.recheck_every_n_syncs
+                )
+            loader.load(manifest.index, _layout_of(manifest), flat, read_only=False)
+            if manifest.last:
+                outcome = loader.finish()
+                logger.info(
+                    "broadcast sync: %d buckets replayed, %d loaded eagerly%s",
+                    outcome.num_replayed,
+                    outcome.num_eager,
+                    f": {outcome.reason}" if outcome.reason else "",
+                )
+        else:
+            model.load_weights(tensor_views(manifest, flat))
+        synchronize(flat.device)
+
+    def give_up(self) -> None:
+        """Forget the sync in progress; the group it ran on must not be used again."""
+        self._arriving = None
+        self._sequence = SyncSequence()
+
+    def _start(
+        self, sync_id: str, index: int, nbytes: int, group: Any, device: torch.device
+    ) -> _Arriving:
+        slot = index % 2
+        if self._buffers[slot].numel() < nbytes or self._buffers[slot].device != device:
+            self._buffers[slot] = torch.empty(0, dtype=torch.uint8)  # free before growing
+            self._buffers[slot] = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        flat = self._buffers[slot][:nbytes]
+        return _Arriving(sync_id, index, start_broadcast(flat, group), flat)
+
+
+def start_broadcast(flat: torch.Tensor, group: Any) -> Any:
+    """Begin the broadcast of a bucket from rank 0; None for a bucket without bytes."""
+    return dist.broadcast(flat, src=0, group=group, async_op=True) if flat.numel() else None
+
+
+def wait_for_broadcast(work: Any, timeout_s: float, what: str) -> None:
+    """Wait until a broadcast is done on the device.
+
+    Raises:
+        BroadcastError: it took longer than `timeout_s`, or a peer is gone.
+    """
+    if work is None:
+        return
+    deadline = time.monotonic() + timeout_s
+    while not work.is_completed():
+        if time.monotonic() > deadline:
+            raise BroadcastError(f"{what} did not arrive within {timeout_s:g} s")
+        time.sleep(POLL_S)
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise BroadcastError(f"{what} did not arrive: {error}") from None
+
+
+def _layout_of(manifest: BucketManifest) -> BucketLayout:
+    tensors = []
+    for entry in manifest.tensors:
+        dtype = getattr(torch, entry.dtype, None)
+        if not isinstance(dtype, torch.dtype):
+            raise ManifestError(f"tensor {entry.name!r}: unknown dtype {entry.dtype!r}")
+        tensors.append(BucketTensor(entry.name, entry.shape, dtype, entry.offset))
+    return BucketLayout(tuple(tensors), manifest.nbytes)

@@ -1,0 +1,206 @@
+"""Disaggregated mode: the replicas, and the process group that the trainer forms with them.
+
+A group is kept from sync to sync. It is formed anew when replicas have joined or left, and after a
+failure, because a collective may be outstanding in it.
+
+    groups = UpdateGroups(address="10.0.0.1", backend="nccl", timeout_s=600)
+    group = groups.with_replicas(replicas)
+    ...
+    groups.abandon()        # after a failure
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from sglang_loader.update_group import join_as_source, leave, open_store
+from verl_sglang_sync.server_client import ServerError, SyncSGLangServerClient, operations
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replica:
+    """A rollout replica that takes part in a sync.
+
+    Attributes:
+        identity: differs for a server that was restarted at the same address.
+        base_url: of its server, such as "http://10.0.0.1:30000".
+        num_ranks: tensor-parallel ranks of its engine.
+        api_key: SGLang's `api_key`.
+        admin_api_key: SGLang's `admin_api_key`.
+    """
+
+    identity: str
+    base_url: str
+    num_ranks: int
+    api_key: str | None = None
+    admin_api_key: str | None = None
+
+
+@dataclass(frozen=True)
+class UpdateGroup:
+    """A formed group.
+
+    Attributes:
+        name: by which the engines know it.
+        process_group: torch's; the trainer is rank 0.
+        members: the replicas, in rank order, with the clients of their servers.
+    """
+
+    name: str
+    process_group: Any
+    members: tuple[tuple[Replica, SyncSGLangServerClient], ...]
+
+    @property
+    def replicas(self) -> tuple[Replica, ...]:
+        """In rank order."""
+        return tuple(replica for replica, _ in self.members)
+
+
+class UpdateGroups:
+    """Keeps the current group; lives in the trainer's first rank.
+
+    Args:
+        address: of this host, as the replicas reach it.
+        backend: "nccl" or "gloo".
+        timeout_s: limit of one request and of the wait for a rank, in seconds.
+    """
+
+    def __init__(self, *, address: str, backend: str, timeout_s: float) -> None:
+        self._address = address
+        self._backend = backend
+        self._timeout_s = timeout_s
+        self._group: UpdateGroup | None = None
+        self._clients: dict[Replica, SyncSGLangServerClient] = {}
+        self._left: list[str] = []  # names of groups that the engines still know
+        self.num_formed = 0
+
+    def with_replicas(self, replicas: Sequence[Replica]) -> UpdateGroup:
+        """The group of exactly these replicas.
+
+        Raises:
+            ValueError: no replicas.
+            ServerError: a server refused to join.
+        """
+        if not replicas:
+            raise ValueError("a sync needs at least one replica, got none")
+        if self._group is not None and self._group.replicas == tuple(replicas):
+            return self._group
+        members = tuple((replica, self._client(replica)) for replica in replicas)
+        for _, client in members:
+            client.run(operations.health())  # nobody waits for a server that is gone
+        if self._group is not None:
+            self._dissolve(self._group)
+        self._forget_left_groups(members)
+        self._close_clients_but(replicas)
+        self._group = self._form(members)
+        self.num_formed += 1
+        return self._group
+
+    def abandon(self) -> None:
+        """Give up the group after a failure; the next sync forms another."""
+        group, self._group = self._group, None
+        if group is not None:
+            self._left.append(group.name)
+            leave(group.process_group, broken=True)
+
+    def _client(self, replica: Replica) -> SyncSGLangServerClient:
+        if replica not in self._clients:
+            self._clients[replica] = SyncSGLangServerClient(
+                replica.base_url,
+                timeout_s=self._timeout_s,
+                api_key=replica.api_key,
+                admin_api_key=replica.admin_api_key,
+            )
+        return self._clients[replica]
+
+    def _close_clients_but(self, replicas: Sequence[Replica]) -> None:
+        for replica in self._clients.keys() - set(replicas):
+            self._clients.pop(replica).close()
+
+    def _form(self, members: tuple[tuple[Replica, SyncSGLangServerClient], ...]) -> UpdateGroup:
+        name = f"weight_sync_{secrets.token_hex(4)}"
+        world_size = 1 + sum(replica.num_ranks for replica, _ in members)
+        store = open_store(self._address, world_size, self._timeout_s)
+        joined: list[Future[Any]] = []
+        rank_offset = 1
+        for replica, client in members:
+            joined.append(
+                client.submit(
+                    operations.init_update_group(
+                        master_address=self._address,
+                        master_port=store.port,
+                        rank_offset=rank_offset,
+                        world_size=world_size,
+                        group_name=name,
+                        backend=self._backend,
+                    )
+                )
+            )
+            rank_offset += replica.num_ranks
+        own = _in_thread(
+            lambda: join_as_source(
+                store,
+                backend=self._backend,
+                world_size=world_size,
+                name=name,
+                timeout_s=self._timeout_s,
+            )
+        )
+        wait([own, *joined], return_when=FIRST_EXCEPTION)
+        for future in (*joined, own):
+            if future.done():
+                future.result()
+        logger.info("formed %s of %d replicas, %d ranks", name, len(members), world_size)
+        return UpdateGroup(name, own.result(), members)
+
+    def _dissolve(self, group: UpdateGroup) -> None:
+        """Leave a healthy group together with whoever is still there."""
+        self._group = None
+        _leave_servers(group.members, [group.name])
+        leave(group.process_group, broken=False)
+
+    def _forget_left_groups(
+        self, members: tuple[tuple[Replica, SyncSGLangServerClient], ...]
+    ) -> None:
+        names, self._left = self._left, []
+        _leave_servers(members, names)
+
+
+def _leave_servers(
+    members: Sequence[tuple[Replica, SyncSGLangServerClient]], names: Sequence[str]
+) -> None:
+    """Have the engines destroy their part; a server that is gone, or has done so, is fine."""
+    futures = [
+        (replica, name, client.submit(operations.destroy_update_group(name)))
+        for replica, client in members
+        for name in names
+    ]
+    for replica, name, future in futures:
+        try:
+            future.result()
+        except ServerError as error:
+            logger.info("%s did not leave %s: %s", replica.base_url, name, error)
+
+
+def _in_thread(step: Callable[[], Result]) -> Future[Result]:
+    """Run a step in a daemon thread: one that waits for a rank that never comes ends no process."""
+    future: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(step())
+        except Exception as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True, name="weight-sync-join").start()
+    return future

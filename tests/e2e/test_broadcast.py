@@ -1,0 +1,128 @@
+"""Disaggregated mode on real processes: bit-exact weights for each trainer world and rollout TP.
+
+Two real engines, of TP 1 and TP 2; trainers of one and of two ranks sync to one, to both, and to
+the other, with the process group kept where the replicas are the same and formed anew where not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_assets import make_assets
+
+from support.broadcast_steps import PLAN, broadcast_syncs, syncs_and_faults
+from support.engine_hash import HASH_LOADER
+from support.sglang_server import Server, sglang_server
+from support.trainer import Outcome, Step, run_trainer
+
+pytestmark = pytest.mark.e2e
+
+
+@dataclass(frozen=True)
+class Engines:
+    """A TP 1 and a TP 2 engine of one checkpoint."""
+
+    servers: tuple[Server, Server]
+    folder: Path
+
+    @property
+    def targets(self) -> list[list[Any]]:
+        return [[server.url, tp] for server, tp in zip(self.servers, (1, 2), strict=True)]
+
+    @property
+    def arguments(self) -> tuple[str, str, list[list[Any]]]:
+        return str(self.folder / "model"), str(self.folder), self.targets
+
+    def run(self, step: Step, *args: Any, world_size: int) -> list[Outcome]:
+        """Run trainer ranks; their group is the trainer's own, the replicas are in `args`."""
+        urls = [self.servers[0].url] * world_size
+        return run_trainer(step, self.folder, *args, urls=urls, tp=1)
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+    folder = tmp_path_factory.mktemp("broadcast")
+    make_assets(folder, architecture="qwen3_moe")
+    with ExitStack() as stack:
+        one, two = (
+            stack.enter_context(
+                sglang_server(
+                    folder / "model", _subfolder(folder, tp), tp=tp, loaders=(HASH_LOADER,)
+                )
+            )
+            for tp in (1, 2)
+        )
+        yield Engines((one, two), folder)
+
+
+def _subfolder(folder: Path, tp: int) -> Path:
+    made = folder / f"tp{tp}"
+    made.mkdir()
+    return made
+
+
+@pytest.fixture(scope="module")
+def two_ranks(engines: Engines) -> list[Outcome]:
+    """What a trainer of two ranks saw; it ends with the death of the second server."""
+    check_syncs(engines, engines.run(broadcast_syncs, *engines.arguments, world_size=1))
+    pids = [engines.servers[1].process.pid]
+    outcomes = engines.run(syncs_and_faults, *engines.arguments, pids, world_size=2)
+    assert [outcome.error for outcome in outcomes] == [None, None]
+    return outcomes
+
+
+def check_syncs(engines: Engines, outcomes: list[Outcome]) -> None:
+    """Every sync of `PLAN` left the members with its weights and the others as they were."""
+    assert [outcome.error for outcome in outcomes] == [None] * len(outcomes)
+    seen = outcomes[0].result
+    by_scale: dict[float, list[Any]] = {1.0: seen["reference"]}
+    state = [1.0, 1.0]
+    for (what, scale, _, members), sync in zip(PLAN, seen["syncs"], strict=True):
+        for member in members:
+            state[member] = scale
+        for target, hashes in enumerate(sync["hashes"]):
+            expected = by_scale.setdefault(state[target], [None, None])
+            if expected[target] is None:
+                expected[target] = hashes
+            assert hashes == expected[target], what
+        assert sync["report"]["num_buckets"] > 2
+        assert sync["report"]["staging_bytes"] > 0
+    distinct = [str(by_scale[scale][0]) for scale in (0.5, 0.25, 2.0, 4.0, 1.0)]
+    assert len(set(distinct)) == len(distinct)
+    formed = [sync["num_formed"] for sync in seen["syncs"]]
+    assert formed == [1, 1, 2, 1, 1, 3, 4]  # "compiled" has groups of its own
+
+
+def test_replicas_come_and_go_and_all_weights_arrive(
+    engines: Engines, two_ranks: list[Outcome]
+) -> None:
+    check_syncs(engines, [Outcome(o.result["syncs"], o.error) for o in two_ranks])
+    assert "buckets replayed, 0 loaded eagerly" in engines.servers[1].log.read_text()
+
+
+def test_a_fault_is_named_on_every_rank_and_the_next_sync_is_right(
+    two_ranks: list[Outcome],
+) -> None:
+    seen = [outcome.result["faults"] for outcome in two_ranks]
+    reference = two_ranks[0].result["syncs"]["reference"]
+    for fault, text in (("shape", "TP rank 0: Traceback"), ("cannot pack", "meta tensor")):
+        errors = {rank[fault]["error"] for rank in seen}
+        assert len(errors) == 1, errors
+        assert text in next(iter(errors))
+        assert seen[0][fault]["seconds"] < 20
+        assert seen[0][fault]["hashes"] == reference
+
+
+def test_a_server_that_dies_mid_sync_is_named_in_time(
+    engines: Engines, two_ranks: list[Outcome]
+) -> None:
+    seen = [outcome.result["death"] for outcome in two_ranks]
+    errors = {rank["error"] for rank in seen}
+    assert len(errors) == 1, errors
+    assert engines.servers[1].url.removeprefix("http://") in next(iter(errors))
+    assert seen[0]["seconds"] < 25
