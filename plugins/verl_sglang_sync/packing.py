@@ -107,7 +107,7 @@ def _compact(tensor: torch.Tensor) -> torch.Tensor:
     IPC handle would share all of it; a tensor that fills its storage is kept as it is.
     """
     if tensor.untyped_storage().nbytes() > tensor.nbytes:
-        return tensor.clone(memory_format=torch.contiguous_format)
+        return tensor.detach().clone(memory_format=torch.contiguous_format)
     return tensor
 
 
@@ -129,7 +129,7 @@ class NamedTensorPacker:
         """See `Packer`."""
         for plan, tensors in self._planned.buckets(weights):
             with self._report.stage("pack"):
-                placed = [(name, tensor.to(self._device)) for name, tensor in tensors]
+                placed = [(name, tensor.detach().to(self._device)) for name, tensor in tensors]
                 tensors.clear()
             yield Parcel(plan, placed, NAMED_LOADER)
             del placed  # before the next bucket is exported

@@ -14,10 +14,15 @@ import traceback
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import closing, suppress
 
+import torch
+
 from sglang_loader.ipc import serialize_handles
 from verl_sglang_sync.collective import RoundResult, RoundState, TrainerGroup
 from verl_sglang_sync.packing import NamedTensor, Packer, Parcel
 from verl_sglang_sync.report import SyncReport
+
+EMBEDDING = "embed_tokens.weight"
+"""How the name of an embedding ends that mbridge may export twice."""
 
 LoadBucket = Callable[[list[bytes], Parcel], Awaitable[None]]
 """`load(handles, parcel)`: has the engine load one bucket; called on the leader only."""
@@ -96,10 +101,15 @@ async def _send(
 
 
 class Export:
-    """The trainer's generator, with its failures told apart from the packer's."""
+    """The trainer's generator, with its failures told apart from the packer's.
+
+    A tied embedding comes once: Megatron's last pipeline stage has a copy of it for the output
+    layer, and mbridge exports that under the embedding's name again.
+    """
 
     def __init__(self, weights: Iterable[NamedTensor]) -> None:
         self._source = iter(weights)
+        self._embeddings: dict[str, torch.Size] = {}
         self.failed = False
 
     def __iter__(self) -> Iterator[NamedTensor]:
@@ -107,12 +117,21 @@ class Export:
 
     def __next__(self) -> NamedTensor:
         try:
-            return next(self._source)
+            name, tensor = next(self._source)
+            while name.endswith(EMBEDDING) and self._is_copy(name, tensor):
+                name, tensor = next(self._source)
         except StopIteration:
             raise
         except BaseException:
             self.failed = True
             raise
+        return name, tensor
+
+    def _is_copy(self, name: str, tensor: torch.Tensor) -> bool:
+        if name in self._embeddings:
+            return self._embeddings[name] == tensor.shape  # else the planner refuses it
+        self._embeddings[name] = tensor.shape
+        return False
 
     def drain(self) -> None:
         """Run the export to its end, dropping the tensors: its collectives need every rank."""

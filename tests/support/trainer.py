@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,7 +97,13 @@ TIMEOUT_S = 180
 
 
 def run_trainer(
-    step: Step, folder: Path, *args: Any, urls: list[str], tp: int = 1, device: str = "cpu"
+    step: Step,
+    folder: Path,
+    *args: Any,
+    urls: list[str],
+    tp: int = 1,
+    device: str = "cpu",
+    environment: Mapping[str, str] | None = None,
 ) -> list[Outcome]:
     """Run `step(rank, *args)` on `tp` ranks for each server in `urls`; args must suit JSON.
 
@@ -123,7 +129,7 @@ def run_trainer(
             processes.append(
                 subprocess.Popen(
                     [*command, msgspec.json.encode(launch).decode()],
-                    env={**os.environ, "PYTHONPATH": _python_path()},
+                    env={**os.environ, **(environment or {}), "PYTHONPATH": _python_path()},
                     stdout=log,
                     stderr=subprocess.STDOUT,
                 )

@@ -171,6 +171,22 @@ def test_tied_weights_arrive_under_both_names(mode):
 
 
 @both_modes
+def test_parameters_leave_their_autograd_behind(mode):
+    """Megatron at TP 1 exports its parameters, and views of them, as they are."""
+    fused = torch.nn.Parameter(filled((8, 4), torch.bfloat16))
+    with torch.enable_grad():
+        gate, up = fused.chunk(2)
+        q_proj = fused.reshape(2, 4, 4)[:, :2].reshape(4, 4)
+    assert q_proj.requires_grad and not q_proj.is_leaf
+    weights = {"whole": fused, "gate": gate, "up": up, "q_proj": q_proj}
+    packer, _ = packer_of(mode)
+    for parcel in packer.parcels(weights.items()):
+        assert not any(tensor.requires_grad for _, tensor in parcel.named_tensors)
+        arrived = {name: content(tensor) for name, tensor in unpack(parcel)}
+    assert arrived == {name: content(tensor.detach()) for name, tensor in weights.items()}
+
+
+@both_modes
 def test_a_name_exported_twice_is_refused(mode):
     packer, _ = packer_of(mode)
     with pytest.raises(ValueError, match="'w' was exported twice"):

@@ -1,0 +1,181 @@
+"""Real Megatron trainers, exported by real mbridge, arrive bit for bit in real SGLang engines.
+
+The reference is the engine that has loaded the Hugging Face checkpoint itself. The trainer's actor
+is verl's own engine class; between the syncs its weights change, and move to the host and back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from tiny_assets import make_assets
+
+from support.engine_hash import HASH_LOADER
+from support.engine_steps import MODES
+from support.megatron_steps import ALTERED, LOST, compare_export, exercise_engine
+from support.megatron_trainer import ENVIRONMENT, Layout
+from support.sglang_server import sglang_server
+from support.trainer import Outcome, run_trainer
+
+pytestmark = pytest.mark.e2e
+
+NUM_REPLICAS = 2
+EMBEDDING = "model.embed_tokens.weight"
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """A trainer, and the engines it updates.
+
+    Attributes:
+        architecture: of the model.
+        tied: output layer and embedding are one.
+        layout: of the trainer.
+        tp: of each engine; the trainer has `NUM_REPLICAS * tp` ranks.
+    """
+
+    architecture: str
+    tied: bool
+    layout: Layout
+    tp: int
+
+
+WORLDS = {
+    "dense-tied-tp2-pp2": World(architecture="qwen3", tied=True, layout=Layout(tp=2, pp=2), tp=2),
+    "moe-untied-ep2": World(architecture="qwen3_moe", tied=False, layout=Layout(ep=2), tp=1),
+}
+
+
+def make_model(folder: Path, architecture: str, *, tied: bool) -> Path:
+    """A tiny checkpoint in bfloat16, which is what Megatron trains."""
+    from safetensors.torch import load_file, save_file
+
+    make_assets(folder, architecture=architecture, tied=tied)
+    file = folder / "model" / "model.safetensors"
+    named = {name: tensor.to(torch.bfloat16) for name, tensor in load_file(file).items()}
+    save_file(named, file, {"format": "pt"})
+    return folder / "model"
+
+
+@dataclass(frozen=True)
+class Case:
+    """What the ranks of a world saw."""
+
+    world: World
+    outcomes: list[Outcome]
+
+    @property
+    def results(self) -> list[dict[str, Any]]:
+        """One per rank."""
+        assert [outcome.error for outcome in self.outcomes] == [None] * len(self.outcomes)
+        return [outcome.result for outcome in self.outcomes]
+
+    @property
+    def leaders(self) -> list[dict[str, Any]]:
+        """One per replica."""
+        return self.results[:: self.world.tp]
+
+
+@pytest.fixture(scope="module", params=WORLDS.values(), ids=WORLDS)
+def case(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Case]:
+    """Servers of a tiny model, exercised by a Megatron world."""
+    world: World = request.param
+    folder = tmp_path_factory.mktemp("megatron")
+    model = make_model(folder, world.architecture, tied=world.tied)
+    with ExitStack() as stack:
+        # The threads stay: a server ends with the thread that started it.
+        threads = stack.enter_context(ThreadPoolExecutor(NUM_REPLICAS))
+
+        def serve(replica: int) -> str:
+            own = folder / f"server{replica}"
+            own.mkdir()
+            server = sglang_server(
+                model, own, tp=world.tp, loaders=(HASH_LOADER,), extra=("--dtype", "bfloat16")
+            )
+            return stack.enter_context(server).url
+
+        urls = list(threads.map(serve, range(NUM_REPLICAS)))
+        outcomes = run_trainer(
+            exercise_engine,
+            folder,
+            *(str(model), str(folder), msgspec.structs.asdict(world.layout)),
+            urls=urls,
+            tp=world.tp,
+            environment=ENVIRONMENT,
+        )
+    yield Case(world, outcomes)
+
+
+def check_export(seen: dict[str, Any], *, twice: tuple[str, ...] = ()) -> None:
+    """Every tensor of the checkpoint, once or as often as told, bit for bit."""
+    assert sorted(seen["names"]) == sorted([*seen["checkpoint"], *twice])
+    assert seen["different"] == []
+
+
+def test_the_export_is_the_checkpoint_on_every_rank(case: Case) -> None:
+    twice = (EMBEDDING,) if case.world.tied and case.world.layout.pp > 1 else ()
+    for seen in case.results:
+        check_export(seen["export"], twice=twice)
+
+
+def test_experts_cut_across_ranks_are_exported_one_by_one(tmp_path: Path) -> None:
+    """TP, PP and EP at once; without engines, which see no more than this export."""
+    model = make_model(tmp_path, "qwen3_moe", tied=False)
+    outcomes = run_trainer(
+        compare_export,
+        tmp_path,
+        *(str(model), msgspec.structs.asdict(Layout(tp=2, pp=2, ep=2))),
+        urls=["http://unused"] * 4,
+        environment=ENVIRONMENT,
+    )
+    for seen in Case(WORLDS["moe-untied-ep2"], outcomes).results:
+        check_export(seen)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_sync_is_bit_exact_on_every_replica(case: Case, mode: str) -> None:
+    for leader in case.leaders:
+        reference = leader["reference"]
+        assert len(reference) == case.world.tp
+        hashes = [hashes for hashes, _, _ in leader[mode]]
+        for before, after in zip(reference, hashes[0], strict=True):
+            assert before.keys() == after.keys()
+            assert not [name for name in before if before[name] == after[name]]
+        assert hashes == [hashes[0], reference, hashes[0], reference]
+        for _, report, _ in leader[mode]:
+            assert report["num_buckets"] > 2
+            assert report["num_tensors"] == len(set(leader["export"]["names"]))
+
+
+def test_the_parameters_were_offloaded_between_syncs(case: Case) -> None:
+    for seen in case.results:
+        for mode in MODES:
+            assert [left for _, _, left in seen[mode]] == [0] * 4
+
+
+def test_compiled_syncs_are_replayed(case: Case) -> None:
+    for leader in case.leaders:
+        *_, (_, report, _) = leader["compiled"]
+        assert report["num_replayed"] == report["num_buckets"], report["eager_reason"]
+
+
+def test_a_lost_tensor_would_show(case: Case) -> None:
+    for leader in case.leaders:
+        for before, after in zip(leader["reference"], leader["lost"], strict=True):
+            assert [name for name in before if before[name] == after[name]] == [LOST]
+
+
+def test_an_altered_tensor_would_show(case: Case) -> None:
+    for leader in case.leaders:
+        for before, after in zip(leader["reference"], leader["altered"], strict=True):
+            assert [name for name in before if before[name] != after[name]] == [ALTERED]

@@ -1,0 +1,88 @@
+"""What the Megatron trainer ranks of `test_megatron_weights` do, in one process start per world."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from support.engine_steps import MODES, engine_hashes
+from support.megatron_trainer import Layout, MegatronActor
+from support.trainer import TrainerRank
+
+LOST = "model.layers.1.self_attn.o_proj.weight"
+ALTERED = "model.layers.0.post_attention_layernorm.weight"
+NamedTensor = tuple[str, torch.Tensor]
+
+
+def compare_export(rank: TrainerRank, model: str, layout: dict[str, int]) -> dict[str, Any]:
+    """Export once and compare with the checkpoint."""
+    return compared(MegatronActor(Path(model), msgspec.convert(layout, Layout)), Path(model))
+
+
+def compared(actor: MegatronActor, model: Path) -> dict[str, Any]:
+    """Bit for bit, tensors held to the end: the exporter must not reuse their memory."""
+    from safetensors.torch import load_file
+
+    exported = list(actor.export())
+    reference = load_file(model / "model.safetensors")
+    return {
+        "names": [name for name, _ in exported],
+        "checkpoint": sorted(reference),
+        "different": [
+            name
+            for name, tensor in exported
+            if tensor.dtype != reference[name].dtype or not torch.equal(tensor, reference[name])
+        ],
+    }
+
+
+def exercise_engine(
+    rank: TrainerRank, model: str, folder: str, layout: dict[str, int]
+) -> dict[str, Any]:
+    """Train away and back in every mode, offloading in between; then lose and alter a tensor."""
+    actor = MegatronActor(Path(model), msgspec.convert(layout, Layout))
+    hash_folder = Path(folder, f"replica{rank.replica}")
+    hash_folder.mkdir(exist_ok=True)
+    seen: dict[str, Any] = {
+        "export": compared(actor, Path(model)),
+        "reference": engine_hashes(rank, hash_folder),
+    }
+    for mode in MODES:
+        manager, syncs = rank.manager(mode), []
+        for factor in (0.5, 2.0, 0.5, 2.0):
+            actor.train(factor)
+            asyncio.run(manager.release())
+            asyncio.run(manager.resume(("weights",)))
+            asyncio.run(manager.sync(actor.export(), version=mode))
+            report = asdict(manager.report)
+            left = actor.offload()
+            asyncio.run(manager.resume(("kv_cache",)))
+            syncs.append((engine_hashes(rank, hash_folder), report, left))
+        seen[mode] = syncs
+    actor.train(0.5)
+    asyncio.run(rank.manager("flattened").sync(without(LOST, actor.export()), version="lost"))
+    seen["lost"] = engine_hashes(rank, hash_folder)
+    actor.train(2.0)
+    asyncio.run(rank.manager("bucketed").sync(altered(ALTERED, actor.export()), version="altered"))
+    seen["altered"] = engine_hashes(rank, hash_folder)
+    return seen
+
+
+def without(lost: str, weights: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
+    """All tensors but one."""
+    return ((name, tensor) for name, tensor in weights if name != lost)
+
+
+def altered(name: str, weights: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
+    """One tensor with another first element."""
+    for other, tensor in weights:
+        if other == name:
+            tensor = tensor.detach().clone()
+            tensor.view(-1)[0] += 1
+        yield other, tensor

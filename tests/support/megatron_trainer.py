@@ -1,0 +1,95 @@
+"""A trainer rank's actor: verl's own `MegatronEngine`, with gloo on a CPU.
+
+actor = MegatronActor(model, Layout(tp=2, pp=2))
+actor.train(0.5)                 # stands for a training step
+for name, tensor in actor.export(): ...
+actor.offload()                  # what verl does after a sync with `param_offload`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import torch
+
+from support.megatron_cpu import (
+    LOCAL_LAYERS,
+    UnpinnedMemory,
+    stand_in_for_cuda,
+    use_local_layers,
+)
+
+ENVIRONMENT = {"VERL_PLATFORM": "cpu"}
+"""Of a trainer rank's process, before it imports verl."""
+
+
+class Layout(msgspec.Struct, frozen=True, kw_only=True):
+    """Parallel sizes of the trainer; the experts are not cut across TP."""
+
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+
+
+class MegatronActor:
+    """verl's engine of this rank, DDP-wrapped as it trains; weights loaded by mbridge.
+
+    Args:
+        model: Hugging Face checkpoint.
+        layout: of the world; what it leaves over is data parallel.
+    """
+
+    def __init__(self, model: Path, layout: Layout) -> None:
+        on_cpu = not torch.cuda.is_available()
+        if on_cpu:
+            stand_in_for_cuda()
+        from verl.trainer.config import CheckpointConfig
+        from verl.workers.config import HFModelConfig, McoreEngineConfig, McoreOptimizerConfig
+        from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
+
+        use_local_layers("qwen3", "qwen3_moe")
+        self._unpinned = UnpinnedMemory if on_cpu else torch.no_grad
+        self._engine = MegatronEngineWithLMHead(
+            HFModelConfig(path=str(model)),
+            McoreEngineConfig(
+                tensor_model_parallel_size=layout.tp,
+                pipeline_model_parallel_size=layout.pp,
+                expert_model_parallel_size=layout.ep,
+                expert_tensor_parallel_size=1,
+                vanilla_mbridge=True,
+                param_offload=True,
+                override_transformer_config=LOCAL_LAYERS,
+            ),
+            McoreOptimizerConfig(lr=1e-6),
+            CheckpointConfig(),
+        )
+        # `initialize` up to the optimizer, which allocates on "cuda" by that name.
+        self._engine._build_tf_config()
+        self._engine.module = self._engine._build_megatron_module()
+
+    @torch.no_grad()
+    def train(self, factor: float) -> None:
+        """Multiply all weights: a power of two is exact."""
+        from verl.utils.megatron_utils import load_megatron_model_to_gpu
+
+        load_megatron_model_to_gpu(self._engine.module, load_grad=False)
+        for chunk in self._engine.module:
+            for parameter in chunk.parameters():
+                parameter.mul_(factor)
+
+    def export(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """What verl's worker hands to the rollout."""
+        weights, _ = self._engine.get_per_tensor_param()
+        exported: Iterator[tuple[str, torch.Tensor]] = weights
+        return exported
+
+    def offload(self) -> int:
+        """Move the parameters to the host as verl does; return the bytes left where they were."""
+        from verl.utils.megatron_utils import offload_megatron_model_to_cpu
+
+        with self._unpinned():
+            offload_megatron_model_to_cpu(self._engine.module)
+        parameters = [p for chunk in self._engine.module for p in chunk.parameters()]
+        return sum(parameter.untyped_storage().nbytes() for parameter in parameters)
