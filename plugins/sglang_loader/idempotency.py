@@ -121,9 +121,9 @@ class _Run:
         """Run the application; the entry is finished whatever happens."""
         try:
             await self._app(scope, self._receive, self._send)
-            self.reply = Reply(
-                self._start["status"], tuple(self._start["headers"]), bytes(self._content)
-            )
+            if self._start:
+                headers = tuple(self._start.get("headers", ()))
+                self.reply = Reply(self._start["status"], headers, bytes(self._content))
         finally:
             if self.entry is not None:
                 self.entry.finish(self.reply or _refusal(500, "the update raised an exception"))
