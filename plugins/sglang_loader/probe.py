@@ -12,7 +12,11 @@ import traceback
 
 import msgspec
 
-HOOK_MODULES = ("sglang_loader.weight_updater_hooks", "sglang_loader.memory_hooks")
+HOOK_MODULES = (
+    "sglang_loader.http_hooks",
+    "sglang_loader.memory_hooks",
+    "sglang_loader.weight_updater_hooks",
+)
 
 
 class SGLangFacts(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,5 +1,5 @@
-"""Entry point `sglang.srt.plugins`: hooks SGLang's weight updates and memory stages, in every
-SGLang process.
+"""Entry point `sglang.srt.plugins`: hooks SGLang's launch, weight updates and memory stages, in
+every SGLang process.
 
 The hooks do nothing unless the server was launched with our loaders (they stand in
 `ServerArgs.custom_weight_loader`), as our replica does where a `+weight_sync` preset was chosen.
@@ -13,6 +13,7 @@ logger = logging.getLogger(__name__)
 
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
+_ENGINE = "sglang.srt.entrypoints.engine.Engine"
 _TOKENIZER = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
 
 
@@ -25,6 +26,7 @@ def activate() -> None:
     try:
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+        from sglang_loader import http_hooks as http
         from sglang_loader import memory_hooks as memory
         from sglang_loader import weight_updater_hooks as weights
 
@@ -35,6 +37,7 @@ def activate() -> None:
             (f"{_UPDATER}.release_memory_occupation", memory.release_tags),
             (f"{_UPDATER}.resume_memory_occupation", memory.resume_tags),
             (f"{_RUNNER}.load_model", memory.load_model),
+            (f"{_ENGINE}._launch_subprocesses", http.launch_with_idempotency),
             (f"{_TOKENIZER}.release_memory_occupation", memory.release_or_raise),
             (f"{_TOKENIZER}.resume_memory_occupation", memory.resume_or_raise),
         ):

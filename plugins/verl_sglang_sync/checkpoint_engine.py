@@ -158,6 +158,7 @@ class SGLangSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
                     address=ray.util.get_node_ip_address().strip("[]"),
                     backend="gloo" if device.type == "cpu" else "nccl",
                     timeout_s=self._settings.request_timeout_s,
+                    timeouts_s=self._settings.timeouts_s,
                 )
             self._transport = BroadcastTransport(
                 groups=groups, settings=self._settings, agree=agree_on_all_ranks, device=device

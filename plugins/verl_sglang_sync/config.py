@@ -10,11 +10,13 @@ that the preset's mode obeys: an unknown key, or one of another mode, is an erro
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from sglang_loader.host_backup.policy import POLICIES, Policy
+from verl_sglang_sync.server_client.operations import LIMITS
 
 Mode = Literal["bucketed", "flattened", "compiled"]
 MODES: tuple[str, ...] = get_args(Mode)
@@ -24,7 +26,14 @@ SECTION = "actor_rollout_ref.rollout.custom.weight_sync"
 BACKEND_KEY = "actor_rollout_ref.rollout.checkpoint_engine.backend"
 BROADCAST_BACKEND = "sglang_sync"
 BUCKET_KEY = "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes"
-PRESET_KEYS = ("mode", "request_timeout_s", "report_file", "host_backup")
+PRESET_KEYS = (
+    "mode",
+    "request_timeout_s",
+    "timeouts_s",
+    "report_file",
+    "host_backup",
+    "router_url",
+)
 COMPILED_KEYS = (
     "recheck_every_n_syncs",
     "num_staging_buffers",
@@ -40,6 +49,7 @@ class WeightSyncConfig:
     Attributes:
         mode: wire format, one of `MODES`.
         request_timeout_s: limit of one request to the SGLang server, in seconds.
+        timeouts_s: other limits for some operations, by `server_client.operations.LIMITS`.
         report_file: JSON-lines file that gets one line per sync and replica, or None.
         recheck_every_n_syncs: compiled: check the load plan against the engine's own loader in
             every n-th sync; 0: only when the plan is made.
@@ -52,6 +62,7 @@ class WeightSyncConfig:
         host_backup: what a release of the weights keeps on the host: "on" everything, by SGLang;
             "auto" everything that no sync is proven to rewrite; "off" no more than named buffers
             until that is proven.
+        router_url: router that each server registers with after its launch, or None.
         bucket_bytes: upper limit of one bucket, in bytes (verl's
             `checkpoint_engine.update_weights_bucket_megabytes`).
         multi_stage_wake_up: True resumes weights, syncs, lets the trainer free its memory and only
@@ -61,12 +72,14 @@ class WeightSyncConfig:
 
     mode: Mode
     request_timeout_s: float = 600.0
+    timeouts_s: Mapping[str, float] = field(default_factory=dict)
     report_file: str | None = None
     recheck_every_n_syncs: int = 0
     num_staging_buffers: int = 2
     keep_staging_buffers: bool = False
     read_in_place: bool = True
     host_backup: Policy = "auto"
+    router_url: str | None = None
     bucket_bytes: int
     multi_stage_wake_up: bool
     free_cache_engine: bool
@@ -100,12 +113,14 @@ class WeightSyncConfig:
             request_timeout_s=_positive_number(
                 f"{SECTION}.request_timeout_s", keys.get("request_timeout_s", 600.0)
             ),
+            timeouts_s=_timeouts(keys.get("timeouts_s")),
             report_file=_optional_path(f"{SECTION}.report_file", keys.get("report_file")),
             recheck_every_n_syncs=_whole_number(keys, "recheck_every_n_syncs", 0, range(1 << 31)),
             num_staging_buffers=_whole_number(keys, "num_staging_buffers", 2, range(1, 3)),
             keep_staging_buffers=_switch(keys, "keep_staging_buffers", False),
             read_in_place=_switch(keys, "read_in_place", True),
             host_backup=_host_backup(keys.get("host_backup", "auto")),
+            router_url=_optional_url(f"{SECTION}.router_url", keys.get("router_url")),
             bucket_bytes=_bucket_bytes(rollout),
             multi_stage_wake_up=_boolean(rollout, "multi_stage_wake_up"),
             free_cache_engine=_boolean(rollout, "free_cache_engine"),
@@ -181,6 +196,32 @@ def _optional_path(key: str, value: Any) -> str | None:
     if value is not None and (not isinstance(value, str) or not value):
         raise ValueError(f"{key}={value!r}: expected a file path or null")
     return value
+
+
+def _timeouts(section: Any) -> dict[str, float]:
+    key = f"{SECTION}.timeouts_s"
+    if section is None:
+        return {}
+    if not isinstance(section, Mapping):
+        raise ValueError(f"{key}={section!r}: expected seconds by operation: {', '.join(LIMITS)}")
+    for name, value in section.items():
+        if name not in LIMITS:
+            raise ValueError(
+                f"{key}.{name}={value!r}: unknown operation; allowed: {', '.join(LIMITS)}"
+            )
+    return {
+        name: _positive_number(f"{key}.{name}", value)
+        for name, value in section.items()
+        if value is not None
+    }
+
+
+def _optional_url(key: str, value: Any) -> str | None:
+    if value is None:
+        return None
+    if not isinstance(value, str) or not re.fullmatch(r"https?://[^/\s]+/?", value):
+        raise ValueError(f"{key}={value!r}: expected http://<host>:<port> or null")
+    return value.rstrip("/")
 
 
 def _bucket_bytes(rollout: Any) -> int:

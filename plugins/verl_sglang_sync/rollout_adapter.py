@@ -140,7 +140,11 @@ class WeightSyncServerAdapter(ServerAdapter):  # type: ignore[misc]
         return SGLangServerClient(
             f"http://{server.host}:{server.port}",
             timeout_s=settings.request_timeout_s,
-            api_key=kwargs.get("admin_api_key") or kwargs.get("api_key"),
+            timeouts_s=settings.timeouts_s,
+            api_key=kwargs.get("api_key"),
+            admin_api_key=kwargs.get("admin_api_key"),
+            rank=torch.distributed.get_rank(),
+            replica=self.replica_rank,
         )
 
 

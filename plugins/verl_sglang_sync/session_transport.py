@@ -23,6 +23,7 @@ import torch
 from sglang_loader.bucket_loader import SESSION_LOADER
 from sglang_loader.ipc import serialize_handles
 from sglang_loader.session_messages import Committed, SessionError
+from sglang_loader.update_keys import UpdateKeys
 from verl_sglang_sync.bucket_stream import Batch, BucketStream
 from verl_sglang_sync.collective import RoundState, TrainerGroup
 from verl_sglang_sync.config import WeightSyncConfig
@@ -198,6 +199,7 @@ class _Request:
                 load_format=SESSION_LOADER,
                 flush_cache=True,
                 weight_version=self._version,
+                key=next(UpdateKeys()),
             )
 
         thread = ThreadPoolExecutor(1, thread_name_prefix="weight-sync-request")

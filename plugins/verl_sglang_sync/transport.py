@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 
+from sglang_loader.update_keys import UpdateKey, UpdateKeys
 from verl_sglang_sync.collective import TrainerGroup
 from verl_sglang_sync.config import WeightSyncConfig
 from verl_sglang_sync.packing import (
@@ -30,8 +31,12 @@ class Updater(Protocol):
         load_format: str,
         flush_cache: bool,
         weight_version: str | None,
+        key: UpdateKey | None = None,
     ) -> None:
-        """Run one of our loaders on every TP rank; optionally drop the prefix cache, publish."""
+        """Run one of our loaders on every TP rank; optionally drop the prefix cache, publish.
+
+        With a key the engine applies it once, however often it arrives.
+        """
 
 
 class SyncTransport(Protocol):
@@ -75,6 +80,8 @@ class BucketRequests:
     ) -> None:
         """See `SyncTransport`. The last bucket drops the prefix cache and publishes the version."""
 
+        keys = UpdateKeys()
+
         async def load(handles: list[bytes], parcel: Parcel) -> None:
             assert self._engine is not None, "only the leader gathers handles"
             await self._engine.update_weights(
@@ -82,6 +89,7 @@ class BucketRequests:
                 load_format=parcel.load_format,
                 flush_cache=parcel.plan.last,
                 weight_version=version if parcel.plan.last else None,
+                key=next(keys),
             )
 
         packer = self._packer(report)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -73,12 +73,21 @@ class UpdateGroups:
         address: of this host, as the replicas reach it.
         backend: "nccl" or "gloo".
         timeout_s: limit of one request and of the wait for a rank, in seconds.
+        timeouts_s: other limits for some operations, see `server_client`.
     """
 
-    def __init__(self, *, address: str, backend: str, timeout_s: float) -> None:
+    def __init__(
+        self,
+        *,
+        address: str,
+        backend: str,
+        timeout_s: float,
+        timeouts_s: Mapping[str, float] | None = None,
+    ) -> None:
         self._address = address
         self._backend = backend
         self._timeout_s = timeout_s
+        self._timeouts_s = timeouts_s
         self._group: UpdateGroup | None = None
         self._clients: dict[Replica, SyncSGLangServerClient] = {}
         self._left: list[str] = []  # names of groups that the engines still know
@@ -118,6 +127,7 @@ class UpdateGroups:
             self._clients[replica] = SyncSGLangServerClient(
                 replica.base_url,
                 timeout_s=self._timeout_s,
+                timeouts_s=self._timeouts_s,
                 api_key=replica.api_key,
                 admin_api_key=replica.admin_api_key,
             )

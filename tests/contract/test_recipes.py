@@ -65,6 +65,7 @@ def test_all_recipes_are_here() -> None:
         "grpo_cpu_tiny.sh",
         "grpo_fsdp_gpu.sh",
         "grpo_megatron_gpu.sh",
+        "grpo_separate_async_gpu.sh",
         "ppo_fsdp_gpu.sh",
     }
 
@@ -90,7 +91,10 @@ def test_recipe_composes_with_our_flags(script: str, model_folder: Path, tmp_pat
     settings = check_recipe(config)
     assert settings is not None
     assert settings.mode == PRESETS.get(script, {}).get("WEIGHT_SYNC", "flattened")
-    assert settings.multi_stage_wake_up is True
+    separate = script == "grpo_separate_async_gpu.sh"
+    backend = config.actor_rollout_ref.rollout.checkpoint_engine.backend
+    assert backend == ("sglang_sync" if separate else "naive")
+    assert settings.multi_stage_wake_up is not separate
     assert settings.request_timeout_s == 77
     assert settings.bucket_bytes == 512 << 20
     assert need_critic(config) == script.startswith("ppo")

@@ -29,6 +29,7 @@ if not torch.cuda.is_available():
 PLUGINS = Path(__file__).parents[2] / "plugins"
 OURS = ("verl_sglang_sync", "sglang_loader", "hydra_plugins")
 
+CHECKPOINT_ENGINE = "verl_sglang_sync.checkpoint_engine"
 CLIENT = "verl_sglang_sync.server_client"
 CONFIG = "verl_sglang_sync.config"
 CONTEXT = "sglang_loader.engine_context"
@@ -56,6 +57,8 @@ VERL_REPLICA = f"{VERL_ROLLOUT}.sglang_rollout.async_sglang_server:SGLangReplica
 REGISTRY = f"{VERL_ROLLOUT}.replica:RolloutReplicaRegistry"
 FP8 = "verl.utils.sglang.sglang_fp8_utils:SGLangFP8QuantizerHelper"
 IO = "sglang.srt.managers.io_struct"
+ENGINES = "verl.checkpoint_engine.base"
+GROUP = "sglang_loader.update_group"
 UPDATER = "sglang.srt.managers.scheduler_components.weight_updater:SchedulerWeightUpdaterManager"
 WORKER = "sglang.srt.managers.tp_worker:BaseTpWorker"
 EXPERTS = "sglang.srt.eplb.expert_location"
@@ -80,6 +83,23 @@ class Need:
 
 
 NEEDS = (
+    # disaggregated mode
+    Need(f"{ENGINES}:CheckpointEngine", CHECKPOINT_ENGINE),
+    Need(f"{ENGINES}:CheckpointEngineRegistry", CHECKPOINT_ENGINE),
+    Need(f"{ENGINES}:CheckpointEngineRegistry.register", CHECKPOINT_ENGINE, ("backend",)),
+    Need("verl.utils.net_utils:is_valid_ipv6_address", CHECKPOINT_ENGINE),
+    Need(
+        "sglang.srt.utils:init_custom_process_group",
+        GROUP,
+        ("backend", "store", "world_size", "rank", "group_name", "timeout"),
+    ),
+    Need(f"{UPDATER}.update_weights_from_distributed", HOOKS, ("self", "recv_req")),
+    Need(f"{IO}:UpdateWeightsFromDistributedReqOutput", HOOKS, ("success", "message")),
+    Need(
+        "sglang.srt.model_executor.model_runner:ModelRunner.destroy_weights_update_group",
+        HOOKS,
+        ("self", "group_name"),
+    ),
     # verl: registries and the functions that the entry point wraps
     Need("verl.utils.config", PLUGIN),
     Need("verl.utils.config:validate_config", PLUGIN, ("config",)),

@@ -20,6 +20,7 @@ from verl_sglang_sync.config import (
     WeightSyncConfig,
 )
 from verl_sglang_sync.config import PRESETS as KNOWN_PRESETS
+from verl_sglang_sync.server_client.operations import LIMITS
 
 PRESETS = {
     path.name.removesuffix(".yaml"): path
@@ -68,6 +69,7 @@ def test_a_preset_has_exactly_the_known_keys_and_the_defaults(preset):
         assert text.startswith("# @package actor_rollout_ref.rollout.custom.weight_sync\n")
     own = COMPILED_KEYS if preset == "compiled" else ()
     assert set(keys) == {*PRESET_KEYS, *own}
+    assert keys.pop("timeouts_s") == dict.fromkeys(LIMITS)
     defaults = {
         field.name: field.default
         for field in dataclasses.fields(WeightSyncConfig)
@@ -124,6 +126,9 @@ ALLOWED = {
     "megabytes": "expected a whole number of MiB, at least 1",
     "truth": "allowed: True, False",
     "backup": "allowed: auto, on, off",
+    "operation": f"unknown operation; allowed: {', '.join(LIMITS)}",
+    "operations": f"expected seconds by operation: {', '.join(LIMITS)}",
+    "url": "expected http://<host>:<port> or null",
     "key": f"unknown key; allowed: {', '.join(PRESET_KEYS)}",
     "preset": r"choose one with +weight_sync=<bucketed|flattened|compiled>",
 }
@@ -137,6 +142,23 @@ REFUSED = [
         ("custom__weight_sync__request_timeout_s", value, key, ALLOWED["number"])
         for key in (f"{SECTION}.request_timeout_s",)
         for value in (0, -1, 0.0, True, "60", None, math.inf, math.nan)
+    ),
+    *(
+        (f"custom__weight_sync__timeouts_s__{name}", value, key, ALLOWED["number"])
+        for name in LIMITS
+        for key in (f"{SECTION}.timeouts_s.{name}",)
+        for value in (0, "60", math.inf)
+    ),
+    (
+        "custom__weight_sync__timeouts_s__updates",
+        5,
+        f"{SECTION}.timeouts_s.updates",
+        ALLOWED["operation"],
+    ),
+    ("custom__weight_sync__timeouts_s", 5, f"{SECTION}.timeouts_s", ALLOWED["operations"]),
+    *(
+        ("custom__weight_sync__router_url", value, f"{SECTION}.router_url", ALLOWED["url"])
+        for value in ("", 3, "10.0.0.1:30000", "http://router/path", "ftp://router")
     ),
     *(
         ("custom__weight_sync__report_file", value, f"{SECTION}.report_file", ALLOWED["path"])
@@ -220,6 +242,8 @@ def test_every_key_can_be_overridden_on_the_command_line():
         f"{SECTION}.request_timeout_s=12.5",
         f"{SECTION}.report_file=out/report.jsonl",
         f"{SECTION}.host_backup=off",
+        f"{SECTION}.timeouts_s.update=900",
+        f"{SECTION}.router_url='http://[::1]:8000/'",
         f"{BUCKET_KEY}=64",
         f"{ROLLOUT}.multi_stage_wake_up=True",
         f"{ROLLOUT}.free_cache_engine=False",
@@ -228,12 +252,14 @@ def test_every_key_can_be_overridden_on_the_command_line():
     assert dataclasses.asdict(settings) == {
         "mode": "bucketed",
         "request_timeout_s": 12.5,
+        "timeouts_s": {"update": 900.0},
         "report_file": "out/report.jsonl",
         "recheck_every_n_syncs": 0,
         "num_staging_buffers": 2,
         "keep_staging_buffers": False,
         "read_in_place": True,
         "host_backup": "off",
+        "router_url": "http://[::1]:8000",
         "bucket_bytes": 64 << 20,
         "multi_stage_wake_up": True,
         "free_cache_engine": False,

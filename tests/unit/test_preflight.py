@@ -80,7 +80,7 @@ BAD = {
     "a loader that is no list": ({LOADER: "a.b"}, [f"{LOADER}='a.b': expected a list of dotted"]),
     "an unknown key": (
         {f"{SECTION}.checksum": True},
-        [f"{SECTION}.checksum=True: unknown key; allowed: mode, request_timeout_s, report_file"],
+        [f"{SECTION}.checksum=True: unknown key; allowed: mode, request_timeout_s, timeouts_s"],
     ),
     "an unknown mode": ({f"{SECTION}.mode": "x"}, [f"{SECTION}.mode='x': allowed: bucketed"]),
 }

@@ -3,28 +3,52 @@
 import asyncio
 import base64
 import contextlib
+import pickle
 import re
 import socket
+import threading
 
 import pytest
 from aiohttp import web
 
-from verl_sglang_sync import server_client
-from verl_sglang_sync.server_client import CONNECT_ATTEMPTS, ServerError, SGLangServerClient
+from sglang_loader.update_keys import KEY_HEADER, SUPPORTED_HEADER, UpdateKey
+from verl_sglang_sync.server_client import (
+    ConnectionBroken,
+    NoReply,
+    NotAuthorized,
+    RequestFailed,
+    ServerError,
+    ServerUnreachable,
+    SGLangServerClient,
+    SyncSGLangServerClient,
+    core,
+    operations,
+)
+from verl_sglang_sync.server_client.core import ATTEMPTS, CONNECT_ATTEMPTS
+
+SUCCESS = '{"success": true, "message": "Success"}'
 
 
 class Server:
-    """Answers every POST with `status` and `text` after `delay_s`; keeps what it was sent."""
+    """Answers with `status` and `text`, the first `num_slow` times only after `delay_s`."""
 
-    def __init__(self, *, status=200, text="{}", delay_s=0.0):
-        self.status, self.text, self.delay_s = status, text, delay_s
-        self.requests = []
+    def __init__(self, *, status=200, text=SUCCESS, delay_s=0.0, num_slow=99, keeps_keys=False):
+        self.status, self.text = status, text
+        self.delay_s, self.num_slow, self.keeps_keys = delay_s, num_slow, keeps_keys
+        self.requests, self.num_asked, self.peers = [], 0, set()
         self.url = ""
 
     async def answer(self, request):
-        self.requests.append((request.path_qs, dict(request.headers), await request.json()))
-        await asyncio.sleep(self.delay_s)
-        return web.Response(status=self.status, text=self.text)
+        headers = {SUPPORTED_HEADER: "true"} if self.keeps_keys else {}
+        if request.method == "OPTIONS":
+            self.num_asked += 1
+            return web.Response(status=204 if self.keeps_keys else 405, headers=headers)
+        payload = await request.json() if request.can_read_body else None
+        self.requests.append((request.method, request.path_qs, dict(request.headers), payload))
+        self.peers.add(request.transport.get_extra_info("peername"))
+        if len(self.requests) <= self.num_slow:
+            await asyncio.sleep(self.delay_s)
+        return web.Response(status=self.status, text=self.text, headers=headers)
 
     @property
     def only_request(self):
@@ -35,7 +59,7 @@ class Server:
 @contextlib.asynccontextmanager
 async def serving(server, host="127.0.0.1", port=0):
     application = web.Application(client_max_size=1 << 30)
-    application.router.add_post("/{endpoint}", server.answer)
+    application.router.add_route("*", "/{endpoint}", server.answer)
     runner = web.AppRunner(application)
     await runner.setup()
     site = web.TCPSite(runner, host, port, shutdown_timeout=0.1)
@@ -48,13 +72,14 @@ async def serving(server, host="127.0.0.1", port=0):
         await runner.cleanup()
 
 
-def talk(server, conversation, *, timeout_s=5.0, api_key=None, host="127.0.0.1", base="{url}"):
+def talk(server, conversation, *, timeout_s=5.0, host="127.0.0.1", base="{url}", **access):
     """Run `conversation(client)` against `server`."""
 
     async def main():
         async with serving(server, host):
             url = base.format(url=server.url)
-            await conversation(SGLangServerClient(url, timeout_s=timeout_s, api_key=api_key))
+            async with SGLangServerClient(url, timeout_s=timeout_s, **access) as client:
+                await conversation(client)
 
     asyncio.run(main())
 
@@ -65,74 +90,190 @@ def free_port():
         return probe.getsockname()[1]
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def short_retry_delay(monkeypatch):
-    monkeypatch.setattr(server_client, "CONNECT_RETRY_DELAY_S", 0.05)
+    monkeypatch.setattr(core, "RETRY_DELAY_S", 0.05)
 
 
-PAYLOADS = {
+KEY = UpdateKey("0123abcd", 3)
+GROUP = {
+    "master_address": "::1",
+    "master_port": 29500,
+    "rank_offset": 1,
+    "world_size": 3,
+    "group_name": "weights",
+    "backend": "gloo",
+}
+ADMIN, NORMAL, OPEN = "admin", "normal", None
+
+
+def update(client, key=None):
+    return client.update_weights([b"abc"], load_format="a.b", key=key)
+
+
+CALLS = {
     "release": (
         lambda client: client.release_memory(("kv_cache", "weights")),
-        "/release_memory_occupation",
-        {"tags": ["kv_cache", "weights"]},
+        ("POST", "/release_memory_occupation", {"tags": ["kv_cache", "weights"]}, ADMIN),
     ),
     "resume": (
         lambda client: client.resume_memory(["weights"]),
-        "/resume_memory_occupation",
-        {"tags": ["weights"]},
+        ("POST", "/resume_memory_occupation", {"tags": ["weights"]}, ADMIN),
     ),
     "update": (
         lambda client: client.update_weights([b"\x00\xff\n", b""], load_format="a.b"),
-        "/update_weights_from_tensor",
-        {
-            "serialized_named_tensors": ["AP8K", ""],
-            "load_format": "a.b",
-            "flush_cache": False,
-            "weight_version": None,
-        },
+        (
+            "POST",
+            "/update_weights_from_tensor",
+            {
+                "serialized_named_tensors": ["AP8K", ""],
+                "load_format": "a.b",
+                "flush_cache": False,
+                "weight_version": None,
+            },
+            ADMIN,
+        ),
     ),
     "last update": (
         lambda client: client.update_weights(
             [b"abc"], load_format="a.b", flush_cache=True, weight_version="17"
         ),
-        "/update_weights_from_tensor",
-        {
-            "serialized_named_tensors": ["YWJj"],
-            "load_format": "a.b",
-            "flush_cache": True,
-            "weight_version": "17",
-        },
+        (
+            "POST",
+            "/update_weights_from_tensor",
+            {
+                "serialized_named_tensors": ["YWJj"],
+                "load_format": "a.b",
+                "flush_cache": True,
+                "weight_version": "17",
+            },
+            ADMIN,
+        ),
     ),
+    "update from distributed": (
+        lambda client: client.update_from_distributed(
+            ("a", "b"), ("float32", "bfloat16"), ((2, 3), ()), group_name="weights"
+        ),
+        (
+            "POST",
+            "/update_weights_from_distributed",
+            {
+                "names": ["a", "b"],
+                "dtypes": ["float32", "bfloat16"],
+                "shapes": [[2, 3], []],
+                "group_name": "weights",
+                "load_format": None,
+                "flush_cache": False,
+                "weight_version": None,
+            },
+            ADMIN,
+        ),
+    ),
+    "init group": (
+        lambda client: client.init_update_group(**GROUP),
+        ("POST", "/init_weights_update_group", GROUP, ADMIN),
+    ),
+    "destroy group": (
+        lambda client: client.destroy_update_group("weights"),
+        ("POST", "/destroy_weights_update_group", {"group_name": "weights"}, ADMIN),
+    ),
+    "flush": (lambda client: client.flush_cache(), ("POST", "/flush_cache", None, ADMIN)),
+    "pause": (
+        lambda client: client.pause_generation("retract"),
+        ("POST", "/pause_generation", {"mode": "retract"}, ADMIN),
+    ),
+    "continue": (
+        lambda client: client.continue_generation(),
+        ("POST", "/continue_generation", {}, ADMIN),
+    ),
+    "server info": (lambda client: client.server_info(), ("GET", "/server_info", None, NORMAL)),
+    "model info": (lambda client: client.model_info(), ("GET", "/model_info", None, NORMAL)),
+    "health": (lambda client: client.health(), ("GET", "/health", None, NORMAL)),
 }
+all_calls = pytest.mark.parametrize(("call", "sent"), CALLS.values(), ids=CALLS.keys())
 
 
-@pytest.mark.parametrize(("call", "path", "payload"), PAYLOADS.values(), ids=PAYLOADS.keys())
-def test_what_is_sent(call, path, payload):
+@all_calls
+def test_what_is_sent(call, sent):
     server = Server()
     talk(server, call)
-    sent_path, _, sent = server.only_request
-    assert (sent_path, sent) == (path, payload)
+    method, path, _, payload = server.only_request
+    assert (method, path, payload) == sent[:3]
+
+
+@all_calls
+@pytest.mark.parametrize(
+    ("keys", "tokens"),
+    [
+        ({}, {ADMIN: None, NORMAL: None}),
+        ({"api_key": "k"}, {ADMIN: "Bearer k", NORMAL: "Bearer k"}),
+        ({"admin_api_key": "a"}, {ADMIN: "Bearer a", NORMAL: None}),
+        ({"api_key": "k", "admin_api_key": "a"}, {ADMIN: "Bearer a", NORMAL: "Bearer k"}),
+    ],
+    ids=("none", "api key", "admin key", "both"),
+)
+def test_each_endpoint_gets_the_key_that_sglang_wants(call, sent, keys, tokens):
+    """By SGLang's own decision: what we send is let in, and nothing is sent where none is wanted.
+
+    Negative control: with the other key, or none, SGLang's decision is no.
+    """
+    from sglang.srt.utils.auth import AuthLevel, decide_request_auth
+
+    server = Server()
+    talk(server, call, **keys)
+    method, path, headers, _ = server.only_request
+    assert headers.get("Authorization") == tokens[sent[3]]
+
+    def is_let_in(token):
+        level = AuthLevel.ADMIN_OPTIONAL if sent[3] == ADMIN else AuthLevel.NORMAL
+        return decide_request_auth(
+            method=method,
+            path=path,
+            authorization_header=token,
+            api_key=keys.get("api_key"),
+            admin_api_key=keys.get("admin_api_key"),
+            auth_level=level,
+        ).allowed
+
+    assert is_let_in(headers.get("Authorization"))
+    if tokens[sent[3]] is not None and path != "/health":
+        assert not is_let_in("Bearer wrong")
+        assert not is_let_in(None)
+
+
+def test_both_clients_send_the_same():
+    server = Server()
+
+    def from_a_thread(url):
+        with SyncSGLangServerClient(url, timeout_s=5) as client:
+            client.run(operations.update_weights([b"abc"], load_format="a.b", key=KEY))
+            return client.run(operations.model_info())
+
+    async def main():
+        async with serving(server):
+            async with SGLangServerClient(server.url, timeout_s=5) as client:
+                await update(client, KEY)
+                info = await client.model_info()
+            assert await asyncio.to_thread(from_a_thread, server.url) == info
+
+    asyncio.run(main())
+    assert [(r[0], r[1], r[3]) for r in server.requests[:2]] == [
+        (r[0], r[1], r[3]) for r in server.requests[2:]
+    ]
+    assert [r[2].get(KEY_HEADER) for r in server.requests] == ['"0123abcd/3"', None] * 2
 
 
 def test_a_bucket_of_many_bytes_arrives_whole():
     server, handle = Server(), bytes(range(256)) * 40_000
     talk(server, lambda client: client.update_weights([handle], load_format="a.b"))
-    (text,) = server.only_request[2]["serialized_named_tensors"]
+    (text,) = server.only_request[3]["serialized_named_tensors"]
     assert base64.b64decode(text, validate=True) == handle
-
-
-@pytest.mark.parametrize("api_key", (None, "secret"))
-def test_the_api_key_is_a_bearer_token(api_key):
-    server = Server()
-    talk(server, lambda client: client.resume_memory(["weights"]), api_key=api_key)
-    expected = None if api_key is None else f"Bearer {api_key}"
-    assert server.only_request[1].get("Authorization") == expected
 
 
 def test_a_slash_after_the_base_url_does_no_harm():
     server = Server()
     talk(server, lambda client: client.resume_memory(["weights"]), base="{url}/")
-    assert server.only_request[0] == "/resume_memory_occupation"
+    assert server.only_request[1] == "/resume_memory_occupation"
 
 
 def test_an_ipv6_server():
@@ -143,61 +284,201 @@ def test_an_ipv6_server():
     server = Server()
     talk(server, lambda client: client.release_memory(["weights"]), host="::1")
     assert server.url.startswith("http://[::1]:")
-    assert server.only_request[0] == "/release_memory_occupation"
+    assert server.only_request[1] == "/release_memory_occupation"
 
 
-@pytest.mark.parametrize("status", (400, 401, 404, 500, 503))
+# Connections.
+
+
+def test_calls_from_several_loops_share_a_connection_and_close_ends_the_thread():
+    server, started, stop = Server(), threading.Event(), threading.Event()
+
+    async def serve():
+        async with serving(server):
+            started.set()
+            await asyncio.to_thread(stop.wait, 20)
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()))
+    thread.start()
+    try:
+        assert started.wait(10)
+        client = SGLangServerClient(server.url, timeout_s=5)
+        for _ in range(3):
+            asyncio.run(update(client))
+        assert (len(server.requests), len(server.peers)) == (3, 1)
+        asyncio.run(client.close())
+        assert "sglang-server-client" not in {t.name for t in threading.enumerate()}
+        asyncio.run(update(client))  # a later call opens it again
+        assert len(server.peers) == 2
+        del client
+        wait_until(lambda: "sglang-server-client" not in {t.name for t in threading.enumerate()})
+    finally:
+        stop.set()
+        thread.join()
+
+
+def wait_until(condition, limit_s=5.0):
+    deadline = threading.Event()
+    for _ in range(int(limit_s / 0.05)):
+        if condition():
+            return
+        deadline.wait(0.05)
+    raise AssertionError("it did not happen in time")
+
+
+# Failures that the server tells.
+
+
+@pytest.mark.parametrize("status", (400, 404, 409, 422, 500, 503))
 def test_a_refusal_names_endpoint_status_and_message(status):
     server = Server(status=status, text='{"success": false, "message": "TP rank 1: no such layer"}')
-    with pytest.raises(ServerError) as error:
-        talk(server, lambda client: client.update_weights([b""], load_format="a.b"))
+    with pytest.raises(RequestFailed) as error:
+        talk(server, update, rank=4, replica=2)
     assert str(error.value) == (
-        f"{server.url}/update_weights_from_tensor: HTTP {status}: "
+        f"rank 4, replica 2: {server.url}/update_weights_from_tensor: HTTP {status}: "
         '{"success": false, "message": "TP rank 1: no such layer"}'
     )
+    assert error.value.endpoint == f"{server.url}/update_weights_from_tensor"
+    assert (error.value.status, error.value.rank, error.value.replica) == (status, 4, 2)
     assert len(server.requests) == 1
 
 
+@pytest.mark.parametrize("status", (401, 403))
+@pytest.mark.parametrize("call", (update, lambda client: client.release_memory(["weights"])))
+def test_a_wrong_key_is_named_at_once(status, call):
+    server = Server(status=status, text='{"error": "Unauthorized"}', keeps_keys=True)
+    with pytest.raises(NotAuthorized, match=rf": HTTP {status}: the server refused the admin_api"):
+        talk(server, call)
+    assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize("text", ('{"success": false, "message": "no"}', "{}", "null", "done", ""))
+def test_an_update_has_succeeded_only_if_the_reply_says_so(text):
+    server = Server(text=text)
+    with pytest.raises(RequestFailed, match="/update_weights_from_tensor: HTTP 200: "):
+        talk(server, update)
+    with pytest.raises(RequestFailed, match="/init_weights_update_group: HTTP 200: "):
+        talk(server, lambda client: client.init_update_group(**GROUP))
+
+
+@pytest.mark.parametrize("text", ("null", "", "Cache flushed.\n", '{"status": "ok"}'))
+def test_other_operations_succeed_by_status(text):
+    talk(Server(text=text), lambda client: client.release_memory(["weights"]))
+
+
 def test_a_long_message_is_cut():
-    server = Server(status=500, text="x" * 100_000)
     with pytest.raises(ServerError) as error:
-        talk(server, lambda client: client.release_memory([]))
+        talk(Server(status=500, text="x" * 100_000), lambda client: client.release_memory([]))
     assert len(str(error.value)) < 4200
 
 
-def test_a_request_that_timed_out_is_named_and_never_repeated():
-    server = Server(delay_s=1.5)
+def test_an_error_survives_pickling():
+    error = NoReply("no reply", endpoint="http://h:1/x", status=None, rank=1, replica=0)
+    copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is NoReply
+    assert str(copy) == str(error) == "rank 1, replica 0: http://h:1/x: no reply"
+    assert (copy.endpoint, copy.rank) == ("http://h:1/x", 1)
+
+
+# No reply.
+
+
+def test_a_slow_reply_within_the_limit_is_a_success():
+    server = Server(delay_s=0.3)
+    talk(server, update, timeout_s=5)
+    assert len(server.requests) == 1
+
+
+def test_an_update_without_a_key_is_never_repeated():
+    server = Server(delay_s=1.0, keeps_keys=True)
 
     async def conversation(client):
-        with pytest.raises(ServerError, match=r"/resume_memory_occupation: no reply within 0.2 s"):
-            await client.resume_memory(["weights"])
-        await asyncio.sleep(1.6)  # a repetition would have come by now
+        message = r"/update_weights_from_tensor: no reply within 0.2 s; not sent again, because it"
+        with pytest.raises(NoReply, match=message):
+            await update(client)
+        await asyncio.sleep(1.0)  # a repetition would have come by now
 
     talk(server, conversation, timeout_s=0.2)
     assert len(server.requests) == 1
 
 
-def test_a_slow_reply_within_the_limit_is_a_success():
-    server = Server(delay_s=0.3)
-    talk(server, lambda client: client.resume_memory(["weights"]), timeout_s=5)
+@pytest.mark.parametrize("name", ["init group", "destroy group"])
+def test_what_is_not_idempotent_is_never_repeated(name):
+    server = Server(delay_s=1.0, keeps_keys=True)
+    with pytest.raises(NoReply, match="not sent again"):
+        talk(server, CALLS[name][0], timeout_s=0.2)
     assert len(server.requests) == 1
 
 
-def test_a_refused_connection_is_tried_again_and_then_named(short_retry_delay):
+def test_an_update_with_a_key_is_not_repeated_to_a_server_that_keeps_none():
+    server = Server(delay_s=1.0)
+    with pytest.raises(NoReply, match="the server keeps no idempotency keys"):
+        talk(server, lambda client: update(client, KEY), timeout_s=0.2)
+    assert (len(server.requests), server.num_asked) == (1, 1)
+
+
+def test_an_update_with_a_key_is_repeated_to_a_server_that_keeps_keys():
+    server = Server(delay_s=1.0, num_slow=1, keeps_keys=True)
+    talk(server, lambda client: update(client, KEY), timeout_s=0.3)
+    assert [headers[KEY_HEADER] for _, _, headers, _ in server.requests] == [KEY.header] * 2
+    assert server.requests[0][3] == server.requests[1][3]
+    assert server.num_asked == 1
+
+
+def test_a_server_that_has_said_so_is_not_asked_again():
+    server = Server(delay_s=1.0, num_slow=0, keeps_keys=True)
+
+    async def conversation(client):
+        await update(client, KEY)
+        server.num_slow = 2
+        await update(client, KEY)
+
+    talk(server, conversation, timeout_s=0.3)
+    assert (len(server.requests), server.num_asked) == (3, 0)
+
+
+@pytest.mark.parametrize(
+    "call",
+    (lambda client: client.resume_memory(["weights"]), lambda client: update(client, KEY)),
+    ids=("resume", "update"),
+)
+def test_repetitions_end(call):
+    server = Server(delay_s=1.0, keeps_keys=True)
+    with pytest.raises(NoReply, match=rf": no reply within 0.2 s, in {ATTEMPTS} attempts$"):
+        talk(server, call, timeout_s=0.2)
+    assert len(server.requests) == ATTEMPTS
+
+
+def test_an_idempotent_request_is_repeated():
+    server = Server(delay_s=1.0, num_slow=1)
+    talk(server, lambda client: client.release_memory(["weights"]), timeout_s=0.2)
+    assert len(server.requests) == 2
+
+
+def test_every_operation_has_a_limit_of_its_own():
+    server = Server(delay_s=0.5)
+    talk(server, update, timeout_s=0.2, timeouts_s={"update": 5})
+    with pytest.raises(NoReply, match="within 0.1 s"):
+        talk(server, lambda c: c.release_memory([]), timeout_s=5, timeouts_s={"release": 0.1})
+
+
+# No connection.
+
+
+def test_a_refused_connection_is_tried_again_and_then_named():
     url = f"http://127.0.0.1:{free_port()}"
-    client = SGLangServerClient(url, timeout_s=5)
-    message = f"{url}/release_memory_occupation: no connection in {CONNECT_ATTEMPTS} attempts: "
-    with pytest.raises(ServerError, match=re.escape(message)):
-        asyncio.run(client.release_memory(["weights"]))
+    message = f"{url}/update_weights_from_tensor: no connection in {CONNECT_ATTEMPTS} attempts: "
+    with pytest.raises(ServerUnreachable, match=re.escape(message)):
+        asyncio.run(update(SGLangServerClient(url, timeout_s=5)))
 
 
 def test_a_server_that_starts_late_is_reached(monkeypatch):
-    monkeypatch.setattr(server_client, "CONNECT_RETRY_DELAY_S", 0.5)
+    monkeypatch.setattr(core, "RETRY_DELAY_S", 0.5)
     server, port = Server(), free_port()
 
     async def main():
         client = SGLangServerClient(f"http://127.0.0.1:{port}", timeout_s=5)
-        call = asyncio.create_task(client.resume_memory(["weights"]))
+        call = asyncio.create_task(update(client))
         await asyncio.sleep(0.1)
         assert not call.done()
         async with serving(server, port=port):
@@ -218,7 +499,8 @@ REPLIES = {
 
 @pytest.mark.parametrize("abort", (False, True), ids=("closed", "reset"))
 @pytest.mark.parametrize("reply", REPLIES.values(), ids=REPLIES.keys())
-def test_a_connection_that_breaks_is_named_and_the_request_not_repeated(reply, abort):
+@pytest.mark.parametrize("is_idempotent", (False, True), ids=("update", "resume"))
+def test_a_connection_that_breaks_is_named(reply, abort, is_idempotent):
     connections = []
 
     async def answer(reader, writer):
@@ -234,8 +516,8 @@ def test_a_connection_that_breaks_is_named_and_the_request_not_repeated(reply, a
         async with listener:
             port = listener.sockets[0].getsockname()[1]
             client = SGLangServerClient(f"http://127.0.0.1:{port}", timeout_s=5)
-            await client.resume_memory(["weights"])
+            await (client.resume_memory(["weights"]) if is_idempotent else update(client))
 
-    with pytest.raises(ServerError, match="/resume_memory_occupation: the connection broke: "):
+    with pytest.raises(ConnectionBroken, match="the connection broke"):
         asyncio.run(main())
-    assert len(connections) == 1
+    assert len(connections) == (ATTEMPTS if is_idempotent else 1)

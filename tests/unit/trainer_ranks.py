@@ -312,7 +312,7 @@ class RecordingEngine:
     async def resume_memory(self, tags):
         self._record(" ".join(("resume", *tags)))
 
-    async def update_weights(self, handles, *, load_format, flush_cache, weight_version):
+    async def update_weights(self, handles, *, load_format, flush_cache, weight_version, key):
         self._record("update", load_format.rpartition(".")[2], flush_cache, weight_version)
 
 

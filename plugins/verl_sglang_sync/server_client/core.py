@@ -130,6 +130,8 @@ class ServerCore:
             text = await response.text(errors="replace")
             if SUPPORTED_HEADER in response.headers:
                 self._keeps_keys = True
+            if response.status >= 500:
+                response.close()  # a server that failed closes the connection behind its reply
             return self._result(call, response.status, text)
 
     def _result(self, call: Call, status: int, text: str) -> Any:
