@@ -8,14 +8,13 @@ pin behaviour that no import shows.
 from __future__ import annotations
 
 import ast
-import asyncio
 import dataclasses
 import importlib
 import inspect
 import os
 import pickle
 import pkgutil
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,7 +90,7 @@ NEEDS = (
     Need(
         "sglang.srt.utils:init_custom_process_group",
         GROUP,
-        ("backend", "store", "world_size", "rank", "group_name", "timeout"),
+        ("backend", "init_method", "timeout", "world_size", "rank", "store", "group_name"),
     ),
     Need(f"{UPDATER}.update_weights_from_distributed", HOOKS, ("self", "recv_req")),
     Need(f"{IO}:UpdateWeightsFromDistributedReqOutput", HOOKS, ("success", "message")),
@@ -476,18 +475,18 @@ class TestSGLang:
     def test_every_request_of_our_client_has_a_route_that_takes_it(self) -> None:
         app = resolve(Need("sglang.srt.entrypoints.http_server:app", CLIENT))
         routes = {
-            route.path: route.endpoint
+            (method, route.path): route.endpoint
             for route in app.routes
-            if "POST" in (getattr(route, "methods", None) or ())
+            for method in getattr(route, "methods", None) or ()
         }
-        requests = asyncio.run(requests_of_our_client())
-        assert len(requests) == 3
-        for endpoint, payload in requests:
-            assert f"/{endpoint}" in routes, f"{CLIENT} posts to /{endpoint}"
-            handler = routes[f"/{endpoint}"]
+        for method, path, payload in requests_of_our_client():
+            assert (method, f"/{path}") in routes, f"{CLIENT} sends {method} /{path}"
+            if not payload:
+                continue
+            handler = routes[method, f"/{path}"]
             request_class = inspect.get_annotations(handler, eval_str=True)["obj"]
             fields = {field.name for field in dataclasses.fields(request_class)}
-            assert set(payload) <= fields, f"{CLIENT} posts {sorted(payload)} to /{endpoint}"
+            assert set(payload) <= fields, f"{CLIENT} posts {sorted(payload)} to /{path}"
 
     def test_weight_version_is_published_with_an_update(self) -> None:
         source = source_of(
@@ -504,27 +503,38 @@ class TestSGLang:
             assert name in inspect.getsource(importlib.import_module(module)), f"{CPU} sets {name}"
 
 
-async def requests_of_our_client() -> list[tuple[str, dict[str, Any]]]:
-    """Endpoint and payload of every operation of our client, unsent."""
-    from verl_sglang_sync.server_client import SGLangServerClient
+def requests_of_our_client() -> list[tuple[str, str, dict[str, Any]]]:
+    """Method, path and payload of every operation of our client, unsent."""
+    from verl_sglang_sync.server_client import operations as make
 
-    sent: list[tuple[str, dict[str, Any]]] = []
-
-    class Recorder(SGLangServerClient):
-        async def _post(self, endpoint: str, payload: dict[str, Any]) -> None:
-            sent.append((endpoint.partition("?")[0], payload))
-
-    client = Recorder("http://nowhere", timeout_s=1)
-    operations: dict[str, Callable[[], Awaitable[None]]] = {
-        "release_memory": lambda: client.release_memory(["weights"]),
-        "resume_memory": lambda: client.resume_memory(["weights"]),
-        "update_weights": lambda: client.update_weights([b""], load_format="x"),
-    }
-    public = {name for name in vars(SGLangServerClient) if not name.startswith("_")}
-    assert public == set(operations), "an operation of the client is not pinned"
-    for operation in operations.values():
-        await operation()
-    return sent
+    tensors: Any = (["x"], ["uint8"], [[1]])
+    calls = [
+        make.release_memory(["weights"]),
+        make.resume_memory(["weights"]),
+        make.update_weights([b""], load_format="x"),
+        make.update_from_distributed(*tensors, group_name="g"),
+        make.init_update_group(
+            master_address="a",
+            master_port=1,
+            rank_offset=1,
+            world_size=2,
+            group_name="g",
+            backend="gloo",
+        ),
+        make.destroy_update_group("g"),
+        make.flush_cache(),
+        make.pause_generation("abort"),
+        make.continue_generation(),
+        make.server_info(),
+        make.model_info(),
+        make.health(),
+    ]
+    assert {call.operation.path for call in calls} == {op.path for op in make.OPERATIONS}, (
+        "an operation of the client is not pinned"
+    )
+    return [
+        (call.operation.method, call.operation.path, dict(call.payload or {})) for call in calls
+    ]
 
 
 class TestMemorySaver:

@@ -209,8 +209,9 @@ def recipes():
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_preset_merges_into_verls_recipe(recipes, preset):
     section = OmegaConf.select(recipes[preset], SECTION)
+    mode = "flattened" if preset == "disaggregated" else preset
     shared = {
-        "mode": preset,
+        "mode": mode,
         "request_timeout_s": 600,
         "report_file": None,
         "host_backup": "auto",
@@ -218,7 +219,7 @@ def test_a_preset_merges_into_verls_recipe(recipes, preset):
     assert section.items() >= shared.items()
     settings = WeightSyncConfig.from_rollout(recipes[preset].actor_rollout_ref.rollout)
     assert settings == WeightSyncConfig(
-        mode=preset, bucket_bytes=2048 << 20, multi_stage_wake_up=False, free_cache_engine=True
+        mode=mode, bucket_bytes=2048 << 20, multi_stage_wake_up=False, free_cache_engine=True
     )
 
 
@@ -227,7 +228,11 @@ def test_a_preset_changes_nothing_else_of_the_recipe(recipes, preset):
     with_preset = OmegaConf.to_container(recipes[preset])
     without = OmegaConf.to_container(recipes[None])
     assert with_preset != without
-    assert list(with_preset["actor_rollout_ref"]["rollout"].pop("custom")) == ["weight_sync"]
+    rollout = with_preset["actor_rollout_ref"]["rollout"]
+    assert list(rollout.pop("custom")) == ["weight_sync"]
+    if preset == "disaggregated":
+        assert rollout["checkpoint_engine"].pop("backend") == BROADCAST_BACKEND
+        rollout["checkpoint_engine"]["backend"] = "naive"
     assert with_preset == without
 
 
