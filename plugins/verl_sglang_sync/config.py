@@ -10,7 +10,6 @@ that the preset's mode obeys: an unknown key, or one of another mode, is an erro
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -32,7 +31,6 @@ PRESET_KEYS = (
     "timeouts_s",
     "report_file",
     "host_backup",
-    "router_url",
 )
 COMPILED_KEYS = (
     "recheck_every_n_syncs",
@@ -62,7 +60,6 @@ class WeightSyncConfig:
         host_backup: what a release of the weights keeps on the host: "on" everything, by SGLang;
             "auto" everything that no sync is proven to rewrite; "off" no more than named buffers
             until that is proven.
-        router_url: router that each server registers with after its launch, or None.
         bucket_bytes: upper limit of one bucket, in bytes (verl's
             `checkpoint_engine.update_weights_bucket_megabytes`).
         multi_stage_wake_up: True resumes weights, syncs, lets the trainer free its memory and only
@@ -79,7 +76,6 @@ class WeightSyncConfig:
     keep_staging_buffers: bool = False
     read_in_place: bool = True
     host_backup: Policy = "auto"
-    router_url: str | None = None
     bucket_bytes: int
     multi_stage_wake_up: bool
     free_cache_engine: bool
@@ -120,7 +116,6 @@ class WeightSyncConfig:
             keep_staging_buffers=_switch(keys, "keep_staging_buffers", False),
             read_in_place=_switch(keys, "read_in_place", True),
             host_backup=_host_backup(keys.get("host_backup", "auto")),
-            router_url=_optional_url(f"{SECTION}.router_url", keys.get("router_url")),
             bucket_bytes=_bucket_bytes(rollout),
             multi_stage_wake_up=_boolean(rollout, "multi_stage_wake_up"),
             free_cache_engine=_boolean(rollout, "free_cache_engine"),
@@ -214,14 +209,6 @@ def _timeouts(section: Any) -> dict[str, float]:
         for name, value in section.items()
         if value is not None
     }
-
-
-def _optional_url(key: str, value: Any) -> str | None:
-    if value is None:
-        return None
-    if not isinstance(value, str) or not re.fullmatch(r"https?://[^/\s]+/?", value):
-        raise ValueError(f"{key}={value!r}: expected http://<host>:<port> or null")
-    return value.rstrip("/")
 
 
 def _bucket_bytes(rollout: Any) -> int:

@@ -106,7 +106,7 @@ class UpdateGroups:
             return self._group
         members = tuple((replica, self._client(replica)) for replica in replicas)
         for _, client in members:
-            client.run(operations.health())  # nobody waits for a server that is gone
+            client.run(operations.model_info())  # nobody waits for a server that is gone
         if self._group is not None:
             self._dissolve(self._group)
         self._forget_left_groups(members)

@@ -128,7 +128,6 @@ ALLOWED = {
     "backup": "allowed: auto, on, off",
     "operation": f"unknown operation; allowed: {', '.join(LIMITS)}",
     "operations": f"expected seconds by operation: {', '.join(LIMITS)}",
-    "url": "expected http://<host>:<port> or null",
     "key": f"unknown key; allowed: {', '.join(PRESET_KEYS)}",
     "preset": r"choose one with +weight_sync=<bucketed|flattened|compiled>",
 }
@@ -156,10 +155,6 @@ REFUSED = [
         ALLOWED["operation"],
     ),
     ("custom__weight_sync__timeouts_s", 5, f"{SECTION}.timeouts_s", ALLOWED["operations"]),
-    *(
-        ("custom__weight_sync__router_url", value, f"{SECTION}.router_url", ALLOWED["url"])
-        for value in ("", 3, "10.0.0.1:30000", "http://router/path", "ftp://router")
-    ),
     *(
         ("custom__weight_sync__report_file", value, f"{SECTION}.report_file", ALLOWED["path"])
         for value in ("", 3, False)
@@ -248,7 +243,6 @@ def test_every_key_can_be_overridden_on_the_command_line():
         f"{SECTION}.report_file=out/report.jsonl",
         f"{SECTION}.host_backup=off",
         f"{SECTION}.timeouts_s.update=900",
-        f"{SECTION}.router_url='http://[::1]:8000/'",
         f"{BUCKET_KEY}=64",
         f"{ROLLOUT}.multi_stage_wake_up=True",
         f"{ROLLOUT}.free_cache_engine=False",
@@ -264,7 +258,6 @@ def test_every_key_can_be_overridden_on_the_command_line():
         "keep_staging_buffers": False,
         "read_in_place": True,
         "host_backup": "off",
-        "router_url": "http://[::1]:8000",
         "bucket_bytes": 64 << 20,
         "multi_stage_wake_up": True,
         "free_cache_engine": False,

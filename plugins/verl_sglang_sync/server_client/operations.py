@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 from sglang_loader.update_keys import UpdateKey
 
-Limit = Literal["update", "release", "resume", "group", "flush", "generation", "info", "router"]
+Limit = Literal["update", "release", "resume", "group", "info"]
 LIMITS: tuple[str, ...] = get_args(Limit)
 
 
@@ -49,9 +49,9 @@ INIT_GROUP = Operation(
 DESTROY_GROUP = Operation(
     path="destroy_weights_update_group", idempotent=False, limit="group", confirmed=True
 )
-FLUSH_CACHE = Operation(path="flush_cache", idempotent=True, limit="flush")
-PAUSE = Operation(path="pause_generation", idempotent=True, limit="generation")
-CONTINUE = Operation(path="continue_generation", idempotent=True, limit="generation")
+FLUSH_CACHE = Operation(path="flush_cache", idempotent=True, limit="info")
+PAUSE = Operation(path="pause_generation", idempotent=True, limit="info")
+CONTINUE = Operation(path="continue_generation", idempotent=True, limit="info")
 SERVER_INFO = Operation(
     path="server_info", method="GET", idempotent=True, limit="info", admin=False
 )
