@@ -16,6 +16,9 @@ ROLLOUT_TP=${ROLLOUT_TP:-2}     # replicas = NODES * ROLLOUT_GPUS / ROLLOUT_TP
 SYNC_EVERY=${SYNC_EVERY:-4}     # mini-batches between two weight syncs
 WEIGHT_SYNC=${WEIGHT_SYNC-disaggregated}
 
+# verl 0.9.1 dies on its own INFO message where hybrid_engine=False (`logger.info(..., flush=True)`).
+export VERL_LOGGING_LEVEL=${VERL_LOGGING_LEVEL:-WARN}
+
 weight_sync=()
 if [[ -n $WEIGHT_SYNC ]]; then
   weight_sync+=(+weight_sync="$WEIGHT_SYNC")

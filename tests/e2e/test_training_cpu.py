@@ -33,6 +33,16 @@ PPO = (
     "+critic.fsdp.mixed_precision.reduce_dtype=fp32",
 )
 
+SEPARATE = (
+    "trainer.v1.trainer_mode=separate_async",
+    "trainer.v1.separate_async.parameter_sync_step=1",
+    "trainer.v1.separate_async.num_warmup_batches=0",  # every batch is sampled after a sync
+    "actor_rollout_ref.hybrid_engine=False",
+    "actor_rollout_ref.rollout.nnodes=1",
+    "actor_rollout_ref.rollout.n_gpus_per_node=1",
+    "ray_kwargs.ray_init.num_gpus=2",
+)
+
 
 @dataclass(frozen=True)
 class Run:
@@ -51,6 +61,7 @@ def train(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Step]
     make_assets(folder, architecture=run.architecture, tied=run.tied)
     monkeypatch.setenv("WORKERS", str(run.workers))
     monkeypatch.setenv("ROLLOUT_TP", str(run.tp))
+    monkeypatch.setenv("VERL_LOGGING_LEVEL", "WARN")  # see recipes/grpo_separate_async_gpu.sh
     overrides = (override.format(folder=folder) for override in run.overrides)
     status = run_recipe(folder, run.preset, *overrides, console=Console(quiet=True))
     assert status == 0, (folder / "run.log").read_text()[-6000:]
@@ -65,6 +76,7 @@ def train(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Step]
             Run("flattened", workers=2, architecture="qwen3_moe"), id="grpo-2replicas-moe-flattened"
         ),
         pytest.param(Run("compiled", overrides=PPO), id="ppo-tp1-compiled"),
+        pytest.param(Run("disaggregated", overrides=SEPARATE), id="grpo-separate-async"),
     ],
 )
 def test_the_weights_arrive_at_every_step(
