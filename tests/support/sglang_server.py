@@ -78,6 +78,7 @@ def sglang_server(
         *("--max-total-tokens", "1024", "--max-running-requests", "4", "--skip-server-warmup"),
         *(CPU_ARGUMENTS if device == "cpu" else GPU_ARGUMENTS),
         *("--custom-weight-loader", *LOADERS, *loaders),
+        *extra,
     ]
     log = folder / "server.log"
     with log.open("wb") as output:

@@ -458,7 +458,7 @@ def test_an_idempotent_request_is_repeated():
 def test_every_operation_has_a_limit_of_its_own():
     server = Server(delay_s=0.5)
     talk(server, update, timeout_s=0.2, timeouts_s={"update": 5})
-    with pytest.raises(NoReply, match="within 0.1 s"):
+    with pytest.raises(NoReply, match=r"within 0\.1 s"):
         talk(server, lambda c: c.release_memory([]), timeout_s=5, timeouts_s={"release": 0.1})
 
 
