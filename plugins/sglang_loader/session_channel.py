@@ -90,11 +90,21 @@ class Channel(Generic[Received]):
             SessionError: silence, a dead peer, a wrong token or version, or not a message.
         """
         limit = self._timeout_s if timeout_s is None else min(timeout_s, self._timeout_s)
-        deadline = time.monotonic() + limit
+        if not self.wait(limit, watch):
+            raise SessionError(f"no message from the {self._peer} within {limit:g} s")
+        return self._checked(self._socket.recv())
+
+    def wait(self, limit_s: float, watch: Callable[[], None] | None = None) -> bool:
+        """Wait for a message; False if there is none after `limit_s`. `watch`: as for `receive`.
+
+        Raises:
+            SessionError: a dead peer.
+        """
+        deadline = time.monotonic() + limit_s
         while True:
             ready = dict(self._poller.poll(SLICE_MS))
             if self._socket in ready:
-                return self._checked(self._socket.recv())
+                return True
             if self._monitor in ready:
                 if self._socket.poll(0):
                     continue
@@ -102,7 +112,7 @@ class Channel(Generic[Received]):
             if watch is not None:
                 watch()
             if time.monotonic() > deadline:
-                raise SessionError(f"no message from the {self._peer} within {limit:g} s")
+                return False
 
     def _checked(self, data: bytes) -> Received:
         message = self._decode(data)

@@ -9,6 +9,7 @@ it), then all leave together with the same `WeightSyncError`.
 from __future__ import annotations
 
 import asyncio
+import time
 import traceback
 import zlib
 from collections import deque
@@ -36,6 +37,9 @@ from verl_sglang_sync.transport import Updater
 from verl_sglang_sync.weight_sync import Export, WeightSyncError
 
 Result = TypeVar("Result")
+
+MEET_TIMEOUT_S = 120.0
+MEET_SLICE_S = 0.5
 
 
 class SessionTransport:
@@ -82,7 +86,7 @@ class SessionTransport:
             stack.callback(self._rest)
             session = ranks.attempt(lambda: stack.enter_context(self._new_session()))
             self._open(session, request, ranks)
-            if ranks.agree():
+            if self._meet(session, request, ranks):
                 ranks.attempt(lambda: self._send(_joined(session), source, report, ranks))
                 _drain(source)
                 if ranks.agree():
@@ -101,7 +105,7 @@ class SessionTransport:
         return TrainerSession(self._sockets.endpoint(), self._settings, self._names)
 
     def _open(self, session: TrainerSession | None, request: _Request, ranks: _Ranks) -> None:
-        """Gather the ranks' invitations, post them, meet the engine; all ranks join the gather."""
+        """Gather the ranks' invitations and post them; all ranks join the gather."""
         invitation = b""
         if session is not None:
             named = [(session.invitation, self._token)]
@@ -109,7 +113,28 @@ class SessionTransport:
         gathered = self._group.gather(invitation)
         if gathered is not None and all(gathered):
             ranks.attempt(lambda: request.post(gathered))
-        ranks.attempt(lambda: _joined(session).greet(request.check))
+
+    def _meet(self, session: TrainerSession | None, request: _Request, ranks: _Ranks) -> bool:
+        """Wait, all ranks in step, until each has met its engine rank; False after a failure.
+
+        Only the leader has a request that can fail: the others learn of it here.
+        """
+        limit_s = min(MEET_TIMEOUT_S, self._settings.request_timeout_s)
+        deadline, has_met = time.monotonic() + limit_s, False
+
+        def meet() -> bool:
+            request.check()
+            if has_met or _joined(session).greet(request.check, wait_s=MEET_SLICE_S):
+                return True
+            if time.monotonic() > deadline:
+                raise SessionError(f"the engine did not join within {limit_s:g} s")
+            return False
+
+        while ranks.error is None:
+            has_met = bool(ranks.attempt(meet))
+            if ranks.agree(met=has_met):
+                return True
+        return False
 
     def _send(
         self, session: TrainerSession, source: Export, report: SyncReport, ranks: _Ranks
@@ -255,9 +280,15 @@ class _Ranks:
         self.num_tensors += len(batch.tensors)
         self._checksum = zlib.crc32(batch.bucket.names, self._checksum)
 
-    def agree(self) -> bool:
-        """Exchange states and checksums with all ranks; False if the sync cannot go on."""
+    def agree(self, *, met: bool = True) -> bool:
+        """Exchange states and checksums with all ranks; False if the sync cannot go on.
+
+        Args:
+            met: False: this rank still waits for its engine; then all ranks must ask again.
+        """
         state = RoundState.END if self._failure is None else RoundState.FAILED
+        if not met and self._failure is None:
+            state = RoundState.BUCKET
         signature = self.num_tensors << 32 | self._checksum
         result = self._group.agree(state, self._failure, signature)
         if self.error is not None:
@@ -271,7 +302,7 @@ class _Ranks:
                 f"{[signature >> 32 for signature in result.signatures]}, checksum of their "
                 f"names: {[signature & 0xFFFFFFFF for signature in result.signatures]}"
             )
-        return self.error is None
+        return self.error is None and RoundState.BUCKET not in result.states
 
 
 def _drain(source: Export) -> None:

@@ -2,7 +2,7 @@
 
 with TrainerSession(folder, settings) as session:
     ...                                   # session.invitation travels with the HTTP request
-    session.greet(watch)
+    while not session.greet(watch, wait_s=1): ...
     session.map_buffer(0, handle)
     session.load(0, bucket, slot=0)
     session.wait_until_done(0)
@@ -31,7 +31,6 @@ from verl_sglang_sync.config import WeightSyncConfig
 
 Message = TypeVar("Message", bound=wire.FromEngine)
 
-HELLO_TIMEOUT_S = 120.0
 MAX_ENDPOINT_CHARS = 100  # a UNIX socket's path has 107
 
 
@@ -115,16 +114,20 @@ class TrainerSession:
         self._slots: dict[str, int] = {}
         self._num_done = 0
 
-    def greet(self, watch: Callable[[], None]) -> None:
-        """Wait until the engine has joined.
+    def greet(self, watch: Callable[[], None], *, wait_s: float) -> bool:
+        """Meet the engine; False if it has not joined within `wait_s`: call again.
 
         Args:
             watch: called while waiting for the engine, here and later; raises to end the wait.
+            wait_s: in seconds.
         """
         self._watch = watch
-        hello = self._receive(wire.Hello, timeout_s=HELLO_TIMEOUT_S)
+        if not self._channel.wait(wait_s, watch):
+            return False
+        hello = self._receive(wire.Hello)
         self._known, self._mapped = set(hello.layouts), set(hello.buffers)
         self._channel.send(wire.Welcome)
+        return True
 
     def map(self, storage: torch.UntypedStorage) -> int:
         """Have the engine map a storage, once; return its slot.
@@ -179,8 +182,8 @@ class TrainerSession:
         with suppress(SessionError):
             self._channel.send(wire.Abort, reason=reason)
 
-    def _receive(self, kind: type[Message], timeout_s: float | None = None) -> Message:
-        message = self._channel.receive(timeout_s=timeout_s, watch=self._watch)
+    def _receive(self, kind: type[Message]) -> Message:
+        message = self._channel.receive(watch=self._watch)
         if isinstance(message, wire.Failed):
             raise EngineFailed(message.traceback)
         if not isinstance(message, kind):

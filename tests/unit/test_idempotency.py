@@ -184,8 +184,7 @@ def test_a_sync_whose_requests_are_all_repeated_is_applied_whole(repeats, runs):
         app = IdempotencyMiddleware(engine)
         for sequence, number in enumerate(repeats):
             same = [Attempt("a", sequence, starts=i, runs=runs) for i in range(number + 1)]
-            replies = await asyncio.gather(*(post(app, a) for a in same))
-            assert set(replies) == {(200, b"10")}
+            assert set(await asyncio.gather(*(post(app, a) for a in same))) == {(200, b"10")}
 
     asyncio.run(main())
     assert [entry[2] for entry in engine.log if entry[0] == "begin"] == [0, 1, 2, 3]

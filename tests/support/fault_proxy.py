@@ -1,0 +1,191 @@
+"""An HTTP proxy in front of a real server that loses, holds and refuses what it is told to.
+
+The trainer ranks are other processes: they plan the next fault with `POST /__faults__` and read
+what passed with `GET /__seen__`. A fault concerns the n-th update request after it was planned.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import threading
+import urllib.request
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import aiohttp
+import msgspec
+from aiohttp import web
+
+from sglang_loader.update_keys import KEY_HEADER, KEYED_PATHS, REPLAYED_HEADER
+from support.sglang_server import free_port
+
+
+class Fault(msgspec.Struct, frozen=True):
+    """What happens to one update request.
+
+    Attributes:
+        kind: "lose": executed, then the connection is reset instead of a reply. "hold":
+            executed, but the reply comes after `seconds`. "cut": both connections are closed
+            after `seconds`, while the server executes. "refuse": executed and answered, then
+            connections are refused for `seconds`.
+        nth: which update request, from 1.
+    """
+
+    kind: Literal["lose", "hold", "cut", "refuse"]
+    nth: int
+    seconds: float = 0.0
+
+
+class Seen(msgspec.Struct, frozen=True):
+    """One update request that passed; `status` is the server's, None if nobody waited for it."""
+
+    key: str | None
+    fault: str | None
+    status: int | None = None
+    replayed: str | None = None
+
+
+def plan(url: str, fault: Fault | None) -> None:
+    """Set the proxy's next fault and forget what was seen."""
+    body = msgspec.json.encode(fault)
+    request = urllib.request.Request(f"{url}/__faults__", body, method="POST")
+    with urllib.request.urlopen(request, timeout=10):
+        pass
+
+
+def seen(url: str) -> list[Seen]:
+    """The update requests since the last plan."""
+    with urllib.request.urlopen(f"{url}/__seen__", timeout=10) as reply:
+        return msgspec.json.decode(reply.read(), type=list[Seen])
+
+
+@contextlib.contextmanager
+def fault_proxy(target: str) -> Iterator[str]:
+    """Run a proxy to the server `target` until the block ends; its URL."""
+    proxy, started = _Proxy(target), threading.Event()
+    loop = asyncio.new_event_loop()
+    stopped = asyncio.Event()
+
+    async def serve() -> None:
+        await proxy.start()
+        started.set()
+        await stopped.wait()
+        await proxy.stop()
+
+    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()), daemon=True)
+    thread.start()
+    assert started.wait(20)
+    try:
+        yield proxy.url
+    finally:
+        loop.call_soon_threadsafe(stopped.set)
+        thread.join(20)
+        loop.close()
+
+
+class _Proxy:
+    def __init__(self, target: str) -> None:
+        self._target = target
+        self._port = free_port()
+        self.url = f"http://127.0.0.1:{self._port}"
+        self._fault: Fault | None = None
+        self._num_updates = 0
+        self._seen: list[Seen] = []
+        self._site: web.TCPSite | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        application = web.Application(client_max_size=1 << 30)
+        application.router.add_post("/__faults__", self._plan)
+        application.router.add_get("/__seen__", self._report)
+        application.router.add_route("*", "/{path:.*}", self._forward)
+        self._runner = web.AppRunner(application, shutdown_timeout=0.1, handler_cancellation=False)
+        await self._runner.setup()
+        self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120))
+        await self._listen()
+
+    async def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await self._session.close()
+        await self._runner.cleanup()
+
+    async def _listen(self) -> None:
+        self._site = web.TCPSite(self._runner, "127.0.0.1", self._port, reuse_address=True)
+        await self._site.start()
+
+    async def _plan(self, request: web.Request) -> web.Response:
+        self._fault = msgspec.json.decode(await request.read(), type=Fault | None)
+        self._num_updates, self._seen = 0, []
+        return web.Response()
+
+    async def _report(self, request: web.Request) -> web.Response:
+        return web.Response(body=msgspec.json.encode(self._seen))
+
+    async def _forward(self, request: web.Request) -> web.Response:
+        body = await request.read()
+        fault = None
+        is_update = request.path in KEYED_PATHS and request.method == "POST"
+        if is_update:
+            self._num_updates += 1
+            if self._fault is not None and self._fault.nth == self._num_updates:
+                fault = self._fault
+        key, kind = request.headers.get(KEY_HEADER), fault.kind if fault else None
+        call = asyncio.ensure_future(self._send(request, body))
+        if fault is not None and fault.kind == "cut":
+            await asyncio.sleep(fault.seconds)
+            assert not call.done(), "the server was faster than the cut"
+            call.cancel()  # closes the connection to the server
+            self._seen.append(Seen(key, kind))
+            return self._reset(request)
+        reply, content = await call
+        if is_update:
+            self._seen.append(Seen(key, kind, reply.status, reply.headers.get(REPLAYED_HEADER)))
+        if fault is not None and fault.kind == "lose":
+            return self._reset(request)
+        if fault is not None and fault.kind == "hold":
+            await asyncio.sleep(fault.seconds)
+        if fault is not None and fault.kind == "refuse":
+            await self._refuse(fault.seconds)
+        kept = {
+            name: value
+            for name, value in reply.headers.items()
+            if name.lower().startswith(("idempotency", "content-type"))
+        }
+        return web.Response(
+            status=reply.status, body=content, headers={**kept, "Connection": "close"}
+        )
+
+    async def _send(
+        self, request: web.Request, body: bytes
+    ) -> tuple[aiohttp.ClientResponse, bytes]:
+        headers = {k: v for k, v in request.headers.items() if k.lower() != "host"}
+        async with self._session.request(
+            request.method, f"{self._target}{request.path_qs}", data=body, headers=headers
+        ) as reply:
+            return reply, await reply.read()
+
+    async def _refuse(self, seconds: float) -> None:
+        assert self._site is not None
+        await self._site.stop()
+
+        async def listen_again() -> None:
+            await asyncio.sleep(seconds)
+            await self._listen()
+
+        task = asyncio.create_task(listen_again())
+        self._tasks.add(task)
+
+    @staticmethod
+    def _reset(request: web.Request) -> web.Response:
+        if request.transport is not None:
+            request.transport.abort()
+        return web.Response()
+
+
+def as_json(items: list[Seen]) -> list[dict[str, Any]]:
+    """For a trainer's outcome."""
+    decoded: list[dict[str, Any]] = json.loads(msgspec.json.encode(items))
+    return decoded

@@ -1,0 +1,174 @@
+"""What goes wrong between trainer and server, done to real trainer ranks and a real engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from support.engine_steps import MODES, NamedTensors, engine_hashes, weights_of
+from support.fault_proxy import Fault, as_json, plan, seen
+from support.load_counter import COUNT_LOADER
+from support.trainer import TrainerRank
+
+UPDATE_TIMEOUT_S = 3.0
+KEYS = {"api_key": "normal", "admin_api_key": "admin"}
+BUCKET_BYTES = 128 << 10
+SLOW_S = 1.5
+DIES_AFTER = 6
+
+
+def use_client(rank: TrainerRank, url: str, **access: Any) -> None:
+    """Have the rank talk to `url` from now on."""
+    from verl_sglang_sync.server_client import SGLangServerClient
+
+    rank.client = SGLangServerClient(
+        url,
+        timeout_s=60,
+        timeouts_s={"update": UPDATE_TIMEOUT_S},
+        **{**KEYS, **access},
+        rank=rank.rank,
+        replica=rank.replica,
+    )
+
+
+def _call_loader(rank: TrainerRank, loader: str, argument: dict[str, Any]) -> None:
+    from sglang_loader.ipc import serialize_handles
+
+    if rank.is_leader:
+        tensors = [torch.zeros(1) for _ in range(rank.tp)]
+        handles = [serialize_handles([(json.dumps(argument), tensor)]) for tensor in tensors]
+        asyncio.run(rank.client.update_weights(handles, load_format=loader))
+
+
+def num_loads(
+    rank: TrainerRank, folder: Path, *, slow_nth: int = 0, slow_s: float = 0.0
+) -> list[int]:
+    """How many bucket or session loads each TP rank ran since the last call."""
+    _call_loader(rank, COUNT_LOADER, {"folder": str(folder), "nth": slow_nth, "seconds": slow_s})
+    if not rank.is_leader:
+        return []
+    return [json.loads((folder / f"loads{tp}.json").read_text()) for tp in range(rank.tp)]
+
+
+def sync(rank: TrainerRank, mode: str, weights: NamedTensors) -> dict[str, Any]:
+    """One sync: what it sent or how it failed, and how long it took."""
+    from verl_sglang_sync.weight_sync import WeightSyncError
+
+    manager = rank.manager(mode, bucket_bytes=BUCKET_BYTES)
+    error, started = None, time.monotonic()
+    try:
+        asyncio.run(manager.sync(iter(weights), version="faulty"))
+    except WeightSyncError as failure:
+        error = str(failure)
+    num_requests = 1 if mode == "compiled" else manager.report.num_buckets
+    return {
+        "error": error,
+        "num_requests": num_requests,
+        "seconds": time.monotonic() - started,
+    }
+
+
+def faults_that_heal(rank: TrainerRank, url: str, model: str, folder: str) -> dict[str, Any]:
+    """A fault in each sync of each mode, alternately with other weights."""
+    use_client(rank, url)
+    weights = {s: weights_of(Path(model), rank.device, scale=s) for s in (1.0, 0.5)}
+    where = Path(folder)
+    result: dict[str, Any] = {"reference": engine_hashes(rank, where), "faults": []}
+    num_loads(rank, where)
+    sync(rank, "flattened", weights[0.5])
+    result["half"] = engine_hashes(rank, where)
+    scale = 0.5
+    for mode in MODES:
+        nth = 1 if mode == "compiled" else 2
+        for fault in (
+            Fault("lose", nth),
+            Fault("hold", nth, UPDATE_TIMEOUT_S + 2),
+            Fault("cut", nth, SLOW_S / 3),
+            *([] if mode == "compiled" else [Fault("refuse", nth, 1.5)]),
+        ):
+            scale = 1.5 - scale
+            num_loads(rank, where, slow_nth=nth if fault.kind == "cut" else 0, slow_s=SLOW_S)
+            if rank.is_leader:
+                plan(url, fault)
+            outcome = sync(rank, mode, weights[scale])
+            requests = as_json(seen(url)) if rank.is_leader else []
+            result["faults"].append(
+                {
+                    **outcome,
+                    "mode": mode,
+                    "kind": fault.kind,
+                    "requests": requests,
+                    "loads": num_loads(rank, where),
+                    "hashes": engine_hashes(rank, where),
+                    "scale": scale,
+                }
+            )
+    return result
+
+
+def faults_that_fail(
+    rank: TrainerRank, url: str, closed_url: str, model: str, folder: str
+) -> dict[str, Any]:
+    """A refused connection and a wrong key, in each mode; then a good sync."""
+    weights, result = weights_of(Path(model), rank.device), {}
+    use_client(rank, url)
+    sync(rank, "flattened", weights)  # the first one imports sglang
+    for name, bad_url, access in (
+        ("refused", closed_url, {}),
+        ("wrong key", url, {"admin_api_key": "wrong"}),
+    ):
+        for mode in MODES:
+            use_client(rank, bad_url, **access)
+            failed = sync(rank, mode, weights)
+            use_client(rank, url)
+            good = sync(rank, mode, weights)
+            hashes = engine_hashes(rank, Path(folder))
+            result[f"{name}, {mode}"] = {"failed": failed, "good": good, "hashes": hashes}
+    return result
+
+
+def post_twice(rank: TrainerRank, url: str, model: str, folder: str) -> dict[str, Any]:
+    """The same update twice, with a key and without; loads by TP rank."""
+    from sglang_loader.bucket_loader import NAMED_LOADER
+    from sglang_loader.ipc import serialize_handles
+    from sglang_loader.update_keys import UpdateKeys
+
+    use_client(rank, url)
+    num_loads(rank, Path(folder))
+    if not rank.is_leader:
+        return {}
+    result = {}
+    for name, key in (("with a key", next(UpdateKeys())), ("without", None)):
+        # More handles than are used: every opening of one consumes a reference.
+        weight = dict(weights_of(Path(model), rank.device))["model.norm.weight"]
+        named = [[("model.norm.weight", weight.clone())] for _ in range(rank.tp)]
+        handles = [serialize_handles(pair) for pair in named]
+        spare = [serialize_handles(pair) for pair in named]
+        for _ in range(2):
+            asyncio.run(rank.client.update_weights(handles, load_format=NAMED_LOADER, key=key))
+        result[name] = num_loads(rank, Path(folder))
+        del spare
+    return result
+
+
+def kill_between_buckets(rank: TrainerRank, url: str, model: str, process_group: int) -> Any:
+    """The server's processes are killed while the leader exports its third bucket."""
+    use_client(rank, url)
+    sync(rank, "flattened", weights_of(Path(model), rank.device))  # the first one imports sglang
+
+    def export(weights: NamedTensors) -> Iterator[Any]:
+        for i, pair in enumerate(weights):
+            if i == DIES_AFTER and rank.is_leader:
+                os.killpg(process_group, signal.SIGKILL)
+            yield pair
+
+    weights = weights_of(Path(model), rank.device)
+    return sync(rank, "bucketed", export(weights))  # type: ignore[arg-type]

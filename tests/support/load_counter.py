@@ -1,0 +1,49 @@
+"""A custom weight loader that counts, inside the engine, how often our loaders really run.
+
+Its one tensor's name is JSON: `{"folder": ..., "nth": ..., "seconds": ...}`. Each call writes the
+loads since the last call to `<folder>/loads<rank>.json` and has the nth later load take `seconds`
+longer.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sglang_loader import bucket_loader, session
+
+COUNT_LOADER = "support.load_counter.count_loads"
+_state = {"loads": 0, "nth": 0, "seconds": 0.0}
+
+
+def count_loads(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
+    """Report and start from zero."""
+    _wrap(bucket_loader, "load_flattened_bucket")
+    _wrap(bucket_loader, "load_named_tensors")
+    _wrap(session, "load_session")
+    order = json.loads(named_tensors[0][0])
+    rank = torch.distributed.get_rank()
+    Path(order["folder"], f"loads{rank}.json").write_text(json.dumps(_state["loads"]))
+    _state.update(loads=0, nth=order["nth"], seconds=order["seconds"])
+
+
+def _wrap(module: Any, name: str) -> None:
+    """SGLang looks the loader up by its path at every request."""
+    loader: Callable[..., None] = getattr(module, name)
+    if hasattr(loader, "__wrapped__"):
+        return
+
+    @functools.wraps(loader)
+    def counting(model: Any, named_tensors: Any) -> None:
+        _state["loads"] += 1
+        if _state["loads"] == _state["nth"]:
+            time.sleep(_state["seconds"])
+        loader(model, named_tensors)
+
+    setattr(module, name, counting)
