@@ -35,6 +35,20 @@ def _dense(hidden: int, inter: int, layers: int, heads: int, tied: bool) -> Conf
 
 MODELS: dict[str, Config] = {
     "tiny": {**_dense(64, 128, 2, 8, tied=False), "vocab_size": 512},  # for a CPU
+    "small-moe": {  # for a CPU
+        **_dense(512, 1536, 8, 8, tied=False),
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "vocab_size": 4096,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "moe_intermediate_size": 256,
+        "num_experts": 32,
+        "num_experts_per_tok": 4,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
     "qwen3-0.6b": _dense(1024, 3072, 28, 16, tied=False),
     "qwen3-4b": _dense(2560, 9728, 36, 32, tied=False),
     "qwen3-8b": _dense(4096, 12288, 36, 32, tied=False),

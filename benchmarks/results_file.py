@@ -18,7 +18,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-PACKAGES = ("verl", "sglang", "torch", "torch-memory-saver", "transformers", "ray")
+PACKAGES = (
+    *("verl", "sglang", "torch", "torch-memory-saver", "transformers", "ray"),
+    *("megatron-core", "mbridge"),
+)
 
 
 def medians(runs: Iterable[Mapping[str, float]]) -> dict[str, float]:

@@ -20,7 +20,7 @@ from tiny_assets import make_assets
 
 from support.engine_hash import HASH_LOADER
 from support.engine_steps import MODES
-from support.megatron_steps import ALTERED, LOST, compare_export, exercise_engine
+from support.megatron_steps import ALTERED, FACTORS, LOST, exercise_engine
 from support.megatron_trainer import ENVIRONMENT, Layout
 from support.sglang_server import sglang_server
 from support.trainer import Outcome, run_trainer
@@ -40,17 +40,31 @@ class World:
         tied: output layer and embedding are one.
         layout: of the trainer.
         tp: of each engine; the trainer has `NUM_REPLICAS * tp` ranks.
+        other: a model and a layout of the same ranks whose export alone is looked at.
     """
 
     architecture: str
     tied: bool
     layout: Layout
     tp: int
+    other: tuple[str, bool, Layout]
 
 
 WORLDS = {
-    "dense-tied-tp2-pp2": World(architecture="qwen3", tied=True, layout=Layout(tp=2, pp=2), tp=2),
-    "moe-untied-ep2": World(architecture="qwen3_moe", tied=False, layout=Layout(ep=2), tp=1),
+    "dense-tied-tp2-pp2": World(
+        architecture="qwen3",
+        tied=True,
+        layout=Layout(tp=2, pp=2),
+        tp=2,
+        other=("qwen3_moe", False, Layout(tp=2, pp=2, ep=2)),
+    ),
+    "moe-untied-ep2": World(
+        architecture="qwen3_moe",
+        tied=False,
+        layout=Layout(ep=2),
+        tp=1,
+        other=("qwen3", True, Layout(pp=2)),
+    ),
 }
 
 
@@ -91,7 +105,9 @@ def case(
     """Servers of a tiny model, exercised by a Megatron world."""
     world: World = request.param
     folder = tmp_path_factory.mktemp("megatron")
-    model = make_model(folder, world.architecture, tied=world.tied)
+    model = make_model(folder / "served", world.architecture, tied=world.tied)
+    architecture, tied, layout = world.other
+    other = make_model(folder / "other", architecture, tied=tied)
     with ExitStack() as stack:
         # The threads stay: a server ends with the thread that started it.
         threads = stack.enter_context(ThreadPoolExecutor(NUM_REPLICAS))
@@ -108,10 +124,14 @@ def case(
         outcomes = run_trainer(
             exercise_engine,
             folder,
-            *(str(model), str(folder), msgspec.structs.asdict(world.layout)),
+            str(folder),
+            str(model),
+            msgspec.structs.asdict(world.layout),
+            [(str(other), msgspec.structs.asdict(layout))],
             urls=urls,
             tp=world.tp,
             environment=ENVIRONMENT,
+            timeout_s=400,
         )
     yield Case(world, outcomes)
 
@@ -123,23 +143,13 @@ def check_export(seen: dict[str, Any], *, twice: tuple[str, ...] = ()) -> None:
 
 
 def test_the_export_is_the_checkpoint_on_every_rank(case: Case) -> None:
-    twice = (EMBEDDING,) if case.world.tied and case.world.layout.pp > 1 else ()
+    """A tied embedding has a copy on the last pipeline stage, exported under the same name."""
+    _, other_tied, other_layout = case.world.other
     for seen in case.results:
-        check_export(seen["export"], twice=twice)
-
-
-def test_experts_cut_across_ranks_are_exported_one_by_one(tmp_path: Path) -> None:
-    """TP, PP and EP at once; without engines, which see no more than this export."""
-    model = make_model(tmp_path, "qwen3_moe", tied=False)
-    outcomes = run_trainer(
-        compare_export,
-        tmp_path,
-        *(str(model), msgspec.structs.asdict(Layout(tp=2, pp=2, ep=2))),
-        urls=["http://unused"] * 4,
-        environment=ENVIRONMENT,
-    )
-    for seen in Case(WORLDS["moe-untied-ep2"], outcomes).results:
-        check_export(seen)
+        is_twice = case.world.tied and case.world.layout.pp > 1
+        check_export(seen["export"], twice=(EMBEDDING,) * is_twice)
+        (other,) = seen["others"]
+        check_export(other, twice=(EMBEDDING,) * (other_tied and other_layout.pp > 1))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -151,7 +161,7 @@ def test_sync_is_bit_exact_on_every_replica(case: Case, mode: str) -> None:
         for before, after in zip(reference, hashes[0], strict=True):
             assert before.keys() == after.keys()
             assert not [name for name in before if before[name] == after[name]]
-        assert hashes == [hashes[0], reference, hashes[0], reference]
+        assert hashes == [hashes[0], reference] * (len(FACTORS[mode]) // 2)
         for _, report, _ in leader[mode]:
             assert report["num_buckets"] > 2
             assert report["num_tensors"] == len(set(leader["export"]["names"]))
@@ -160,7 +170,7 @@ def test_sync_is_bit_exact_on_every_replica(case: Case, mode: str) -> None:
 def test_the_parameters_were_offloaded_between_syncs(case: Case) -> None:
     for seen in case.results:
         for mode in MODES:
-            assert [left for _, _, left in seen[mode]] == [0] * 4
+            assert [left for _, _, left in seen[mode]] == [0] * len(FACTORS[mode])
 
 
 def test_compiled_syncs_are_replayed(case: Case) -> None:

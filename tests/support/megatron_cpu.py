@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from pathlib import Path
+from functools import cache
 from typing import Any
 
 import torch
@@ -39,6 +39,7 @@ class TransformerEngineNames:
         return re.sub(local_expert, r".mlp.experts.\2.weight\1", name)
 
 
+@cache  # once in a process
 def use_local_layers(*model_types: str) -> None:
     """Have mbridge build, load and export models of these types with local layers."""
     import mbridge  # noqa: F401  registers the bridges
@@ -63,7 +64,7 @@ def _with_local_layers(bridge: type[Any]) -> type[Any]:
             )
 
         def load_weights(self, models: list[Any], weights_path: str, *args: Any) -> None:
-            super().load_weights(renamed(models), str(Path(weights_path)), *args)
+            super().load_weights(renamed(models), weights_path, *args)
 
         def export_weights(self, models: list[Any]) -> Iterator[tuple[str, torch.Tensor]]:
             exported: Iterator[tuple[str, torch.Tensor]] = super().export_weights(renamed(models))

@@ -20,9 +20,8 @@ ALTERED = "model.layers.0.post_attention_layernorm.weight"
 NamedTensor = tuple[str, torch.Tensor]
 
 
-def compare_export(rank: TrainerRank, model: str, layout: dict[str, int]) -> dict[str, Any]:
-    """Export once and compare with the checkpoint."""
-    return compared(MegatronActor(Path(model), msgspec.convert(layout, Layout)), Path(model))
+FACTORS = {"bucketed": (0.5, 2.0), "flattened": (0.5, 2.0), "compiled": (0.5, 2.0, 0.5, 2.0)}
+"""By mode: what training does to the weights before each sync; in the end they are as before."""
 
 
 def compared(actor: MegatronActor, model: Path) -> dict[str, Any]:
@@ -43,9 +42,17 @@ def compared(actor: MegatronActor, model: Path) -> dict[str, Any]:
 
 
 def exercise_engine(
-    rank: TrainerRank, model: str, folder: str, layout: dict[str, int]
+    rank: TrainerRank, folder: str, model: str, layout: dict[str, int], others: list[Any]
 ) -> dict[str, Any]:
-    """Train away and back in every mode, offloading in between; then lose and alter a tensor."""
+    """Train away and back in every mode, offloading in between; then lose and alter a tensor.
+
+    Args:
+        rank: this one.
+        folder: for hashes.
+        model: checkpoint that the engines serve.
+        layout: of the trainer.
+        others: further `[model, layout]` whose export alone is compared with the checkpoint.
+    """
     actor = MegatronActor(Path(model), msgspec.convert(layout, Layout))
     hash_folder = Path(folder, f"replica{rank.replica}")
     hash_folder.mkdir(exist_ok=True)
@@ -55,7 +62,7 @@ def exercise_engine(
     }
     for mode in MODES:
         manager, syncs = rank.manager(mode), []
-        for factor in (0.5, 2.0, 0.5, 2.0):
+        for factor in FACTORS[mode]:
             actor.train(factor)
             asyncio.run(manager.release())
             asyncio.run(manager.resume(("weights",)))
@@ -71,6 +78,11 @@ def exercise_engine(
     actor.train(2.0)
     asyncio.run(rank.manager("bucketed").sync(altered(ALTERED, actor.export()), version="altered"))
     seen["altered"] = engine_hashes(rank, hash_folder)
+    seen["others"] = []
+    for other, other_layout in others:
+        actor.close()
+        actor = MegatronActor(Path(other), msgspec.convert(other_layout, Layout))
+        seen["others"].append(compared(actor, Path(other)))
     return seen
 
 

@@ -52,7 +52,7 @@ class MegatronActor:
         use_local_layers("qwen3", "qwen3_moe")
         self._unpinned = UnpinnedMemory if on_cpu else torch.no_grad
         self._engine = MegatronEngineWithLMHead(
-            HFModelConfig(path=str(model)),
+            HFModelConfig(path=str(model), load_tokenizer=False),
             McoreEngineConfig(
                 tensor_model_parallel_size=layout.tp,
                 pipeline_model_parallel_size=layout.pp,
@@ -68,6 +68,12 @@ class MegatronActor:
         # `initialize` up to the optimizer, which allocates on "cuda" by that name.
         self._engine._build_tf_config()
         self._engine.module = self._engine._build_megatron_module()
+
+    def close(self) -> None:
+        """Dissolve Megatron's groups, so that another layout can be built."""
+        from megatron.core import parallel_state
+
+        parallel_state.destroy_model_parallel()
 
     @torch.no_grad()
     def train(self, factor: float) -> None:

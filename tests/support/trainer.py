@@ -104,6 +104,8 @@ def run_trainer(
     tp: int = 1,
     device: str = "cpu",
     environment: Mapping[str, str] | None = None,
+    timeout_s: float = TIMEOUT_S,
+    backend: str = "gloo",
 ) -> list[Outcome]:
     """Run `step(rank, *args)` on `tp` ranks for each server in `urls`; args must suit JSON.
 
@@ -121,6 +123,7 @@ def run_trainer(
         folder=str(folder),
         name=name,
         device=device,
+        backend=backend,
     )
     processes = []
     for rank in range(world_size):
@@ -135,7 +138,7 @@ def run_trainer(
                 )
             )
     try:
-        deadline = time.monotonic() + TIMEOUT_S
+        deadline = time.monotonic() + timeout_s
         for process in processes:
             process.wait(timeout=max(1.0, deadline - time.monotonic()))
     finally:
@@ -155,6 +158,7 @@ class Launch(msgspec.Struct, kw_only=True):
     folder: str
     name: str
     device: str
+    backend: str
 
     def outcome_file(self, rank: int) -> Path:
         """Where a rank leaves its outcome."""
@@ -184,7 +188,9 @@ def main(rank: int, launch: Launch) -> None:
         torch.cuda.set_device(device)
     torch.set_num_threads(1)
     store = f"file://{launch.folder}/store-{launch.name}"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=launch.world_size)
+    dist.init_process_group(
+        launch.backend, init_method=store, rank=rank, world_size=launch.world_size
+    )
     try:
         step = pkgutil.resolve_name(launch.step)
         trainer = TrainerRank(rank, launch.world_size, launch.tp, launch.urls, device)

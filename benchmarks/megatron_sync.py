@@ -1,0 +1,129 @@
+"""Seconds of a weight sync from a Megatron trainer, with the share of its export apart.
+
+    python benchmarks/megatron_sync.py --device cpu --json FILE
+    python benchmarks/megatron_sync.py --model qwen3-30b-a3b --ep 2 --runs 5     # two GPUs
+
+The trainer is verl's `MegatronEngine` with megatron-core and mbridge (layers without Transformer
+Engine), one process per rank and GPU; its ranks are those of one real SGLang engine. Weights are
+random. Arms: `export_only` runs mbridge's export to its end and sends nothing; `per_tensor` sends
+one request per tensor; the others are the presets. All arms in one run, one after the other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+PATHS = [str(path) for path in (ROOT, ROOT / "tests", ROOT / "plugins")]
+sys.path[:0] = PATHS
+
+import msgspec  # noqa: E402
+import torch  # noqa: E402
+from safetensors.torch import save_file  # noqa: E402
+
+from benchmarks.megatron_rank import ARMS, EXPORT_ONLY, measure_rank  # noqa: E402
+from benchmarks.model_shapes import MODELS, tensor_shapes, write_config  # noqa: E402
+from benchmarks.results_file import hardware, medians, print_table, write_results  # noqa: E402
+from support.megatron_trainer import ENVIRONMENT, Layout  # noqa: E402
+from support.sglang_server import sglang_server  # noqa: E402
+from support.trainer import run_trainer  # noqa: E402
+
+STAGES = ("sync", "export", "pack", "load")
+TIMEOUT_S = 1500
+
+
+def make_checkpoint(folder: Path, model: str) -> Path:
+    """Random bfloat16 weights of a model's shape."""
+    write_config(folder, model)
+    generator = torch.Generator().manual_seed(0)
+    named = {
+        name: torch.randn(shape, generator=generator).mul_(0.02).to(torch.bfloat16)
+        for name, shape in tensor_shapes(MODELS[model])
+    }
+    save_file(named, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def measure(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+    """Start the engine and the trainer; a row for each arm."""
+    checkpoint = make_checkpoint(folder / args.model, args.model)
+    layout = Layout(tp=args.tp, pp=args.pp, ep=args.ep)
+    num_ranks = max(args.tp * args.pp, args.ep * args.pp)
+    extra = ("--dtype", "bfloat16", "--load-format", "dummy", "--skip-tokenizer-init")
+    with sglang_server(checkpoint, folder, tp=num_ranks, device=args.device, extra=extra) as server:
+        outcomes = run_trainer(
+            measure_rank,
+            folder,
+            str(checkpoint),
+            msgspec.structs.asdict(layout),
+            args.arms,
+            args.runs,
+            args.bucket_mb << 20,
+            urls=[server.url],
+            tp=num_ranks,
+            device=args.device,
+            environment=ENVIRONMENT if args.device == "cpu" else None,
+            timeout_s=TIMEOUT_S,
+            backend="gloo" if args.device == "cpu" else "cpu:gloo,cuda:nccl",
+        )
+    for outcome in outcomes:
+        if outcome.error is not None:
+            raise RuntimeError(outcome.error)
+    leader = outcomes[0].result
+    return [row_of(args, layout, num_ranks, name, leader[name]) for name in args.arms]
+
+
+def row_of(
+    args: argparse.Namespace, layout: Layout, num_ranks: int, name: str, seen: dict[str, Any]
+) -> dict[str, Any]:
+    """One arm, as the leader saw it."""
+    bucket_bytes = None
+    if name != EXPORT_ONLY:
+        bucket_bytes = ARMS[name].bucket_bytes or args.bucket_mb << 20
+    return {
+        "arm": name,
+        "model": args.model,
+        "gpus": num_ranks if args.device == "cuda" else 0,
+        "tp": num_ranks,
+        "trainer": msgspec.structs.asdict(layout),
+        "bucket_bytes": bucket_bytes,
+        "runs": len(seen["runs_s"]),
+        "median_s": medians(seen["runs_s"]),
+        **seen,
+    }
+
+
+def main() -> None:
+    """Run all arms; see the module docstring."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    names = [EXPORT_ONLY, *ARMS]
+    parser.add_argument("--model", choices=MODELS, default="small-moe")
+    parser.add_argument("--arms", nargs="+", choices=names, default=names)
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--tp", type=int, default=1, help="of the trainer; likewise pp and ep")
+    parser.add_argument("--pp", type=int, default=1)
+    parser.add_argument("--ep", type=int, default=1)
+    parser.add_argument("--bucket-mb", type=int, default=2048, help="verl's default is 2048")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--folder", type=Path, help="logs; default: a temporary folder")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    os.environ["PYTHONPATH"] = os.pathsep.join([*PATHS, os.environ.get("PYTHONPATH", "")])
+    folder = args.folder or Path(tempfile.mkdtemp(prefix="megatron-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = measure(args, folder)
+    write_results(
+        args.json or Path(f"benchmarks/results/megatron_sync-{hardware()}.json"),
+        "megatron_sync",
+        rows,
+    )
+    print_table(rows, STAGES)
+
+
+if __name__ == "__main__":
+    main()
