@@ -37,12 +37,20 @@ GPU = (
 
 @contextlib.contextmanager
 def engine_server(
-    config: Path, *, device: str, host_backup: Policy, is_moe: bool, log: Path
+    config: Path,
+    *,
+    device: str,
+    host_backup: Policy,
+    is_moe: bool,
+    log: Path,
+    tp: int = 1,
+    first_gpu: int = 0,
 ) -> Iterator[str]:
     """Serve the model that `config/config.json` describes; yields the server's URL."""
     port = _free_port()
     command = [
         *(sys.executable, "-m", "sglang.launch_server", "--model-path", str(config)),
+        *("--tp-size", str(tp), *(("--base-gpu-id", str(first_gpu)) if device != "cpu" else ())),
         *("--port", str(port), *COMMON, *(CPU if device == "cpu" else GPU)),
         *(("--moe-runner-backend", "triton") if is_moe and device != "cpu" else ()),
         *(("--enable-weights-cpu-backup",) if device != "cpu" else ()),  # as verl launches it

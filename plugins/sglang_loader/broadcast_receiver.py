@@ -22,7 +22,7 @@ import torch.distributed as dist
 from sglang_loader.broadcast_messages import BroadcastBucket
 from sglang_loader.bucket_loader import synchronize, tensor_views
 from sglang_loader.engine_context import engine_context
-from sglang_loader.load_plan import BucketLayout, BucketTensor
+from sglang_loader.load_plan import BucketLayout, BucketSource, BucketTensor
 from sglang_loader.manifest import BucketManifest, ManifestError, SyncSequence
 from sglang_loader.plan_store import loader_of
 
@@ -124,7 +124,8 @@ class BroadcastReceiver:
                 loader.start(
                     engine_context(model), recheck_every_n_syncs=bucket.recheck_every_n_syncs
                 )
-            loader.load(manifest.index, _layout_of(manifest), flat, read_only=False)
+            source = BucketSource.flat(flat)
+            loader.load(manifest.index, _layout_of(manifest), source, read_only=False)
             if manifest.last:
                 outcome = loader.finish()
                 logger.info(

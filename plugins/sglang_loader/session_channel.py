@@ -114,6 +114,10 @@ class Channel(Generic[Received]):
             if time.monotonic() > deadline:
                 return False
 
+    def has_message(self) -> bool:
+        """True if `receive` would return at once."""
+        return bool(self._socket.poll(0))
+
     def _checked(self, data: bytes) -> Received:
         message = self._decode(data)
         wire.check_version(message.version)
