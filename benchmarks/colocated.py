@@ -166,14 +166,13 @@ def make_weights(model: str, device: torch.device, *, flat: bool) -> NamedTensor
         return [(name, _random(shape, dtype, device)) for name, shape in shapes]
     total = sum(torch.Size(shape).numel() for _, shape in shapes)
     arena = _random((total,), dtype, device)
-    if device.type == "cpu":
-        arena.share_memory_()
     parts = arena.split([torch.Size(shape).numel() for _, shape in shapes])
     return [(name, part.view(shape)) for (name, shape), part in zip(shapes, parts, strict=True)]
 
 
 def _random(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, device=device).normal_(std=0.02)
+    tensor = torch.empty(shape, dtype=dtype, device=device).normal_(std=0.02)
+    return tensor.share_memory_() if device.type == "cpu" else tensor
 
 
 @contextmanager

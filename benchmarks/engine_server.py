@@ -57,6 +57,9 @@ def engine_server(
         *("--custom-weight-loader", *LOADERS),
     ]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", ENVIRONMENT_VARIABLE: host_backup}
+    if device == "cpu":
+        cores = "|".join(str(rank) for rank in range(tp))
+        environment |= {"SGLANG_CPU_OMP_THREADS_BIND": cores, "SGLANG_NCCL_SO_PATH": "/nonexistent"}
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,

@@ -1,4 +1,4 @@
-"""A trainer rank of `colocated --gpus N`: an FSDP2 model, exported as verl does, synced arm by arm."""
+"""A trainer rank of `colocated --gpus N`: an FSDP2 model, exported as verl does, and synced."""
 
 from __future__ import annotations
 

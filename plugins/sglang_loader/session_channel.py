@@ -110,7 +110,12 @@ class Channel(Generic[Received]):
                     continue
                 raise SessionError(f"the {self._peer}'s process is gone")
             if watch is not None:
-                watch()
+                try:
+                    watch()
+                except Exception:
+                    if self.has_message():  # it came while this process slept: it comes first
+                        return True
+                    raise
             if time.monotonic() > deadline:
                 return False
 
