@@ -181,7 +181,7 @@ class _Sender:
             groups = None
             if self._rank.rank == 0:
                 groups = UpdateGroups(
-                    address="127.0.0.1", backend="gloo", timeout_s=self._timeout_s
+                    address="127.0.0.1", device=self._rank.device, timeout_s=self._timeout_s
                 )
             transport = BroadcastTransport(
                 groups=groups,
