@@ -1,58 +1,100 @@
-"""Samples how much memory of a GPU is in use while another process works on it."""
+"""Memory in use on whole GPUs, all processes together, as the driver counts it."""
 
 from __future__ import annotations
 
-import subprocess
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
-PERIOD_MS = 20
+INTERVAL_S = 0.005
+SAMPLE_S = 0.02
+
+
+def used_bytes(gpus: Sequence[int]) -> list[int]:
+    """Bytes in use on each GPU; zeros where there is none (a CPU run)."""
+    if not gpus:
+        return [0, 0]
+    import pynvml
+
+    pynvml.nvmlInit()
+    handles = [pynvml.nvmlDeviceGetHandleByIndex(gpu) for gpu in gpus]
+    return [int(pynvml.nvmlDeviceGetMemoryInfo(handle).used) for handle in handles]
+
+
+@dataclass
+class Watch:
+    """What `watching` saw.
+
+    Attributes:
+        peaks: highest use of each GPU, in bytes.
+    """
+
+    peaks: list[int] = field(default_factory=list)
+
+
+@contextmanager
+def watching(gpus: Sequence[int]) -> Iterator[Watch]:
+    """Sample the use of the GPUs in a thread while the body runs."""
+    watch, stop = Watch(used_bytes(gpus)), threading.Event()
+
+    def sample() -> None:
+        while not stop.wait(INTERVAL_S):
+            pairs = zip(watch.peaks, used_bytes(gpus), strict=True)
+            watch.peaks = [max(pair) for pair in pairs]
+
+    thread = threading.Thread(target=sample, daemon=True)
+    if gpus:
+        thread.start()
+    try:
+        yield watch
+    finally:
+        stop.set()
+        if gpus:
+            thread.join()
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Attributes: seconds since an arbitrary start, megabytes in use, what `progress` returned."""
+    """Attributes: seconds since an arbitrary start, bytes in use, what `progress` returned."""
 
     seconds: float
-    megabytes: int
+    used: int
     progress: int
 
 
 class MemorySamples:
-    """Samples GPU 0 in the background, by `nvidia-smi`. A context manager.
+    """Use of one GPU over time, sampled in the background. A context manager.
 
     Args:
         progress: called with every sample, such as the number of steps that are done.
+        gpu: which one.
     """
 
-    def __init__(self, progress: Callable[[], int]) -> None:
+    def __init__(self, progress: Callable[[], int], gpu: int = 0) -> None:
         self._progress = progress
-        self.samples: list[Sample] = []
+        self._gpu = gpu
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+        self._samples: list[Sample] = []
 
     def of(self, progress: int) -> dict[str, list[float]]:
         """The samples with this progress, as columns; seconds from the first of them."""
-        chosen = [sample for sample in self.samples if sample.progress == progress]
+        chosen = [sample for sample in self._samples if sample.progress == progress]
         return {
             "seconds": [round(sample.seconds - chosen[0].seconds, 3) for sample in chosen],
-            "megabytes": [sample.megabytes for sample in chosen],
+            "megabytes": [sample.used // 1_000_000 for sample in chosen],
         }
 
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            sample = Sample(time.monotonic(), int(line), self._progress())
-            self.samples.append(sample)
+    def _sample(self) -> None:
+        while not self._stop.wait(SAMPLE_S):
+            [used] = used_bytes([self._gpu])
+            self._samples.append(Sample(time.monotonic(), used, self._progress()))
 
     def __enter__(self) -> Self:
-        query = ["--query-gpu=memory.used", "--format=csv,noheader,nounits", "-i", "0"]
-        self._process = subprocess.Popen(
-            ["nvidia-smi", *query, f"--loop-ms={PERIOD_MS}"], stdout=subprocess.PIPE, text=True
-        )
-        self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
         return self
 
@@ -62,6 +104,5 @@ class MemorySamples:
         exc_value: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._process.terminate()
-        self._process.wait()
+        self._stop.set()
         self._thread.join()

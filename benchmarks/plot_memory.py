@@ -21,7 +21,7 @@ def draw(result: Path, picture: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(8, 3.2))
     for row in document["rows"]:
         memory = row["memory"]
-        gigabytes = [value * 1.048576e-3 for value in memory["megabytes"]]
+        gigabytes = [value * 1e-3 for value in memory["megabytes"]]
         axes.step(memory["seconds"], gigabytes, where="post", label=row["arm"])
     axes.set_xlabel(f"seconds into the step, {document['hardware']}, {document['date']}")
     axes.set_ylabel("GPU memory in use, GB")

@@ -33,6 +33,7 @@ def activate() -> None:
         for target, hook in (
             (f"{_UPDATER}.update_weights_from_tensor", weights.update_on_all_ranks),
             (f"{_UPDATER}.update_weights_from_distributed", weights.receive_on_all_ranks),
+            (f"{_RUNNER}.init_weights_update_group", weights.join_group),
             (f"{_RUNNER}.destroy_weights_update_group", weights.leave_group),
             (f"{_UPDATER}.release_memory_occupation", memory.release_tags),
             (f"{_UPDATER}.resume_memory_occupation", memory.resume_tags),

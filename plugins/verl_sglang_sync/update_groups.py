@@ -3,10 +3,11 @@
 A group is kept from sync to sync. It is formed anew when replicas have joined or left, and after a
 failure, because a collective may be outstanding in it.
 
-    groups = UpdateGroups(address="10.0.0.1", backend="nccl", timeout_s=600)
+    groups = UpdateGroups(address="10.0.0.1", device=torch.device("cuda", 0), timeout_s=600)
     group = groups.with_replicas(replicas)
     ...
     groups.abandon()        # after a failure
+    groups.close()
 """
 
 from __future__ import annotations
@@ -19,7 +20,16 @@ from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from sglang_loader.update_group import join_as_source, leave, open_store
+import torch
+
+from sglang_loader.broadcast import BroadcastError
+from sglang_loader.update_group import (
+    GROUP_PREFIX,
+    backend_of,
+    join_as_source,
+    leave,
+    open_store,
+)
 from verl_sglang_sync.server_client import ServerError, SyncSGLangServerClient, operations
 
 logger = logging.getLogger(__name__)
@@ -71,7 +81,7 @@ class UpdateGroups:
 
     Args:
         address: of this host, as the replicas reach it.
-        backend: "nccl" or "gloo".
+        device: of the buffers that are broadcast; a CPU's go over gloo, a GPU's over NCCL.
         timeout_s: limit of one request and of the wait for a rank, in seconds.
         timeouts_s: other limits for some operations, see `server_client`.
     """
@@ -80,12 +90,12 @@ class UpdateGroups:
         self,
         *,
         address: str,
-        backend: str,
+        device: torch.device,
         timeout_s: float,
         timeouts_s: Mapping[str, float] | None = None,
     ) -> None:
         self._address = address
-        self._backend = backend
+        self._device = device
         self._timeout_s = timeout_s
         self._timeouts_s = timeouts_s
         self._group: UpdateGroup | None = None
@@ -122,6 +132,12 @@ class UpdateGroups:
             self._left.append(group.name)
             leave(group.process_group, broken=True)
 
+    def close(self) -> None:
+        """Leave the group, together with the replicas; they give the memory of it back."""
+        if self._group is not None:
+            self._dissolve(self._group)
+        self._close_clients_but(())
+
     def _client(self, replica: Replica) -> SyncSGLangServerClient:
         if replica not in self._clients:
             self._clients[replica] = SyncSGLangServerClient(
@@ -138,7 +154,7 @@ class UpdateGroups:
             self._clients.pop(replica).close()
 
     def _form(self, members: tuple[tuple[Replica, SyncSGLangServerClient], ...]) -> UpdateGroup:
-        name = f"weight_sync_{secrets.token_hex(4)}"
+        name = f"{GROUP_PREFIX}{secrets.token_hex(4)}"
         world_size = 1 + sum(replica.num_ranks for replica, _ in members)
         store = open_store(self._address, world_size, self._timeout_s)
         joined: list[Future[Any]] = []
@@ -152,7 +168,7 @@ class UpdateGroups:
                         rank_offset=rank_offset,
                         world_size=world_size,
                         group_name=name,
-                        backend=self._backend,
+                        backend=backend_of(self._device),
                     )
                 )
             )
@@ -160,18 +176,28 @@ class UpdateGroups:
         own = _in_thread(
             lambda: join_as_source(
                 store,
-                backend=self._backend,
+                device=self._device,
                 world_size=world_size,
                 name=name,
                 timeout_s=self._timeout_s,
             )
         )
-        wait([own, *joined], return_when=FIRST_EXCEPTION)
+        try:
+            self._wait_for_all(own, joined, name)
+        except Exception:
+            self._left.append(name)  # some engine may have joined
+            own.add_done_callback(_leave_late)
+            raise
+        logger.info("formed %s of %d replicas, %d ranks", name, len(members), world_size)
+        return UpdateGroup(name, own.result(), members)
+
+    def _wait_for_all(self, own: Future[Any], joined: Sequence[Future[Any]], name: str) -> None:
+        wait([own, *joined], timeout=self._timeout_s, return_when=FIRST_EXCEPTION)
         for future in (*joined, own):
             if future.done():
                 future.result()
-        logger.info("formed %s of %d replicas, %d ranks", name, len(members), world_size)
-        return UpdateGroup(name, own.result(), members)
+        if not own.done():  # NCCL waits for the other ranks without a limit of its own
+            raise BroadcastError(f"{name} was not formed within {self._timeout_s:g} s")
 
     def _dissolve(self, group: UpdateGroup) -> None:
         """Leave a healthy group together with whoever is still there."""
@@ -184,6 +210,12 @@ class UpdateGroups:
     ) -> None:
         names, self._left = self._left, []
         _leave_servers(members, names)
+
+
+def _leave_late(joined: Future[Any]) -> None:
+    """Of a group that some rank did not join, though this process did."""
+    if joined.exception() is None:
+        leave(joined.result(), broken=True)
 
 
 def _leave_servers(

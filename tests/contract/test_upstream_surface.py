@@ -95,6 +95,14 @@ NEEDS = (
     Need(f"{UPDATER}.update_weights_from_distributed", HOOKS, ("self", "recv_req")),
     Need(f"{IO}:UpdateWeightsFromDistributedReqOutput", HOOKS, ("success", "message")),
     Need(
+        "sglang.srt.model_executor.model_runner:ModelRunner.init_weights_update_group",
+        HOOKS,
+        (
+            *("self", "master_address", "master_port", "rank_offset", "world_size"),
+            *("group_name", "backend"),
+        ),
+    ),
+    Need(
         "sglang.srt.model_executor.model_runner:ModelRunner.destroy_weights_update_group",
         HOOKS,
         ("self", "group_name"),

@@ -62,9 +62,10 @@ def test_a_preset_has_exactly_the_known_keys_and_the_defaults(preset):
     text = PRESETS[preset].read_text()
     keys = yaml.safe_load(text)
     if preset == "disaggregated":
-        assert text.startswith("# @package actor_rollout_ref.rollout\n")
-        assert keys["checkpoint_engine"] == {"backend": BROADCAST_BACKEND}
-        keys, preset = keys["custom"]["weight_sync"], "flattened"
+        assert text.startswith("# @package _global_\n")
+        rollout = keys["actor_rollout_ref"]["rollout"]
+        assert rollout["checkpoint_engine"] == {"backend": BROADCAST_BACKEND}
+        keys, preset = rollout["custom"]["weight_sync"], "flattened"
     else:
         assert text.startswith("# @package actor_rollout_ref.rollout.custom.weight_sync\n")
     own = COMPILED_KEYS if preset == "compiled" else ()
@@ -228,6 +229,8 @@ def test_a_preset_changes_nothing_else_of_the_recipe(recipes, preset):
     if preset == "disaggregated":
         assert rollout["checkpoint_engine"].pop("backend") == BROADCAST_BACKEND
         rollout["checkpoint_engine"]["backend"] = "naive"
+        environment = with_preset["ray_kwargs"]["ray_init"]["runtime_env"].pop("env_vars")
+        assert environment == {"NCCL_CUMEM_ENABLE": "0"}
     assert with_preset == without
 
 
