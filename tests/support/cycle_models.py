@@ -57,6 +57,11 @@ _IMAGE = {
     "image_token_id": 261,
     "video_token_id": 262,
 }
+_GEMMA = {
+    "query_pre_attn_scalar": 64,
+    "sliding_window": 64,
+    "final_logit_softcapping": None,  # SGLang has it for GPUs alone
+}
 _MROPE = {"rope_type": "default", "mrope_section": [8, 12, 12], "rope_theta": 10000.0}
 
 
@@ -67,7 +72,7 @@ def _options(name: str) -> tuple[dict[str, Any], dict[str, Any] | None]:
         "qwen3-moe": ({**_COMMON, **_HEAD, **_EXPERTS}, None),
         "deepseek-v2": ({**_COMMON, **_MLA}, None),
         "qwen2_5-vl": (_IMAGE, {**_COMMON, "num_attention_heads": 2, "rope_parameters": _MROPE}),
-        "gemma2": ({**_COMMON, **_HEAD, "query_pre_attn_scalar": 64, "sliding_window": 64}, None),
+        "gemma2": ({**_COMMON, **_HEAD, **_GEMMA}, None),
     }[name]
 
 
