@@ -38,9 +38,9 @@ def activate() -> None:
             (f"{_UPDATER}.release_memory_occupation", memory.release_tags),
             (f"{_UPDATER}.resume_memory_occupation", memory.resume_tags),
             (f"{_RUNNER}.load_model", memory.load_model),
-            (f"{_ENGINE}._launch_subprocesses", http.launch_with_idempotency),
-            (f"{_TOKENIZER}.release_memory_occupation", memory.release_or_raise),
-            (f"{_TOKENIZER}.resume_memory_occupation", memory.resume_or_raise),
+            (f"{_ENGINE}._launch_subprocesses", http.launch_with_middleware),
+            (f"{_TOKENIZER}.release_memory_occupation", http.release_or_raise),
+            (f"{_TOKENIZER}.resume_memory_occupation", http.resume_or_raise),
         ):
             HookRegistry.register(target, hook, HookType.AROUND)
     except Exception:

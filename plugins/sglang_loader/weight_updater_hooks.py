@@ -200,7 +200,12 @@ def _draft_and_target(updater: Any, worker: Any) -> list[Any]:
 
 def failures_on_any_rank(updater: Any, failure: str | None) -> list[str]:
     """What went wrong on the TP ranks, the same list on all of them; each must call this."""
+    return [text for text in from_all_ranks(updater, failure) if text]
+
+
+def from_all_ranks(updater: Any, item: Result) -> list[Result]:
+    """Every TP rank's `item`, by rank, on all of them; each must call this."""
     group = updater.tp_cpu_group
-    texts: list[str | None] = [None] * torch.distributed.get_world_size(group=group)
-    torch.distributed.all_gather_object(texts, failure, group=group)
-    return [text for text in texts if text]
+    items: list[Any] = [None] * torch.distributed.get_world_size(group=group)
+    torch.distributed.all_gather_object(items, item, group=group)
+    return items

@@ -71,6 +71,7 @@ def test_a_preset_has_exactly_the_known_keys_and_the_defaults(preset):
     own = COMPILED_KEYS if preset == "compiled" else ()
     assert set(keys) == {*PRESET_KEYS, *own}
     assert keys.pop("timeouts_s") == dict.fromkeys(LIMITS)
+    keys |= {key: tuple(keys[key]) for key in ("sleep_order", "wake_order")}
     defaults = {
         field.name: field.default
         for field in dataclasses.fields(WeightSyncConfig)
@@ -164,6 +165,13 @@ REFUSED = [
         ("custom__weight_sync__host_backup", value, f"{SECTION}.host_backup", ALLOWED["backup"])
         for value in ("Auto", "", None, 1)
     ),
+    (
+        "custom__weight_sync__sleep_order",
+        ["weights", "lora"],
+        f"{SECTION}.sleep_order",
+        "unknown 'lora'; allowed: kv_cache, weights, cuda_graph",
+    ),
+    ("custom__weight_sync__wake_order", "weights", f"{SECTION}.wake_order", "expected a list of"),
     *(
         ("checkpoint_engine__update_weights_bucket_megabytes", v, BUCKET_KEY, ALLOWED["megabytes"])
         for v in (0, -1, 0.5, 512.0, "512", True, None)
@@ -246,6 +254,8 @@ def test_every_key_can_be_overridden_on_the_command_line():
         f"{SECTION}.report_file=out/report.jsonl",
         f"{SECTION}.host_backup=off",
         f"{SECTION}.timeouts_s.update=900",
+        f"{SECTION}.sleep_order=[weights,cuda_graph,kv_cache]",
+        f"{SECTION}.wake_order=[weights,cuda_graph,sync,kv_cache]",
         f"{BUCKET_KEY}=64",
         f"{ROLLOUT}.multi_stage_wake_up=True",
         f"{ROLLOUT}.free_cache_engine=False",
@@ -261,6 +271,8 @@ def test_every_key_can_be_overridden_on_the_command_line():
         "keep_staging_buffers": False,
         "read_in_place": True,
         "host_backup": "off",
+        "sleep_order": ("weights", "cuda_graph", "kv_cache"),
+        "wake_order": ("weights", "cuda_graph", "sync", "kv_cache"),
         "bucket_bytes": 64 << 20,
         "multi_stage_wake_up": True,
         "free_cache_engine": False,
