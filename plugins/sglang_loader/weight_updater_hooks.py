@@ -206,6 +206,7 @@ def failures_on_any_rank(updater: Any, failure: str | None) -> list[str]:
 def from_all_ranks(updater: Any, item: Result) -> list[Result]:
     """Every TP rank's `item`, by rank, on all of them; each must call this."""
     group = updater.tp_cpu_group
-    items: list[Any] = [None] * torch.distributed.get_world_size(group=group)
-    torch.distributed.all_gather_object(items, item, group=group)
+    items: list[Any] = [item] * torch.distributed.get_world_size(group=group)
+    if len(items) > 1:
+        torch.distributed.all_gather_object(items, item, group=group)
     return items

@@ -8,14 +8,13 @@ it), then all leave together with the same `WeightSyncError`.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 import traceback
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import TypeVar
@@ -79,8 +78,6 @@ class SessionTransport:
         self._watch = SourceWatch(device) if settings.read_in_place else None
         self._in_place: InPlaceSource | None = None
         self._used: frozenset[str] = frozenset()
-        # Something to share with the request that opens a session: the engine's format wants it.
-        self._token = torch.zeros(1, dtype=torch.uint8, device=device)
 
     async def sync(
         self, weights: Iterable[NamedTensor], *, version: str | None, report: SyncReport
@@ -116,7 +113,8 @@ class SessionTransport:
         """Gather the ranks' invitations and post them; all ranks join the gather."""
         invitation = b""
         if session is not None:
-            named = [(session.invitation, self._token)]
+            # The engine's format wants a tensor; an empty one needs no memory to share.
+            named = [(session.invitation, torch.empty(0, dtype=torch.uint8))]
             invitation = ranks.attempt(lambda: serialize_handles(named)) or b""
         gathered = self._group.gather(invitation)
         if gathered is not None and all(gathered):
@@ -216,7 +214,7 @@ class SessionTransport:
     def _rest(self) -> None:
         if not self._settings.keep_staging_buffers:
             self._ring.free()
-        if self._device.type == "cuda":
+        if self._device.type == "cuda" and not self._settings.keep_staging_buffers:
             torch.cuda.ipc_collect()  # what the engine has let go of
 
 
@@ -226,7 +224,7 @@ def _joined(session: TrainerSession | None) -> TrainerSession:
 
 
 class _Request:
-    """The update request, posted from a thread: this one waits on the session's socket."""
+    """The update request, sent by another thread: this one waits on the session's socket."""
 
     def __init__(self, engine: Updater | None, version: str | None) -> None:
         self._engine = engine
@@ -235,21 +233,14 @@ class _Request:
 
     def post(self, handles: list[bytes]) -> None:
         """Send the request; its reply is the outcome on all TP ranks."""
-        engine = self._engine
-        assert engine is not None, "only the leader gathers handles"
-
-        async def update() -> None:
-            await engine.update_weights(
-                handles,
-                load_format=SESSION_LOADER,
-                flush_cache=True,
-                weight_version=self._version,
-                key=next(UpdateKeys()),
-            )
-
-        thread = ThreadPoolExecutor(1, thread_name_prefix="weight-sync-request")
-        self._reply = thread.submit(lambda: asyncio.run(update()))
-        thread.shutdown(wait=False)
+        assert self._engine is not None, "only the leader gathers handles"
+        self._reply = self._engine.start_update(
+            handles,
+            load_format=SESSION_LOADER,
+            flush_cache=True,
+            weight_version=self._version,
+            key=next(UpdateKeys()),
+        )
 
     def check(self) -> None:
         """Raise if the engine has answered already: nobody is left to talk to."""
