@@ -132,9 +132,8 @@ def main() -> None:
                     "right": right,
                 }
             )
-            print(
-                f"{name:30} {arm:8} {median * 1e3:8.3f} ms {nbytes / median / 1e12:.2f} TB/s {right}"
-            )
+            rate = nbytes / median / 1e12
+            print(f"{name:30} {arm:8} {median * 1e3:8.3f} ms {rate:.2f} TB/s {right}")
         del targets, sources, run
         torch.cuda.empty_cache()
     write_results(
