@@ -41,7 +41,6 @@ from benchmarks.verl_arms import VERL_ARMS  # noqa: E402
 COPY_LIMIT = "copy_limit"
 NAMES = (*GROUP_ARMS, *VERL_ARMS, COPY_LIMIT)
 STAGES = ("sync", "export", "pack", "send", "load", "group", "transfer")
-START_S = 150  # imports, weights and the server's start, on top of the first arm's limit
 PER_TENSOR_LIMIT = 2000  # tensors; more take minutes
 NCCL_ENVIRONMENT = {
     # SGLang sets it in its processes, and NCCL fails between processes that differ in it.
@@ -62,6 +61,7 @@ class Setting:
         device: "cuda" or "cpu".
         runs: measured syncs of each arm.
         arm_timeout_s: limit of one arm.
+        start_timeout_s: of imports, weights and the server's start, on top of the first arm's.
         folder: logs, rows and the config.
     """
 
@@ -69,6 +69,7 @@ class Setting:
     device: str
     runs: int
     arm_timeout_s: float
+    start_timeout_s: float
     folder: Path
 
     def environment(self, gpu: int | None) -> dict[str, str]:
@@ -213,7 +214,7 @@ def _follow(
 ) -> Iterator[Row]:
     """Pass on the rows as they are written; end with a row for what hangs or dies."""
     left, taken = list(arms), 0
-    deadline = time.monotonic() + START_S + setting.arm_timeout_s
+    deadline = time.monotonic() + setting.start_timeout_s + setting.arm_timeout_s
     while left:
         is_over = any(process.poll() is not None for process in processes)
         lines = [json.loads(line) for line in rows.read_text().splitlines()]
@@ -275,6 +276,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--arm-timeout-s", type=float, default=90.0)
+    parser.add_argument("--start-timeout-s", type=float, default=120.0)
     parser.add_argument("--folder", type=Path, help="logs; default: a temporary folder")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -283,7 +285,9 @@ def main() -> None:
     path = args.json or Path(f"benchmarks/results/disaggregated-{hardware()}.json")
     rows: list[Row] = []
     for model in args.models:
-        setting = Setting(model, args.device, args.runs, args.arm_timeout_s, folder)
+        setting = Setting(
+            model, args.device, args.runs, args.arm_timeout_s, args.start_timeout_s, folder
+        )
         started = time.perf_counter()
         for row in measure(setting, args.arms):
             rows.append(row)

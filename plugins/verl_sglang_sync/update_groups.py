@@ -202,8 +202,9 @@ class UpdateGroups:
     def _dissolve(self, group: UpdateGroup) -> None:
         """Leave a healthy group together with whoever is still there."""
         self._group = None
-        _leave_servers(group.members, [group.name])
-        leave(group.process_group, broken=False)
+        _leave_servers(
+            group.members, [group.name], meanwhile=lambda: leave(group.process_group, broken=False)
+        )
 
     def _forget_left_groups(
         self, members: tuple[tuple[Replica, SyncSGLangServerClient], ...]
@@ -219,7 +220,9 @@ def _leave_late(joined: Future[Any]) -> None:
 
 
 def _leave_servers(
-    members: Sequence[tuple[Replica, SyncSGLangServerClient]], names: Sequence[str]
+    members: Sequence[tuple[Replica, SyncSGLangServerClient]],
+    names: Sequence[str],
+    meanwhile: Callable[[], None] | None = None,
 ) -> None:
     """Have the engines destroy their part; a server that is gone, or has done so, is fine."""
     futures = [
@@ -227,6 +230,8 @@ def _leave_servers(
         for replica, client in members
         for name in names
     ]
+    if meanwhile is not None:
+        meanwhile()
     for replica, name, future in futures:
         try:
             future.result()
