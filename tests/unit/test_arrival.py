@@ -1,7 +1,6 @@
 """The benchmark's proof of arrival: it holds for fused weights, and only for the same weights."""
 
 import torch
-
 from benchmarks.arrival import advance, checksums, difference
 
 
