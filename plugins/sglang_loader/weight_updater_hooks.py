@@ -128,8 +128,6 @@ def leave_group(original: Original, runner: Any, group_name: str) -> tuple[bool,
     receiver, is_waiting = _receivers.get(runner), False
     if receiver is not None:
         is_waiting = receiver.is_waiting_in(group)
-        if is_waiting:
-            receiver.give_up()
         receiver.left(group)
     leave(group, broken=is_waiting)
     return True, f"left {group_name}"

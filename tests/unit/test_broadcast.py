@@ -135,6 +135,7 @@ def test_a_receiver_gives_its_memory_back_with_the_group(work):
     assert [buffer.numel() for buffer in receiver._buffers] == [8, 8]
     receiver.left(GROUP)
     assert [buffer.numel() for buffer in receiver._buffers] == [0, 0]
+    receiver.check(bucket(0))  # of another sync: bucket 1 of this one is expected no more
 
 
 class Log(list):
