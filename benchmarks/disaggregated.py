@@ -52,7 +52,7 @@ REPLAYED = re.compile(r"broadcast sync: (\d+) buckets replayed, (\d+) loaded eag
 Row = dict[str, Any]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Setting:
     """One model's run.
 
@@ -60,6 +60,7 @@ class Setting:
         model: its shape.
         device: "cuda" or "cpu".
         runs: measured syncs of each arm.
+        bucket_mb: size of a bucket, in MiB.
         arm_timeout_s: limit of one arm.
         start_timeout_s: of imports, weights and the server's start, on top of the first arm's.
         folder: logs, rows and the config.
@@ -68,6 +69,7 @@ class Setting:
     model: str
     device: str
     runs: int
+    bucket_mb: int
     arm_timeout_s: float
     start_timeout_s: float
     folder: Path
@@ -192,6 +194,7 @@ def _commands(
         *(*module, "--arms", *arms, "--model", setting.model, "--device", setting.device),
         *("--url", url, "--folder", str(setting.folder), "--server-log", str(log)),
         *("--rows", str(rows), "--runs", str(setting.runs)),
+        *("--bucket-mb", str(setting.bucket_mb)),
     ]
     is_verl = arms[0] in VERL_ARMS  # Ray hands out the GPUs
     return [(command, None if is_verl else TRAINER_GPU)]
@@ -274,6 +277,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["qwen3-8b"])
     parser.add_argument("--arms", nargs="+", choices=NAMES, default=list(NAMES))
     parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--bucket-mb", type=int, default=2048, help="verl's default is 2048")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--arm-timeout-s", type=float, default=90.0)
     parser.add_argument("--start-timeout-s", type=float, default=120.0)
@@ -286,7 +290,13 @@ def main() -> None:
     rows: list[Row] = []
     for model in args.models:
         setting = Setting(
-            model, args.device, args.runs, args.arm_timeout_s, args.start_timeout_s, folder
+            model=model,
+            device=args.device,
+            runs=args.runs,
+            bucket_mb=args.bucket_mb,
+            arm_timeout_s=args.arm_timeout_s,
+            start_timeout_s=args.start_timeout_s,
+            folder=folder,
         )
         started = time.perf_counter()
         for row in measure(setting, args.arms):
