@@ -10,10 +10,12 @@ backends pay alike, are left out.
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -47,7 +49,7 @@ def main() -> None:
 
     ray.init(num_cpus=8, num_gpus=2, include_dashboard=False, log_to_driver=True)
     try:
-        cluster = Cluster(args.model, args.device, args.url, args.bucket_mb)
+        cluster = Cluster(args)
         wait_until_healthy(args.url, args.server_log)
         run_arms(args.arms, args.rows, lambda arm: _measure(arm, cluster, args))
     finally:
@@ -86,16 +88,19 @@ def _check_backend(backend: str) -> None:
 class Cluster:
     """The trainer actor, the actor that stands for the server's, and a worker for each backend."""
 
-    def __init__(self, model: str, device: str, url: str, bucket_mb: int) -> None:
+    def __init__(self, args: Any) -> None:
         import ray
 
-        host, port = url.removeprefix("http://").split(":")
-        self.trainer = _start(_trainer_class(), TRAINER_GPU, 1.0, model=model, device=device)
+        host, port = args.url.removeprefix("http://").split(":")
+        self.trainer = _start(
+            _trainer_class(), TRAINER_GPU, 1.0, model=args.model, device=args.device
+        )
         ray.get(self.trainer.sizes.remote(), timeout=240)  # it has taken the first GPU
-        self._server = ray.remote(num_cpus=0)(ServerAddress).options(name="sglang_server_0_0")
-        self._server = self._server.remote(host, int(port))
+        server = ray.remote(num_cpus=0)(ServerAddress).options(name="sglang_server_0_0")
+        self._server = server.remote(host, int(port))  # kept: it ends with its last handle
         self._workers: dict[str, Any] = {}
-        self._bucket_mb = bucket_mb
+        self._bucket_mb = args.bucket_mb
+        self._config = args.folder / args.model
 
     def sync_with(self, backend: str) -> Any:
         """One sync through verl's manager, as a function."""
@@ -140,7 +145,12 @@ class Cluster:
 
         if backend not in self._workers:
             worker = _start(
-                _worker_class(), ENGINE_GPU, 0.5, backend=backend, bucket_mb=self._bucket_mb
+                _worker_class(),
+                ENGINE_GPU,
+                0.5,
+                backend=backend,
+                bucket_mb=self._bucket_mb,
+                config=self._config,
             )
             ray.get(worker.get_replica_rank.remote(), timeout=240)
             self._workers[backend] = worker
@@ -275,11 +285,13 @@ def _worker_class() -> type[Any]:
     class RolloutWorker(CheckpointEngineWorker):  # type: ignore[misc]
         """verl's worker, with its configuration made here instead of composed by Hydra."""
 
-        def __init__(self, gpu: int, backend: str, bucket_mb: int) -> None:
+        def __init__(self, gpu: int, backend: str, bucket_mb: int, config: Path) -> None:
             import verl_sglang_sync.verl_plugin  # noqa: F401
 
             _expect_gpu(gpu)
-            super().__init__(_rollout_config(backend, bucket_mb), _model_config(), replica_rank=0)
+            super().__init__(
+                _rollout_config(backend, bucket_mb), _model_config(config), replica_rank=0
+            )
 
     return RolloutWorker
 
@@ -299,14 +311,15 @@ def _rollout_config(backend: str, bucket_mb: int) -> Any:
     )
 
 
-def _model_config() -> Any:
+def _model_config(folder: Path) -> Any:
     """The part of verl's `HFModelConfig` that its SGLang adapter reads."""
+    model_type = json.loads((folder / "config.json").read_text())["model_type"]
     return SimpleNamespace(
         lora={},
         lora_rank=0,
-        local_path="/nonexistent",
+        local_path=str(folder),
         trust_remote_code=False,
-        hf_config=SimpleNamespace(model_type="qwen3"),
+        hf_config=SimpleNamespace(model_type=model_type),
     )
 
 
