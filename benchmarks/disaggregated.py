@@ -220,7 +220,9 @@ def _follow(
     deadline = time.monotonic() + setting.start_timeout_s + setting.arm_timeout_s
     while left:
         is_over = any(process.poll() is not None for process in processes)
-        lines = [json.loads(line) for line in rows.read_text().splitlines()]
+        text = rows.read_text()
+        whole = text[: text.rfind("\n") + 1]  # the last line may be half written
+        lines = [json.loads(line) for line in whole.splitlines()]
         for line in lines[taken:]:
             taken += 1
             deadline = time.monotonic() + setting.arm_timeout_s
