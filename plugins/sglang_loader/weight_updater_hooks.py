@@ -27,7 +27,7 @@ from sglang_loader.engine_context import device_of
 from sglang_loader.host_backup import backup_of
 from sglang_loader.manifest import ManifestError
 from sglang_loader.session import loading_into
-from sglang_loader.update_group import GROUP_PREFIX, connect, errors_left_to_us, leave
+from sglang_loader.update_group import GROUP_PREFIX, abort, connect, errors_left_to_us, leave
 
 logger = logging.getLogger(__name__)
 
@@ -115,20 +115,22 @@ def join_group(
     return True, message
 
 
-def leave_group(original: Original, runner: Any, group_name: str) -> Any:
+def leave_group(original: Original, runner: Any, group_name: str) -> tuple[bool, str]:
     """AROUND `ModelRunner.destroy_weights_update_group`: also out of a broadcast that never ends.
 
     Stock waits for outstanding collectives, so a trainer that died between announcing a bucket and
     sending it would block this process.
     """
-    receiver = _receivers.get(runner)
-    group = runner._model_update_group.get(group_name)
-    if receiver is not None and group is not None:
-        if receiver.is_waiting_in(group):
-            receiver.give_up()
-            group.abort()
+    if not group_name.startswith(GROUP_PREFIX) or group_name not in runner._model_update_group:
+        left: tuple[bool, str] = original(runner, group_name)
+        return left
+    group = runner._model_update_group.pop(group_name)
+    receiver, is_waiting = _receivers.get(runner), False
+    if receiver is not None:
+        is_waiting = receiver.is_waiting_in(group)
         receiver.left(group)
-    return original(runner, group_name)
+    leave(group, broken=is_waiting)
+    return True, f"left {group_name}"
 
 
 def _give_up(receiver: BroadcastReceiver, runner: Any, group_name: str) -> None:
@@ -139,7 +141,7 @@ def _give_up(receiver: BroadcastReceiver, runner: Any, group_name: str) -> None:
     group = runner._model_update_group.get(group_name)
     on_gpu = device_of(runner.model).type != "cpu"
     if group is not None and on_gpu and receiver.is_waiting_in(group):
-        group.abort()
+        abort(group)
         receiver.left(group)
 
 

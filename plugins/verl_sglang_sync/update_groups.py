@@ -98,6 +98,7 @@ class UpdateGroups:
         self._device = device
         self._timeout_s = timeout_s
         self._timeouts_s = timeouts_s
+        self._form_timeout_s = (timeouts_s or {}).get("group", timeout_s)
         self._group: UpdateGroup | None = None
         self._clients: dict[Replica, SyncSGLangServerClient] = {}
         self._left: list[str] = []  # names of groups that the engines still know
@@ -156,7 +157,7 @@ class UpdateGroups:
     def _form(self, members: tuple[tuple[Replica, SyncSGLangServerClient], ...]) -> UpdateGroup:
         name = f"{GROUP_PREFIX}{secrets.token_hex(4)}"
         world_size = 1 + sum(replica.num_ranks for replica, _ in members)
-        store = open_store(self._address, world_size, self._timeout_s)
+        store = open_store(self._address, world_size, self._form_timeout_s)
         joined: list[Future[Any]] = []
         rank_offset = 1
         for replica, client in members:
@@ -179,7 +180,7 @@ class UpdateGroups:
                 device=self._device,
                 world_size=world_size,
                 name=name,
-                timeout_s=self._timeout_s,
+                timeout_s=self._form_timeout_s,
             )
         )
         try:
@@ -192,18 +193,19 @@ class UpdateGroups:
         return UpdateGroup(name, own.result(), members)
 
     def _wait_for_all(self, own: Future[Any], joined: Sequence[Future[Any]], name: str) -> None:
-        wait([own, *joined], timeout=self._timeout_s, return_when=FIRST_EXCEPTION)
+        done, late = wait([own, *joined], timeout=self._form_timeout_s, return_when=FIRST_EXCEPTION)
         for future in (*joined, own):
-            if future.done():
+            if future in done:
                 future.result()
-        if not own.done():  # NCCL waits for the other ranks without a limit of its own
-            raise BroadcastError(f"{name} was not formed within {self._timeout_s:g} s")
+        if late:  # NCCL waits for the other ranks without a limit of its own
+            raise BroadcastError(f"{name} was not formed within {self._form_timeout_s:g} s")
 
     def _dissolve(self, group: UpdateGroup) -> None:
         """Leave a healthy group together with whoever is still there."""
         self._group = None
-        _leave_servers(group.members, [group.name])
-        leave(group.process_group, broken=False)
+        _leave_servers(
+            group.members, [group.name], meanwhile=lambda: leave(group.process_group, broken=False)
+        )
 
     def _forget_left_groups(
         self, members: tuple[tuple[Replica, SyncSGLangServerClient], ...]
@@ -219,7 +221,9 @@ def _leave_late(joined: Future[Any]) -> None:
 
 
 def _leave_servers(
-    members: Sequence[tuple[Replica, SyncSGLangServerClient]], names: Sequence[str]
+    members: Sequence[tuple[Replica, SyncSGLangServerClient]],
+    names: Sequence[str],
+    meanwhile: Callable[[], None] | None = None,
 ) -> None:
     """Have the engines destroy their part; a server that is gone, or has done so, is fine."""
     futures = [
@@ -227,6 +231,8 @@ def _leave_servers(
         for replica, client in members
         for name in names
     ]
+    if meanwhile is not None:
+        meanwhile()
     for replica, name, future in futures:
         try:
             future.result()
