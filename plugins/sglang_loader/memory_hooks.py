@@ -169,8 +169,9 @@ def _one_by_one(
                     text = f"the weights could not be restored: {traceback.format_exc()}"
                     failure = f"TP rank {updater.tp_worker.tp_rank}: {text}"
     closed = failure or why_closed(updater)
-    told = from_all_ranks(updater, (meter.costs, failure, closed))
-    reply.costs = by_rank([costs for costs, _, _ in told])
+    costs = {tag: meter.costs[tag] for tag in tags}  # saving comes first, and is the weights'
+    told = from_all_ranks(updater, (costs, failure, closed))
+    reply.costs = by_rank([each for each, _, _ in told])
     reply.closed = next((reason for _, _, reason in told if reason), None)
     set_gate(reply.closed)
     failures = [text for _, text, _ in told if text]
