@@ -24,6 +24,7 @@ from sglang_loader.broadcast_messages import (
 from sglang_loader.broadcast_receiver import BroadcastReceiver
 from sglang_loader.bucket_loader import LOADERS
 from sglang_loader.engine_context import device_of
+from sglang_loader.gate_hooks import set_gate, why_closed
 from sglang_loader.host_backup import backup_of
 from sglang_loader.manifest import ManifestError
 from sglang_loader.session import loading_into
@@ -179,6 +180,7 @@ def _update(updater: Any, request: Any, load: Callable[[], None]) -> list[str]:
         flushed = updater.flush_cache(empty_cache=request.torch_empty_cache)
         if not flushed:  # the same on every TP rank: their request queues are in step
             failures = ["the weights are loaded, but the prefix cache holds running requests"]
+    set_gate(why_closed(updater) or next(iter(failures), None))
     return failures
 
 
