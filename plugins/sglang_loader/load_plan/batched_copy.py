@@ -1,38 +1,41 @@
-"""Many strided copies in one launch: a Triton kernel over a table of tiles.
+"""Many strided copies in one launch: a Triton kernel over the tiles of all of them.
 
-`_foreach_copy_` fuses copies only where both sides are dense; a strided copy is a launch of its
-own, and its kernel computes every element's place from all dimensions. Here the copies of a bucket
-become tiles of up to `TILE_WORDS` 64-bit words, each a few rows at one distance, and one launch
-moves them all:
+`_foreach_copy_` fuses copies only where both sides are dense, and reaches 70 % of what the memory
+gives; a strided copy is a launch of its own. Here the copies of a bucket are cut into tiles of up
+to `TILE_WORDS` 64-bit words, each a part of a row or a few rows, and one launch moves them all:
 
-    copies = BatchedCopy(targets, sources)     # builds the table on the device, once
+    copies = BatchedCopy(targets, sources)     # builds its tables on the device, once
     copies.run()                               # asynchronous, on the current stream
 
-Source and destination tensors are int64 views of at most `MAX_DIMS` dimensions whose innermost is
-dense. The tensors are kept alive; their addresses are in the table.
+Measured beside torch's own ways: `benchmarks/copy_kernels.py`.
 """
 
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from functools import cache
 
+import numpy as np
 import torch
 
 try:
     import triton
     import triton.language as tl
-except ImportError:  # a CPU build of torch
+except ImportError:  # torch for CPUs comes without it
     triton = None
 
+logger = logging.getLogger(__name__)
+
 TILE_WORDS = 8192
-_FIELDS = 6
+WORD = torch.int64
 
 
 @dataclass(frozen=True, slots=True)
-class Tile:
-    """`rows` rows of `run` words each; addresses and strides in bytes."""
+class Rows:
+    """`rows` rows of `run` consecutive words; addresses in bytes, strides in words."""
 
     src: int
     dst: int
@@ -41,85 +44,110 @@ class Tile:
     run: int
     rows: int
 
+    @property
+    def num_tiles(self) -> int:
+        """Programs that the kernel needs: parts of a long row, or groups of short ones."""
+        if self.run >= TILE_WORDS:
+            return self.rows * -(-self.run // TILE_WORDS)
+        return -(-self.rows // (TILE_WORDS // self.run))
 
-def tiles_of(target: torch.Tensor, source: torch.Tensor) -> Iterator[Tile]:
-    """Cut one copy into tiles of at most `TILE_WORDS` words; pure but for the addresses."""
-    size = source.element_size()
-    *outer, run = source.shape
-    src_strides = [stride * size for stride in source.stride()[:-1]]
-    dst_strides = [stride * size for stride in target.stride()[:-1]]
-    src, dst = source.data_ptr(), target.data_ptr()
-    rows = outer.pop() if outer else 1
-    src_row = src_strides.pop() if src_strides else 0
-    dst_row = dst_strides.pop() if dst_strides else 0
+
+def rows_of(target: torch.Tensor, source: torch.Tensor) -> Iterator[Rows]:
+    """One copy as sets of rows at one distance; views of `WORD`s whose innermost stride is 1."""
+    size = WORD.itemsize
+    shape, src_strides, dst_strides = list(source.shape), source.stride(), target.stride()
+    if len(shape) == 1:
+        shape, src_strides, dst_strides = [1, *shape], (0, 1), (0, 1)
+    *outer, rows, run = shape
     for index in itertools.product(*(range(count) for count in outer)):
-        first_src = src + sum(i * stride for i, stride in zip(index, src_strides, strict=True))
-        first_dst = dst + sum(i * stride for i, stride in zip(index, dst_strides, strict=True))
-        if run >= TILE_WORDS:
-            for row, start in itertools.product(range(rows), range(0, run, TILE_WORDS)):
-                yield Tile(
-                    first_src + row * src_row + start * size,
-                    first_dst + row * dst_row + start * size,
-                    0,
-                    0,
-                    min(TILE_WORDS, run - start),
-                    1,
-                )
-            continue
-        step = TILE_WORDS // run
-        for row in range(0, rows, step):
-            yield Tile(
-                first_src + row * src_row,
-                first_dst + row * dst_row,
-                src_row,
-                dst_row,
-                run,
-                min(step, rows - row),
-            )
+        src = sum(i * stride for i, stride in zip(index, src_strides, strict=False))
+        dst = sum(i * stride for i, stride in zip(index, dst_strides, strict=False))
+        yield Rows(
+            source.data_ptr() + src * size,
+            target.data_ptr() + dst * size,
+            src_strides[-2],
+            dst_strides[-2],
+            run,
+            rows,
+        )
 
 
 class BatchedCopy:
-    """Copies `sources[i]` to `targets[i]`, all in one launch.
+    """Copies `sources[i]` to `targets[i]`, all in one launch; keeps them alive.
 
     Args:
-        targets: int64 on one CUDA device, innermost dimension dense; no word is written twice.
+        targets: views of `WORD`s on one CUDA device with innermost stride 1; no word twice.
         sources: of the same shapes.
     """
 
     def __init__(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        pairs = zip(targets, sources, strict=True)
-        tiles = [tile for pair in pairs for tile in tiles_of(*pair)]
-        table = torch.tensor(
-            [(t.src, t.dst, t.src_stride, t.dst_stride, t.run, t.rows) for t in tiles],
-            dtype=torch.int64,
-        )
+        entries = [
+            rows
+            for target, source in zip(targets, sources, strict=True)
+            if source.numel()
+            for rows in rows_of(target, source)
+        ]
+        counts = np.array([entry.num_tiles for entry in entries], dtype=np.int64)
+        numbers = np.repeat(np.arange(len(entries)), counts)
+        parts = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        tiles = np.stack([numbers, parts], axis=1).astype(np.int32)
+        device = targets[0].device
         self._kept = (targets, sources)
         self._num_tiles = len(tiles)
-        self._table = table.to(targets[0].device)
+        self._tiles = torch.from_numpy(tiles).to(device)
+        table = torch.tensor([astuple(entry) for entry in entries], dtype=torch.int64)
+        self._entries = table.to(device)
 
     def run(self) -> None:
         """Launch on the current stream."""
-        _copy_tiles[(self._num_tiles,)](self._table, TILE=TILE_WORDS, num_warps=8)
+        if self._num_tiles:
+            _copy_tiles[(self._num_tiles,)](
+                self._tiles, self._entries, TILE=TILE_WORDS, num_warps=8
+            )
+
+
+@cache
+def is_available(device: torch.device) -> bool:
+    """True if the kernel works there; tried once, since Triton compiles it with what it finds."""
+    if triton is None or device.type != "cuda":
+        return False
+    try:
+        source = torch.arange(8, dtype=WORD, device=device)
+        target = torch.zeros_like(source)
+        BatchedCopy([target], [source]).run()
+        return torch.equal(target, source)
+    except Exception as error:
+        logger.warning("torch's copies instead of the Triton kernel: %r", error)
+        return False
 
 
 if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator]
-    def _copy_tiles(table, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-        entry = table + tl.program_id(0).to(tl.int64) * 6
+    def _copy_tiles(tiles, entries, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+        tile = tiles + tl.program_id(0).to(tl.int64) * 2
+        entry = entries + tl.load(tile).to(tl.int64) * 6
+        part = tl.load(tile + 1).to(tl.int64)
         src = tl.load(entry).to(tl.pointer_type(tl.int64))
         dst = tl.load(entry + 1).to(tl.pointer_type(tl.int64))
-        src_stride = tl.load(entry + 2) // 8
-        dst_stride = tl.load(entry + 3) // 8
-        run = tl.load(entry + 4).to(tl.int32)
-        rows = tl.load(entry + 5).to(tl.int32)
+        src_stride = tl.load(entry + 2)
+        dst_stride = tl.load(entry + 3)
+        run = tl.load(entry + 4)
+        rows = tl.load(entry + 5)
         word = tl.arange(0, TILE)
-        if rows == 1:
-            inside = word < run
-            tl.store(dst + word, tl.load(src + word, mask=inside), mask=inside)
+        if run >= TILE:
+            per_row = (run + TILE - 1) // TILE
+            row = part // per_row
+            start = (part - row * per_row) * TILE
+            inside = word < run - start
+            value = tl.load(src + row * src_stride + start + word, mask=inside)
+            tl.store(dst + row * dst_stride + start + word, value, mask=inside)
         else:
-            row = word // run
-            column = word - row * run
-            inside = row < rows
+            short = run.to(tl.int32)
+            step = TILE // short
+            near = word // short
+            column = word - near * short
+            row = part * step + near
+            inside = (near < step) & (row < rows)
             value = tl.load(src + row * src_stride + column, mask=inside)
             tl.store(dst + row * dst_stride + column, value, mask=inside)
