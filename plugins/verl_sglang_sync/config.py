@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args
 
 from sglang_loader.host_backup.policy import POLICIES, Policy
 from verl_sglang_sync.server_client.operations import LIMITS
+from verl_sglang_sync.server_client.urls import checked_base_url
 
 Mode = Literal["bucketed", "flattened", "compiled"]
 MODES: tuple[str, ...] = get_args(Mode)
@@ -31,6 +32,8 @@ PRESET_KEYS = (
     "timeouts_s",
     "report_file",
     "host_backup",
+    "router_url",
+    "router_api_key",
 )
 COMPILED_KEYS = (
     "recheck_every_n_syncs",
@@ -60,6 +63,8 @@ class WeightSyncConfig:
         host_backup: what a release of the weights keeps on the host: "on" everything, by SGLang;
             "auto" everything that no sync is proven to rewrite; "off" no more than named buffers
             until that is proven.
+        router_url: SGLang's router, with which every server registers while it is up, or None.
+        router_api_key: the router's own key, or None.
         bucket_bytes: upper limit of one bucket, in bytes (verl's
             `checkpoint_engine.update_weights_bucket_megabytes`).
         multi_stage_wake_up: True resumes weights, syncs, lets the trainer free its memory and only
@@ -76,6 +81,8 @@ class WeightSyncConfig:
     keep_staging_buffers: bool = False
     read_in_place: bool = True
     host_backup: Policy = "auto"
+    router_url: str | None = None
+    router_api_key: str | None = field(default=None, repr=False)
     bucket_bytes: int
     multi_stage_wake_up: bool
     free_cache_engine: bool
@@ -116,6 +123,8 @@ class WeightSyncConfig:
             keep_staging_buffers=_switch(keys, "keep_staging_buffers", False),
             read_in_place=_switch(keys, "read_in_place", True),
             host_backup=_host_backup(keys.get("host_backup", "auto")),
+            router_url=_router_url(keys),
+            router_api_key=_router_api_key(keys),
             bucket_bytes=_bucket_bytes(rollout),
             multi_stage_wake_up=_boolean(rollout, "multi_stage_wake_up"),
             free_cache_engine=_boolean(rollout, "free_cache_engine"),
@@ -190,6 +199,22 @@ def _switch(keys: Mapping[str, Any], key: str, default: bool) -> bool:
 def _optional_path(key: str, value: Any) -> str | None:
     if value is not None and (not isinstance(value, str) or not value):
         raise ValueError(f"{key}={value!r}: expected a file path or null")
+    return value
+
+
+def _router_url(keys: Mapping[str, Any]) -> str | None:
+    value = keys.get("router_url")
+    return None if value is None else checked_base_url(f"{SECTION}.router_url", value)
+
+
+def _router_api_key(keys: Mapping[str, Any]) -> str | None:
+    value, key = keys.get("router_api_key"), f"{SECTION}.router_api_key"
+    if value is None:
+        return None
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"{key}: expected a text or null, got {type(value).__name__}")
+    if keys.get("router_url") is None:
+        raise ValueError(f"{key} is set, but {SECTION}.router_url=None: allowed: null")
     return value
 
 

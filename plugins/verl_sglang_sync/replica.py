@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
 import time
 from typing import Any
 
@@ -16,14 +17,18 @@ from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpSe
 from sglang_loader.bucket_loader import LOADERS
 from sglang_loader.host_backup.policy import ENVIRONMENT_VARIABLE
 from verl_sglang_sync.config import WeightSyncConfig
+from verl_sglang_sync.router_guard import Watch, start_guard
+from verl_sglang_sync.server_client.router import RouterClient
+from verl_sglang_sync.server_client.urls import server_url
 
 logger = logging.getLogger(__name__)
 
 
 class WeightSyncHttpServer(SGLangHttpServer):  # type: ignore[misc]
-    """Ray actor around one SGLang server; adds our loaders and times its sleep."""
+    """Ray actor around one SGLang server; adds our loaders, times its sleep, joins the router."""
 
     _sleep_seconds: float | None = None
+    _router_guard: subprocess.Popen[bytes] | None = None
 
     async def launch_server(
         self, master_address: str | None = None, master_port: int | None = None
@@ -41,6 +46,8 @@ class WeightSyncHttpServer(SGLangHttpServer):  # type: ignore[misc]
             settings.effective_host_backup
         )  # SGLang's processes inherit it
         await super().launch_server(master_address, master_port)
+        if settings.router_url is not None and self.node_rank == 0:
+            await self._join_router(settings, settings.router_url)
 
     async def sleep(self) -> None:
         """Release the engine's memory as verl does, and remember how long it took."""
@@ -52,6 +59,20 @@ class WeightSyncHttpServer(SGLangHttpServer):  # type: ignore[misc]
         """Seconds of the last sleep, once; None if there was none since the last call."""
         seconds, self._sleep_seconds = self._sleep_seconds, None
         return seconds
+
+    async def _join_router(self, settings: WeightSyncConfig, router_url: str) -> None:
+        """Register the server; a guard takes it out when this process ends."""
+        async with RouterClient(
+            router_url, timeout_s=settings.request_timeout_s, api_key=settings.router_api_key
+        ) as router:
+            sglang_kwargs = (self.config.engine_kwargs or {}).get("sglang") or {}
+            worker = await router.add(
+                server_url(*self.get_server_address()), api_key=sglang_kwargs.get("api_key")
+            )
+        self._router_guard = start_guard(
+            Watch(router_url=router_url, router_api_key=settings.router_api_key, worker=worker)
+        )
+        logger.info("router %s sends requests to %s", router_url, worker.url)
 
     def _register_loaders(self) -> None:
         engine_kwargs = dict(self.config.engine_kwargs or {})

@@ -86,7 +86,6 @@ NEEDS = (
     Need(f"{ENGINES}:CheckpointEngine", CHECKPOINT_ENGINE),
     Need(f"{ENGINES}:CheckpointEngineRegistry", CHECKPOINT_ENGINE),
     Need(f"{ENGINES}:CheckpointEngineRegistry.register", CHECKPOINT_ENGINE, ("backend",)),
-    Need("verl.utils.net_utils:is_valid_ipv6_address", CHECKPOINT_ENGINE),
     Need(
         "sglang.srt.utils:init_custom_process_group",
         GROUP,

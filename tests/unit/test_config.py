@@ -128,6 +128,7 @@ ALLOWED = {
     "backup": "allowed: auto, on, off",
     "operation": f"unknown operation; allowed: {', '.join(LIMITS)}",
     "operations": f"expected seconds by operation: {', '.join(LIMITS)}",
+    "url": "expected a URL such as http://10.0.0.1:30000",
     "key": f"unknown key; allowed: {', '.join(PRESET_KEYS)}",
     "preset": r"choose one with +weight_sync=<bucketed|flattened|compiled>",
 }
@@ -172,6 +173,10 @@ REFUSED = [
         for key in ("multi_stage_wake_up", "free_cache_engine")
         for value in (1, "true", None)
     ),
+    *(
+        ("custom__weight_sync__router_url", value, f"{SECTION}.router_url", ALLOWED["url"])
+        for value in ("", "10.0.0.1:30000", "ftp://h", "http://::1:30000", 30000)
+    ),
     ("custom__weight_sync__bucket_mb", 3, f"{SECTION}.bucket_mb", ALLOWED["key"]),
     ("custom__weight_sync__Mode", "bucketed", f"{SECTION}.Mode", ALLOWED["key"]),
     ("custom__weight_sync", "flattened", SECTION, ALLOWED["preset"]),
@@ -185,6 +190,21 @@ def test_a_bad_value_is_refused_by_key_value_and_what_is_allowed(path, value, ke
     with pytest.raises(ValueError, match=re.escape(f"{key}={value!r}: ")) as error:
         WeightSyncConfig.from_rollout(config)
     assert allowed in str(error.value)
+
+
+def test_the_routers_key_is_checked_and_told_to_nobody():
+    known = {"mode": "bucketed", "router_url": "http://r:1", "router_api_key": "secret"}
+    settings = WeightSyncConfig.from_rollout(rollout(custom__weight_sync=known))
+    assert (settings.router_url, settings.router_api_key) == ("http://r:1", "secret")
+    assert "secret" not in repr(settings)
+    for changes, problem in (
+        ({"router_url": None}, "router_url=None: allowed: null"),
+        ({"router_api_key": ""}, "expected a text or null, got str"),
+        ({"router_api_key": 1234567}, "expected a text or null, got int"),
+    ):
+        with pytest.raises(ValueError, match=rf"router_api_key.*{problem}") as error:
+            WeightSyncConfig.from_rollout(rollout(custom__weight_sync=known | changes))
+        assert "secret" not in str(error.value) and "1234567" not in str(error.value)
 
 
 def test_a_missing_bucket_size_is_refused():
@@ -243,6 +263,8 @@ def test_every_key_can_be_overridden_on_the_command_line():
         f"{SECTION}.report_file=out/report.jsonl",
         f"{SECTION}.host_backup=off",
         f"{SECTION}.timeouts_s.update=900",
+        f"{SECTION}.router_url='https://[fd00::9]:30000/'",
+        f"{SECTION}.router_api_key=key",
         f"{BUCKET_KEY}=64",
         f"{ROLLOUT}.multi_stage_wake_up=True",
         f"{ROLLOUT}.free_cache_engine=False",
@@ -258,6 +280,8 @@ def test_every_key_can_be_overridden_on_the_command_line():
         "keep_staging_buffers": False,
         "read_in_place": True,
         "host_backup": "off",
+        "router_url": "https://[fd00::9]:30000",
+        "router_api_key": "key",
         "bucket_bytes": 64 << 20,
         "multi_stage_wake_up": True,
         "free_cache_engine": False,
