@@ -23,6 +23,10 @@ from verl_sglang_sync.server_client.urls import server_url
 
 logger = logging.getLogger(__name__)
 
+# SGLang answers GET /health by generating a token, unless this variable says "false". A router asks
+# every server again and again, and an engine that sleeps has no memory to generate with.
+HEALTH_GENERATES = "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"
+
 
 class WeightSyncHttpServer(SGLangHttpServer):  # type: ignore[misc]
     """Ray actor around one SGLang server; adds our loaders, times its sleep, joins the router."""
@@ -45,6 +49,8 @@ class WeightSyncHttpServer(SGLangHttpServer):  # type: ignore[misc]
         os.environ[ENVIRONMENT_VARIABLE] = (
             settings.effective_host_backup
         )  # SGLang's processes inherit it
+        if settings.router_url is not None:
+            os.environ[HEALTH_GENERATES] = "false"
         await super().launch_server(master_address, master_port)
         if settings.router_url is not None and self.node_rank == 0:
             await self._join_router(settings, settings.router_url)

@@ -13,13 +13,22 @@ import typing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from tiny_assets import make_assets
 
 from sglang_loader.bucket_loader import LOADERS
-from support.captured_launch import Launched, captured_launch, launch_replica
-from unit.composed_recipe import ROLLOUT, compose
+from support.captured_launch import (
+    HTTP_PORT,
+    MASTER_PORT,
+    Launched,
+    captured_launch,
+    launch_replica,
+)
+from support.router import Router, serving
+from unit.composed_recipe import ROLLOUT, SECTION, compose
+from verl_sglang_sync.router_guard import Watch
 
 os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")  # sglang reads it while it is imported
 
@@ -62,6 +71,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "model"
 
 
+def recipe_of(model: Path, *overrides: str, num_hosts: int) -> Any:
+    return compose(
+        "+weight_sync=flattened",
+        f"actor_rollout_ref.model.path={model}",
+        f"{ROLLOUT}.tensor_model_parallel_size={num_hosts}",
+        *overrides,
+    )
+
+
 def launch(
     model: Path,
     *overrides: str,
@@ -71,12 +89,7 @@ def launch(
     """Launch a replica of verl's recipe; `arguments` go in as `engine_kwargs.sglang`."""
     from omegaconf import OmegaConf
 
-    recipe = compose(
-        "+weight_sync=flattened",
-        f"actor_rollout_ref.model.path={model}",
-        f"{ROLLOUT}.tensor_model_parallel_size={len(hosts)}",
-        *overrides,
-    )
+    recipe = recipe_of(model, *overrides, num_hosts=len(hosts))
     if arguments is not None:
         key = f"{ROLLOUT}.engine_kwargs.sglang"
         OmegaConf.update(recipe, key, arguments, merge=False, force_add=True)
@@ -173,3 +186,81 @@ def another_value(kind: Any, default: Any, number: int) -> Any:
     if kind is dict or origin is dict:
         return {"key": f"value-{number}"}
     return f"python.object:{number}"  # a recipe can only name a callable, or a class of SGLang's
+
+
+class TestTwoNodes:
+    @pytest.mark.parametrize(
+        ("hosts", "master"),
+        [
+            (("10.0.0.1", "10.0.0.2"), f"10.0.0.1:{MASTER_PORT}"),
+            (("fd00::1", "fd00::2"), f"[fd00::1]:{MASTER_PORT}"),
+        ],
+        ids=("IPv4", "IPv6"),
+    )
+    def test_one_engine_over_both_and_a_server_on_the_first(
+        self, model: Path, hosts: tuple[str, str], master: str
+    ) -> None:
+        first, second = launch(model, hosts=hosts)
+        for rank, node in enumerate((first, second)):
+            arguments = node.arguments
+            assert (node.host, arguments["node_rank"]) == (hosts[rank], rank)
+            assert (arguments["nnodes"], arguments["tp_size"]) == (2, 2)
+            assert arguments["dist_init_addr"] == master
+            assert arguments["custom_weight_loader"] == list(LOADERS)
+        assert (first.http_servers, second.http_servers) == ([hosts[0]], [])
+
+    def test_one_node_has_no_master(self, model: Path) -> None:
+        """Negative control."""
+        (only,) = launch(model)
+        assert (only.arguments["nnodes"], only.arguments["dist_init_addr"]) == (1, None)
+        assert only.http_servers == ["10.0.0.1"]
+
+
+class TestRouter:
+    def launch_with(
+        self, model: Path, router: Router, *overrides: str
+    ) -> tuple[list[Launched], list[Watch]]:
+        """Launch a replica of two nodes beside a router; what the guards would watch."""
+        watched: list[Watch] = []
+        hosts = ("fd00::1", "fd00::2")
+
+        async def main() -> list[Launched]:
+            async with serving(router):
+                url = f"{SECTION}.router_url='{router.url}'"
+                recipe = recipe_of(model, url, *overrides, num_hosts=2)
+                with (
+                    captured_launch(hosts) as launched,
+                    mock.patch("verl_sglang_sync.replica.start_guard", watched.append),
+                ):
+                    await launch_replica(recipe, nnodes=2)
+                return launched
+
+        return asyncio.run(main()), watched
+
+    def test_the_replicas_one_server_joins_and_is_guarded(self, model: Path) -> None:
+        router = Router(api_key="secret")
+        _, watched = self.launch_with(
+            model,
+            router,
+            f"{SECTION}.router_api_key=secret",
+            f"+{ROLLOUT}.engine_kwargs.sglang.api_key=own",
+        )
+        url = f"http://[fd00::1]:{HTTP_PORT}"
+        assert router.calls[0] == ("POST", "/workers", {"url": url, "api_key": "own"})
+        assert list(router.workers.values()) == [url]
+        (watch,) = watched
+        assert (watch.router_url, watch.router_api_key) == (router.url, "secret")
+        assert watch.worker.url == url and watch.worker.id in router.workers
+
+    def test_a_router_that_refuses_ends_the_launch(self, model: Path) -> None:
+        from verl_sglang_sync.server_client import RouterError
+
+        with pytest.raises(RouterError, match=r"did not take the server http://\[fd00::1\].*: no$"):
+            self.launch_with(model, Router(failure="no"))
+
+    def test_the_routers_health_checks_do_not_generate(self, model: Path) -> None:
+        from verl_sglang_sync.replica import HEALTH_GENERATES
+
+        with_router = self.launch_with(model, Router())[0][0].environment
+        assert with_router[HEALTH_GENERATES] == "false"
+        assert HEALTH_GENERATES not in launch(model)[0].environment

@@ -32,11 +32,13 @@ class Launched:
         host: its address.
         arguments: what reached SGLang's `ServerArgs`, by field.
         http_servers: addresses at which it started an HTTP server.
+        environment: what SGLang's processes would have inherited.
     """
 
     host: str
     arguments: dict[str, Any] = field(default_factory=dict)
     http_servers: list[str] = field(default_factory=list)
+    environment: dict[str, str] = field(default_factory=dict)
 
 
 _current: ContextVar[Launched] = ContextVar("_current")  # whose server actor is running
@@ -81,11 +83,11 @@ class _LocalActorClass:
         return LocalActor(made, _current.get())
 
 
-class _Worker:
-    """A trainer worker, of which verl asks where it runs."""
+class Worker:
+    """A trainer worker on a node of its own, of which verl asks where it runs."""
 
-    def __init__(self, node: str) -> None:
-        self._node = node
+    def __init__(self, rank: int) -> None:
+        self._node = f"{rank + 1:056x}"
 
     @property
     def __ray_call__(self) -> _Remote:
@@ -110,6 +112,7 @@ def captured_launch(hosts: Sequence[str]) -> Iterator[list[Launched]]:
     def launch(server_args: Any, **_: Any) -> tuple[Any, ...]:
         reached = {f.name: getattr(server_args, f.name) for f in fields(ServerArgs)}
         _current.get().arguments = reached
+        _current.get().environment = dict(os.environ)
         return mock.Mock(), mock.Mock(), mock.Mock()
 
     async def serve(_app: Any, _server_args: Any, host: str) -> tuple[int, Any]:
@@ -150,6 +153,6 @@ async def launch_replica(recipe: Any, *, nnodes: int = 1, name_suffix: str = "")
     actor_class = replica.server_class.__ray_metadata__.modified_class
     replica.server_class = _LocalActorClass(actor_class)
     replica.rollout_mode = RolloutMode.HYBRID
-    replica.workers = [_Worker(f"{rank + 1:056x}") for rank in range(replica.world_size)]
+    replica.workers = [Worker(rank) for rank in range(replica.world_size)]
     await replica.launch_servers()
     return replica
