@@ -5,11 +5,11 @@ Without a `+weight_sync` preset both are verl's own, launched with verl's own ar
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
-import subprocess
 import time
-from typing import Any
+from typing import IO, Any
 
 import ray
 from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer, SGLangReplica
@@ -32,7 +32,7 @@ class WeightSyncHttpServer(SGLangHttpServer):  # type: ignore[misc]
     """Ray actor around one SGLang server; adds our loaders, times its sleep, joins the router."""
 
     _sleep_seconds: float | None = None
-    _router_guard: subprocess.Popen[bytes] | None = None
+    _router_guard: IO[bytes] | None = None  # closed with this process
 
     async def launch_server(
         self, master_address: str | None = None, master_port: int | None = None
@@ -75,9 +75,8 @@ class WeightSyncHttpServer(SGLangHttpServer):  # type: ignore[misc]
             worker = await router.add(
                 server_url(*self.get_server_address()), api_key=sglang_kwargs.get("api_key")
             )
-        self._router_guard = start_guard(
-            Watch(router_url=router_url, router_api_key=settings.router_api_key, worker=worker)
-        )
+        watch = Watch(router_url=router_url, router_api_key=settings.router_api_key, worker=worker)
+        self._router_guard = await asyncio.to_thread(start_guard, watch)
         logger.info("router %s sends requests to %s", router_url, worker.url)
 
     def _register_loaders(self) -> None:

@@ -2,17 +2,21 @@
 
 Ray ends the actors of a finished driver with SIGKILL, so nothing in the actor could do it. A small
 process of its own does: it waits for the end of its standard input, which is a pipe from the actor.
+Ray also kills the children of a worker that ends; so this is a child's child, in its own session,
+and it lives no longer than the one request after the actor's end.
 
     guard = start_guard(Watch(router_url=url, router_api_key=None, worker=worker))
     ...
-    guard.stdin.close()  # or the end of this process
+    guard.close()  # or the end of this process
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
+from typing import IO
 
 import msgspec
 
@@ -30,17 +34,20 @@ class Watch(msgspec.Struct, frozen=True, kw_only=True):
     worker: Worker
 
 
-def start_guard(watch: Watch) -> subprocess.Popen[bytes]:
-    """Start the process; keep what is returned for as long as the server shall stay."""
-    guard = subprocess.Popen(
-        [sys.executable, "-m", "verl_sglang_sync.router_guard"],
-        stdin=subprocess.PIPE,
-        start_new_session=True,  # a signal to the actor's group is not for the guard
-    )
-    assert guard.stdin is not None
-    guard.stdin.write(msgspec.json.encode(watch) + b"\n")
-    guard.stdin.flush()
-    return guard
+def start_guard(watch: Watch) -> IO[bytes]:
+    """Start the process; the server stays until what is returned is closed, or this process ends.
+
+    Raises:
+        subprocess.CalledProcessError: it did not start.
+    """
+    command = [sys.executable, "-m", "verl_sglang_sync.router_guard"]
+    child = subprocess.Popen(command, stdin=subprocess.PIPE)
+    assert child.stdin is not None
+    child.stdin.write(msgspec.json.encode(watch) + b"\n")
+    child.stdin.flush()
+    if status := child.wait():  # its own child goes on
+        raise subprocess.CalledProcessError(status, command)
+    return child.stdin
 
 
 async def remove(watch: Watch) -> None:
@@ -52,7 +59,10 @@ async def remove(watch: Watch) -> None:
 
 
 def main() -> int:
-    """The guard's process."""
+    """The process that `start_guard` starts."""
+    if os.fork():
+        return 0
+    os.setsid()
     line = sys.stdin.buffer.readline()
     sys.stdin.buffer.read()
     try:

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 import time
@@ -23,6 +24,7 @@ from typing import Any, Literal
 
 from aiohttp import web
 
+from support.sglang_server import TESTS, die_with_parent
 from verl_sglang_sync.server_client.urls import server_url
 
 Dialect = Literal["0.1", "0.2", "0.3"]
@@ -163,8 +165,15 @@ def router_process(
     if real:
         command[2:] = ["sglang_router.launch_router", "--host", host, "--port", str(port)]
         command += ["--prometheus-port", str(port + 1), "--worker-startup-check-interval", "1"]
+    path = os.pathsep.join([str(TESTS), *filter(None, sys.path)])
     with (folder / "router.log").open("wb") as log:
-        process = subprocess.Popen([*prefix, *command], stdout=log, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            [*prefix, *command],
+            env={**os.environ, "PYTHONPATH": path},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            preexec_fn=die_with_parent,
+        )
     try:
         yield server_url(host, port)
     finally:

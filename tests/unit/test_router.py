@@ -6,6 +6,7 @@ import sys
 import time
 
 import msgspec
+import psutil
 import pytest
 
 from support.router import Router, serving
@@ -117,7 +118,7 @@ def test_no_router_there():
 
 
 @pytest.mark.parametrize("how", ("closed", "killed"))
-def test_the_guard_removes_the_server_when_its_parent_ends(how, tmp_path):
+def test_the_guard_removes_the_server_when_its_parent_ends(how):
     served = Router()
 
     async def main():
@@ -126,20 +127,20 @@ def test_the_guard_removes_the_server_when_its_parent_ends(how, tmp_path):
                 worker = await client.add(SERVER6)
             watch = Watch(router_url=served.url, router_api_key=None, worker=worker)
             if how == "closed":
-                guard = start_guard(watch)
-                await asyncio.sleep(1.0)
-                assert guard.poll() is None and served.workers
-                guard.stdin.close()
-                assert await asyncio.to_thread(guard.wait, 20) == 0
+                guard = await asyncio.to_thread(start_guard, watch)
+                end = guard.close
             else:
                 parent = await asyncio.to_thread(parent_of_a_guard, watch)
-                assert served.workers
-                parent.kill()
+                assert psutil.Process(parent.pid).children() == [], "Ray would kill it"
+                end = parent.kill
+            await asyncio.sleep(0.5)
+            assert served.workers
+            end()
+            await until(lambda: not served.workers)
+            if how == "killed":
                 parent.wait()
-                await until(lambda: not served.workers)
 
     asyncio.run(main())
-    assert served.workers == {}
 
 
 PARENT = """
@@ -167,14 +168,15 @@ async def until(condition, limit_s=20.0):
 
 def test_a_guard_that_finds_no_router_says_so(capfd):
     worker = Worker(SERVER, "some-id")
-    watch = Watch(router_url="http://127.0.0.1:9", router_api_key=None, worker=worker)
-    guard = start_guard(watch)
-    guard.stdin.close()
-    assert guard.wait(30) == 1
-    assert (
-        f"the router http://127.0.0.1:9 did not let the server {SERVER} go"
-        in capfd.readouterr().err
-    )
+    start_guard(Watch(router_url="http://127.0.0.1:9", router_api_key=None, worker=worker)).close()
+    told = ""
+
+    def is_told():
+        nonlocal told
+        told += capfd.readouterr().err
+        return f"the router http://127.0.0.1:9 did not let the server {SERVER} go" in told
+
+    asyncio.run(until(is_told))
 
 
 def test_the_guard_imports_no_engine():
