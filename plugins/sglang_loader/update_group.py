@@ -13,22 +13,51 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 
-def open_store(address: str, world_size: int, timeout_s: float) -> TCPStore:
-    """Start the store where the group's ranks meet, on a free port (`store.port`).
+class MeetingPoint:
+    """The store where a group's ranks meet, served by this process at a free port.
+
+    A rank that waits here for another one, in a process that nobody can interrupt, is sent away by
+    `close`. One that finds the port closed would try again for as long as torch's default timeout
+    (30 minutes); `reopen` lets it in, so that the next `close` sends it away as well.
 
     Args:
         address: of this host, as the engines reach it.
         world_size: this process and all engine ranks.
-        timeout_s: how long a rank waits for another, in seconds.
+        timeout_s: how long this process waits for another rank, in seconds.
     """
-    return TCPStore(
-        address,
-        0,
-        world_size,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=timeout_s),
-    )
+
+    def __init__(self, address: str, world_size: int, timeout_s: float) -> None:
+        self._address = address
+        self._world_size = world_size
+        self._timeout = timedelta(seconds=timeout_s)
+        self._server: TCPStore | None = self._store(0, is_master=True)
+        self.port = self._server.port
+
+    def connect(self) -> TCPStore:
+        """A connection of this process's own; it does not keep the store open."""
+        return self._store(self.port, is_master=False)
+
+    def close(self) -> None:
+        """Close the store; whoever waits in it gets an error at once."""
+        self._server = None
+
+    def reopen(self) -> None:
+        """Open it again, empty, at the same port.
+
+        Raises:
+            torch.distributed.DistNetworkError: the port is taken.
+        """
+        self._server = self._store(self.port, is_master=True)
+
+    def _store(self, port: int, *, is_master: bool) -> TCPStore:
+        return TCPStore(
+            self._address,
+            port,
+            self._world_size,
+            is_master=is_master,
+            wait_for_workers=False,
+            timeout=self._timeout,
+        )
 
 
 def join_as_source(

@@ -14,17 +14,28 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from sglang_loader.update_group import join_as_source, leave, open_store
+from torch.distributed import DistNetworkError
+
+from sglang_loader.update_group import MeetingPoint, join_as_source, leave
 from verl_sglang_sync.server_client import ServerError, SyncSGLangServerClient, operations
 
 logger = logging.getLogger(__name__)
 
+SEND_AWAY_S = 30.0
+WINDOW_S = 1.0
+REPLY_S = 2.0
+
 Result = TypeVar("Result")
+
+
+class UpdateGroupError(RuntimeError):
+    """A group was not formed; names the replica that is to blame."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +57,9 @@ class Replica:
     admin_api_key: str | None = None
 
 
+Members = tuple[tuple[Replica, SyncSGLangServerClient], ...]
+
+
 @dataclass(frozen=True)
 class UpdateGroup:
     """A formed group.
@@ -54,11 +68,13 @@ class UpdateGroup:
         name: by which the engines know it.
         process_group: torch's; the trainer is rank 0.
         members: the replicas, in rank order, with the clients of their servers.
+        meeting: the store through which NCCL's ranks connect at their first collective.
     """
 
     name: str
     process_group: Any
-    members: tuple[tuple[Replica, SyncSGLangServerClient], ...]
+    members: Members
+    meeting: MeetingPoint
 
     @property
     def replicas(self) -> tuple[Replica, ...]:
@@ -98,7 +114,8 @@ class UpdateGroups:
 
         Raises:
             ValueError: no replicas.
-            ServerError: a server refused to join.
+            ServerError: a server does not answer.
+            UpdateGroupError: a replica did not join; the others have left.
         """
         if not replicas:
             raise ValueError("a sync needs at least one replica, got none")
@@ -137,10 +154,10 @@ class UpdateGroups:
         for replica in self._clients.keys() - set(replicas):
             self._clients.pop(replica).close()
 
-    def _form(self, members: tuple[tuple[Replica, SyncSGLangServerClient], ...]) -> UpdateGroup:
+    def _form(self, members: Members) -> UpdateGroup:
         name = f"weight_sync_{secrets.token_hex(4)}"
         world_size = 1 + sum(replica.num_ranks for replica, _ in members)
-        store = open_store(self._address, world_size, self._timeout_s)
+        meeting = MeetingPoint(self._address, world_size, self._timeout_s)
         joined: list[Future[Any]] = []
         rank_offset = 1
         for replica, client in members:
@@ -148,7 +165,7 @@ class UpdateGroups:
                 client.submit(
                     operations.init_update_group(
                         master_address=self._address,
-                        master_port=store.port,
+                        master_port=meeting.port,
                         rank_offset=rank_offset,
                         world_size=world_size,
                         group_name=name,
@@ -159,7 +176,7 @@ class UpdateGroups:
             rank_offset += replica.num_ranks
         own = _in_thread(
             lambda: join_as_source(
-                store,
+                meeting.connect(),
                 backend=self._backend,
                 world_size=world_size,
                 name=name,
@@ -167,11 +184,15 @@ class UpdateGroups:
             )
         )
         wait([own, *joined], return_when=FIRST_EXCEPTION)
-        for future in (*joined, own):
-            if future.done():
-                future.result()
+        replicas = [replica for replica, _ in members]
+        if problem := _why_not_formed(replicas, joined, own):
+            self._left.append(name)  # NCCL's ranks have joined without waiting for each other
+            _send_away(meeting, [own, *joined])
+            if own.done() and own.exception() is None:
+                leave(own.result(), broken=True)
+            raise UpdateGroupError(problem)
         logger.info("formed %s of %d replicas, %d ranks", name, len(members), world_size)
-        return UpdateGroup(name, own.result(), members)
+        return UpdateGroup(name, own.result(), members, meeting)
 
     def _dissolve(self, group: UpdateGroup) -> None:
         """Leave a healthy group together with whoever is still there."""
@@ -179,16 +200,45 @@ class UpdateGroups:
         _leave_servers(group.members, [group.name])
         leave(group.process_group, broken=False)
 
-    def _forget_left_groups(
-        self, members: tuple[tuple[Replica, SyncSGLangServerClient], ...]
-    ) -> None:
+    def _forget_left_groups(self, members: Members) -> None:
         names, self._left = self._left, []
         _leave_servers(members, names)
 
 
-def _leave_servers(
-    members: Sequence[tuple[Replica, SyncSGLangServerClient]], names: Sequence[str]
-) -> None:
+def _why_not_formed(
+    replicas: Sequence[Replica], joined: Sequence[Future[Any]], own: Future[Any]
+) -> str | None:
+    """The replica that failed to join, or whom this process waited for in vain."""
+    failure = own.exception() if own.done() else None
+    if failure is not None:
+        wait(joined, timeout=REPLY_S, return_when=FIRST_EXCEPTION)  # a replica may know better
+    for number, (replica, future) in enumerate(zip(replicas, joined, strict=True)):
+        if future.done() and (error := future.exception()) is not None:
+            return f"replica {number} ({replica.base_url}) did not join the update group: {error}"
+    if failure is None:
+        return None
+    silent = [r.base_url for r, future in zip(replicas, joined, strict=True) if not future.done()]
+    return f"the update group was not formed, without a word of {silent}: {failure}"
+
+
+def _send_away(meeting: MeetingPoint, waiting: Sequence[Future[Any]]) -> None:
+    """Have all who wait for a rank that does not come leave, the engines' ranks too.
+
+    They wait in calls that nothing else ends before torch's default timeout, 30 minutes.
+    """
+    deadline = time.monotonic() + SEND_AWAY_S
+    meeting.close()
+    while wait(waiting, timeout=WINDOW_S).not_done and time.monotonic() < deadline:
+        try:
+            meeting.reopen()  # for ranks that were still on their way
+        except DistNetworkError as error:
+            logger.warning("cannot send waiting ranks away: %s", error)
+            return
+        wait(waiting, timeout=WINDOW_S)
+        meeting.close()
+
+
+def _leave_servers(members: Members, names: Sequence[str]) -> None:
     """Have the engines destroy their part; a server that is gone, or has done so, is fine."""
     futures = [
         (replica, name, client.submit(operations.destroy_update_group(name)))
