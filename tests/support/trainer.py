@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -106,8 +106,11 @@ def run_trainer(
     environment: Mapping[str, str] | None = None,
     timeout_s: float = TIMEOUT_S,
     backend: str = "gloo",
+    prefix: Sequence[str] = (),
 ) -> list[Outcome]:
     """Run `step(rank, *args)` on `tp` ranks for each server in `urls`; args must suit JSON.
+
+    Their commands start with `prefix`: where they run, see `support.hosts`.
 
     Plain subprocesses: torch's helper for shared memory outlives a rank and would keep the
     sentinel pipe of a `multiprocessing` child open for ever.
@@ -128,7 +131,7 @@ def run_trainer(
     processes = []
     for rank in range(world_size):
         with (folder / f"trainer-{name}-{rank}.log").open("wb") as log:
-            command = [sys.executable, "-m", "support.trainer", str(rank)]
+            command = [*prefix, sys.executable, "-m", "support.trainer", str(rank)]
             processes.append(
                 subprocess.Popen(
                     [*command, msgspec.json.encode(launch).decode()],
