@@ -1,6 +1,7 @@
 """Seconds of a colocated weight sync and of its memory stages, every arm against a real SGLang.
 
     python benchmarks/colocated.py --models qwen3-8b qwen3-30b-a3b --runs 5 --json FILE
+    python benchmarks/colocated.py --models qwen3-30b-a3b --gpus 4 --tp 4      # see fsdp_sync
     python benchmarks/colocated.py --models tiny --device cpu
 
 This process stands for the trainer: it holds random weights of the model's shape on the engine's
@@ -9,8 +10,9 @@ One server per model and host-backup setting serves all arms of that setting.
 
 Arms: `native` is verl 0.9.1's own code with its own settings (host backup, named tensors, one
 request per bucket), `copy_limit` a copy of the same bytes within the device; the others are ours,
-with the host backup that their preset gets. `compiled_in_place` has the same tensors as views of
-one flat storage.
+with the host backup that their preset gets. `compiled` is the preset as it is; the trainer of these
+arms keeps its tensors, so the engine reads them in place. `compiled_flat` has them as views of one
+storage, `compiled_packed` packs them as a trainer must that gathers its shards.
 """
 
 from __future__ import annotations
@@ -29,18 +31,22 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+PATHS = [str(path) for path in (ROOT, ROOT / "tests", ROOT / "plugins")]
+sys.path[:0] = PATHS
 
 import psutil  # noqa: E402
 import torch  # noqa: E402
 
 from benchmarks.engine_server import engine_server  # noqa: E402
+from benchmarks.fsdp_rank import LIMITS, PRESETS  # noqa: E402
+from benchmarks.fsdp_sync import measure_on_gpus  # noqa: E402
 from benchmarks.model_shapes import MODELS, tensor_shapes, write_config  # noqa: E402
 from benchmarks.results_file import hardware, medians, print_table, write_results  # noqa: E402
 
 BUCKET_BYTES = 2048 << 20
-NUM_WARM_UPS = 2
+NUM_WARM_UPS = 4  # compiled: one records, one replays in place, one keeps what it maps, one more
 STAGES = ("release", "resume_weights", "sync", "resume_kv", "cycle")
+SYNC_STAGES = ("open", "export", "pack", "load", "commit", "reply")
 NamedTensors = list[tuple[str, torch.Tensor]]
 
 
@@ -62,14 +68,15 @@ class Arm:
     settings: dict[str, Any] = field(default_factory=dict)
 
 
-KEEP = {"keep_staging_buffers": True}
+PACKED = {"read_in_place": False}
 ARMS = {
     "native": Arm(None, host_backup=True),
     "bucketed": Arm("bucketed", host_backup=True),
     "flattened": Arm("flattened", host_backup=True),
-    "compiled": Arm("compiled", settings=KEEP),
-    "compiled_freed": Arm("compiled"),
-    "compiled_in_place": Arm("compiled", flat=True, settings=KEEP),
+    "compiled": Arm("compiled"),
+    "compiled_flat": Arm("compiled", flat=True),
+    "compiled_packed": Arm("compiled", settings={**PACKED, "keep_staging_buffers": True}),
+    "compiled_packed_freed": Arm("compiled", settings=PACKED),
 }
 COPY_LIMIT = "copy_limit"
 
@@ -140,7 +147,7 @@ class OurSync:
     async def sync(self, weights: NamedTensors) -> dict[str, Any]:
         await self._manager.sync(iter(weights), version="0")
         report = self._manager.report
-        seconds = {f"sync_{name}": report.seconds.get(name, 0.0) for name in ("pack", "load")}
+        seconds = {f"sync_{name}": report.seconds.get(name, 0.0) for name in SYNC_STAGES}
         counts = {
             "num_buckets": report.num_buckets,
             "num_replayed": report.num_replayed,
@@ -159,14 +166,13 @@ def make_weights(model: str, device: torch.device, *, flat: bool) -> NamedTensor
         return [(name, _random(shape, dtype, device)) for name, shape in shapes]
     total = sum(torch.Size(shape).numel() for _, shape in shapes)
     arena = _random((total,), dtype, device)
-    if device.type == "cpu":
-        arena.share_memory_()
     parts = arena.split([torch.Size(shape).numel() for _, shape in shapes])
     return [(name, part.view(shape)) for (name, shape), part in zip(shapes, parts, strict=True)]
 
 
 def _random(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, device=device).normal_(std=0.02)
+    tensor = torch.empty(shape, dtype=dtype, device=device).normal_(std=0.02)
+    return tensor.share_memory_() if device.type == "cpu" else tensor
 
 
 @contextmanager
@@ -212,7 +218,7 @@ def run_arm(
             times["cycle"] = sum(times.values())
         return times | notes.get("seconds", {})
 
-    for _ in range(NUM_WARM_UPS + arm.flat):  # in place: one more until the plan is made
+    for _ in range(1 if arm.mode is None else NUM_WARM_UPS):
         asyncio.run(cycle(stages=not arm.host_backup))
     allocated = 0
     if device.type == "cuda":
@@ -257,12 +263,12 @@ def copy_limit(model: str, device: torch.device, runs: int) -> dict[str, Any]:
     sources = [tensor for _, tensor in weights]
     targets = [torch.empty_like(tensor) for tensor in sources]
     measured: list[dict[str, float]] = []
-    for _ in range(NUM_WARM_UPS + runs):
+    for _ in range(1 + runs):
         times: dict[str, float] = {}
         with timed(times, "sync", device):
             torch._foreach_copy_(targets, sources)
         measured.append(times)
-    return row_of(COPY_LIMIT, model, weights, measured[NUM_WARM_UPS:])
+    return row_of(COPY_LIMIT, model, weights, measured[1:])
 
 
 def measure(
@@ -317,23 +323,38 @@ def prepare(device: torch.device) -> None:
 
 def main() -> None:
     """Run all arms of all models; see the module docstring."""
+    names, on_gpus = [*ARMS, COPY_LIMIT], ["native", *PRESETS, *LIMITS]
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["qwen3-8b"])
-    names = [*ARMS, COPY_LIMIT]
-    parser.add_argument("--arms", nargs="+", choices=names, default=names)
+    parser.add_argument("--arms", nargs="+", help=f"default: all of {names}, or {on_gpus}")
+    parser.add_argument("--gpus", type=int, default=1, help="trainer ranks; more than 1: FSDP2")
+    parser.add_argument("--tp", type=int, default=1, help="of each engine")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--folder", type=Path, help="server logs; default: a temporary folder")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    allowed = names if args.gpus == 1 else on_gpus
+    if wrong := set(args.arms or ()) - set(allowed):
+        parser.error(f"arms {sorted(wrong)} with --gpus {args.gpus}; allowed: {allowed}")
+    if args.gpus % args.tp or args.gpus < args.tp:
+        parser.error(f"--tp {args.tp}: must divide --gpus {args.gpus}")
+    arms = args.arms or allowed
     device = torch.device("cuda", 0) if args.device == "cuda" else torch.device("cpu")
     folder = args.folder or Path(tempfile.mkdtemp(prefix="colocated-"))
     folder.mkdir(parents=True, exist_ok=True)
-    prepare(device)
     path = args.json or Path(f"benchmarks/results/colocated-{hardware()}.json")
     rows: list[dict[str, Any]] = []
+    if args.gpus > 1:
+        os.environ["PYTHONPATH"] = os.pathsep.join([*PATHS, os.environ.get("PYTHONPATH", "")])
+        for model in args.models:
+            rows += measure_on_gpus(model, arms, args.gpus, args.tp, args.runs, args.device, folder)
+            write_results(path, "colocated", rows)
+        print_table(rows, ("sync", *(f"sync_{stage}" for stage in SYNC_STAGES)))
+        return
+    prepare(device)
     for model in args.models:
-        for row in measure(model, args.arms, device, args.runs, folder):
+        for row in measure(model, arms, device, args.runs, folder):
             rows.append(row)
             write_results(path, "colocated", rows)  # a run that is cut short leaves what it has
     print_table(rows, STAGES)

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from sglang_loader.bucket_loader import LOADERS
@@ -37,22 +37,49 @@ GPU = (
 
 @contextlib.contextmanager
 def engine_server(
-    config: Path, *, device: str, host_backup: Policy, is_moe: bool, log: Path
+    config: Path,
+    *,
+    device: str,
+    host_backup: Policy,
+    is_moe: bool,
+    log: Path,
+    tp: int = 1,
+    first_gpu: int = 0,
+    loaders: tuple[str, ...] = (),
+    environment: Mapping[str, str] | None = None,
+    wait: bool = True,
 ) -> Iterator[str]:
-    """Serve the model that `config/config.json` describes; yields the server's URL."""
+    """Serve the model that `config/config.json` describes; yields the server's URL.
+
+    Args:
+        config: folder of the model's config.
+        device: "cuda" or "cpu".
+        host_backup: what a release keeps.
+        is_moe: the model has experts.
+        log: the server's output.
+        tp: tensor-parallel ranks.
+        first_gpu: number of the first rank's GPU.
+        loaders: custom weight loaders besides ours.
+        environment: of the server's processes, on top of this process's own.
+        wait: False yields while the server still starts; see `wait_until_healthy`.
+    """
     port = _free_port()
     command = [
         *(sys.executable, "-m", "sglang.launch_server", "--model-path", str(config)),
+        *("--tp-size", str(tp), *(("--base-gpu-id", str(first_gpu)) if device != "cpu" else ())),
         *("--port", str(port), *COMMON, *(CPU if device == "cpu" else GPU)),
         *(("--moe-runner-backend", "triton") if is_moe and device != "cpu" else ()),
         *(("--enable-weights-cpu-backup",) if device != "cpu" else ()),  # as verl launches it
-        *("--custom-weight-loader", *LOADERS),
+        *("--custom-weight-loader", *LOADERS, *loaders),
     ]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", ENVIRONMENT_VARIABLE: host_backup}
+    common = {**os.environ, "HF_HUB_OFFLINE": "1", ENVIRONMENT_VARIABLE: host_backup}
+    if device == "cpu" and tp > 1:
+        cores = "|".join(str(rank) for rank in range(tp))
+        common |= {"SGLANG_CPU_OMP_THREADS_BIND": cores, "SGLANG_NCCL_SO_PATH": "/nonexistent"}
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,
-            env=environment,
+            env={**common, **(environment or {})},
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -60,7 +87,8 @@ def engine_server(
         )
     try:
         url = f"http://127.0.0.1:{port}"
-        _wait(process, url, log)
+        if wait:
+            wait_until_healthy(url, log, is_running=lambda: process.poll() is None)
         yield url
     finally:
         with contextlib.suppress(ProcessLookupError):
@@ -73,9 +101,16 @@ def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _wait(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+def wait_until_healthy(
+    url: str, log: Path, *, is_running: Callable[[], bool] = lambda: True
+) -> None:
+    """Wait until the server answers.
+
+    Raises:
+        RuntimeError: it ended, or needs too long; the message has the end of its log.
+    """
     deadline = time.monotonic() + START_TIMEOUT_S
-    while time.monotonic() < deadline and process.poll() is None:
+    while time.monotonic() < deadline and is_running():
         try:
             with urllib.request.urlopen(f"{url}/health", timeout=5):
                 return

@@ -18,10 +18,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "recipes")]
 
+from benchmarks.gpu_memory import MemorySamples  # noqa: E402
 from benchmarks.model_shapes import MODELS  # noqa: E402
 from benchmarks.results_file import hardware, medians, print_table, write_results  # noqa: E402
 
-ARMS = {"native": "", "bucketed": "bucketed", "flattened": "flattened"}
+ARMS = {"native": "", "bucketed": "bucketed", "flattened": "flattened", "compiled": "compiled"}
 TIMERS = ("step", "gen", "update_weights", "update_actor", "old_log_prob")
 OVERRIDES = (
     "actor_rollout_ref.model.use_remove_padding=False",
@@ -77,8 +78,10 @@ def make_model(folder: Path, model: str) -> None:
     torch.cuda.empty_cache()  # the arms are other processes on the same GPU
 
 
-def run_arm(arm: str, folder: Path, steps: int) -> list[dict[str, Any]]:
-    """Train `steps` steps; return verl's metrics of each."""
+def run_arm(
+    arm: str, folder: Path, steps: int
+) -> tuple[list[dict[str, Any]], dict[str, list[float]]]:
+    """Train `steps` steps; return verl's metrics of each, and GPU memory over the last one."""
     metrics = folder / f"metrics-{arm}.jsonl"
     metrics.unlink(missing_ok=True)
     environment = {
@@ -98,9 +101,14 @@ def run_arm(arm: str, folder: Path, steps: int) -> list[dict[str, Any]]:
     if ARMS[arm]:
         overrides.append(f"{report}={folder}/syncs-{arm}.jsonl")
     command = ["bash", str(ROOT / "recipes" / "grpo_fsdp_gpu.sh"), *overrides]
-    with (folder / f"run-{arm}.log").open("w") as log:
+
+    def num_done() -> int:
+        return metrics.read_text().count("\n") if metrics.exists() else 0
+
+    with (folder / f"run-{arm}.log").open("w") as log, MemorySamples(num_done) as memory:
         subprocess.run(command, env=environment, stdout=log, stderr=subprocess.STDOUT, check=True)
-    return [json.loads(line)["data"] for line in metrics.read_text().splitlines()]
+    data = [json.loads(line)["data"] for line in metrics.read_text().splitlines()]
+    return data, memory.of(steps - 1)
 
 
 def stage_medians(folder: Path, arm: str) -> dict[str, float]:
@@ -143,8 +151,9 @@ def main() -> None:
     make_model(folder, args.model)
     rows = []
     for arm in args.arms:
-        steps = run_arm(arm, folder, args.steps)
-        rows.append(row_of(arm, args.model, steps, stage_medians(folder, arm)))
+        steps, memory = run_arm(arm, folder, args.steps)
+        row = row_of(arm, args.model, steps, stage_medians(folder, arm))
+        rows.append({**row, "memory": memory})
         path = args.json or Path(f"benchmarks/results/grpo_step-{hardware()}.json")
         write_results(path, "grpo_step", rows)
     print_table(rows, TIMERS)

@@ -52,6 +52,18 @@ MODELS: dict[str, Config] = {
     "qwen3-0.6b": _dense(1024, 3072, 28, 16, tied=False),
     "qwen3-4b": _dense(2560, 9728, 36, 32, tied=False),
     "qwen3-8b": _dense(4096, 12288, 36, 32, tied=False),
+    "moe-16gb-20000": {  # the bytes of qwen3-8b in 50 times as many tensors
+        **_dense(2048, 6144, 52, 32, tied=False),
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_key_value_heads": 4,
+        "moe_intermediate_size": 160,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
     "qwen3-30b-a3b": {
         **_dense(2048, 6144, 48, 32, tied=False),
         "architectures": ["Qwen3MoeForCausalLM"],

@@ -12,51 +12,51 @@ announces it (`BroadcastBucket.next_nbytes`) and its broadcast runs already.
 from __future__ import annotations
 
 import logging
-import time
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from sglang_loader.broadcast import Broadcast, BroadcastError
 from sglang_loader.broadcast_messages import BroadcastBucket
 from sglang_loader.bucket_loader import synchronize, tensor_views
 from sglang_loader.engine_context import engine_context
-from sglang_loader.load_plan import BucketLayout, BucketTensor
+from sglang_loader.load_plan import BucketLayout, BucketSource, BucketTensor
 from sglang_loader.manifest import BucketManifest, ManifestError, SyncSequence
 from sglang_loader.plan_store import loader_of
 
 logger = logging.getLogger(__name__)
 
-POLL_S = 0.0002
-
-
-class BroadcastError(RuntimeError):
-    """The bytes of a bucket did not come; the group must be formed anew."""
-
 
 @dataclass(frozen=True)
 class _Arriving:
-    """A broadcast in progress: which bucket's, and where it goes."""
+    """A broadcast in progress: which bucket's, and in which group."""
 
     sync_id: str
     index: int
-    work: Any
-    flat: torch.Tensor
+    broadcast: Broadcast
+    group: Any
+
+    @property
+    def nbytes(self) -> int:
+        return self.broadcast.flat.numel()
 
 
 class BroadcastReceiver:
     """Receives the buckets of one engine process, in order."""
 
     def __init__(self) -> None:
-        self._buffers = [torch.empty(0, dtype=torch.uint8) for _ in range(2)]
+        self._buffers = _no_buffers()
         self._arriving: _Arriving | None = None
+        self._unfinished: list[_Arriving] = []
         self._sequence = SyncSequence()
 
-    @property
-    def is_waiting(self) -> bool:
-        """True if an announced bucket has not been taken: its broadcast may never end."""
-        return self._arriving is not None
+    def is_waiting_in(self, group: Any) -> bool:
+        """True if a broadcast of this group has begun here and is not done: it may never be."""
+        return any(
+            arriving.group is group and not _is_over(arriving.broadcast)
+            for arriving in self._unfinished
+        )
 
     def check(self, bucket: BroadcastBucket) -> None:
         """Refuse a bucket that is repeated, skipped or of another sync.
@@ -66,14 +66,14 @@ class BroadcastReceiver:
         """
         manifest = bucket.manifest
         arriving = self._arriving
-        if arriving is not None and (arriving.sync_id, arriving.index, arriving.flat.numel()) != (
+        if arriving is not None and (arriving.sync_id, arriving.index, arriving.nbytes) != (
             manifest.sync_id,
             manifest.index,
             manifest.nbytes,
         ):
             raise ManifestError(
                 f"bucket {arriving.index} of sync {arriving.sync_id} was announced with "
-                f"{arriving.flat.numel()} bytes, got bucket {manifest.index} of sync "
+                f"{arriving.nbytes} bytes, got bucket {manifest.index} of sync "
                 f"{manifest.sync_id} with {manifest.nbytes}"
             )
         self._sequence.accept(manifest)
@@ -96,12 +96,13 @@ class BroadcastReceiver:
         arriving, self._arriving = self._arriving, None
         if arriving is None:
             arriving = self._start(manifest.sync_id, manifest.index, manifest.nbytes, group, device)
-        wait_for_broadcast(arriving.work, bucket.timeout_s, f"bucket {manifest.index}")
+        arriving.broadcast.wait(bucket.timeout_s, f"bucket {manifest.index}")
+        self._unfinished.remove(arriving)
         if not manifest.last:
             self._arriving = self._start(
                 manifest.sync_id, manifest.index + 1, bucket.next_nbytes, group, device
             )
-        return arriving.flat
+        return arriving.broadcast.flat
 
     def load(
         self, model: Any, bucket: BroadcastBucket, flat: torch.Tensor, *, compiled: bool
@@ -124,7 +125,8 @@ class BroadcastReceiver:
                 loader.start(
                     engine_context(model), recheck_every_n_syncs=bucket.recheck_every_n_syncs
                 )
-            loader.load(manifest.index, _layout_of(manifest), flat, read_only=False)
+            source = BucketSource.flat(flat)
+            loader.load(manifest.index, _layout_of(manifest), source, read_only=False)
             if manifest.last:
                 outcome = loader.finish()
                 logger.info(
@@ -141,6 +143,13 @@ class BroadcastReceiver:
         """Forget the sync in progress; the group it ran on must not be used again."""
         self._arriving = None
         self._sequence = SyncSequence()
+        if self._unfinished:
+            self._buffers = _no_buffers()  # the next sync's; into the old ones bytes may still come
+
+    def left(self, group: Any) -> None:
+        """The group is gone, or aborted: give the memory back."""
+        self._unfinished = [found for found in self._unfinished if found.group is not group]
+        self._buffers = _no_buffers()
 
     def _start(
         self, sync_id: str, index: int, nbytes: int, group: Any, device: torch.device
@@ -149,32 +158,21 @@ class BroadcastReceiver:
         if self._buffers[slot].numel() < nbytes or self._buffers[slot].device != device:
             self._buffers[slot] = torch.empty(0, dtype=torch.uint8)  # free before growing
             self._buffers[slot] = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        flat = self._buffers[slot][:nbytes]
-        return _Arriving(sync_id, index, start_broadcast(flat, group), flat)
+        broadcast = Broadcast(self._buffers[slot][:nbytes], group)
+        arriving = _Arriving(sync_id, index, broadcast, group)
+        self._unfinished.append(arriving)
+        return arriving
 
 
-def start_broadcast(flat: torch.Tensor, group: Any) -> Any:
-    """Begin the broadcast of a bucket from rank 0; None for a bucket without bytes."""
-    return dist.broadcast(flat, src=0, group=group, async_op=True) if flat.numel() else None
+def _no_buffers() -> list[torch.Tensor]:
+    return [torch.empty(0, dtype=torch.uint8) for _ in range(2)]
 
 
-def wait_for_broadcast(work: Any, timeout_s: float, what: str) -> None:
-    """Wait until a broadcast is done on the device.
-
-    Raises:
-        BroadcastError: it took longer than `timeout_s`, or a peer is gone.
-    """
-    if work is None:
-        return
-    deadline = time.monotonic() + timeout_s
-    while not work.is_completed():
-        if time.monotonic() > deadline:
-            raise BroadcastError(f"{what} did not arrive within {timeout_s:g} s")
-        time.sleep(POLL_S)
+def _is_over(broadcast: Broadcast) -> bool:
     try:
-        work.wait()
-    except RuntimeError as error:
-        raise BroadcastError(f"{what} did not arrive: {error}") from None
+        return broadcast.is_done()
+    except BroadcastError:
+        return False
 
 
 def _layout_of(manifest: BucketManifest) -> BucketLayout:

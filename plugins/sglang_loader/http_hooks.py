@@ -1,26 +1,86 @@
-"""What the hook on SGLang's launch does in the process that will serve HTTP (sglang 0.5.14)."""
+"""What the hooks do in the process that serves HTTP (sglang 0.5.14)."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
-from sglang_loader.idempotency import install
+from sglang_loader import idempotency, stage_reply
 from sglang_loader.memory_hooks import is_ours
+from sglang_loader.stage_costs import StageCosts, joined
 
 HTTP_SERVER = "sglang.srt.entrypoints.http_server"
 
+Original = Callable[..., Any]
 
-def launch_with_idempotency(
-    original: Callable[..., Any], cls: Any, *args: Any, **kwargs: Any
-) -> Any:
-    """AROUND `Engine._launch_subprocesses`: updates with a key then run at most once.
+
+class MemoryRequestRefused(RuntimeError):
+    """The engine lives and did nothing; the message says what it was asked and why not."""
+
+
+def launch_with_middleware(original: Original, cls: Any, *args: Any, **kwargs: Any) -> Any:
+    """AROUND `Engine._launch_subprocesses`: updates with a key run at most once, and replies tell
+    what stages cost.
 
     An engine without HTTP has not imported the module of the server. The middleware must come
     before SGLang's own check of API keys, which it adds after this, on the outside.
     """
     arguments = kwargs["server_args"] if "server_args" in kwargs else args[0]
     if is_ours(arguments) and HTTP_SERVER in sys.modules:
-        install(sys.modules[HTTP_SERVER].app)
+        app = sys.modules[HTTP_SERVER].app
+        idempotency.install(app)
+        stage_reply.install(app)
     return original(cls, *args, **kwargs)
+
+
+async def release_stages(manager: Any, tags: Sequence[str]) -> StageCosts | None:
+    """Release `tags` through a tokenizer manager of this process; what that cost.
+
+    Raises:
+        MemoryRequestRefused: the engine refused.
+    """
+    from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
+
+    request = ReleaseMemoryOccupationReqInput(tags=list(tags))
+    costs: StageCosts | None = await manager.release_memory_occupation(request, None)
+    return costs
+
+
+async def release_or_raise(original: Original, manager: Any, obj: Any, request: Any = None) -> Any:
+    """AROUND `TokenizerControlMixin.release_memory_occupation`: see `_ask`."""
+    communicator = manager.release_memory_occupation_communicator
+    return await _ask(original, manager, communicator, obj, request)
+
+
+async def resume_or_raise(original: Original, manager: Any, obj: Any, request: Any = None) -> Any:
+    """AROUND `TokenizerControlMixin.resume_memory_occupation`: see `_ask`."""
+    communicator = manager.resume_memory_occupation_communicator
+    return await _ask(original, manager, communicator, obj, request)
+
+
+async def _ask(
+    original: Original,
+    manager: Any,
+    communicator: Callable[[Any], Awaitable[Iterable[Any]]],
+    obj: Any,
+    request: Any,
+) -> StageCosts | None:
+    """As the original, which drops the replies and returns nothing.
+
+    Returns:
+        What the stage cost; the reply to `request` carries it too.
+
+    Raises:
+        MemoryRequestRefused: what the engine refused, and why.
+    """
+    if not is_ours(manager.server_args):
+        await original(manager, obj, request)
+        return None
+    manager.auto_create_handle_loop()
+    replies = list(await communicator(obj))
+    if refusals := [text for text in (getattr(r, "refusal", None) for r in replies) if text]:
+        raise MemoryRequestRefused("\n".join(refusals))
+    costs = joined([getattr(reply, "costs", {}) for reply in replies])
+    stage_reply.leave_costs(request, costs)
+    return costs

@@ -6,8 +6,9 @@ Stock behaviour that they mend, only for servers that were launched with our loa
   requests run fails an assertion, and resuming more than there is room for aborts: each ends the
   scheduler process. Here the first is a no-op and the others are refused, with a reason;
 - releasing a released tag unmaps it twice: here it is a no-op;
-- the reply cannot say that something went wrong: a `refusal` travels on it, and the process that
-  serves HTTP raises it;
+- the reply cannot say that something went wrong, or what was done: a `refusal` and the `costs`
+  of the stage travel on it to the process that serves HTTP, see `http_hooks`;
+- the tags of one request are released in an order of SGLang's: here in the order that was asked;
 - all weights are copied to the host before a release: see `host_backup`.
 """
 
@@ -15,8 +16,9 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import traceback
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,22 +27,29 @@ from sglang_loader.bucket_loader import LOADERS
 from sglang_loader.host_backup import arm, backup_of
 from sglang_loader.host_backup.allocations import (
     WEIGHTS_TAG,
+    host_nbytes_under,
+    nbytes_in_pool,
     nbytes_under,
     under_weights_tag,
     why_not_enumerable,
 )
 from sglang_loader.host_backup.policy import Policy, requested_policy, why_stock
-from sglang_loader.weight_updater_hooks import failures_on_any_rank
+from sglang_loader.stage_costs import StageMeter, by_rank
+from sglang_loader.weight_updater_hooks import failures_on_any_rank, from_all_ranks
 
 logger = logging.getLogger(__name__)
 
 KV_CACHE_TAG = "kv_cache"
+CUDA_GRAPH_TAG = "cuda_graph"
+GRAPHS_VARIABLE = "SGLANG_MEMORY_SAVER_CUDA_GRAPH"
+"""With it SGLang captures the graphs of decoding under the tag "cuda_graph"; else they are under
+no tag, and releasing that tag frees nothing."""
+
+# The orders that SGLang has where a request names no tags.
+RELEASE_ORDER = (KV_CACHE_TAG, WEIGHTS_TAG, CUDA_GRAPH_TAG)
+RESUME_ORDER = (CUDA_GRAPH_TAG, WEIGHTS_TAG, KV_CACHE_TAG)
 
 Original = Callable[..., Any]
-
-
-class MemoryRequestRefused(RuntimeError):
-    """The engine lives and did nothing; the message says what it was asked and why not."""
 
 
 def load_model(original: Original, runner: Any) -> None:
@@ -92,23 +101,26 @@ def release_tags(original: Original, updater: Any, request: Any) -> Any:
         return original(updater, request)
     from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqOutput
 
-    tags, failure = _split(request, lambda tag: tag not in updater.offload_tags)
+    asked = request.tags or RELEASE_ORDER
+    tags, failure = _split(asked, lambda tag: tag not in updater.offload_tags)
     if not tags and failure is None:
         return ReleaseMemoryOccupationReqOutput()
     if failure is None and not updater.is_fully_idle():
         failure = f"release of {tags} refused: requests are running"
     model = updater.tp_worker.model_runner.model
     backup = backup_of(model) if WEIGHTS_TAG in tags else None
+    meter = _meter(updater)
     if failure is None and backup is not None:
         try:
-            backup.save(model)
+            with meter.step(WEIGHTS_TAG):
+                backup.save(model)
         except Exception:
             failure = f"release of {tags} refused: no backup: {traceback.format_exc()}"
     if failures := _by_rank(updater, failure):
         if backup is not None:
             backup.release_refused()
         return _refused(ReleaseMemoryOccupationReqOutput(), failures)
-    return original(updater, dataclasses.replace(request, tags=tags))
+    return _one_by_one(original, updater, request, tags, meter)
 
 
 def resume_tags(original: Original, updater: Any, request: Any) -> Any:
@@ -117,51 +129,46 @@ def resume_tags(original: Original, updater: Any, request: Any) -> Any:
         return original(updater, request)
     from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqOutput
 
-    tags, failure = _split(request, lambda tag: tag in updater.offload_tags)
+    tags, failure = _split(request.tags or RESUME_ORDER, lambda tag: tag in updater.offload_tags)
     if not tags and failure is None:
         return ResumeMemoryOccupationReqOutput()
     backup = backup_of(updater.tp_worker.model_runner.model)
-    failure = failure or _lack_of_memory(tags)
-    if failure is None and backup is not None and backup.stale and tags == [KV_CACHE_TAG]:
+    failure = failure or _lack_of_memory(updater, tags)
+    alone = KV_CACHE_TAG in tags and WEIGHTS_TAG not in tags
+    if failure is None and backup is not None and backup.stale and alone:
         failure = f"resume of {tags} refused: {backup.stale}; sync the weights first"
     if failures := _by_rank(updater, failure):
         return _refused(ResumeMemoryOccupationReqOutput(), failures)
-    reply = original(updater, dataclasses.replace(request, tags=tags))
-    if WEIGHTS_TAG not in tags or backup is None:
-        return reply
-    try:
-        backup.restore()
-    except Exception:
-        failure = f"the weights could not be restored: {traceback.format_exc()}"
+    meter = _meter(updater)
+    return _one_by_one(original, updater, request, tags, meter, restored=backup)
+
+
+def _one_by_one(
+    original: Original,
+    updater: Any,
+    request: Any,
+    tags: Sequence[str],
+    meter: StageMeter,
+    restored: Any = None,
+) -> Any:
+    """Upstream's step for one tag after the other; its reply with what they cost on every rank.
+
+    Args:
+        restored: the backup that brings back the weights as soon as they are mapped, or None.
+    """
+    failure: str | None = None
+    reply: Any = None
+    for tag in tags:
+        with meter.step(tag):
+            reply = original(updater, dataclasses.replace(request, tags=[tag]))
+            if tag == WEIGHTS_TAG and restored is not None:
+                try:
+                    restored.restore()
+                except Exception:
+                    failure = f"the weights could not be restored: {traceback.format_exc()}"
+    reply.costs = by_rank(from_all_ranks(updater, meter.costs))
     failures = _by_rank(updater, failure)
     return _refused(reply, failures) if failures else reply
-
-
-async def release_or_raise(original: Original, manager: Any, obj: Any, request: Any = None) -> None:
-    """AROUND `TokenizerControlMixin.release_memory_occupation`: raises what the engine refused."""
-    await _ask(original, manager, manager.release_memory_occupation_communicator, obj, request)
-
-
-async def resume_or_raise(original: Original, manager: Any, obj: Any, request: Any = None) -> None:
-    """AROUND `TokenizerControlMixin.resume_memory_occupation`: raises what the engine refused."""
-    await _ask(original, manager, manager.resume_memory_occupation_communicator, obj, request)
-
-
-async def _ask(
-    original: Original,
-    manager: Any,
-    communicator: Callable[[Any], Awaitable[Iterable[Any]]],
-    obj: Any,
-    request: Any,
-) -> None:
-    """As the original, which drops the replies."""
-    if not is_ours(manager.server_args):
-        await original(manager, obj, request)
-        return
-    manager.auto_create_handle_loop()
-    replies = await communicator(obj)
-    if refusals := [text for text in (getattr(r, "refusal", None) for r in replies) if text]:
-        raise MemoryRequestRefused("\n".join(refusals))
 
 
 def _refused(reply: Any, failures: Sequence[str]) -> Any:
@@ -177,23 +184,22 @@ def _by_rank(updater: Any, failure: str | None) -> list[str]:
     return failures_on_any_rank(updater, text)
 
 
-def _split(request: Any, wanted: Callable[[str], bool]) -> tuple[list[str], str | None]:
-    """The tags of a request that need something done, and what is wrong with the request."""
+def _split(asked: Sequence[str], wanted: Callable[[str], bool]) -> tuple[list[str], str | None]:
+    """The tags that need something done, and what is wrong with those that were asked for."""
     from sglang.srt.constants import GPU_MEMORY_ALL_TYPES
 
-    asked = list(dict.fromkeys(request.tags or GPU_MEMORY_ALL_TYPES))
-    unknown = [tag for tag in asked if tag not in GPU_MEMORY_ALL_TYPES]
+    unknown = [tag for tag in dict.fromkeys(asked) if tag not in GPU_MEMORY_ALL_TYPES]
     if unknown:
         allowed = ", ".join(GPU_MEMORY_ALL_TYPES)
         return [], f"unknown memory tags {unknown}; allowed: {allowed}"
-    return [tag for tag in asked if wanted(tag)], None
+    return [tag for tag in dict.fromkeys(asked) if wanted(tag)], None
 
 
-def _lack_of_memory(tags: Sequence[str]) -> str | None:
+def _lack_of_memory(updater: Any, tags: Sequence[str]) -> str | None:
     """Why `tags` cannot be mapped now, or None; the memory saver would end the process."""
     if not torch.cuda.is_available():
         return None
-    needed = nbytes_under(tags, torch.cuda.current_device())
+    needed = sum(_gpu_bytes(updater, tag) for tag in tags)
     free = torch.cuda.mem_get_info()[0]
     if needed > free:
         torch.cuda.empty_cache()
@@ -204,6 +210,39 @@ def _lack_of_memory(tags: Sequence[str]) -> str | None:
         f"resume of {list(tags)} refused: it needs {needed / 1e6:.0f} MB of GPU memory, "
         f"{(needed - free) / 1e6:.0f} MB more than are free"
     )
+
+
+def _meter(updater: Any) -> StageMeter:
+    return StageMeter(
+        gpu_bytes=lambda tag: _gpu_bytes(updater, tag),
+        host_bytes=lambda tag: _host_bytes(updater, tag),
+    )
+
+
+def _gpu_bytes(updater: Any, tag: str) -> int:
+    """Device memory under `tag` on this rank, whether it is mapped or not."""
+    if not torch.cuda.is_available():
+        return 0
+    device = torch.cuda.current_device()
+    if tag != CUDA_GRAPH_TAG:
+        return nbytes_under([tag], device)
+    if os.environ.get(GRAPHS_VARIABLE, "").lower() not in ("1", "true", "yes", "on"):
+        return 0
+    # The graphs' pool is torch's own; the memory saver marks what is allocated during a capture.
+    runner = getattr(updater.tp_worker.model_runner, "decode_cuda_graph_runner", None)
+    pool_id = getattr(getattr(runner, "backend", None), "_pool", None)
+    return 0 if pool_id is None else nbytes_in_pool(pool_id, device)
+
+
+def _host_bytes(updater: Any, tag: str) -> int:
+    """Host memory that keeps the content of `tag` now."""
+    if tag != WEIGHTS_TAG:
+        return 0
+    backup = backup_of(updater.tp_worker.model_runner.model)
+    ours = 0 if backup is None else backup.host_bytes
+    if not torch.cuda.is_available() or tag not in updater.offload_tags:
+        return ours
+    return ours + host_nbytes_under(tag, torch.cuda.current_device())
 
 
 def is_ours(server_args: Any) -> bool:

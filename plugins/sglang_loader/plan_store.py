@@ -2,8 +2,8 @@
 
     loader = loader_of(model)
     loader.start(context, recheck_every_n_syncs=0)
-    for index, (layout, buffer) in enumerate(sync):
-        loader.load(index, layout, buffer, read_only=False)
+    for index, (layout, source) in enumerate(sync):
+        loader.load(index, layout, source, read_only=False)
     outcome = loader.finish()
 
 The first sync loads eagerly while its plan is recorded and checked, bucket by bucket; later syncs
@@ -25,6 +25,7 @@ import torch
 from sglang_loader.host_backup import publish_coverage, withdraw_coverage
 from sglang_loader.load_plan import (
     BucketLayout,
+    BucketSource,
     DestinationProbe,
     LoadPlan,
     PlanBuilder,
@@ -116,15 +117,18 @@ class ModelLoader:
         self._way = _Way.CHECK if due else _Way.REPLAY
 
     def load(
-        self, index: int, layout: BucketLayout, buffer: torch.Tensor, *, read_only: bool
-    ) -> None:
-        """Load one bucket on the current stream; asynchronous on a GPU.
+        self, index: int, layout: BucketLayout, source: BucketSource, *, read_only: bool
+    ) -> bool:
+        """Load one bucket; asynchronous on a GPU.
 
         Args:
             index: position in the sync, from 0.
-            layout: what the buffer holds.
-            buffer: flat uint8, at least `layout.nbytes` long.
-            read_only: the loader may not change the buffer.
+            layout: what the source holds.
+            source: the bucket.
+            read_only: the loader may not change the source.
+
+        Returns:
+            True if the plan was replayed: then all work is on the current stream.
 
         Raises:
             Exception: what `load_weights` raises.
@@ -135,14 +139,16 @@ class ModelLoader:
                 self._start_recording()
         if index == 0 and self._way is _Way.RECORD and self._is_unfit(layout):
             self._way = _Way.EAGER
-        if self._way is _Way.REPLAY:
-            self._replay(index, buffer)
-        elif self._way is _Way.CHECK:
+        if self._way is _Way.REPLAY and self._replay(index, source):
+            return True
+        buffer = source.packed(layout)
+        if self._way is _Way.CHECK:
             self._check(index, buffer)
         elif self._way is _Way.RECORD:
             self._record(index, layout, buffer)
         else:
             self._load_eagerly(layout, buffer, read_only)
+        return False
 
     def finish(self) -> SyncOutcome:
         """End a sync whose buckets all came."""
@@ -165,7 +171,7 @@ class ModelLoader:
         )
 
     def unbind(self) -> None:
-        """Let go of the buffers that replays have read from."""
+        """Let go of the memory that replays have read from."""
         if self._compiled is not None:
             self._compiled.executor.unbind()
 
@@ -203,19 +209,20 @@ class ModelLoader:
             return False
         return self._compiled is not None
 
-    def _replay(self, index: int, buffer: torch.Tensor) -> None:
+    def _replay(self, index: int, source: BucketSource) -> bool:
+        """False if it failed: load the bucket, and the rest of the sync, eagerly."""
         assert self._compiled is not None
         bucket = self._compiled.plan.buckets[index]
         try:
-            self._compiled.executor.replay(index, buffer)
+            self._compiled.executor.replay(index, source)
         except Exception as error:
             if bucket.changes_buffer:
                 raise  # the sources are no longer what was sent
             self._drop_plan(f"the replay of bucket {index} failed: {error!r}")
             self._way = _Way.EAGER
-            self._load_eagerly(bucket.layout, buffer, read_only=True)
-            return
+            return False
         self._num_replayed += 1
+        return True
 
     def _check(self, index: int, buffer: torch.Tensor) -> None:
         assert self._compiled is not None

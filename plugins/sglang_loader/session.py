@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -20,16 +19,14 @@ import torch
 from sglang_loader import session_messages as wire
 from sglang_loader.bucket_loader import NamedTensors, synchronize
 from sglang_loader.engine_context import device_of, engine_context, tp_rank
-from sglang_loader.load_plan import BucketLayout
 from sglang_loader.plan_store import ModelLoader, SyncOutcome, loader_of
 from sglang_loader.session_channel import Channel
 from sglang_loader.session_messages import FromTrainer, SessionDescriptor, SessionError
-from sglang_loader.shared_buffer import BufferHandle, map_buffer
+from sglang_loader.session_state import InFlight, Layouts, Mappings, Sources
 
 logger = logging.getLogger(__name__)
 
 HANDSHAKE_TIMEOUT_S = 30.0
-MAX_LAYOUTS = 4096
 
 
 def load_session(model: Any, named_tensors: NamedTensors) -> None:
@@ -84,68 +81,9 @@ def loading_into(models: Sequence[Any]) -> Iterator[None]:
         _visits.models = ()
 
 
-class _Layouts:
-    """Layouts by digest, so that a known one need not travel again."""
-
-    def __init__(self) -> None:
-        self._known: OrderedDict[str, BucketLayout] = OrderedDict()
-        self._distinct: tuple[str, ...] = ()
-
-    @property
-    def digests(self) -> list[str]:
-        return list(self._known)
-
-    def get(self, digest: str, encoded: bytes | None) -> BucketLayout:
-        """The layout; remembered if it came along."""
-        if encoded is not None and digest not in self._known:
-            self._known[digest] = wire.decode_layout(encoded, digest)
-            while len(self._known) > MAX_LAYOUTS:
-                self._known.popitem(last=False)
-        if digest not in self._known:
-            raise SessionError(f"the layout with digest {digest} was never sent")
-        self._known.move_to_end(digest)
-        return self._known[digest]
-
-    def check_distinct(self, digests: Sequence[str]) -> None:
-        """Raise SessionError if a tensor came twice; the same layouts are looked at once."""
-        if tuple(digests) == self._distinct:
-            return
-        names = [tensor.name for digest in digests for tensor in self._known[digest].tensors]
-        if len(set(names)) != len(names):
-            raise SessionError(f"{len(names)} tensors came, but only {len(set(names))} names")
-        self._distinct = tuple(digests)
-
-
-class _Mappings:
-    """The trainer's buffers in this process, by name; they may outlive a session."""
-
-    def __init__(self) -> None:
-        self._mapped: dict[str, torch.Tensor] = {}
-        self._used: set[str] = set()
-
-    @property
-    def names(self) -> list[str]:
-        return list(self._mapped)
-
-    def get(self, name: str, handle: BufferHandle | None, device: torch.device) -> torch.Tensor:
-        """Map the memory, or find it mapped."""
-        if handle is not None:
-            self._mapped[name] = map_buffer(handle, device)
-        if name not in self._mapped:
-            raise SessionError(f"buffer {name} is not mapped, and no handle came with it")
-        self._used.add(name)
-        return self._mapped[name]
-
-    def end_session(self, *, keep: bool) -> bool:
-        """Unmap what the session did not use, or all; True if anything was dropped."""
-        kept = {name: self._mapped[name] for name in self._used} if keep else {}
-        dropped = len(kept) < len(self._mapped)
-        self._mapped, self._used = kept, set()
-        return dropped
-
-
-_layouts = _Layouts()
-_mappings = _Mappings()
+_layouts = Layouts()
+_mappings = Mappings()
+_sources = Sources()
 
 
 class _Session:
@@ -159,6 +97,7 @@ class _Session:
         self._slots: dict[int, torch.Tensor] = {}
         self._digests: list[str] = []
         self._num_tensors = 0
+        self._in_flight = InFlight(self._device)
 
     def run(self) -> None:
         """Serve until commit; tell the trainer of a failure before raising it."""
@@ -194,15 +133,19 @@ class _Session:
                 recheck_every_n_syncs=self._descriptor.recheck_every_n_syncs,
             )
         while True:
+            # The next bucket is launched while the device still works on this one.
+            while self._in_flight.is_full or (self._in_flight and not channel.has_message()):
+                channel.send(wire.BucketDone, index=self._in_flight.finish_oldest())
             message = channel.receive()
             if isinstance(message, wire.LoadBucket):
                 self._load(message)
-                channel.send(wire.BucketDone, index=message.index)
             elif isinstance(message, wire.MapBuffer):
                 self._slots[message.slot] = _mappings.get(
-                    message.buffer, message.handle, self._device
+                    message.buffer, message.handle, self._device, keep=message.keep
                 )
             elif isinstance(message, wire.Commit):
+                while self._in_flight:
+                    channel.send(wire.BucketDone, index=self._in_flight.finish_oldest())
                 outcome = self._commit(message)
                 channel.send(
                     wire.Committed,
@@ -220,24 +163,18 @@ class _Session:
     def _load(self, message: wire.LoadBucket) -> None:
         if message.index != len(self._digests):
             raise SessionError(f"got bucket {message.index}, expected {len(self._digests)}")
-        if message.slot not in self._slots:
-            raise SessionError(f"bucket {message.index} lies in slot {message.slot}: not mapped")
         layout = _layouts.get(message.digest, message.layout)
-        buffer = self._slots[message.slot]
-        if message.offset < 0 or message.offset + layout.nbytes > buffer.numel():
-            raise SessionError(
-                f"bucket {message.index} at bytes {message.offset}+{layout.nbytes} leaves the "
-                f"buffer of {buffer.numel()}"
-            )
-        source = buffer[message.offset : message.offset + layout.nbytes]
-        for loader in self._loaders:
+        source = _sources.get(message, self._slots, layout)
+        replayed = [
             loader.load(message.index, layout, source, read_only=message.read_only)
+            for loader in self._loaders
+        ]
         self._digests.append(message.digest)
         self._num_tensors += len(layout.tensors)
-        synchronize(self._device)
+        self._in_flight.add(message.index, on_current_stream=all(replayed))
 
     def _commit(self, commit: wire.Commit) -> SyncOutcome:
-        """Every announced tensor came exactly once."""
+        """Every announced tensor came exactly once. Called with nothing in flight."""
         if (commit.num_buckets, commit.num_tensors) != (len(self._digests), self._num_tensors):
             raise SessionError(
                 f"{self._num_tensors} tensors in {len(self._digests)} buckets came, the trainer "
@@ -250,6 +187,9 @@ class _Session:
 
     def _let_go(self) -> None:
         self._slots.clear()
-        if _mappings.end_session(keep=self._descriptor.keep_mappings):
+        if self._in_flight:  # a failure: nothing is unmapped while the device may read it
+            synchronize(self._device)
+        if _mappings.end_session():
+            _sources.forget()
             for loader in self._loaders:
                 loader.unbind()

@@ -110,9 +110,18 @@ class Channel(Generic[Received]):
                     continue
                 raise SessionError(f"the {self._peer}'s process is gone")
             if watch is not None:
-                watch()
+                try:
+                    watch()
+                except Exception:
+                    if self.has_message():  # it came while this process slept: it comes first
+                        return True
+                    raise
             if time.monotonic() > deadline:
                 return False
+
+    def has_message(self) -> bool:
+        """True if `receive` would return at once."""
+        return bool(self._socket.poll(0))
 
     def _checked(self, data: bytes) -> Received:
         message = self._decode(data)

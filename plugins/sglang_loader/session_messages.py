@@ -7,8 +7,8 @@ else over a socket that the trainer binds in a private folder:
     Hello(layouts, buffers it has)    ->
                                       <-     Welcome
                                       <-     MapBuffer(slot, buffer, handle)  once per slot
-                                      <-     LoadBucket(index, slot, digest, layout if unknown)
-    BucketDone(index)                 ->     the slot may be written again
+                                      <-     LoadBucket(index, pieces, digest, layout if unknown)
+    BucketDone(index)                 ->     its memory may be written again
                                       ...
                                       <-     Commit(counts) or Abort(reason)
     Committed(how it was loaded)      ->
@@ -31,7 +31,7 @@ from sglang_loader.load_plan import BucketLayout, BucketTensor
 from sglang_loader.manifest import ManifestError
 from sglang_loader.shared_buffer import CpuHandle, CudaHandle
 
-SESSION_VERSION = 1
+SESSION_VERSION = 2
 
 
 class SessionError(RuntimeError):
@@ -48,7 +48,6 @@ class SessionDescriptor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         timeout_s: longest silence that either side tolerates, in seconds.
         recheck_every_n_syncs: check the load plan against the model's own loader in every n-th
             sync; 0: only when it is made.
-        keep_mappings: keep the trainer's buffers mapped after the session.
     """
 
     version: int
@@ -56,7 +55,6 @@ class SessionDescriptor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     token: str
     timeout_s: float
     recheck_every_n_syncs: int
-    keep_mappings: bool
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
@@ -81,18 +79,36 @@ class Welcome(_Message, frozen=True, kw_only=True):
 
 
 class MapBuffer(_Message, frozen=True, kw_only=True):
-    """Trainer: buckets of `slot` lie in this buffer from now on.
+    """Trainer: `slot` names this buffer from now on.
 
     Attributes:
         slot: number within this session.
-        buffer: names one piece of memory for as long as it is allocated.
+        buffer: names one block of memory for as long as it is allocated.
         handle: None where the engine still has the buffer mapped: torch counts the receivers of a
             handle, so each handle is sent once.
+        keep: keep the buffer mapped after the session.
     """
 
     slot: int
     buffer: str
     handle: CpuHandle | CudaHandle | None
+    keep: bool
+
+
+class BucketPiece(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Consecutive bytes of a bucket, and where they are.
+
+    Attributes:
+        slot: the buffer.
+        offset: of the piece's first byte in that buffer.
+        start: of the piece's first byte in the bucket's layout.
+        nbytes: length.
+    """
+
+    slot: int
+    offset: int
+    start: int
+    nbytes: int
 
 
 class LoadBucket(_Message, frozen=True, kw_only=True):
@@ -100,16 +116,14 @@ class LoadBucket(_Message, frozen=True, kw_only=True):
 
     Attributes:
         index: position in the session, from 0.
-        slot: buffer that holds it.
-        offset: first byte of the bucket in the buffer.
+        pieces: where its bytes are, by ascending `start`: one piece where it was packed.
         digest: names the layout.
         layout: the encoded layout, None where the engine knows the digest.
-        read_only: the buffer is the trainer's own memory.
+        read_only: the pieces are the trainer's own memory.
     """
 
     index: int
-    slot: int
-    offset: int
+    pieces: list[BucketPiece]
     digest: str
     layout: bytes | None
     read_only: bool
@@ -129,7 +143,7 @@ class Abort(_Message, frozen=True, kw_only=True):
 
 
 class BucketDone(_Message, frozen=True, kw_only=True):
-    """Engine: the device has finished reading the bucket."""
+    """Engine: the device has finished with the bucket."""
 
     index: int
 

@@ -33,13 +33,14 @@ def activate() -> None:
         for target, hook in (
             (f"{_UPDATER}.update_weights_from_tensor", weights.update_on_all_ranks),
             (f"{_UPDATER}.update_weights_from_distributed", weights.receive_on_all_ranks),
+            (f"{_RUNNER}.init_weights_update_group", weights.join_group),
             (f"{_RUNNER}.destroy_weights_update_group", weights.leave_group),
             (f"{_UPDATER}.release_memory_occupation", memory.release_tags),
             (f"{_UPDATER}.resume_memory_occupation", memory.resume_tags),
             (f"{_RUNNER}.load_model", memory.load_model),
-            (f"{_ENGINE}._launch_subprocesses", http.launch_with_idempotency),
-            (f"{_TOKENIZER}.release_memory_occupation", memory.release_or_raise),
-            (f"{_TOKENIZER}.resume_memory_occupation", memory.resume_or_raise),
+            (f"{_ENGINE}._launch_subprocesses", http.launch_with_middleware),
+            (f"{_TOKENIZER}.release_memory_occupation", http.release_or_raise),
+            (f"{_TOKENIZER}.resume_memory_occupation", http.resume_or_raise),
         ):
             HookRegistry.register(target, hook, HookType.AROUND)
     except Exception:

@@ -1,16 +1,31 @@
 """The process group over which a trainer broadcasts weights to engines, as SGLang forms it.
 
 SGLang's `init_weights_update_group` calls a function of its own in every engine rank; the trainer,
-rank 0, has to call the same one to meet them.
+rank 0, has to call the same one to meet them. Then all ranks connect: NCCL makes its communicator
+in a group's first collective and blocks there until all ranks have come, so that collective belongs
+to the forming of the group and not to the first sync, in which the ranks do not start together.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed.distributed_c10d import _get_process_group_store
+
+from sglang_loader.broadcast import Broadcast
+
+GROUP_PREFIX = "weight_sync_"
+"""How the names of our groups begin; the engine connects those."""
+
+CONNECT_TIMEOUT_S = 120.0
+_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
 class MeetingPoint:
@@ -61,18 +76,77 @@ class MeetingPoint:
 
 
 def join_as_source(
-    store: TCPStore, *, backend: str, world_size: int, name: str, timeout_s: float
+    store: TCPStore, *, device: torch.device, world_size: int, name: str, timeout_s: float
 ) -> Any:
-    """Become rank 0; returns the process group once the engines have come (gloo) or may (NCCL)."""
+    """Become rank 0; returns the connected process group once all engine ranks have come.
+
+    Args:
+        store: a connection to the meeting point.
+        device: of the buffers that will be broadcast; decides between NCCL and gloo.
+        world_size: this process and all engine ranks.
+        name: the group's, starts with `GROUP_PREFIX`.
+        timeout_s: how long to wait for another rank, in seconds.
+    """
     from sglang.srt.utils import init_custom_process_group
 
-    return init_custom_process_group(
-        backend=backend,
-        store=PrefixStore(name, store),
-        world_size=world_size,
-        rank=0,
-        group_name=name,
-        timeout=timedelta(seconds=timeout_s),
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # each thread has its own, and starts with GPU 0
+    with errors_left_to_us():
+        group = init_custom_process_group(
+            backend=backend_of(device),
+            store=PrefixStore(name, store),
+            world_size=world_size,
+            rank=0,
+            group_name=name,
+            timeout=timedelta(seconds=timeout_s),
+        )
+    try:
+        connect(group, device, timeout_s)
+    except Exception:
+        leave(group, broken=True)
+        raise
+    return group
+
+
+def backend_of(device: torch.device) -> str:
+    """ "gloo" on a CPU, else "nccl"."""
+    return "gloo" if device.type == "cpu" else "nccl"
+
+
+@contextmanager
+def errors_left_to_us() -> Iterator[None]:
+    """A NCCL group made in the body does not end the process when a peer dies or takes long.
+
+    torch's watchdog does that otherwise; here whoever waits for a broadcast finds out, and the
+    group is aborted.
+    """
+    before = os.environ.get(_ERROR_HANDLING)
+    os.environ[_ERROR_HANDLING] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_ERROR_HANDLING]
+        else:
+            os.environ[_ERROR_HANDLING] = before
+
+
+def connect(group: Any, device: torch.device, timeout_s: float = CONNECT_TIMEOUT_S) -> None:
+    """The group's first collective; every rank calls this right after it joined.
+
+    Nothing ends a rank's wait for the others in NCCL, so all wait in the store before: closing it
+    sends them away.
+
+    Raises:
+        BroadcastError: a rank did not come.
+        torch.distributed.DistError: the store was closed; a rank did not join at all.
+    """
+    store = _get_process_group_store(group)
+    if store.add("here", 1) == group.size():
+        store.set("all here", "")
+    store.wait(["all here"])
+    Broadcast(torch.zeros(1, dtype=torch.uint8, device=device), group).wait(
+        timeout_s, "the first byte of the update group"
     )
 
 

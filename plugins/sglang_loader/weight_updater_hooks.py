@@ -27,6 +27,7 @@ from sglang_loader.engine_context import device_of
 from sglang_loader.host_backup import backup_of
 from sglang_loader.manifest import ManifestError
 from sglang_loader.session import loading_into
+from sglang_loader.update_group import GROUP_PREFIX, connect, errors_left_to_us, leave
 
 logger = logging.getLogger(__name__)
 
@@ -82,8 +83,36 @@ def receive_on_all_ranks(original: Original, updater: Any, request: Any) -> Any:
 
             failures = _update(updater, request, load)
     if failures:
-        receiver.give_up()
+        _give_up(receiver, runner, request.group_name)
     return UpdateWeightsFromDistributedReqOutput(not failures, "\n".join(failures) or "Success")
+
+
+def join_group(
+    original: Original,
+    runner: Any,
+    master_address: str,
+    master_port: int,
+    rank_offset: int,
+    world_size: int,
+    group_name: str,
+    backend: str = "nccl",
+) -> tuple[bool, str]:
+    """AROUND `ModelRunner.init_weights_update_group`: connect ours, see `update_group`."""
+    arguments = (master_address, master_port, rank_offset, world_size, group_name, backend)
+    if not group_name.startswith(GROUP_PREFIX):
+        joined: tuple[bool, str] = original(runner, *arguments)
+        return joined
+    with errors_left_to_us():
+        success, message = original(runner, *arguments)
+    if not success:
+        return False, message
+    try:
+        connect(runner._model_update_group[group_name], device_of(runner.model))
+    except Exception:
+        logger.exception("cannot connect %s", group_name)
+        leave(runner._model_update_group.pop(group_name), broken=True)
+        return False, traceback.format_exc()
+    return True, message
 
 
 def leave_group(original: Original, runner: Any, group_name: str) -> Any:
@@ -93,12 +122,25 @@ def leave_group(original: Original, runner: Any, group_name: str) -> Any:
     sending it would block this process.
     """
     receiver = _receivers.get(runner)
-    if receiver is not None and receiver.is_waiting:
-        receiver.give_up()
-        group = runner._model_update_group.get(group_name)
-        if group is not None:
+    group = runner._model_update_group.get(group_name)
+    if receiver is not None and group is not None:
+        if receiver.is_waiting_in(group):
+            receiver.give_up()
             group.abort()
+        receiver.left(group)
     return original(runner, group_name)
+
+
+def _give_up(receiver: BroadcastReceiver, runner: Any, group_name: str) -> None:
+    """End a failed sync. On a GPU a broadcast that goes on would block whatever frees memory there,
+    such as the release of the KV cache; on a CPU `leave_group` ends it, so that the trainer first
+    reads this reply."""
+    receiver.give_up()
+    group = runner._model_update_group.get(group_name)
+    on_gpu = device_of(runner.model).type != "cpu"
+    if group is not None and on_gpu and receiver.is_waiting_in(group):
+        group.abort()
+        receiver.left(group)
 
 
 _receivers: WeakKeyDictionary[Any, BroadcastReceiver] = WeakKeyDictionary()
@@ -158,7 +200,12 @@ def _draft_and_target(updater: Any, worker: Any) -> list[Any]:
 
 def failures_on_any_rank(updater: Any, failure: str | None) -> list[str]:
     """What went wrong on the TP ranks, the same list on all of them; each must call this."""
+    return [text for text in from_all_ranks(updater, failure) if text]
+
+
+def from_all_ranks(updater: Any, item: Result) -> list[Result]:
+    """Every TP rank's `item`, by rank, on all of them; each must call this."""
     group = updater.tp_cpu_group
-    texts: list[str | None] = [None] * torch.distributed.get_world_size(group=group)
-    torch.distributed.all_gather_object(texts, failure, group=group)
-    return [text for text in texts if text]
+    items: list[Any] = [None] * torch.distributed.get_world_size(group=group)
+    torch.distributed.all_gather_object(items, item, group=group)
+    return items

@@ -4,9 +4,13 @@ Every trainer rank exports (that is collective); the first one packs buckets int
 buffers, broadcasts them, and tells each replica's server what is coming. A bucket's broadcast
 begins before the one before it is loaded, and the next bucket is packed meanwhile:
 
-    trainer   pack 0 | pack 1 | pack 2     | pack 3     |
-    group            | send 0 | send 1     | send 2     |
-    engines                   | load 0     | load 1     |
+    trainer   pack 0 | pack 1 | pack 2          | pack 3     |
+    group                     | send 0 | send 1 | send 2     |
+    engines                            | load 0 | load 1     |
+
+No broadcast begins before the engines are told of it: on a GPU it would wait there for them, and
+whatever of the trainer waits for the whole GPU meanwhile (freeing memory, its own collectives'
+set-up) would wait for ever.
 """
 
 from __future__ import annotations
@@ -21,13 +25,13 @@ from typing import Any
 
 import torch
 
+from sglang_loader.broadcast import POLL_S, Broadcast, BroadcastError
 from sglang_loader.broadcast_messages import (
     BROADCAST_COMPILED,
     BROADCAST_EAGER,
     BroadcastBucket,
     encode_bucket,
 )
-from sglang_loader.broadcast_receiver import POLL_S, BroadcastError, start_broadcast
 from sglang_loader.load_plan import BucketLayout
 from sglang_loader.manifest import WIRE_VERSION, BucketManifest, TensorEntry
 from sglang_loader.update_keys import UpdateKeys
@@ -124,12 +128,13 @@ class BroadcastTransport:
 
 
 @dataclass(frozen=True)
-class _Announced:
-    """A bucket whose broadcast has begun, and which no server has been told of yet."""
+class _Packed:
+    """A bucket that lies in its staging buffer; `num_tensors` counts from the sync's first."""
 
     index: int
     layout: BucketLayout
     num_tensors: int
+    flat: torch.Tensor
 
 
 class _BroadcastSync:
@@ -148,45 +153,48 @@ class _BroadcastSync:
         self._report = report
         self._id = uuid.uuid4().hex
         self._keys = [UpdateKeys() for _ in group.members]
-        self._works: list[Any] = []
+        self._broadcasts: list[Broadcast] = []
         self._requests: list[Future[Any]] = []
-        self._waiting: _Announced | None = None
+        self._waiting: _Packed | None = None
         self._num_tensors = 0
 
     def make_room(self, index: int) -> None:
         """Wait until the staging buffer of bucket `index` has been sent."""
         if index >= NUM_BUFFERS:
             with self._report.stage("send"):
-                self._wait_for(self._works[index - NUM_BUFFERS], f"bucket {index - NUM_BUFFERS}")
+                self._wait_for(self._broadcasts[index - NUM_BUFFERS], index - NUM_BUFFERS)
 
     def send(self, batch: Batch, flat: torch.Tensor) -> None:
-        """Begin a bucket's broadcast, and have the bucket before it loaded."""
-        self._works.append(start_broadcast(flat, self._group.process_group))
+        """Have the bucket before this one loaded, and begin this one's broadcast."""
         self._num_tensors += len(batch.tensors)
         before = self._waiting
-        self._waiting = _Announced(batch.index, batch.bucket.layout, self._num_tensors)
+        self._waiting = _Packed(batch.index, batch.bucket.layout, self._num_tensors, flat)
         if before is not None:
-            self._post(before, next_nbytes=flat.numel())
+            self._post(before, following=self._waiting)
 
     def finish(self) -> None:
         """Have the last bucket loaded, the prefix caches dropped and the version published."""
         if self._waiting is None:
             raise ValueError("the trainer exported no tensor")
-        self._post(self._waiting, next_nbytes=None)
+        self._post(self._waiting, following=None)
         self._wait_for_requests()
 
-    def _post(self, bucket: _Announced, *, next_nbytes: int | None) -> None:
+    def _post(self, bucket: _Packed, *, following: _Packed | None) -> None:
+        """Tell the servers of a bucket and of the one that follows; both broadcasts have begun."""
         self._wait_for_requests()
-        last = next_nbytes is None
+        last = following is None
         text = encode_bucket(
             BroadcastBucket(
                 manifest=_manifest(bucket, sync_id=self._id, last=last),
-                next_nbytes=next_nbytes or 0,
+                next_nbytes=following.flat.numel() if following is not None else 0,
                 timeout_s=self._settings.request_timeout_s,
                 recheck_every_n_syncs=self._settings.recheck_every_n_syncs,
             )
         )
         compiled = self._settings.mode == "compiled"
+        for packed in (bucket, following)[bucket.index > 0 :]:
+            if packed is not None:
+                self._broadcasts.append(Broadcast(packed.flat, self._group.process_group))
         self._requests = [
             client.submit(
                 operations.update_from_distributed(
@@ -210,23 +218,21 @@ class _BroadcastSync:
                 request.result()
         self._requests = []
 
-    def _wait_for(self, work: Any, what: str) -> None:
+    def _wait_for(self, broadcast: Broadcast, index: int) -> None:
         """Wait for a broadcast, unless a replica fails meanwhile: then it would never end."""
         deadline = time.monotonic() + self._settings.request_timeout_s
-        while work is not None and not work.is_completed():
+        while not broadcast.is_done():
             for request in self._requests:
                 if request.done():
                     request.result()
             if time.monotonic() > deadline:
                 raise BroadcastError(
-                    f"{what} was not received within {self._settings.request_timeout_s:g} s"
+                    f"bucket {index} was not received within {self._settings.request_timeout_s:g} s"
                 )
             time.sleep(POLL_S)
-        if work is not None:
-            work.wait()
 
 
-def _manifest(bucket: _Announced, *, sync_id: str, last: bool) -> BucketManifest:
+def _manifest(bucket: _Packed, *, sync_id: str, last: bool) -> BucketManifest:
     return BucketManifest(
         version=WIRE_VERSION,
         sync_id=sync_id,

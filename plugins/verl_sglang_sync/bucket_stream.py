@@ -59,17 +59,11 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Batch:
-    """One bucket of one sync: `tensors[i]` belongs to `bucket.layout.tensors[i]`.
-
-    Attributes:
-        start: where the tensors already lie as the layout says: the first byte in the storage of
-            `tensors[0]`; None where they must be packed.
-    """
+    """One bucket of one sync: `tensors[i]` belongs to `bucket.layout.tensors[i]`."""
 
     index: int
     bucket: Bucket
     tensors: list[torch.Tensor]
-    start: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,8 +75,6 @@ class Cut:
         stop: number of tensors of the stream that have been read by then.
         positions: in the stream, in loading order.
         names: of the tensors read for this cut; `shapes` and `dtypes` likewise.
-        offsets: in their common storage, in loading order, where the bucket is read in place.
-        start: of the bucket in that storage.
     """
 
     bucket: Bucket
@@ -91,8 +83,6 @@ class Cut:
     names: list[str]
     shapes: list[torch.Size]
     dtypes: list[torch.dtype]
-    offsets: list[int] | None = None
-    start: int | None = None
 
 
 class BucketStream:
@@ -110,10 +100,6 @@ class BucketStream:
     def cuts(self) -> list[Cut]:
         """How the next sync will be cut if its stream is the same; empty if unknown."""
         return self._cuts or []
-
-    def use(self, cuts: list[Cut]) -> None:
-        """Cut the next sync like this if its stream is the same."""
-        self._cuts = cuts
 
     def batches(self, weights: Iterable[NamedTensor], report: SyncReport) -> Iterator[Batch]:
         """Yield the buckets of `weights` in order; one bucket and what closes it is held.
@@ -146,13 +132,13 @@ class BucketStream:
             same = _is_same(chunk, cut)
             held += [tensor for _, tensor in chunk]
             del chunk
-            if not same or not _lies_there([held[i] for i in cut.positions], cut):
+            if not same:
                 unsent = [(n, t) for n, t in zip(names, held, strict=True) if t is not None]
                 del held
                 yield from self._planned(source, unsent, index, report)
                 self._cuts = None
                 return
-            batch = Batch(index, cut.bucket, [held[i] for i in cut.positions], cut.start)  # type: ignore[misc]
+            batch = Batch(index, cut.bucket, [held[i] for i in cut.positions])  # type: ignore[misc]
             for position in cut.positions:
                 held[position] = None
             yield batch
@@ -237,18 +223,4 @@ def _is_same(chunk: list[NamedTensor], cut: Cut) -> bool:
         [name for name, _ in chunk] == cut.names
         and [tensor.shape for _, tensor in chunk] == cut.shapes
         and [tensor.dtype for _, tensor in chunk] == cut.dtypes
-    )
-
-
-def _lies_there(tensors: list[torch.Tensor | None], cut: Cut) -> bool:
-    """True for a bucket that is packed; else if the tensors lie where the cut says."""
-    if cut.offsets is None or cut.start is None:
-        return True
-    found = [tensor for tensor in tensors if tensor is not None]
-    storage = found[0].untyped_storage()
-    base = storage.data_ptr()
-    return (
-        [tensor.data_ptr() - base for tensor in found] == cut.offsets
-        and cut.start + cut.bucket.layout.nbytes <= storage.nbytes()
-        and all(tensor.is_contiguous() for tensor in found)
     )

@@ -8,11 +8,13 @@ the trainer which server is its own.
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncGenerator, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import ray
+import torch
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 
 from verl_sglang_sync.broadcast_transport import BroadcastTransport
@@ -24,6 +26,7 @@ from verl_sglang_sync.server_client.urls import server_url
 from verl_sglang_sync.update_groups import Replica, UpdateGroups
 
 WIRE_FORMAT = "sglang_sync"
+NCCL_VARIABLE = "NCCL_CUMEM_ENABLE"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,9 +157,10 @@ class SGLangSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             device = current_device()
             groups = None
             if self._is_source:
+                _check_nccl(device)
                 groups = UpdateGroups(
                     address=ray.util.get_node_ip_address().strip("[]"),
-                    backend="gloo" if device.type == "cpu" else "nccl",
+                    device=device,
                     timeout_s=self._settings.request_timeout_s,
                     timeouts_s=self._settings.timeouts_s,
                 )
@@ -164,6 +168,21 @@ class SGLangSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
                 groups=groups, settings=self._settings, agree=agree_on_all_ranks, device=device
             )
         return self._transport
+
+
+def _check_nccl(device: torch.device) -> None:
+    """Refuse a trainer whose NCCL allocates otherwise than the engines' does.
+
+    verl sets the variable in SGLang's processes; between processes that differ in it NCCL fails
+    with an unhandled CUDA error. It is read once, so it must be there before the process starts.
+    """
+    value = os.environ.get(NCCL_VARIABLE)
+    if device.type == "cuda" and value != "0":
+        raise ValueError(
+            f"{NCCL_VARIABLE}={value!r} in the trainer's processes: allowed: '0', as in SGLang's; "
+            f"set ray_kwargs.ray_init.runtime_env.env_vars.{NCCL_VARIABLE}='0' as "
+            "+weight_sync=disaggregated does, or the variable where a running Ray cluster starts"
+        )
 
 
 def _replica(server: RolloutServer, actor: Any, address: tuple[str, int]) -> Replica:

@@ -17,6 +17,7 @@ from typing import Any, Literal, get_args
 from sglang_loader.host_backup.policy import POLICIES, Policy
 from verl_sglang_sync.server_client.operations import LIMITS
 from verl_sglang_sync.server_client.urls import checked_base_url
+from verl_sglang_sync.stages import SLEEP_ORDER, WAKE_ORDER, StageOrder
 
 Mode = Literal["bucketed", "flattened", "compiled"]
 MODES: tuple[str, ...] = get_args(Mode)
@@ -32,6 +33,8 @@ PRESET_KEYS = (
     "timeouts_s",
     "report_file",
     "host_backup",
+    "sleep_order",
+    "wake_order",
     "router_url",
     "router_api_key",
 )
@@ -63,6 +66,8 @@ class WeightSyncConfig:
         host_backup: what a release of the weights keeps on the host: "on" everything, by SGLang;
             "auto" everything that no sync is proven to rewrite; "off" no more than named buffers
             until that is proven.
+        sleep_order: the tags to release, in this order.
+        wake_order: the same tags and "sync", in the order of a wake-up.
         router_url: SGLang's router, with which every server registers while it is up, or None.
         router_api_key: the router's own key, or None.
         bucket_bytes: upper limit of one bucket, in bytes (verl's
@@ -81,6 +86,8 @@ class WeightSyncConfig:
     keep_staging_buffers: bool = False
     read_in_place: bool = True
     host_backup: Policy = "auto"
+    sleep_order: tuple[str, ...] = SLEEP_ORDER
+    wake_order: tuple[str, ...] = WAKE_ORDER
     router_url: str | None = None
     router_api_key: str | None = field(default=None, repr=False)
     bucket_bytes: int
@@ -91,6 +98,11 @@ class WeightSyncConfig:
     def effective_host_backup(self) -> Policy:
         """The host backup of this mode: only load plans prove anything that "auto" could use."""
         return "on" if self.host_backup == "auto" and self.mode != "compiled" else self.host_backup
+
+    @property
+    def stages(self) -> StageOrder:
+        """What `sleep_order` and `wake_order` mean."""
+        return StageOrder.of(SECTION, self.sleep_order, self.wake_order)
 
     @classmethod
     def from_rollout(cls, rollout: Any) -> WeightSyncConfig | None:
@@ -111,6 +123,9 @@ class WeightSyncConfig:
         if section is None:
             return None
         keys = _checked_keys(section)
+        stages = StageOrder.of(
+            SECTION, keys.get("sleep_order", SLEEP_ORDER), keys.get("wake_order", WAKE_ORDER)
+        )
         return cls(
             mode=_mode(keys),
             request_timeout_s=_positive_number(
@@ -123,6 +138,8 @@ class WeightSyncConfig:
             keep_staging_buffers=_switch(keys, "keep_staging_buffers", False),
             read_in_place=_switch(keys, "read_in_place", True),
             host_backup=_host_backup(keys.get("host_backup", "auto")),
+            sleep_order=stages.sleep,
+            wake_order=stages.wake,
             router_url=_router_url(keys),
             router_api_key=_router_api_key(keys),
             bucket_bytes=_bucket_bytes(rollout),

@@ -172,6 +172,28 @@ def _check_engine_kwargs(config: DictConfig, settings: WeightSyncConfig) -> Iter
         yield f"{key}={loaders!r}: expected a list of dotted paths"
 
 
+def _check_graphs(config: DictConfig, settings: WeightSyncConfig) -> Iterator[str]:
+    if not settings.stages.releases_graphs:
+        return
+    asks = f"{SECTION}.sleep_order has 'cuda_graph'"
+    if OmegaConf.select(config, f"{ROLLOUT}.enforce_eager"):
+        yield f"{ROLLOUT}.enforce_eager=True, but {asks}: there will be no CUDA graphs to release"
+    kwargs = f"{ROLLOUT}.engine_kwargs.sglang"
+    for key, value in _NO_GRAPHS_TO_RELEASE:
+        if OmegaConf.select(config, f"{kwargs}.{key}") == value:
+            yield f"{kwargs}.{key}={value}, but {asks}: SGLang makes no graphs that can be released"
+
+
+_NO_GRAPHS_TO_RELEASE = (
+    ("disable_cuda_graph", True),
+    ("disable_decode_cuda_graph", True),
+    ("cuda_graph_backend_decode", "disabled"),
+    # SGLang refuses to start with these and the memory saver for graphs.
+    ("cuda_graph_backend_decode", "breakable"),
+    ("cuda_graph_backend_prefill", "breakable"),
+)
+
+
 def _check_quantization(config: DictConfig, settings: WeightSyncConfig) -> Iterator[str]:
     quantization = OmegaConf.select(config, f"{ROLLOUT}.quantization")
     if quantization not in (None, "fp8"):
@@ -185,6 +207,7 @@ _CHECKS: tuple[Check, ...] = (
     _check_checkpoint_engine,
     _check_broadcast,
     _check_engine_kwargs,
+    _check_graphs,
     _check_quantization,
 )
 

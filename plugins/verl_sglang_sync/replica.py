@@ -12,10 +12,14 @@ import time
 from typing import IO, Any
 
 import ray
+from verl.workers.rollout.replica import RolloutMode
 from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer, SGLangReplica
 
 from sglang_loader.bucket_loader import LOADERS
 from sglang_loader.host_backup.policy import ENVIRONMENT_VARIABLE
+from sglang_loader.http_hooks import release_stages
+from sglang_loader.memory_hooks import GRAPHS_VARIABLE
+from sglang_loader.stage_costs import StageCosts
 from verl_sglang_sync.config import WeightSyncConfig
 from verl_sglang_sync.router_guard import Watch, start_guard
 from verl_sglang_sync.server_client.router import RouterClient
@@ -29,9 +33,9 @@ HEALTH_GENERATES = "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"
 
 
 class WeightSyncHttpServer(SGLangHttpServer):  # type: ignore[misc]
-    """Ray actor around one SGLang server; adds our loaders, times its sleep, joins the router."""
+    """Ray actor around one SGLang server; our loaders, accounts of its sleep, the router."""
 
-    _sleep_seconds: float | None = None
+    _last_sleep: tuple[float, StageCosts | None] | None = None
     _router_guard: IO[bytes] | None = None  # closed with this process
 
     async def launch_server(
@@ -39,16 +43,16 @@ class WeightSyncHttpServer(SGLangHttpServer):  # type: ignore[misc]
     ) -> None:
         """Launch SGLang as verl does, with our loaders in `custom_weight_loader` and our backup."""
         self._register_loaders()
-        settings = WeightSyncConfig.from_rollout(self.config)
-        assert settings is not None, "launched only where a preset is chosen"
+        settings = self._settings
         if settings.host_backup == "off":
             logger.warning(
                 "weight_sync.host_backup=off: released weights are lost except for named buffers; "
                 "what a sync does not rewrite holds garbage until a load plan has proven it"
             )
-        os.environ[ENVIRONMENT_VARIABLE] = (
-            settings.effective_host_backup
-        )  # SGLang's processes inherit it
+        # SGLang's processes inherit these.
+        os.environ[ENVIRONMENT_VARIABLE] = settings.effective_host_backup
+        if settings.stages.releases_graphs:
+            os.environ[GRAPHS_VARIABLE] = "true"
         if settings.router_url is not None:
             os.environ[HEALTH_GENERATES] = "false"
         await super().launch_server(master_address, master_port)
@@ -56,15 +60,36 @@ class WeightSyncHttpServer(SGLangHttpServer):  # type: ignore[misc]
             await self._join_router(settings, settings.router_url)
 
     async def sleep(self) -> None:
-        """Release the engine's memory as verl does, and remember how long it took."""
-        started = time.perf_counter()
-        await super().sleep()
-        self._sleep_seconds = time.perf_counter() - started
+        """Release the engine's memory in `sleep_order`, and remember what it cost.
 
-    async def take_sleep_seconds(self) -> float | None:
-        """Seconds of the last sleep, once; None if there was none since the last call."""
-        seconds, self._sleep_seconds = self._sleep_seconds, None
-        return seconds
+        Only a hybrid engine, whose weights sleep too, has that order; else as verl does.
+        """
+        started, costs = time.perf_counter(), None
+        if self._sleeps_in_order:
+            costs = await release_stages(self.tokenizer_manager, self._settings.stages.sleep)
+        else:
+            await super().sleep()
+        self._last_sleep = time.perf_counter() - started, costs
+
+    async def take_sleep(self) -> tuple[float, StageCosts | None] | None:
+        """Seconds and costs of the last sleep, once; None if there was none since the last call."""
+        sleep, self._last_sleep = self._last_sleep, None
+        return sleep
+
+    @property
+    def _sleeps_in_order(self) -> bool:
+        return bool(
+            self.node_rank == 0
+            and self.config.free_cache_engine
+            and self.rollout_mode == RolloutMode.HYBRID
+            and not self.lora_as_adapter
+        )
+
+    @property
+    def _settings(self) -> WeightSyncConfig:
+        settings = WeightSyncConfig.from_rollout(self.config)
+        assert settings is not None, "launched only where a preset is chosen"
+        return settings
 
     async def _join_router(self, settings: WeightSyncConfig, router_url: str) -> None:
         """Register the server; a guard takes it out when this process ends."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+
+from sglang_loader.stage_costs import StageCosts
 
 logger = logging.getLogger(__name__)
 
@@ -29,9 +31,13 @@ class SyncReport:
         num_eager: buckets that it loaded by its own loader in mode "compiled".
         eager_reason: why those were not replayed.
         num_in_place: buckets that the engine read from the trainer's own memory.
+        stages: what the engine did in "release", "resume_weights" and "resume_kv_cache", by tag:
+            for each TP rank the seconds, the bytes unmapped from or mapped into its GPU, and the
+            bytes that the host then holds (`sglang_loader.stage_costs`).
         seconds: host seconds by stage: "release" (the sleep before this sync), "resume_weights",
-            "export" (waiting for the trainer's generator), "pack", "send" (waiting for a
-            broadcast), "load" (waiting for the engine), "resume_kv_cache"; "sync": all of a
+            "open" (until the engine has joined the session), "export" (waiting for the trainer's
+            generator), "pack", "send" (waiting for a broadcast), "load" (waiting for the engine),
+            "commit", "reply" (the engine's, to the request), "resume_kv_cache"; "sync": all of a
             disaggregated sync.
     """
 
@@ -46,6 +52,7 @@ class SyncReport:
     num_eager: int = 0
     eager_reason: str | None = None
     num_in_place: int = 0
+    stages: dict[str, StageCosts] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
 
     @contextmanager
@@ -57,6 +64,11 @@ class SyncReport:
         finally:
             spent = time.perf_counter() - started
             self.seconds[name] = self.seconds.get(name, 0.0) + spent
+
+    def add_costs(self, name: str, costs: StageCosts | None) -> None:
+        """Take over what a stage cost in the engine; None or nothing where it told nothing."""
+        if costs:
+            self.stages[name] = {**self.stages.get(name, {}), **costs}
 
     def publish(self, report_file: str | None) -> None:
         """Log the report, and append it as one JSON line where a file is configured."""
@@ -72,5 +84,15 @@ class SyncReport:
         return (
             f"{self.mode}, replica {self.replica}, version {self.weight_version}: "
             f"{self.num_tensors} tensors, {self.payload_bytes / 1e6:.1f} MB in {self.num_buckets} "
-            f"buckets; {stages}"
+            f"buckets; {stages}{_bytes_of(self.stages)}"
         )
+
+
+def _bytes_of(stages: Mapping[str, StageCosts]) -> str:
+    """The bytes of the stages, all ranks together."""
+    texts = []
+    for name, costs in stages.items():
+        for tag, cost in costs.items():
+            gpu, host = (sum(cost[kind]) / 1e6 for kind in ("gpu_bytes", "host_bytes"))
+            texts.append(f"{name} {tag} {gpu:.1f} MB" + (f" (host {host:.1f} MB)" if host else ""))
+    return "; " + ", ".join(texts) if texts else ""

@@ -22,7 +22,8 @@ from verl_sglang_sync.config import BROADCAST_BACKEND, WeightSyncConfig
 from verl_sglang_sync.packing import NamedTensor
 from verl_sglang_sync.server_client import SGLangServerClient
 from verl_sglang_sync.server_client.urls import server_url
-from verl_sglang_sync.sharding_manager import KV_CACHE, SLEEP_ORDER, SGLangShardingManager
+from verl_sglang_sync.sharding_manager import SGLangShardingManager
+from verl_sglang_sync.stages import KV_CACHE
 
 if TYPE_CHECKING:
     from verl_sglang_sync.checkpoint_engine import RolloutServer
@@ -74,7 +75,7 @@ class WeightSyncServerAdapter(ServerAdapter):  # type: ignore[misc]
             await super().release()
             return
         manager = await self._sharding_manager()
-        await manager.release((KV_CACHE,) if self.sleep_level == LORA_SLEEP_LEVEL else SLEEP_ORDER)
+        await manager.release((KV_CACHE,) if self.sleep_level == LORA_SLEEP_LEVEL else None)
 
     async def update_weights(
         self,
@@ -114,11 +115,12 @@ class WeightSyncServerAdapter(ServerAdapter):  # type: ignore[misc]
         return ((_strip_lora_base_layer(name), tensor) for name, tensor in weights)
 
     async def _account_for_sleep(self, manager: SGLangShardingManager) -> None:
-        """Add the seconds of the sleep that the server actor went through on its own."""
+        """Add what the sleep cost that the server actor went through on its own."""
         if self._engine is not None and "release" not in manager.report.seconds:
-            seconds = await self.server_actor.take_sleep_seconds.remote()
-            if seconds is not None:
-                manager.report.seconds["release"] = seconds
+            sleep = await self.server_actor.take_sleep.remote()
+            if sleep is not None:
+                manager.report.seconds["release"], costs = sleep
+                manager.report.add_costs("release", costs)
 
     async def _sharding_manager(self) -> SGLangShardingManager:
         await self._init_server_adapter()

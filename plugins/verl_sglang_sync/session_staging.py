@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 import torch
 
@@ -38,11 +38,20 @@ class StagingRing:
         """Bytes held at present."""
         return sum(buffer.nbytes for buffer in self._buffers)
 
-    def prepare(self, cuts: Sequence[Cut]) -> None:
-        """Make every buffer fit the buckets that are expected in it."""
-        for slot in range(len(self._buffers)):
-            expected = cuts[slot :: len(self._buffers)]
-            sizes = [cut.bucket.layout.nbytes for cut in expected if cut.start is None]
+    def prepare(self, cuts: Sequence[Cut], *, in_place: Container[int] = ()) -> None:
+        """Make every buffer fit the buckets that are expected in it.
+
+        Args:
+            cuts: how the sync will be cut, as far as that is known.
+            in_place: indices of buckets that need no buffer.
+        """
+        num = len(self._buffers)
+        for slot in range(num):
+            sizes = [
+                cut.bucket.layout.nbytes
+                for i, cut in enumerate(cuts)
+                if i % num == slot and i not in in_place
+            ]
             self._reserve(slot, max(sizes, default=0))
 
     def pack(self, batch: Batch) -> torch.UntypedStorage:

@@ -9,11 +9,12 @@ it), then all leave together with the same `WeightSyncError`.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 import traceback
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import replace
@@ -21,20 +22,23 @@ from typing import TypeVar
 
 import torch
 
-from sglang_loader.bucket_loader import SESSION_LOADER
+from sglang_loader.bucket_loader import SESSION_LOADER, synchronize
 from sglang_loader.ipc import serialize_handles
-from sglang_loader.session_messages import Committed, SessionError
+from sglang_loader.session_messages import BucketPiece, Committed, SessionError
 from sglang_loader.update_keys import UpdateKeys
 from verl_sglang_sync.bucket_stream import Batch, BucketStream
 from verl_sglang_sync.collective import RoundState, TrainerGroup
 from verl_sglang_sync.config import WeightSyncConfig
+from verl_sglang_sync.memory_blocks import Block, BlockNames
 from verl_sglang_sync.packing import NamedTensor
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.session_staging import StagingRing
-from verl_sglang_sync.source import SourceWatch, in_place_cuts
-from verl_sglang_sync.trainer_session import BufferNames, SocketFolder, TrainerSession
+from verl_sglang_sync.source import InPlaceSource, SourceWatch, Span
+from verl_sglang_sync.trainer_session import SocketFolder, TrainerSession
 from verl_sglang_sync.transport import Updater
 from verl_sglang_sync.weight_sync import Export, WeightSyncError
+
+logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
@@ -71,8 +75,10 @@ class SessionTransport:
             num_buffers=settings.num_staging_buffers,
             bucket_bytes=settings.bucket_bytes,
         )
-        self._names = BufferNames()
+        self._names = BlockNames()
         self._watch = SourceWatch(device) if settings.read_in_place else None
+        self._in_place: InPlaceSource | None = None
+        self._used: frozenset[str] = frozenset()
         # Something to share with the request that opens a session: the engine's format wants it.
         self._token = torch.zeros(1, dtype=torch.uint8, device=device)
 
@@ -85,8 +91,10 @@ class SessionTransport:
         with ExitStack() as stack:
             stack.callback(self._rest)
             session = ranks.attempt(lambda: stack.enter_context(self._new_session()))
-            self._open(session, request, ranks)
-            if self._meet(session, request, ranks):
+            with report.stage("open"):
+                self._open(session, request, ranks)
+                met = self._meet(session, request, ranks)
+            if met:
                 ranks.attempt(lambda: self._send(_joined(session), source, report, ranks))
                 _drain(source)
                 if ranks.agree():
@@ -94,7 +102,7 @@ class SessionTransport:
             _drain(source)
             if ranks.error is not None and session is not None:
                 session.abort(ranks.error)
-            with report.stage("load"):
+            with report.stage("reply"):
                 request.wait()
             ranks.attempt(request.result)
             ranks.agree()  # also after a failure: nobody leaves while an engine is still busy
@@ -102,7 +110,7 @@ class SessionTransport:
             raise WeightSyncError(ranks.error)
 
     def _new_session(self) -> TrainerSession:
-        return TrainerSession(self._sockets.endpoint(), self._settings, self._names)
+        return TrainerSession(self._sockets.endpoint(), self._settings, self._names, self._used)
 
     def _open(self, session: TrainerSession | None, request: _Request, ranks: _Ranks) -> None:
         """Gather the ranks' invitations and post them; all ranks join the gather."""
@@ -140,23 +148,22 @@ class SessionTransport:
         self, session: TrainerSession, source: Export, report: SyncReport, ranks: _Ranks
     ) -> None:
         """Export, pack and send every bucket; returns when the engine has read them all."""
-        self._ring.prepare(self._stream.cuts)
+        in_place = () if self._in_place is None else self._in_place.indices
+        self._ring.prepare(self._stream.cuts, in_place=in_place)
         in_flight: deque[Batch] = deque()
         for batch in self._stream.batches(source, report):
             if len(in_flight) == self._ring.num_buffers:
                 with report.stage("load"):
                     session.wait_until_done(in_flight.popleft().index)
-            storage = self._readable_storage(batch, report)
-            session.load(
-                batch.index,
-                batch.bucket,
-                slot=session.map(storage),
-                offset=batch.start or 0,
-                read_only=batch.start is not None,
-            )
+            spans = None if self._in_place is None else self._in_place.spans_of(batch)
+            if spans is None:
+                pieces = self._pack(session, batch, report)
+            else:
+                pieces = self._point_to(session, batch, spans, report)
+            session.load(batch.index, batch.bucket, pieces, read_only=spans is not None)
             ranks.sent(batch)
             # The engine reads the tensors of an unpacked bucket: they must live until it is done.
-            in_flight.append(replace(batch, tensors=[]) if batch.start is None else batch)
+            in_flight.append(batch if spans is not None else replace(batch, tensors=[]))
             del batch
         with report.stage("load"):
             while in_flight:
@@ -164,34 +171,47 @@ class SessionTransport:
         if not ranks.num_buckets:
             raise ValueError("the trainer exported no tensor")
 
-    def _readable_storage(self, batch: Batch, report: SyncReport) -> torch.UntypedStorage:
-        """The storage where the engine finds the bucket: packed now, or the trainer's own."""
-        if batch.start is not None:
-            report.num_in_place += 1
-            return batch.tensors[0].untyped_storage()
+    def _pack(self, session: TrainerSession, batch: Batch, report: SyncReport) -> list[BucketPiece]:
+        """Copy a bucket into a staging buffer."""
         if self._watch is not None:
             self._watch.see(batch)
         with report.stage("pack"):
             storage = self._ring.pack(batch)
         report.staging_bytes = max(report.staging_bytes, self._ring.nbytes)
-        return storage
+        keep = self._settings.keep_staging_buffers
+        slot = session.map(Block.of(storage), storage, keep=keep)
+        return [BucketPiece(slot, 0, 0, batch.bucket.layout.nbytes)]
+
+    def _point_to(
+        self, session: TrainerSession, batch: Batch, spans: Sequence[Span], report: SyncReport
+    ) -> list[BucketPiece]:
+        """Have the engine map the trainer's own memory."""
+        synchronize(self._device)  # the tensors may still be being written
+        report.num_in_place += 1
+        pieces = []
+        for span in spans:
+            slot = session.map(span.block, batch.tensors[span.member].untyped_storage())
+            pieces.append(BucketPiece(slot, span.offset, span.start, span.nbytes))
+        return pieces
 
     def _commit(self, session: TrainerSession, report: SyncReport, ranks: _Ranks) -> None:
-        with report.stage("load"):
+        with report.stage("commit"):
             outcome = session.commit(num_buckets=ranks.num_buckets, num_tensors=ranks.num_tensors)
         report.num_replayed, report.num_eager = outcome.num_replayed, outcome.num_eager
         report.eager_reason = outcome.reason
-        self._choose_source(outcome)
+        self._choose_source(outcome, session.read_in_place)
 
-    def _choose_source(self, outcome: Committed) -> None:
-        """After the first good sync: can the next ones be read in place?"""
+    def _choose_source(self, outcome: Committed, used: frozenset[str]) -> None:
+        """After a good sync: can the next ones be read in place?"""
+        before, self._used = self._used, used
+        if used and before and not used & before:
+            logger.info("the trainer's weights move between syncs: they are packed from now on")
+            self._in_place = None
         watch, self._watch = self._watch, None
-        if watch is None or not outcome.may_read_in_place:
-            return
-        cuts = in_place_cuts(self._stream.cuts, watch.places(), self._settings.bucket_bytes)
-        if cuts is not None:
-            self._stream.use(cuts)
-            self._ring.free()
+        if watch is not None and outcome.may_read_in_place:
+            self._in_place = watch.finish()
+            if self._in_place is not None:
+                self._ring.free()
 
     def _rest(self) -> None:
         if not self._settings.keep_staging_buffers:

@@ -20,28 +20,25 @@ from typing import Literal, Protocol
 import torch
 from verl.utils.ulysses import BaseShardingManager
 
+from sglang_loader.stage_costs import StageCosts
 from verl_sglang_sync.collective import RoundState, TrainerGroup
 from verl_sglang_sync.config import WeightSyncConfig
 from verl_sglang_sync.packing import NamedTensor
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.session_transport import SessionTransport
+from verl_sglang_sync.stages import KV_CACHE, WEIGHTS
 from verl_sglang_sync.transport import BucketRequests, SyncTransport, Updater
 from verl_sglang_sync.weight_sync import WeightSyncError
-
-WEIGHTS = "weights"
-KV_CACHE = "kv_cache"
-WAKE_ORDER = (WEIGHTS, KV_CACHE)
-SLEEP_ORDER = (KV_CACHE, WEIGHTS)
 
 
 class Engine(Updater, Protocol):
     """The engine's control operations; `SGLangServerClient` is one."""
 
-    async def release_memory(self, tags: Sequence[str]) -> None:
-        """Free the memory of `tags`."""
+    async def release_memory(self, tags: Sequence[str]) -> StageCosts:
+        """Free the memory of `tags`, in their order; what that cost."""
 
-    async def resume_memory(self, tags: Sequence[str]) -> None:
-        """Map the memory of `tags` again."""
+    async def resume_memory(self, tags: Sequence[str]) -> StageCosts:
+        """Map the memory of `tags` again, in their order; what that cost."""
 
 
 def _nothing() -> None:
@@ -99,25 +96,33 @@ class SGLangShardingManager(BaseShardingManager):  # type: ignore[misc]
         return self._report
 
     async def resume(self, tags: Sequence[str]) -> None:
-        """Resume memory; in a one-stage wake-up the first call resumes everything.
+        """Resume the stages that `tags` ("weights", "kv_cache") stand for.
 
-        Resuming what is resident is a no-op in the engine, so that the caller may go through
-        verl's stages in either setting.
+        "weights" is all that `wake_order` names before the sync, "kv_cache" all after it. In a
+        one-stage wake-up the first call resumes everything. Resuming what is resident is a no-op
+        in the engine, so that the caller may go through verl's stages in either setting.
         """
         if not self._settings.free_cache_engine:
             return
-        staged = self._settings.multi_stage_wake_up
-        wanted = tuple(tags) if staged or WEIGHTS not in tags else WAKE_ORDER
-        name = "resume_" + "_and_".join(wanted)
+        order = self._settings.stages
+        one_stage = WEIGHTS in tags and not self._settings.multi_stage_wake_up
+        wanted = (
+            *(order.before_sync if WEIGHTS in tags else ()),
+            *(order.after_sync if KV_CACHE in tags or one_stage else ()),
+        )
+        name = "resume_" + "_and_".join(
+            tag for tag in (WEIGHTS, KV_CACHE) if tag in tags or one_stage
+        )
         await self._on_leader(name, lambda engine: engine.resume_memory(wanted))
         if KV_CACHE in tags:
             self._publish()
 
-    async def release(self, tags: Sequence[str] = SLEEP_ORDER) -> None:
-        """Release memory; releasing what is released is a no-op in the engine."""
+    async def release(self, tags: Sequence[str] | None = None) -> None:
+        """Release memory, by default in `sleep_order`; what is released already stays so."""
         if not self._settings.free_cache_engine:
             return
-        await self._on_leader("release", lambda engine: engine.release_memory(tags))
+        wanted = self._settings.stages.sleep if tags is None else tags
+        await self._on_leader("release", lambda engine: engine.release_memory(wanted))
 
     async def sync(self, weights: Iterable[NamedTensor], *, version: str | None = None) -> None:
         """Send all weights; the engine then drops its prefix cache and publishes the version.
@@ -140,13 +145,14 @@ class SGLangShardingManager(BaseShardingManager):  # type: ignore[misc]
         if not self._settings.free_cache_engine:
             self._publish()
 
-    async def _on_leader(self, stage: str, step: Callable[[Engine], Awaitable[None]]) -> None:
+    async def _on_leader(self, stage: str, step: Callable[[Engine], Awaitable[StageCosts]]) -> None:
         """Run a step on the replica's leader; if it fails on any replica, every rank raises."""
         failure = None
         if self._engine is not None:
             try:
                 with self._report.stage(stage):
-                    await step(self._engine)
+                    costs = await step(self._engine)
+                self._report.add_costs(stage, costs)
             except Exception:
                 failure = traceback.format_exc()
         result = self._group.agree(RoundState.FAILED if failure else RoundState.END, failure)

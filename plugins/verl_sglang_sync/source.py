@@ -1,37 +1,78 @@
-"""Reading weights where they are: buckets that are spans of the trainer's own memory.
+"""Reading weights where they are: the engine maps the trainer's own memory, nothing is packed.
 
-A trainer whose export yields views of a few large storages on the engine's device needs no packing:
-the engine maps those storages and reads each tensor at its own offset. One packed sync is watched;
-if its tensors lie that way, and outlive the export, later syncs are cut into spans:
+A trainer whose export yields tensors that it keeps (one rank, or replicated weights) needs no
+staging buffer. One packed sync is watched; where its tensors outlive the export in memory that can
+be mapped, later syncs say of each bucket in which blocks its bytes lie:
 
     watch = SourceWatch(device)
     for batch in stream.batches(export, report):
         watch.see(batch)
-    cuts = in_place_cuts(stream.cuts, watch.places(), bucket_bytes)   # None: go on packing
+    source = watch.finish()                    # None: go on packing
+    spans = source.spans_of(batch)             # None: pack this bucket
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from sglang_loader.load_plan import BucketLayout, BucketTensor
-from verl_sglang_sync.bucket_stream import Batch, Bucket, Cut
-from verl_sglang_sync.planner import ALIGNMENT_BYTES, BucketPlanner
+from verl_sglang_sync.bucket_stream import Batch, Bucket
+from verl_sglang_sync.memory_blocks import Block, BlockTable
 
-MAX_SPANS_PER_BUCKET = 4
-"""More spans than this for each packed bucket cost more in messages than packing does."""
+MAX_BLOCKS = 8192
+"""More blocks than this are not mapped: each costs the engine a mapping and a file descriptor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Consecutive bytes of a bucket in one block.
+
+    Attributes:
+        block: where they are.
+        offset: of the first one in the block.
+        start: of the first one in the bucket's layout.
+        nbytes: length.
+        member: position in the bucket of a tensor whose storage lies in the block.
+    """
+
+    block: Block
+    offset: int
+    start: int
+    nbytes: int
+    member: int
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where one exported tensor lay: `offset` bytes into storage number `storage`."""
+class _Known:
+    bucket: Bucket
+    pointers: list[int]
+    spans: tuple[Span, ...]
 
-    storage: int
-    offset: int
+
+class InPlaceSource:
+    """Knows in which blocks the trainer's tensors lie."""
+
+    def __init__(self, known: dict[int, _Known]) -> None:
+        self._known = known
+
+    @property
+    def indices(self) -> frozenset[int]:
+        """Buckets that are expected in place."""
+        return frozenset(self._known)
+
+    def spans_of(self, batch: Batch) -> tuple[Span, ...] | None:
+        """Where the bucket's bytes are; None if its tensors are not where they were."""
+        known = self._known.get(batch.index)
+        if known is None or known.bucket.digest != batch.bucket.digest:
+            return None
+        if [tensor.data_ptr() for tensor in batch.tensors] != known.pointers:
+            return None
+        if not all(tensor.is_contiguous() for tensor in batch.tensors):
+            return None
+        return known.spans
 
 
 class SourceWatch:
@@ -43,149 +84,66 @@ class SourceWatch:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._storages: dict[tuple[int, int], int] = {}
-        self._refs: list[StorageWeakRef] = []
-        self._places: list[Place] = []
-        self._readable = True
+        self._seen: list[tuple[int, Bucket, list[_Seen]]] = []
 
     def see(self, batch: Batch) -> None:
-        """Note a bucket's tensors, in loading order."""
-        for tensor in batch.tensors:
-            storage = tensor.untyped_storage()
-            base, nbytes = storage.data_ptr(), storage.nbytes()
-            if not (_is_mappable(tensor, self._device) and tensor.is_contiguous() and nbytes):
-                self._readable = False
-                return
-            number = self._storages.setdefault((base, nbytes), len(self._refs))
-            if number == len(self._refs):
-                self._refs.append(StorageWeakRef(storage))
-            self._places.append(Place(number, tensor.data_ptr() - base))
+        """Note a bucket's tensors, without keeping them."""
+        if all(_is_mappable(tensor, self._device) for tensor in batch.tensors):
+            seen = [_Seen.of(tensor) for tensor in batch.tensors]
+            self._seen.append((batch.index, batch.bucket, seen))
 
-    def places(self) -> list[Place] | None:
-        """The places of all tensors; None unless all of them outlived the export."""
-        if not self._readable or any(ref.expired() for ref in self._refs):
-            return None
-        return self._places
-
-
-def in_place_cuts(
-    cuts: Sequence[Cut], places: Sequence[Place] | None, bucket_bytes: int
-) -> list[Cut] | None:
-    """Cut a known stream into spans of storages; pure.
-
-    Args:
-        cuts: the stream's packed buckets.
-        places: of the tensors, in the order in which those buckets load them.
-        bucket_bytes: longest span, in bytes.
-
-    Returns:
-        One cut per span, or None where packing is better or needed.
-    """
-    if places is None or not cuts:
-        return None
-    tensors = [tensor for cut in cuts for tensor in cut.bucket.layout.tensors]
-    spans: list[_Span] = []
-    for first, last in _units(tensors):
-        if not (spans and spans[-1].extend(first, last, tensors, places, bucket_bytes)):
-            spans.append(_Span(places[first]))
-            if not spans[-1].extend(first, last, tensors, places, bucket_bytes):
-                return None
-    if len(spans) > MAX_SPANS_PER_BUCKET * len(cuts):
-        return None
-    return _cuts_of(spans, cuts, tensors, places)
+    def finish(self) -> InPlaceSource | None:
+        """What can be read in place from now on; None if nothing. Call it after the export."""
+        table = BlockTable(self._device)
+        known: dict[int, _Known] = {}
+        for index, bucket, seen in self._seen:
+            if any(tensor.ref.expired() for tensor in seen):
+                continue
+            spans = _spans(bucket, seen, table)
+            if spans is not None:
+                known[index] = _Known(bucket, [tensor.pointer for tensor in seen], spans)
+        blocks = {span.block for entry in known.values() for span in entry.spans}
+        return InPlaceSource(known) if known and len(blocks) <= MAX_BLOCKS else None
 
 
-class _Span:
-    """A run of tensors in one storage, and the bytes around them."""
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    pointer: int
+    storage: Block
+    ref: StorageWeakRef
 
-    def __init__(self, place: Place) -> None:
-        self.storage = place.storage
-        self.start = self.stop = -1
-        self.members: list[int] = []
-
-    def extend(
-        self,
-        first: int,
-        last: int,
-        tensors: Sequence[BucketTensor],
-        places: Sequence[Place],
-        limit: int,
-    ) -> bool:
-        """Take in tensors `[first, last)` if they fit; a single unit may exceed the limit."""
-        unit = range(first, last)
-        if any(places[i].storage != self.storage for i in unit):
-            return False
-        start = min(places[i].offset for i in unit) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
-        stop = max(places[i].offset + tensors[i].nbytes for i in unit)
-        if self.members:
-            start, stop = min(start, self.start), max(stop, self.stop)
-        elif len(unit) == 1:
-            limit = max(limit, stop - start)
-        if stop - start > limit:
-            return False
-        self.start, self.stop = start, stop
-        self.members += unit
-        return True
-
-
-def _units(tensors: Sequence[BucketTensor]) -> list[tuple[int, int]]:
-    """Ranges of tensors that one `load_weights` call must see together."""
-    group_of = BucketPlanner(bucket_bytes=1).group_of
-    units: list[tuple[int, int]] = []
-    previous = None
-    for i, tensor in enumerate(tensors):
-        group = group_of(tensor.name)
-        if group is not None and group == previous:
-            units[-1] = (units[-1][0], i + 1)
-        else:
-            units.append((i, i + 1))
-        previous = group
-    return units
-
-
-def _cuts_of(
-    spans: Sequence[_Span],
-    cuts: Sequence[Cut],
-    tensors: Sequence[BucketTensor],
-    places: Sequence[Place],
-) -> list[Cut]:
-    positions = [position for cut in cuts for position in cut.positions]
-    names = [name for cut in cuts for name in cut.names]
-    shapes = [shape for cut in cuts for shape in cut.shapes]
-    dtypes = [dtype for cut in cuts for dtype in cut.dtypes]
-    result: list[Cut] = []
-    read = 0
-    for span in spans:
-        taken = tuple(positions[i] for i in span.members)
-        stop = max(read, *(position + 1 for position in taken))
-        if span is spans[-1]:
-            stop = len(names)
-        layout = BucketLayout(
-            tuple(
-                BucketTensor(t.name, t.shape, t.dtype, places[i].offset - span.start)
-                for i, t in ((i, tensors[i]) for i in span.members)
-            ),
-            span.stop - span.start,
-        )
-        result.append(
-            Cut(
-                bucket=Bucket.of(layout, is_last=span is spans[-1]),
-                stop=stop,
-                positions=taken,
-                names=names[read:stop],
-                shapes=shapes[read:stop],
-                dtypes=dtypes[read:stop],
-                offsets=[places[i].offset for i in span.members],
-                start=span.start,
-            )
-        )
-        read = stop
-    return result
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Seen:
+        storage = tensor.untyped_storage()
+        return cls(tensor.data_ptr(), Block.of(storage), StorageWeakRef(storage))
 
 
 def _is_mappable(tensor: torch.Tensor, device: torch.device) -> bool:
-    if tensor.device.type != device.type:
+    if tensor.device.type != device.type or not tensor.is_contiguous():
         return False
     if device.type == "cpu":
         return bool(tensor.is_shared())
     return device.index in (None, tensor.device.index)
+
+
+def _spans(bucket: Bucket, seen: Sequence[_Seen], table: BlockTable) -> tuple[Span, ...] | None:
+    """The bucket's bytes as few spans; None if a tensor lies in no block."""
+    spans: list[Span] = []
+    for i, (entry, tensor) in enumerate(zip(bucket.layout.tensors, seen, strict=True)):
+        if not entry.nbytes:
+            continue
+        block = table.block_of(tensor.storage)
+        if block is None:
+            return None
+        offset, nbytes = tensor.pointer - block.address, entry.nbytes
+        last = spans[-1] if spans else None
+        if (
+            last is not None
+            and last.block == block
+            and offset - last.offset == entry.offset - last.start
+        ):
+            nbytes += entry.offset - last.start
+            spans[-1] = replace(last, nbytes=nbytes)
+        else:
+            spans.append(Span(block, offset, entry.offset, nbytes, i))
+    return tuple(spans)

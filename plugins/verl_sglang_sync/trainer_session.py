@@ -3,8 +3,8 @@
 with TrainerSession(folder, settings) as session:
     ...                                   # session.invitation travels with the HTTP request
     while not session.greet(watch, wait_s=1): ...
-    session.map_buffer(0, handle)
-    session.load(0, bucket, slot=0)
+    slot = session.map(block, storage, keep=False)
+    session.load(0, bucket, [BucketPiece(slot, 0, 0, nbytes)], read_only=False)
     session.wait_until_done(0)
     outcome = session.commit(num_buckets=1, num_tensors=3)
 """
@@ -20,14 +20,13 @@ from types import TracebackType
 from typing import TypeVar
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from sglang_loader import session_messages as wire
 from sglang_loader.session_channel import Channel
 from sglang_loader.session_messages import Committed, FromEngine, SessionDescriptor, SessionError
-from sglang_loader.shared_buffer import share_storage
 from verl_sglang_sync.bucket_stream import Bucket
 from verl_sglang_sync.config import WeightSyncConfig
+from verl_sglang_sync.memory_blocks import Block, BlockNames, share_block
 
 Message = TypeVar("Message", bound=wire.FromEngine)
 
@@ -56,37 +55,23 @@ class SocketFolder:
         return f"ipc://{self._folder.name}/{self._num_sockets}"
 
 
-class BufferNames:
-    """Names the storages that sessions share: one name for one allocation."""
-
-    def __init__(self) -> None:
-        self._names: dict[tuple[int, int], tuple[str, StorageWeakRef]] = {}
-
-    def name_of(self, storage: torch.UntypedStorage) -> str:
-        """The name of this storage at its present address."""
-        key = (storage.data_ptr(), storage.nbytes())
-        name, ref = self._names.get(key, ("", None))
-        mine = StorageWeakRef(storage)
-        if ref is None or ref.cdata != mine.cdata:  # a weak reference keeps its address taken
-            self._forget_expired()
-            name = secrets.token_hex(8)
-            self._names[key] = (name, mine)
-        return name
-
-    def _forget_expired(self) -> None:
-        self._names = {k: v for k, v in self._names.items() if not v[1].expired()}
-
-
 class TrainerSession:
     """Speaks the trainer's part of the protocol. A context manager.
 
     Args:
         endpoint: free zmq address in a private folder.
         settings: the preset.
-        names: of this process's buffers, the same for all its sessions.
+        names: of this process's memory, the same for all its sessions.
+        used_before: `read_in_place` of the session before this one.
     """
 
-    def __init__(self, endpoint: str, settings: WeightSyncConfig, names: BufferNames) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        settings: WeightSyncConfig,
+        names: BlockNames,
+        used_before: frozenset[str] = frozenset(),
+    ) -> None:
         self._endpoint = endpoint
         token = secrets.token_hex(16)
         self.invitation = wire.encode_descriptor(
@@ -96,7 +81,6 @@ class TrainerSession:
                 token=token,
                 timeout_s=settings.request_timeout_s,
                 recheck_every_n_syncs=settings.recheck_every_n_syncs,
-                keep_mappings=settings.keep_staging_buffers,
             )
         )
         self._channel: Channel[FromEngine] = Channel(
@@ -109,9 +93,11 @@ class TrainerSession:
         )
         self._watch: Callable[[], None] | None = None
         self._names = names
+        self._used_before = used_before
         self._known: set[str] = set()
         self._mapped: set[str] = set()
         self._slots: dict[str, int] = {}
+        self._read_in_place: set[str] = set()
         self._num_done = 0
 
     def greet(self, watch: Callable[[], None], *, wait_s: float) -> bool:
@@ -129,30 +115,43 @@ class TrainerSession:
         self._channel.send(wire.Welcome)
         return True
 
-    def map(self, storage: torch.UntypedStorage) -> int:
-        """Have the engine map a storage, once; return its slot.
+    @property
+    def read_in_place(self) -> frozenset[str]:
+        """Names of the blocks of the trainer's own memory that this session has used."""
+        return frozenset(self._read_in_place)
+
+    def map(self, block: Block, member: torch.UntypedStorage, *, keep: bool | None = None) -> int:
+        """Have the engine map a block, once; return its slot.
+
+        Args:
+            block: of memory.
+            member: a storage in it that is alive.
+            keep: it stays mapped after the session; None: it is the trainer's own memory, which
+                does if the session before this one used it, too.
 
         Raises:
-            ValueError: the storage cannot be shared.
+            ValueError: the block cannot be shared.
         """
-        name = self._names.name_of(storage)
+        name = self._names.name_of(block, member)
         slot = self._slots.get(name)
         if slot is None:
             slot = self._slots[name] = len(self._slots)
-            handle = None if name in self._mapped else share_storage(storage)
-            self._channel.send(wire.MapBuffer, slot=slot, buffer=name, handle=handle)
+            handle = None if name in self._mapped else share_block(block, member)
+            if keep is None:
+                keep = name in self._used_before
+                self._read_in_place.add(name)
+            self._channel.send(wire.MapBuffer, slot=slot, buffer=name, handle=handle, keep=keep)
         return slot
 
     def load(
-        self, index: int, bucket: Bucket, *, slot: int, offset: int = 0, read_only: bool = False
+        self, index: int, bucket: Bucket, pieces: list[wire.BucketPiece], *, read_only: bool
     ) -> None:
-        """Have a bucket loaded; its buffer must stay as it is until it is done."""
+        """Have a bucket loaded; its memory must stay as it is until it is done."""
         is_known = bucket.digest in self._known
         self._channel.send(
             wire.LoadBucket,
             index=index,
-            slot=slot,
-            offset=offset,
+            pieces=pieces,
             digest=bucket.digest,
             layout=None if is_known else bucket.encoded,
             read_only=read_only,

@@ -3,10 +3,11 @@
 A group is kept from sync to sync. It is formed anew when replicas have joined or left, and after a
 failure, because a collective may be outstanding in it.
 
-    groups = UpdateGroups(address="10.0.0.1", backend="nccl", timeout_s=600)
+    groups = UpdateGroups(address="10.0.0.1", device=torch.device("cuda", 0), timeout_s=600)
     group = groups.with_replicas(replicas)
     ...
     groups.abandon()        # after a failure
+    groups.close()
 """
 
 from __future__ import annotations
@@ -20,9 +21,17 @@ from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import torch
 from torch.distributed import DistNetworkError
 
-from sglang_loader.update_group import MeetingPoint, join_as_source, leave
+from sglang_loader.broadcast import BroadcastError
+from sglang_loader.update_group import (
+    GROUP_PREFIX,
+    MeetingPoint,
+    backend_of,
+    join_as_source,
+    leave,
+)
 from verl_sglang_sync.server_client import ServerError, SyncSGLangServerClient, operations
 
 logger = logging.getLogger(__name__)
@@ -34,7 +43,7 @@ REPLY_S = 2.0
 Result = TypeVar("Result")
 
 
-class UpdateGroupError(RuntimeError):
+class UpdateGroupError(BroadcastError):
     """A group was not formed; names the replica that is to blame."""
 
 
@@ -87,7 +96,7 @@ class UpdateGroups:
 
     Args:
         address: of this host, as the replicas reach it.
-        backend: "nccl" or "gloo".
+        device: of the buffers that are broadcast; a CPU's go over gloo, a GPU's over NCCL.
         timeout_s: limit of one request and of the wait for a rank, in seconds.
         timeouts_s: other limits for some operations, see `server_client`.
     """
@@ -96,12 +105,12 @@ class UpdateGroups:
         self,
         *,
         address: str,
-        backend: str,
+        device: torch.device,
         timeout_s: float,
         timeouts_s: Mapping[str, float] | None = None,
     ) -> None:
         self._address = address
-        self._backend = backend
+        self._device = device
         self._timeout_s = timeout_s
         self._timeouts_s = timeouts_s
         self._group: UpdateGroup | None = None
@@ -139,6 +148,12 @@ class UpdateGroups:
             self._left.append(group.name)
             leave(group.process_group, broken=True)
 
+    def close(self) -> None:
+        """Leave the group, together with the replicas; they give the memory of it back."""
+        if self._group is not None:
+            self._dissolve(self._group)
+        self._close_clients_but(())
+
     def _client(self, replica: Replica) -> SyncSGLangServerClient:
         if replica not in self._clients:
             self._clients[replica] = SyncSGLangServerClient(
@@ -155,7 +170,7 @@ class UpdateGroups:
             self._clients.pop(replica).close()
 
     def _form(self, members: Members) -> UpdateGroup:
-        name = f"weight_sync_{secrets.token_hex(4)}"
+        name = f"{GROUP_PREFIX}{secrets.token_hex(4)}"
         world_size = 1 + sum(replica.num_ranks for replica, _ in members)
         meeting = MeetingPoint(self._address, world_size, self._timeout_s)
         joined: list[Future[Any]] = []
@@ -169,7 +184,7 @@ class UpdateGroups:
                         rank_offset=rank_offset,
                         world_size=world_size,
                         group_name=name,
-                        backend=self._backend,
+                        backend=backend_of(self._device),
                     )
                 )
             )
@@ -177,20 +192,19 @@ class UpdateGroups:
         own = _in_thread(
             lambda: join_as_source(
                 meeting.connect(),
-                backend=self._backend,
+                device=self._device,
                 world_size=world_size,
                 name=name,
                 timeout_s=self._timeout_s,
             )
         )
-        wait([own, *joined], return_when=FIRST_EXCEPTION)
+        wait([own, *joined], timeout=self._timeout_s, return_when=FIRST_EXCEPTION)
         replicas = [replica for replica, _ in members]
-        if problem := _why_not_formed(replicas, joined, own):
-            self._left.append(name)  # NCCL's ranks have joined without waiting for each other
+        if problem := _why_not_formed(replicas, joined, own, self._timeout_s):
+            self._left.append(name)  # some engine may have joined
             _send_away(meeting, [own, *joined])
-            if own.done() and own.exception() is None:
-                leave(own.result(), broken=True)
-            raise UpdateGroupError(problem)
+            own.add_done_callback(_leave_late)
+            raise UpdateGroupError(f"{name} was not formed: {problem}")
         logger.info("formed %s of %d replicas, %d ranks", name, len(members), world_size)
         return UpdateGroup(name, own.result(), members, meeting)
 
@@ -205,20 +219,27 @@ class UpdateGroups:
         _leave_servers(members, names)
 
 
+def _leave_late(joined: Future[Any]) -> None:
+    """Of a group that some rank did not join, though this process did."""
+    if joined.exception() is None:
+        leave(joined.result(), broken=True)
+
+
 def _why_not_formed(
-    replicas: Sequence[Replica], joined: Sequence[Future[Any]], own: Future[Any]
+    replicas: Sequence[Replica], joined: Sequence[Future[Any]], own: Future[Any], timeout_s: float
 ) -> str | None:
-    """The replica that failed to join, or whom this process waited for in vain."""
+    """The replica that failed to join, or whom this process waited for in vain; None: all came."""
     failure = own.exception() if own.done() else None
     if failure is not None:
         wait(joined, timeout=REPLY_S, return_when=FIRST_EXCEPTION)  # a replica may know better
     for number, (replica, future) in enumerate(zip(replicas, joined, strict=True)):
         if future.done() and (error := future.exception()) is not None:
             return f"replica {number} ({replica.base_url}) did not join the update group: {error}"
-    if failure is None:
-        return None
     silent = [r.base_url for r, future in zip(replicas, joined, strict=True) if not future.done()]
-    return f"the update group was not formed, without a word of {silent}: {failure}"
+    if own.done() and failure is None and not silent:
+        return None
+    reason = failure or f"not all ranks came within {timeout_s:g} s"
+    return f"{reason}; no word of: {', '.join(silent) or 'nobody'}"
 
 
 def _send_away(meeting: MeetingPoint, waiting: Sequence[Future[Any]]) -> None:

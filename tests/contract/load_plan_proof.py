@@ -13,6 +13,7 @@ from torch import nn
 from contract.tiny_architectures import NamedWeights
 from sglang_loader.load_plan import (
     BucketLayout,
+    BucketSource,
     DestinationProbe,
     LoadPlan,
     PlanBuilder,
@@ -81,7 +82,7 @@ def replay(plan: LoadPlan, buffers: list[torch.Tensor]) -> None:
     """The plan, once for each bucket, on copies of the buffers."""
     executor = PlanExecutor(plan)
     for i, buffer in enumerate(buffers):
-        executor.replay(i, buffer.clone())
+        executor.replay(i, BucketSource.flat(buffer.clone()))
 
 
 def without_one_copy(plan: LoadPlan) -> LoadPlan:

@@ -38,6 +38,9 @@ IPC = "sglang_loader.ipc"
 LOADER = "sglang_loader.bucket_loader"
 ALLOCATIONS = "sglang_loader.host_backup.allocations"
 MEMORY = "sglang_loader.memory_hooks"
+HTTP = "sglang_loader.http_hooks"
+STAGES = "verl_sglang_sync.stages"
+GRAPHS = "sglang.srt.model_executor.runner_backend.full_cuda_graph_backend"
 POLICY = "sglang_loader.host_backup.policy"
 MANAGER = "verl_sglang_sync.sharding_manager"
 PLUGIN = "verl_sglang_sync.verl_plugin"
@@ -94,6 +97,14 @@ NEEDS = (
     Need(f"{UPDATER}.update_weights_from_distributed", HOOKS, ("self", "recv_req")),
     Need(f"{IO}:UpdateWeightsFromDistributedReqOutput", HOOKS, ("success", "message")),
     Need(
+        "sglang.srt.model_executor.model_runner:ModelRunner.init_weights_update_group",
+        HOOKS,
+        (
+            *("self", "master_address", "master_port", "rank_offset", "world_size"),
+            *("group_name", "backend"),
+        ),
+    ),
+    Need(
         "sglang.srt.model_executor.model_runner:ModelRunner.destroy_weights_update_group",
         HOOKS,
         ("self", "group_name"),
@@ -131,6 +142,8 @@ NEEDS = (
     Need(f"{EXPERTS}:ExpertLocationMetadata", CONTEXT),
     # verl: replica and server
     Need(HTTP_SERVER, REPLICA),
+    Need(f"{HTTP_SERVER}.lora_as_adapter", REPLICA),
+    Need(f"{VERL_ROLLOUT}.replica:RolloutMode", REPLICA),
     Need(f"{HTTP_SERVER}.launch_server", REPLICA, ("self", "master_address", "master_port")),
     Need(f"{HTTP_SERVER}.sleep", REPLICA, ("self",)),
     Need(f"{HTTP_SERVER}.set_global_steps", ROLLOUT, ("self", "global_steps")),
@@ -171,8 +184,9 @@ NEEDS = (
     Need(f"{UPDATER}.update_weights_from_tensor", HOOKS, ("self", "recv_req")),
     Need(f"{UPDATER}.release_memory_occupation", MEMORY, ("self", "recv_req")),
     Need(f"{UPDATER}.resume_memory_occupation", MEMORY, ("self", "recv_req")),
-    Need(f"{TOKENIZER}.release_memory_occupation", MEMORY, ("self", "obj", "request")),
-    Need(f"{TOKENIZER}.resume_memory_occupation", MEMORY, ("self", "obj", "request")),
+    Need(f"{TOKENIZER}.release_memory_occupation", HTTP, ("self", "obj", "request")),
+    Need(f"{TOKENIZER}.resume_memory_occupation", HTTP, ("self", "obj", "request")),
+    Need(f"{IO}:ReleaseMemoryOccupationReqInput", HTTP, ("tags",)),
     Need(f"{RUNNER}.load_model", MEMORY, ("self",)),
     Need(f"{UPDATER}._observe_weight_load", HOOKS, ("self", "source")),
     Need(f"{WORKER}.update_weights_from_tensor", HOOKS, ("self", "recv_req")),
@@ -453,10 +467,27 @@ class TestSGLang:
             assert field in names, f"{by} uses {request_class}.{field}"
 
     def test_memory_tags(self) -> None:
-        from verl_sglang_sync.sharding_manager import WAKE_ORDER
+        from sglang_loader.memory_hooks import RELEASE_ORDER, RESUME_ORDER
+        from verl_sglang_sync.stages import TAGS
 
         tags = resolve(Need("sglang.srt.constants:GPU_MEMORY_ALL_TYPES", HOOKS))
-        assert set(WAKE_ORDER) <= set(tags), f"{MANAGER} stages {WAKE_ORDER}"
+        for names in (TAGS, RELEASE_ORDER, RESUME_ORDER):
+            assert set(names) == set(tags), f"{STAGES} or {MEMORY}"
+
+    def test_the_graphs_tag(self) -> None:
+        from sglang_loader.memory_hooks import GRAPHS_VARIABLE
+
+        backend = source_of(f"{GRAPHS}:FullCudaGraphBackend")
+        assert f'get_bool_env_var("{GRAPHS_VARIABLE}")' in backend, f"{REPLICA} sets it"
+        assert "tag=GPU_MEMORY_TYPE_CUDA_GRAPH" in backend, f"{MEMORY} releases it"
+        assert "self._pool = self._device_module.graph_pool_handle()" in backend, MEMORY
+        runner = source_of(
+            "sglang.srt.model_executor.runner.decode_cuda_graph_runner:DecodeCudaGraphRunner"
+        )
+        assert "self.backend = resolve_decode_backend(self)" in runner, f"{MEMORY} asks its pool"
+        assert "self.decode_cuda_graph_runner = " in source_of(RUNNER), MEMORY
+        parameters = inspect.signature(torch.cuda.memory_snapshot).parameters
+        assert {"mempool_id", "include_traces"} <= set(parameters), ALLOCATIONS
 
     def test_custom_loader_gets_model_and_named_tensors(self) -> None:
         server_args = resolve(Need("sglang.srt.server_args:ServerArgs", REPLICA))

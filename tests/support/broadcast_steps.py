@@ -161,6 +161,48 @@ def syncs_and_faults(
     }
 
 
+# (the weights' scale, mode): "compiled" makes its plan in its first sync and replays it after that
+ONE_REPLICA: tuple[tuple[float, str], ...] = (
+    (0.5, "flattened"),
+    (1.0, "flattened"),
+    (0.5, "compiled"),
+    (2.0, "compiled"),
+    (1.0, "compiled"),
+)
+
+
+def syncs_to_one_replica(rank: TrainerRank, model: str, folder: str, url: str) -> dict[str, Any]:
+    """Go through `ONE_REPLICA`, then a sync that fails and one that is good again."""
+    from verl_sglang_sync.weight_sync import WeightSyncError
+
+    sender = _Sender(rank, [(url, 1)])
+    weights = {
+        scale: weights_of(Path(model), rank.device, scale=scale) for scale in (0.5, 1.0, 2.0)
+    }
+    seen: dict[str, Any] = {"reference": sender.hashes(Path(folder))[0], "syncs": []}
+
+    def sync(scale: float, mode: str) -> None:
+        report = sender.sync(weights[scale], mode, (0,))
+        hashes = sender.hashes(Path(folder))[0]
+        formed = sender.num_formed(mode)
+        seen["syncs"].append({"hashes": hashes, "report": report, "num_formed": formed})
+
+    for scale, mode in ONE_REPLICA:
+        sync(scale, mode)
+    doubled = [(n, torch.cat([t, t]) if n == "model.norm.weight" else t) for n, t in weights[1.0]]
+    started = time.monotonic()
+    try:
+        sender.sync(doubled, "flattened", (0,))
+        seen["error"] = "no error"
+    except WeightSyncError as error:
+        seen["error"] = str(error)
+    seen["seconds"] = time.monotonic() - started
+    sync(0.5, "flattened")
+    sync(1.0, "compiled")
+    sender.close()
+    return seen
+
+
 class _Sender:
     """The disaggregated transports of one trainer rank, one for each mode."""
 
@@ -187,6 +229,11 @@ class _Sender:
         groups = self._transport(mode)[1]
         return 0 if groups is None else groups.num_formed
 
+    def close(self) -> None:
+        for _, groups in self._made.values():
+            if groups is not None:
+                groups.close()
+
     def hashes(self, folder: Path) -> list[list[dict[str, str]]]:
         """By target and TP rank, taken in the engines' processes; empty on other ranks."""
         from sglang_loader.ipc import serialize_handles
@@ -196,7 +243,10 @@ class _Sender:
             return []
         seen = []
         for url, tp in self._targets:
-            tensors: NamedTensors = [(str(folder), torch.zeros(1)) for _ in range(tp)]
+            device = self._rank.device
+            tensors: NamedTensors = [
+                (str(folder), torch.zeros(1, device=device)) for _ in range(tp)
+            ]
             handles = [serialize_handles([pair]) for pair in tensors]
 
             async def take(url: str = url, handles: list[bytes] = handles) -> None:
@@ -223,8 +273,11 @@ class _Sender:
             )
             groups = None
             if self._rank.rank == 0:
-                address = loopback() if mode == "compiled" else "127.0.0.1"
-                groups = UpdateGroups(address=address, backend="gloo", timeout_s=self._timeout_s)
+                groups = UpdateGroups(
+                    address=loopback() if mode == "compiled" else "127.0.0.1",
+                    device=self._rank.device,
+                    timeout_s=self._timeout_s,
+                )
             transport = BroadcastTransport(
                 groups=groups,
                 settings=settings,

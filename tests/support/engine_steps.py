@@ -114,8 +114,11 @@ def _syncs_in_a_row(rank: TrainerRank, model: Path, folder: Path) -> dict[str, A
         "eager": run("flattened"),
         "compiled": [run("compiled", **settings) for settings in COMPILED_SETTINGS],
         "in_place": [
-            run("compiled", in_one_storage(weights_of(model, rank.device)), **settings)
-            for settings in ({"keep_staging_buffers": True}, {})
+            run("compiled", in_memory(weights_of(model, rank.device)), **settings)
+            for in_memory, settings in (
+                (in_one_storage, {"keep_staging_buffers": True}),
+                (in_storages_of_their_own, {}),
+            )
         ],
     }
 
@@ -128,6 +131,15 @@ def in_one_storage(weights: NamedTensors) -> NamedTensors:
     parts = flat.split([tensor.numel() for _, tensor in weights])
     pairs = zip(weights, parts, strict=True)
     return [(name, part.view(tensor.shape)) for (name, tensor), part in pairs]
+
+
+def in_storages_of_their_own(weights: NamedTensors) -> NamedTensors:
+    """The same tensors, each in memory of its own that other processes can map."""
+    own = [(name, tensor.clone()) for name, tensor in weights]
+    for _, tensor in own:
+        if tensor.device.type == "cpu":
+            tensor.share_memory_()
+    return own
 
 
 def _failing_sync(rank: TrainerRank, mode: str, weights: NamedTensors) -> str:

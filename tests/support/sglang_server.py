@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,6 +70,7 @@ def sglang_server(
     loaders: tuple[str, ...] = (),
     extra: tuple[str, ...] = (),
     host_backup: Policy = "on",
+    variables: Mapping[str, str] | None = None,
     host: str = "127.0.0.1",
 ) -> Iterator[Server]:
     """Serve `model` until the block ends; the log goes to `folder/server.log`."""
@@ -95,7 +96,11 @@ def sglang_server(
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,
-            env={**environment(device, tp), ENVIRONMENT_VARIABLE: host_backup},
+            env={
+                **environment(device, tp),
+                ENVIRONMENT_VARIABLE: host_backup,
+                **(variables or {}),
+            },
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,

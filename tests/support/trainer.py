@@ -52,10 +52,11 @@ class TrainerRank:
         self.replica = rank // tp
         self.tp = tp
         self.device = device
+        self.url = urls[self.replica]
         self.mesh = init_device_mesh(
             "cpu", (world_size // tp, tp), mesh_dim_names=("dp", "infer_tp")
         )
-        self.client = SGLangServerClient(urls[self.replica], timeout_s=60)
+        self.client = SGLangServerClient(self.url, timeout_s=60)
 
     @property
     def is_leader(self) -> bool:

@@ -1,17 +1,15 @@
-"""The stream cache and in-place cuts: same buckets as the planner's, and a new plan on a change."""
+"""The stream cache: same buckets as the planner's, and a new plan on a change."""
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from verl_sglang_sync.bucket_stream import BucketStream
 from verl_sglang_sync.planner import plan_buckets
 from verl_sglang_sync.report import SyncReport
-from verl_sglang_sync.source import SourceWatch, in_place_cuts
 from verl_sglang_sync.staging import spec_of
 
-CPU = torch.device("cpu")
 LIMIT = 1024
 FUSED = ("l.self_attn.q_a_proj.weight", "l.self_attn.kv_a_proj_with_mqa.weight")
 
@@ -99,79 +97,3 @@ def test_a_fusion_group_stays_together_in_both_ways():
         ]
         assert len(holders) == 2
         assert len(set(holders)) == 1
-
-
-# Reading in place.
-
-
-def arena(sizes, gap=0):
-    """Tensors as views of one shared storage."""
-    flat = torch.arange(float(sum(sizes) + gap * len(sizes))).share_memory_()
-    named, start = [], 0
-    for i, size in enumerate(sizes):
-        named.append((f"t{i}", flat[start : start + size]))
-        start += size + gap
-    return named
-
-
-def cuts_in_place(stream, named):
-    watch = SourceWatch(CPU)
-    for batch in batches(stream, named):
-        watch.see(batch)
-        del batch
-    return in_place_cuts(stream.cuts, watch.places(), LIMIT)
-
-
-@settings(deadline=None)  # sharing memory starts a helper process
-@given(st.lists(st.integers(1, 200), min_size=1, max_size=30), st.integers(0, 8))
-def test_spans_read_the_same_bytes(sizes, gap):
-    torch.multiprocessing.set_sharing_strategy("file_system")
-    stream, named = BucketStream(LIMIT), arena(sizes, gap)
-    cuts = cuts_in_place(stream, named)
-    assert cuts is not None
-    stream.use(cuts)
-    seen = []
-    for batch in batches(stream, named):
-        storage = batch.tensors[0].untyped_storage()
-        raw = torch.empty(0, dtype=torch.uint8).set_(storage)
-        source = raw[batch.start : batch.start + batch.bucket.layout.nbytes]
-        assert len(source) == batch.bucket.layout.nbytes <= LIMIT + 256
-        seen += [(name, view.tolist()) for name, view in batch.bucket.layout.views(source)]
-    assert seen == [(name, tensor.tolist()) for name, tensor in named]
-
-
-def test_tensors_that_moved_are_packed():
-    stream, named = BucketStream(LIMIT), arena([100] * 12)
-    stream.use(cuts_in_place(stream, named))
-    assert all(batch.start is not None for batch in batches(stream, named))
-    moved = [*named[:7], (named[7][0], named[7][1].clone()), *named[8:]]
-    result = batches(stream, moved)
-    assert result[0].start is not None
-    assert result[-1].start is None
-    sent = [entry.name for batch in result for entry in batch.bucket.layout.tensors]
-    assert sent == [name for name, _ in named]
-
-
-@pytest.mark.parametrize("kind", ("private", "transient", "strided"))
-def test_memory_that_cannot_be_read_in_place_is_not(kind):
-    stream, named = BucketStream(LIMIT), arena([100] * 12)
-    if kind == "private":
-        named[3] = ("t3", torch.ones(100))
-    elif kind == "strided":
-        named[3] = ("t3", torch.ones(200).share_memory_()[::2])
-    else:
-        watch = SourceWatch(CPU)
-        report = SyncReport(mode="compiled", replica=0)
-        export = ((f"t{i}", torch.ones(9).share_memory_()) for i in range(3))
-        for batch in stream.batches(export, report):
-            watch.see(batch)
-        del batch
-        assert watch.places() is None
-        return
-    assert cuts_in_place(stream, named) is None
-
-
-def test_many_small_storages_are_packed():
-    stream = BucketStream(1 << 20)
-    named = [(f"t{i}", torch.ones(64).share_memory_()) for i in range(12)]
-    assert cuts_in_place(stream, named) is None

@@ -62,14 +62,16 @@ def test_a_preset_has_exactly_the_known_keys_and_the_defaults(preset):
     text = PRESETS[preset].read_text()
     keys = yaml.safe_load(text)
     if preset == "disaggregated":
-        assert text.startswith("# @package actor_rollout_ref.rollout\n")
-        assert keys["checkpoint_engine"] == {"backend": BROADCAST_BACKEND}
-        keys, preset = keys["custom"]["weight_sync"], "flattened"
+        assert text.startswith("# @package _global_\n")
+        rollout = keys["actor_rollout_ref"]["rollout"]
+        assert rollout["checkpoint_engine"] == {"backend": BROADCAST_BACKEND}
+        keys, preset = rollout["custom"]["weight_sync"], "flattened"
     else:
         assert text.startswith("# @package actor_rollout_ref.rollout.custom.weight_sync\n")
     own = COMPILED_KEYS if preset == "compiled" else ()
     assert set(keys) == {*PRESET_KEYS, *own}
     assert keys.pop("timeouts_s") == dict.fromkeys(LIMITS)
+    keys |= {key: tuple(keys[key]) for key in ("sleep_order", "wake_order")}
     defaults = {
         field.name: field.default
         for field in dataclasses.fields(WeightSyncConfig)
@@ -164,6 +166,13 @@ REFUSED = [
         ("custom__weight_sync__host_backup", value, f"{SECTION}.host_backup", ALLOWED["backup"])
         for value in ("Auto", "", None, 1)
     ),
+    (
+        "custom__weight_sync__sleep_order",
+        ["weights", "lora"],
+        f"{SECTION}.sleep_order",
+        "unknown 'lora'; allowed: kv_cache, weights, cuda_graph",
+    ),
+    ("custom__weight_sync__wake_order", "weights", f"{SECTION}.wake_order", "expected a list of"),
     *(
         ("checkpoint_engine__update_weights_bucket_megabytes", v, BUCKET_KEY, ALLOWED["megabytes"])
         for v in (0, -1, 0.5, 512.0, "512", True, None)
@@ -248,6 +257,8 @@ def test_a_preset_changes_nothing_else_of_the_recipe(recipes, preset):
     if preset == "disaggregated":
         assert rollout["checkpoint_engine"].pop("backend") == BROADCAST_BACKEND
         rollout["checkpoint_engine"]["backend"] = "naive"
+        environment = with_preset["ray_kwargs"]["ray_init"]["runtime_env"].pop("env_vars")
+        assert environment == {"NCCL_CUMEM_ENABLE": "0"}
     assert with_preset == without
 
 
@@ -263,6 +274,8 @@ def test_every_key_can_be_overridden_on_the_command_line():
         f"{SECTION}.report_file=out/report.jsonl",
         f"{SECTION}.host_backup=off",
         f"{SECTION}.timeouts_s.update=900",
+        f"{SECTION}.sleep_order=[weights,cuda_graph,kv_cache]",
+        f"{SECTION}.wake_order=[weights,cuda_graph,sync,kv_cache]",
         f"{SECTION}.router_url='https://[fd00::9]:30000/'",
         f"{SECTION}.router_api_key=key",
         f"{BUCKET_KEY}=64",
@@ -280,6 +293,8 @@ def test_every_key_can_be_overridden_on_the_command_line():
         "keep_staging_buffers": False,
         "read_in_place": True,
         "host_backup": "off",
+        "sleep_order": ("weights", "cuda_graph", "kv_cache"),
+        "wake_order": ("weights", "cuda_graph", "sync", "kv_cache"),
         "router_url": "https://[fd00::9]:30000",
         "router_api_key": "key",
         "bucket_bytes": 64 << 20,

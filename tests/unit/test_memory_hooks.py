@@ -23,6 +23,7 @@ from sglang.srt.managers.io_struct import (
 )
 from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 
+from sglang_loader import http_hooks
 from sglang_loader import memory_hooks as hooks
 from sglang_loader.bucket_loader import LOADERS
 from sglang_loader.host_backup import arm, backup_of, publish_coverage
@@ -30,7 +31,7 @@ from sglang_loader.host_backup.allocations import reachable
 from sglang_loader.host_backup.policy import ENVIRONMENT_VARIABLE
 from sglang_loader.load_plan.destinations import collect_destinations
 from sglang_loader.weight_updater_hooks import update_on_all_ranks
-from unit.released_memory import Residue, contents, overwrite, poison, whole
+from unit.released_memory import Residue, contents, overwrite, poison, size_of, whole
 
 
 class LosingSaver:
@@ -153,6 +154,32 @@ def test_repeated_stages_are_no_ops_in_any_order(updater):
     assert contents(collect_destinations(model_of(updater))) == before
 
 
+@pytest.mark.parametrize("step", ("release", "resume"))
+def test_tags_are_taken_in_the_order_that_was_asked_and_accounted_for(updater, step, monkeypatch):
+    monkeypatch.setattr(hooks, "_gpu_bytes", lambda _, tag: len(tag))
+    order = ["cuda_graph", "weights", "kv_cache"]
+    done = []
+    monkeypatch.setattr(updater.memory_saver_adapter, "pause", done.append)
+    monkeypatch.setattr(updater.memory_saver_adapter, "resume", done.append)
+    reply = release(updater, *order)
+    if step == "resume":
+        held = backup_of(model_of(updater)).host_bytes
+        assert held == size_of(model_of(updater))
+        assert reply.costs["weights"]["host_bytes"] == [held]
+        done.clear()
+        reply = resume(updater, *order)
+        assert reply.costs["weights"]["host_bytes"] == [0]
+    assert done == order
+    costs = pickle.loads(pickle.dumps(reply)).costs
+    saved_first = ["weights", "cuda_graph", "kv_cache"]
+    assert list(costs) == (saved_first if step == "release" else order)
+    assert {tag: cost["gpu_bytes"] for tag, cost in costs.items()} == {
+        tag: [len(tag)] for tag in order
+    }
+    again = release(updater, "kv_cache") if step == "release" else resume(updater, "kv_cache")
+    assert not hasattr(again, "costs"), "nothing was to be done"
+
+
 @pytest.mark.parametrize("step", (release, resume))
 def test_an_unknown_tag_is_refused_and_nothing_is_done(updater, step):
     text = refusal(step(updater, "weights", "gradients"))
@@ -211,10 +238,11 @@ def test_a_cycle_with_a_plan_keeps_the_residue_alone(updater):
     model = covered_engine(updater)
     before = contents(collect_destinations(model))
     for _ in range(3):
-        release(updater, "kv_cache", "weights")
+        release(updater, "kv_cache", "cuda_graph", "weights")
         resume(updater, "weights")
         assert backup_of(model).stale
-        assert "sync the weights first" in refusal(resume(updater, "kv_cache"))
+        for rest in (("kv_cache",), ("cuda_graph", "kv_cache")):
+            assert "sync the weights first" in refusal(resume(updater, *rest))
         assert update(updater).success
         assert refusal(resume(updater, "kv_cache")) is None
         assert contents(collect_destinations(model)) == before
@@ -299,13 +327,26 @@ class Manager:
         self.resume_memory_occupation_communicator = communicate
 
 
-@pytest.mark.parametrize("hook", (hooks.release_or_raise, hooks.resume_or_raise))
+@pytest.mark.parametrize("hook", (http_hooks.release_or_raise, http_hooks.resume_or_raise))
 def test_a_refusal_is_raised_where_the_request_came_in(hook):
     good, bad = ReleaseMemoryOccupationReqOutput(), ReleaseMemoryOccupationReqOutput()
     bad.refusal = "TP rank 1: no"
     asyncio.run(hook(None, Manager(good, good), "request"))
-    with pytest.raises(hooks.MemoryRequestRefused, match="TP rank 1: no"):
+    with pytest.raises(http_hooks.MemoryRequestRefused, match="TP rank 1: no"):
         asyncio.run(hook(None, Manager(good, bad), "request"))
+
+
+def test_costs_come_back_from_all_groups_of_ranks():
+    reply = ReleaseMemoryOccupationReqOutput()
+    reply.costs = {"weights": {"seconds": [0.25]}}
+    manager = Manager(reply, reply)
+
+    async def release_memory_occupation(obj, request):
+        return await http_hooks.release_or_raise(None, manager, obj, request)
+
+    manager.release_memory_occupation = release_memory_occupation
+    costs = asyncio.run(http_hooks.release_stages(manager, ("weights",)))
+    assert costs == {"weights": {"seconds": [0.25, 0.25]}}
 
 
 def test_requests_to_other_servers_go_upstreams_way():
@@ -315,7 +356,7 @@ def test_requests_to_other_servers_go_upstreams_way():
         calls.append(arguments)
 
     manager = Manager(loaders=())
-    asyncio.run(hooks.release_or_raise(original, manager, "request"))
+    asyncio.run(http_hooks.release_or_raise(original, manager, "request"))
     assert calls == [(manager, "request", None)]
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from sglang_loader.load_plan import BucketLayout
+from sglang_loader.load_plan import BucketLayout, BucketSource
 from sglang_loader.plan_store import MAX_RECORDINGS, ModelLoader, loader_of
 
 CONTEXT = {"tp_rank": 0, "expert_map": torch.arange(4)}
@@ -60,7 +60,7 @@ def sync(loader, value, *, names=NAMES, context=CONTEXT, recheck=0, read_only=Fa
         for _, view in layout.views(buffer):
             view.fill_(value)
         before = buffer.clone()
-        loader.load(index // 2, layout, buffer, read_only=read_only)
+        loader.load(index // 2, layout, BucketSource.flat(buffer), read_only=read_only)
         assert not read_only or torch.equal(buffer, before)
     return loader.finish()
 
@@ -196,7 +196,8 @@ def test_a_sync_that_broke_off_leaves_no_half_plan():
     loader = ModelLoader(model)
     loader.start(CONTEXT, recheck_every_n_syncs=0)
     layout = BucketLayout.pack([("a", (8,), torch.float32)])
-    loader.load(0, layout, torch.zeros(layout.nbytes, dtype=torch.uint8), read_only=False)
+    source = BucketSource.flat(torch.zeros(layout.nbytes, dtype=torch.uint8))
+    loader.load(0, layout, source, read_only=False)
     assert sync(loader, 1.0).num_eager == 2
     assert sync(loader, 2.0).num_replayed == 2
     check_loaded(model, 2.0)

@@ -33,6 +33,13 @@ def recipe(recipes):
     return changed
 
 
+GRAPHS = {
+    f"{SECTION}.sleep_order": ["kv_cache", "cuda_graph", "weights"],
+    f"{SECTION}.wake_order": ["weights", "sync", "cuda_graph", "kv_cache"],
+}
+BREAKABLE = f"{ROLLOUT}.engine_kwargs.sglang.cuda_graph_backend_prefill"
+
+
 GOOD = {
     "as it is": {},
     "staged": {f"{ROLLOUT}.multi_stage_wake_up": True},
@@ -40,6 +47,8 @@ GOOD = {
     "merged LoRA": {f"{MODEL}.lora_rank": 8, f"{MODEL}.lora.merge": True},
     "merged Megatron LoRA": {f"{MODEL}.lora.rank": 8, f"{MODEL}.lora.merge": True},
     "users' loaders": {LOADER: ["my.loader"]},
+    "graphs asleep": GRAPHS,
+    "no graphs": {f"{ROLLOUT}.enforce_eager": True},
     "fp8": {f"{ROLLOUT}.quantization": "fp8"},
     "nccl": {f"{ROLLOUT}.checkpoint_engine.backend": "nccl"},
 }
@@ -78,6 +87,14 @@ BAD = {
         [f"{ROLLOUT}.quantization='torchao': allowed: null, 'fp8'"],
     ),
     "a loader that is no list": ({LOADER: "a.b"}, [f"{LOADER}='a.b': expected a list of dotted"]),
+    "graphs that are not there": (
+        {**GRAPHS, f"{ROLLOUT}.enforce_eager": True},
+        [f"{ROLLOUT}.enforce_eager=True, but {SECTION}.sleep_order has 'cuda_graph'"],
+    ),
+    "graphs that SGLang does not release": (
+        {**GRAPHS, BREAKABLE: "breakable"},
+        [f"{BREAKABLE}=breakable, but {SECTION}.sleep_order has 'cuda_graph'"],
+    ),
     "an unknown key": (
         {f"{SECTION}.checksum": True},
         [f"{SECTION}.checksum=True: unknown key; allowed: mode, request_timeout_s, timeouts_s"],
@@ -122,7 +139,9 @@ def test_the_error_is_a_value_error(recipe):
         check_recipe(recipe("flattened", {f"{ROLLOUT}.name": "vllm"}))
 
 
-@pytest.mark.parametrize("name", [name for name in BAD if "unknown" not in name])
+@pytest.mark.parametrize(
+    "name", [name for name in BAD if not any(SECTION in key for key in BAD[name][0])]
+)
 def test_without_a_preset_nothing_is_checked(recipe, name):
     assert check_recipe(recipe(None, BAD[name][0])) is None
 

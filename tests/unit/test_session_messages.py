@@ -17,10 +17,15 @@ TOKEN = "ab" * 16
 HANDLE = CpuHandle(nbytes=4, manager=b"m", name=b"n")
 FROM_TRAINER = [
     wire.Welcome(token=TOKEN),
-    wire.MapBuffer(token=TOKEN, slot=0, buffer="b", handle=HANDLE),
-    wire.MapBuffer(token=TOKEN, slot=0, buffer="b", handle=None),
+    wire.MapBuffer(token=TOKEN, slot=0, buffer="b", handle=HANDLE, keep=True),
+    wire.MapBuffer(token=TOKEN, slot=0, buffer="b", handle=None, keep=False),
     wire.LoadBucket(
-        token=TOKEN, index=1, slot=0, offset=256, digest="d", layout=b"x", read_only=True
+        token=TOKEN,
+        index=1,
+        pieces=[wire.BucketPiece(0, 256, 0, 64), wire.BucketPiece(1, 0, 64, 8)],
+        digest="d",
+        layout=b"x",
+        read_only=True,
     ),
     wire.Commit(token=TOKEN, num_buckets=2, num_tensors=3),
     wire.Abort(token=TOKEN, reason="why"),
@@ -121,7 +126,6 @@ def test_a_descriptor_of_another_version_is_refused():
         token=TOKEN,
         timeout_s=1,
         recheck_every_n_syncs=0,
-        keep_mappings=False,
     )
     with pytest.raises(SessionError, match="different releases"):
         wire.decode_descriptor(wire.encode_descriptor(descriptor))

@@ -6,9 +6,10 @@ import json
 import pytest
 import torch
 
-from unit.trainer_ranks import WORLD_SIZE, RecordingEngine, StageCase, stages
+from unit.trainer_ranks import WORLD_SIZE, RecordingEngine, StageCase, costs_of, stages
 from verl_sglang_sync.collective import SingleProcess
 from verl_sglang_sync.config import WeightSyncConfig
+from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.weight_sync import WeightSyncError
 
 UPDATES = [
@@ -111,6 +112,20 @@ def test_the_stages_as_verl_drives_them():
     ]
 
 
+@pytest.mark.parametrize("multi_stage", (True, False))
+def test_graphs_sleep_and_wake_where_the_orders_say(multi_stage):
+    events = []
+    sleep = ["cuda_graph", "kv_cache", "weights"]
+    wake = ["weights", "sync", "cuda_graph", "kv_cache"]
+    orders = {"sleep_order": tuple(sleep), "wake_order": tuple(wake)}
+    manager, _ = make_manager(events, **orders, multi_stage_wake_up=multi_stage)
+    with manager:
+        pass
+    first = "resume weights" if multi_stage else "resume weights cuda_graph kv_cache"
+    rest = ("resume cuda_graph kv_cache",)
+    assert events == [(first,), *UPDATES, *HANDOVER, rest, ("release", *sleep)]
+
+
 def test_it_is_a_sharding_manager_of_verls():
     from verl.utils.ulysses import BaseShardingManager
 
@@ -181,6 +196,11 @@ def test_a_report_line_per_wake_up(tmp_path, free_cache_engine):
         seconds = line.pop("seconds")
         assert all(spent >= 0 for spent in seconds.values())
         line.pop("weight_version")
+        told = line.pop("stages")
+        assert told.keys() == {"release", "resume_weights", "resume_kv_cache"} & seconds.keys()
+        tags_of = {"release": ("kv_cache", "weights")}
+        for stage, costs in told.items():
+            assert costs == costs_of(tags_of.get(stage, (stage.removeprefix("resume_"),)))
         assert line == {
             "mode": "flattened",
             "replica": 7,
@@ -198,6 +218,15 @@ def test_a_report_line_per_wake_up(tmp_path, free_cache_engine):
     staged = {"resume_weights", "resume_kv_cache"} if free_cache_engine else set()
     slept = {"release"} if free_cache_engine else set()
     assert stages_of == [sync | staged, sync | staged | slept]
+
+
+def test_the_log_line_has_bytes_of_the_gpus_and_of_the_host():
+    report = SyncReport(mode="compiled", replica=0)
+    report.add_costs("release", {"weights": {"gpu_bytes": [5e6, 5e6], "host_bytes": [0, 1e6]}})
+    report.add_costs("release", None)
+    report.add_costs("resume_kv_cache", {"kv_cache": {"gpu_bytes": [2e6], "host_bytes": [0]}})
+    text = "; release weights 10.0 MB (host 1.0 MB), resume_kv_cache kv_cache 2.0 MB"
+    assert str(report).endswith(text)
 
 
 def test_a_failed_sync_writes_no_line_and_is_not_counted_in_the_next(tmp_path):

@@ -308,12 +308,19 @@ class RecordingEngine:
 
     async def release_memory(self, tags):
         self._record("release", *tags)
+        return costs_of(tags)
 
     async def resume_memory(self, tags):
         self._record(" ".join(("resume", *tags)))
+        return costs_of(tags)
 
     async def update_weights(self, handles, *, load_format, flush_cache, weight_version, key):
         self._record("update", load_format.rpartition(".")[2], flush_cache, weight_version)
+
+
+def costs_of(tags):
+    """What a stage costs in a `RecordingEngine` of two ranks."""
+    return {tag: {"seconds": [1, 2], "gpu_bytes": [5, 5], "host_bytes": [0, 3]} for tag in tags}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -84,6 +84,24 @@ def nbytes_under(tags: Sequence[str], device_index: int) -> int:
     )
 
 
+def host_nbytes_under(tag: str, device_index: int) -> int:
+    """Bytes of `tag` that torch_memory_saver copies to the host when they are released."""
+    return sum(
+        segment["total_size"]
+        for segment in _segments(tag, on_host=True)
+        if segment["device"] == device_index
+    )
+
+
+def nbytes_in_pool(pool_id: tuple[int, int], device_index: int) -> int:
+    """Device memory of one of torch's memory pools, such as that of CUDA graphs."""
+    return sum(
+        segment["total_size"]
+        for segment in torch.cuda.memory_snapshot(pool_id, include_traces=False)
+        if segment["device"] == device_index
+    )
+
+
 def why_not_enumerable() -> str | None:
     """Why the memory under a tag cannot be enumerated in this process, or None."""
     try:
@@ -97,11 +115,11 @@ def why_not_enumerable() -> str | None:
     return None
 
 
-def _segments(tag: str) -> Iterator[Mapping[str, Any]]:
-    """Segments of the memory saver's pools for `tag`.
+def _segments(tag: str, *, on_host: bool = False) -> Iterator[Mapping[str, Any]]:
+    """Segments of the memory saver's pools for `tag`; of those with a host backup alone.
 
-    There is no public way to list them; the key of a pool starts with its tag (0.0.10, pinned by a
-    contract test).
+    There is no public way to list them; the key of a pool starts with its tag and whether there is
+    a host backup (0.0.10, pinned by a contract test).
     """
     from torch_memory_saver import torch_memory_saver
 
@@ -109,5 +127,5 @@ def _segments(tag: str) -> Iterator[Mapping[str, Any]]:
     if implementation is None:
         return
     for key, pool in list(implementation._mem_pools.items()):
-        if key[0] == tag:
+        if key[0] == tag and (key[1] or not on_host):
             yield from pool.snapshot(include_traces=False)

@@ -11,7 +11,7 @@ recorded.
     plan = builder.finish()                      # PlanRefused: says why; go on with load_weights
     executor = PlanExecutor(plan)
     for i, buffer in enumerate(later_sync):
-        executor.replay(i, buffer)
+        executor.replay(i, BucketSource.flat(buffer))
 
 A plan is used only after `check_bucket` or `self_check` has proved it bit for bit against the eager
 loader, and only while `plan.fingerprint` and `DestinationProbe` find nothing changed. Nothing here
@@ -23,15 +23,18 @@ from sglang_loader.load_plan.executor import PlanExecutor
 from sglang_loader.load_plan.guard import DestinationProbe
 from sglang_loader.load_plan.layout import BucketLayout, BucketTensor
 from sglang_loader.load_plan.plan import BucketPlan, LoadPlan, PlanRefused
+from sglang_loader.load_plan.source import BucketSource, Piece
 from sglang_loader.load_plan.verify import CheckResult, check_bucket, self_check
 
 __all__ = [
     "BucketLayout",
     "BucketPlan",
+    "BucketSource",
     "BucketTensor",
     "CheckResult",
     "DestinationProbe",
     "LoadPlan",
+    "Piece",
     "PlanBuilder",
     "PlanExecutor",
     "PlanRefused",

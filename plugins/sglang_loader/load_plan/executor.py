@@ -2,11 +2,11 @@
 it.
 
     executor = PlanExecutor(plan)
-    executor.replay(0, staging[: plan.layouts[0].nbytes])      # on the current stream; the caller
+    executor.replay(0, BucketSource.flat(staging))      # on the current stream; the caller
     synchronises
 
 Binding (turning descriptors into tensors that view concrete memory) is done once per bucket and
-buffer address. A binding keeps its buffer's memory alive; `unbind` lets go of it.
+source address. A binding keeps its source's memory alive; `unbind` lets go of it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,11 +22,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from sglang_loader.load_plan.destinations import Destinations
 from sglang_loader.load_plan.geometry import StridedCopy
-from sglang_loader.load_plan.layout import check_buffer
 from sglang_loader.load_plan.plan import BucketPlan, LoadPlan, TapeStep
+from sglang_loader.load_plan.source import BucketSource, split_copy
 from sglang_loader.load_plan.trace import Space, TensorRef
 
-MAX_BOUND_BUFFERS = 4
+MAX_BOUND_SOURCES = 4
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
@@ -51,33 +51,32 @@ class PlanExecutor:
 
     def __init__(self, plan: LoadPlan) -> None:
         self._plan = plan
-        self._bound: dict[int, OrderedDict[int, _Binding]] = defaultdict(OrderedDict)
+        self._bound: dict[int, OrderedDict[object, _Binding]] = defaultdict(OrderedDict)
 
-    def replay(self, bucket_index: int, buffer: torch.Tensor) -> None:
-        """Load bucket `bucket_index` from `buffer`, asynchronously on the current stream.
+    def replay(self, bucket_index: int, source: BucketSource) -> None:
+        """Load bucket `bucket_index` from `source`, asynchronously on the current stream.
 
         Args:
-            buffer: flat contiguous uint8 with the bucket's layout at its start, on any device that
-                copies reach.
+            source: the bucket, on any device that copies reach.
 
         Raises:
             IndexError: there is no such bucket.
-            ValueError: the buffer has another dtype or shape, or is too short.
+            ValueError: the source does not hold every tensor of the bucket.
             RuntimeError: a step of the tape made a temporary of another size than when it was
                 traced.
         """
         plan = self._plan.buckets[bucket_index]
-        check_buffer(buffer, plan.layout.nbytes)
         bound = self._bound[bucket_index]
-        binding = bound.get(buffer.data_ptr())
+        binding = bound.get(source.key)
         if binding is None:
-            while len(bound) >= MAX_BOUND_BUFFERS:
+            source.check(plan.layout)
+            while len(bound) >= MAX_BOUND_SOURCES:
                 bound.popitem(last=False)
-            binding = bound[buffer.data_ptr()] = _bind(plan, self._plan.destinations, buffer)
+            binding = bound[source.key] = _bind(plan, self._plan.destinations, source)
         _run(binding, plan)
 
     def unbind(self) -> None:
-        """Forget all bindings, and with them the last references to the buffers."""
+        """Forget all bindings, and with them the last references to the sources."""
         self._bound.clear()
 
 
@@ -85,8 +84,9 @@ def replay_once(plan: BucketPlan, destinations: Destinations, buffer: torch.Tens
     """`PlanExecutor.replay` for one bucket's plan without keeping the binding: for checks and
     tests.
     """
-    check_buffer(buffer, plan.layout.nbytes)
-    _run(_bind(plan, destinations, buffer), plan)
+    source = BucketSource.flat(buffer)
+    source.check(plan.layout)
+    _run(_bind(plan, destinations, source), plan)
 
 
 def _run(binding: _Binding, plan: BucketPlan) -> None:
@@ -96,21 +96,24 @@ def _run(binding: _Binding, plan: BucketPlan) -> None:
         _run_tape(binding.tape, plan.slot_nbytes)
 
 
-def _bind(plan: BucketPlan, destinations: Destinations, buffer: torch.Tensor) -> _Binding:
+def _bind(plan: BucketPlan, destinations: Destinations, source: BucketSource) -> _Binding:
     with torch.inference_mode(False), torch.no_grad():
         bases = [destinations.bytes_of(i) for i in range(len(destinations.storages))]
         grouped: dict[object, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        for copy in plan.copies:
-            target, source = _copy_views(copy, buffer, bases[copy.storage])
+        for copy in (part for c in plan.copies for part in split_copy(c, source.starts)):
+            memory, shift = source.locate(*copy.src_bounds())
+            moved = replace(copy, src=shift)
+            target, origin = _copy_views(moved, memory, bases[copy.storage])
             # The fused kernel takes a group only if all of it is dense.
-            key = (target.dtype, source.dtype, bool(copy.dims), target.device)
-            targets, sources = grouped.setdefault(key, ([], []))
+            key = (target.dtype, origin.dtype, bool(copy.dims), target.device)
+            targets, origins = grouped.setdefault(key, ([], []))
             targets.append(target)
-            sources.append(source)
+            origins.append(origin)
 
         def resolve(ref: TensorRef) -> torch.Tensor:
             if ref.space is Space.BUCKET:
-                return view_of(buffer, ref)
+                memory, shift = source.locate(*ref.region.bounds())
+                return view_of(memory, replace(ref, region=replace(ref.region, offset=shift)))
             if ref.space is Space.DESTINATION:
                 return view_of(bases[ref.index], ref)
             return view_of(plan.constants[ref.index], ref)

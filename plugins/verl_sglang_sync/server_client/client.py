@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Self
 
+from sglang_loader.stage_costs import StageCosts, stage_costs_in
 from sglang_loader.update_keys import UpdateKey
 from verl_sglang_sync.server_client import operations
 from verl_sglang_sync.server_client.core import ServerAccess, ServerCore
@@ -72,13 +73,13 @@ class _Client:
 class SGLangServerClient(_Client):
     """Asynchronous client; arguments as `_Client`, operations as in `operations`."""
 
-    async def release_memory(self, tags: Sequence[str]) -> None:
-        """See `operations.release_memory`."""
-        await self._send(operations.release_memory(tags))
+    async def release_memory(self, tags: Sequence[str]) -> StageCosts:
+        """See `operations.release_memory`; returns what it cost."""
+        return stage_costs_in(await self._send(operations.release_memory(tags)))
 
-    async def resume_memory(self, tags: Sequence[str]) -> None:
-        """See `operations.resume_memory`."""
-        await self._send(operations.resume_memory(tags))
+    async def resume_memory(self, tags: Sequence[str]) -> StageCosts:
+        """See `operations.resume_memory`; returns what it cost."""
+        return stage_costs_in(await self._send(operations.resume_memory(tags)))
 
     async def update_weights(
         self,

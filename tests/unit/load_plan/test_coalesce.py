@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from sglang_loader.load_plan.coalesce import coalesce, find_overlapping, join_adjacent
 from sglang_loader.load_plan.geometry import BYTES, StridedCopy, Unit
+from sglang_loader.load_plan.source import split_copy
 
 SPACE = 512
 
@@ -147,3 +148,36 @@ def test_casts_and_copies_are_never_joined() -> None:
     assert len(coalesce(copies)) == 2
     same = [StridedCopy(0, 0, 0, (), 4, cast), StridedCopy(0, 16, 8, (), 4, cast)]
     assert join_adjacent(same) == [StridedCopy(0, 0, 0, (), 8, cast)]
+
+
+# Splitting at the pieces of a source.
+
+
+@given(arbitrary_copies(), st.lists(st.integers(1, SPACE), max_size=8, unique=True))
+def test_a_split_copy_moves_the_same_bytes_each_part_within_one_piece(
+    copies: list[StridedCopy], starts: list[int]
+) -> None:
+    starts = sorted([0, *starts])
+    for copy in copies:
+        parts = list(split_copy(copy, starts))
+        moved = [move for part in parts for move in written_by(part)]
+        assert sorted(moved) == sorted(written_by(copy))
+        for part in parts:
+            first, stop = part.src_bounds()
+            assert not any(first < start < stop for start in starts)
+
+
+def test_a_copy_of_regular_pieces_is_split_into_as_few_as_there_are() -> None:
+    rows = StridedCopy(0, 0, 0, ((64, 32, 64),), 16)
+    assert len(list(split_copy(rows, [0]))) == 1
+    assert [part.dims for part in split_copy(rows, [0, 32 * 16])] == [
+        ((16, 32, 64),),
+        ((48, 32, 64),),
+    ]
+    flat = StridedCopy(0, 0, 0, (), 1024)
+    assert [part.run for part in split_copy(flat, [0, 256, 768])] == [256, 512, 256]
+
+
+def test_a_casting_copy_is_split_between_elements() -> None:
+    cast = StridedCopy(0, 0, 0, (), 8, Unit(2, 4, ("bfloat16", "float32")))
+    assert [(p.src, p.dst, p.run) for p in split_copy(cast, [0, 6])] == [(0, 0, 3), (6, 12, 5)]

@@ -8,7 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from sglang_loader.load_plan import BucketLayout, PlanBuilder, PlanExecutor, self_check
+from sglang_loader.load_plan import (
+    BucketLayout,
+    BucketSource,
+    PlanBuilder,
+    PlanExecutor,
+    self_check,
+)
 from sglang_loader.load_plan.verify import differing, snapshot
 
 pytestmark = [
@@ -78,7 +84,7 @@ def test_replay_is_byte_identical_on_a_gpu(inference: bool) -> None:
         model.load_weights(layout.views(buffer))
         assert differing(plan.destinations, expected)
         executor = PlanExecutor(plan)
-        executor.replay(0, other)
+        executor.replay(0, BucketSource.flat(other))
         torch.cuda.synchronize()
         assert differing(plan.destinations, expected) == ()
 
@@ -89,10 +95,10 @@ def test_replay_never_waits() -> None:
     builder = PlanBuilder(model, model.load_weights, {})
     builder.add_bucket(layout, buffer)
     executor = PlanExecutor(builder.finish())
-    executor.replay(0, buffer)
+    executor.replay(0, BucketSource.flat(buffer))
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        executor.replay(0, buffer)
+        executor.replay(0, BucketSource.flat(buffer))
     finally:
         torch.cuda.set_sync_debug_mode("default")

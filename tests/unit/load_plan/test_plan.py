@@ -13,6 +13,7 @@ from torch import nn
 
 from sglang_loader.load_plan import (
     BucketLayout,
+    BucketSource,
     LoadPlan,
     PlanBuilder,
     PlanExecutor,
@@ -70,7 +71,7 @@ def assert_replays(load_one: Loader) -> LoadPlan:
     model.load_weights(layout.views(other.clone()))
     expected = snapshot(plan.destinations)
     model.load_weights(layout.views(buffer.clone()))
-    PlanExecutor(plan).replay(0, other)
+    PlanExecutor(plan).replay(0, BucketSource.flat(other))
     assert differing(plan.destinations, expected) == ()
     return plan
 
@@ -173,7 +174,7 @@ def test_a_copy_stays_behind_a_step_that_reads_its_target() -> None:
     plan = compile_for(model, (layout, buffer))
     assert plan.num_copies == 0
     model.buffer.zero_()
-    PlanExecutor(plan).replay(0, buffer)
+    PlanExecutor(plan).replay(0, BucketSource.flat(buffer))
     source = layout.views(buffer)[0][1]
     assert torch.equal(model.derived, source)
     # `buffer` is written, but an update also needs what was there: it is not covered.
@@ -419,7 +420,7 @@ def test_replay_binds_once_per_buffer_and_lets_go() -> None:
     for start in (0, layout.nbytes, layout.nbytes + 4, 0):
         part = staging[start : start + layout.nbytes]
         part.copy_(pack(seed=start + 2)[1])
-        executor.replay(0, part)
+        executor.replay(0, BucketSource.flat(part))
         assert torch.equal(model.weight[:6].view(-1).view(torch.uint8), part[:192])
     assert len(executor._bound[0]) == 3
     executor.unbind()
@@ -430,9 +431,9 @@ def test_replay_rejects_what_is_not_the_bucket() -> None:
     model = Model(plain)
     layout, buffer = pack()
     executor = PlanExecutor(compile_for(model, (layout, buffer)))
-    with pytest.raises(ValueError, match="needs"):
-        executor.replay(0, buffer[:-1])
+    with pytest.raises(ValueError, match="no piece"):
+        executor.replay(0, BucketSource.flat(buffer[:100]))
     with pytest.raises(ValueError, match="uint8"):
-        executor.replay(0, buffer.view(torch.float32))
+        executor.replay(0, BucketSource.flat(buffer.view(torch.float32)))
     with pytest.raises(IndexError):
-        executor.replay(1, buffer)
+        executor.replay(1, BucketSource.flat(buffer))

@@ -1,0 +1,180 @@
+"""A trainer rank of `colocated --gpus N`: an FSDP2 model, exported as verl does, and synced."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from benchmarks.model_shapes import MODELS
+from support.trainer import TrainerRank
+
+NUM_WARM_UPS = 3
+BUCKET_BYTES = 2048 << 20
+STAGES = ("open", "export", "pack", "load", "commit", "reply")
+PRESETS = ("bucketed", "flattened", "compiled")
+LIMITS = ("export_only", "all_gather_limit", "all_to_all_limit")
+NamedTensor = tuple[str, torch.Tensor]
+
+
+class ShardedModel:
+    """A Hugging Face model with random weights, sharded over all ranks by FSDP2."""
+
+    def __init__(self, model: str, device: torch.device) -> None:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        config = AutoConfig.for_model(**MODELS[model])
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        with torch.device("meta"):
+            module = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        for layer in module.model.layers:
+            fully_shard(layer)
+        self._module = fully_shard(module)
+        self._module.to_empty(device=device)
+        for parameter in self._module.parameters():
+            parameter.detach().to_local().normal_(std=0.02)
+        self._model_type = config.model_type
+        self._device = device
+
+    def export(self) -> Iterator[NamedTensor]:
+        """What verl 0.9.1's FSDP engine exports: `get_per_tensor_param`."""
+        from verl.utils.model import convert_weight_keys
+        from verl.workers.engine.fsdp.utils import unfuse_moe_params
+
+        parameters = convert_weight_keys(self._module.state_dict(), self._module)
+        full = (
+            (name, p.full_tensor() if isinstance(p, DTensor) else p)
+            for name, p in parameters.items()
+        )
+        exported: Iterator[NamedTensor] = unfuse_moe_params(full, self._model_type)
+        return exported
+
+    def local_bytes(self) -> int:
+        """Bytes of this rank's shards."""
+        return sum(p.detach().to_local().nbytes for p in self._module.parameters())
+
+
+def measure_rank(rank: TrainerRank, model: str, arms: list[str], runs: int) -> dict[str, Any]:
+    """Seconds of every run of every arm on this rank."""
+    sharded = ShardedModel(model, rank.device)
+    return {arm: _measure(_step(arm, rank, sharded), rank, runs) for arm in arms}
+
+
+def _measure(step: Callable[[], dict[str, Any]], rank: TrainerRank, runs: int) -> dict[str, Any]:
+    measured: list[dict[str, float]] = []
+    notes: dict[str, Any] = {}
+    for i in range(NUM_WARM_UPS + runs):
+        if i == NUM_WARM_UPS and rank.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        dist.barrier()
+        _synchronize(rank.device)
+        started = time.perf_counter()
+        notes = step()
+        _synchronize(rank.device)
+        seconds = {"sync": time.perf_counter() - started}
+        measured.append(seconds | {f"sync_{k}": v for k, v in notes.pop("seconds", {}).items()})
+    if rank.device.type == "cuda":
+        notes["peak_gpu_bytes"] = torch.cuda.max_memory_allocated()
+    return {"runs_s": measured[NUM_WARM_UPS:], **notes}
+
+
+def _step(arm: str, rank: TrainerRank, sharded: ShardedModel) -> Callable[[], dict[str, Any]]:
+    if arm == "native":
+        return _native(rank, sharded)
+    if arm in PRESETS:
+        return _ours(arm, rank, sharded)
+    if arm == "export_only":
+        return lambda: _drain(sharded.export())
+    return _collective(arm, rank, sharded.local_bytes())
+
+
+def _ours(arm: str, rank: TrainerRank, sharded: ShardedModel) -> Callable[[], dict[str, Any]]:
+    settings = {"keep_staging_buffers": True} if arm == "compiled" else {}
+    manager = rank.manager(arm, bucket_bytes=BUCKET_BYTES, timeout_s=600, **settings)
+
+    def run() -> dict[str, Any]:
+        asyncio.run(manager.sync(sharded.export(), version="0"))
+        report = manager.report
+        asyncio.run(manager.resume(("kv_cache",)))  # resident already: closes the report
+        return {
+            "seconds": {stage: report.seconds.get(stage, 0.0) for stage in STAGES},
+            "num_tensors": report.num_tensors,
+            "bytes": report.payload_bytes,
+            "num_buckets": report.num_buckets,
+            "num_replayed": report.num_replayed,
+            "num_in_place": report.num_in_place,
+            "eager_reason": report.eager_reason,
+            "staging_bytes": report.staging_bytes,
+        }
+
+    return run
+
+
+def _native(rank: TrainerRank, sharded: ShardedModel) -> Callable[[], dict[str, Any]]:
+    """verl 0.9.1's `ServerAdapter.update_weights` without its worker around it."""
+    from sglang.srt.weight_sync.utils import update_weights
+    from verl.workers.rollout.sglang_rollout.http_server_engine import AsyncHttpServerAdapter
+    from verl.workers.rollout.sglang_rollout.utils import get_named_tensor_buckets
+
+    engine = None
+    if rank.is_leader:
+        host, port = rank.url.removeprefix("http://").split(":")
+        engine = AsyncHttpServerAdapter(
+            model_path="", host=host, port=int(port), launch_server=False, timeout=600
+        )
+
+    async def sync() -> None:
+        async for batch in get_named_tensor_buckets(sharded.export(), BUCKET_BYTES):
+            await update_weights(
+                engine=engine,
+                params_batch=batch,
+                device_mesh_key="infer_tp",
+                device_mesh=rank.mesh,
+            )
+        if engine is not None:
+            await engine.flush_cache()
+
+    def run() -> dict[str, Any]:
+        asyncio.run(sync())
+        dist.barrier()
+        return {}
+
+    return run
+
+
+def _drain(export: Iterator[NamedTensor]) -> dict[str, Any]:
+    num_tensors = num_bytes = 0
+    for _, tensor in export:
+        num_tensors += 1
+        num_bytes += tensor.nbytes
+    return {"num_tensors": num_tensors, "bytes": num_bytes}
+
+
+def _collective(arm: str, rank: TrainerRank, nbytes: int) -> Callable[[], dict[str, Any]]:
+    """The bare collective that any sync needs: every byte to every rank, or each rank its part."""
+    world = dist.get_world_size()
+    chunk = min(nbytes, BUCKET_BYTES // world) // world * world
+    rounds = -(-nbytes // chunk)
+    local = torch.empty(chunk, dtype=torch.uint8, device=rank.device)
+    all_of_it = torch.empty(chunk * world, dtype=torch.uint8, device=rank.device)
+
+    def run() -> dict[str, Any]:
+        for _ in range(rounds):
+            if arm == "all_gather_limit":
+                dist.all_gather_into_tensor(all_of_it, local)
+            else:
+                dist.all_to_all_single(all_of_it[:chunk], local)
+        return {"bytes": rounds * chunk * world}
+
+    return run
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,76 @@
+"""`colocated` for several GPUs: an FSDP2 trainer over all of them, engines on the same ones.
+
+Called by `colocated.py --gpus N --tp T`: N trainer ranks, N / T engines of T ranks each. The
+sync's seconds include the export (gather and unfuse). Arms besides `native` and the presets:
+`export_only` runs the export to its end, `all_gather_limit` gathers the same bytes in flat pieces,
+`all_to_all_limit` gives each rank only its part of them.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from benchmarks.engine_server import engine_server
+from benchmarks.fsdp_rank import measure_rank
+from benchmarks.model_shapes import MODELS, write_config
+from benchmarks.results_file import medians
+from support.trainer import run_trainer
+
+ENVIRONMENT = {"NCCL_CUMEM_ENABLE": "0"}  # SGLang's own; a mixture fails in CUDA
+TIMEOUT_S = 900
+
+
+def measure_on_gpus(
+    model: str, arms: list[str], gpus: int, tp: int, runs: int, device: str, folder: Path
+) -> list[dict[str, Any]]:
+    """Rows of one model on `gpus` GPUs, with engines of `tp` ranks."""
+    config = write_config(folder / model, model)
+    os.environ.update(ENVIRONMENT)
+    with ExitStack() as stack:
+        urls = [
+            stack.enter_context(
+                engine_server(
+                    config,
+                    device=device,
+                    host_backup="auto",
+                    is_moe="num_experts" in MODELS[model],
+                    log=folder / f"server-{model}-tp{tp}-{first}.log",
+                    tp=tp,
+                    first_gpu=first,
+                )
+            )
+            for first in range(0, gpus, tp)
+        ]
+        outcomes = run_trainer(
+            measure_rank,
+            folder,
+            model,
+            arms,
+            runs,
+            urls=urls,
+            tp=tp,
+            device=device,
+            environment=ENVIRONMENT,
+            timeout_s=TIMEOUT_S,
+            backend="gloo" if device == "cpu" else "cpu:gloo,cuda:nccl",
+        )
+    for outcome in outcomes:
+        if outcome.error is not None:
+            raise RuntimeError(outcome.error)
+    leader = outcomes[0].result
+    return [
+        {
+            "arm": arm,
+            "model": model,
+            "gpus": gpus,
+            "tp": tp,
+            "runs": runs,
+            "median_s": medians(leader[arm]["runs_s"]),
+            "host_bytes": 0,
+            **leader[arm],
+        }
+        for arm in arms
+    ]

@@ -1,0 +1,179 @@
+"""The trainer of `disaggregated`: sends its weights to a server over a torch process group.
+
+One process on its own GPU. Arms: `per_tensor`, `sglang_named` and `sglang_flattened` are SGLang's
+stock `update_weights_from_distributed`; `disaggregated` and `disaggregated_compiled` are ours.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.arm import (
+    BUCKET_BYTES,
+    Seconds,
+    checksums_of_engine,
+    child_arguments,
+    measure_arm,
+    run_arms,
+    synchronize,
+)
+from benchmarks.arrival import advance, checksums
+from benchmarks.colocated import NamedTensors, make_weights
+from benchmarks.engine_server import wait_until_healthy
+
+STOCK = ("per_tensor", "sglang_named", "sglang_flattened")
+OURS = {"disaggregated": "flattened", "disaggregated_compiled": "compiled"}
+GROUP_ARMS = (*OURS, *STOCK)
+TIMEOUT_S = 60.0
+
+Batch = list[tuple[str, torch.Tensor]]
+
+
+def main() -> None:
+    """Make the weights, wait for the server, and measure."""
+    args = child_arguments(__doc__.splitlines()[0])
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    import verl_sglang_sync.broadcast_transport  # noqa: F401  imports while the server starts
+    from verl_sglang_sync.update_groups import UpdateGroups
+
+    device = torch.device("cuda", 0) if args.device == "cuda" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    weights = make_weights(args.model, device, flat=False)
+    wait_until_healthy(args.url, args.server_log)
+    sent = {"num_tensors": len(weights), "bytes": sum(tensor.nbytes for _, tensor in weights)}
+
+    def measure(arm: str) -> dict[str, Any]:
+        groups = UpdateGroups(address="127.0.0.1", device=device, timeout_s=TIMEOUT_S)
+        make = partial(_ours, OURS[arm]) if arm in OURS else partial(_stock, arm)
+        sync, notes = make(groups, args.url, device, weights)
+        try:
+            row = measure_arm(
+                arm,
+                runs=args.runs,
+                device=args.device,
+                sync=sync,
+                advance=lambda: advance(weights),
+                trainer_checksums=lambda: checksums(weights),
+                held_by_engine=checksums_of_engine(args.url, args.folder),
+            )
+        except Exception:
+            groups.abandon()
+            raise
+        groups.close()
+        del sync, make
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        return {**row, "model": args.model, **sent, **notes}
+
+    run_arms(args.arms, args.rows, measure)
+
+
+def _replica(url: str) -> Any:
+    from verl_sglang_sync.update_groups import Replica
+
+    return Replica(identity=url, base_url=url, num_ranks=1)
+
+
+Made = tuple[Callable[[], Seconds], dict[str, Any]]
+
+
+def _ours(mode: str, groups: Any, url: str, device: torch.device, weights: NamedTensors) -> Made:
+    """The transport that verl's trainer uses with `+weight_sync=disaggregated`."""
+    from verl_sglang_sync.broadcast_transport import BroadcastTransport
+    from verl_sglang_sync.collective import SingleProcess
+    from verl_sglang_sync.config import WeightSyncConfig
+    from verl_sglang_sync.report import SyncReport
+
+    settings = WeightSyncConfig(
+        mode=mode,  # type: ignore[arg-type]
+        request_timeout_s=TIMEOUT_S,
+        bucket_bytes=BUCKET_BYTES,
+        multi_stage_wake_up=True,
+        free_cache_engine=True,
+    )
+    transport = BroadcastTransport(
+        groups=groups, settings=settings, agree=SingleProcess().agree, device=device
+    )
+    notes: dict[str, Any] = {}
+
+    def sync() -> Seconds:
+        report = SyncReport(mode=mode, replica=None)
+        synchronize(device.type)
+        with report.stage("sync"):
+            transport.sync(iter(weights), [_replica(url)], version="0", report=report)
+            synchronize(device.type)
+        notes.update(num_buckets=report.num_buckets, staging_bytes=report.staging_bytes)
+        return report.seconds
+
+    return sync, notes
+
+
+def _stock(arm: str, groups: Any, url: str, device: torch.device, weights: NamedTensors) -> Made:
+    """SGLang's own endpoint, one request per batch; nothing overlaps, as its users write it."""
+    from verl_sglang_sync.server_client import operations
+
+    limit = 0 if arm == "per_tensor" else BUCKET_BYTES
+    batches = list(_batches(weights, limit))
+    flattened = arm == "sglang_flattened"
+
+    def sync() -> Seconds:
+        group = groups.with_replicas([_replica(url)])
+        _, client = group.members[0]
+        synchronize(device.type)
+        started = time.perf_counter()
+        for batch in batches:
+            reply = client.submit(
+                operations.update_from_distributed(
+                    [name for name, _ in batch],
+                    [str(tensor.dtype).removeprefix("torch.") for _, tensor in batch],
+                    [list(tensor.shape) for _, tensor in batch],
+                    group_name=group.name,
+                    load_format="flattened_bucket" if flattened else None,
+                    flush_cache=batch is batches[-1],
+                )
+            )
+            _broadcast(batch, group.process_group, flattened=flattened)
+            reply.result()
+        synchronize(device.type)
+        return {"sync": time.perf_counter() - started}
+
+    return sync, {"num_buckets": len(batches)}
+
+
+def _broadcast(batch: Batch, group: Any, *, flattened: bool) -> None:
+    if flattened:
+        from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+
+        flat = FlattenedTensorBucket(named_tensors=batch).get_flattened_tensor()
+        dist.broadcast(flat, src=0, group=group)
+        return
+    works = [dist.broadcast(t, src=0, group=group, async_op=True) for _, t in batch]
+    for work in works:
+        work.wait()
+
+
+def _batches(weights: NamedTensors, limit: int) -> Iterator[Batch]:
+    """Cut by bytes; a limit of 0 makes a batch of every tensor."""
+    batch: Batch = []
+    size = 0
+    for name, tensor in weights:
+        if batch and size + tensor.nbytes > limit:
+            yield batch
+            batch, size = [], 0
+        batch.append((name, tensor))
+        size += tensor.nbytes
+    if batch:
+        yield batch
+
+
+if __name__ == "__main__":
+    main()

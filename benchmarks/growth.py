@@ -1,0 +1,115 @@
+"""Does anything grow from sync to sync? GPU memory, file descriptors, shared memory, host RSS.
+
+    python benchmarks/growth.py --models qwen3-8b --syncs 200 --json FILE
+    python benchmarks/growth.py --models tiny --syncs 30 --device cpu
+
+One trainer process, one real SGLang server, `+weight_sync=compiled`, every sync with its release
+and resume. What both processes hold is read after a tenth of the syncs, when plans are made and
+buffers mapped, and again at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import psutil  # noqa: E402
+import torch  # noqa: E402
+
+from benchmarks.colocated import ARMS, OurSync, make_weights, prepare  # noqa: E402
+from benchmarks.engine_server import engine_server  # noqa: E402
+from benchmarks.model_shapes import MODELS, write_config  # noqa: E402
+from benchmarks.results_file import hardware, write_results  # noqa: E402
+
+SHARED_MEMORY = Path("/dev/shm")
+
+
+def held(device: torch.device) -> dict[str, int]:
+    """What this process and the server's hold now."""
+    family = [psutil.Process(), *psutil.Process().children(recursive=True)]
+    gpu = 0
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        free, total = torch.cuda.mem_get_info(device)
+        gpu = total - free
+    return {
+        "gpu_bytes": gpu,
+        "num_fds": sum(process.num_fds() for process in family),
+        "rss_bytes": sum(process.memory_info().rss for process in family),
+        "num_shared_files": sum(1 for _ in SHARED_MEMORY.iterdir()),
+        "num_threads": sum(process.num_threads() for process in family),
+        "num_mappings": sum(len(process.memory_maps(grouped=False)) for process in family),
+    }
+
+
+def run(model: str, arm: str, syncs: int, device: torch.device, folder: Path) -> dict[str, Any]:
+    """All syncs of one arm; returns a row."""
+    config = write_config(folder / model, model)
+    is_moe = "num_experts" in MODELS[model]
+    log = folder / f"server-{model}-{arm}.log"
+    weights = make_weights(model, device, flat=ARMS[arm].flat)
+
+    async def cycle(sync: OurSync) -> None:
+        await sync.release()
+        await sync.resume("weights")
+        await sync.sync(weights)
+        await sync.resume("kv_cache")
+
+    early: dict[str, int] = {}
+    with engine_server(
+        config, device=device.type, host_backup="auto", is_moe=is_moe, log=log
+    ) as url:
+        sync = OurSync(url, ARMS[arm], device)
+        for i in range(syncs):
+            asyncio.run(cycle(sync))
+            if i + 1 == max(syncs // 10, 5):
+                early = held(device)
+        late = held(device)
+    return {
+        "arm": arm,
+        "model": model,
+        "num_tensors": len(weights),
+        "bytes": sum(tensor.nbytes for _, tensor in weights),
+        "gpus": 1 if device.type == "cuda" else 0,
+        "tp": 1,
+        "runs": syncs,
+        "median_s": {},
+        "early": early,
+        "late": late,
+        "growth": {key: late[key] - early[key] for key in late},
+    }
+
+
+def main() -> None:
+    """Run all arms of all models; see the module docstring."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=["qwen3-8b"])
+    parser.add_argument("--arms", nargs="+", default=["compiled", "compiled_packed_freed"])
+    parser.add_argument("--syncs", type=int, default=200)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--folder", type=Path, help="server logs; default: a temporary folder")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    device = torch.device("cuda", 0) if args.device == "cuda" else torch.device("cpu")
+    folder = args.folder or Path(tempfile.mkdtemp(prefix="growth-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    prepare(device)
+    rows = []
+    for model in args.models:
+        for arm in args.arms:
+            rows.append(run(model, arm, args.syncs, device, folder))
+            print(model, arm, rows[-1]["growth"], flush=True)
+            if args.json is not None or device.type == "cuda":
+                path = args.json or Path(f"benchmarks/results/growth-{hardware()}.json")
+                write_results(path, "growth", rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,25 @@
+"""The steps of `tests/gpu/test_memory_cycles_gpu.py` on a CPU: no memory is lost there, but what a
+sync rewrites is poisoned, and every byte must come back.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from support.cycle_checks import check_cycles, check_poisoned_cycle, check_syncs
+from support.cycle_steps import run_cycles
+
+pytestmark = pytest.mark.e2e
+
+NUM_CYCLES = 2
+
+
+def test_cycles_leave_no_trace(tmp_path: Path) -> None:
+    """A derived buffer (weight + 1) must be rewritten as well."""
+    seen = run_cycles("gemma2", tmp_path / "gemma2", device="cpu", num_cycles=NUM_CYCLES)
+    check_syncs(seen)
+    check_poisoned_cycle(seen)
+    check_cycles(seen, NUM_CYCLES)
+    assert any("gemma_weight" in name for name in seen["poisoned"]["asleep"]["nan"])

@@ -1,0 +1,97 @@
+"""A bucket's bytes as pieces: the same replay as from one buffer, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from sglang_loader.load_plan import (
+    BucketLayout,
+    BucketSource,
+    Piece,
+    PlanBuilder,
+    PlanExecutor,
+)
+
+SHAPES = [("q", (4, 8)), ("k", (2, 8)), ("v", (2, 8)), ("o", (8, 4)), ("n", (8,))]
+LAYOUT = BucketLayout.pack([(name, shape, torch.float32) for name, shape in SHAPES])
+
+
+class Model(nn.Module):
+    """Fuses q, k, v, transposes o, and computes with n."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Parameter(torch.zeros(8, 8), requires_grad=False)
+        self.o = nn.Parameter(torch.zeros(4, 8), requires_grad=False)
+        self.n = nn.Parameter(torch.zeros(8), requires_grad=False)
+
+    def load_weights(self, weights):
+        rows = {"q": (0, 4), "k": (4, 6), "v": (6, 8)}
+        for name, tensor in weights:
+            if name in rows:
+                start, stop = rows[name]
+                self.qkv.data[start:stop].copy_(tensor)
+            elif name == "o":
+                self.o.data.copy_(tensor.t())
+            else:
+                self.n.data.copy_(tensor + 1)
+
+
+def random_tensors(seed):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator) for _, shape in SHAPES]
+
+
+def in_pieces(tensors, cuts):
+    """Each tensor in memory of its own, or together with those before it."""
+    pieces = []
+    for i, (entry, tensor) in enumerate(zip(LAYOUT.tensors, tensors, strict=True)):
+        raw = tensor.reshape(-1).view(torch.uint8)
+        if i in cuts or not pieces:
+            pieces.append((entry.offset, [raw]))
+        else:
+            start, parts = pieces[-1]
+            gap = entry.offset - start - sum(part.numel() for part in parts)
+            parts += [torch.zeros(gap, dtype=torch.uint8), raw]
+    return BucketSource([Piece(start, torch.cat(parts)) for start, parts in pieces])
+
+
+@given(st.sets(st.integers(1, 4)), st.integers(0, 1000))
+def test_a_replay_from_pieces_is_the_eager_load(cuts, seed):
+    model, expected = Model(), Model()
+    builder = PlanBuilder(model, model.load_weights, {})
+    builder.add_bucket(LAYOUT, torch.zeros(LAYOUT.nbytes, dtype=torch.uint8))
+    executor = PlanExecutor(builder.finish())
+    tensors = random_tensors(seed)
+    source = in_pieces(tensors, cuts)
+    executor.replay(0, source)
+    expected.load_weights(zip([name for name, _ in SHAPES], tensors, strict=True))
+    for mine, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    views = LAYOUT.views(source.packed(LAYOUT))
+    assert all(torch.equal(view, t) for (_, view), t in zip(views, tensors, strict=True))
+
+
+def test_one_buffer_is_not_copied():
+    buffer = torch.zeros(LAYOUT.nbytes + 8, dtype=torch.uint8)
+    assert BucketSource.flat(buffer).packed(LAYOUT).data_ptr() == buffer.data_ptr()
+
+
+def test_a_tensor_must_lie_in_one_piece():
+    memory = torch.zeros(LAYOUT.nbytes, dtype=torch.uint8)
+    torn = BucketSource([Piece(0, memory[:64]), Piece(64, memory[64:])])
+    for use in (torn.check, torn.packed):
+        with pytest.raises(ValueError, match="bytes 0 to 128 of the bucket are in no piece"):
+            use(LAYOUT)
+    with pytest.raises(ValueError, match="no piece"):
+        BucketSource([]).check(LAYOUT)
+
+
+def test_pieces_must_be_in_order():
+    memory = torch.zeros(64, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="starts at byte 32, the one before it ends at 64"):
+        BucketSource([Piece(0, memory), Piece(32, memory)])

@@ -1,0 +1,227 @@
+"""Broadcasts that end, never end or fail; when they begin; what a receiver gives back."""
+
+from concurrent.futures import Future
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from sglang_loader import broadcast
+from sglang_loader.broadcast import Broadcast, BroadcastError
+from sglang_loader.broadcast_messages import BroadcastBucket, decode_bucket
+from sglang_loader.broadcast_receiver import BroadcastReceiver
+from sglang_loader.manifest import WIRE_VERSION, BucketManifest
+from verl_sglang_sync import broadcast_transport, update_groups
+from verl_sglang_sync.broadcast_transport import BroadcastTransport
+from verl_sglang_sync.collective import SingleProcess
+from verl_sglang_sync.config import WeightSyncConfig
+from verl_sglang_sync.report import SyncReport
+from verl_sglang_sync.update_groups import Replica, UpdateGroup, UpdateGroups
+from verl_sglang_sync.weight_sync import WeightSyncError
+
+CPU = torch.device("cpu")
+GROUP = object()
+
+
+class Work:
+    """A broadcast as torch sees it."""
+
+    def __init__(self, completed=False, error=None):
+        self.completed, self.error = completed, error
+
+    def is_completed(self):
+        return self.completed
+
+    def wait(self):
+        if self.error:
+            raise RuntimeError(self.error)
+
+
+@pytest.fixture
+def work(monkeypatch):
+    """The work of every broadcast that is started."""
+    found = Work()
+    monkeypatch.setattr(broadcast.dist, "broadcast", lambda *_args, **_kwargs: found)
+    return found
+
+
+def some_bytes(nbytes=8):
+    return torch.zeros(nbytes, dtype=torch.uint8)
+
+
+def test_a_broadcast_is_done_when_its_work_is(work):
+    started = Broadcast(some_bytes(), GROUP)
+    assert not started.is_done()
+    work.completed = True
+    assert started.is_done()
+    started.wait(0, "it")
+
+
+def test_a_buffer_without_bytes_is_not_broadcast(work):
+    assert Broadcast(some_bytes(0), GROUP).is_done()
+
+
+def test_a_broadcast_that_never_ends_is_given_up(work):
+    with pytest.raises(BroadcastError, match="bucket 3 did not arrive: nothing within"):
+        Broadcast(some_bytes(), GROUP).wait(0.01, "bucket 3")
+
+
+def test_a_peer_that_is_gone_is_an_error(work):
+    work.completed, work.error = True, "connection closed"
+    with pytest.raises(BroadcastError, match="bucket 0 did not arrive: connection closed"):
+        Broadcast(some_bytes(), GROUP).wait(1, "bucket 0")
+
+
+@pytest.mark.parametrize("arrives", [True, False])
+def test_on_a_gpu_only_the_event_says_that_the_bytes_are_there(work, monkeypatch, arrives):
+    """torch's account of a failed NCCL communicator is "completed" although nothing came."""
+    monkeypatch.setattr(broadcast, "GRACE_S", 0.01)
+    started = Broadcast(some_bytes(), GROUP)
+    started._event = SimpleNamespace(query=lambda: arrives)
+    work.completed = True
+    if arrives:
+        started.wait(1, "it")
+        return
+    assert not started.is_done()
+    with pytest.raises(BroadcastError, match="NCCL gave the broadcast up"):
+        started.wait(1, "it")
+
+
+def bucket(index, *, last=False, next_nbytes=8):
+    manifest = BucketManifest(
+        version=WIRE_VERSION,
+        sync_id="s",
+        index=index,
+        last=last,
+        num_tensors=0,
+        nbytes=8,
+        tensors=(),
+    )
+    return BroadcastBucket(
+        manifest=manifest, next_nbytes=0 if last else next_nbytes, timeout_s=0.01
+    )
+
+
+def test_a_receiver_knows_which_group_it_waits_in(work):
+    receiver, other = BroadcastReceiver(), object()
+    work.completed = True
+    receiver.receive(bucket(0), GROUP, CPU)  # bucket 1 has been announced
+    work.completed = False
+    assert receiver.is_waiting_in(GROUP)
+    assert not receiver.is_waiting_in(other)
+    work.completed = True
+    assert not receiver.is_waiting_in(GROUP)
+
+
+def test_a_receiver_still_waits_after_it_gave_up(work):
+    """Else the group would be destroyed instead of aborted, and that waits for the broadcast."""
+    receiver = BroadcastReceiver()
+    with pytest.raises(BroadcastError, match="bucket 0 did not arrive"):
+        receiver.receive(bucket(0), GROUP, CPU)
+    unsafe = receiver._buffers[0]
+    receiver.give_up()
+    assert receiver.is_waiting_in(GROUP)
+    assert receiver._buffers[0] is not unsafe  # bytes may still come into it
+    receiver.left(GROUP)
+    assert not receiver.is_waiting_in(GROUP)
+
+
+def test_a_receiver_gives_its_memory_back_with_the_group(work):
+    receiver = BroadcastReceiver()
+    work.completed = True
+    receiver.receive(bucket(0), GROUP, CPU)
+    assert [buffer.numel() for buffer in receiver._buffers] == [8, 8]
+    receiver.left(GROUP)
+    assert [buffer.numel() for buffer in receiver._buffers] == [0, 0]
+
+
+class Log(list):
+    """What the trainer does, in order; stands for the groups and for the client too."""
+
+    is_done = staticmethod(lambda: True)
+
+    def submit(self, call):
+        names = call.payload["names"]
+        self.append(("post", decode_bucket(names[0]).manifest.index))
+        reply = Future()
+        reply.set_result(None)
+        return reply
+
+    def with_replicas(self, replicas):
+        return UpdateGroup("g", GROUP, tuple((replica, self) for replica in replicas), None)
+
+    def abandon(self):
+        self.append(("abandon", None))
+
+
+@pytest.mark.parametrize("num_buckets", [1, 2, 5])
+def test_no_broadcast_begins_before_the_engines_are_told(monkeypatch, num_buckets):
+    """On a GPU it would wait there for the engines while the trainer's export goes on."""
+    log = Log()
+    started = iter(range(num_buckets))
+
+    def start(flat, group):
+        log.append(("broadcast", next(started)))
+        return SimpleNamespace(is_done=lambda: True)
+
+    monkeypatch.setattr(broadcast_transport, "Broadcast", start)
+    settings = WeightSyncConfig(
+        mode="flattened",
+        bucket_bytes=512,
+        multi_stage_wake_up=True,
+        free_cache_engine=True,
+    )
+    transport = BroadcastTransport(
+        groups=log, settings=settings, agree=SingleProcess().agree, device=CPU
+    )
+
+    def export():
+        for i in range(num_buckets):
+            log.append(("export", i))
+            yield f"t{i}", torch.zeros(128)
+
+    replicas = [Replica(identity="a", base_url="http://a", num_ranks=1)]
+    transport.sync(
+        export(), replicas, version="1", report=SyncReport(mode="flattened", replica=None)
+    )
+    for kind in ("export", "broadcast", "post"):
+        assert [index for what, index in log if what == kind] == list(range(num_buckets))
+    for i in range(num_buckets):
+        told = log.index(("post", max(i - 1, 0)))
+        since = log[log.index(("broadcast", i)) : told]
+        assert {what for what, _ in since} == {"broadcast"}  # told at once, or before
+
+
+def test_a_group_that_is_not_formed_in_time_is_an_error_and_left(monkeypatch):
+    """NCCL waits for a rank that never comes without a limit."""
+    monkeypatch.setattr(update_groups, "SEND_AWAY_S", 0.0)
+    monkeypatch.setattr(update_groups, "WINDOW_S", 0.01)
+    joined = Future()
+    monkeypatch.setattr(update_groups, "_in_thread", lambda step: joined)
+    left = []
+    monkeypatch.setattr(update_groups, "leave", lambda group, broken: left.append((group, broken)))
+    replied = Future()
+    replied.set_result(None)
+    client = SimpleNamespace(run=lambda call: None, submit=lambda call: replied)
+    groups = UpdateGroups(address="127.0.0.1", device=CPU, timeout_s=0.05)
+    replica = Replica(identity="a", base_url="http://a", num_ranks=1)
+    groups._clients[replica] = client
+    with pytest.raises(BroadcastError, match=r"was not formed: not all ranks came within 0\.05 s"):
+        groups.with_replicas([replica])
+    assert len(groups._left) == 1  # the engines are told to leave it at the next sync
+    joined.set_result(GROUP)  # too late
+    assert left == [(GROUP, True)]
+
+
+def test_a_failed_sync_abandons_the_group(monkeypatch):
+    log = Log()
+    settings = WeightSyncConfig(
+        mode="flattened", bucket_bytes=512, multi_stage_wake_up=True, free_cache_engine=True
+    )
+    transport = BroadcastTransport(
+        groups=log, settings=settings, agree=SingleProcess().agree, device=CPU
+    )
+    report = SyncReport(mode="flattened", replica=None)
+    with pytest.raises(WeightSyncError, match="exported no tensor"):
+        transport.sync(iter([]), [], version=None, report=report)
+    assert log == [("abandon", None)]
