@@ -1,7 +1,7 @@
 """One replica over two hosts, launched by verl's `launch_servers` through our classes.
 
-The hosts are network namespaces where this machine allows them (see `support.hosts`), the server
-actors are processes on them, SGLang is real. The server registers with a router, SGLang's own if it
+The hosts are namespaces where this machine allows them (see `support.hosts`), server actors and
+trainer ranks are processes on them, SGLang is real. The server registers with a router, SGLang's own if it
 is installed, and leaves it when its actor is killed.
 """
 
@@ -142,8 +142,7 @@ def test_one_update_reaches_both_hosts(launched: Launched) -> None:
         str(launched.folder),
         urls=[launched.url],
         tp=2,
-        environment=launched.hosts[0].environment,
-        prefix=launched.hosts[0].prefix,
+        hosts=launched.hosts,
     )
     assert [outcome.error for outcome in outcomes] == [None, None]
     seen = outcomes[0].result

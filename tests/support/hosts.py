@@ -1,18 +1,21 @@
-"""Two hosts on this machine: network namespaces with a link between them, else loopback addresses.
+"""Two hosts on this machine: namespaces with a link between them, else loopback addresses.
 
-Namespaces have addresses (IPv6) and loopbacks of their own, so what listens on one host's loopback
-is not there on the other. Where the machine allows none, 127.0.0.2 and 127.0.0.3 stand for them.
+A host in namespaces has its own network (IPv6, and a loopback of its own) and its own shared
+memory, so what must not be shared between hosts is not. Where the machine allows no namespaces,
+127.0.0.2 and 127.0.0.3 stand for hosts.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from support.sglang_server import die_with_parent
+
 INTERFACE = "weightsync"
+KEEPER = "mount -t tmpfs weightsync /dev/shm && ip link set lo up && echo up && exec sleep infinity"
 
 
 @dataclass(frozen=True)
@@ -37,36 +40,51 @@ class Host:
 
 @contextlib.contextmanager
 def two_hosts() -> Iterator[tuple[Host, Host]]:
-    """Two hosts, for the length of the block."""
-    names = [f"weightsync-{os.getpid()}-{side}" for side in "ab"]
+    """Two hosts, for the length of the block; the namespaces end with their keepers."""
+    keepers: list[subprocess.Popen[bytes]] = []
     try:
         try:
-            _connect(names)
-            one, two = (_namespace(name, f"fd00:77::{i + 1}") for i, name in enumerate(names))
+            keepers += [_keeper(), _keeper()]
+            ends = [("name", INTERFACE, "netns", str(keeper.pid)) for keeper in keepers]
+            _run("ip", "link", "add", *ends[0], "type", "veth", "peer", *ends[1])
+            one, two = (_linked(keeper, f"fd00:77::{i + 1}") for i, keeper in enumerate(keepers))
         except (OSError, subprocess.CalledProcessError):
-            one, two = (Host(f"127.0.0.{i}", (), {"GLOO_SOCKET_IFNAME": "lo"}) for i in (2, 3))
+            one, two = (_host(f"127.0.0.{i}", (), "lo") for i in (2, 3))
         yield one, two
     finally:
-        for name in names:
-            with contextlib.suppress(OSError):
-                subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
+        for keeper in keepers:
+            keeper.kill()
+            keeper.wait()
 
 
-def _connect(names: list[str]) -> None:
-    for name in names:
-        _ip("netns", "add", name)
-    ends = [("name", INTERFACE, "netns", name) for name in names]
-    _ip("link", "add", *ends[0], "type", "veth", "peer", *ends[1])
+def _keeper() -> subprocess.Popen[bytes]:
+    """The process whose namespaces are the host."""
+    keeper = subprocess.Popen(
+        ["unshare", "--net", "--mount", "sh", "-c", KEEPER],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        preexec_fn=die_with_parent,
+    )
+    assert keeper.stdout is not None
+    if keeper.stdout.readline() != b"up\n":
+        keeper.kill()
+        raise OSError("this machine allows no namespaces")
+    return keeper
 
 
-def _namespace(name: str, address: str) -> Host:
-    _ip("-n", name, "link", "set", "lo", "up")
-    _ip("-n", name, "address", "add", f"{address}/64", "dev", INTERFACE, "nodad")
-    _ip("-n", name, "link", "set", INTERFACE, "addrgenmode", "none")  # no second address
-    _ip("-n", name, "link", "set", INTERFACE, "up")
-    prefix = ("ip", "netns", "exec", name)
-    return Host(address, prefix, {"GLOO_SOCKET_IFNAME": INTERFACE})
+def _linked(keeper: subprocess.Popen[bytes], address: str) -> Host:
+    prefix = ("nsenter", "--target", str(keeper.pid), "--net", "--mount", "--")
+    _run(*prefix, "ip", "address", "add", f"{address}/64", "dev", INTERFACE, "nodad")
+    # No second, link-local address: gloo would take it.
+    _run(*prefix, "ip", "link", "set", INTERFACE, "addrgenmode", "none")
+    _run(*prefix, "ip", "link", "set", INTERFACE, "up")
+    return _host(address, prefix, INTERFACE)
 
 
-def _ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], capture_output=True, check=True)
+def _host(address: str, prefix: tuple[str, ...], interface: str) -> Host:
+    environment = {"GLOO_SOCKET_IFNAME": interface, "SGLANG_HOST_IP": address}
+    return Host(address, prefix, environment)
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, capture_output=True, check=True)

@@ -21,6 +21,8 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from support.hosts import Host
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -107,11 +109,11 @@ def run_trainer(
     environment: Mapping[str, str] | None = None,
     timeout_s: float = TIMEOUT_S,
     backend: str = "gloo",
-    prefix: Sequence[str] = (),
+    hosts: Sequence[Host] = (),
 ) -> list[Outcome]:
     """Run `step(rank, *args)` on `tp` ranks for each server in `urls`; args must suit JSON.
 
-    Their commands start with `prefix`: where they run, see `support.hosts`.
+    With `hosts`, the n-th rank runs on the n-th of them.
 
     Plain subprocesses: torch's helper for shared memory outlives a rank and would keep the
     sentinel pipe of a `multiprocessing` child open for ever.
@@ -131,12 +133,18 @@ def run_trainer(
     )
     processes = []
     for rank in range(world_size):
+        there = hosts[rank] if hosts else None
         with (folder / f"trainer-{name}-{rank}.log").open("wb") as log:
-            command = [*prefix, sys.executable, "-m", "support.trainer", str(rank)]
+            command = [*(there.prefix if there else ()), sys.executable, "-m", "support.trainer"]
             processes.append(
                 subprocess.Popen(
-                    [*command, msgspec.json.encode(launch).decode()],
-                    env={**os.environ, **(environment or {}), "PYTHONPATH": _python_path()},
+                    [*command, str(rank), msgspec.json.encode(launch).decode()],
+                    env={
+                        **os.environ,
+                        **(environment or {}),
+                        **(there.environment if there else {}),
+                        "PYTHONPATH": _python_path(),
+                    },
                     stdout=log,
                     stderr=subprocess.STDOUT,
                 )
