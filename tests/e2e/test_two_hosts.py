@@ -1,8 +1,8 @@
 """One replica over two hosts, launched by verl's `launch_servers` through our classes.
 
 The hosts are namespaces where this machine allows them (see `support.hosts`), server actors and
-trainer ranks are processes on them, SGLang is real. The server registers with a router, SGLang's own if it
-is installed, and leaves it when its actor is killed.
+trainer ranks are processes on them, SGLang is real. The server registers with a router, SGLang's
+own if it is installed, and leaves it when its actor is killed.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import asyncio
 import json
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -28,7 +29,7 @@ from support.host_actor import HostActors
 from support.host_steps import sync_away_and_back
 from support.hosts import Host, two_hosts
 from support.router import is_installed, router_process
-from support.sglang_server import environment, free_port
+from support.sglang_server import START_TIMEOUT_S, environment, free_port
 from support.trainer import run_trainer
 from unit.composed_recipe import ROLLOUT, SECTION, compose
 
@@ -108,7 +109,12 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launched]:
         replica.workers = [Worker(rank) for rank in range(2)]
         made = Launched(replica, actors, hosts, folder, router)
         made.on_first_host(f"wait_until_up({router!r})")
-        asyncio.run(replica.launch_servers())
+        deadline = threading.Timer(START_TIMEOUT_S, actors.end)  # then launching fails with a log
+        deadline.start()
+        try:
+            asyncio.run(replica.launch_servers())
+        finally:
+            deadline.cancel()
         yield made
 
 
