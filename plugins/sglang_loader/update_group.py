@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed.distributed_c10d import _get_process_group_store
 
 from sglang_loader.broadcast import Broadcast
 
@@ -32,22 +33,51 @@ LEAVE_TIMEOUT_S = 10.0
 _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
-def open_store(address: str, world_size: int, timeout_s: float) -> TCPStore:
-    """Start the store where the group's ranks meet, on a free port (`store.port`).
+class MeetingPoint:
+    """The store where a group's ranks meet, served by this process at a free port.
+
+    A rank that waits here for another one, in a process that nobody can interrupt, is sent away by
+    `close`. One that finds the port closed would try again for as long as torch's default timeout
+    (30 minutes); `reopen` lets it in, so that the next `close` sends it away as well.
 
     Args:
         address: of this host, as the engines reach it.
         world_size: this process and all engine ranks.
-        timeout_s: how long a rank waits for another, in seconds.
+        timeout_s: how long this process waits for another rank, in seconds.
     """
-    return TCPStore(
-        address,
-        0,
-        world_size,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=timeout_s),
-    )
+
+    def __init__(self, address: str, world_size: int, timeout_s: float) -> None:
+        self._address = address
+        self._world_size = world_size
+        self._timeout = timedelta(seconds=timeout_s)
+        self._server: TCPStore | None = self._store(0, is_master=True)
+        self.port = self._server.port
+
+    def connect(self) -> TCPStore:
+        """A connection of this process's own; it does not keep the store open."""
+        return self._store(self.port, is_master=False)
+
+    def close(self) -> None:
+        """Close the store; whoever waits in it gets an error at once."""
+        self._server = None
+
+    def reopen(self) -> None:
+        """Open it again, empty, at the same port.
+
+        Raises:
+            torch.distributed.DistNetworkError: the port is taken.
+        """
+        self._server = self._store(self.port, is_master=True)
+
+    def _store(self, port: int, *, is_master: bool) -> TCPStore:
+        return TCPStore(
+            self._address,
+            port,
+            self._world_size,
+            is_master=is_master,
+            wait_for_workers=False,
+            timeout=self._timeout,
+        )
 
 
 def join_as_source(
@@ -56,7 +86,7 @@ def join_as_source(
     """Become rank 0; returns the connected process group once all engine ranks have come.
 
     Args:
-        store: of `open_store`.
+        store: a connection to the meeting point.
         device: of the buffers that will be broadcast; decides between NCCL and gloo.
         world_size: this process and all engine ranks.
         name: the group's, starts with `GROUP_PREFIX`.
@@ -75,7 +105,11 @@ def join_as_source(
             group_name=name,
             timeout=timedelta(seconds=timeout_s),
         )
-    connect(group, device, timeout_s)
+    try:
+        connect(group, device, timeout_s)
+    except Exception:
+        leave(group, broken=True)
+        raise
     return group
 
 
@@ -105,9 +139,17 @@ def errors_left_to_us() -> Iterator[None]:
 def connect(group: Any, device: torch.device, timeout_s: float = CONNECT_TIMEOUT_S) -> None:
     """The group's first collective; every rank calls this right after it joined.
 
+    Nothing ends a rank's wait for the others in NCCL, so all wait in the store before: closing it
+    sends them away.
+
     Raises:
         BroadcastError: a rank did not come.
+        torch.distributed.DistError: the store was closed; a rank did not join at all.
     """
+    store = _get_process_group_store(group)
+    if store.add("here", 1) == group.size():
+        store.set("all here", "")
+    store.wait(["all here"])
     Broadcast(torch.zeros(1, dtype=torch.uint8, device=device), group).wait(
         timeout_s, "the first byte of the update group"
     )

@@ -16,13 +16,13 @@ from typing import Any
 import ray
 import torch
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
-from verl.utils.net_utils import is_valid_ipv6_address
 
 from verl_sglang_sync.broadcast_transport import BroadcastTransport
 from verl_sglang_sync.collective import agree_on_all_ranks
 from verl_sglang_sync.config import BROADCAST_BACKEND, WeightSyncConfig
 from verl_sglang_sync.packing import NamedTensor
 from verl_sglang_sync.report import SyncReport
+from verl_sglang_sync.server_client.urls import server_url
 from verl_sglang_sync.update_groups import Replica, UpdateGroups
 
 WIRE_FORMAT = "sglang_sync"
@@ -186,11 +186,9 @@ def _check_nccl(device: torch.device) -> None:
 
 
 def _replica(server: RolloutServer, actor: Any, address: tuple[str, int]) -> Replica:
-    host, port = address
-    host = f"[{host}]" if is_valid_ipv6_address(host) else host
     return Replica(
         identity=actor._actor_id.hex(),
-        base_url=f"http://{host}:{port}",
+        base_url=server_url(*address),
         num_ranks=server.num_ranks,
         api_key=server.api_key,
         admin_api_key=server.admin_api_key,

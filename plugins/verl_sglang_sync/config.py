@@ -17,6 +17,7 @@ from typing import Any, Literal, get_args
 from sglang_loader.host_backup.policy import POLICIES, Policy
 from sglang_loader.request_gate import STALE_REQUESTS, GatePolicy, StaleRequests
 from verl_sglang_sync.server_client.operations import LIMITS
+from verl_sglang_sync.server_client.urls import checked_base_url
 from verl_sglang_sync.stages import SLEEP_ORDER, WAKE_ORDER, StageOrder
 
 Mode = Literal["bucketed", "flattened", "compiled"]
@@ -37,6 +38,8 @@ PRESET_KEYS = (
     "wake_order",
     "stale_requests",
     "stale_requests_timeout_s",
+    "router_url",
+    "router_api_key",
 )
 COMPILED_KEYS = (
     "recheck_every_n_syncs",
@@ -72,6 +75,8 @@ class WeightSyncConfig:
             memory, or the first bucket of a sync, and the end of a complete sync and wake-up:
             "wait" holds it, "refuse" answers with HTTP 503 and the reason.
         stale_requests_timeout_s: after which a request that waits is refused too.
+        router_url: SGLang's router, with which every server registers while it is up, or None.
+        router_api_key: the router's own key, or None.
         bucket_bytes: upper limit of one bucket, in bytes (verl's
             `checkpoint_engine.update_weights_bucket_megabytes`).
         multi_stage_wake_up: True resumes weights, syncs, lets the trainer free its memory and only
@@ -92,6 +97,8 @@ class WeightSyncConfig:
     wake_order: tuple[str, ...] = WAKE_ORDER
     stale_requests: StaleRequests = "wait"
     stale_requests_timeout_s: float = 600.0
+    router_url: str | None = None
+    router_api_key: str | None = field(default=None, repr=False)
     bucket_bytes: int
     multi_stage_wake_up: bool
     free_cache_engine: bool
@@ -151,6 +158,8 @@ class WeightSyncConfig:
             stale_requests_timeout_s=_positive_number(
                 f"{SECTION}.stale_requests_timeout_s", keys.get("stale_requests_timeout_s", 600.0)
             ),
+            router_url=_router_url(keys),
+            router_api_key=_router_api_key(keys),
             bucket_bytes=_bucket_bytes(rollout),
             multi_stage_wake_up=_boolean(rollout, "multi_stage_wake_up"),
             free_cache_engine=_boolean(rollout, "free_cache_engine"),
@@ -233,6 +242,22 @@ def _switch(keys: Mapping[str, Any], key: str, default: bool) -> bool:
 def _optional_path(key: str, value: Any) -> str | None:
     if value is not None and (not isinstance(value, str) or not value):
         raise ValueError(f"{key}={value!r}: expected a file path or null")
+    return value
+
+
+def _router_url(keys: Mapping[str, Any]) -> str | None:
+    value = keys.get("router_url")
+    return None if value is None else checked_base_url(f"{SECTION}.router_url", value)
+
+
+def _router_api_key(keys: Mapping[str, Any]) -> str | None:
+    value, key = keys.get("router_api_key"), f"{SECTION}.router_api_key"
+    if value is None:
+        return None
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"{key}: expected a text or null, got {type(value).__name__}")
+    if keys.get("router_url") is None:
+        raise ValueError(f"{key} is set, but {SECTION}.router_url=None: allowed: null")
     return value
 
 

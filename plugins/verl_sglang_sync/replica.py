@@ -5,10 +5,11 @@ Without a `+weight_sync` preset both are verl's own, launched with verl's own ar
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import time
-from typing import Any
+from typing import IO, Any
 
 import ray
 from verl.workers.rollout.replica import RolloutMode
@@ -21,14 +22,22 @@ from sglang_loader.host_backup.policy import ENVIRONMENT_VARIABLE
 from sglang_loader.http_hooks import release_stages
 from sglang_loader.stage_costs import StageCosts
 from verl_sglang_sync.config import WeightSyncConfig
+from verl_sglang_sync.router_guard import Watch, start_guard
+from verl_sglang_sync.server_client.router import RouterClient
+from verl_sglang_sync.server_client.urls import server_url
 
 logger = logging.getLogger(__name__)
 
+# SGLang answers GET /health by generating a token, unless this variable says "false". A router asks
+# every server again and again, and an engine that sleeps has no memory to generate with.
+HEALTH_GENERATES = "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"
+
 
 class WeightSyncHttpServer(SGLangHttpServer):  # type: ignore[misc]
-    """Ray actor around one SGLang server; adds our loaders and accounts for its sleep."""
+    """Ray actor around one SGLang server; our loaders, accounts of its sleep, the router."""
 
     _last_sleep: tuple[float, StageCosts | None] | None = None
+    _router_guard: IO[bytes] | None = None  # closed with this process
 
     async def launch_server(
         self, master_address: str | None = None, master_port: int | None = None
@@ -46,7 +55,11 @@ class WeightSyncHttpServer(SGLangHttpServer):  # type: ignore[misc]
         os.environ[request_gate.ENVIRONMENT_VARIABLE] = str(settings.gate_policy)
         if settings.stages.releases_graphs:
             os.environ[GRAPHS_VARIABLE] = "true"
+        if settings.router_url is not None:
+            os.environ[HEALTH_GENERATES] = "false"
         await super().launch_server(master_address, master_port)
+        if settings.router_url is not None and self.node_rank == 0:
+            await self._join_router(settings, settings.router_url)
 
     async def sleep(self) -> None:
         """Release the engine's memory in `sleep_order`, and remember what it cost.
@@ -79,6 +92,19 @@ class WeightSyncHttpServer(SGLangHttpServer):  # type: ignore[misc]
         settings = WeightSyncConfig.from_rollout(self.config)
         assert settings is not None, "launched only where a preset is chosen"
         return settings
+
+    async def _join_router(self, settings: WeightSyncConfig, router_url: str) -> None:
+        """Register the server; a guard takes it out when this process ends."""
+        async with RouterClient(
+            router_url, timeout_s=settings.request_timeout_s, api_key=settings.router_api_key
+        ) as router:
+            sglang_kwargs = (self.config.engine_kwargs or {}).get("sglang") or {}
+            worker = await router.add(
+                server_url(*self.get_server_address()), api_key=sglang_kwargs.get("api_key")
+            )
+        watch = Watch(router_url=router_url, router_api_key=settings.router_api_key, worker=worker)
+        self._router_guard = await asyncio.to_thread(start_guard, watch)
+        logger.info("router %s sends requests to %s", router_url, worker.url)
 
     def _register_loaders(self) -> None:
         engine_kwargs = dict(self.config.engine_kwargs or {})

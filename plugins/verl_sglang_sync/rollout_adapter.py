@@ -21,6 +21,7 @@ from verl_sglang_sync.collective import TorchTrainerGroup
 from verl_sglang_sync.config import BROADCAST_BACKEND, WeightSyncConfig
 from verl_sglang_sync.packing import NamedTensor
 from verl_sglang_sync.server_client import SGLangServerClient
+from verl_sglang_sync.server_client.urls import server_url
 from verl_sglang_sync.sharding_manager import SGLangShardingManager
 from verl_sglang_sync.stages import KV_CACHE
 
@@ -140,7 +141,7 @@ class WeightSyncServerAdapter(ServerAdapter):  # type: ignore[misc]
         server = self._engine.server_args
         kwargs = _sglang_kwargs(self.config)
         return SGLangServerClient(
-            f"http://{server.host}:{server.port}",
+            server_url(server.host, server.port),
             timeout_s=settings.request_timeout_s,
             timeouts_s=settings.timeouts_s,
             api_key=kwargs.get("api_key"),

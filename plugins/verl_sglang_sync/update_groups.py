@@ -15,26 +15,36 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
+from torch.distributed import DistNetworkError
 
 from sglang_loader.broadcast import BroadcastError
 from sglang_loader.update_group import (
     GROUP_PREFIX,
+    MeetingPoint,
     backend_of,
     join_as_source,
     leave,
-    open_store,
 )
 from verl_sglang_sync.server_client import ServerError, SyncSGLangServerClient, operations
 
 logger = logging.getLogger(__name__)
 
+SEND_AWAY_S = 30.0
+WINDOW_S = 1.0
+REPLY_S = 2.0
+
 Result = TypeVar("Result")
+
+
+class UpdateGroupError(BroadcastError):
+    """A group was not formed; names the replica that is to blame."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +66,9 @@ class Replica:
     admin_api_key: str | None = None
 
 
+Members = tuple[tuple[Replica, SyncSGLangServerClient], ...]
+
+
 @dataclass(frozen=True)
 class UpdateGroup:
     """A formed group.
@@ -64,11 +77,13 @@ class UpdateGroup:
         name: by which the engines know it.
         process_group: torch's; the trainer is rank 0.
         members: the replicas, in rank order, with the clients of their servers.
+        meeting: the store through which NCCL's ranks connect at their first collective.
     """
 
     name: str
     process_group: Any
-    members: tuple[tuple[Replica, SyncSGLangServerClient], ...]
+    members: Members
+    meeting: MeetingPoint
 
     @property
     def replicas(self) -> tuple[Replica, ...]:
@@ -109,7 +124,8 @@ class UpdateGroups:
 
         Raises:
             ValueError: no replicas.
-            ServerError: a server refused to join.
+            ServerError: a server does not answer.
+            UpdateGroupError: a replica did not join; the others have left.
         """
         if not replicas:
             raise ValueError("a sync needs at least one replica, got none")
@@ -154,10 +170,10 @@ class UpdateGroups:
         for replica in self._clients.keys() - set(replicas):
             self._clients.pop(replica).close()
 
-    def _form(self, members: tuple[tuple[Replica, SyncSGLangServerClient], ...]) -> UpdateGroup:
+    def _form(self, members: Members) -> UpdateGroup:
         name = f"{GROUP_PREFIX}{secrets.token_hex(4)}"
         world_size = 1 + sum(replica.num_ranks for replica, _ in members)
-        store = open_store(self._address, world_size, self._form_timeout_s)
+        meeting = MeetingPoint(self._address, world_size, self._form_timeout_s)
         joined: list[Future[Any]] = []
         rank_offset = 1
         for replica, client in members:
@@ -165,7 +181,7 @@ class UpdateGroups:
                 client.submit(
                     operations.init_update_group(
                         master_address=self._address,
-                        master_port=store.port,
+                        master_port=meeting.port,
                         rank_offset=rank_offset,
                         world_size=world_size,
                         group_name=name,
@@ -176,29 +192,22 @@ class UpdateGroups:
             rank_offset += replica.num_ranks
         own = _in_thread(
             lambda: join_as_source(
-                store,
+                meeting.connect(),
                 device=self._device,
                 world_size=world_size,
                 name=name,
                 timeout_s=self._form_timeout_s,
             )
         )
-        try:
-            self._wait_for_all(own, joined, name)
-        except Exception:
+        wait([own, *joined], timeout=self._form_timeout_s, return_when=FIRST_EXCEPTION)
+        replicas = [replica for replica, _ in members]
+        if problem := _why_not_formed(replicas, joined, own, self._form_timeout_s):
             self._left.append(name)  # some engine may have joined
+            _send_away(meeting, [own, *joined])
             own.add_done_callback(_leave_late)
-            raise
+            raise UpdateGroupError(f"{name} was not formed: {problem}")
         logger.info("formed %s of %d replicas, %d ranks", name, len(members), world_size)
-        return UpdateGroup(name, own.result(), members)
-
-    def _wait_for_all(self, own: Future[Any], joined: Sequence[Future[Any]], name: str) -> None:
-        done, late = wait([own, *joined], timeout=self._form_timeout_s, return_when=FIRST_EXCEPTION)
-        for future in (*joined, own):
-            if future in done:
-                future.result()
-        if late:  # NCCL waits for the other ranks without a limit of its own
-            raise BroadcastError(f"{name} was not formed within {self._form_timeout_s:g} s")
+        return UpdateGroup(name, own.result(), members, meeting)
 
     def _dissolve(self, group: UpdateGroup) -> None:
         """Leave a healthy group together with whoever is still there."""
@@ -207,9 +216,7 @@ class UpdateGroups:
             group.members, [group.name], meanwhile=lambda: leave(group.process_group, broken=False)
         )
 
-    def _forget_left_groups(
-        self, members: tuple[tuple[Replica, SyncSGLangServerClient], ...]
-    ) -> None:
+    def _forget_left_groups(self, members: Members) -> None:
         names, self._left = self._left, []
         _leave_servers(members, names)
 
@@ -220,10 +227,42 @@ def _leave_late(joined: Future[Any]) -> None:
         leave(joined.result(), broken=True)
 
 
+def _why_not_formed(
+    replicas: Sequence[Replica], joined: Sequence[Future[Any]], own: Future[Any], timeout_s: float
+) -> str | None:
+    """The replica that failed to join, or whom this process waited for in vain; None: all came."""
+    failure = own.exception() if own.done() else None
+    if failure is not None:
+        wait(joined, timeout=REPLY_S, return_when=FIRST_EXCEPTION)  # a replica may know better
+    for number, (replica, future) in enumerate(zip(replicas, joined, strict=True)):
+        if future.done() and (error := future.exception()) is not None:
+            return f"replica {number} ({replica.base_url}) did not join the update group: {error}"
+    silent = [r.base_url for r, future in zip(replicas, joined, strict=True) if not future.done()]
+    if own.done() and failure is None and not silent:
+        return None
+    reason = failure or f"not all ranks came within {timeout_s:g} s"
+    return f"{reason}; no word of: {', '.join(silent) or 'nobody'}"
+
+
+def _send_away(meeting: MeetingPoint, waiting: Sequence[Future[Any]]) -> None:
+    """Have all who wait for a rank that does not come leave, the engines' ranks too.
+
+    They wait in calls that nothing else ends before torch's default timeout, 30 minutes.
+    """
+    deadline = time.monotonic() + SEND_AWAY_S
+    meeting.close()
+    while wait(waiting, timeout=WINDOW_S).not_done and time.monotonic() < deadline:
+        try:
+            meeting.reopen()  # for ranks that were still on their way
+        except DistNetworkError as error:
+            logger.warning("cannot send waiting ranks away: %s", error)
+            return
+        wait(waiting, timeout=WINDOW_S)
+        meeting.close()
+
+
 def _leave_servers(
-    members: Sequence[tuple[Replica, SyncSGLangServerClient]],
-    names: Sequence[str],
-    meanwhile: Callable[[], None] | None = None,
+    members: Members, names: Sequence[str], meanwhile: Callable[[], None] | None = None
 ) -> None:
     """Have the engines destroy their part; a server that is gone, or has done so, is fine."""
     futures = [

@@ -91,7 +91,6 @@ NEEDS = (
     Need(f"{ENGINES}:CheckpointEngine", CHECKPOINT_ENGINE),
     Need(f"{ENGINES}:CheckpointEngineRegistry", CHECKPOINT_ENGINE),
     Need(f"{ENGINES}:CheckpointEngineRegistry.register", CHECKPOINT_ENGINE, ("backend",)),
-    Need("verl.utils.net_utils:is_valid_ipv6_address", CHECKPOINT_ENGINE),
     Need(
         "sglang.srt.utils:init_custom_process_group",
         GROUP,
@@ -573,6 +572,17 @@ class TestSGLang:
             "TokenizerControlMixin.update_weights_from_tensor"
         )
         assert "obj.weight_version is not None" in source, f"{CLIENT} publishes versions with it"
+
+    def test_health_checks_can_be_kept_from_generating(self) -> None:
+        from verl_sglang_sync.replica import HEALTH_GENERATES
+
+        source = source_of("sglang.srt.entrypoints.http_server:health_generate")
+        asked = source.index(f"not envs.{HEALTH_GENERATES}.get()")
+        assert source.index("generate_request(", asked) > asked, f"{REPLICA} sets it for routers"
+        envs = resolve(Need("sglang.srt.environ:envs", REPLICA))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(HEALTH_GENERATES, "false")
+            assert getattr(envs, HEALTH_GENERATES).get() is False
 
     def test_cpu_switches(self) -> None:
         for module, name in (

@@ -2,6 +2,7 @@
 
 Two real engines, of TP 1 and TP 2; trainers of one and of two ranks sync to one, to both, and to
 the other, with the process group kept where the replicas are the same and formed anew where not.
+One of the engines listens at ::1, and in mode compiled the group meets there.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from tiny_assets import make_assets
 
 from support.broadcast_steps import PLAN, broadcast_syncs, syncs_and_faults
 from support.engine_hash import HASH_LOADER
-from support.sglang_server import Server, sglang_server
+from support.sglang_server import Server, loopback, sglang_server
 from support.trainer import Outcome, Step, run_trainer
+from verl_sglang_sync.server_client import SyncSGLangServerClient, operations
 
 pytestmark = pytest.mark.e2e
 
@@ -52,10 +54,14 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
         one, two = (
             stack.enter_context(
                 sglang_server(
-                    folder / "model", _subfolder(folder, tp), tp=tp, loaders=(HASH_LOADER,)
+                    folder / "model",
+                    _subfolder(folder, tp),
+                    tp=tp,
+                    loaders=(HASH_LOADER,),
+                    host=host,
                 )
             )
-            for tp in (1, 2)
+            for tp, host in ((1, loopback()), (2, "127.0.0.1"))
         )
         yield Engines((one, two), folder)
 
@@ -116,6 +122,34 @@ def test_a_fault_is_named_on_every_rank_and_the_next_sync_is_right(
         assert text in next(iter(errors))
         assert seen[0][fault]["seconds"] < 20
         assert seen[0][fault]["hashes"] == reference
+
+
+def test_a_replica_that_does_not_join_is_named_and_the_others_leave_at_once(
+    engines: Engines, two_ranks: list[Outcome]
+) -> None:
+    seen = [outcome.result["refusal"] for outcome in two_ranks]
+    errors = {rank["refused"]["error"] for rank in seen}
+    assert len(errors) == 1, errors
+    url = engines.servers[1].url
+    assert f"replica 1 ({url}) did not join the update group: {url}/init_" in next(iter(errors))
+    assert seen[0]["refused"]["seconds"] < 20
+    for what in ("the other alone", "both again"):
+        assert seen[0][what]["error"] == "no error"
+        assert seen[0][what]["seconds"] < 20, "its ranks waited for the one that did not come"
+    assert seen[0]["hashes"] == two_ranks[0].result["syncs"]["reference"]
+
+
+def test_an_ipv6_server_is_told_updates_and_asked_for_its_state(
+    engines: Engines, two_ranks: list[Outcome]
+) -> None:
+    """The first engine listens at ::1, and all that the other tests saw of it came from there."""
+    url = engines.servers[0].url
+    if "127.0.0.1" in url:
+        pytest.skip("this host has no IPv6 loopback")
+    assert url.startswith("http://[::1]:")
+    with SyncSGLangServerClient(url, timeout_s=60) as client:
+        assert client.run(operations.server_info())["host"] == "::1"
+        assert client.run(operations.model_info())["weight_version"] == "v"
 
 
 def test_a_server_that_dies_mid_sync_is_named_in_time(

@@ -9,12 +9,15 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
 from support.engine_hash import HASH_LOADER
 from support.engine_steps import NamedTensors, weights_of
+from support.sglang_server import free_port, loopback
 from support.trainer import TrainerRank
+from verl_sglang_sync.server_client import SyncSGLangServerClient, operations
 
 Target = tuple[str, int]
 """A server's URL and its number of TP ranks."""
@@ -107,6 +110,45 @@ def broadcast_to_a_dying_server(
     return {"error": error, "seconds": seconds}
 
 
+def broadcast_that_one_refuses(
+    rank: TrainerRank, model: str, folder: str, targets: list[list[Any]]
+) -> dict[str, Any]:
+    """The second server has a group of the new one's name already, and refuses to join."""
+    from verl_sglang_sync.weight_sync import WeightSyncError
+
+    sender = _Sender(rank, [(url, tp) for url, tp in targets])
+    good = weights_of(Path(model), rank.device)
+    seen: dict[str, Any] = {}
+
+    def timed(what: str, *members: int) -> None:
+        started = time.monotonic()
+        try:
+            sender.sync(good, "flattened", members)
+            error = "no error"
+        except WeightSyncError as raised:
+            error = str(raised)
+        seen[what] = {"error": error, "seconds": time.monotonic() - started}
+
+    with mock.patch("secrets.token_hex", return_value="taken"):
+        if rank.rank == 0:
+            url, tp = targets[1]
+            with SyncSGLangServerClient(url, timeout_s=60) as client:
+                client.run(
+                    operations.init_update_group(
+                        master_address="127.0.0.1",
+                        master_port=free_port(),
+                        rank_offset=0,
+                        world_size=tp,
+                        group_name="weight_sync_taken",
+                        backend="gloo",
+                    )
+                )
+        timed("refused", 0, 1)
+    timed("the other alone", 0)
+    timed("both again", 0, 1)
+    return seen | {"hashes": sender.hashes(Path(folder))}
+
+
 def syncs_and_faults(
     rank: TrainerRank, model: str, folder: str, targets: list[list[Any]], pids: list[int]
 ) -> dict[str, Any]:
@@ -114,6 +156,7 @@ def syncs_and_faults(
     return {
         "syncs": broadcast_syncs(rank, model, folder, targets),
         "faults": broadcast_faults(rank, model, folder, targets),
+        "refusal": broadcast_that_one_refuses(rank, model, folder, targets),
         "death": broadcast_to_a_dying_server(rank, model, targets, pids),
     }
 
@@ -231,7 +274,9 @@ class _Sender:
             groups = None
             if self._rank.rank == 0:
                 groups = UpdateGroups(
-                    address="127.0.0.1", device=self._rank.device, timeout_s=self._timeout_s
+                    address=loopback() if mode == "compiled" else "127.0.0.1",
+                    device=self._rank.device,
+                    timeout_s=self._timeout_s,
                 )
             transport = BroadcastTransport(
                 groups=groups,

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from sglang_loader.bucket_loader import LOADERS
 from sglang_loader.host_backup.policy import ENVIRONMENT_VARIABLE, Policy
+from verl_sglang_sync.server_client.urls import server_url
 
 START_TIMEOUT_S = 240
 PR_SET_PDEATHSIG = 1  # prctl(2)
@@ -70,12 +71,22 @@ def sglang_server(
     extra: tuple[str, ...] = (),
     host_backup: Policy = "on",
     variables: Mapping[str, str] | None = None,
+    host: str = "127.0.0.1",
 ) -> Iterator[Server]:
     """Serve `model` until the block ends; the log goes to `folder/server.log`."""
     port = free_port()
     command = [
         *(sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)),
-        *("--port", str(port), "--tp-size", str(tp), "--sampling-backend", "pytorch"),
+        *(
+            "--host",
+            host,
+            "--port",
+            str(port),
+            "--tp-size",
+            str(tp),
+            "--sampling-backend",
+            "pytorch",
+        ),
         *("--max-total-tokens", "1024", "--max-running-requests", "4", "--skip-server-warmup"),
         *(CPU_ARGUMENTS if device == "cpu" else GPU_ARGUMENTS),
         *("--custom-weight-loader", *LOADERS, *loaders),
@@ -93,9 +104,9 @@ def sglang_server(
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=_die_with_parent,
+            preexec_fn=die_with_parent,
         )
-    server = Server(f"http://127.0.0.1:{port}", log, process)
+    server = Server(server_url(host, port), log, process)
     try:
         _wait(server)
         yield server
@@ -103,6 +114,15 @@ def sglang_server(
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+def loopback() -> str:
+    """The loopback address: IPv6's where this host has one."""
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return "127.0.0.1"
+    return "::1"
 
 
 def free_port() -> int:
@@ -114,7 +134,7 @@ def free_port() -> int:
     raise RuntimeError("no free port between 20000 and 30000")
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """Runs in the child: the kernel ends it if this process is killed before it can clean up."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,8 @@ from typing import Any
 import msgspec
 import torch
 import torch.distributed as dist
+
+from support.hosts import Host
 
 
 @dataclass(frozen=True)
@@ -107,8 +109,11 @@ def run_trainer(
     environment: Mapping[str, str] | None = None,
     timeout_s: float = TIMEOUT_S,
     backend: str = "gloo",
+    hosts: Sequence[Host] = (),
 ) -> list[Outcome]:
     """Run `step(rank, *args)` on `tp` ranks for each server in `urls`; args must suit JSON.
+
+    With `hosts`, the n-th rank runs on the n-th of them.
 
     Plain subprocesses: torch's helper for shared memory outlives a rank and would keep the
     sentinel pipe of a `multiprocessing` child open for ever.
@@ -128,12 +133,18 @@ def run_trainer(
     )
     processes = []
     for rank in range(world_size):
+        there = hosts[rank] if hosts else None
         with (folder / f"trainer-{name}-{rank}.log").open("wb") as log:
-            command = [sys.executable, "-m", "support.trainer", str(rank)]
+            command = [*(there.prefix if there else ()), sys.executable, "-m", "support.trainer"]
             processes.append(
                 subprocess.Popen(
-                    [*command, msgspec.json.encode(launch).decode()],
-                    env={**os.environ, **(environment or {}), "PYTHONPATH": _python_path()},
+                    [*command, str(rank), msgspec.json.encode(launch).decode()],
+                    env={
+                        **os.environ,
+                        **(environment or {}),
+                        **(there.environment if there else {}),
+                        "PYTHONPATH": _python_path(),
+                    },
                     stdout=log,
                     stderr=subprocess.STDOUT,
                 )

@@ -151,7 +151,7 @@ class Log(list):
         return reply
 
     def with_replicas(self, replicas):
-        return UpdateGroup("g", GROUP, tuple((replica, self) for replica in replicas))
+        return UpdateGroup("g", GROUP, tuple((replica, self) for replica in replicas), None)
 
     def abandon(self):
         self.append(("abandon", None))
@@ -197,7 +197,8 @@ def test_no_broadcast_begins_before_the_engines_are_told(monkeypatch, num_bucket
 
 def test_a_group_that_is_not_formed_in_time_is_an_error_and_left(monkeypatch):
     """NCCL waits for a rank that never comes without a limit."""
-    monkeypatch.setattr(update_groups, "open_store", lambda *_: SimpleNamespace(port=1))
+    monkeypatch.setattr(update_groups, "SEND_AWAY_S", 0.0)
+    monkeypatch.setattr(update_groups, "WINDOW_S", 0.01)
     joined = Future()
     monkeypatch.setattr(update_groups, "_in_thread", lambda step: joined)
     left = []
@@ -208,7 +209,7 @@ def test_a_group_that_is_not_formed_in_time_is_an_error_and_left(monkeypatch):
     groups = UpdateGroups(address="127.0.0.1", device=CPU, timeout_s=0.05)
     replica = Replica(identity="a", base_url="http://a", num_ranks=1)
     groups._clients[replica] = client
-    with pytest.raises(BroadcastError, match="was not formed within"):
+    with pytest.raises(BroadcastError, match=r"was not formed: not all ranks came within 0\.05 s"):
         groups.with_replicas([replica])
     assert len(groups._left) == 1  # the engines are told to leave it at the next sync
     joined.set_result(GROUP)  # too late

@@ -130,6 +130,7 @@ ALLOWED = {
     "backup": "allowed: auto, on, off",
     "operation": f"unknown operation; allowed: {', '.join(LIMITS)}",
     "operations": f"expected seconds by operation: {', '.join(LIMITS)}",
+    "url": "expected a URL such as http://10.0.0.1:30000",
     "key": f"unknown key; allowed: {', '.join(PRESET_KEYS)}",
     "preset": r"choose one with +weight_sync=<bucketed|flattened|compiled>",
 }
@@ -191,6 +192,10 @@ REFUSED = [
         for key in ("multi_stage_wake_up", "free_cache_engine")
         for value in (1, "true", None)
     ),
+    *(
+        ("custom__weight_sync__router_url", value, f"{SECTION}.router_url", ALLOWED["url"])
+        for value in ("", "10.0.0.1:30000", "ftp://h", "http://::1:30000", 30000)
+    ),
     ("custom__weight_sync__bucket_mb", 3, f"{SECTION}.bucket_mb", ALLOWED["key"]),
     ("custom__weight_sync__Mode", "bucketed", f"{SECTION}.Mode", ALLOWED["key"]),
     ("custom__weight_sync", "flattened", SECTION, ALLOWED["preset"]),
@@ -204,6 +209,21 @@ def test_a_bad_value_is_refused_by_key_value_and_what_is_allowed(path, value, ke
     with pytest.raises(ValueError, match=re.escape(f"{key}={value!r}: ")) as error:
         WeightSyncConfig.from_rollout(config)
     assert allowed in str(error.value)
+
+
+def test_the_routers_key_is_checked_and_told_to_nobody():
+    known = {"mode": "bucketed", "router_url": "http://r:1", "router_api_key": "secret"}
+    settings = WeightSyncConfig.from_rollout(rollout(custom__weight_sync=known))
+    assert (settings.router_url, settings.router_api_key) == ("http://r:1", "secret")
+    assert "secret" not in repr(settings)
+    for changes, problem in (
+        ({"router_url": None}, "router_url=None: allowed: null"),
+        ({"router_api_key": ""}, "expected a text or null, got str"),
+        ({"router_api_key": 1234567}, "expected a text or null, got int"),
+    ):
+        with pytest.raises(ValueError, match=rf"router_api_key.*{problem}") as error:
+            WeightSyncConfig.from_rollout(rollout(custom__weight_sync=known | changes))
+        assert "secret" not in str(error.value) and "1234567" not in str(error.value)
 
 
 def test_a_missing_bucket_size_is_refused():
@@ -268,6 +288,8 @@ def test_every_key_can_be_overridden_on_the_command_line():
         f"{SECTION}.stale_requests_timeout_s=7.5",
         f"{SECTION}.sleep_order=[weights,cuda_graph,kv_cache]",
         f"{SECTION}.wake_order=[weights,cuda_graph,sync,kv_cache]",
+        f"{SECTION}.router_url='https://[fd00::9]:30000/'",
+        f"{SECTION}.router_api_key=key",
         f"{BUCKET_KEY}=64",
         f"{ROLLOUT}.multi_stage_wake_up=True",
         f"{ROLLOUT}.free_cache_engine=False",
@@ -287,6 +309,8 @@ def test_every_key_can_be_overridden_on_the_command_line():
         "wake_order": ("weights", "cuda_graph", "sync", "kv_cache"),
         "stale_requests": "refuse",
         "stale_requests_timeout_s": 7.5,
+        "router_url": "https://[fd00::9]:30000",
+        "router_api_key": "key",
         "bucket_bytes": 64 << 20,
         "multi_stage_wake_up": True,
         "free_cache_engine": False,

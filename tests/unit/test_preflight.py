@@ -99,6 +99,10 @@ BAD = {
         {f"{SECTION}.checksum": True},
         [f"{SECTION}.checksum=True: unknown key; allowed: mode, request_timeout_s, timeouts_s"],
     ),
+    "an unknown scheme of the router": (
+        {f"{SECTION}.router_url": "ftp://router:1"},
+        [f"{SECTION}.router_url='ftp://router:1': expected a URL such as http://"],
+    ),
     "an unknown mode": ({f"{SECTION}.mode": "x"}, [f"{SECTION}.mode='x': allowed: bucketed"]),
 }
 

@@ -13,6 +13,7 @@ from verl_sglang_sync.server_client.errors import (
     NoReply,
     NotAuthorized,
     RequestFailed,
+    RouterError,
     ServerError,
     ServerUnreachable,
 )
@@ -22,6 +23,7 @@ __all__ = [
     "NoReply",
     "NotAuthorized",
     "RequestFailed",
+    "RouterError",
     "SGLangServerClient",
     "ServerError",
     "ServerUnreachable",

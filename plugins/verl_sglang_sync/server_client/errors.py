@@ -69,3 +69,7 @@ class NotAuthorized(ServerError):
 
 class RequestFailed(ServerError):
     """The server answered that the operation failed."""
+
+
+class RouterError(ServerError):
+    """SGLang's router did not do what it was asked; the message names router and server."""

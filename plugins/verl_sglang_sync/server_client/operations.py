@@ -27,7 +27,7 @@ class Operation:
     """
 
     path: str
-    method: Literal["GET", "POST"] = "POST"
+    method: Literal["GET", "POST", "DELETE"] = "POST"
     idempotent: bool
     limit: Limit
     admin: bool = True

@@ -1,0 +1,266 @@
+"""verl's launch of a replica through our classes: every argument of SGLang's, every call of verl's.
+
+Nothing is started: see `support.captured_launch`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import types
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from tiny_assets import make_assets
+
+from sglang_loader.bucket_loader import LOADERS
+from support.captured_launch import (
+    HTTP_PORT,
+    MASTER_PORT,
+    Launched,
+    captured_launch,
+    launch_replica,
+)
+from support.router import Router, serving
+from unit.composed_recipe import ROLLOUT, SECTION, compose
+from verl_sglang_sync.router_guard import Watch
+
+os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")  # sglang reads it while it is imported
+
+# Every argument that does not reach SGLang as the recipe gives it, and why.
+ALWAYS = {
+    "custom_weight_loader": "the recipe's loaders stay, ours and verl's come after them",
+    "enable_weights_cpu_backup": "verl switches it on for every hybrid replica; "
+    "+weight_sync's host_backup decides what a release really keeps",
+}
+WITH_TWO_NODES = {"dist_init_addr": "verl gives all nodes the address of the first"}
+WITH_EVERYTHING = {
+    **WITH_TWO_NODES,
+    "served_model_name": "verl: rollout.prometheus.served_model_name",
+    "enable_metrics": "verl: rollout.prometheus.enable",
+    "enable_lora": "verl: a LoRA served as an adapter",
+    "max_lora_rank": "verl: model.lora_rank",
+    "lora_target_modules": "verl: model.target_modules",
+    "enable_return_routed_experts": "verl: rollout.enable_rollout_routing_replay",
+    "speculative_algorithm": "verl: rollout.mtp",
+    "speculative_num_steps": "verl: rollout.mtp",
+    "speculative_eagle_topk": "verl: rollout.mtp",
+    "speculative_num_draft_tokens": "verl: rollout.mtp",
+    "enable_draft_weights_cpu_backup": "verl: rollout.mtp",
+}
+OPTIONS = (
+    f"{ROLLOUT}.tensor_model_parallel_size=2",
+    f"{ROLLOUT}.prometheus.enable=True",
+    f"{ROLLOUT}.prometheus.served_model_name=served",
+    f"{ROLLOUT}.enable_rollout_routing_replay=True",
+    "actor_rollout_ref.model.mtp.enable=True",
+    "actor_rollout_ref.model.mtp.enable_rollout=True",
+    "actor_rollout_ref.model.lora_rank=8",
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("launch")
+    make_assets(folder)
+    return folder / "model"
+
+
+def recipe_of(model: Path, *overrides: str, num_hosts: int) -> Any:
+    return compose(
+        "+weight_sync=flattened",
+        f"actor_rollout_ref.model.path={model}",
+        f"{ROLLOUT}.tensor_model_parallel_size={num_hosts}",
+        *overrides,
+    )
+
+
+def launch(
+    model: Path,
+    *overrides: str,
+    arguments: dict[str, Any] | None = None,
+    hosts: Any = ("10.0.0.1",),
+) -> list[Launched]:
+    """Launch a replica of verl's recipe; `arguments` go in as `engine_kwargs.sglang`."""
+    from omegaconf import OmegaConf
+
+    recipe = recipe_of(model, *overrides, num_hosts=len(hosts))
+    if arguments is not None:
+        key = f"{ROLLOUT}.engine_kwargs.sglang"
+        OmegaConf.update(recipe, key, arguments, merge=False, force_add=True)
+    with captured_launch(hosts) as launched:
+        asyncio.run(launch_replica(recipe, nnodes=len(hosts)))
+    return launched
+
+
+class TestArguments:
+    @pytest.mark.parametrize(
+        ("overrides", "hosts", "changed"),
+        [
+            ((), ("10.0.0.1",), ALWAYS),
+            (OPTIONS, ("10.0.0.1", "10.0.0.2"), {**ALWAYS, **WITH_EVERYTHING}),
+        ],
+        ids=("plain", "everything that verl sets arguments for"),
+    )
+    def test_engine_kwargs_reach_sglang_untouched(
+        self, model: Path, overrides: Any, hosts: Any, changed: dict[str, str]
+    ) -> None:
+        """All arguments at once; the list of those that do not arrive has none too many.
+
+        Twice, with both values of a switch: one of them could be what verl sets anyway.
+        """
+        lost = set()
+        for invert in (False, True):
+            given = {one.name: one.other(invert) for one in arguments_of_sglang()}
+            for launched in launch(model, *overrides, arguments=given, hosts=hosts):
+                reached = launched.arguments
+                assert set(reached) == set(given)
+                lost |= {name for name in given if reached[name] != given[name]}
+                users = given["custom_weight_loader"]
+                assert reached["custom_weight_loader"] == [*users, *LOADERS]
+        assert lost == set(changed)
+
+    def test_every_argument_is_given_a_value_that_tells(self) -> None:
+        arguments = list(arguments_of_sglang())
+        assert len(arguments) > 380
+        assert [one.name for one in arguments if one.other(False) == one.default] == []
+
+    def test_without_engine_kwargs_nothing_of_them_arrives(self, model: Path) -> None:
+        """Negative control: what arrives above is the recipe's, not verl's own."""
+        reached = launch(model)[0].arguments
+        assert reached["custom_weight_loader"] == list(LOADERS)
+        given = {one.name: one.other(False) for one in arguments_of_sglang()}
+        same = {name for name in given if reached[name] == given[name]}
+        switches = {one.name for one in arguments_of_sglang() if one.kind is bool}
+        assert len(same) < 10 and same <= switches, "verl switches few things itself"
+
+
+@dataclasses.dataclass(frozen=True)
+class Argument:
+    """A field of SGLang's `ServerArgs`; `number` makes its value one of a kind."""
+
+    name: str
+    kind: Any
+    default: Any
+    number: int
+
+    def other(self, invert: bool) -> Any:
+        """A value that is not the default; inverted, a switch has its other one."""
+        value = another_value(self.kind, self.default, self.number)
+        return not value if invert and isinstance(value, bool) else value
+
+
+def arguments_of_sglang() -> Iterator[Argument]:
+    """All that `sglang.launch_server` can be told."""
+    from sglang.srt.server_args import ServerArgs
+
+    kinds = typing.get_type_hints(ServerArgs)
+    for number, field in enumerate(dataclasses.fields(ServerArgs)):
+        default = field.default
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        yield Argument(field.name, kinds[field.name], default, 1000 + number)
+
+
+def another_value(kind: Any, default: Any, number: int) -> Any:
+    """A value of `kind`, other than `default`; `number` makes it one of a kind."""
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        kinds = [one for one in inner if one is not type(None)]
+        return another_value(kinds[0], default, number)
+    if origin is typing.Literal:
+        return next(one for one in inner if one not in (default, None))
+    if kind is bool:
+        return not default
+    if kind in (int, float):
+        return kind(number) + kind(0.5)
+    if kind is str:
+        return f"value-{number}"
+    if origin in (list, set):
+        return [another_value(inner[0], None, number)]
+    if kind is dict or origin is dict:
+        return {"key": f"value-{number}"}
+    return f"python.object:{number}"  # a recipe can only name a callable, or a class of SGLang's
+
+
+class TestTwoNodes:
+    @pytest.mark.parametrize(
+        ("hosts", "master"),
+        [
+            (("10.0.0.1", "10.0.0.2"), f"10.0.0.1:{MASTER_PORT}"),
+            (("fd00::1", "fd00::2"), f"[fd00::1]:{MASTER_PORT}"),
+        ],
+        ids=("IPv4", "IPv6"),
+    )
+    def test_one_engine_over_both_and_a_server_on_the_first(
+        self, model: Path, hosts: tuple[str, str], master: str
+    ) -> None:
+        first, second = launch(model, hosts=hosts)
+        for rank, node in enumerate((first, second)):
+            arguments = node.arguments
+            assert (node.host, arguments["node_rank"]) == (hosts[rank], rank)
+            assert (arguments["nnodes"], arguments["tp_size"]) == (2, 2)
+            assert arguments["dist_init_addr"] == master
+            assert arguments["custom_weight_loader"] == list(LOADERS)
+        assert (first.http_servers, second.http_servers) == ([hosts[0]], [])
+
+    def test_one_node_has_no_master(self, model: Path) -> None:
+        """Negative control."""
+        (only,) = launch(model)
+        assert (only.arguments["nnodes"], only.arguments["dist_init_addr"]) == (1, None)
+        assert only.http_servers == ["10.0.0.1"]
+
+
+class TestRouter:
+    def launch_with(
+        self, model: Path, router: Router, *overrides: str
+    ) -> tuple[list[Launched], list[Watch]]:
+        """Launch a replica of two nodes beside a router; what the guards would watch."""
+        watched: list[Watch] = []
+        hosts = ("fd00::1", "fd00::2")
+
+        async def main() -> list[Launched]:
+            async with serving(router):
+                url = f"{SECTION}.router_url='{router.url}'"
+                recipe = recipe_of(model, url, *overrides, num_hosts=2)
+                with (
+                    captured_launch(hosts) as launched,
+                    mock.patch("verl_sglang_sync.replica.start_guard", watched.append),
+                ):
+                    await launch_replica(recipe, nnodes=2)
+                return launched
+
+        return asyncio.run(main()), watched
+
+    def test_the_replicas_one_server_joins_and_is_guarded(self, model: Path) -> None:
+        router = Router(api_key="secret")
+        _, watched = self.launch_with(
+            model,
+            router,
+            f"{SECTION}.router_api_key=secret",
+            f"+{ROLLOUT}.engine_kwargs.sglang.api_key=own",
+        )
+        url = f"http://[fd00::1]:{HTTP_PORT}"
+        assert router.calls[0] == ("POST", "/workers", {"url": url, "api_key": "own"})
+        assert list(router.workers.values()) == [url]
+        (watch,) = watched
+        assert (watch.router_url, watch.router_api_key) == (router.url, "secret")
+        assert watch.worker.url == url and watch.worker.id in router.workers
+
+    def test_a_router_that_refuses_ends_the_launch(self, model: Path) -> None:
+        from verl_sglang_sync.server_client import RouterError
+
+        with pytest.raises(RouterError, match=r"did not take the server http://\[fd00::1\].*: no$"):
+            self.launch_with(model, Router(failure="no"))
+
+    def test_the_routers_health_checks_do_not_generate(self, model: Path) -> None:
+        from verl_sglang_sync.replica import HEALTH_GENERATES
+
+        with_router = self.launch_with(model, Router())[0][0].environment
+        assert with_router[HEALTH_GENERATES] == "false"
+        assert HEALTH_GENERATES not in launch(model)[0].environment

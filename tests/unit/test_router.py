@@ -1,0 +1,227 @@
+"""Registration with SGLang's router: three dialects, what is refused, and who is named."""
+
+import asyncio
+import subprocess
+import sys
+import time
+
+import msgspec
+import psutil
+import pytest
+
+from support.router import Router, serving
+from verl_sglang_sync.router_guard import Watch, start_guard
+from verl_sglang_sync.server_client import RouterError, core, router
+from verl_sglang_sync.server_client.router import RouterClient, Worker
+from verl_sglang_sync.server_client.urls import checked_base_url, server_url
+
+SERVER = "http://10.0.0.1:30000"
+SERVER6 = "http://[fd00::1]:30000"
+
+
+@pytest.fixture(autouse=True)
+def short_delays(monkeypatch):
+    monkeypatch.setattr(core, "RETRY_DELAY_S", 0.05)
+    monkeypatch.setattr(router, "POLL_S", 0.02)
+
+
+def talk(served, conversation, *, timeout_s=5.0, **access):
+    async def main():
+        async with (
+            serving(served),
+            RouterClient(f"{served.url}/", timeout_s=timeout_s, **access) as client,
+        ):
+            return await conversation(client)
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize("dialect", ("0.1", "0.2", "0.3"))
+@pytest.mark.parametrize("server", (SERVER, SERVER6))
+def test_a_server_is_added_and_removed(dialect, server):
+    served = Router(dialect)
+
+    async def conversation(client):
+        worker = await client.add(server)
+        assert list(served.workers.values()) == [server]
+        assert (worker.url, worker.id is None) == (server, dialect == "0.1")
+        again = await client.add(server)  # of a run that was killed, or by two trainers
+        assert list(served.workers.values()) == [server]
+        assert again == worker
+        await client.remove(worker)
+        assert served.workers == {}
+        await client.remove(worker)  # it is gone already
+
+    talk(served, conversation)
+
+
+def test_what_is_sent():
+    served = Router("0.3", num_polls=0)
+    worker = talk(served, lambda client: client.add(SERVER, api_key="k"))
+    assert served.calls == [
+        ("POST", "/workers", {"url": SERVER, "api_key": "k"}),
+        ("GET", f"/workers/{worker.id}", None),
+    ]
+    served = Router("0.1")
+    talk(served, lambda client: client.add(SERVER, api_key="k"))
+    assert [call[:2] for call in served.calls] == [
+        ("POST", "/workers"),
+        ("POST", f"/remove_worker?url={SERVER}"),
+        ("POST", f"/add_worker?url={SERVER}&api_key=k"),
+    ]
+
+
+def test_the_call_returns_when_the_router_sends_requests():
+    served = Router("0.3", num_polls=3)
+    talk(served, lambda client: client.add(SERVER))
+    assert len(served.calls) == 1 + 4
+
+
+def test_a_router_that_checks_too_long_is_named():
+    served = Router("0.3", num_polls=10**6)
+    with pytest.raises(RouterError, match=r"not healthy within 0\.3 s.*processing"):
+        talk(served, lambda client: client.add(SERVER), timeout_s=0.3)
+
+
+@pytest.mark.parametrize(
+    ("dialect", "where", "status"),
+    [("0.1", "/add_worker", 400), ("0.2", "/workers/", 200), ("0.3", "/workers/", 200)],
+)
+def test_a_refusal_names_router_endpoint_status_and_message(dialect, where, status):
+    served = Router(dialect, failure="health check failed")
+    with pytest.raises(RouterError) as error:
+        talk(served, lambda client: client.add(SERVER))
+    assert str(error.value).startswith(f"{served.url}{where}")
+    told = f"the router {served.url} did not take the server {SERVER}: health check failed"
+    assert str(error.value).endswith(f": HTTP {status}: {told}")
+    assert error.value.status == status
+
+
+def test_the_routers_key():
+    served = Router(api_key="secret")
+    talk(served, lambda client: client.add(SERVER), api_key="secret")
+    for access in ({}, {"api_key": "wrong"}):
+        with pytest.raises(RouterError, match=r"/workers: HTTP 401: .*\(see router_api_key\)$"):
+            talk(served, lambda client: client.add(SERVER), **access)
+
+
+def test_no_router_there():
+    async def main():
+        async with RouterClient("http://127.0.0.1:9", timeout_s=5) as client:
+            await client.add(SERVER)
+
+    with pytest.raises(RouterError, match=r"/workers: the router http://127\.0\.0\.1:9 did not "):
+        asyncio.run(main())
+
+
+# The guard: a real process.
+
+
+@pytest.mark.parametrize("how", ("closed", "killed"))
+def test_the_guard_removes_the_server_when_its_parent_ends(how):
+    served = Router()
+
+    async def main():
+        async with serving(served):
+            async with RouterClient(served.url, timeout_s=5) as client:
+                worker = await client.add(SERVER6)
+            watch = Watch(router_url=served.url, router_api_key=None, worker=worker)
+            if how == "closed":
+                guard = await asyncio.to_thread(start_guard, watch)
+                end = guard.close
+            else:
+                parent = await asyncio.to_thread(parent_of_a_guard, watch)
+                assert psutil.Process(parent.pid).children() == [], "Ray would kill it"
+                end = parent.kill
+            await asyncio.sleep(0.5)
+            assert served.workers
+            end()
+            await until(lambda: not served.workers)
+            if how == "killed":
+                parent.wait()
+
+    asyncio.run(main())
+
+
+PARENT = """
+import sys, time, msgspec
+from verl_sglang_sync.router_guard import Watch, start_guard
+guard = start_guard(msgspec.json.decode(sys.argv[1], type=Watch))
+print("started", flush=True)
+time.sleep(60)
+"""
+
+
+def parent_of_a_guard(watch):
+    command = [sys.executable, "-c", PARENT, msgspec.json.encode(watch).decode()]
+    parent = subprocess.Popen(command, stdout=subprocess.PIPE)
+    assert parent.stdout.readline() == b"started\n"
+    return parent
+
+
+async def until(condition, limit_s=20.0):
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        await asyncio.sleep(0.05)
+
+
+def test_a_guard_that_finds_no_router_says_so(capfd):
+    worker = Worker(SERVER, "some-id")
+    start_guard(Watch(router_url="http://127.0.0.1:9", router_api_key=None, worker=worker)).close()
+    told = ""
+
+    def is_told():
+        nonlocal told
+        told += capfd.readouterr().err
+        return f"the router http://127.0.0.1:9 did not let the server {SERVER} go" in told
+
+    asyncio.run(until(is_told))
+
+
+def test_the_guard_imports_no_engine():
+    code = "import sys, verl_sglang_sync.router_guard; print([*sys.modules])"
+    command = [sys.executable, "-c", code]
+    modules = subprocess.run(command, capture_output=True, check=True, text=True).stdout
+    assert "'aiohttp'" in modules
+    for heavy in ("torch", "verl", "sglang", "ray"):
+        assert f"'{heavy}'" not in modules
+
+
+# URLs.
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("10.0.0.1", "http://10.0.0.1:80"),
+        ("node-7.cluster", "http://node-7.cluster:80"),
+        ("::1", "http://[::1]:80"),
+        ("[::1]", "http://[::1]:80"),
+        ("fd00::a:1", "http://[fd00::a:1]:80"),
+        ("fe80::1%eth0", "http://[fe80::1%eth0]:80"),
+        ("::ffff:10.0.0.1", "http://[::ffff:10.0.0.1]:80"),
+    ],
+)
+def test_a_servers_url(host, url):
+    assert server_url(host, 80) == url
+
+
+@pytest.mark.parametrize(
+    "url", ("http://10.0.0.1:30000", "https://[::1]:1", "http://router", "https://r:8/behind/proxy")
+)
+def test_a_base_url_is_taken_as_it_is(url):
+    assert checked_base_url("key", url) == checked_base_url("key", f"{url}/") == url
+
+
+@pytest.mark.parametrize(
+    "value",
+    (
+        *("", "10.0.0.1:30000", "ftp://h:1", "http://", "http://:30000", "http://::1:30000"),
+        *("http://h:99999", "http://h:x", "http://[::1", "http://h:0", "http://h:1?a=b"),
+        *("http://u:p@h:1", 30000, True, ["http://h:1"]),
+    ),
+)
+def test_anything_else_is_no_base_url(value):
+    with pytest.raises(ValueError, match=r"^some\.key=.*expected a URL such as http://10\.0\.0\.1"):
+        checked_base_url("some.key", value)

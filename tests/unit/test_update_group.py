@@ -1,0 +1,192 @@
+"""Forming an update group: whoever waits for a rank that does not come is sent away."""
+
+import asyncio
+import contextlib
+import threading
+import time
+
+import pytest
+import torch
+from aiohttp import web
+from torch._C._distributed_c10d import TCPStore
+
+from sglang_loader.update_group import MeetingPoint
+from verl_sglang_sync import update_groups
+from verl_sglang_sync.update_groups import Replica, UpdateGroupError, UpdateGroups
+
+LIMIT_S = 60
+CPU = torch.device("cpu")
+
+
+class Rank(threading.Thread):
+    """Connects as an engine's rank does, and waits for one that never comes."""
+
+    def __init__(self, port):
+        super().__init__(daemon=True)
+        self.port, self.error, self.is_in = port, None, threading.Event()
+        self.start()
+
+    def run(self):
+        try:
+            store = TCPStore("127.0.0.1", self.port, 3, is_master=False, wait_for_workers=False)
+            self.is_in.set()
+            store.wait(["nobody"])
+        except Exception as error:
+            self.error = error
+
+
+@pytest.mark.parametrize("address", ("127.0.0.1", "localhost"))
+def test_waiting_ranks_are_sent_away_at_once(address):
+    meeting = MeetingPoint(address, 3, LIMIT_S)
+    rank = Rank(meeting.port)
+    assert rank.is_in.wait(10)
+    rank.join(0.5)
+    assert rank.is_alive(), "it waits"
+    started = time.monotonic()
+    meeting.close()
+    rank.join(10)
+    assert not rank.is_alive() and rank.error is not None
+    assert time.monotonic() - started < 5
+
+
+def test_a_rank_that_comes_late_is_let_in_and_sent_away():
+    meeting = MeetingPoint("127.0.0.1", 3, LIMIT_S)
+    meeting.close()
+    rank = Rank(meeting.port)
+    assert not rank.is_in.wait(1.5) and rank.is_alive(), "it tries again and again"
+    meeting.reopen()
+    assert rank.is_in.wait(20)
+    meeting.close()
+    rank.join(10)
+    assert not rank.is_alive() and rank.error is not None
+
+
+def test_a_connection_of_its_own_does_not_keep_it_open():
+    meeting = MeetingPoint("127.0.0.1", 3, LIMIT_S)
+    store = meeting.connect()
+    store.set("key", "value")
+    meeting.close()
+    with pytest.raises(Exception, match=r"shutdown or crash|Broken pipe|Connection"):
+        store.get("key")
+
+
+# The whole of it, with servers whose ranks join as an engine's do.
+
+
+class Server:
+    """Joins after `delay_s`, by waiting at the meeting point; or refuses, or never answers."""
+
+    def __init__(self, behaviour, delay_s=0.0):
+        self.behaviour, self.delay_s = behaviour, delay_s
+        self.url, self.num_waiting, self.left = "", 0, []
+
+    async def info(self, request):
+        return web.json_response({})
+
+    async def init(self, request):
+        payload = await request.json()
+        if self.behaviour == "refuses":
+            return web.json_response({"success": False, "message": "no room"}, status=400)
+        await asyncio.sleep(self.delay_s)
+        self.num_waiting += 1
+        rank = Rank(payload["master_port"])
+        await asyncio.to_thread(rank.join, LIMIT_S)
+        self.left.append(rank.error)
+        return web.json_response({"success": False, "message": f"{rank.error}"}, status=400)
+
+    async def destroy(self, request):
+        return web.json_response({"success": True})
+
+
+@contextlib.contextmanager
+def serving(*servers):
+    started, stopped = threading.Event(), threading.Event()
+
+    async def serve():
+        runners = []
+        for server in servers:
+            application = web.Application()
+            application.router.add_get("/model_info", server.info)
+            application.router.add_post("/init_weights_update_group", server.init)
+            application.router.add_post("/destroy_weights_update_group", server.destroy)
+            runners.append(web.AppRunner(application, shutdown_timeout=0.1))
+            await runners[-1].setup()
+            await web.TCPSite(runners[-1], "127.0.0.1", 0).start()
+            server.url = f"http://127.0.0.1:{runners[-1].addresses[0][1]}"
+        started.set()
+        await asyncio.to_thread(stopped.wait)
+        for runner in runners:
+            await runner.cleanup()
+
+    thread = threading.Thread(target=asyncio.run, args=(serve(),))
+    thread.start()
+    assert started.wait(10)
+    try:
+        yield [Replica(identity=s.url, base_url=s.url, num_ranks=1) for s in servers]
+    finally:
+        stopped.set()
+        thread.join()
+
+
+@pytest.fixture
+def own_join(monkeypatch):
+    """Rank 0, which waits for the others as gloo does; how it ended."""
+    ended = []
+
+    def join(store, **_):
+        try:
+            store.wait(["nobody"])
+        except Exception as error:
+            ended.append(error)
+            raise
+
+    monkeypatch.setattr(update_groups, "join_as_source", join)
+    return ended
+
+
+def test_the_replica_that_refuses_is_named_and_all_others_leave(own_join):
+    early, refusing, late = Server("joins"), Server("refuses"), Server("joins", delay_s=1.5)
+    with serving(early, refusing, late) as replicas:
+        groups = UpdateGroups(address="127.0.0.1", device=CPU, timeout_s=LIMIT_S)
+        started = time.monotonic()
+        with pytest.raises(UpdateGroupError) as error:
+            groups.with_replicas(replicas)
+        assert time.monotonic() - started < 20
+        assert (
+            str(error.value)
+            .partition(" was not formed: ")[2]
+            .startswith(
+                f"replica 1 ({refusing.url}) did not join the update group: "
+                f"{refusing.url}/init_weights_update_group: HTTP 400: "
+            )
+        )
+        assert "no room" in str(error.value)
+        assert [len(server.left) for server in (early, late)] == [1, 1]
+        assert early.left[0] is not None and late.left[0] is not None
+        assert len(own_join) == 1
+
+
+def test_without_being_sent_away_they_would_wait(own_join, monkeypatch):
+    """Negative control."""
+    meetings = []
+    monkeypatch.setattr(update_groups, "_send_away", lambda meeting, _: meetings.append(meeting))
+    waiting, refusing = Server("joins"), Server("refuses")
+    with serving(waiting, refusing) as replicas:
+        groups = UpdateGroups(address="127.0.0.1", device=CPU, timeout_s=LIMIT_S)
+        with pytest.raises(UpdateGroupError, match="replica 1"):
+            groups.with_replicas(replicas)
+        time.sleep(1.0)
+        assert (waiting.num_waiting, waiting.left, own_join) == (1, [], [])
+        meetings.pop().close()
+
+
+def test_who_never_answers_is_named(own_join, monkeypatch):
+    monkeypatch.setattr(update_groups, "SEND_AWAY_S", 3.0)
+    monkeypatch.setattr(update_groups, "REPLY_S", 0.1)
+    silent = Server("joins", delay_s=8.0)
+    with serving(silent) as replicas:
+        groups = UpdateGroups(
+            address="127.0.0.1", device=CPU, timeout_s=2, timeouts_s={"group": LIMIT_S}
+        )
+        with pytest.raises(UpdateGroupError, match=rf"; no word of: {silent.url}$"):
+            groups.with_replicas(replicas)
