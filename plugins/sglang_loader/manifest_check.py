@@ -29,7 +29,6 @@ from sglang_loader.rehearsal.findings import (
 from sglang_loader.rehearsal.published import Published, published_tensors
 from sglang_loader.weight_manifest import (
     ManifestVerdict,
-    WeightManifest,
     decode_manifest,
     manifest_digest,
 )
@@ -82,19 +81,17 @@ def check_manifest(
     for model in models:
         is_target = model is models[-1] and manifest.is_complete
         try:
-            reason = _not_checkable(model, dict(context.context))
-            if reason is not None:
-                raise NotRehearsable(reason)
+            _refuse_what_is_arranged(model, dict(context.context))
             views.append(_view(model, specs, published, is_target=is_target))
-        except NotRehearsable as problem:
-            problems.append(str(problem))
+        except NotRehearsable as reason:
+            problems.append(str(reason))
         except Exception as error:  # a rank that left now would leave the others waiting
             logger.exception("the manifest check itself failed")
             problems.append(f"the check itself failed: {error!r}")
     everyone = gather((views, problems))
-    problem = next((text for _, problems in everyone for text in problems), None)
-    if problem is not None:
-        return ManifestVerdict(not_checked=problem)
+    obstacle = next((text for _, problems in everyone for text in problems), None)
+    if obstacle is not None:
+        return ManifestVerdict(not_checked=obstacle)
     verdict = judge(specs, [view for views, _ in everyone for view in views], published)
     if verdict.fits and manifest.is_complete:
         _accepted[models[-1]] = known
@@ -107,12 +104,11 @@ def check_manifest(
     return verdict
 
 
-def _not_checkable(model: Any, context: dict[str, object]) -> str | None:
+def _refuse_what_is_arranged(model: Any, context: dict[str, object]) -> None:
     if getattr(model, "quant_config", None) is not None:
-        return f"a quantised model ({context['quantization']})"
+        raise NotRehearsable(f"a quantised model ({context['quantization']})")
     if context["pp_size"] != 1:
-        return f"pipeline parallel, {context['pp_size']} stages"
-    return None
+        raise NotRehearsable(f"pipeline parallel, {context['pp_size']} stages")
 
 
 def _view(

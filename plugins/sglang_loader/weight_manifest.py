@@ -7,6 +7,7 @@ mixture of experts take about 100 kB. The version changes whenever a field does.
 from __future__ import annotations
 
 import hashlib
+import json
 import zlib
 from collections.abc import Iterable
 
@@ -155,13 +156,20 @@ def encode_verdict(verdict: ManifestVerdict) -> str:
     return msgspec.json.encode(verdict).decode()
 
 
-def decode_verdict(text: str) -> ManifestVerdict:
-    """Parse a reply's message.
+def decode_verdicts(text: str) -> list[ManifestVerdict]:
+    """Parse a reply's message; SGLang joins those of its data-parallel ranks with " | ".
 
     Raises:
-        ManifestError: it is not a verdict.
+        ManifestError: it is not made of verdicts.
     """
+    decoder, verdicts, at = json.JSONDecoder(), [], 0
     try:
-        return msgspec.json.decode(text, type=ManifestVerdict)
-    except msgspec.MsgspecError as error:
+        while at < len(text):
+            content, at = decoder.raw_decode(text, at)
+            verdicts.append(msgspec.convert(content, ManifestVerdict))
+            at += len(text[at:]) - len(text[at:].lstrip(" |"))
+    except (ValueError, msgspec.MsgspecError) as error:
         raise ManifestError(f"not a verdict on a manifest: {error}; got {text[:120]!r}") from None
+    if not verdicts:
+        raise ManifestError("the engine said nothing about the manifest")
+    return verdicts

@@ -19,6 +19,8 @@ from verl_sglang_sync.server_client.operations import LIMITS
 
 Mode = Literal["bucketed", "flattened", "compiled"]
 MODES: tuple[str, ...] = get_args(Mode)
+ManifestCheck = Literal["error", "warn", "off"]
+MANIFEST_CHECKS: tuple[str, ...] = get_args(ManifestCheck)
 PRESETS = (*MODES, "disaggregated")
 
 SECTION = "actor_rollout_ref.rollout.custom.weight_sync"
@@ -31,6 +33,7 @@ PRESET_KEYS = (
     "timeouts_s",
     "report_file",
     "host_backup",
+    "manifest_check",
 )
 COMPILED_KEYS = (
     "recheck_every_n_syncs",
@@ -60,6 +63,8 @@ class WeightSyncConfig:
         host_backup: what a release of the weights keeps on the host: "on" everything, by SGLang;
             "auto" everything that no sync is proven to rewrite; "off" no more than named buffers
             until that is proven.
+        manifest_check: what happens where the trainer's names, shapes and dtypes do not fit the
+            engine's model: "error" before the first byte, "warn" in the log, "off" nobody looks.
         bucket_bytes: upper limit of one bucket, in bytes (verl's
             `checkpoint_engine.update_weights_bucket_megabytes`).
         multi_stage_wake_up: True resumes weights, syncs, lets the trainer free its memory and only
@@ -76,6 +81,7 @@ class WeightSyncConfig:
     keep_staging_buffers: bool = False
     read_in_place: bool = True
     host_backup: Policy = "auto"
+    manifest_check: ManifestCheck = "error"
     bucket_bytes: int
     multi_stage_wake_up: bool
     free_cache_engine: bool
@@ -116,6 +122,7 @@ class WeightSyncConfig:
             keep_staging_buffers=_switch(keys, "keep_staging_buffers", False),
             read_in_place=_switch(keys, "read_in_place", True),
             host_backup=_host_backup(keys.get("host_backup", "auto")),
+            manifest_check=_manifest_check(keys.get("manifest_check", "error")),
             bucket_bytes=_bucket_bytes(rollout),
             multi_stage_wake_up=_boolean(rollout, "multi_stage_wake_up"),
             free_cache_engine=_boolean(rollout, "free_cache_engine"),
@@ -157,6 +164,15 @@ def _host_backup(value: Any) -> Policy:
     value = {True: "on", False: "off"}[value] if isinstance(value, bool) else value  # YAML 1.1
     if value not in POLICIES:
         raise ValueError(f"{SECTION}.host_backup={value!r}: allowed: {', '.join(POLICIES)}")
+    return value  # type: ignore[no-any-return]
+
+
+def _manifest_check(value: Any) -> ManifestCheck:
+    value = "off" if value is False else value  # YAML 1.1
+    if value not in MANIFEST_CHECKS:
+        raise ValueError(
+            f"{SECTION}.manifest_check={value!r}: allowed: {', '.join(MANIFEST_CHECKS)}"
+        )
     return value  # type: ignore[no-any-return]
 
 

@@ -30,9 +30,9 @@ class SyncReport:
         eager_reason: why those were not replayed.
         num_in_place: buckets that the engine read from the trainer's own memory.
         seconds: host seconds by stage: "release" (the sleep before this sync), "resume_weights",
-            "export" (waiting for the trainer's generator), "pack", "send" (waiting for a
-            broadcast), "load" (waiting for the engine), "resume_kv_cache"; "sync": all of a
-            disaggregated sync.
+            "manifest" (the check before the first byte, where there was one), "export" (waiting
+            for the trainer's generator), "pack", "send" (waiting for a broadcast), "load"
+            (waiting for the engine), "resume_kv_cache"; "sync": all of a disaggregated sync.
     """
 
     mode: str

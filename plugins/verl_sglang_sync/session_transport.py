@@ -28,12 +28,13 @@ from sglang_loader.update_keys import UpdateKeys
 from verl_sglang_sync.bucket_stream import Batch, BucketStream
 from verl_sglang_sync.collective import RoundState, TrainerGroup
 from verl_sglang_sync.config import WeightSyncConfig
+from verl_sglang_sync.manifest_gate import Announcement, ManifestGate
 from verl_sglang_sync.packing import NamedTensor
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.session_staging import StagingRing
 from verl_sglang_sync.source import SourceWatch, in_place_cuts
 from verl_sglang_sync.trainer_session import BufferNames, SocketFolder, TrainerSession
-from verl_sglang_sync.transport import Updater
+from verl_sglang_sync.transport import Updater, ask_engine, check_before
 from verl_sglang_sync.weight_sync import Export, WeightSyncError
 
 Result = TypeVar("Result")
@@ -73,6 +74,8 @@ class SessionTransport:
         )
         self._names = BufferNames()
         self._watch = SourceWatch(device) if settings.read_in_place else None
+        self._gate = ManifestGate(settings.manifest_check, group.agree)
+        self._is_announced = False
         # Something to share with the request that opens a session: the engine's format wants it.
         self._token = torch.zeros(1, dtype=torch.uint8, device=device)
 
@@ -80,7 +83,12 @@ class SessionTransport:
         self, weights: Iterable[NamedTensor], *, version: str | None, report: SyncReport
     ) -> None:
         """See `SyncTransport`."""
-        source, ranks = Export(weights), _Ranks(self._group)
+        await check_before(self._gate, weights, self._engine, report)
+        is_last_resort = self._gate.must_check_in_parts(weights, "at its end")
+        # A stream that is cut as the last one was is compared with that one anyway.
+        self._is_announced = self._gate.is_confirmed and bool(self._stream.cuts)
+        source = self._gate.export(weights, compared=not self._is_announced)
+        ranks = _Ranks(self._group)
         request = _Request(self._engine, version)
         with ExitStack() as stack:
             stack.callback(self._rest)
@@ -99,7 +107,13 @@ class SessionTransport:
             ranks.attempt(request.result)
             ranks.agree()  # also after a failure: nobody leaves while an engine is still busy
         if ranks.error is not None:
+            self._gate.forget()
             raise WeightSyncError(ranks.error)
+        if is_last_resort:
+            announcement = Announcement.of(source.specs)
+            answer = await ask_engine(self._engine, announcement)
+            self._gate.settle(announcement, *answer, is_sent=True)
+        self._gate.confirm()
 
     def _new_session(self) -> TrainerSession:
         return TrainerSession(self._sockets.endpoint(), self._settings, self._names)
@@ -142,7 +156,7 @@ class SessionTransport:
         """Export, pack and send every bucket; returns when the engine has read them all."""
         self._ring.prepare(self._stream.cuts)
         in_flight: deque[Batch] = deque()
-        for batch in self._stream.batches(source, report):
+        for batch in self._stream.batches(source, report, announced=self._is_announced):
             if len(in_flight) == self._ring.num_buffers:
                 with report.stage("load"):
                     session.wait_until_done(in_flight.popleft().index)

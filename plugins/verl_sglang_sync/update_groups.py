@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from sglang_loader.update_group import join_as_source, leave, open_store
 from verl_sglang_sync.server_client import ServerError, SyncSGLangServerClient, operations
@@ -46,6 +46,10 @@ class Replica:
     admin_api_key: str | None = None
 
 
+Member: TypeAlias = tuple[Replica, SyncSGLangServerClient]
+"""A replica that is in the group, and the client of its server."""
+
+
 @dataclass(frozen=True)
 class UpdateGroup:
     """A formed group.
@@ -58,7 +62,7 @@ class UpdateGroup:
 
     name: str
     process_group: Any
-    members: tuple[tuple[Replica, SyncSGLangServerClient], ...]
+    members: tuple[Member, ...]
 
     @property
     def replicas(self) -> tuple[Replica, ...]:

@@ -88,9 +88,8 @@ def test_a_complete_manifest_fits_and_nothing_is_applied(built: Built) -> None:
     blind = check(built.model, specs, published=None)
     assert blind.not_checked is None
     assert blind.fits, blind
-    for _ in range(2):  # an incomplete one binds other things
-        specs = specs[: len(specs) // 2]
-        assert check(built.model, specs, published=specs_of(built.first)).missing
+    half = check(built.model, specs[::2], published=None)  # an incomplete one binds other things
+    assert half.missing or half.doubtful
     assert first_difference(before, collect_destinations(built.model)) is None
     assert differing(before, expected) == ()
 

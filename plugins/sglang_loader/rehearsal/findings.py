@@ -27,6 +27,7 @@ from sglang_loader.rehearsal.sources import Spec
 from sglang_loader.weight_manifest import ManifestVerdict
 
 _TIED_HEAD = "lm_head.weight"
+_EMBEDDING = "embed_tokens.weight"
 _ROTARY = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 
 
@@ -119,36 +120,52 @@ def judge(
     specs: Sequence[Spec], views: Sequence[RankView], published: Published | None
 ) -> ManifestVerdict:
     """All ranks' views as one verdict; the same on every rank."""
+    normal = {spec[0] for spec in specs if published and _is_normal(spec, published)}
+    embeddings = {shape for name, _, shape in specs if name.endswith(_EMBEDDING)}
     failure = next((view.failure for view in views if view.failure), None)
     mismatched = [f"all tensors ({failure})"] if failure else []
-    unexpected, doubtful = [], []
-    shapes = {shape for name, _, shape in specs if name.endswith("embed_tokens.weight")}
+    unexpected: list[str] = []
+    doubtful: list[str] = []
     for spec in specs:
         name, _, shape = spec
         known = published.get(name) if published is not None else None
-        is_normal = known is not None and known[2] == shape
-        errors = [view.errors[name] for view in views if name in view.errors]
-        clash = next((view.clashes[name] for view in views if name in view.clashes), None)
-        if errors and errors[0].is_unknown and not is_normal:
-            unexpected.append(f"{name} ({errors[0].text})")
-        elif errors:
-            mismatched.append(f"{name} {list(shape)} ({errors[0].text}{_instead(known, shape)})")
+        refusal = next((view.errors[name] for view in views if name in view.errors), None)
+        if refusal is not None and refusal.is_unknown and known is None:
+            unexpected.append(f"{name} ({refusal.text})")
+        elif refusal is not None:
+            if name not in normal or normal.issuperset(refusal.together):
+                mismatched.append(_described(spec, refusal.text, known))
         elif all(name in view.idle for view in views):
-            if known is None and not _may_be_dropped(name, shape, shapes):
+            if known is None and not _may_be_dropped(name, shape, embeddings):
                 (doubtful if published is None else unexpected).append(name)
-        elif is_normal and known is not None and _may_become(spec[1], known[1]):
-            continue
-        elif clash is not None:
-            mismatched.append(f"{name} {list(shape)} ({clash}{_instead(known, shape)})")
-        elif unread := _unread_bytes(spec, views):
-            reason = f"{unread} of {_nbytes(spec)} bytes are read by no rank"
-            mismatched.append(f"{name} {list(shape)} ({reason}{_instead(known, shape)})")
+            elif known is not None and name not in normal:
+                mismatched.append(_described(spec, "not used like this", known))
+        elif name not in normal and (reason := _mismatch(spec, views, known)):
+            mismatched.append(_described(spec, reason, known))
     return ManifestVerdict(
         unexpected=tuple(unexpected),
         mismatched=tuple(mismatched),
         missing=_union(view.missing for view in views),
         doubtful=(*doubtful, *_union(view.doubtful for view in views)),
     )
+
+
+def _is_normal(spec: Spec, published: Published) -> bool:
+    known = published.get(spec[0])
+    return known is not None and known[2] == spec[2] and _may_become(spec[1], known[1])
+
+
+def _mismatch(spec: Spec, views: Sequence[RankView], known: Spec | None) -> str | None:
+    """What is wrong with a tensor that `load_weights` took without a word."""
+    name = spec[0]
+    clash = next((view.clashes[name] for view in views if name in view.clashes), None)
+    if clash is not None:
+        return clash
+    if unread := _unread_bytes(spec, views):
+        return f"{unread} of {_nbytes(spec)} bytes are read by no rank"
+    if known is not None and math.prod(known[2]) != math.prod(spec[2]):
+        return f"{math.prod(spec[2])} elements"
+    return None
 
 
 def _may_be_dropped(name: str, shape: tuple[int, ...], embeddings: set[tuple[int, ...]]) -> bool:
@@ -176,8 +193,11 @@ def _unread_bytes(spec: Spec, views: Sequence[RankView]) -> int:
     return max(0, _nbytes(spec) - sum(math.prod(p.shape) * p.itemsize for p in parts))
 
 
-def _instead(known: Spec | None, shape: tuple[int, ...]) -> str:
-    return f"; published: {list(known[2])}" if known is not None and known[2] != shape else ""
+def _described(spec: Spec, reason: str, known: Spec | None) -> str:
+    name, _, shape = spec
+    differs = known is not None and known[2] != shape
+    instead = f"; published: {list(known[2])}" if known is not None and differs else ""
+    return f"{name} {list(shape)} ({reason}{instead})"
 
 
 def _meets(use: Use, gaps: Mapping[int, Sequence[Interval]]) -> bool:

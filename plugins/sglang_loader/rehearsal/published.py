@@ -10,6 +10,7 @@ import json
 import struct
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -68,7 +69,7 @@ def _files(folder: Path) -> list[Path]:
     return sorted(folder / name for name in set(named))
 
 
-def _header(file: Path) -> dict[str, dict[str, object]]:
+def _header(file: Path) -> dict[str, dict[str, Any]]:
     """The JSON header: its length as 8 bytes, little-endian, stands before it."""
     with file.open("rb") as stream:
         (length,) = struct.unpack("<Q", stream.read(8))

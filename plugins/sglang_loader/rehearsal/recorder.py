@@ -21,7 +21,6 @@ from sglang_loader.load_plan.geometry import Region
 from sglang_loader.load_plan.trace import OpTraits, read_traits
 from sglang_loader.rehearsal.sources import Sources
 
-
 _COPY = torch.ops.aten.copy_.default
 
 
@@ -172,14 +171,21 @@ class Recorder(TorchDispatchMode):
             use.targets.append((storage, region))
             use.dtypes.add(target.dtype)
 
-    def _origins(self, tensor: torch.Tensor) -> frozenset[int]:
-        """The sources that `tensor` is a view of or was made of; a view counts as read."""
+    def origins(self, tensor: torch.Tensor) -> frozenset[int]:
+        """The sources that `tensor` is a view of or was made of."""
         if tensor.device.type != "meta":
             source = self._sources.find(tensor.data_ptr())
             if source is not None:
-                self._read(source, tensor)
                 return frozenset((source,))
         return self._made_of.get(tensor.untyped_storage()._cdata, frozenset())
+
+    def _origins(self, tensor: torch.Tensor) -> frozenset[int]:
+        """`origins` of a tensor that is read."""
+        source = self._sources.find(tensor.data_ptr())
+        if source is None:
+            return self._made_of.get(tensor.untyped_storage()._cdata, frozenset())
+        self._read(source, tensor)
+        return frozenset((source,))
 
     def _read(self, source: int, view: torch.Tensor) -> None:
         spec = self._sources.tensors[source]

@@ -48,10 +48,12 @@ class Refusal:
     Attributes:
         text: type and message.
         is_unknown: the name was looked up in vain.
+        together: all tensors that it had in hand; any of them may be to blame.
     """
 
     text: str
     is_unknown: bool
+    together: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -103,9 +105,7 @@ def rehearse(model: Any, specs: Sequence[Spec]) -> Rehearsal:
         _check_unchanged(model, before, content)
 
 
-def _attempts(
-    model: Any, sources: Sources, before: Destinations, state: ModelState
-) -> Rehearsal:
+def _attempts(model: Any, sources: Sources, before: Destinations, state: ModelState) -> Rehearsal:
     """Load again and again without what was refused, until one call takes all the rest."""
     errors: dict[str, Refusal] = {}
     deadline = time.monotonic() + MAX_SECONDS
@@ -142,11 +142,13 @@ class _Attempt:
             error = self._load(remaining)
             if error is None:
                 break
-            name = self._blame(error)
-            if name is None or name in errors:
+            names = self._blame(error)
+            if not names or names & errors.keys():
                 self.failure = _text(error)
             else:
-                errors[name] = Refusal(_text(error), isinstance(error, KeyError | AttributeError))
+                is_unknown = isinstance(error, KeyError | AttributeError)
+                refusal = Refusal(_text(error), is_unknown, tuple(sorted(names)))
+                errors.update(dict.fromkeys(names, refusal))
                 self.found = True
             if self._is_exhausted:
                 break
@@ -185,18 +187,17 @@ class _Attempt:
             raise NotRehearsable(recorder.problem)
         return None
 
-    def _blame(self, error: Exception) -> str | None:
-        """The tensor at which it was raised: the one in the hands of the innermost function, or
-        the one that was given out last.
+    def _blame(self, error: Exception) -> set[str]:
+        """The tensors at which it was raised: those in the hands of the innermost function that
+        has any, or the one that was given out last.
         """
         frames = list(_frames(error.__traceback__))
-        for frame in reversed(frames[2:]):  # this module's and `load_weights` itself
-            for value in list(frame.values()):
-                if isinstance(value, torch.Tensor):
-                    index = self._sources.find(value.data_ptr())
-                    if index is not None:
-                        return self._sources.tensors[index].name
-        return None if self._is_exhausted else self._last
+        for frame in reversed(frames[2:]):  # without this module's and `load_weights` itself
+            tensors = [value for value in frame.values() if isinstance(value, torch.Tensor)]
+            found = {i for tensor in tensors for i in self._recorder.origins(tensor)}
+            if found:
+                return {self._sources.tensors[i].name for i in found}
+        return {self._last} if self._last is not None and not self._is_exhausted else set()
 
     def _note_bindings(self) -> None:
         """Tensors that the loader put into the model, instead of copying into it."""

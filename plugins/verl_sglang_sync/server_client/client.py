@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from sglang_loader.update_keys import UpdateKey
+from sglang_loader.weight_manifest import ManifestVerdict, decode_verdicts
 from verl_sglang_sync.server_client import operations
 from verl_sglang_sync.server_client.core import ServerAccess, ServerCore
 from verl_sglang_sync.server_client.loop_thread import LoopThread
@@ -69,6 +70,15 @@ class _Client:
             thread.join(CLOSE_TIMEOUT_S)
 
 
+def verdicts_of(reply: Any) -> list[ManifestVerdict]:
+    """What an engine's reply to `check_manifest` says.
+
+    Raises:
+        ManifestError: something else.
+    """
+    return decode_verdicts(str(reply.get("message")))
+
+
 class SGLangServerClient(_Client):
     """Asynchronous client; arguments as `_Client`, operations as in `operations`."""
 
@@ -99,6 +109,10 @@ class SGLangServerClient(_Client):
                 key=key,
             )
         )
+
+    async def check_manifest(self, encoded: bytes) -> list[ManifestVerdict]:
+        """See `operations.check_manifest`; one verdict of each data-parallel rank."""
+        return verdicts_of(await self._send(operations.check_manifest(encoded)))
 
     async def update_from_distributed(
         self,
