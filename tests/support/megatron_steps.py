@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 import torch
 
-from support.engine_steps import MODES, engine_hashes
+from support.engine_steps import MODES
 from support.megatron_trainer import Layout, MegatronActor
-from support.trainer import TrainerRank
+from support.trainer import TrainerRank, engine_hashes
 
 LOST = "model.layers.1.self_attn.o_proj.weight"
 ALTERED = "model.layers.0.post_attention_layernorm.weight"

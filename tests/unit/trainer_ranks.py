@@ -303,6 +303,7 @@ class RecordingEngine:
         self._events = events
         self.fails = fails
         self.verdict = ManifestVerdict()
+        self.announced = []
 
     def _record(self, operation, *details):
         self._events.append((operation, *details))
@@ -316,7 +317,8 @@ class RecordingEngine:
         self._record(" ".join(("resume", *tags)))
 
     async def check_manifest(self, encoded):
-        self._record("check", *(tensor.name for tensor in decode_manifest(encoded).tensors))
+        self.announced.append(decode_manifest(encoded))
+        self._record("check")
         return [self.verdict]
 
     async def update_weights(self, handles, *, load_format, flush_cache, weight_version, key):
