@@ -130,7 +130,7 @@ class Export:
     ) -> None:
         self._source = iter(weights)
         self._embeddings: dict[str, torch.Size] = {}
-        self._announced = announced
+        self._wanted = iter(announced) if announced is not None else None
         self._must_equal = must_equal
         self._position = 0
         self._remembers = remember and announced is None
@@ -147,29 +147,32 @@ class Export:
             while name.endswith(EMBEDDING) and self._is_copy(name, tensor):
                 name, tensor = next(self._source)
         except StopIteration:
-            if self._announced is not None and self._position < len(self._announced):
-                self._note_change(None)
+            if self._wanted is not None and (want := next(self._wanted, None)) is not None:
+                self._note_change(want, None)
             raise
         except BaseException:
             self.failed = True
             raise
-        if self._announced is not None:
-            spec = (name, tensor.dtype, tensor.shape)
-            if self._position >= len(self._announced) or spec != self._announced[self._position]:
-                self._note_change(spec)
+        if self._wanted is not None:
+            want = next(self._wanted, None)  # as fast as Python can: 18,867 times in a big sync
+            if (
+                want is None
+                or name != want[0]
+                or tensor.dtype is not want[1]
+                or tensor.shape != want[2]
+            ):
+                self._note_change(want, (name, tensor.dtype, tensor.shape))
             self._position += 1
         elif self._remembers:
             self.specs.append((name, tensor.dtype, tensor.shape))
         return name, tensor
 
-    def _note_change(self, found: Spec | None) -> None:
-        """A tensor, or the end, came where the manifest has something else."""
-        announced, self._announced = self._announced, None  # said once
+    def _note_change(self, want: Spec | None, found: Spec | None) -> None:
+        """A tensor, or the end (None), came where the manifest has something else."""
+        self._wanted = None  # said once
         self.has_changed = True
-        assert announced is not None
         if self._must_equal:
-            wanted = announced[self._position] if self._position < len(announced) else None
-            raise ExportChanged(describe_change(self._position, wanted, found))
+            raise ExportChanged(describe_change(self._position, want, found))
 
     def _is_copy(self, name: str, tensor: torch.Tensor) -> bool:
         if name in self._embeddings:

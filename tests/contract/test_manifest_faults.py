@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from contract.manifest_proof import check, specs_of, untouched
+from contract.manifest_proof import check, specs_of, untouched, with_three_faults
 from contract.tiny_architecture_cases import CASES
 from contract.tiny_architectures import (
     Ranks,
@@ -126,19 +126,12 @@ def test_a_tensor_of_another_kind_of_number_is_mismatched(engine: Engine) -> Non
         assert engine.check([(name, dtype, shape) for name, _, shape in engine.specs]).fits
 
 
-def test_many_faults_are_all_named_at_once(engine: Engine) -> None:
-    first, second, third, fourth = engine.some[:4]
-    specs = list(engine.specs)
-    specs[first] = (specs[first][0], torch.bfloat16, (3, *specs[first][2][1:], 5))
-    specs[second] = (specs[second][0], torch.bool, specs[second][2])
-    lost = specs.pop(fourth) if fourth > third else specs.pop(third)
-    specs += [("model.layers.99.mlp.other.weight", torch.bfloat16, (4, 4))]
-    verdict = engine.check(specs)
-    assert sorted(names_in(verdict.mismatched)) == sorted(
-        engine.specs[i][0] for i in (first, second)
-    )
-    assert verdict.missing == (lost[0],)
-    assert names_in(verdict.unexpected) == ["model.layers.99.mlp.other.weight"]
+def test_all_faults_are_named_at_once(engine: Engine) -> None:
+    faulty, (lost, doubled, strange) = with_three_faults(engine.specs)
+    verdict = engine.check(faulty)
+    assert verdict.missing == (lost,)
+    assert names_in(verdict.mismatched) == [doubled]
+    assert names_in(verdict.unexpected) == [strange]
 
 
 def test_a_tied_head_may_come_under_both_names(engine: Engine) -> None:

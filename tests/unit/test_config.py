@@ -126,6 +126,7 @@ ALLOWED = {
     "megabytes": "expected a whole number of MiB, at least 1",
     "truth": "allowed: True, False",
     "backup": "allowed: auto, on, off",
+    "check": "allowed: error, warn, off",
     "operation": f"unknown operation; allowed: {', '.join(LIMITS)}",
     "operations": f"expected seconds by operation: {', '.join(LIMITS)}",
     "key": f"unknown key; allowed: {', '.join(PRESET_KEYS)}",
@@ -162,6 +163,10 @@ REFUSED = [
     *(
         ("custom__weight_sync__host_backup", value, f"{SECTION}.host_backup", ALLOWED["backup"])
         for value in ("Auto", "", None, 1)
+    ),
+    *(
+        ("custom__weight_sync__manifest_check", v, f"{SECTION}.manifest_check", ALLOWED["check"])
+        for v in ("Error", "", None, 0, True)
     ),
     *(
         ("checkpoint_engine__update_weights_bucket_megabytes", v, BUCKET_KEY, ALLOWED["megabytes"])
@@ -306,6 +311,9 @@ def test_a_key_of_the_compiled_mode_is_refused_in_others(key):
 def test_on_and_off_are_read_also_where_yaml_makes_them_booleans(written, meant):
     config = rollout(custom__weight_sync__host_backup=written)
     assert WeightSyncConfig.from_rollout(config).host_backup == meant
+    if not written:
+        config = rollout(custom__weight_sync__manifest_check=written)
+        assert WeightSyncConfig.from_rollout(config).manifest_check == meant
 
 
 def test_the_megatron_recipe_takes_a_preset():
