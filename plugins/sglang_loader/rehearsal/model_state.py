@@ -35,6 +35,8 @@ class ModelState:
     def restore(self) -> None:
         """Undo every binding made since."""
         for container, contents in self._contents:
+            if _holds_the_same(container, contents):
+                continue
             if isinstance(container, list):
                 container[:] = contents
             else:
@@ -59,6 +61,18 @@ class ModelState:
         elif isinstance(value, tuple) and depth:
             for item in value:
                 self._keep(item, depth - 1)
+
+
+def _holds_the_same(container: Any, contents: Any) -> bool:
+    """By identity, so that nothing is compared by value; a set's members are values anyway."""
+    if isinstance(container, set):
+        return bool(container == contents)
+    if len(container) != len(contents):
+        return False
+    if isinstance(container, list):
+        return all(a is b for a, b in zip(container, contents, strict=True))
+    pairs = zip(container.items(), contents.items(), strict=True)
+    return all(a[0] is b[0] and a[1] is b[1] for a, b in pairs)
 
 
 def _is_same_place(tensor: torch.Tensor, data: torch.Tensor) -> bool:
