@@ -120,7 +120,6 @@ def test_a_manifest_that_does_not_fit_is_refused_as_a_whole(case: Case, mode: st
         assert rank["good"] == [None, None]
         assert rank["asked"] == [True, False], "once is enough"
         assert rank["after"] is None
-        assert rank["warned"] is None
     assert case.leader["manifest"][mode]["hashes"] == case.leader["reference"]
 
 
@@ -137,8 +136,13 @@ def test_an_export_that_cannot_be_repeated_is_checked_in_parts(case: Case, mode:
     for outcome in case.outcomes:
         seen = outcome.result["manifest"][mode]
         assert "weight sync failed" in seen["one shot"]
-        assert DOUBLED in seen["one shot"]
+        if mode != "compiled":  # there at the sync's end, which this one does not reach
+            assert f"1 mismatched: {DOUBLED}" in seen["one shot"]
         assert seen["one shot, good"] is None
+
+
+def test_a_warning_lets_the_sync_go_on(case: Case) -> None:
+    assert [outcome.result["manifest"]["warned"] for outcome in case.outcomes] == [None] * case.tp
 
 
 def test_the_engine_survived_and_reports_the_last_version(case: Case) -> None:
