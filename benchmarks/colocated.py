@@ -145,7 +145,7 @@ class OurSync:
         await self._manager.resume((tag,))
 
     async def sync(self, weights: NamedTensors) -> dict[str, Any]:
-        await self._manager.sync(iter(weights), version="0")
+        await self._manager.sync(weights, version="0")
         report = self._manager.report
         seconds = {f"sync_{name}": report.seconds.get(name, 0.0) for name in SYNC_STAGES}
         counts = {

@@ -44,3 +44,11 @@ def device_of(model: Any) -> torch.device:
     """The device of a model's first parameter."""
     device: torch.device = next(model.parameters()).device
     return device
+
+
+def checkpoint_folder() -> str:
+    """The folder, or the name on the hub, of the checkpoint that this process serves."""
+    from sglang.srt.server_args import get_global_server_args
+
+    path: str = get_global_server_args().model_path
+    return path

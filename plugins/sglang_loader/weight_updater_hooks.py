@@ -27,8 +27,10 @@ from sglang_loader.engine_context import device_of
 from sglang_loader.gate_hooks import set_gate, why_closed
 from sglang_loader.host_backup import backup_of
 from sglang_loader.manifest import ManifestError
+from sglang_loader.manifest_check import check_manifest, manifest_of_request
 from sglang_loader.session import loading_into
 from sglang_loader.update_group import GROUP_PREFIX, abort, connect, errors_left_to_us, leave
+from sglang_loader.weight_manifest import MANIFEST_CHECK, encode_verdict
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +40,8 @@ Result = TypeVar("Result")
 
 def update_on_all_ranks(original: Original, updater: Any, request: Any) -> Any:
     """AROUND `update_weights_from_tensor`: load on every TP rank, then agree on the outcome."""
+    if request.load_format == MANIFEST_CHECK:
+        return _check_on_all_ranks(updater, request)
     if request.load_format not in LOADERS:
         return original(updater, request)
     from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqOutput
@@ -45,6 +49,25 @@ def update_on_all_ranks(original: Original, updater: Any, request: Any) -> Any:
     with updater._observe_weight_load("tensor"):
         failures = _update(updater, request, lambda: _load_on_this_rank(updater, request))
     return UpdateWeightsFromTensorReqOutput(not failures, "\n".join(failures) or "Success")
+
+
+def _check_on_all_ranks(updater: Any, request: Any) -> Any:
+    """Answer a manifest: `message` is the verdict, or why there is none. Nothing is loaded."""
+    from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqOutput
+
+    worker = updater.tp_worker
+    if updater.draft_worker is not None and not request.disable_draft_model:
+        worker = updater.draft_worker
+    models = _draft_and_target(updater, worker) or [updater.tp_worker.model_runner.model]
+    verdict, failure = _attempt(
+        updater,
+        lambda: check_manifest(
+            manifest_of_request(request), models, lambda item: from_all_ranks(updater, item)
+        ),
+    )
+    if verdict is None:
+        return UpdateWeightsFromTensorReqOutput(False, str(failure))
+    return UpdateWeightsFromTensorReqOutput(True, encode_verdict(verdict))
 
 
 def receive_on_all_ranks(original: Original, updater: Any, request: Any) -> Any:

@@ -8,7 +8,8 @@ that the stream is the same, a bucket at a time:
     for batch in stream.batches(export, report):
         pack(batch.bucket, batch.tensors)
 
-Where the stream differs, what was not sent yet is planned anew, and so is the next sync.
+Where the stream differs, what was not sent yet is planned anew, and so is the next sync; unless it
+was announced to be the same: then that is an error, before its bucket is sent.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from sglang_loader.session_messages import digest_of, encode_layout
 from verl_sglang_sync.planner import BucketPlan, BucketPlanner
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.staging import spec_of
+from verl_sglang_sync.weight_sync import ExportChanged, Spec, describe_change
 
 NamedTensor = tuple[str, torch.Tensor]
 
@@ -101,19 +103,25 @@ class BucketStream:
         """How the next sync will be cut if its stream is the same; empty if unknown."""
         return self._cuts or []
 
-    def batches(self, weights: Iterable[NamedTensor], report: SyncReport) -> Iterator[Batch]:
+    def batches(
+        self, weights: Iterable[NamedTensor], report: SyncReport, *, announced: bool = False
+    ) -> Iterator[Batch]:
         """Yield the buckets of `weights` in order; one bucket and what closes it is held.
 
         Args:
             weights: the export.
             report: gets the counts and the seconds of "export".
+            announced: the stream must be that of the last sync.
+
+        Raises:
+            ExportChanged: it is not.
         """
         source = iter(weights)
         cuts, self._cuts = self._cuts, None  # stays None where the sync breaks off
         if cuts is None:
             batches = self._planned(source, [], 0, report)
         else:
-            batches = self._compared(source, cuts, report)
+            batches = self._compared(source, cuts, report, announced)
         for batch in batches:
             report.num_buckets += 1
             report.num_tensors += len(batch.tensors)
@@ -121,7 +129,11 @@ class BucketStream:
             yield batch
 
     def _compared(
-        self, source: Iterator[NamedTensor], cuts: list[Cut], report: SyncReport
+        self,
+        source: Iterator[NamedTensor],
+        cuts: list[Cut],
+        report: SyncReport,
+        announced: bool,
     ) -> Iterator[Batch]:
         held: list[torch.Tensor | None] = []
         names: list[str] = []
@@ -130,6 +142,8 @@ class BucketStream:
                 chunk = list(islice(source, cut.stop - len(held)))
             names += [name for name, _ in chunk]
             same = _is_same(chunk, cut)
+            if announced and not same:
+                raise _change(len(held), cut, chunk)
             held += [tensor for _, tensor in chunk]
             del chunk
             if not same:
@@ -145,6 +159,8 @@ class BucketStream:
             del batch
         with report.stage("export"):
             more = list(islice(source, 1))
+        if more and announced:
+            raise _change(len(held), None, more)
         if more:
             yield from self._planned(source, more, len(cuts), report)
             self._cuts = None
@@ -223,4 +239,20 @@ def _is_same(chunk: list[NamedTensor], cut: Cut) -> bool:
         [name for name, _ in chunk] == cut.names
         and [tensor.shape for _, tensor in chunk] == cut.shapes
         and [tensor.dtype for _, tensor in chunk] == cut.dtypes
+    )
+
+
+def _change(position: int, cut: Cut | None, chunk: list[NamedTensor]) -> ExportChanged:
+    """What is wrong with a chunk of the stream that `_is_same` refuses."""
+    wanted: list[Spec] = []
+    if cut is not None:
+        wanted = list(zip(cut.names, cut.dtypes, cut.shapes, strict=True))
+    found: list[Spec | None] = [(name, tensor.dtype, tensor.shape) for name, tensor in chunk]
+    found.append(None)
+    at = next(
+        (i for i, (want, have) in enumerate(zip(wanted, found, strict=False)) if want != have),
+        min(len(wanted), len(chunk)),
+    )
+    return ExportChanged(
+        describe_change(position + at, wanted[at] if at < len(wanted) else None, found[at])
     )

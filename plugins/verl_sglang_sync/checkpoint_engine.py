@@ -21,6 +21,7 @@ from verl_sglang_sync.broadcast_transport import BroadcastTransport
 from verl_sglang_sync.collective import agree_on_all_ranks
 from verl_sglang_sync.config import BROADCAST_BACKEND, WeightSyncConfig
 from verl_sglang_sync.packing import NamedTensor
+from verl_sglang_sync.reexport import make_exports_repeatable
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.server_client.urls import server_url
 from verl_sglang_sync.update_groups import Replica, UpdateGroups
@@ -72,6 +73,8 @@ class SGLangSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._is_rollout = is_master is None
         self._servers: list[RolloutServer] = []
         self._transport: BroadcastTransport | None = None
+        if not self._is_rollout:
+            make_exports_repeatable()
 
     def prepare(self) -> RolloutServer | None:
         """Tell which server this process leads; None in trainers and on other ranks."""

@@ -22,6 +22,8 @@ from verl_sglang_sync.stages import SLEEP_ORDER, WAKE_ORDER, StageOrder
 
 Mode = Literal["bucketed", "flattened", "compiled"]
 MODES: tuple[str, ...] = get_args(Mode)
+ManifestCheck = Literal["error", "warn", "off"]
+MANIFEST_CHECKS: tuple[str, ...] = get_args(ManifestCheck)
 PRESETS = (*MODES, "disaggregated")
 
 SECTION = "actor_rollout_ref.rollout.custom.weight_sync"
@@ -40,6 +42,7 @@ PRESET_KEYS = (
     "stale_requests_timeout_s",
     "router_url",
     "router_api_key",
+    "manifest_check",
 )
 COMPILED_KEYS = (
     "recheck_every_n_syncs",
@@ -77,6 +80,8 @@ class WeightSyncConfig:
         stale_requests_timeout_s: after which a request that waits is refused too.
         router_url: SGLang's router, with which every server registers while it is up, or None.
         router_api_key: the router's own key, or None.
+        manifest_check: what happens where the trainer's names, shapes and dtypes do not fit the
+            engine's model: "error" before the first byte, "warn" in the log, "off" nobody looks.
         bucket_bytes: upper limit of one bucket, in bytes (verl's
             `checkpoint_engine.update_weights_bucket_megabytes`).
         multi_stage_wake_up: True resumes weights, syncs, lets the trainer free its memory and only
@@ -99,6 +104,7 @@ class WeightSyncConfig:
     stale_requests_timeout_s: float = 600.0
     router_url: str | None = None
     router_api_key: str | None = field(default=None, repr=False)
+    manifest_check: ManifestCheck = "error"
     bucket_bytes: int
     multi_stage_wake_up: bool
     free_cache_engine: bool
@@ -160,6 +166,7 @@ class WeightSyncConfig:
             ),
             router_url=_router_url(keys),
             router_api_key=_router_api_key(keys),
+            manifest_check=_manifest_check(keys.get("manifest_check", "error")),
             bucket_bytes=_bucket_bytes(rollout),
             multi_stage_wake_up=_boolean(rollout, "multi_stage_wake_up"),
             free_cache_engine=_boolean(rollout, "free_cache_engine"),
@@ -208,6 +215,15 @@ def _stale_requests(value: Any) -> StaleRequests:
     if value not in STALE_REQUESTS:
         raise ValueError(
             f"{SECTION}.stale_requests={value!r}: allowed: {', '.join(STALE_REQUESTS)}"
+        )
+    return value  # type: ignore[no-any-return]
+
+
+def _manifest_check(value: Any) -> ManifestCheck:
+    value = "off" if value is False else value  # YAML 1.1
+    if value not in MANIFEST_CHECKS:
+        raise ValueError(
+            f"{SECTION}.manifest_check={value!r}: allowed: {', '.join(MANIFEST_CHECKS)}"
         )
     return value  # type: ignore[no-any-return]
 

@@ -35,10 +35,10 @@ class SyncReport:
             for each TP rank the seconds, the bytes unmapped from or mapped into its GPU, and the
             bytes that the host then holds (`sglang_loader.stage_costs`).
         seconds: host seconds by stage: "release" (the sleep before this sync), "resume_weights",
-            "open" (until the engine has joined the session), "export" (waiting for the trainer's
-            generator), "pack", "send" (waiting for a broadcast), "load" (waiting for the engine),
-            "commit", "reply" (the engine's, to the request), "resume_kv_cache"; "sync": all of a
-            disaggregated sync.
+            "manifest" (the check before the first byte, where there was one), "open" (until the
+            engine has joined the session), "export" (waiting for the trainer's generator), "pack",
+            "send" (waiting for a broadcast), "load" (waiting for the engine), "commit", "reply"
+            (the engine's, to the request), "resume_kv_cache"; "sync": all of a disaggregated sync.
     """
 
     mode: str

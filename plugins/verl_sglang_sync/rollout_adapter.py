@@ -7,7 +7,7 @@ method for method.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +20,7 @@ from verl.workers.rollout.sglang_rollout.sglang_rollout import (
 from verl_sglang_sync.collective import TorchTrainerGroup
 from verl_sglang_sync.config import BROADCAST_BACKEND, WeightSyncConfig
 from verl_sglang_sync.packing import NamedTensor
+from verl_sglang_sync.reexport import make_exports_repeatable, transformed
 from verl_sglang_sync.server_client import SGLangServerClient
 from verl_sglang_sync.server_client.urls import server_url
 from verl_sglang_sync.sharding_manager import SGLangShardingManager
@@ -38,6 +39,8 @@ class WeightSyncServerAdapter(ServerAdapter):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         self._settings = WeightSyncConfig.from_rollout(self.config)
         self._manager: SGLangShardingManager | None = None
+        if self._settings is not None and self._settings.manifest_check != "off":
+            make_exports_repeatable()
         global _adapter
         _adapter = weakref.ref(self)
 
@@ -99,12 +102,12 @@ class WeightSyncServerAdapter(ServerAdapter):  # type: ignore[misc]
             return
         manager = await self._sharding_manager()
         version = None if global_steps is None else str(global_steps)
-        await manager.sync(self._for_engine(weights), version=version)
+        await manager.sync(transformed(weights, self._for_engine), version=version)
         if self._engine is not None and global_steps is not None:
             # The V1 trainer reads it back with every sample.
             await self.server_actor.set_global_steps.remote(global_steps)
 
-    def _for_engine(self, weights: Iterable[NamedTensor]) -> Iterable[NamedTensor]:
+    def _for_engine(self, weights: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
         """Names and dtypes as SGLang expects them."""
         if self.config.get("quantization", None) == "fp8":
             from verl.utils.sglang.sglang_fp8_utils import SGLangFP8QuantizerHelper

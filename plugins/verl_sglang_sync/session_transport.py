@@ -28,13 +28,14 @@ from sglang_loader.update_keys import UpdateKeys
 from verl_sglang_sync.bucket_stream import Batch, Bucket, BucketStream
 from verl_sglang_sync.collective import RoundState, TrainerGroup
 from verl_sglang_sync.config import WeightSyncConfig
+from verl_sglang_sync.manifest_gate import Announcement, ManifestGate
 from verl_sglang_sync.memory_blocks import Block, BlockNames
 from verl_sglang_sync.packing import NamedTensor
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.session_staging import StagingRing
 from verl_sglang_sync.source import InPlaceSource, SourceWatch, Span
 from verl_sglang_sync.trainer_session import SocketFolder, TrainerSession
-from verl_sglang_sync.transport import Updater
+from verl_sglang_sync.transport import Updater, ask_engine, check_before
 from verl_sglang_sync.weight_sync import Export, WeightSyncError
 
 logger = logging.getLogger(__name__)
@@ -78,12 +79,19 @@ class SessionTransport:
         self._watch = SourceWatch(device) if settings.read_in_place else None
         self._in_place: InPlaceSource | None = None
         self._used: frozenset[str] = frozenset()
+        self._gate = ManifestGate(settings.manifest_check, group.agree)
+        self._is_announced = False
 
     async def sync(
         self, weights: Iterable[NamedTensor], *, version: str | None, report: SyncReport
     ) -> None:
         """See `SyncTransport`."""
-        source, ranks = Export(weights), _Ranks(self._group)
+        await check_before(self._gate, weights, self._engine, report)
+        is_last_resort = self._gate.must_check_in_parts(weights, "at its end")
+        # A stream that is cut as the last one was is compared with that one anyway.
+        self._is_announced = self._gate.is_confirmed and bool(self._stream.cuts)
+        source = self._gate.export(weights, compared=not self._is_announced)
+        ranks = _Ranks(self._group)
         request = _Request(self._engine, version)
         with ExitStack() as stack:
             stack.callback(self._rest)
@@ -108,7 +116,13 @@ class SessionTransport:
             ranks.attempt(request.result)
             ranks.agree()  # also after a failure: nobody leaves while an engine is still busy
         if ranks.error is not None:
+            self._gate.forget()
             raise WeightSyncError(ranks.error)
+        if is_last_resort:
+            announcement = Announcement.of(source.specs)
+            answer = await ask_engine(self._engine, announcement)
+            self._gate.settle(announcement, *answer, is_sent=True)
+        self._gate.confirm()
 
     def _new_session(self) -> TrainerSession:
         return TrainerSession(self._sockets.endpoint(), self._settings, self._names, self._used)
@@ -153,7 +167,7 @@ class SessionTransport:
         """
         in_place = () if self._in_place is None else self._in_place.indices
         self._ring.prepare(self._stream.cuts, in_place=in_place)
-        for batch in self._stream.batches(source, report):
+        for batch in self._stream.batches(source, report, announced=self._is_announced):
             spans = None if self._in_place is None else self._in_place.spans_of(batch)
             if spans is not None:
                 synchronize(self._device)  # the tensors may still be being written

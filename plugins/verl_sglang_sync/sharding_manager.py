@@ -24,6 +24,7 @@ from sglang_loader.stage_costs import StageCosts
 from verl_sglang_sync.collective import RoundState, TrainerGroup
 from verl_sglang_sync.config import WeightSyncConfig
 from verl_sglang_sync.packing import NamedTensor
+from verl_sglang_sync.reexport import Reexport
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.session_transport import SessionTransport
 from verl_sglang_sync.stages import KV_CACHE, WEIGHTS
@@ -57,7 +58,8 @@ class SGLangShardingManager(BaseShardingManager):  # type: ignore[misc]
         group: the trainer's ranks.
         device: device of the engine's weights on this rank.
         replica: rank of the replica, for the report.
-        export: for the context manager: returns the trainer's `(name, full tensor)` generator.
+        export: for the context manager: returns the trainer's `(name, full tensor)` generator, a
+            new one at each call.
         free_trainer: for the context manager: frees what the trainer does not need while the
             engine generates.
         barrier: for the context manager: waits for all trainer ranks.
@@ -129,7 +131,8 @@ class SGLangShardingManager(BaseShardingManager):  # type: ignore[misc]
 
         Args:
             weights: `(name, full tensor)`, collective over the trainer's ranks; drained even if
-                the sync fails.
+                the sync fails. What can be iterated over again (see `reexport`) is checked
+                against the engine's model before the first byte.
             version: name of the new weights, such as verl's global step.
 
         Raises:
@@ -164,7 +167,7 @@ class SGLangShardingManager(BaseShardingManager):  # type: ignore[misc]
         if self._export is None:
             raise ValueError("wake_up needs export=..., which returns the trainer's weights")
         await self.resume((WEIGHTS,))
-        await self.sync(self._export(), version=version)
+        await self.sync(Reexport(self._export), version=version)
         self._free_trainer()
         self._barrier()
         await self.resume((KV_CACHE,))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from typing import Protocol
@@ -9,8 +10,10 @@ from typing import Protocol
 import torch
 
 from sglang_loader.update_keys import UpdateKey, UpdateKeys
+from sglang_loader.weight_manifest import ManifestVerdict
 from verl_sglang_sync.collective import TrainerGroup
 from verl_sglang_sync.config import WeightSyncConfig
+from verl_sglang_sync.manifest_gate import Announcement, ManifestGate
 from verl_sglang_sync.packing import (
     FlattenedPacker,
     NamedTensor,
@@ -19,7 +22,7 @@ from verl_sglang_sync.packing import (
     Parcel,
 )
 from verl_sglang_sync.report import SyncReport
-from verl_sglang_sync.weight_sync import run_sync
+from verl_sglang_sync.weight_sync import Export, WeightSyncError, run_sync
 
 
 class Updater(Protocol):
@@ -50,6 +53,9 @@ class Updater(Protocol):
     ) -> Future[None]:
         """`update_weights` for a caller that goes on meanwhile, and waits in plain code."""
 
+    async def check_manifest(self, encoded: bytes) -> list[ManifestVerdict]:
+        """Does what a manifest announces fit the engine's model? Loads nothing."""
+
 
 class SyncTransport(Protocol):
     """Carries syncs of one replica; lives in every trainer process, for all its syncs."""
@@ -62,6 +68,36 @@ class SyncTransport(Protocol):
         Raises:
             WeightSyncError: on every rank, if any rank failed.
         """
+
+
+async def check_before(
+    gate: ManifestGate,
+    weights: Iterable[NamedTensor],
+    engine: Updater | None,
+    report: SyncReport,
+) -> None:
+    """Announce the manifest of a sync, unless it is known; all ranks call this.
+
+    Raises:
+        WeightSyncError: on every rank, if it does not fit.
+    """
+    if not gate.must_ask(weights):
+        return
+    with report.stage("manifest"):
+        announcement = gate.announce(weights)
+        gate.settle(announcement, *await ask_engine(engine, announcement))
+
+
+async def ask_engine(
+    engine: Updater | None, announcement: Announcement
+) -> tuple[list[ManifestVerdict], str | None]:
+    """The verdicts of this rank's engine, if it leads one, or the traceback of asking for them."""
+    if engine is None or not announcement.specs:
+        return [], None
+    try:
+        return await engine.check_manifest(announcement.encoded), None
+    except Exception:
+        return [], traceback.format_exc()
 
 
 class BucketRequests:
@@ -86,16 +122,22 @@ class BucketRequests:
         self._settings = settings
         self._group = group
         self._device = device
+        self._gate = ManifestGate(settings.manifest_check, group.agree)
 
     async def sync(
         self, weights: Iterable[NamedTensor], *, version: str | None, report: SyncReport
     ) -> None:
         """See `SyncTransport`. The last bucket drops the prefix cache and publishes the version."""
-
+        await check_before(self._gate, weights, self._engine, report)
+        in_parts = self._gate.must_check_in_parts(weights, "bucket by bucket")
+        export = self._gate.export(weights)
         keys = UpdateKeys()
 
         async def load(handles: list[bytes], parcel: Parcel) -> None:
             assert self._engine is not None, "only the leader gathers handles"
+            if in_parts:
+                with report.stage("manifest"):
+                    await self._check_bucket(parcel, export)
             await self._engine.update_weights(
                 handles,
                 load_format=parcel.load_format,
@@ -104,8 +146,28 @@ class BucketRequests:
                 key=next(keys),
             )
 
-        packer = self._packer(report)
-        await run_sync(weights, packer=packer, group=self._group, load=load, report=report)
+        try:
+            packer = self._packer(report)
+            await run_sync(export, packer=packer, group=self._group, load=load, report=report)
+        except WeightSyncError:
+            self._gate.forget()
+            raise
+        if in_parts:
+            self._gate.accept(Announcement.of(export.specs))
+        self._gate.confirm()
+
+    async def _check_bucket(self, parcel: Parcel, export: Export) -> None:
+        """Check the bucket that is about to be loaded; with the last one, that none is missing."""
+        assert self._engine is not None, "only the leader gathers handles"
+        specs = export.specs
+        if not parcel.plan.last:
+            names = {slot.spec.name for slot in parcel.plan.slots}
+            specs = [spec for spec in specs if spec[0] in names]
+        announcement = Announcement.of(specs, is_complete=parcel.plan.last)
+        verdicts = await self._engine.check_manifest(announcement.encoded)
+        problem = self._gate.problem_of(verdicts)
+        if problem is not None:
+            raise ValueError(problem)
 
     def _packer(self, report: SyncReport) -> Packer:
         packer = FlattenedPacker if self._settings.mode == "flattened" else NamedTensorPacker

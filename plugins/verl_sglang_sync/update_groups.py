@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch.distributed import DistNetworkError
@@ -66,7 +66,10 @@ class Replica:
     admin_api_key: str | None = None
 
 
-Members = tuple[tuple[Replica, SyncSGLangServerClient], ...]
+Member: TypeAlias = tuple[Replica, SyncSGLangServerClient]
+"""A replica that is in the group, and the client of its server."""
+
+Members: TypeAlias = tuple[Member, ...]
 
 
 @dataclass(frozen=True)

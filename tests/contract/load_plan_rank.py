@@ -1,5 +1,5 @@
 """One rank of a tensor- or expert-parallel SGLang on the CPU: proves load plans for saved
-checkpoints.
+checkpoints, and checks manifests together with the other ranks.
 
     python -m contract.load_plan_rank FOLDER RANK TP_SIZE EP_SIZE NAME...
 
@@ -13,8 +13,12 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from contract.load_plan_proof import LAYOUTS, prove
+from contract.manifest_proof import check_on_ranks
 from contract.tiny_architecture_cases import CASES
 from contract.tiny_architectures import (
     CannotBuild,
@@ -26,6 +30,13 @@ from contract.tiny_architectures import (
     read_checkpoint,
 )
 from sglang_loader.load_plan.intervals import num_bytes
+
+
+def every_rank(item: Any) -> list[Any]:
+    """Everybody's item, by rank."""
+    items: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(items, item)
+    return items
 
 
 def main(folder: Path, rank: int, tp_size: int, ep_size: int, names: list[str]) -> None:
@@ -43,8 +54,10 @@ def main(folder: Path, rank: int, tp_size: int, ep_size: int, names: list[str]) 
         first, second = random_weights(like, 1), random_weights(like, 2)
         model.load_weights(iter(first))
         finish_loading(model)
+        manifest = check_on_ranks(model, first, every_rank)
         plans = [prove(model, first, second, how) for how in LAYOUTS]
         results[name] = {
+            "manifest": manifest,
             "num_copies": plans[0].num_copies,
             "ignored": len(plans[0].ignored),
             "uncovered_parameters": list(plans[0].uncovered_parameters),

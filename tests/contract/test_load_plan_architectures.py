@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from contract.load_plan_proof import LAYOUTS, pack, prove
+from contract.manifest_proof import check, specs_of, untouched
 from contract.tiny_architecture_cases import CASES
 from contract.tiny_architectures import (
     CannotBuild,
@@ -31,6 +32,9 @@ from contract.tiny_architectures import (
     stop_process_groups,
 )
 from sglang_loader.load_plan import PlanBuilder
+from sglang_loader.load_plan.destinations import collect_destinations, first_difference
+from sglang_loader.load_plan.verify import differing
+from sglang_loader.weight_manifest import ManifestVerdict
 
 prepare_process()
 pytest.importorskip("sglang", reason="needs the SGLang that the plugin supports")
@@ -74,6 +78,20 @@ def built(
     except CannotBuild as reason:
         _not_built[request.param.name] = str(reason)
         pytest.skip(str(reason))
+
+
+def test_a_complete_manifest_fits_and_nothing_is_applied(built: Built) -> None:
+    specs = specs_of(built.first)
+    before, expected = untouched(built.model)
+    verdict = check(built.model, specs, published=specs)
+    assert verdict == ManifestVerdict()
+    blind = check(built.model, specs, published=None)
+    assert blind.not_checked is None
+    assert blind.fits, blind
+    half = check(built.model, specs[::2], published=None)  # an incomplete one binds other things
+    assert half.missing or half.doubtful
+    assert first_difference(before, collect_destinations(built.model)) is None
+    assert differing(before, expected) == ()
 
 
 @pytest.mark.parametrize("how", LAYOUTS)

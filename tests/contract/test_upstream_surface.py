@@ -48,6 +48,7 @@ MANAGER = "verl_sglang_sync.sharding_manager"
 PLUGIN = "verl_sglang_sync.verl_plugin"
 PREFLIGHT = "verl_sglang_sync.preflight"
 PROBE = "sglang_loader.probe"
+REEXPORT = "verl_sglang_sync.reexport"
 REPLICA = "verl_sglang_sync.replica"
 ROLLOUT = "verl_sglang_sync.rollout_adapter"
 SGLANG_PLUGIN = "sglang_loader.sglang_plugin"
@@ -142,6 +143,10 @@ NEEDS = (
     ),
     Need(f"{EXPERTS}:get_global_expert_location_metadata", CONTEXT),
     Need(f"{EXPERTS}:ExpertLocationMetadata", CONTEXT),
+    Need("sglang.srt.server_args:get_global_server_args", CONTEXT, ()),
+    # verl: exports that can be started again
+    Need("verl.workers.engine.base:BaseEngine", REEXPORT),
+    Need("verl.workers.engine.base:BaseEngine.get_per_tensor_param", REEXPORT, ("self",)),
     # verl: replica and server
     Need(HTTP_SERVER, REPLICA),
     Need(f"{HTTP_SERVER}.lora_as_adapter", REPLICA),
@@ -424,6 +429,11 @@ class TestSGLang:
         assert "self.is_draft_worker = " in source_of(f"{RUNNER}.__init__")
         everything = source_of("sglang.srt.model_executor.model_runner")
         assert everything.count("args.enable_weights_cpu_backup") == 1, f"{MEMORY}: read twice"
+
+    def test_the_checkpoint_that_is_served(self) -> None:
+        server_args = resolve(Need("sglang.srt.server_args:ServerArgs", CONTEXT))
+        names = {field.name for field in dataclasses.fields(server_args)}
+        assert "model_path" in names, f"{CONTEXT} finds the published checkpoint there"
 
     def test_server_arguments_that_decide_about_the_backup(self) -> None:
         server_args = resolve(Need("sglang.srt.server_args:ServerArgs", POLICY))

@@ -152,6 +152,7 @@ def cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_without_a_preset_the_requests_are_verls_own(
     rollout: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from verl.workers.engine import FSDPEngine
     from verl.workers.rollout.base import get_rollout_class
     from verl.workers.rollout.sglang_rollout import sglang_rollout
 
@@ -162,6 +163,9 @@ def test_without_a_preset_the_requests_are_verls_own(
     verls = requests_of(sglang_rollout.ServerAdapter, rollout)
     ours = requests_of(WeightSyncServerAdapter, rollout)
     assert ours == verls
+    export = FSDPEngine.get_per_tensor_param
+    assert export.__module__ == FSDPEngine.__module__, "verl's export is wrapped"
+    assert not hasattr(export, "__wrapped__"), "verl's export is wrapped"
     assert [path for _, path, _, _ in verls] == [
         "/resume_memory_occupation",
         *["/update_weights_from_tensor"] * 6,

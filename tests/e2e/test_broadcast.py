@@ -116,7 +116,11 @@ def test_a_fault_is_named_on_every_rank_and_the_next_sync_is_right(
 ) -> None:
     seen = [outcome.result["faults"] for outcome in two_ranks]
     reference = two_ranks[0].result["syncs"]["reference"]
-    for fault, text in (("shape", "TP rank 0: Traceback"), ("cannot pack", "meta tensor")):
+    for fault, text in (
+        ("shape", "TP rank 0: Traceback"),
+        ("manifest", "1 unexpected: "),
+        ("cannot pack", "meta tensor"),
+    ):
         errors = {rank[fault]["error"] for rank in seen}
         assert len(errors) == 1, errors
         assert text in next(iter(errors))

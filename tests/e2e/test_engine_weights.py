@@ -18,6 +18,7 @@ from tiny_assets import make_assets
 
 from support.engine_hash import HASH_LOADER
 from support.engine_steps import MODES, SCALES, exercise_engine, store_tied_head
+from support.manifest_steps import DOUBLED, LOST, STRANGE
 from support.session_steps import die_mid_session, faults_and_good_syncs, good_syncs
 from support.sglang_server import Server, sglang_server
 from support.trainer import Outcome, Step, run_trainer
@@ -101,6 +102,47 @@ def test_a_failed_load_is_named_on_every_rank(case: Case, mode: str) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_the_sync_after_a_failed_one_is_right(case: Case, mode: str) -> None:
     assert case.leader[mode]["recovered"] == case.leader["reference"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_manifest_that_does_not_fit_is_refused_as_a_whole(case: Case, mode: str) -> None:
+    """Every fault in one message, the same on all ranks, and no byte of the engine touched."""
+    seen = [outcome.result["manifest"][mode] for outcome in case.outcomes]
+    messages = {rank["refused"] for rank in seen}
+    assert len(messages) == 1, messages
+    (message,) = messages
+    assert message.startswith("weight sync failed before its first byte")
+    assert f"1 mismatched: {DOUBLED} [128] (" in message
+    assert f"1 missing: {LOST}\n" in message
+    assert f"1 unexpected: {STRANGE}" in message
+    assert all(rank["untouched"] for rank in seen)
+    for rank in seen:
+        assert rank["good"] == [None, None]
+        assert rank["asked"] == [True, False], "once is enough"
+        assert rank["after"] is None
+    assert case.leader["manifest"][mode]["hashes"] == case.leader["reference"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_sync_that_differs_from_its_manifest_is_an_error(case: Case, mode: str) -> None:
+    for outcome in case.outcomes:
+        changed = outcome.result["manifest"][mode]["changed"]
+        assert "its manifest has" in changed
+        assert "of the export is none" in changed
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_export_that_cannot_be_repeated_is_checked_in_parts(case: Case, mode: str) -> None:
+    for outcome in case.outcomes:
+        seen = outcome.result["manifest"][mode]
+        assert "weight sync failed" in seen["one shot"]
+        if mode != "compiled":  # there at the sync's end, which this one does not reach
+            assert f"1 mismatched: {DOUBLED}" in seen["one shot"]
+        assert seen["one shot, good"] is None
+
+
+def test_a_warning_lets_the_sync_go_on(case: Case) -> None:
+    assert [outcome.result["manifest"]["warned"] for outcome in case.outcomes] == [None] * case.tp
 
 
 def test_the_engine_survived_and_reports_the_last_version(case: Case) -> None:

@@ -7,6 +7,7 @@ purpose: the same check must fail there.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -91,8 +92,13 @@ def test_the_weights_arrive_at_every_step(
     if run.preset == "compiled":
         assert steps[0].sync["num_eager"] == steps[0].sync["num_buckets"]
         assert steps[1].sync["num_replayed"] == steps[1].sync["num_buckets"]
-    reports = (tmp_path / "syncs.jsonl").read_text().splitlines()
-    assert len(reports) == (len(steps) + 1) * run.workers // run.tp
+    reports = [json.loads(line) for line in (tmp_path / "syncs.jsonl").read_text().splitlines()]
+    replicas = run.workers // run.tp
+    assert len(reports) == (len(steps) + 1) * replicas
+    # verl's export is gone through once for its manifest, and every engine takes that.
+    checked = ["manifest" in report["seconds"] for report in reports]
+    assert checked == [True] * replicas + [False] * len(steps) * replicas
+    assert "manifest check:" not in (tmp_path / "run.log").read_text()
 
 
 def test_a_lost_sync_fails_the_proof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,9 +14,9 @@ from unittest import mock
 import torch
 
 from support.engine_hash import HASH_LOADER
-from support.engine_steps import NamedTensors, weights_of
+from support.engine_steps import weights_of
 from support.sglang_server import free_port, loopback
-from support.trainer import TrainerRank
+from support.trainer import NamedTensors, TrainerRank
 from verl_sglang_sync.server_client import SyncSGLangServerClient, operations
 
 Target = tuple[str, int]
@@ -59,22 +59,31 @@ def broadcast_faults(
     """Faults that the engines survive, each followed by a good sync."""
     from verl_sglang_sync.weight_sync import WeightSyncError
 
-    sender = _Sender(rank, [(url, tp) for url, tp in targets], timeout_s=20)
+    at = [(url, tp) for url, tp in targets]
+    sender = _Sender(rank, at, timeout_s=20)
+    blind = _Sender(rank, at, timeout_s=20, manifest_check="off")
     good = weights_of(Path(model), rank.device)
     doubled = [(n, torch.cat([t, t]) if n == "model.norm.weight" else t) for n, t in good]
     meta = [(n, t.to("meta") if n == "model.norm.weight" else t) for n, t in good]
     everyone = tuple(range(len(targets)))
     seen: dict[str, Any] = {}
-    for name, bad in (("shape", doubled), ("cannot pack", meta)):
-        sender.sync(good, "flattened", everyone)
+    changed = [*good[:-1], (f"{good[-1][0]}_of_another", good[-1][1])]
+    for name, bad, faulty in (
+        ("shape", doubled, blind),
+        ("manifest", changed, sender),
+        ("cannot pack", meta, sender),
+    ):
+        if name != "manifest":
+            faulty.sync(good, "flattened", everyone)
         started = time.monotonic()
         try:
-            sender.sync(bad, "flattened", everyone)
+            faulty.sync(bad, "flattened", everyone)
             error = "no error"
         except WeightSyncError as raised:
             error = str(raised)
         seen[name] = {"error": error, "seconds": time.monotonic() - started}
-        sender.sync(good, "flattened", everyone)
+        if name != "manifest":
+            faulty.sync(good, "flattened", everyone)
         seen[name]["hashes"] = sender.hashes(Path(folder))
     return seen
 
@@ -206,7 +215,14 @@ def syncs_to_one_replica(rank: TrainerRank, model: str, folder: str, url: str) -
 class _Sender:
     """The disaggregated transports of one trainer rank, one for each mode."""
 
-    def __init__(self, rank: TrainerRank, targets: Sequence[Target], timeout_s: float = 60) -> None:
+    def __init__(
+        self,
+        rank: TrainerRank,
+        targets: Sequence[Target],
+        timeout_s: float = 60,
+        manifest_check: str = "error",
+    ) -> None:
+        self._manifest_check = manifest_check
         self._rank = rank
         self._targets = targets
         self._timeout_s = timeout_s
@@ -222,7 +238,7 @@ class _Sender:
             for url, tp in (self._targets[i] for i in members)
         ]
         report = SyncReport(mode=mode, replica=None)
-        transport.sync(iter(weights), replicas, version="v", report=report)
+        transport.sync(weights, replicas, version="v", report=report)
         return asdict(report)
 
     def num_formed(self, mode: str) -> int:
@@ -267,6 +283,7 @@ class _Sender:
             settings = WeightSyncConfig(
                 mode=mode,  # type: ignore[arg-type]
                 request_timeout_s=self._timeout_s,
+                manifest_check=self._manifest_check,  # type: ignore[arg-type]
                 bucket_bytes=64 << 10,
                 multi_stage_wake_up=True,
                 free_cache_engine=True,

@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 
-from support.engine_hash import HASH_LOADER
-from support.trainer import TrainerRank
+from support.manifest_steps import manifest_faults
+from support.trainer import NamedTensors, TrainerRank, engine_hashes
 
 MODES = ("bucketed", "flattened", "compiled")
-NamedTensors = list[tuple[str, torch.Tensor]]
 
 
 def weights_of(model: Path, device: torch.device, *, scale: float = 1.0) -> NamedTensors:
@@ -39,21 +38,8 @@ def store_tied_head(model: Path) -> None:
     save_file(named, file, {"format": "pt"})
 
 
-def engine_hashes(rank: TrainerRank, folder: Path) -> list[dict[str, str]]:
-    """Have every TP rank of the engine hash its own tensors; empty on the other ranks."""
-    from sglang_loader.ipc import serialize_handles
-
-    if not rank.is_leader:
-        return []
-    # One tensor for each TP rank, kept until the reply: the first to open a handle consumes it.
-    tensors = [torch.zeros(1, device=rank.device) for _ in range(rank.tp)]
-    handles = [serialize_handles([(str(folder), tensor)]) for tensor in tensors]
-    asyncio.run(rank.client.update_weights(handles, load_format=HASH_LOADER))
-    return [json.loads((folder / f"rank{tp}.json").read_text()) for tp in range(rank.tp)]
-
-
 def exercise_engine(rank: TrainerRank, model: str, folder: str) -> dict[str, Any]:
-    """Sync away and back, fail, recover, and repeat stages, in both modes."""
+    """Sync away and back, fail, recover, and repeat stages, in all modes."""
     weights = {scale: weights_of(Path(model), rank.device, scale=scale) for scale in (0.5, 1.0)}
     seen: dict[str, Any] = {"reference": engine_hashes(rank, Path(folder))}
 
@@ -63,7 +49,7 @@ def exercise_engine(rank: TrainerRank, model: str, folder: str) -> dict[str, Any
         manager = rank.manager(mode, **settings)
         asyncio.run(manager.release())
         asyncio.run(manager.resume(("weights",)))
-        asyncio.run(manager.sync(iter(named), version=version))
+        asyncio.run(manager.sync(named, version=version))
         asyncio.run(manager.resume(("kv_cache",)))
         return engine_hashes(rank, Path(folder))
 
@@ -78,6 +64,7 @@ def exercise_engine(rank: TrainerRank, model: str, folder: str) -> dict[str, Any
             "failure": failure,
             "recovered": recovered,
         }
+    seen["manifest"] = manifest_faults(rank, weights[1.0], Path(folder))
     seen["repeated"] = _repeated_stages(rank)
     seen["syncs"] = _syncs_in_a_row(rank, Path(model), Path(folder))
     return seen
@@ -104,7 +91,7 @@ def _syncs_in_a_row(rank: TrainerRank, model: Path, folder: Path) -> dict[str, A
                 weights = arena
             asyncio.run(manager.release())
             asyncio.run(manager.resume(("weights",)))
-            asyncio.run(manager.sync(iter(weights), version=str(scale)))
+            asyncio.run(manager.sync(weights, version=str(scale)))
             report = asdict(manager.report)
             asyncio.run(manager.resume(("kv_cache",)))
             seen.append((engine_hashes(rank, folder), report))
@@ -151,7 +138,7 @@ def _failing_sync(rank: TrainerRank, mode: str, weights: NamedTensors) -> str:
         for name, tensor in weights
     ]
     try:
-        asyncio.run(rank.manager(mode).sync(iter(bad), version="bad"))
+        asyncio.run(rank.manager(mode, manifest_check="off").sync(iter(bad), version="bad"))
     except WeightSyncError as error:
         return str(error)
     return "no error"
@@ -171,5 +158,5 @@ def _repeated_stages(rank: TrainerRank) -> str:
 def sync_weights(rank: TrainerRank, model: str) -> str:
     """Send the checkpoint's own weights, without any stage."""
     named = weights_of(Path(model), rank.device)
-    asyncio.run(rank.manager("flattened").sync(iter(named), version="synced"))
+    asyncio.run(rank.manager("flattened").sync(named, version="synced"))
     return "ok"

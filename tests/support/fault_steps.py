@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from support.engine_steps import MODES, NamedTensors, engine_hashes, weights_of
+from support.engine_steps import MODES, weights_of
 from support.fault_proxy import Fault, as_json, plan, seen
 from support.load_counter import COUNT_LOADER
-from support.trainer import TrainerRank
+from support.trainer import NamedTensors, TrainerRank, engine_hashes
 
 UPDATE_TIMEOUT_S = 3.0
 KEYS = {"api_key": "normal", "admin_api_key": "admin"}
@@ -62,7 +62,8 @@ def sync(rank: TrainerRank, mode: str, weights: NamedTensors) -> dict[str, Any]:
     """One sync: what it sent or how it failed, and how long it took."""
     from verl_sglang_sync.weight_sync import WeightSyncError
 
-    manager = rank.manager(mode, bucket_bytes=BUCKET_BYTES)
+    # A fault strikes the n-th request: no other kind may come before.
+    manager = rank.manager(mode, bucket_bytes=BUCKET_BYTES, manifest_check="off")
     error, started = None, time.monotonic()
     try:
         asyncio.run(manager.sync(iter(weights), version="faulty"))

@@ -8,7 +8,7 @@ actor.offload()                  # what verl does after a sync with `param_offlo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -49,6 +49,9 @@ class MegatronActor:
         from verl.workers.config import HFModelConfig, McoreEngineConfig, McoreOptimizerConfig
         from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
 
+        from verl_sglang_sync.reexport import make_exports_repeatable
+
+        make_exports_repeatable()  # as the rollout adapter does in this process
         use_local_layers("qwen3", "qwen3_moe")
         self._unpinned = UnpinnedMemory if on_cpu else torch.no_grad
         self._engine = MegatronEngineWithLMHead(
@@ -85,10 +88,10 @@ class MegatronActor:
             for parameter in chunk.parameters():
                 parameter.mul_(factor)
 
-    def export(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def export(self) -> Iterable[tuple[str, torch.Tensor]]:
         """What verl's worker hands to the rollout."""
         weights, _ = self._engine.get_per_tensor_param()
-        exported: Iterator[tuple[str, torch.Tensor]] = weights
+        exported: Iterable[tuple[str, torch.Tensor]] = weights
         return exported
 
     def offload(self) -> int:

@@ -6,6 +6,8 @@ by name); what it returns, or its traceback, comes back per rank.
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
 import pkgutil
 import subprocess
@@ -93,6 +95,23 @@ class TrainerRank:
             device=self.device,
             replica=self.replica,
         )
+
+
+NamedTensors = list[tuple[str, torch.Tensor]]
+
+
+def engine_hashes(rank: TrainerRank, folder: Path) -> list[dict[str, str]]:
+    """Have every TP rank of the engine hash its own tensors; empty on the other ranks."""
+    from sglang_loader.ipc import serialize_handles
+    from support.engine_hash import HASH_LOADER
+
+    if not rank.is_leader:
+        return []
+    # One tensor for each TP rank, kept until the reply: the first to open a handle consumes it.
+    tensors = [torch.zeros(1, device=rank.device) for _ in range(rank.tp)]
+    handles = [serialize_handles([(str(folder), tensor)]) for tensor in tensors]
+    asyncio.run(rank.client.update_weights(handles, load_format=HASH_LOADER))
+    return [json.loads((folder / f"rank{tp}.json").read_text()) for tp in range(rank.tp)]
 
 
 Step = Callable[..., Any]

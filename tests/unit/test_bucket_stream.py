@@ -1,5 +1,7 @@
 """The stream cache: same buckets as the planner's, and a new plan on a change."""
 
+import re
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,6 +11,7 @@ from verl_sglang_sync.bucket_stream import BucketStream
 from verl_sglang_sync.planner import plan_buckets
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.staging import spec_of
+from verl_sglang_sync.weight_sync import ExportChanged
 
 LIMIT = 1024
 FUSED = ("l.self_attn.q_a_proj.weight", "l.self_attn.kv_a_proj_with_mqa.weight")
@@ -81,6 +84,32 @@ def test_a_changed_stream_is_planned_anew_and_loses_nothing(kind):
         for batch in result:
             for entry, tensor in zip(batch.bucket.layout.tensors, batch.tensors, strict=True):
                 assert tensor is dict(changed)[entry.name]
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("name", "tensor 5 of the export is other torch.float32 [100], its manifest has t5 "),
+        ("shape", "tensor 5 of the export is t5 torch.float32 [2, 50], its manifest has t5 "),
+        ("dtype", "tensor 5 of the export is t5 torch.float64 [100], its manifest has t5 "),
+        ("order", "tensor 5 of the export is t6 torch.float32 [100], its manifest has t5 "),
+        ("one less", "tensor 11 of the export is none, its manifest has t11 "),
+        ("one more", "tensor 12 of the export is more torch.float32 [3], its manifest has none"),
+    ],
+)
+def test_a_change_of_an_announced_stream_is_an_error_before_its_bucket(kind, said):
+    stream = BucketStream(LIMIT)
+    named = weights([100] * 12)
+    batches(stream, named)
+    report, sent = SyncReport(mode="compiled", replica=0), []
+    list(stream.batches(iter(named), report, announced=True))
+    with pytest.raises(ExportChanged, match=re.escape(said)):
+        for batch in stream.batches(iter(change(named, kind)), report, announced=True):
+            sent += [entry.name for entry in batch.bucket.layout.tensors]
+    unchanged = [name for (name, _), (other, _) in zip(named, change(named, kind), strict=False)]
+    assert sent == unchanged[: len(sent)]
+    assert "t5" not in sent or kind.startswith("one")
+    assert stream.cuts == []
 
 
 def test_a_fusion_group_stays_together_in_both_ways():

@@ -128,6 +128,7 @@ ALLOWED = {
     "megabytes": "expected a whole number of MiB, at least 1",
     "truth": "allowed: True, False",
     "backup": "allowed: auto, on, off",
+    "check": "allowed: error, warn, off",
     "operation": f"unknown operation; allowed: {', '.join(LIMITS)}",
     "operations": f"expected seconds by operation: {', '.join(LIMITS)}",
     "url": "expected a URL such as http://10.0.0.1:30000",
@@ -182,6 +183,10 @@ REFUSED = [
         ("custom__weight_sync__stale_requests_timeout_s", value, key, ALLOWED["number"])
         for key in (f"{SECTION}.stale_requests_timeout_s",)
         for value in (0, "60", None)
+    ),
+    *(
+        ("custom__weight_sync__manifest_check", v, f"{SECTION}.manifest_check", ALLOWED["check"])
+        for v in ("Error", "", None, 0, True)
     ),
     *(
         ("checkpoint_engine__update_weights_bucket_megabytes", v, BUCKET_KEY, ALLOWED["megabytes"])
@@ -283,6 +288,7 @@ def test_every_key_can_be_overridden_on_the_command_line():
         f"{SECTION}.request_timeout_s=12.5",
         f"{SECTION}.report_file=out/report.jsonl",
         f"{SECTION}.host_backup=off",
+        f"{SECTION}.manifest_check=off",
         f"{SECTION}.timeouts_s.update=900",
         f"{SECTION}.stale_requests=refuse",
         f"{SECTION}.stale_requests_timeout_s=7.5",
@@ -311,6 +317,7 @@ def test_every_key_can_be_overridden_on_the_command_line():
         "stale_requests_timeout_s": 7.5,
         "router_url": "https://[fd00::9]:30000",
         "router_api_key": "key",
+        "manifest_check": "off",
         "bucket_bytes": 64 << 20,
         "multi_stage_wake_up": True,
         "free_cache_engine": False,
@@ -357,6 +364,9 @@ def test_a_key_of_the_compiled_mode_is_refused_in_others(key):
 def test_on_and_off_are_read_also_where_yaml_makes_them_booleans(written, meant):
     config = rollout(custom__weight_sync__host_backup=written)
     assert WeightSyncConfig.from_rollout(config).host_backup == meant
+    if not written:
+        config = rollout(custom__weight_sync__manifest_check=written)
+        assert WeightSyncConfig.from_rollout(config).manifest_check == meant
 
 
 def test_the_megatron_recipe_takes_a_preset():

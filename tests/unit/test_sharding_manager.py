@@ -12,6 +12,7 @@ from verl_sglang_sync.config import WeightSyncConfig
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.weight_sync import WeightSyncError
 
+CHECK = ("check",)
 UPDATES = [
     ("update", "load_flattened_bucket", False, None),
     ("update", "load_flattened_bucket", True, "1"),
@@ -53,19 +54,27 @@ def make_manager(events, *, fails=None, export=two_tensors, **settings):
 STAGES = {
     "multi-stage": (
         {"multi_stage_wake_up": True},
-        [("resume weights",), *UPDATES, *HANDOVER, ("resume kv_cache",), ("body",), SLEEP],
+        [("resume weights",), CHECK, *UPDATES, *HANDOVER, ("resume kv_cache",), ("body",), SLEEP],
     ),
     "one stage": (
         {"multi_stage_wake_up": False},
-        [("resume weights kv_cache",), *UPDATES, *HANDOVER, ("resume kv_cache",), ("body",), SLEEP],
+        [
+            ("resume weights kv_cache",),
+            CHECK,
+            *UPDATES,
+            *HANDOVER,
+            ("resume kv_cache",),
+            ("body",),
+            SLEEP,
+        ],
     ),
     "resident, multi-stage": (
         {"multi_stage_wake_up": True, "free_cache_engine": False},
-        [*UPDATES, *HANDOVER, ("body",)],
+        [CHECK, *UPDATES, *HANDOVER, ("body",)],
     ),
     "resident, one stage": (
         {"multi_stage_wake_up": False, "free_cache_engine": False},
-        [*UPDATES, *HANDOVER, ("body",)],
+        [CHECK, *UPDATES, *HANDOVER, ("body",)],
     ),
 }
 
@@ -103,13 +112,18 @@ def test_the_stages_as_verl_drives_them():
         await manager.release(("kv_cache",))
 
     asyncio.run(wake_and_sleep())
-    assert events == [
-        ("resume weights",),
-        UPDATES[0],
-        (*UPDATES[1][:3], "41"),
-        ("resume kv_cache",),
-        ("release", "kv_cache"),
-    ]
+    assert (
+        events
+        == [
+            ("resume weights",),
+            CHECK,  # of what cannot be exported twice, bucket by bucket
+            UPDATES[0],
+            CHECK,
+            (*UPDATES[1][:3], "41"),
+            ("resume kv_cache",),
+            ("release", "kv_cache"),
+        ]
+    )
 
 
 @pytest.mark.parametrize("multi_stage", (True, False))
@@ -133,7 +147,8 @@ def test_it_is_a_sharding_manager_of_verls():
     assert isinstance(manager, BaseShardingManager)
     with manager:
         pass
-    assert set(manager.timing) == {"resume_weights", "export", "pack", "load", "resume_kv_cache"}
+    sync = {"manifest", "export", "pack", "load"}
+    assert set(manager.timing) == {"resume_weights", *sync, "resume_kv_cache"}
 
 
 def test_the_engine_sleeps_after_an_exception_in_the_body():
@@ -217,7 +232,7 @@ def test_a_report_line_per_wake_up(tmp_path, free_cache_engine):
     sync = {"export", "pack", "load"}
     staged = {"resume_weights", "resume_kv_cache"} if free_cache_engine else set()
     slept = {"release"} if free_cache_engine else set()
-    assert stages_of == [sync | staged, sync | staged | slept]
+    assert stages_of == [sync | staged | {"manifest"}, sync | staged | slept]
 
 
 def test_the_log_line_has_bytes_of_the_gpus_and_of_the_host():

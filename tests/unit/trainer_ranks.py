@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from sglang_loader.weight_manifest import ManifestVerdict, decode_manifest
+
 WORLD_SIZE = 4
 LIMIT_S = 30.0
 # The ranks are forked from a server that has imported these, which take 7 s, once.
@@ -300,6 +302,8 @@ class RecordingEngine:
     def __init__(self, events, fails=None):
         self._events = events
         self.fails = fails
+        self.verdict = ManifestVerdict()
+        self.announced = []
 
     def _record(self, operation, *details):
         self._events.append((operation, *details))
@@ -313,6 +317,11 @@ class RecordingEngine:
     async def resume_memory(self, tags):
         self._record(" ".join(("resume", *tags)))
         return costs_of(tags)
+
+    async def check_manifest(self, encoded):
+        self.announced.append(decode_manifest(encoded))
+        self._record("check")
+        return [self.verdict]
 
     async def update_weights(self, handles, *, load_format, flush_cache, weight_version, key):
         self._record("update", load_format.rpartition(".")[2], flush_cache, weight_version)

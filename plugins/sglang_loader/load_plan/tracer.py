@@ -59,8 +59,10 @@ def record(load: Callable[[], object], bucket: torch.Tensor, destinations: Desti
 
 
 @contextmanager
-def inline_thread_pools() -> Iterator[None]:
+def inline_thread_pools(*, raise_at_once: bool = False) -> Iterator[None]:
     """Tasks that this thread submits to any `ThreadPoolExecutor` run at once, in this thread.
+
+    A task's exception is kept in its future, or raised where it is submitted (`raise_at_once`).
 
     Dispatch modes are thread-local, and SGLang's DeepSeek-type loaders submit the loading of CPU
     tensors (`model_loader/utils.py: maybe_executor_submit`). Other threads' submissions are
@@ -76,6 +78,8 @@ def inline_thread_pools() -> Iterator[None]:
         try:
             done.set_result(fn(*args, **kwargs))
         except Exception as error:
+            if raise_at_once:
+                raise
             done.set_exception(error)
         return done
 

@@ -7,7 +7,11 @@ with SyncSGLangServerClient("http://10.0.0.1:30000", timeout_s=600) as client:
     client.run(operations.health())
 """
 
-from verl_sglang_sync.server_client.client import SGLangServerClient, SyncSGLangServerClient
+from verl_sglang_sync.server_client.client import (
+    SGLangServerClient,
+    SyncSGLangServerClient,
+    verdicts_of,
+)
 from verl_sglang_sync.server_client.errors import (
     ConnectionBroken,
     NoReply,
@@ -28,4 +32,5 @@ __all__ = [
     "ServerError",
     "ServerUnreachable",
     "SyncSGLangServerClient",
+    "verdicts_of",
 ]

@@ -15,6 +15,7 @@ from typing import Any, Self
 
 from sglang_loader.stage_costs import StageCosts, stage_costs_in
 from sglang_loader.update_keys import UpdateKey
+from sglang_loader.weight_manifest import ManifestVerdict, decode_verdicts
 from verl_sglang_sync.server_client import operations
 from verl_sglang_sync.server_client.core import ServerAccess, ServerCore
 from verl_sglang_sync.server_client.loop_thread import LoopThread
@@ -70,6 +71,15 @@ class _Client:
             thread.join(CLOSE_TIMEOUT_S)
 
 
+def verdicts_of(reply: Any) -> list[ManifestVerdict]:
+    """What an engine's reply to `check_manifest` says.
+
+    Raises:
+        ManifestError: something else.
+    """
+    return decode_verdicts(str(reply.get("message")))
+
+
 class SGLangServerClient(_Client):
     """Asynchronous client; arguments as `_Client`, operations as in `operations`."""
 
@@ -120,6 +130,10 @@ class SGLangServerClient(_Client):
                 key=key,
             )
         )
+
+    async def check_manifest(self, encoded: bytes) -> list[ManifestVerdict]:
+        """See `operations.check_manifest`; one verdict of each data-parallel rank."""
+        return verdicts_of(await self._send(operations.check_manifest(encoded)))
 
     async def update_from_distributed(
         self,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from sglang_loader.update_keys import UpdateKey
+from sglang_loader.weight_manifest import MANIFEST_CHECK
 
 Limit = Literal["update", "release", "resume", "group", "info"]
 LIMITS: tuple[str, ...] = get_args(Limit)
@@ -40,6 +41,10 @@ RESUME = Operation(path="resume_memory_occupation", idempotent=True, limit="resu
 UPDATE = Operation(
     path="update_weights_from_tensor", idempotent=False, limit="update", confirmed=True
 )
+# The same endpoint, which applies nothing then.
+CHECK = Operation(
+    path="update_weights_from_tensor", idempotent=True, limit="update", confirmed=True
+)
 UPDATE_DISTRIBUTED = Operation(
     path="update_weights_from_distributed", idempotent=False, limit="update", confirmed=True
 )
@@ -58,7 +63,7 @@ SERVER_INFO = Operation(
 MODEL_INFO = Operation(path="model_info", method="GET", idempotent=True, limit="info", admin=False)
 HEALTH = Operation(path="health", method="GET", idempotent=True, limit="info", admin=False)
 OPERATIONS = (
-    *(RELEASE, RESUME, UPDATE, UPDATE_DISTRIBUTED, INIT_GROUP, DESTROY_GROUP),
+    *(RELEASE, RESUME, UPDATE, CHECK, UPDATE_DISTRIBUTED, INIT_GROUP, DESTROY_GROUP),
     *(FLUSH_CACHE, PAUSE, CONTINUE, SERVER_INFO, MODEL_INFO, HEALTH),
 )
 
@@ -107,6 +112,20 @@ def update_weights(
         "weight_version": weight_version,
     }
     return Call(UPDATE, payload, key)
+
+
+def check_manifest(encoded: bytes) -> Call:
+    """Ask whether the tensors of a manifest fit the engine's model; nothing is loaded.
+
+    Args:
+        encoded: by `sglang_loader.weight_manifest.encode_manifest`.
+    """
+    payload = {
+        "serialized_named_tensors": [base64.b64encode(encoded).decode()],
+        "load_format": MANIFEST_CHECK,
+        "flush_cache": False,
+    }
+    return Call(CHECK, payload)
 
 
 def update_from_distributed(

@@ -1,0 +1,92 @@
+"""Exports that can be started again: the manifest of a sync is known before its first byte.
+
+verl hands the rollout one generator of `(name, full tensor)`; what it will yield is known only when
+it has. But the call that made it can be made again. `make_exports_repeatable` has verl's training
+engines return a `Reexport`, which starts anew each time it is iterated over:
+
+    for name, tensor in export: ...        # names, dtypes and shapes; collective over all ranks
+    for name, tensor in export: ...        # the weights
+
+Whether something can be started again is Python's own question: an iterator cannot, an iterable
+that is none (a list, a `Reexport`) can.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+NamedTensor = tuple[str, torch.Tensor]
+
+_METHOD = "get_per_tensor_param"
+
+
+class Reexport(Iterable[NamedTensor]):
+    """An export that is made anew for every iteration.
+
+    Args:
+        again: makes one; collective over the trainer's ranks.
+        first: one that was made already, for the first iteration.
+    """
+
+    def __init__(
+        self,
+        again: Callable[[], Iterable[NamedTensor]],
+        first: Iterable[NamedTensor] | None = None,
+    ) -> None:
+        self._again = again
+        self._first = first
+
+    def __iter__(self) -> Iterator[NamedTensor]:
+        first, self._first = self._first, None
+        return iter(self._again() if first is None else first)
+
+
+def is_repeatable(weights: Iterable[NamedTensor]) -> bool:
+    """True if `weights` can be iterated over more than once."""
+    return not isinstance(weights, Iterator)
+
+
+def transformed(
+    weights: Iterable[NamedTensor],
+    step: Callable[[Iterable[NamedTensor]], Iterable[NamedTensor]],
+) -> Iterable[NamedTensor]:
+    """`step(weights)`, repeatable if `weights` is; `step` takes an iterable to a generator."""
+    return Reexport(lambda: step(weights)) if is_repeatable(weights) else step(weights)
+
+
+def make_exports_repeatable() -> None:
+    """Have verl's training engines in this process return exports that can be started again.
+
+    verl passes on what `get_per_tensor_param` returned, and nothing else of the engine; so the
+    method itself is wrapped, in the classes that define one, once. Called only in processes where
+    a preset is chosen.
+    """
+    from verl.workers.engine.base import BaseEngine
+
+    for engine in _subclasses(BaseEngine):
+        method = vars(engine).get(_METHOD)
+        if method is not None and not hasattr(method, "__wrapped__"):
+            setattr(engine, _METHOD, _repeatable(method))
+
+
+def _repeatable(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a `get_per_tensor_param`, which returns `(export, adapter's config or None)`."""
+
+    @functools.wraps(method)
+    def wrapper(engine: Any, *args: Any, **kwargs: Any) -> Any:
+        weights, peft_config = method(engine, *args, **kwargs)
+        if is_repeatable(weights):
+            return weights, peft_config
+        return Reexport(lambda: method(engine, *args, **kwargs)[0], weights), peft_config
+
+    return wrapper
+
+
+def _subclasses(kind: type[Any]) -> Iterator[type[Any]]:
+    for subclass in kind.__subclasses__():
+        yield subclass
+        yield from _subclasses(subclass)

@@ -1,0 +1,80 @@
+"""An export that is made anew for every iteration, and verl's engines that return one."""
+
+import pytest
+import torch
+
+from verl_sglang_sync.reexport import (
+    Reexport,
+    is_repeatable,
+    make_exports_repeatable,
+    transformed,
+)
+
+WEIGHTS = [("a", torch.ones(2)), ("b", torch.zeros(3))]
+
+
+def test_each_iteration_makes_an_export_but_the_first_may_be_there_already():
+    made = []
+
+    def again():
+        made.append(1)
+        return iter(WEIGHTS)
+
+    export = Reexport(again)
+    assert list(export) == list(export) == WEIGHTS
+    assert len(made) == 2
+    export = Reexport(again, iter(WEIGHTS))
+    assert list(export) == WEIGHTS
+    assert len(made) == 2
+    assert list(export) == WEIGHTS
+    assert len(made) == 3
+
+
+@pytest.mark.parametrize(
+    ("weights", "expected"),
+    [
+        (WEIGHTS, True),
+        (dict(WEIGHTS).items(), True),
+        (iter(WEIGHTS), False),
+        (Reexport(list), True),
+    ],
+    ids=["list", "items", "iterator", "reexport"],
+)
+def test_what_can_be_repeated(weights, expected):
+    assert is_repeatable(weights) is expected
+    renamed = transformed(weights, lambda pairs: ((f"x.{name}", t) for name, t in pairs))
+    assert is_repeatable(renamed) is expected
+    first = [name for name, _ in renamed]
+    assert [name for name, _ in renamed] == (first if expected else [])
+
+
+def test_verls_engines_return_repeatable_exports_once_wrapped():
+    from verl.workers.engine.base import BaseEngine
+
+    class Engine(BaseEngine):
+        def __init__(self):
+            self.calls = []
+
+        def get_per_tensor_param(self, base_sync_done=False, **kwargs):
+            self.calls.append(base_sync_done)
+            if base_sync_done:
+                return dict(WEIGHTS).items(), {"r": 8}
+            return iter(WEIGHTS), None
+
+    class Derived(Engine):
+        pass
+
+    plain = Engine.get_per_tensor_param
+    make_exports_repeatable()
+    make_exports_repeatable()
+    assert Engine.get_per_tensor_param.__wrapped__ is plain
+    assert not hasattr(plain, "__wrapped__")
+    engine = Derived()
+    weights, peft_config = engine.get_per_tensor_param()
+    assert peft_config is None
+    assert engine.calls == [False]
+    assert list(weights) == list(weights) == WEIGHTS
+    assert engine.calls == [False, False]
+    adapter, peft_config = engine.get_per_tensor_param(base_sync_done=True)
+    assert peft_config == {"r": 8}
+    assert not isinstance(adapter, Reexport)
