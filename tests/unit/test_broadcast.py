@@ -173,6 +173,7 @@ def test_no_broadcast_begins_before_the_engines_are_told(monkeypatch, num_bucket
         bucket_bytes=512,
         multi_stage_wake_up=True,
         free_cache_engine=True,
+        manifest_check="off",
     )
     transport = BroadcastTransport(
         groups=log, settings=settings, agree=SingleProcess().agree, device=CPU
