@@ -6,7 +6,7 @@
 
 This process stands for the trainer: it holds random weights of the model's shape on the engine's
 device. Each run goes through release, resume weights, sync, resume kv, as a training step does.
-One server per model and host-backup setting serves all arms of that setting.
+Every arm has a server and a trainer process of its own.
 
 Arms: `native` is verl 0.9.1's own code with its own settings (host backup, named tensors, one
 request per bucket), `copy_limit` a copy of the same bytes within the device; the others are ours,
@@ -19,14 +19,15 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import gc
 import os
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -274,36 +275,35 @@ def copy_limit(model: str, device: torch.device, runs: int) -> dict[str, Any]:
 def measure(
     model: str, arms: list[str], device: torch.device, runs: int, folder: Path
 ) -> Iterator[dict[str, Any]]:
-    """Rows of one model."""
+    """Rows of one model.
+
+    Every arm has a trainer process and a server of its own: an engine keeps the trainer's memory
+    mapped between syncs, so the arms of one process would pay for each other's weights.
+    """
+    for name in arms:
+        started = time.perf_counter()
+        with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+            yield pool.submit(measure_arm, model, name, device, runs, folder).result()
+        print(f"{model} {name}: {time.perf_counter() - started:.0f} s", flush=True)
+
+
+def measure_arm(
+    model: str, name: str, device: torch.device, runs: int, folder: Path
+) -> dict[str, Any]:
+    """The row of one arm, in a process of its own."""
+    prepare(device)
+    if name == COPY_LIMIT:
+        return copy_limit(model, device, runs)
+    arm = ARMS[name]
     config = write_config(folder / model, model)
-    is_moe = "num_experts" in MODELS[model]
-    for host_backup in (True, False):
-        chosen = {n: ARMS[n] for n in arms if n in ARMS and ARMS[n].host_backup == host_backup}
-        if not chosen:
-            continue
-        log = folder / f"server-{model}-{'backup' if host_backup else 'plain'}.log"
-        with engine_server(
-            config,
-            device=device.type,
-            host_backup="on" if host_backup else "auto",
-            is_moe=is_moe,
-            log=log,
-        ) as url:
-            for name, arm in chosen.items():
-                started = time.perf_counter()
-                yield run_arm(name, arm, url, config, model, device, runs)
-                _free(device)
-                print(f"{model} {name}: {time.perf_counter() - started:.0f} s", flush=True)
-    if COPY_LIMIT in arms:
-        yield copy_limit(model, device, runs)
-        _free(device)
-
-
-def _free(device: torch.device) -> None:
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.ipc_collect()
-        torch.cuda.empty_cache()
+    with engine_server(
+        config,
+        device=device.type,
+        host_backup="on" if arm.host_backup else "auto",
+        is_moe="num_experts" in MODELS[model],
+        log=folder / f"server-{model}-{name}.log",
+    ) as url:
+        return run_arm(name, arm, url, config, model, device, runs)
 
 
 def prepare(device: torch.device) -> None:
@@ -352,7 +352,6 @@ def main() -> None:
             write_results(path, "colocated", rows)
         print_table(rows, ("sync", *(f"sync_{stage}" for stage in SYNC_STAGES)))
         return
-    prepare(device)
     for model in args.models:
         for row in measure(model, arms, device, args.runs, folder):
             rows.append(row)

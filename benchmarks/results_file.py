@@ -70,10 +70,12 @@ def print_table(rows: list[dict[str, Any]], columns: Iterable[str]) -> None:
 
 
 def _commit() -> str:
+    if named := os.environ.get("GIT_COMMIT"):  # where the working tree was copied without it
+        return named
     done = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
     )
-    return done.stdout.strip() or os.environ.get("GIT_COMMIT", "unknown")
+    return done.stdout.strip() or "unknown"
 
 
 def _version(name: str) -> str:

@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 
 from sglang_loader.engine_context import checkpoint_folder, engine_context
 from sglang_loader.load_plan.guard import Fingerprint
+from sglang_loader.manifest_verdict import ManifestVerdict
 from sglang_loader.rehearsal import NotRehearsable, Spec, rehearse
 from sglang_loader.rehearsal.findings import (
     RankView,
@@ -27,11 +28,7 @@ from sglang_loader.rehearsal.findings import (
     view_of,
 )
 from sglang_loader.rehearsal.published import Published, published_tensors
-from sglang_loader.weight_manifest import (
-    ManifestVerdict,
-    decode_manifest,
-    manifest_digest,
-)
+from sglang_loader.weight_manifest import decode_manifest, manifest_digest
 
 logger = logging.getLogger(__name__)
 

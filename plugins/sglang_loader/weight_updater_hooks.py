@@ -28,9 +28,9 @@ from sglang_loader.gate_hooks import set_gate, why_closed
 from sglang_loader.host_backup import backup_of
 from sglang_loader.manifest import ManifestError
 from sglang_loader.manifest_check import check_manifest, manifest_of_request
+from sglang_loader.manifest_verdict import MANIFEST_CHECK, encode_verdict
 from sglang_loader.session import loading_into
 from sglang_loader.update_group import GROUP_PREFIX, abort, connect, errors_left_to_us, leave
-from sglang_loader.weight_manifest import MANIFEST_CHECK, encode_verdict
 
 logger = logging.getLogger(__name__)
 

@@ -34,8 +34,8 @@ from sglang_loader.broadcast_messages import (
 )
 from sglang_loader.load_plan import BucketLayout
 from sglang_loader.manifest import WIRE_VERSION, BucketManifest, TensorEntry
+from sglang_loader.manifest_verdict import ManifestVerdict
 from sglang_loader.update_keys import UpdateKeys
-from sglang_loader.weight_manifest import ManifestVerdict
 from verl_sglang_sync.bucket_stream import Batch, BucketStream
 from verl_sglang_sync.collective import RoundState
 from verl_sglang_sync.config import WeightSyncConfig

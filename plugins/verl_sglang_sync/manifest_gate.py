@@ -23,7 +23,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from sglang_loader.weight_manifest import ManifestVerdict, WeightManifest, encode_manifest
+from sglang_loader.manifest_verdict import ManifestVerdict
+from sglang_loader.weight_manifest import WeightManifest, encode_manifest
 from verl_sglang_sync.collective import RoundResult, RoundState
 from verl_sglang_sync.config import ManifestCheck
 from verl_sglang_sync.reexport import NamedTensor, is_repeatable

@@ -9,8 +9,8 @@ from typing import Protocol
 
 import torch
 
+from sglang_loader.manifest_verdict import ManifestVerdict
 from sglang_loader.update_keys import UpdateKey, UpdateKeys
-from sglang_loader.weight_manifest import ManifestVerdict
 from verl_sglang_sync.collective import TrainerGroup
 from verl_sglang_sync.config import WeightSyncConfig
 from verl_sglang_sync.manifest_gate import Announcement, ManifestGate

@@ -12,8 +12,9 @@ from contract.tiny_architectures import NamedWeights
 from sglang_loader.load_plan.destinations import Destinations, collect_destinations
 from sglang_loader.load_plan.verify import differing, snapshot
 from sglang_loader.manifest_check import Gather, check_manifest
+from sglang_loader.manifest_verdict import ManifestVerdict
 from sglang_loader.rehearsal import Spec
-from sglang_loader.weight_manifest import ManifestVerdict, WeightManifest, encode_manifest
+from sglang_loader.weight_manifest import WeightManifest, encode_manifest
 
 
 def specs_of(weights: NamedWeights) -> list[Spec]:

@@ -34,7 +34,7 @@ from contract.tiny_architectures import (
 from sglang_loader.load_plan import PlanBuilder
 from sglang_loader.load_plan.destinations import collect_destinations, first_difference
 from sglang_loader.load_plan.verify import differing
-from sglang_loader.weight_manifest import ManifestVerdict
+from sglang_loader.manifest_verdict import ManifestVerdict
 
 prepare_process()
 pytest.importorskip("sglang", reason="needs the SGLang that the plugin supports")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from sglang_loader.weight_manifest import ManifestVerdict
+from sglang_loader.manifest_verdict import ManifestVerdict
 from unit.trainer_ranks import WORLD_SIZE, RecordingEngine, full_tensor, name_of, trainer_group
 
 NUM_TENSORS = 6

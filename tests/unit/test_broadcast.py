@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from sglang_loader import broadcast, update_group, weight_updater_hooks
 from sglang_loader.broadcast import Broadcast, BroadcastError
@@ -22,7 +23,7 @@ from verl_sglang_sync.update_groups import Replica, UpdateGroup, UpdateGroups
 from verl_sglang_sync.weight_sync import WeightSyncError
 
 CPU = torch.device("cpu")
-GROUP = object()
+GROUP = SimpleNamespace(size=lambda: 1)
 
 
 class Work:
@@ -259,7 +260,13 @@ def left(monkeypatch):
     return found
 
 
-def test_an_engine_connects_a_group_of_ours(work, monkeypatch):
+@pytest.fixture
+def store(monkeypatch):
+    """Where the ranks of a group wait for each other."""
+    monkeypatch.setattr(update_group, "_get_process_group_store", lambda _group: dist.HashStore())
+
+
+def test_an_engine_connects_a_group_of_ours(work, store, monkeypatch):
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
     work.completed = True
     runner = Runner()
@@ -268,7 +275,7 @@ def test_an_engine_connects_a_group_of_ours(work, monkeypatch):
     assert runner._model_update_group == {"weight_sync_a": GROUP}
 
 
-def test_an_engine_that_cannot_connect_says_so_and_leaves(work, monkeypatch, left):
+def test_an_engine_that_cannot_connect_says_so_and_leaves(work, store, left):
     work.completed, work.error = True, "the trainer is gone"
     runner = Runner()
     success, message = join(runner, "weight_sync_a")

@@ -6,7 +6,7 @@ import logging
 import pytest
 import torch
 
-from sglang_loader.weight_manifest import ManifestVerdict
+from sglang_loader.manifest_verdict import ManifestVerdict
 from unit.manifest_ranks import ManifestCase, manifest_sync
 from unit.trainer_ranks import RankPool, RecordingEngine, full_tensor, name_of
 from verl_sglang_sync.collective import SingleProcess

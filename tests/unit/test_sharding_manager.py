@@ -137,7 +137,7 @@ def test_graphs_sleep_and_wake_where_the_orders_say(multi_stage):
         pass
     first = "resume weights" if multi_stage else "resume weights cuda_graph kv_cache"
     rest = ("resume cuda_graph kv_cache",)
-    assert events == [(first,), *UPDATES, *HANDOVER, rest, ("release", *sleep)]
+    assert events == [(first,), CHECK, *UPDATES, *HANDOVER, rest, ("release", *sleep)]
 
 
 def test_it_is_a_sharding_manager_of_verls():

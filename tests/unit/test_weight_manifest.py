@@ -10,16 +10,10 @@ from hypothesis import strategies as st
 
 from sglang_loader.load_plan.geometry import Region
 from sglang_loader.manifest import ManifestError
+from sglang_loader.manifest_verdict import ManifestVerdict, decode_verdicts, encode_verdict
 from sglang_loader.rehearsal.findings import RankView, judge
 from sglang_loader.rehearsal.published import published_tensors
-from sglang_loader.weight_manifest import (
-    ManifestVerdict,
-    WeightManifest,
-    decode_manifest,
-    decode_verdicts,
-    encode_manifest,
-    encode_verdict,
-)
+from sglang_loader.weight_manifest import WeightManifest, decode_manifest, encode_manifest
 
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.float8_e4m3fn])
 SPECS = st.lists(

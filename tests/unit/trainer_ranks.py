@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from sglang_loader.weight_manifest import ManifestVerdict, decode_manifest
+from sglang_loader.manifest_verdict import ManifestVerdict
+from sglang_loader.weight_manifest import decode_manifest
 
 WORLD_SIZE = 4
 LIMIT_S = 30.0

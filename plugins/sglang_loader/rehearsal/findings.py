@@ -20,11 +20,11 @@ import torch
 from sglang_loader.load_plan.destinations import TensorEntry
 from sglang_loader.load_plan.geometry import Region, region_runs
 from sglang_loader.load_plan.intervals import Interval, contains, intersects, merge_runs, subtract
+from sglang_loader.manifest_verdict import ManifestVerdict
 from sglang_loader.rehearsal.published import Published
 from sglang_loader.rehearsal.recorder import Use
 from sglang_loader.rehearsal.rehearse import Refusal, Rehearsal, region_of
 from sglang_loader.rehearsal.sources import Spec
-from sglang_loader.weight_manifest import ManifestVerdict
 
 _TIED_HEAD = "lm_head.weight"
 _EMBEDDING = "embed_tokens.weight"

@@ -13,9 +13,9 @@ from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Self
 
+from sglang_loader.manifest_verdict import ManifestVerdict, decode_verdicts
 from sglang_loader.stage_costs import StageCosts, stage_costs_in
 from sglang_loader.update_keys import UpdateKey
-from sglang_loader.weight_manifest import ManifestVerdict, decode_verdicts
 from verl_sglang_sync.server_client import operations
 from verl_sglang_sync.server_client.core import ServerAccess, ServerCore
 from verl_sglang_sync.server_client.loop_thread import LoopThread

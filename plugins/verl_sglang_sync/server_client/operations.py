@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+from sglang_loader.manifest_verdict import MANIFEST_CHECK
 from sglang_loader.update_keys import UpdateKey
-from sglang_loader.weight_manifest import MANIFEST_CHECK
 
 Limit = Literal["update", "release", "resume", "group", "info"]
 LIMITS: tuple[str, ...] = get_args(Limit)
