@@ -23,7 +23,6 @@ from benchmarks.results_file import medians
 
 NUM_WARM_UPS = 2  # compiled: the first sync makes the plan
 TRAINER_GPU, ENGINE_GPU = 0, 1
-BUCKET_BYTES = 2048 << 20
 
 Seconds = Mapping[str, float]
 
@@ -39,6 +38,7 @@ def child_arguments(description: str) -> argparse.Namespace:
     parser.add_argument("--server-log", type=Path, required=True)
     parser.add_argument("--rows", type=Path, required=True)
     parser.add_argument("--runs", type=int, required=True)
+    parser.add_argument("--bucket-mb", type=int, required=True)
     return parser.parse_args()
 
 

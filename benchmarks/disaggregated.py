@@ -41,7 +41,6 @@ from benchmarks.verl_arms import VERL_ARMS  # noqa: E402
 COPY_LIMIT = "copy_limit"
 NAMES = (*GROUP_ARMS, *VERL_ARMS, COPY_LIMIT)
 STAGES = ("sync", "export", "pack", "send", "load", "group", "transfer")
-START_S = 150  # imports, weights and the server's start, on top of the first arm's limit
 PER_TENSOR_LIMIT = 2000  # tensors; more take minutes
 NCCL_ENVIRONMENT = {
     # SGLang sets it in its processes, and NCCL fails between processes that differ in it.
@@ -53,7 +52,7 @@ REPLAYED = re.compile(r"broadcast sync: (\d+) buckets replayed, (\d+) loaded eag
 Row = dict[str, Any]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Setting:
     """One model's run.
 
@@ -61,14 +60,18 @@ class Setting:
         model: its shape.
         device: "cuda" or "cpu".
         runs: measured syncs of each arm.
+        bucket_mb: size of a bucket, in MiB.
         arm_timeout_s: limit of one arm.
+        start_timeout_s: of imports, weights and the server's start, on top of the first arm's.
         folder: logs, rows and the config.
     """
 
     model: str
     device: str
     runs: int
+    bucket_mb: int
     arm_timeout_s: float
+    start_timeout_s: float
     folder: Path
 
     def environment(self, gpu: int | None) -> dict[str, str]:
@@ -191,6 +194,7 @@ def _commands(
         *(*module, "--arms", *arms, "--model", setting.model, "--device", setting.device),
         *("--url", url, "--folder", str(setting.folder), "--server-log", str(log)),
         *("--rows", str(rows), "--runs", str(setting.runs)),
+        *("--bucket-mb", str(setting.bucket_mb)),
     ]
     is_verl = arms[0] in VERL_ARMS  # Ray hands out the GPUs
     return [(command, None if is_verl else TRAINER_GPU)]
@@ -213,10 +217,12 @@ def _follow(
 ) -> Iterator[Row]:
     """Pass on the rows as they are written; end with a row for what hangs or dies."""
     left, taken = list(arms), 0
-    deadline = time.monotonic() + START_S + setting.arm_timeout_s
+    deadline = time.monotonic() + setting.start_timeout_s + setting.arm_timeout_s
     while left:
         is_over = any(process.poll() is not None for process in processes)
-        lines = [json.loads(line) for line in rows.read_text().splitlines()]
+        text = rows.read_text()
+        whole = text[: text.rfind("\n") + 1]  # the last line may be half written
+        lines = [json.loads(line) for line in whole.splitlines()]
         for line in lines[taken:]:
             taken += 1
             deadline = time.monotonic() + setting.arm_timeout_s
@@ -273,8 +279,10 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["qwen3-8b"])
     parser.add_argument("--arms", nargs="+", choices=NAMES, default=list(NAMES))
     parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--bucket-mb", type=int, default=2048, help="verl's default is 2048")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--arm-timeout-s", type=float, default=90.0)
+    parser.add_argument("--start-timeout-s", type=float, default=120.0)
     parser.add_argument("--folder", type=Path, help="logs; default: a temporary folder")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -283,7 +291,15 @@ def main() -> None:
     path = args.json or Path(f"benchmarks/results/disaggregated-{hardware()}.json")
     rows: list[Row] = []
     for model in args.models:
-        setting = Setting(model, args.device, args.runs, args.arm_timeout_s, folder)
+        setting = Setting(
+            model=model,
+            device=args.device,
+            runs=args.runs,
+            bucket_mb=args.bucket_mb,
+            arm_timeout_s=args.arm_timeout_s,
+            start_timeout_s=args.start_timeout_s,
+            folder=folder,
+        )
         started = time.perf_counter()
         for row in measure(setting, args.arms):
             rows.append(row)

@@ -20,6 +20,7 @@ from benchmarks.results_file import medians
 from support.trainer import run_trainer
 
 ENVIRONMENT = {"NCCL_CUMEM_ENABLE": "0"}  # SGLang's own; a mixture fails in CUDA
+CPU_ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"}
 TIMEOUT_S = 900
 
 
@@ -28,7 +29,7 @@ def measure_on_gpus(
 ) -> list[dict[str, Any]]:
     """Rows of one model on `gpus` GPUs, with engines of `tp` ranks."""
     config = write_config(folder / model, model)
-    os.environ.update(ENVIRONMENT)
+    os.environ.update(ENVIRONMENT if device == "cuda" else CPU_ENVIRONMENT)
     with ExitStack() as stack:
         urls = [
             stack.enter_context(
@@ -53,7 +54,6 @@ def measure_on_gpus(
             urls=urls,
             tp=tp,
             device=device,
-            environment=ENVIRONMENT,
             timeout_s=TIMEOUT_S,
             backend="gloo" if device == "cpu" else "cpu:gloo,cuda:nccl",
         )

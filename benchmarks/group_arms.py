@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.arm import (
-    BUCKET_BYTES,
     Seconds,
     checksums_of_engine,
     child_arguments,
@@ -54,7 +53,7 @@ def main() -> None:
     def measure(arm: str) -> dict[str, Any]:
         groups = UpdateGroups(address="127.0.0.1", device=device, timeout_s=TIMEOUT_S)
         make = partial(_ours, OURS[arm]) if arm in OURS else partial(_stock, arm)
-        sync, notes = make(groups, args.url, device, weights)
+        sync, notes = make(groups, args.url, device, weights, args.bucket_mb << 20)
         try:
             row = measure_arm(
                 arm,
@@ -86,7 +85,14 @@ def _replica(url: str) -> Any:
 Made = tuple[Callable[[], Seconds], dict[str, Any]]
 
 
-def _ours(mode: str, groups: Any, url: str, device: torch.device, weights: NamedTensors) -> Made:
+def _ours(
+    mode: str,
+    groups: Any,
+    url: str,
+    device: torch.device,
+    weights: NamedTensors,
+    bucket_bytes: int,
+) -> Made:
     """The transport that verl's trainer uses with `+weight_sync=disaggregated`."""
     from verl_sglang_sync.broadcast_transport import BroadcastTransport
     from verl_sglang_sync.collective import SingleProcess
@@ -96,7 +102,7 @@ def _ours(mode: str, groups: Any, url: str, device: torch.device, weights: Named
     settings = WeightSyncConfig(
         mode=mode,  # type: ignore[arg-type]
         request_timeout_s=TIMEOUT_S,
-        bucket_bytes=BUCKET_BYTES,
+        bucket_bytes=bucket_bytes,
         multi_stage_wake_up=True,
         free_cache_engine=True,
     )
@@ -117,11 +123,18 @@ def _ours(mode: str, groups: Any, url: str, device: torch.device, weights: Named
     return sync, notes
 
 
-def _stock(arm: str, groups: Any, url: str, device: torch.device, weights: NamedTensors) -> Made:
+def _stock(
+    arm: str,
+    groups: Any,
+    url: str,
+    device: torch.device,
+    weights: NamedTensors,
+    bucket_bytes: int,
+) -> Made:
     """SGLang's own endpoint, one request per batch; nothing overlaps, as its users write it."""
     from verl_sglang_sync.server_client import operations
 
-    limit = 0 if arm == "per_tensor" else BUCKET_BYTES
+    limit = 0 if arm == "per_tensor" else bucket_bytes
     batches = list(_batches(weights, limit))
     flattened = arm == "sglang_flattened"
 

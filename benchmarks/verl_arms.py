@@ -10,17 +10,18 @@ backends pay alike, are left out.
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from benchmarks.arm import (
-    BUCKET_BYTES,
     ENGINE_GPU,
     TRAINER_GPU,
     Seconds,
@@ -48,7 +49,7 @@ def main() -> None:
 
     ray.init(num_cpus=8, num_gpus=2, include_dashboard=False, log_to_driver=True)
     try:
-        cluster = Cluster(args.model, args.device, args.url)
+        cluster = Cluster(args)
         wait_until_healthy(args.url, args.server_log)
         run_arms(args.arms, args.rows, lambda arm: _measure(arm, cluster, args))
     finally:
@@ -61,7 +62,7 @@ def _measure(arm: str, cluster: Cluster, args: Any) -> dict[str, Any]:
     backend = VERL_ARMS[arm]
     _check_backend(backend)
     trainer = cluster.trainer
-    ray.get(trainer.use_backend.remote(backend), timeout=TIMEOUT_S)
+    ray.get(trainer.use_backend.remote(backend, args.bucket_mb), timeout=TIMEOUT_S)
     sync = cluster.sync_with(backend)
     row = measure_arm(
         arm,
@@ -72,7 +73,7 @@ def _measure(arm: str, cluster: Cluster, args: Any) -> dict[str, Any]:
         trainer_checksums=lambda: ray.get(trainer.checksums.remote(), timeout=TIMEOUT_S),
         held_by_engine=checksums_of_engine(args.url, args.folder),
     )
-    ray.get(trainer.use_backend.remote(None), timeout=TIMEOUT_S)
+    ray.get(trainer.use_backend.remote(None, args.bucket_mb), timeout=TIMEOUT_S)
     sent = ray.get(trainer.sizes.remote(), timeout=TIMEOUT_S)
     return {**row, "model": args.model, **sent}
 
@@ -87,16 +88,19 @@ def _check_backend(backend: str) -> None:
 class Cluster:
     """The trainer actor, the actor that stands for the server's, and a worker for each backend."""
 
-    def __init__(self, model: str, device: str, url: str) -> None:
+    def __init__(self, args: Any) -> None:
         import ray
 
-        host, port = url.removeprefix("http://").split(":")
-        self.trainer = _start(_trainer_class(), TRAINER_GPU, 1.0, model=model, device=device)
+        host, port = args.url.removeprefix("http://").split(":")
+        self.trainer = _start(
+            _trainer_class(), TRAINER_GPU, 1.0, model=args.model, device=args.device
+        )
         ray.get(self.trainer.sizes.remote(), timeout=240)  # it has taken the first GPU
-        self._server = ray.remote(num_cpus=0)(ServerAddress).options(name="sglang_server_0_0")
-        self._server = self._server.remote(host, int(port))
+        server = ray.remote(num_cpus=0)(ServerAddress).options(name="sglang_server_0_0")
+        self._server = server.remote(host, int(port))  # kept: it ends with its last handle
         self._workers: dict[str, Any] = {}
-        self._devices = device
+        self._bucket_mb = args.bucket_mb
+        self._config = args.folder / args.model
 
     def sync_with(self, backend: str) -> Any:
         """One sync through verl's manager, as a function."""
@@ -119,7 +123,7 @@ class Cluster:
             ray_cls_with_init=RayClassWithInitArgs(cls=ray.remote(_trainer_class())),
         )
         config = CheckpointEngineConfig(
-            backend=backend, update_weights_bucket_megabytes=BUCKET_BYTES >> 20
+            backend=backend, update_weights_bucket_megabytes=self._bucket_mb
         )
         manager = TimedManager(config, group, [OneReplica([worker])])
         step = 0
@@ -140,8 +144,15 @@ class Cluster:
         import ray
 
         if backend not in self._workers:
-            worker = _start(_worker_class(), ENGINE_GPU, 0.5, backend=backend)
-            ray.get(worker.is_leader_rank.remote(), timeout=240)
+            worker = _start(
+                _worker_class(),
+                ENGINE_GPU,
+                0.5,
+                backend=backend,
+                bucket_mb=self._bucket_mb,
+                config=self._config,
+            )
+            ray.get(worker.get_replica_rank.remote(), timeout=240)
             self._workers[backend] = worker
         return self._workers[backend]
 
@@ -222,7 +233,7 @@ def _trainer_class() -> type[Any]:
             self._engine: Any = None
             self._seconds = 0.0
 
-        def use_backend(self, backend: str | None) -> None:
+        def use_backend(self, backend: str | None, bucket_mb: int) -> None:
             from verl.checkpoint_engine import CheckpointEngineRegistry
 
             self._engine = None
@@ -231,7 +242,7 @@ def _trainer_class() -> type[Any]:
                 torch.cuda.empty_cache()
             if backend is not None:
                 self._engine = CheckpointEngineRegistry.new(
-                    backend, is_master=True, bucket_size=BUCKET_BYTES
+                    backend, is_master=True, bucket_size=bucket_mb << 20
                 )
 
         @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
@@ -274,16 +285,18 @@ def _worker_class() -> type[Any]:
     class RolloutWorker(CheckpointEngineWorker):  # type: ignore[misc]
         """verl's worker, with its configuration made here instead of composed by Hydra."""
 
-        def __init__(self, gpu: int, backend: str) -> None:
+        def __init__(self, gpu: int, backend: str, bucket_mb: int, config: Path) -> None:
             import verl_sglang_sync.verl_plugin  # noqa: F401
 
             _expect_gpu(gpu)
-            super().__init__(_rollout_config(backend), _model_config(), replica_rank=0)
+            super().__init__(
+                _rollout_config(backend, bucket_mb), _model_config(config), replica_rank=0
+            )
 
     return RolloutWorker
 
 
-def _rollout_config(backend: str) -> Any:
+def _rollout_config(backend: str, bucket_mb: int) -> Any:
     from verl.workers.config import CheckpointEngineConfig, RolloutConfig
 
     return RolloutConfig(
@@ -291,21 +304,22 @@ def _rollout_config(backend: str) -> Any:
         mode="async",
         tensor_model_parallel_size=1,
         checkpoint_engine=CheckpointEngineConfig(
-            backend=backend, update_weights_bucket_megabytes=BUCKET_BYTES >> 20
+            backend=backend, update_weights_bucket_megabytes=bucket_mb
         ),
         multi_stage_wake_up=True,
         custom={"weight_sync": PRESET} if backend == "sglang_sync" else None,
     )
 
 
-def _model_config() -> Any:
+def _model_config(folder: Path) -> Any:
     """The part of verl's `HFModelConfig` that its SGLang adapter reads."""
+    model_type = json.loads((folder / "config.json").read_text())["model_type"]
     return SimpleNamespace(
         lora={},
         lora_rank=0,
-        local_path="/nonexistent",
+        local_path=str(folder),
         trust_remote_code=False,
-        hf_config=SimpleNamespace(model_type="qwen3"),
+        hf_config=SimpleNamespace(model_type=model_type),
     )
 
 

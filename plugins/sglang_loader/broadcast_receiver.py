@@ -147,7 +147,9 @@ class BroadcastReceiver:
             self._buffers = _no_buffers()  # the next sync's; into the old ones bytes may still come
 
     def left(self, group: Any) -> None:
-        """The group is gone, or aborted: give the memory back."""
+        """The group is gone, or aborted: forget its sync, and give the memory back."""
+        if self._arriving is not None and self._arriving.group is group:
+            self.give_up()
         self._unfinished = [found for found in self._unfinished if found.group is not group]
         self._buffers = _no_buffers()
 

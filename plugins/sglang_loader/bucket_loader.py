@@ -27,6 +27,11 @@ NamedTensors = Sequence[tuple[str, torch.Tensor]]
 _sequences: WeakKeyDictionary[Any, SyncSequence] = WeakKeyDictionary()
 
 
+def is_ours(server_args: Any) -> bool:
+    """True where the server was launched with our loaders."""
+    return any(path in LOADERS for path in server_args.custom_weight_loader or ())
+
+
 def load_flattened_bucket(model: Any, named_tensors: NamedTensors) -> None:
     """Load a bucket that came as one flat buffer.
 

@@ -8,6 +8,7 @@ Stock behaviour that they mend, only for servers that were launched with our loa
 - releasing a released tag unmaps it twice: here it is a no-op;
 - the reply cannot say that something went wrong, or what was done: a `refusal` and the `costs`
   of the stage travel on it to the process that serves HTTP, see `http_hooks`;
+- requests are served on memory that is not there: `gate_hooks` hold them back meanwhile;
 - the tags of one request are released in an order of SGLang's: here in the order that was asked;
 - all weights are copied to the host before a release: see `host_backup`.
 """
@@ -16,14 +17,19 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from sglang_loader.bucket_loader import LOADERS
+from sglang_loader.bucket_loader import is_ours
+from sglang_loader.gate_hooks import (
+    CUDA_GRAPH_TAG,
+    graphs_are_released_by_tag,
+    set_gate,
+    why_closed,
+)
 from sglang_loader.host_backup import arm, backup_of
 from sglang_loader.host_backup.allocations import (
     WEIGHTS_TAG,
@@ -40,11 +46,6 @@ from sglang_loader.weight_updater_hooks import failures_on_any_rank, from_all_ra
 logger = logging.getLogger(__name__)
 
 KV_CACHE_TAG = "kv_cache"
-CUDA_GRAPH_TAG = "cuda_graph"
-GRAPHS_VARIABLE = "SGLANG_MEMORY_SAVER_CUDA_GRAPH"
-"""With it SGLang captures the graphs of decoding under the tag "cuda_graph"; else they are under
-no tag, and releasing that tag frees nothing."""
-
 # The orders that SGLang has where a request names no tags.
 RELEASE_ORDER = (KV_CACHE_TAG, WEIGHTS_TAG, CUDA_GRAPH_TAG)
 RESUME_ORDER = (CUDA_GRAPH_TAG, WEIGHTS_TAG, KV_CACHE_TAG)
@@ -165,9 +166,15 @@ def _one_by_one(
                 try:
                     restored.restore()
                 except Exception:
-                    failure = f"the weights could not be restored: {traceback.format_exc()}"
-    reply.costs = by_rank(from_all_ranks(updater, meter.costs))
-    failures = _by_rank(updater, failure)
+                    text = f"the weights could not be restored: {traceback.format_exc()}"
+                    failure = f"TP rank {updater.tp_worker.tp_rank}: {text}"
+    closed = failure or why_closed(updater)
+    costs = {tag: meter.costs[tag] for tag in tags}  # saving comes first, and is the weights'
+    told = from_all_ranks(updater, (costs, failure, closed))
+    reply.costs = by_rank([each for each, _, _ in told])
+    reply.closed = next((reason for _, _, reason in told if reason), None)
+    set_gate(reply.closed)
+    failures = [text for _, text, _ in told if text]
     return _refused(reply, failures) if failures else reply
 
 
@@ -226,7 +233,7 @@ def _gpu_bytes(updater: Any, tag: str) -> int:
     device = torch.cuda.current_device()
     if tag != CUDA_GRAPH_TAG:
         return nbytes_under([tag], device)
-    if os.environ.get(GRAPHS_VARIABLE, "").lower() not in ("1", "true", "yes", "on"):
+    if not graphs_are_released_by_tag():
         return 0
     # The graphs' pool is torch's own; the memory saver marks what is allocated during a capture.
     runner = getattr(updater.tp_worker.model_runner, "decode_cuda_graph_runner", None)
@@ -243,8 +250,3 @@ def _host_bytes(updater: Any, tag: str) -> int:
     if not torch.cuda.is_available() or tag not in updater.offload_tags:
         return ours
     return ours + host_nbytes_under(tag, torch.cuda.current_device())
-
-
-def is_ours(server_args: Any) -> bool:
-    """True where the server was launched with our loaders."""
-    return any(path in LOADERS for path in server_args.custom_weight_loader or ())

@@ -13,6 +13,7 @@ import traceback
 import msgspec
 
 HOOK_MODULES = (
+    "sglang_loader.gate_hooks",
     "sglang_loader.http_hooks",
     "sglang_loader.memory_hooks",
     "sglang_loader.weight_updater_hooks",

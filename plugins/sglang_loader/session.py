@@ -139,10 +139,6 @@ class _Session:
             message = channel.receive()
             if isinstance(message, wire.LoadBucket):
                 self._load(message)
-            elif isinstance(message, wire.MapBuffer):
-                self._slots[message.slot] = _mappings.get(
-                    message.buffer, message.handle, self._device, keep=message.keep
-                )
             elif isinstance(message, wire.Commit):
                 while self._in_flight:
                     channel.send(wire.BucketDone, index=self._in_flight.finish_oldest())
@@ -164,6 +160,8 @@ class _Session:
         if message.index != len(self._digests):
             raise SessionError(f"got bucket {message.index}, expected {len(self._digests)}")
         layout = _layouts.get(message.digest, message.layout)
+        for buffer in message.buffers:
+            self._slots[buffer.slot] = _mappings.get(buffer, self._device)
         source = _sources.get(message, self._slots, layout)
         replayed = [
             loader.load(message.index, layout, source, read_only=message.read_only)

@@ -6,8 +6,7 @@ else over a socket that the trainer binds in a private folder:
     engine                                   trainer
     Hello(layouts, buffers it has)    ->
                                       <-     Welcome
-                                      <-     MapBuffer(slot, buffer, handle)  once per slot
-                                      <-     LoadBucket(index, pieces, digest, layout if unknown)
+                                      <-     LoadBucket(index, buffers, pieces, digest, layout)
     BucketDone(index)                 ->     its memory may be written again
                                       ...
                                       <-     Commit(counts) or Abort(reason)
@@ -78,19 +77,19 @@ class Welcome(_Message, frozen=True, kw_only=True):
     """Trainer: go on."""
 
 
-class MapBuffer(_Message, frozen=True, kw_only=True):
-    """Trainer: `slot` names this buffer from now on.
+class SharedBuffer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A buffer of the trainer, which `slot` names from now on.
 
     Attributes:
         slot: number within this session.
-        buffer: names one block of memory for as long as it is allocated.
+        name: of one block of memory for as long as it is allocated.
         handle: None where the engine still has the buffer mapped: torch counts the receivers of a
             handle, so each handle is sent once.
         keep: keep the buffer mapped after the session.
     """
 
     slot: int
-    buffer: str
+    name: str
     handle: CpuHandle | CudaHandle | None
     keep: bool
 
@@ -116,6 +115,7 @@ class LoadBucket(_Message, frozen=True, kw_only=True):
 
     Attributes:
         index: position in the session, from 0.
+        buffers: those that its pieces are the first to lie in.
         pieces: where its bytes are, by ascending `start`: one piece where it was packed.
         digest: names the layout.
         layout: the encoded layout, None where the engine knows the digest.
@@ -123,6 +123,7 @@ class LoadBucket(_Message, frozen=True, kw_only=True):
     """
 
     index: int
+    buffers: list[SharedBuffer]
     pieces: list[BucketPiece]
     digest: str
     layout: bytes | None
@@ -170,7 +171,7 @@ class Failed(_Message, frozen=True, kw_only=True):
     traceback: str
 
 
-FromTrainer = Welcome | MapBuffer | LoadBucket | Commit | Abort
+FromTrainer = Welcome | LoadBucket | Commit | Abort
 FromEngine = Hello | BucketDone | Committed | Failed
 
 _encoder = msgspec.msgpack.Encoder()

@@ -15,7 +15,7 @@ from sglang_loader import session_messages as wire
 from sglang_loader.bucket_loader import synchronize
 from sglang_loader.load_plan import BucketLayout, BucketSource, Piece
 from sglang_loader.session_messages import SessionError
-from sglang_loader.shared_buffer import BufferHandle, map_buffer
+from sglang_loader.shared_buffer import map_buffer
 
 MAX_LAYOUTS = 4096
 MAX_IN_FLIGHT = 2
@@ -64,15 +64,14 @@ class Mappings:
     def names(self) -> list[str]:
         return list(self._mapped)
 
-    def get(
-        self, name: str, handle: BufferHandle | None, device: torch.device, *, keep: bool
-    ) -> torch.Tensor:
+    def get(self, buffer: wire.SharedBuffer, device: torch.device) -> torch.Tensor:
         """Map the memory, or find it mapped; keep it after the session, or not."""
-        if handle is not None:
-            self._mapped[name] = map_buffer(handle, device)
+        name = buffer.name
+        if buffer.handle is not None:
+            self._mapped[name] = map_buffer(buffer.handle, device)
         if name not in self._mapped:
             raise SessionError(f"buffer {name} is not mapped, and no handle came with it")
-        if keep:
+        if buffer.keep:
             self._kept.add(name)
         return self._mapped[name]
 

@@ -1,5 +1,5 @@
-"""Entry point `sglang.srt.plugins`: hooks SGLang's launch, weight updates and memory stages, in
-every SGLang process.
+"""Entry point `sglang.srt.plugins`: hooks SGLang's launch, weight updates, memory stages and
+intake of requests, in every SGLang process.
 
 The hooks do nothing unless the server was launched with our loaders (they stand in
 `ServerArgs.custom_weight_loader`), as our replica does where a `+weight_sync` preset was chosen.
@@ -13,6 +13,8 @@ logger = logging.getLogger(__name__)
 
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+_RECEIVER = "sglang.srt.managers.scheduler_components.request_receiver.SchedulerRequestReceiver"
 _ENGINE = "sglang.srt.entrypoints.engine.Engine"
 _TOKENIZER = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
 
@@ -26,6 +28,7 @@ def activate() -> None:
     try:
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+        from sglang_loader import gate_hooks as gate
         from sglang_loader import http_hooks as http
         from sglang_loader import memory_hooks as memory
         from sglang_loader import weight_updater_hooks as weights
@@ -38,7 +41,11 @@ def activate() -> None:
             (f"{_UPDATER}.release_memory_occupation", memory.release_tags),
             (f"{_UPDATER}.resume_memory_occupation", memory.resume_tags),
             (f"{_RUNNER}.load_model", memory.load_model),
+            (f"{_SCHEDULER}.init_request_receiver", gate.init_receiver),
+            (f"{_RECEIVER}._pull_raw_reqs", gate.pull),
             (f"{_ENGINE}._launch_subprocesses", http.launch_with_middleware),
+            (f"{_TOKENIZER}.update_weights_from_tensor", gate.update),
+            (f"{_TOKENIZER}.update_weights_from_distributed", gate.update),
             (f"{_TOKENIZER}.release_memory_occupation", http.release_or_raise),
             (f"{_TOKENIZER}.resume_memory_occupation", http.resume_or_raise),
         ):

@@ -8,8 +8,10 @@ to the forming of the group and not to the first sync, in which the ranks do not
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -21,10 +23,13 @@ from torch.distributed.distributed_c10d import _get_process_group_store
 
 from sglang_loader.broadcast import Broadcast
 
+logger = logging.getLogger(__name__)
+
 GROUP_PREFIX = "weight_sync_"
-"""How the names of our groups begin; the engine connects those."""
+"""How the names of our groups begin; the engine treats those as this module says."""
 
 CONNECT_TIMEOUT_S = 120.0
+LEAVE_TIMEOUT_S = 10.0
 _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
@@ -141,22 +146,57 @@ def connect(group: Any, device: torch.device, timeout_s: float = CONNECT_TIMEOUT
         BroadcastError: a rank did not come.
         torch.distributed.DistError: the store was closed; a rank did not join at all.
     """
-    store = _get_process_group_store(group)
-    if store.add("here", 1) == group.size():
-        store.set("all here", "")
-    store.wait(["all here"])
+    _meet(group)
     Broadcast(torch.zeros(1, dtype=torch.uint8, device=device), group).wait(
         timeout_s, "the first byte of the update group"
     )
 
 
+def _meet(group: Any) -> None:
+    """Wait in the store until all ranks are there."""
+    store = _get_process_group_store(group)
+    if store.add("here", 1) == group.size():
+        store.set("all here", "")
+    store.wait(["all here"])
+
+
 def leave(group: Any, *, broken: bool) -> None:
-    """End this process's part in the group.
+    """End this process's part in the group; returns after `LEAVE_TIMEOUT_S` at the latest.
+
+    NCCL may wait there for the other ranks on this host, and one of them may be dead. So all ranks
+    should leave at the same time, and each does it in a thread.
 
     Args:
-        group: what `join_as_source` returned.
+        group: of `join_as_source`, or what SGLang made of `init_weights_update_group`.
         broken: True if a broadcast may be outstanding: it is aborted, not waited for.
     """
-    if broken:
-        group.abort()
-    dist.destroy_process_group(group)
+
+    def step() -> None:
+        if broken:
+            group.abort()
+        dist.destroy_process_group(group)
+
+    _run_for_a_while(step, "leave the update group")
+
+
+def abort(group: Any) -> None:
+    """End all broadcasts of the group, as far as this process is concerned; it is no more use."""
+    _run_for_a_while(group.abort, "abort the update group")
+
+
+def _run_for_a_while(step: Callable[[], None], what: str) -> None:
+    gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+    def run() -> None:
+        if gpu is not None:
+            torch.cuda.set_device(gpu)
+        try:
+            step()
+        except Exception:
+            logger.exception("failed to %s", what)
+
+    thread = threading.Thread(target=run, daemon=True, name="weight-sync-leave")
+    thread.start()
+    thread.join(LEAVE_TIMEOUT_S)
+    if thread.is_alive():
+        logger.warning("it takes more than %g s to %s; going on", LEAVE_TIMEOUT_S, what)

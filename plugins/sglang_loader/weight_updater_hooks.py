@@ -24,10 +24,11 @@ from sglang_loader.broadcast_messages import (
 from sglang_loader.broadcast_receiver import BroadcastReceiver
 from sglang_loader.bucket_loader import LOADERS
 from sglang_loader.engine_context import device_of
+from sglang_loader.gate_hooks import set_gate, why_closed
 from sglang_loader.host_backup import backup_of
 from sglang_loader.manifest import ManifestError
 from sglang_loader.session import loading_into
-from sglang_loader.update_group import GROUP_PREFIX, connect, errors_left_to_us, leave
+from sglang_loader.update_group import GROUP_PREFIX, abort, connect, errors_left_to_us, leave
 
 logger = logging.getLogger(__name__)
 
@@ -115,20 +116,22 @@ def join_group(
     return True, message
 
 
-def leave_group(original: Original, runner: Any, group_name: str) -> Any:
+def leave_group(original: Original, runner: Any, group_name: str) -> tuple[bool, str]:
     """AROUND `ModelRunner.destroy_weights_update_group`: also out of a broadcast that never ends.
 
     Stock waits for outstanding collectives, so a trainer that died between announcing a bucket and
     sending it would block this process.
     """
-    receiver = _receivers.get(runner)
-    group = runner._model_update_group.get(group_name)
-    if receiver is not None and group is not None:
-        if receiver.is_waiting_in(group):
-            receiver.give_up()
-            group.abort()
+    if not group_name.startswith(GROUP_PREFIX) or group_name not in runner._model_update_group:
+        left: tuple[bool, str] = original(runner, group_name)
+        return left
+    group = runner._model_update_group.pop(group_name)
+    receiver, is_waiting = _receivers.get(runner), False
+    if receiver is not None:
+        is_waiting = receiver.is_waiting_in(group)
         receiver.left(group)
-    return original(runner, group_name)
+    leave(group, broken=is_waiting)
+    return True, f"left {group_name}"
 
 
 def _give_up(receiver: BroadcastReceiver, runner: Any, group_name: str) -> None:
@@ -139,7 +142,7 @@ def _give_up(receiver: BroadcastReceiver, runner: Any, group_name: str) -> None:
     group = runner._model_update_group.get(group_name)
     on_gpu = device_of(runner.model).type != "cpu"
     if group is not None and on_gpu and receiver.is_waiting_in(group):
-        group.abort()
+        abort(group)
         receiver.left(group)
 
 
@@ -177,6 +180,7 @@ def _update(updater: Any, request: Any, load: Callable[[], None]) -> list[str]:
         flushed = updater.flush_cache(empty_cache=request.torch_empty_cache)
         if not flushed:  # the same on every TP rank: their request queues are in step
             failures = ["the weights are loaded, but the prefix cache holds running requests"]
+    set_gate(why_closed(updater) or next(iter(failures), None))
     return failures
 
 
@@ -206,6 +210,7 @@ def failures_on_any_rank(updater: Any, failure: str | None) -> list[str]:
 def from_all_ranks(updater: Any, item: Result) -> list[Result]:
     """Every TP rank's `item`, by rank, on all of them; each must call this."""
     group = updater.tp_cpu_group
-    items: list[Any] = [None] * torch.distributed.get_world_size(group=group)
-    torch.distributed.all_gather_object(items, item, group=group)
+    items: list[Any] = [item] * torch.distributed.get_world_size(group=group)
+    if len(items) > 1:
+        torch.distributed.all_gather_object(items, item, group=group)
     return items

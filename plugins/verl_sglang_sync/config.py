@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from sglang_loader.host_backup.policy import POLICIES, Policy
+from sglang_loader.request_gate import STALE_REQUESTS, GatePolicy, StaleRequests
 from verl_sglang_sync.server_client.operations import LIMITS
 from verl_sglang_sync.server_client.urls import checked_base_url
 from verl_sglang_sync.stages import SLEEP_ORDER, WAKE_ORDER, StageOrder
@@ -35,6 +36,8 @@ PRESET_KEYS = (
     "host_backup",
     "sleep_order",
     "wake_order",
+    "stale_requests",
+    "stale_requests_timeout_s",
     "router_url",
     "router_api_key",
 )
@@ -68,6 +71,10 @@ class WeightSyncConfig:
             until that is proven.
         sleep_order: the tags to release, in this order.
         wake_order: the same tags and "sync", in the order of a wake-up.
+        stale_requests: what happens to a request that comes between the release of the engine's
+            memory, or the first bucket of a sync, and the end of a complete sync and wake-up:
+            "wait" holds it, "refuse" answers with HTTP 503 and the reason.
+        stale_requests_timeout_s: after which a request that waits is refused too.
         router_url: SGLang's router, with which every server registers while it is up, or None.
         router_api_key: the router's own key, or None.
         bucket_bytes: upper limit of one bucket, in bytes (verl's
@@ -88,6 +95,8 @@ class WeightSyncConfig:
     host_backup: Policy = "auto"
     sleep_order: tuple[str, ...] = SLEEP_ORDER
     wake_order: tuple[str, ...] = WAKE_ORDER
+    stale_requests: StaleRequests = "wait"
+    stale_requests_timeout_s: float = 600.0
     router_url: str | None = None
     router_api_key: str | None = field(default=None, repr=False)
     bucket_bytes: int
@@ -98,6 +107,11 @@ class WeightSyncConfig:
     def effective_host_backup(self) -> Policy:
         """The host backup of this mode: only load plans prove anything that "auto" could use."""
         return "on" if self.host_backup == "auto" and self.mode != "compiled" else self.host_backup
+
+    @property
+    def gate_policy(self) -> GatePolicy:
+        """What the engine does with requests that it must not serve now."""
+        return GatePolicy(self.stale_requests, self.stale_requests_timeout_s)
 
     @property
     def stages(self) -> StageOrder:
@@ -140,6 +154,10 @@ class WeightSyncConfig:
             host_backup=_host_backup(keys.get("host_backup", "auto")),
             sleep_order=stages.sleep,
             wake_order=stages.wake,
+            stale_requests=_stale_requests(keys.get("stale_requests", "wait")),
+            stale_requests_timeout_s=_positive_number(
+                f"{SECTION}.stale_requests_timeout_s", keys.get("stale_requests_timeout_s", 600.0)
+            ),
             router_url=_router_url(keys),
             router_api_key=_router_api_key(keys),
             bucket_bytes=_bucket_bytes(rollout),
@@ -183,6 +201,14 @@ def _host_backup(value: Any) -> Policy:
     value = {True: "on", False: "off"}[value] if isinstance(value, bool) else value  # YAML 1.1
     if value not in POLICIES:
         raise ValueError(f"{SECTION}.host_backup={value!r}: allowed: {', '.join(POLICIES)}")
+    return value  # type: ignore[no-any-return]
+
+
+def _stale_requests(value: Any) -> StaleRequests:
+    if value not in STALE_REQUESTS:
+        raise ValueError(
+            f"{SECTION}.stale_requests={value!r}: allowed: {', '.join(STALE_REQUESTS)}"
+        )
     return value  # type: ignore[no-any-return]
 
 

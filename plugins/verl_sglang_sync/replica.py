@@ -15,10 +15,11 @@ import ray
 from verl.workers.rollout.replica import RolloutMode
 from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer, SGLangReplica
 
+from sglang_loader import request_gate
 from sglang_loader.bucket_loader import LOADERS
+from sglang_loader.gate_hooks import GRAPHS_VARIABLE
 from sglang_loader.host_backup.policy import ENVIRONMENT_VARIABLE
 from sglang_loader.http_hooks import release_stages
-from sglang_loader.memory_hooks import GRAPHS_VARIABLE
 from sglang_loader.stage_costs import StageCosts
 from verl_sglang_sync.config import WeightSyncConfig
 from verl_sglang_sync.router_guard import Watch, start_guard
@@ -51,6 +52,7 @@ class WeightSyncHttpServer(SGLangHttpServer):  # type: ignore[misc]
             )
         # SGLang's processes inherit these.
         os.environ[ENVIRONMENT_VARIABLE] = settings.effective_host_backup
+        os.environ[request_gate.ENVIRONMENT_VARIABLE] = str(settings.gate_policy)
         if settings.stages.releases_graphs:
             os.environ[GRAPHS_VARIABLE] = "true"
         if settings.router_url is not None:

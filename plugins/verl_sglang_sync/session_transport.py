@@ -8,16 +8,15 @@ it), then all leave together with the same `WeightSyncError`.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 import traceback
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -26,7 +25,7 @@ from sglang_loader.bucket_loader import SESSION_LOADER, synchronize
 from sglang_loader.ipc import serialize_handles
 from sglang_loader.session_messages import BucketPiece, Committed, SessionError
 from sglang_loader.update_keys import UpdateKeys
-from verl_sglang_sync.bucket_stream import Batch, BucketStream
+from verl_sglang_sync.bucket_stream import Batch, Bucket, BucketStream
 from verl_sglang_sync.collective import RoundState, TrainerGroup
 from verl_sglang_sync.config import WeightSyncConfig
 from verl_sglang_sync.memory_blocks import Block, BlockNames
@@ -79,8 +78,6 @@ class SessionTransport:
         self._watch = SourceWatch(device) if settings.read_in_place else None
         self._in_place: InPlaceSource | None = None
         self._used: frozenset[str] = frozenset()
-        # Something to share with the request that opens a session: the engine's format wants it.
-        self._token = torch.zeros(1, dtype=torch.uint8, device=device)
 
     async def sync(
         self, weights: Iterable[NamedTensor], *, version: str | None, report: SyncReport
@@ -93,9 +90,13 @@ class SessionTransport:
             session = ranks.attempt(lambda: stack.enter_context(self._new_session()))
             with report.stage("open"):
                 self._open(session, request, ranks)
+            buckets = self._prepared(source, report)
+            first = ranks.attempt(lambda: next(buckets, None))  # while the engine joins
+            with report.stage("open"):
                 met = self._meet(session, request, ranks)
             if met:
-                ranks.attempt(lambda: self._send(_joined(session), source, report, ranks))
+                ranks.attempt(lambda: self._send(_joined(session), first, buckets, report, ranks))
+                first = None
                 _drain(source)
                 if ranks.agree():
                     ranks.attempt(lambda: self._commit(_joined(session), report, ranks))
@@ -116,7 +117,8 @@ class SessionTransport:
         """Gather the ranks' invitations and post them; all ranks join the gather."""
         invitation = b""
         if session is not None:
-            named = [(session.invitation, self._token)]
+            # The engine's format wants a tensor; an empty one needs no memory to share.
+            named = [(session.invitation, torch.empty(0, dtype=torch.uint8))]
             invitation = ranks.attempt(lambda: serialize_handles(named)) or b""
         gathered = self._group.gather(invitation)
         if gathered is not None and all(gathered):
@@ -144,55 +146,79 @@ class SessionTransport:
                 return True
         return False
 
-    def _send(
-        self, session: TrainerSession, source: Export, report: SyncReport, ranks: _Ranks
-    ) -> None:
-        """Export, pack and send every bucket; returns when the engine has read them all."""
+    def _prepared(self, source: Export, report: SyncReport) -> Iterator[_Prepared]:
+        """Export the buckets, and pack those that cannot be read in place.
+
+        A bucket takes the staging buffer of the one `num_buffers` before it.
+        """
         in_place = () if self._in_place is None else self._in_place.indices
         self._ring.prepare(self._stream.cuts, in_place=in_place)
-        in_flight: deque[Batch] = deque()
         for batch in self._stream.batches(source, report):
+            spans = None if self._in_place is None else self._in_place.spans_of(batch)
+            if spans is not None:
+                synchronize(self._device)  # the tensors may still be being written
+                report.num_in_place += 1
+                # The engine reads the tensors themselves: they must live until it is done.
+                yield _Prepared(batch, spans)
+                del batch
+                continue
+            if self._watch is not None:
+                self._watch.see(batch)
+            with report.stage("pack"):
+                storage = self._ring.pack(batch)
+            report.staging_bytes = max(report.staging_bytes, self._ring.nbytes)
+            packed = replace(batch, tensors=[])
+            del batch
+            yield _Prepared(packed, storage=storage)
+
+    def _send(
+        self,
+        session: TrainerSession,
+        first: _Prepared | None,
+        others: Iterator[_Prepared],
+        report: SyncReport,
+        ranks: _Ranks,
+    ) -> None:
+        """Send every bucket; returns when the engine has read them all."""
+        in_flight: deque[_Prepared] = deque()
+        bucket = first
+        while bucket is not None:
+            batch = bucket.batch
+            session.load(
+                batch.index,
+                batch.bucket,
+                self._pieces(session, bucket),
+                read_only=bucket.storage is None,
+            )
+            ranks.sent(batch.bucket)
+            in_flight.append(bucket)
+            del batch
             if len(in_flight) == self._ring.num_buffers:
                 with report.stage("load"):
-                    session.wait_until_done(in_flight.popleft().index)
-            spans = None if self._in_place is None else self._in_place.spans_of(batch)
-            if spans is None:
-                pieces = self._pack(session, batch, report)
-            else:
-                pieces = self._point_to(session, batch, spans, report)
-            session.load(batch.index, batch.bucket, pieces, read_only=spans is not None)
-            ranks.sent(batch)
-            # The engine reads the tensors of an unpacked bucket: they must live until it is done.
-            in_flight.append(batch if spans is not None else replace(batch, tensors=[]))
-            del batch
+                    session.wait_until_done(in_flight.popleft().batch.index)
+            bucket = next(others, None)
         with report.stage("load"):
             while in_flight:
-                session.wait_until_done(in_flight.popleft().index)
+                session.wait_until_done(in_flight.popleft().batch.index)
         if not ranks.num_buckets:
             raise ValueError("the trainer exported no tensor")
 
-    def _pack(self, session: TrainerSession, batch: Batch, report: SyncReport) -> list[BucketPiece]:
-        """Copy a bucket into a staging buffer."""
-        if self._watch is not None:
-            self._watch.see(batch)
-        with report.stage("pack"):
-            storage = self._ring.pack(batch)
-        report.staging_bytes = max(report.staging_bytes, self._ring.nbytes)
-        keep = self._settings.keep_staging_buffers
-        slot = session.map(Block.of(storage), storage, keep=keep)
-        return [BucketPiece(slot, 0, 0, batch.bucket.layout.nbytes)]
-
-    def _point_to(
-        self, session: TrainerSession, batch: Batch, spans: Sequence[Span], report: SyncReport
-    ) -> list[BucketPiece]:
-        """Have the engine map the trainer's own memory."""
-        synchronize(self._device)  # the tensors may still be being written
-        report.num_in_place += 1
-        pieces = []
-        for span in spans:
-            slot = session.map(span.block, batch.tensors[span.member].untyped_storage())
-            pieces.append(BucketPiece(slot, span.offset, span.start, span.nbytes))
-        return pieces
+    def _pieces(self, session: TrainerSession, bucket: _Prepared) -> list[BucketPiece]:
+        """Where the engine finds the bucket; blocks that it does not know are mapped."""
+        if bucket.storage is not None:
+            keep = self._settings.keep_staging_buffers
+            slot = session.map(Block.of(bucket.storage), bucket.storage, keep=keep)
+            return [BucketPiece(slot, 0, 0, bucket.batch.bucket.layout.nbytes)]
+        tensors = bucket.batch.tensors
+        return [
+            BucketPiece(
+                session.map(span.block, tensors[span.member].untyped_storage()),
+                span.offset,
+                span.start,
+                span.nbytes,
+            )
+            for span in bucket.spans
+        ]
 
     def _commit(self, session: TrainerSession, report: SyncReport, ranks: _Ranks) -> None:
         with report.stage("commit"):
@@ -220,13 +246,28 @@ class SessionTransport:
             torch.cuda.ipc_collect()  # what the engine has let go of
 
 
+@dataclass(frozen=True)
+class _Prepared:
+    """A bucket that can be loaded.
+
+    Attributes:
+        batch: with its tensors where they are read in place.
+        spans: where they lie.
+        storage: the staging buffer; None where the tensors are read in place.
+    """
+
+    batch: Batch
+    spans: tuple[Span, ...] = ()
+    storage: torch.UntypedStorage | None = None
+
+
 def _joined(session: TrainerSession | None) -> TrainerSession:
     assert session is not None, "a rank without a session has failed"
     return session
 
 
 class _Request:
-    """The update request, posted from a thread: this one waits on the session's socket."""
+    """The update request, sent by another thread: this one waits on the session's socket."""
 
     def __init__(self, engine: Updater | None, version: str | None) -> None:
         self._engine = engine
@@ -235,21 +276,14 @@ class _Request:
 
     def post(self, handles: list[bytes]) -> None:
         """Send the request; its reply is the outcome on all TP ranks."""
-        engine = self._engine
-        assert engine is not None, "only the leader gathers handles"
-
-        async def update() -> None:
-            await engine.update_weights(
-                handles,
-                load_format=SESSION_LOADER,
-                flush_cache=True,
-                weight_version=self._version,
-                key=next(UpdateKeys()),
-            )
-
-        thread = ThreadPoolExecutor(1, thread_name_prefix="weight-sync-request")
-        self._reply = thread.submit(lambda: asyncio.run(update()))
-        thread.shutdown(wait=False)
+        assert self._engine is not None, "only the leader gathers handles"
+        self._reply = self._engine.start_update(
+            handles,
+            load_format=SESSION_LOADER,
+            flush_cache=True,
+            weight_version=self._version,
+            key=next(UpdateKeys()),
+        )
 
     def check(self) -> None:
         """Raise if the engine has answered already: nobody is left to talk to."""
@@ -294,11 +328,11 @@ class _Ranks:
             self._failure = traceback.format_exc()
             return None
 
-    def sent(self, batch: Batch) -> None:
+    def sent(self, bucket: Bucket) -> None:
         """Count a bucket into what the ranks compare."""
         self.num_buckets += 1
-        self.num_tensors += len(batch.tensors)
-        self._checksum = zlib.crc32(batch.bucket.names, self._checksum)
+        self.num_tensors += len(bucket.layout.tensors)
+        self._checksum = zlib.crc32(bucket.names, self._checksum)
 
     def agree(self, *, met: bool = True) -> bool:
         """Exchange states and checksums with all ranks; False if the sync cannot go on.

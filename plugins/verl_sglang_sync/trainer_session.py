@@ -98,6 +98,7 @@ class TrainerSession:
         self._mapped: set[str] = set()
         self._slots: dict[str, int] = {}
         self._read_in_place: set[str] = set()
+        self._unsent: list[wire.SharedBuffer] = []
         self._num_done = 0
 
     def greet(self, watch: Callable[[], None], *, wait_s: float) -> bool:
@@ -121,7 +122,7 @@ class TrainerSession:
         return frozenset(self._read_in_place)
 
     def map(self, block: Block, member: torch.UntypedStorage, *, keep: bool | None = None) -> int:
-        """Have the engine map a block, once; return its slot.
+        """Have the engine map a block with the next bucket, once; return its slot.
 
         Args:
             block: of memory.
@@ -140,7 +141,7 @@ class TrainerSession:
             if keep is None:
                 keep = name in self._used_before
                 self._read_in_place.add(name)
-            self._channel.send(wire.MapBuffer, slot=slot, buffer=name, handle=handle, keep=keep)
+            self._unsent.append(wire.SharedBuffer(slot=slot, name=name, handle=handle, keep=keep))
         return slot
 
     def load(
@@ -148,9 +149,11 @@ class TrainerSession:
     ) -> None:
         """Have a bucket loaded; its memory must stay as it is until it is done."""
         is_known = bucket.digest in self._known
+        buffers, self._unsent = self._unsent, []
         self._channel.send(
             wire.LoadBucket,
             index=index,
+            buffers=buffers,
             pieces=pieces,
             digest=bucket.digest,
             layout=None if is_known else bucket.encoded,

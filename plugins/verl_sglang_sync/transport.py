@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from typing import Protocol
 
 import torch
@@ -37,6 +38,17 @@ class Updater(Protocol):
 
         With a key the engine applies it once, however often it arrives.
         """
+
+    def start_update(
+        self,
+        handles: Sequence[bytes],
+        *,
+        load_format: str,
+        flush_cache: bool,
+        weight_version: str | None,
+        key: UpdateKey | None = None,
+    ) -> Future[None]:
+        """`update_weights` for a caller that goes on meanwhile, and waits in plain code."""
 
 
 class SyncTransport(Protocol):

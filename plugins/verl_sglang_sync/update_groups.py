@@ -113,6 +113,7 @@ class UpdateGroups:
         self._device = device
         self._timeout_s = timeout_s
         self._timeouts_s = timeouts_s
+        self._form_timeout_s = (timeouts_s or {}).get("group", timeout_s)
         self._group: UpdateGroup | None = None
         self._clients: dict[Replica, SyncSGLangServerClient] = {}
         self._left: list[str] = []  # names of groups that the engines still know
@@ -172,7 +173,7 @@ class UpdateGroups:
     def _form(self, members: Members) -> UpdateGroup:
         name = f"{GROUP_PREFIX}{secrets.token_hex(4)}"
         world_size = 1 + sum(replica.num_ranks for replica, _ in members)
-        meeting = MeetingPoint(self._address, world_size, self._timeout_s)
+        meeting = MeetingPoint(self._address, world_size, self._form_timeout_s)
         joined: list[Future[Any]] = []
         rank_offset = 1
         for replica, client in members:
@@ -195,12 +196,12 @@ class UpdateGroups:
                 device=self._device,
                 world_size=world_size,
                 name=name,
-                timeout_s=self._timeout_s,
+                timeout_s=self._form_timeout_s,
             )
         )
-        wait([own, *joined], timeout=self._timeout_s, return_when=FIRST_EXCEPTION)
+        wait([own, *joined], timeout=self._form_timeout_s, return_when=FIRST_EXCEPTION)
         replicas = [replica for replica, _ in members]
-        if problem := _why_not_formed(replicas, joined, own, self._timeout_s):
+        if problem := _why_not_formed(replicas, joined, own, self._form_timeout_s):
             self._left.append(name)  # some engine may have joined
             _send_away(meeting, [own, *joined])
             own.add_done_callback(_leave_late)
@@ -211,8 +212,9 @@ class UpdateGroups:
     def _dissolve(self, group: UpdateGroup) -> None:
         """Leave a healthy group together with whoever is still there."""
         self._group = None
-        _leave_servers(group.members, [group.name])
-        leave(group.process_group, broken=False)
+        _leave_servers(
+            group.members, [group.name], meanwhile=lambda: leave(group.process_group, broken=False)
+        )
 
     def _forget_left_groups(self, members: Members) -> None:
         names, self._left = self._left, []
@@ -259,13 +261,17 @@ def _send_away(meeting: MeetingPoint, waiting: Sequence[Future[Any]]) -> None:
         meeting.close()
 
 
-def _leave_servers(members: Members, names: Sequence[str]) -> None:
+def _leave_servers(
+    members: Members, names: Sequence[str], meanwhile: Callable[[], None] | None = None
+) -> None:
     """Have the engines destroy their part; a server that is gone, or has done so, is fine."""
     futures = [
         (replica, name, client.submit(operations.destroy_update_group(name)))
         for replica, client in members
         for name in names
     ]
+    if meanwhile is not None:
+        meanwhile()
     for replica, name, future in futures:
         try:
             future.result()

@@ -39,6 +39,8 @@ LOADER = "sglang_loader.bucket_loader"
 ALLOCATIONS = "sglang_loader.host_backup.allocations"
 MEMORY = "sglang_loader.memory_hooks"
 HTTP = "sglang_loader.http_hooks"
+GATE = "sglang_loader.gate_hooks"
+RECEIVER = "sglang.srt.managers.scheduler_components.request_receiver:SchedulerRequestReceiver"
 STAGES = "verl_sglang_sync.stages"
 GRAPHS = "sglang.srt.model_executor.runner_backend.full_cuda_graph_backend"
 POLICY = "sglang_loader.host_backup.policy"
@@ -187,6 +189,24 @@ NEEDS = (
     Need(f"{TOKENIZER}.release_memory_occupation", HTTP, ("self", "obj", "request")),
     Need(f"{TOKENIZER}.resume_memory_occupation", HTTP, ("self", "obj", "request")),
     Need(f"{IO}:ReleaseMemoryOccupationReqInput", HTTP, ("tags",)),
+    # sglang: requests on their way to the scheduler
+    Need("sglang.srt.managers.scheduler:Scheduler.init_request_receiver", GATE, ("self",)),
+    Need(f"{RECEIVER}._pull_raw_reqs", GATE, ("self",)),
+    Need(f"{TOKENIZER}.update_weights_from_tensor", GATE, ("self", "obj", "request")),
+    Need(f"{TOKENIZER}.update_weights_from_distributed", GATE, ("self", "obj", "request")),
+    Need("sglang.srt.managers:io_struct", GATE),
+    Need(f"{IO}:AbortReq", GATE, ("abort_all", "finished_reason")),
+    Need(f"{IO}:HealthCheckOutput", GATE),
+    *(
+        Need(f"{IO}:{name}", GATE)
+        for name in (
+            "TokenizedGenerateReqInput",
+            "TokenizedEmbeddingReqInput",
+            "BatchTokenizedGenerateReqInput",
+            "BatchTokenizedEmbeddingReqInput",
+        )
+    ),
+    Need("sglang.srt.managers.utils:is_health_check_generate_req", GATE, ("recv_req",)),
     Need(f"{RUNNER}.load_model", MEMORY, ("self",)),
     Need(f"{UPDATER}._observe_weight_load", HOOKS, ("self", "source")),
     Need(f"{WORKER}.update_weights_from_tensor", HOOKS, ("self", "recv_req")),
@@ -474,8 +494,36 @@ class TestSGLang:
         for names in (TAGS, RELEASE_ORDER, RESUME_ORDER):
             assert set(names) == set(tags), f"{STAGES} or {MEMORY}"
 
+    def test_requests_pass_the_gate_before_the_broadcast(self) -> None:
+        receive = source_of(f"{RECEIVER}.recv_requests")
+        pulled = receive.index("recv_reqs = self._pull_raw_reqs()")
+        assert pulled < receive.index("self._broadcast_reqs_across_ranks(recv_reqs)"), GATE
+        pull = source_of(f"{RECEIVER}._pull_raw_reqs")
+        assert "if self.ps.pp_rank == 0:" in pull, f"{GATE} looks at the first stage alone"
+        assert "recv_reqs = None" in pull, f"{GATE}: a rank that gets the broadcast"
+        sender = source_of(
+            "sglang.srt.managers.scheduler_components.output_sender:SenderWrapper.send_output"
+        )
+        assert "recv_obj" in sender, f"{GATE} answers with it"
+        manager = "sglang.srt.managers.tokenizer_manager:TokenizerManager"
+        answer = source_of(f"{manager}._handle_abort_req")
+        assert "finish_reason = recv_obj.finished_reason" in answer, f"{GATE}: the reason"
+        raising = source_of(f"{manager}._handle_abort_finish_reason")
+        assert "HTTPStatus.SERVICE_UNAVAILABLE" in raising, f"{GATE}: HTTP 503"
+        scheduler = source_of("sglang.srt.managers.scheduler:Scheduler.abort_request")
+        assert "recv_req.abort_all or req.rid.startswith(recv_req.rid)" in scheduler, GATE
+
+    def test_the_lock_between_requests_and_updates(self) -> None:
+        manager = "sglang.srt.managers.tokenizer_manager:TokenizerManager"
+        reading = "async with self.model_update_lock.reader_lock:"
+        assert reading in source_of(f"{manager}.generate_request"), f"{GATE}: UpdateLock"
+        for name in ("update_weights_from_tensor", "update_weights_from_distributed"):
+            source = source_of(f"{TOKENIZER}.{name}")
+            assert "async with self.model_update_lock.writer_lock:" in source, f"{GATE}: {name}"
+            assert "return success, message" in source, f"{GATE} reads it"
+
     def test_the_graphs_tag(self) -> None:
-        from sglang_loader.memory_hooks import GRAPHS_VARIABLE
+        from sglang_loader.gate_hooks import GRAPHS_VARIABLE
 
         backend = source_of(f"{GRAPHS}:FullCudaGraphBackend")
         assert f'get_bool_env_var("{GRAPHS_VARIABLE}")' in backend, f"{REPLICA} sets it"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from support.cycle_checks import check_cycles, check_poisoned_cycle, check_syncs
+from support.cycle_checks import check_cycles, check_poisoned_cycle, check_stray, check_syncs
 from support.cycle_steps import run_cycles
 
 pytestmark = pytest.mark.e2e
@@ -22,4 +22,5 @@ def test_cycles_leave_no_trace(tmp_path: Path) -> None:
     check_syncs(seen)
     check_poisoned_cycle(seen)
     check_cycles(seen, NUM_CYCLES)
+    check_stray(seen)
     assert any("gemma_weight" in name for name in seen["poisoned"]["asleep"]["nan"])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from support.cycle_loader import STRAY_BYTES
+
 SAME = ("hashes", "addresses", "nan", "allocated")
 
 
@@ -41,6 +43,13 @@ def check_cycles(seen: dict[str, Any], num_cycles: int) -> None:
     for state in [*(cycle["state"] for cycle in cycles if cycle["state"]), seen["last"]]:
         assert _differences(state, seen["never slept"]) == {}
         assert (state["stale"], state["host_bytes"]) == (None, 0)
+
+
+def check_stray(seen: dict[str, Any]) -> None:
+    """What is allocated under the tag by mistake is seen by the checks above."""
+    before, after = (seen[key]["allocated"]["weights"][1] for key in ("last", "stray"))
+    assert after - before == STRAY_BYTES
+    assert "allocated" in _differences(seen["stray"], seen["last"])
 
 
 def _differences(state: dict[str, Any], reference: dict[str, Any]) -> dict[str, list[str]]:

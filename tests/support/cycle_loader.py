@@ -2,7 +2,8 @@
 
 Each takes one named tensor whose name is JSON. They load nothing: `LOOK_LOADER` writes what the
 process holds to the file `path`, `POISON_LOADER` overwrites with 0xFF (NaN in every floating-point
-type) all that lies under the tag "weights" but for what a restore brings back.
+type) all that lies under the tag "weights" but for what a restore brings back, `STRAY_LOADER`
+allocates under that tag what does not belong there.
 
 Without a memory saver (a CPU) nothing is ever lost, so there the memory under the tag is what the
 model reaches, and what a restore would bring back is what the load plan leaves out.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,9 @@ from sglang_loader.load_plan.intervals import Interval, num_bytes, subtract
 
 LOOK_LOADER = "support.cycle_loader.look"
 POISON_LOADER = "support.cycle_loader.poison_all_but_the_restored"
-CYCLE_LOADERS = (LOOK_LOADER, POISON_LOADER)
+STRAY_LOADER = "support.cycle_loader.allocate_under_the_tag"
+CYCLE_LOADERS = (LOOK_LOADER, POISON_LOADER, STRAY_LOADER)
+STRAY_BYTES = 3 << 20
 
 NamedTensors = list[tuple[str, torch.Tensor]]
 
@@ -73,6 +77,19 @@ def poison_all_but_the_restored(model: Any, named_tensors: NamedTensors) -> None
         bytes_at(allocated.device, start, stop).fill_(0xFF)
     synchronize(allocated.device)
     Path(json.loads(named_tensors[0][0])["path"]).write_text(json.dumps(num_bytes(lost)))
+
+
+def allocate_under_the_tag(model: Any, named_tensors: NamedTensors) -> None:
+    """As a staging buffer would be that somebody makes within a region; the model keeps it."""
+    device = next(model.parameters()).device
+    region: Any = nullcontext()
+    if device.type == "cuda":
+        from torch_memory_saver import torch_memory_saver
+
+        region = torch_memory_saver.region(tag="weights")
+    with torch.inference_mode(False), region:
+        model.stray = torch.zeros(STRAY_BYTES, dtype=torch.uint8, device=device)
+    Path(json.loads(named_tensors[0][0])["path"]).write_text(json.dumps(STRAY_BYTES))
 
 
 def under_the_tag(model: Any) -> Allocations:

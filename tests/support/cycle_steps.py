@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from support.backup_steps import call_loader
-from support.cycle_loader import CYCLE_LOADERS, LOOK_LOADER, POISON_LOADER
+from support.cycle_loader import CYCLE_LOADERS, LOOK_LOADER, POISON_LOADER, STRAY_LOADER
 from support.cycle_models import MIXTURES_OF_EXPERTS, checkpoint_weights, make_model
 from support.http_requests import generate, release, resume
 from support.sglang_server import sglang_server
@@ -104,6 +104,9 @@ def memory_cycles(
     seen["cycles"] = cycles
     seen["lost_gpu_bytes"] = free_before - engine.free_bytes()
     seen["last"] = engine.look()
+    engine.stray()
+    seen["stray"] = engine.look()
+    engine.sleep(ALL_TAGS)
     return seen
 
 
@@ -139,6 +142,9 @@ class _Engine:
     def poison(self) -> Any:
         return self._ask(POISON_LOADER)
 
+    def stray(self) -> Any:
+        return self._ask(STRAY_LOADER)
+
     def generate(self) -> list[list[float]]:
         return generate(self._url)
 
@@ -151,13 +157,17 @@ class _Engine:
         yield seconds
         self._stage(seconds, "resume_rest", resume, "cuda_graph", "kv_cache")
 
-    def freed_by(self, tag: str) -> int:
-        """Bytes that the release of one tag gives back to the GPU."""
+    def sleep(self, tags: tuple[str, ...]) -> None:
+        self._stage({}, "release", release, *tags)
+
+    def freed_by(self, tag: str) -> dict[str, int]:
+        """Bytes that the release of one tag gives back to the GPU, and what its reply tells."""
         before = self.free_bytes()
-        self._stage({}, "release", release, tag)
+        text = self._stage({}, "release", release, tag)
         freed = self.free_bytes() - before
         self._stage({}, "resume", resume, tag)
-        return freed
+        [told] = json.loads(text)["stages"][tag]["gpu_bytes"]
+        return {"freed": freed, "told": told}
 
     def free_bytes(self) -> int:
         """Free memory of the GPU, all processes together; 0 on a CPU."""
@@ -173,11 +183,12 @@ class _Engine:
         name: str,
         stage: Callable[..., tuple[int, str]],
         *tags: str,
-    ) -> None:
+    ) -> str:
         started = time.perf_counter()
         status, text = stage(self._url, *tags)
         seconds[name] = time.perf_counter() - started
         assert status == 200, text
+        return text
 
     def _ask(self, loader: str) -> Any:
         call_loader(self._rank, loader, {"path": str(self._file)})

@@ -7,6 +7,7 @@ import json
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 PROMPT = "The weights of this model are random, and so"
@@ -21,6 +22,15 @@ def post(url: str, endpoint: str, payload: dict[str, Any]) -> tuple[int, str]:
     )
     try:
         with urllib.request.urlopen(request, timeout=120) as reply:
+            return reply.status, reply.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def get(url: str, endpoint: str) -> tuple[int, str]:
+    """Status and text of the reply, whatever the status."""
+    try:
+        with urllib.request.urlopen(f"{url}/{endpoint}", timeout=120) as reply:
             return reply.status, reply.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()
@@ -42,22 +52,25 @@ def generate(url: str, num_tokens: int = 24) -> list[list[float]]:
     The prefix cache is dropped first: with a prefix from it the last bits may differ.
     """
     post(url, "flush_cache", {})
-    status, text = post(
-        url,
-        "generate",
-        {
-            "text": PROMPT,
-            "sampling_params": {
-                "temperature": 0,
-                "max_new_tokens": num_tokens,
-                "ignore_eos": True,
-            },
-            "return_logprob": True,
-        },
-    )
+    status, text = post(url, "generate", _greedy(num_tokens))
     assert status == 200, text
     tokens = json.loads(text)["meta_info"]["output_token_logprobs"]
     return [[logprob, token] for logprob, token, _ in tokens]
+
+
+@contextlib.contextmanager
+def answer_to(url: str, rid: str) -> Iterator[Future[tuple[int, str]]]:
+    """Status and text of the answer to a request with an id, as soon as there is one."""
+    with ThreadPoolExecutor(1) as pool:
+        yield pool.submit(post, url, "generate", {**_greedy(24), "rid": rid})
+
+
+def _greedy(num_tokens: int) -> dict[str, Any]:
+    return {
+        "text": PROMPT,
+        "sampling_params": {"temperature": 0, "max_new_tokens": num_tokens, "ignore_eos": True},
+        "return_logprob": True,
+    }
 
 
 @contextlib.contextmanager

@@ -1,12 +1,14 @@
 """Broadcasts that end, never end or fail; when they begin; what a receiver gives back."""
 
+import os
+import threading
 from concurrent.futures import Future
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from sglang_loader import broadcast
+from sglang_loader import broadcast, update_group, weight_updater_hooks
 from sglang_loader.broadcast import Broadcast, BroadcastError
 from sglang_loader.broadcast_messages import BroadcastBucket, decode_bucket
 from sglang_loader.broadcast_receiver import BroadcastReceiver
@@ -41,6 +43,7 @@ class Work:
 def work(monkeypatch):
     """The work of every broadcast that is started."""
     found = Work()
+    monkeypatch.setattr(update_group, "_meet", lambda _group: None)
     monkeypatch.setattr(broadcast.dist, "broadcast", lambda *_args, **_kwargs: found)
     return found
 
@@ -133,6 +136,7 @@ def test_a_receiver_gives_its_memory_back_with_the_group(work):
     assert [buffer.numel() for buffer in receiver._buffers] == [8, 8]
     receiver.left(GROUP)
     assert [buffer.numel() for buffer in receiver._buffers] == [0, 0]
+    receiver.check(bucket(0))  # of another sync: bucket 1 of this one is expected no more
 
 
 class Log(list):
@@ -225,3 +229,101 @@ def test_a_failed_sync_abandons_the_group(monkeypatch):
     with pytest.raises(WeightSyncError, match="exported no tensor"):
         transport.sync(iter([]), [], version=None, report=report)
     assert log == [("abandon", None)]
+
+
+class Runner:
+    """SGLang's `ModelRunner`, as far as groups go."""
+
+    def __init__(self):
+        self.model = torch.nn.Linear(1, 1)
+        self._model_update_group = {}
+
+
+def join(runner, name, joined=(True, "joined")):
+    def original(runner, *arguments):
+        assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
+        assert arguments == ("host", 1, 2, 3, name, "gloo")
+        runner._model_update_group[name] = GROUP
+        return joined
+
+    return weight_updater_hooks.join_group(original, runner, "host", 1, 2, 3, name, "gloo")
+
+
+@pytest.fixture
+def left(monkeypatch):
+    """Groups that were left, and whether as broken ones."""
+    found = []
+    monkeypatch.setattr(
+        weight_updater_hooks, "leave", lambda group, broken: found.append((group, broken))
+    )
+    return found
+
+
+def test_an_engine_connects_a_group_of_ours(work, monkeypatch):
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
+    work.completed = True
+    runner = Runner()
+    assert join(runner, "weight_sync_a") == (True, "joined")
+    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3"
+    assert runner._model_update_group == {"weight_sync_a": GROUP}
+
+
+def test_an_engine_that_cannot_connect_says_so_and_leaves(work, monkeypatch, left):
+    work.completed, work.error = True, "the trainer is gone"
+    runner = Runner()
+    success, message = join(runner, "weight_sync_a")
+    assert not success
+    assert "the trainer is gone" in message
+    assert left == [(GROUP, True)]
+    assert not runner._model_update_group
+
+
+def test_other_groups_are_sglangs_own(work, left):
+    runner = Runner()
+    originals = []
+
+    def original(*arguments):
+        originals.append(arguments)
+        return True, "stock"
+
+    hooks = weight_updater_hooks
+    joined = hooks.join_group(original, runner, "host", 1, 2, 3, "other", "gloo")
+    assert (joined, hooks.leave_group(original, runner, "other")) == ((True, "stock"),) * 2
+    assert originals == [(runner, "host", 1, 2, 3, "other", "gloo"), (runner, "other")]
+    assert not left
+
+
+@pytest.mark.parametrize("arrived", [True, False])
+def test_a_group_is_aborted_only_if_a_broadcast_is_outstanding(work, left, arrived):
+    runner, receiver = Runner(), BroadcastReceiver()
+    runner._model_update_group["weight_sync_a"] = GROUP
+    weight_updater_hooks._receivers[runner] = receiver
+    work.completed = True
+    receiver.receive(bucket(0), GROUP, CPU)  # bucket 1 has been announced
+    work.completed = arrived
+    assert weight_updater_hooks.leave_group(None, runner, "weight_sync_a")[0]
+    assert left == [(GROUP, not arrived)]
+    assert not runner._model_update_group
+    assert not receiver.is_waiting_in(GROUP)
+
+
+def test_leaving_ends_though_a_peer_is_dead(monkeypatch, caplog):
+    monkeypatch.setattr(update_group, "LEAVE_TIMEOUT_S", 0.05)
+    never = threading.Event()
+    update_group.abort(SimpleNamespace(abort=never.wait))
+    never.set()
+    assert "more than 0.05 s to abort the update group" in caplog.text
+
+
+@pytest.mark.parametrize("value", [None, "1"])
+def test_a_trainer_with_another_nccl_setting_than_sglangs_is_refused(monkeypatch, value):
+    from verl_sglang_sync.checkpoint_engine import _check_nccl
+
+    monkeypatch.delenv("NCCL_CUMEM_ENABLE", raising=False)
+    if value is not None:
+        monkeypatch.setenv("NCCL_CUMEM_ENABLE", value)
+    with pytest.raises(ValueError, match=f"NCCL_CUMEM_ENABLE={value!r}.*allowed: '0'"):
+        _check_nccl(torch.device("cuda", 0))
+    _check_nccl(CPU)
+    monkeypatch.setenv("NCCL_CUMEM_ENABLE", "0")
+    _check_nccl(torch.device("cuda", 0))

@@ -174,6 +174,16 @@ REFUSED = [
     ),
     ("custom__weight_sync__wake_order", "weights", f"{SECTION}.wake_order", "expected a list of"),
     *(
+        ("custom__weight_sync__stale_requests", value, key, "allowed: wait, refuse")
+        for key in (f"{SECTION}.stale_requests",)
+        for value in ("Wait", "abort", None, True)
+    ),
+    *(
+        ("custom__weight_sync__stale_requests_timeout_s", value, key, ALLOWED["number"])
+        for key in (f"{SECTION}.stale_requests_timeout_s",)
+        for value in (0, "60", None)
+    ),
+    *(
         ("checkpoint_engine__update_weights_bucket_megabytes", v, BUCKET_KEY, ALLOWED["megabytes"])
         for v in (0, -1, 0.5, 512.0, "512", True, None)
     ),
@@ -274,6 +284,8 @@ def test_every_key_can_be_overridden_on_the_command_line():
         f"{SECTION}.report_file=out/report.jsonl",
         f"{SECTION}.host_backup=off",
         f"{SECTION}.timeouts_s.update=900",
+        f"{SECTION}.stale_requests=refuse",
+        f"{SECTION}.stale_requests_timeout_s=7.5",
         f"{SECTION}.sleep_order=[weights,cuda_graph,kv_cache]",
         f"{SECTION}.wake_order=[weights,cuda_graph,sync,kv_cache]",
         f"{SECTION}.router_url='https://[fd00::9]:30000/'",
@@ -295,6 +307,8 @@ def test_every_key_can_be_overridden_on_the_command_line():
         "host_backup": "off",
         "sleep_order": ("weights", "cuda_graph", "kv_cache"),
         "wake_order": ("weights", "cuda_graph", "sync", "kv_cache"),
+        "stale_requests": "refuse",
+        "stale_requests_timeout_s": 7.5,
         "router_url": "https://[fd00::9]:30000",
         "router_api_key": "key",
         "bucket_bytes": 64 << 20,

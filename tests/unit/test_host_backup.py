@@ -64,6 +64,20 @@ def test_the_poison_is_real(model):
     assert set(b"".join(after.values())) == {POISON}
 
 
+def test_what_is_allocated_under_the_tag_later_is_noticed_and_saved(model, caplog):
+    backup = arm(model, "auto", reachable)
+    with caplog.at_level(logging.WARNING, "sglang_loader"):
+        for _ in range(2):
+            release_and_resume(model, backup)
+        assert not caplog.records
+        model.stray = torch.ones(1000)
+        for _ in range(2):
+            release_and_resume(model, backup)
+    (warning,) = (record.getMessage() for record in caplog.records)
+    assert "4000 bytes were allocated under the tag 'weights' since the first release" in warning
+    assert model.stray.eq(1).all()
+
+
 @pytest.mark.parametrize("given_destinations", (True, False))
 def test_only_the_residue_is_kept_and_returns(model, given_destinations):
     backup = arm(model, "auto", reachable)

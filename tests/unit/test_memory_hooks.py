@@ -23,7 +23,7 @@ from sglang.srt.managers.io_struct import (
 )
 from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 
-from sglang_loader import http_hooks
+from sglang_loader import gate_hooks, http_hooks
 from sglang_loader import memory_hooks as hooks
 from sglang_loader.bucket_loader import LOADERS
 from sglang_loader.host_backup import arm, backup_of, publish_coverage
@@ -171,8 +171,7 @@ def test_tags_are_taken_in_the_order_that_was_asked_and_accounted_for(updater, s
         assert reply.costs["weights"]["host_bytes"] == [0]
     assert done == order
     costs = pickle.loads(pickle.dumps(reply)).costs
-    saved_first = ["weights", "cuda_graph", "kv_cache"]
-    assert list(costs) == (saved_first if step == "release" else order)
+    assert list(costs) == order
     assert {tag: cost["gpu_bytes"] for tag, cost in costs.items()} == {
         tag: [len(tag)] for tag in order
     }
@@ -247,6 +246,56 @@ def test_a_cycle_with_a_plan_keeps_the_residue_alone(updater):
         assert refusal(resume(updater, "kv_cache")) is None
         assert contents(collect_destinations(model)) == before
         assert backup_of(model).host_bytes == 0
+
+
+class Gate:
+    """Notes why it is closed."""
+
+    reason = None
+
+    def close(self, reason):
+        self.reason = reason
+
+    def open(self):
+        self.reason = None
+
+
+def test_the_gate_is_closed_from_the_release_to_the_end_of_a_good_sync(updater, monkeypatch):
+    covered_engine(updater)
+    gate = Gate()
+    monkeypatch.setattr(gate_hooks, "_gate", gate)
+    good = updater.tp_worker.update
+    assert release(updater, "kv_cache", "weights").closed == gate.reason
+    assert gate.reason == "the engine's memory is released: kv_cache, weights"
+    resume(updater, "weights")
+    assert gate.reason == "the engine's memory is released: kv_cache"
+    assert update(updater).success
+    assert gate.reason == "the engine's memory is released: kv_cache"
+    assert resume(updater, "kv_cache").closed is None
+    assert gate.reason is None
+    for _ in range(2):
+        assert update(updater, last=False).success
+        assert "the weights are not complete" in gate.reason, "between two buckets"
+    updater.tp_worker.update = lambda: (False, "no")
+    assert not update(updater).success
+    assert "the last sync was not complete" in gate.reason
+    updater.tp_worker.update = good
+    assert update(updater).success
+    assert gate.reason is None
+
+
+def test_weights_that_came_back_whole_may_be_served_without_a_sync(updater, monkeypatch):
+    gate = Gate()
+    monkeypatch.setattr(gate_hooks, "_gate", gate)
+    release(updater)
+    resume(updater, "kv_cache", "weights")
+    assert gate.reason is None
+    covered_engine(updater)
+    release(updater)
+    resume(updater)
+    assert "undefined since the last resume" in gate.reason, "one stage: the sync is still to come"
+    assert update(updater).success
+    assert gate.reason is None
 
 
 def test_one_stage_wakes_everything_before_the_sync(updater):

@@ -17,11 +17,13 @@ TOKEN = "ab" * 16
 HANDLE = CpuHandle(nbytes=4, manager=b"m", name=b"n")
 FROM_TRAINER = [
     wire.Welcome(token=TOKEN),
-    wire.MapBuffer(token=TOKEN, slot=0, buffer="b", handle=HANDLE, keep=True),
-    wire.MapBuffer(token=TOKEN, slot=0, buffer="b", handle=None, keep=False),
     wire.LoadBucket(
         token=TOKEN,
         index=1,
+        buffers=[
+            wire.SharedBuffer(slot=0, name="b", handle=HANDLE, keep=True),
+            wire.SharedBuffer(slot=1, name="c", handle=None, keep=False),
+        ],
         pieces=[wire.BucketPiece(0, 256, 0, 64), wire.BucketPiece(1, 0, 64, 8)],
         digest="d",
         layout=b"x",

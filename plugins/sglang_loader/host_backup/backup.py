@@ -48,6 +48,7 @@ class WeightsBackup:
         self._lost: list[Interval] = []  # by the release under way
         self._undefined: list[Interval] = []
         self._half_written = False
+        self._known: list[Interval] = []  # allocated under the tag at the first release
 
     @property
     def stale(self) -> str | None:
@@ -75,6 +76,7 @@ class WeightsBackup:
             return
         started = time.perf_counter()
         now = self._allocations(model)
+        self._warn_of_strays(now)
         wanted = self._worth_saving(now.ranges)
         kept = self._saved
         if kept is None or not all(contains(kept.ranges, piece) for piece in wanted):
@@ -159,6 +161,21 @@ class WeightsBackup:
         trusted = self.policy == "off" and self._destinations is None
         self._undefined = [] if trusted else subtract(self._undefined, self._covered)
         self._free_if_defined()
+
+    def _warn_of_strays(self, now: Allocations) -> None:
+        """Nothing is allocated under the tag once the model is loaded, or a region was left open.
+
+        The bytes are saved with the others, but no other process can map them, as it must be able
+        to map a staging buffer.
+        """
+        strays = num_bytes(subtract(now.ranges, self._known)) if self._known else 0
+        if strays:
+            logger.warning(
+                "weights backup: %d bytes were allocated under the tag 'weights' since the first "
+                "release: somebody allocates within a region of the memory saver",
+                strays,
+            )
+        self._known = merge([*self._known, *now.ranges])
 
     def _worth_saving(self, allocated: tuple[Interval, ...]) -> list[Interval]:
         if self.policy == "off" and self._destinations is None:

@@ -15,11 +15,13 @@ import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
+from sglang_loader.load_plan.batched_copy import WORD, BatchedCopy, is_available
 from sglang_loader.load_plan.destinations import Destinations
 from sglang_loader.load_plan.geometry import StridedCopy
 from sglang_loader.load_plan.plan import BucketPlan, LoadPlan, TapeStep
@@ -38,11 +40,9 @@ class _BoundStep:
 
 @dataclass(frozen=True, slots=True)
 class _Binding:
-    """Concrete views for one bucket: groups of `(destinations, sources)` for `_foreach_copy_`, then
-    the tape.
-    """
+    """Concrete views for one bucket: the copies, then the tape."""
 
-    groups: tuple[tuple[list[torch.Tensor], list[torch.Tensor]], ...]
+    copies: tuple[Callable[[], object], ...]
     tape: tuple[_BoundStep, ...]
 
 
@@ -91,8 +91,8 @@ def replay_once(plan: BucketPlan, destinations: Destinations, buffer: torch.Tens
 
 def _run(binding: _Binding, plan: BucketPlan) -> None:
     with torch.no_grad():
-        for targets, sources in binding.groups:
-            torch._foreach_copy_(targets, sources)
+        for run in binding.copies:
+            run()
         _run_tape(binding.tape, plan.slot_nbytes)
 
 
@@ -104,8 +104,10 @@ def _bind(plan: BucketPlan, destinations: Destinations, source: BucketSource) ->
             memory, shift = source.locate(*copy.src_bounds())
             moved = replace(copy, src=shift)
             target, origin = _copy_views(moved, memory, bases[copy.storage])
-            # The fused kernel takes a group only if all of it is dense.
-            key = (target.dtype, origin.dtype, bool(copy.dims), target.device)
+            # torch's fused kernel takes a group only if all of it is dense.
+            words = target.dtype == origin.dtype == WORD and is_available(target.device)
+            is_dense = None if words else not copy.dims
+            key = (target.dtype, origin.dtype, is_dense, target.device, origin.device)
             targets, origins = grouped.setdefault(key, ([], []))
             targets.append(target)
             origins.append(origin)
@@ -119,7 +121,17 @@ def _bind(plan: BucketPlan, destinations: Destinations, source: BucketSource) ->
             return view_of(plan.constants[ref.index], ref)
 
         tape = tuple(_bind_step(step, resolve) for step in plan.tape)
-    return _Binding(tuple(grouped.values()), tape)
+        copies = tuple(_bind_copies(*group) for group in grouped.values())
+    return _Binding(copies, tape)
+
+
+def _bind_copies(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> Callable[[], object]:
+    """What makes all copies of a group: our kernel where it takes them, else torch's."""
+    devices = {targets[0].device, sources[0].device}
+    is_words = targets[0].dtype == sources[0].dtype == WORD
+    if is_words and len(devices) == 1 and is_available(targets[0].device):
+        return BatchedCopy(targets, sources).run
+    return partial(torch._foreach_copy_, targets, sources)
 
 
 def _copy_views(

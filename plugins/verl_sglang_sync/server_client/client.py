@@ -91,7 +91,27 @@ class SGLangServerClient(_Client):
         key: UpdateKey | None = None,
     ) -> None:
         """See `operations.update_weights`."""
-        await self._send(
+        await asyncio.wrap_future(
+            self.start_update(
+                handles,
+                load_format=load_format,
+                flush_cache=flush_cache,
+                weight_version=weight_version,
+                key=key,
+            )
+        )
+
+    def start_update(
+        self,
+        handles: Sequence[bytes],
+        *,
+        load_format: str,
+        flush_cache: bool = False,
+        weight_version: str | None = None,
+        key: UpdateKey | None = None,
+    ) -> Future[None]:
+        """See `operations.update_weights`; for callers that go on meanwhile."""
+        return self._submit(
             operations.update_weights(
                 handles,
                 load_format=load_format,

@@ -1,0 +1,153 @@
+"""Many strided copies in one launch: a Triton kernel over the tiles of all of them.
+
+`_foreach_copy_` fuses copies only where both sides are dense, and reaches 70 % of what the memory
+gives; a strided copy is a launch of its own. Here the copies of a bucket are cut into tiles of up
+to `TILE_WORDS` 64-bit words, each a part of a row or a few rows, and one launch moves them all:
+
+    copies = BatchedCopy(targets, sources)     # builds its tables on the device, once
+    copies.run()                               # asynchronous, on the current stream
+
+Measured beside torch's own ways: `benchmarks/copy_kernels.py`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple, dataclass
+from functools import cache
+
+import numpy as np
+import torch
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # torch for CPUs comes without it
+    triton = None
+
+logger = logging.getLogger(__name__)
+
+TILE_WORDS = 8192
+WORD = torch.int64
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """`rows` rows of `run` consecutive words; addresses in bytes, strides in words."""
+
+    src: int
+    dst: int
+    src_stride: int
+    dst_stride: int
+    run: int
+    rows: int
+
+    @property
+    def num_tiles(self) -> int:
+        """Programs that the kernel needs: parts of a long row, or groups of short ones."""
+        if self.run >= TILE_WORDS:
+            return self.rows * -(-self.run // TILE_WORDS)
+        return -(-self.rows // (TILE_WORDS // self.run))
+
+
+def rows_of(target: torch.Tensor, source: torch.Tensor) -> Iterator[Rows]:
+    """One copy as sets of rows at one distance; views of `WORD`s whose innermost stride is 1."""
+    size = WORD.itemsize
+    shape, src_strides, dst_strides = list(source.shape), source.stride(), target.stride()
+    if len(shape) == 1:
+        shape, src_strides, dst_strides = [1, *shape], (0, 1), (0, 1)
+    *outer, rows, run = shape
+    for index in itertools.product(*(range(count) for count in outer)):
+        src = sum(i * stride for i, stride in zip(index, src_strides, strict=False))
+        dst = sum(i * stride for i, stride in zip(index, dst_strides, strict=False))
+        yield Rows(
+            source.data_ptr() + src * size,
+            target.data_ptr() + dst * size,
+            src_strides[-2],
+            dst_strides[-2],
+            run,
+            rows,
+        )
+
+
+class BatchedCopy:
+    """Copies `sources[i]` to `targets[i]`, all in one launch; keeps them alive.
+
+    Args:
+        targets: views of `WORD`s on one CUDA device with innermost stride 1; no word twice.
+        sources: of the same shapes.
+    """
+
+    def __init__(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        entries = [
+            rows
+            for target, source in zip(targets, sources, strict=True)
+            if source.numel()
+            for rows in rows_of(target, source)
+        ]
+        counts = np.array([entry.num_tiles for entry in entries], dtype=np.int64)
+        numbers = np.repeat(np.arange(len(entries)), counts)
+        parts = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        tiles = np.stack([numbers, parts], axis=1).astype(np.int32)
+        device = targets[0].device
+        self._kept = (targets, sources)
+        self._num_tiles = len(tiles)
+        self._tiles = torch.from_numpy(tiles).to(device)
+        table = torch.tensor([astuple(entry) for entry in entries], dtype=torch.int64)
+        self._entries = table.to(device)
+
+    def run(self) -> None:
+        """Launch on the current stream."""
+        if self._num_tiles:
+            _copy_tiles[(self._num_tiles,)](
+                self._tiles, self._entries, TILE=TILE_WORDS, num_warps=8
+            )
+
+
+@cache
+def is_available(device: torch.device) -> bool:
+    """True if the kernel works there; tried once, since Triton compiles it with what it finds."""
+    if triton is None or device.type != "cuda":
+        return False
+    try:
+        source = torch.arange(8, dtype=WORD, device=device)
+        target = torch.zeros_like(source)
+        BatchedCopy([target], [source]).run()
+        return torch.equal(target, source)
+    except Exception as error:
+        logger.warning("torch's copies instead of the Triton kernel: %r", error)
+        return False
+
+
+if triton is not None:
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def _copy_tiles(tiles, entries, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+        tile = tiles + tl.program_id(0).to(tl.int64) * 2
+        entry = entries + tl.load(tile).to(tl.int64) * 6
+        part = tl.load(tile + 1).to(tl.int64)
+        src = tl.load(entry).to(tl.pointer_type(tl.int64))
+        dst = tl.load(entry + 1).to(tl.pointer_type(tl.int64))
+        src_stride = tl.load(entry + 2)
+        dst_stride = tl.load(entry + 3)
+        run = tl.load(entry + 4)
+        rows = tl.load(entry + 5)
+        word = tl.arange(0, TILE)
+        if run >= TILE:
+            per_row = (run + TILE - 1) // TILE
+            row = part // per_row
+            start = (part - row * per_row) * TILE
+            inside = word < run - start
+            value = tl.load(src + row * src_stride + start + word, mask=inside)
+            tl.store(dst + row * dst_stride + start + word, value, mask=inside)
+        else:
+            short = run.to(tl.int32)
+            step = TILE // short
+            near = word // short
+            column = word - near * short
+            row = part * step + near
+            inside = (near < step) & (row < rows)
+            value = tl.load(src + row * src_stride + column, mask=inside)
+            tl.store(dst + row * dst_stride + column, value, mask=inside)

@@ -1,0 +1,84 @@
+"""The batched copy's kernel in Triton's interpreter, against torch; on a GPU compiled."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from sglang_loader.load_plan import batched_copy
+from sglang_loader.load_plan.batched_copy import TILE_WORDS, BatchedCopy, rows_of
+
+pytest.importorskip("triton")
+
+# (shape, padding of the source's rows, padding of the target's)
+SHAPES = [
+    ((3,), 0, 0),
+    ((TILE_WORDS,), 0, 0),
+    ((2 * TILE_WORDS + 5,), 0, 0),
+    ((7, 48), 16, 3),
+    ((500, 48), 0, 1),
+    ((3, TILE_WORDS + 1), 2, 0),
+    ((4, 5, 96), 8, 2),
+    ((2, 3, 4, 33), 1, 0),
+    ((6, 1), 0, 4),
+    ((0, 8), 0, 0),
+]
+
+
+def copies(device: str) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+    """Targets in storages filled with -1, those storages, and sources."""
+    targets, whole, sources = [], [], []
+    for shape, src_pad, dst_pad in SHAPES:
+        *outer, run = shape
+        limits = (torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max)
+        source = torch.randint(*limits, (*outer, run + src_pad), device=device)
+        target = torch.full((*outer, run + dst_pad), -1, dtype=torch.int64, device=device)
+        sources.append(source[..., :run])
+        whole.append(target)
+        targets.append(target[..., dst_pad:])
+    return targets, whole, sources
+
+
+def check(device: str) -> None:
+    """One launch copies all, and writes nothing else."""
+    targets, whole, sources = copies(device)
+    BatchedCopy(targets, sources).run()
+    for target, storage, source, (_, _, pad) in zip(targets, whole, sources, SHAPES, strict=True):
+        assert torch.equal(target, source), source.shape
+        assert bool((storage[..., :pad] == -1).all()), source.shape
+    BatchedCopy(targets[-1:], sources[-1:]).run()  # nothing to do
+
+
+def test_the_kernel_copies_every_word_and_no_other() -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    subprocess.run([sys.executable, __file__], env=environment, check=True, timeout=300)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.gpu
+def test_the_compiled_kernel_copies_every_word_and_no_other() -> None:
+    check("cuda")
+
+
+def test_a_copy_of_many_dimensions_becomes_rows() -> None:
+    source = torch.zeros(2, 3, 4, 8, dtype=torch.int64)
+    target = torch.zeros(2, 3, 4, 10, dtype=torch.int64)[..., :8]
+    found = list(rows_of(target, source))
+    assert [(r.src - source.data_ptr(), r.dst - target.data_ptr()) for r in found] == [
+        (i * 4 * 8 * 8, i * 4 * 10 * 8) for i in range(6)
+    ]
+    assert {(r.src_stride, r.dst_stride, r.run, r.rows) for r in found} == {(8, 10, 8, 4)}
+
+
+def test_there_is_none_on_a_cpu() -> None:
+    assert not batched_copy.is_available(torch.device("cpu"))
+
+
+if __name__ == "__main__":
+    assert Path(__file__).exists()
+    check("cpu")

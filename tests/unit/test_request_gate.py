@@ -1,0 +1,312 @@
+"""What the gate lets through, holds, refuses and aborts, with SGLang's own messages."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")  # sglang reads it while it is imported
+
+from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
+from sglang.srt.managers import io_struct as io
+from sglang.srt.utils.aio_rwlock import RWLock
+
+from sglang_loader import gate_hooks
+from sglang_loader.bucket_loader import LOADERS
+from sglang_loader.request_gate import (
+    ENVIRONMENT_VARIABLE,
+    GatePolicy,
+    RequestGate,
+    policy_of_this_process,
+)
+
+REASON = "the engine's memory is released: kv_cache"
+
+
+def request(rid, kind=io.TokenizedGenerateReqInput):
+    """A request as it comes from the tokenizer; the gate looks at nothing but its id."""
+    made = kind.__new__(kind)
+    made.rid, made.http_worker_ipc = rid, None
+    return made
+
+
+def update():
+    return io.UpdateWeightsFromTensorReqInput(serialized_named_tensors=[b""])
+
+
+class Sender:
+    """Keeps what goes back to the tokenizer."""
+
+    def __init__(self):
+        self.sent = []
+
+    def send_output(self, output, recv_obj=None):
+        self.sent.append(output)
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def sender():
+    return Sender()
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+def gate_with(sender, clock, kind="wait", timeout_s=10.0):
+    traffic = gate_hooks.SGLangTraffic(SimpleNamespace(send_to_tokenizer=sender))
+    return RequestGate(GatePolicy(kind, timeout_s), traffic, clock)
+
+
+def test_an_open_gate_changes_nothing(sender, clock):
+    gate = gate_with(sender, clock)
+    messages = [request("a"), io.FlushCacheReqInput(), request("b"), io.AbortReq(rid="a")]
+    assert gate.let_through(messages) == messages
+    assert (gate.num_held, sender.sent) == (0, [])
+
+
+def test_requests_wait_in_order_and_go_before_later_ones(sender, clock):
+    gate = gate_with(sender, clock)
+    gate.close(REASON)
+    first, embedding = request("a"), request("b", io.TokenizedEmbeddingReqInput)
+    batch = io.BatchTokenizedGenerateReqInput(batch=[request("c"), request("d")])
+    flush = io.FlushCacheReqInput()
+    assert gate.let_through([first, flush, embedding, batch]) == [flush]
+    assert gate.let_through([]) == []
+    gate.open()
+    last = request("e")
+    assert gate.let_through([last]) == [first, embedding, *batch.batch, last]
+    assert (gate.num_held, sender.sent) == (0, [])
+
+
+@pytest.mark.parametrize(
+    "closing",
+    (
+        update(),
+        io.ReleaseMemoryOccupationReqInput(),
+        io.UpdateWeightsFromDistributedReqInput(names=[], dtypes=[], shapes=[]),
+    ),
+    ids=lambda message: type(message).__name__,
+)
+@pytest.mark.parametrize("kind", ("wait", "refuse"))
+def test_a_request_behind_what_may_close_the_gate_waits_for_its_outcome(
+    sender, clock, kind, closing
+):
+    gate = gate_with(sender, clock, kind)
+    before, behind = request("a"), request("b")
+    assert gate.let_through([before, closing, behind]) == [before, closing]
+    assert gate.let_through([]) == [behind], "the gate stayed open"
+    assert gate.let_through([closing, behind]) == [closing]
+    gate.close(REASON)
+    assert gate.let_through([]) == []
+    assert [answer.rid for answer in sender.sent] == ([] if kind == "wait" else ["b"])
+
+
+def test_refusals_are_http_503_with_the_reason(sender, clock):
+    gate = gate_with(sender, clock, "refuse")
+    gate.close(REASON)
+    batch = io.BatchTokenizedGenerateReqInput(batch=[request("a"), request("b")])
+    assert gate.let_through([batch]) == []
+    assert [answer.rid for answer in sender.sent] == ["a", "b"]
+    for answer in sender.sent:
+        assert isinstance(answer, io.AbortReq)
+        assert answer.finished_reason["status_code"] == 503
+        assert answer.finished_reason["message"] == f"not served: {REASON}"
+
+
+def test_a_request_that_has_waited_too_long_is_refused(sender, clock):
+    gate = gate_with(sender, clock, timeout_s=10.0)
+    gate.close(REASON)
+    gate.let_through([request("a")])
+    clock.now = 6.0
+    gate.let_through([request("b")])
+    clock.now = 11.0
+    gate.let_through([])
+    (answer,) = sender.sent
+    assert (answer.rid, gate.num_held) == ("a", 1)
+    assert answer.finished_reason["message"] == f"not served for 10 s: {REASON}"
+    gate.open()
+    assert [held.rid for held in gate.let_through([])] == ["b"]
+
+
+@pytest.mark.parametrize(
+    ("abort", "gone"),
+    (({"rid": "a"}, ["a", "ab"]), ({"abort_all": True}, ["a", "b", "ab"]), ({"rid": "c"}, [])),
+)
+def test_a_waiting_request_can_be_aborted(sender, clock, abort, gone):
+    gate = gate_with(sender, clock)
+    gate.close(REASON)
+    gate.let_through([request("a"), request("b"), request("ab")])
+    message = io.AbortReq(**abort)
+    assert gate.let_through([message]) == [message], "others may run"
+    assert [(type(answer), answer.rid) for answer in sender.sent] == [
+        (io.AbortReq, rid) for rid in gone
+    ]
+    assert all(answer.finished_reason is None for answer in sender.sent)
+    gate.open()
+    assert [held.rid for held in gate.let_through([])] == [
+        rid for rid in ("a", "b", "ab") if rid not in gone
+    ]
+
+
+@pytest.mark.parametrize("kind", ("wait", "refuse"))
+def test_a_closed_gate_gives_signs_of_life(sender, clock, kind):
+    gate = gate_with(sender, clock, kind)
+    gate.close(REASON)
+    assert gate.let_through([request(f"{HEALTH_CHECK_RID_PREFIX}_1")]) == []
+    assert [type(answer) for answer in sender.sent] == [io.HealthCheckOutput]
+    gate.open()
+    assert gate.let_through([]) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "policy"),
+    (
+        (None, GatePolicy()),
+        ("wait 2.5", GatePolicy("wait", 2.5)),
+        ("refuse 1", GatePolicy("refuse", 1)),
+    ),
+)
+def test_the_policy_travels_in_the_environment(monkeypatch, text, policy):
+    monkeypatch.delenv(ENVIRONMENT_VARIABLE, raising=False)
+    if text is not None:
+        monkeypatch.setenv(ENVIRONMENT_VARIABLE, text)
+    assert policy_of_this_process() == policy
+    monkeypatch.setenv(ENVIRONMENT_VARIABLE, str(policy))
+    assert policy_of_this_process() == policy
+
+
+@pytest.mark.parametrize("text", ("", "wait", "hold 3", "wait x", "wait 0", "wait 1 2"))
+def test_another_policy_is_an_error(monkeypatch, text):
+    monkeypatch.setenv(ENVIRONMENT_VARIABLE, text)
+    with pytest.raises(ValueError, match=f"{ENVIRONMENT_VARIABLE}='{text}': expected one of wait"):
+        policy_of_this_process()
+
+
+# The hooks around it.
+
+
+@pytest.fixture
+def process(monkeypatch, sender):
+    """The state of a scheduler process; `process(loaders)` launches its scheduler."""
+    monkeypatch.setattr(gate_hooks, "_gate", None)
+    scheduler = SimpleNamespace(
+        server_args=SimpleNamespace(custom_weight_loader=list(LOADERS)),
+        ipc_channels=SimpleNamespace(send_to_tokenizer=sender),
+    )
+
+    def launch(loaders=LOADERS):
+        scheduler.server_args.custom_weight_loader = list(loaders)
+        calls = []
+        gate_hooks.init_receiver(calls.append, scheduler)
+        assert calls == [scheduler]
+
+    return launch
+
+
+def pull(messages, pp_rank=0):
+    return gate_hooks.pull(lambda _: messages, SimpleNamespace(ps=SimpleNamespace(pp_rank=pp_rank)))
+
+
+def test_the_rank_that_receives_holds_and_the_others_see_what_it_sends_on(process):
+    process()
+    gate_hooks.set_gate(REASON)
+    assert pull([request("a")]) == []
+    assert pull(None) is None, "a rank that gets the broadcast"
+    second_stage = [request("b")]
+    assert pull(second_stage, pp_rank=1) == second_stage
+    gate_hooks.set_gate(None)
+    assert [message.rid for message in pull([])] == ["a"]
+
+
+def test_other_servers_have_no_gate(process):
+    process(loaders=())
+    gate_hooks.set_gate(REASON)
+    messages = [request("a")]
+    assert pull(messages) is messages
+
+
+def updater(*tags, stale=None, monkeypatch):
+    monkeypatch.setattr(gate_hooks, "backup_of", lambda _: SimpleNamespace(stale=stale))
+    runner = SimpleNamespace(model=None)
+    return SimpleNamespace(offload_tags=set(tags), tp_worker=SimpleNamespace(model_runner=runner))
+
+
+@pytest.mark.parametrize(
+    ("tags", "stale", "graphs", "reason"),
+    (
+        ((), None, "", None),
+        (("weights", "kv_cache"), "x", "", "the engine's memory is released: kv_cache, weights"),
+        ((), "half", "", "the weights are not complete: half"),
+        (("cuda_graph",), None, "", None),
+        (("cuda_graph",), None, "true", "the engine's memory is released: cuda_graph"),
+    ),
+)
+def test_why_the_gate_is_closed(monkeypatch, tags, stale, graphs, reason):
+    monkeypatch.setenv(gate_hooks.GRAPHS_VARIABLE, graphs)
+    assert gate_hooks.why_closed(updater(*tags, stale=stale, monkeypatch=monkeypatch)) == reason
+
+
+# In the process that serves HTTP.
+
+
+class Manager:
+    """A tokenizer manager whose updates take SGLang's own lock, as upstream's do."""
+
+    def __init__(self, loaders=LOADERS):
+        self.server_args = SimpleNamespace(custom_weight_loader=list(loaders))
+        self.model_update_lock = RWLock()
+        self.succeeds = True
+
+    async def original(self, manager, obj, request):
+        async with manager.model_update_lock.writer_lock:
+            return self.succeeds, ""
+
+    async def update(self, *, last, load_format=LOADERS[0]):
+        obj = SimpleNamespace(load_format=load_format, flush_cache=last)
+        return await asyncio.wait_for(gate_hooks.update(self.original, self, obj), 0.3)
+
+
+def test_a_request_that_waits_does_not_block_the_sync_that_it_waits_for():
+    async def run():
+        manager = Manager()
+        gate_hooks.update_lock_of(manager).is_released = True
+        async with manager.model_update_lock.reader_lock:
+            assert await manager.update(last=False) == (True, "")
+            gate_hooks.update_lock_of(manager).is_released = False
+            assert await manager.update(last=False) == (True, ""), "between two buckets"
+            manager.succeeds = False
+            assert await manager.update(last=True) == (False, "")
+            manager.succeeds = True
+            assert await manager.update(last=True) == (True, ""), "after a failed sync"
+            with pytest.raises(TimeoutError):
+                await manager.update(last=True)
+            assert await manager.model_update_lock.is_locked()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("loaders", "load_format"), ((LOADERS, None), (LOADERS, "my.loader"), ((), LOADERS[0]))
+)
+def test_updates_of_others_are_not_followed(loaders, load_format):
+    async def run():
+        manager = Manager(loaders)
+        await manager.update(last=False, load_format=load_format)
+        assert not isinstance(manager.model_update_lock.writer_lock, nullcontext)
+
+    asyncio.run(run())
