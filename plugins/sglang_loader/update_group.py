@@ -146,13 +146,18 @@ def connect(group: Any, device: torch.device, timeout_s: float = CONNECT_TIMEOUT
         BroadcastError: a rank did not come.
         torch.distributed.DistError: the store was closed; a rank did not join at all.
     """
+    _meet(group)
+    Broadcast(torch.zeros(1, dtype=torch.uint8, device=device), group).wait(
+        timeout_s, "the first byte of the update group"
+    )
+
+
+def _meet(group: Any) -> None:
+    """Wait in the store until all ranks are there."""
     store = _get_process_group_store(group)
     if store.add("here", 1) == group.size():
         store.set("all here", "")
     store.wait(["all here"])
-    Broadcast(torch.zeros(1, dtype=torch.uint8, device=device), group).wait(
-        timeout_s, "the first byte of the update group"
-    )
 
 
 def leave(group: Any, *, broken: bool) -> None:

@@ -163,7 +163,8 @@ def router_process(
     """Run a router as a process, SGLang's own if `real`; its URL."""
     command = [sys.executable, "-m", "support.router", host, str(port)]
     if real:
-        command[2:] = ["sglang_router.launch_router", "--host", host, "--port", str(port)]
+        listens_at = f"[{host}]" if ":" in host else host
+        command[2:] = ["sglang_router.launch_router", "--host", listens_at, "--port", str(port)]
         command += ["--prometheus-port", str(port + 1), "--worker-startup-check-interval", "1"]
     path = os.pathsep.join([str(TESTS), *filter(None, sys.path)])
     with (folder / "router.log").open("wb") as log:

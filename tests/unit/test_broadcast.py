@@ -44,6 +44,7 @@ class Work:
 def work(monkeypatch):
     """The work of every broadcast that is started."""
     found = Work()
+    monkeypatch.setattr(update_group, "_meet", lambda _group: None)
     monkeypatch.setattr(broadcast.dist, "broadcast", lambda *_args, **_kwargs: found)
     return found
 
