@@ -10,28 +10,24 @@ from __future__ import annotations
 
 import logging
 import time
-import traceback
-import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, wait
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 import torch
 
-from sglang_loader.bucket_loader import SESSION_LOADER, synchronize
+from sglang_loader.bucket_loader import synchronize
 from sglang_loader.ipc import serialize_handles
 from sglang_loader.session_messages import BucketPiece, Committed, SessionError
-from sglang_loader.update_keys import UpdateKeys
-from verl_sglang_sync.bucket_stream import Batch, Bucket, BucketStream
-from verl_sglang_sync.collective import RoundState, TrainerGroup
+from verl_sglang_sync.bucket_stream import Batch, BucketStream
+from verl_sglang_sync.collective import TrainerGroup
 from verl_sglang_sync.config import WeightSyncConfig
 from verl_sglang_sync.manifest_gate import Announcement, ManifestGate
 from verl_sglang_sync.memory_blocks import Block, BlockNames
 from verl_sglang_sync.packing import NamedTensor
 from verl_sglang_sync.report import SyncReport
+from verl_sglang_sync.session_ranks import OpeningRequest, RanksInStep
 from verl_sglang_sync.session_staging import StagingRing
 from verl_sglang_sync.source import InPlaceSource, SourceWatch, Span
 from verl_sglang_sync.trainer_session import SocketFolder, TrainerSession
@@ -39,8 +35,6 @@ from verl_sglang_sync.transport import Updater, ask_engine, check_before
 from verl_sglang_sync.weight_sync import Export, WeightSyncError
 
 logger = logging.getLogger(__name__)
-
-Result = TypeVar("Result")
 
 MEET_TIMEOUT_S = 120.0
 MEET_SLICE_S = 0.5
@@ -91,8 +85,8 @@ class SessionTransport:
         # A stream that is cut as the last one was is compared with that one anyway.
         self._is_announced = self._gate.is_confirmed and bool(self._stream.cuts)
         source = self._gate.export(weights, compared=not self._is_announced)
-        ranks = _Ranks(self._group)
-        request = _Request(self._engine, version)
+        ranks = RanksInStep(self._group)
+        request = OpeningRequest(self._engine, version)
         with ExitStack() as stack:
             stack.callback(self._rest)
             session = ranks.attempt(lambda: stack.enter_context(self._new_session()))
@@ -127,7 +121,9 @@ class SessionTransport:
     def _new_session(self) -> TrainerSession:
         return TrainerSession(self._sockets.endpoint(), self._settings, self._names, self._used)
 
-    def _open(self, session: TrainerSession | None, request: _Request, ranks: _Ranks) -> None:
+    def _open(
+        self, session: TrainerSession | None, request: OpeningRequest, ranks: RanksInStep
+    ) -> None:
         """Gather the ranks' invitations and post them; all ranks join the gather."""
         invitation = b""
         if session is not None:
@@ -138,7 +134,9 @@ class SessionTransport:
         if gathered is not None and all(gathered):
             ranks.attempt(lambda: request.post(gathered))
 
-    def _meet(self, session: TrainerSession | None, request: _Request, ranks: _Ranks) -> bool:
+    def _meet(
+        self, session: TrainerSession | None, request: OpeningRequest, ranks: RanksInStep
+    ) -> bool:
         """Wait, all ranks in step, until each has met its engine rank; False after a failure.
 
         Only the leader has a request that can fail: the others learn of it here.
@@ -191,7 +189,7 @@ class SessionTransport:
         first: _Prepared | None,
         others: Iterator[_Prepared],
         report: SyncReport,
-        ranks: _Ranks,
+        ranks: RanksInStep,
     ) -> None:
         """Send every bucket; returns when the engine has read them all."""
         in_flight: deque[_Prepared] = deque()
@@ -234,7 +232,7 @@ class SessionTransport:
             for span in bucket.spans
         ]
 
-    def _commit(self, session: TrainerSession, report: SyncReport, ranks: _Ranks) -> None:
+    def _commit(self, session: TrainerSession, report: SyncReport, ranks: RanksInStep) -> None:
         with report.stage("commit"):
             outcome = session.commit(num_buckets=ranks.num_buckets, num_tensors=ranks.num_tensors)
         report.num_replayed, report.num_eager = outcome.num_replayed, outcome.num_eager
@@ -278,99 +276,6 @@ class _Prepared:
 def _joined(session: TrainerSession | None) -> TrainerSession:
     assert session is not None, "a rank without a session has failed"
     return session
-
-
-class _Request:
-    """The update request, sent by another thread: this one waits on the session's socket."""
-
-    def __init__(self, engine: Updater | None, version: str | None) -> None:
-        self._engine = engine
-        self._version = version
-        self._reply: Future[None] | None = None
-
-    def post(self, handles: list[bytes]) -> None:
-        """Send the request; its reply is the outcome on all TP ranks."""
-        assert self._engine is not None, "only the leader gathers handles"
-        self._reply = self._engine.start_update(
-            handles,
-            load_format=SESSION_LOADER,
-            flush_cache=True,
-            weight_version=self._version,
-            key=next(UpdateKeys()),
-        )
-
-    def check(self) -> None:
-        """Raise if the engine has answered already: nobody is left to talk to."""
-        if self._reply is not None and self._reply.done():
-            self._reply.result()
-            raise SessionError("the engine ended the update before its session")
-
-    def wait(self) -> None:
-        """Wait until there is a reply, good or bad."""
-        if self._reply is not None:
-            wait([self._reply])
-
-    def result(self) -> None:
-        """Raise what went wrong on the engine's side."""
-        if self._reply is not None:
-            self._reply.result()
-
-
-class _Ranks:
-    """This rank's success so far, and what all ranks agreed on.
-
-    Attributes:
-        error: the message that all ranks raise; None while all is well.
-        num_buckets: sent by this rank in this sync.
-        num_tensors: likewise.
-    """
-
-    def __init__(self, group: TrainerGroup) -> None:
-        self.error: str | None = None
-        self._group = group
-        self._failure: str | None = None
-        self.num_buckets = self.num_tensors = 0
-        self._checksum = 0
-
-    def attempt(self, step: Callable[[], Result]) -> Result | None:
-        """Run a step unless this rank has failed; keep the traceback if it fails now."""
-        if self._failure is not None:
-            return None
-        try:
-            return step()
-        except Exception:
-            self._failure = traceback.format_exc()
-            return None
-
-    def sent(self, bucket: Bucket) -> None:
-        """Count a bucket into what the ranks compare."""
-        self.num_buckets += 1
-        self.num_tensors += len(bucket.layout.tensors)
-        self._checksum = zlib.crc32(bucket.names, self._checksum)
-
-    def agree(self, *, met: bool = True) -> bool:
-        """Exchange states and checksums with all ranks; False if the sync cannot go on.
-
-        Args:
-            met: False: this rank still waits for its engine; then all ranks must ask again.
-        """
-        state = RoundState.END if self._failure is None else RoundState.FAILED
-        if not met and self._failure is None:
-            state = RoundState.BUCKET
-        signature = self.num_tensors << 32 | self._checksum
-        result = self._group.agree(state, self._failure, signature)
-        if self.error is not None:
-            return False
-        if result.failures:
-            reasons = "\n".join(result.failures)
-            self.error = f"weight sync failed; the engine's weights are incomplete\n{reasons}"
-        elif len(set(result.signatures)) > 1:
-            self.error = (
-                "weight sync failed: the ranks exported different tensors; by rank, number: "
-                f"{[signature >> 32 for signature in result.signatures]}, checksum of their "
-                f"names: {[signature & 0xFFFFFFFF for signature in result.signatures]}"
-            )
-        return self.error is None and RoundState.BUCKET not in result.states
 
 
 def _drain(source: Export) -> None:

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from sglang_loader import broadcast, update_group, weight_updater_hooks
 from sglang_loader.broadcast import Broadcast, BroadcastError
@@ -23,7 +22,7 @@ from verl_sglang_sync.update_groups import Replica, UpdateGroup, UpdateGroups
 from verl_sglang_sync.weight_sync import WeightSyncError
 
 CPU = torch.device("cpu")
-GROUP = SimpleNamespace(size=lambda: 1)
+GROUP = object()
 
 
 class Work:
@@ -261,13 +260,7 @@ def left(monkeypatch):
     return found
 
 
-@pytest.fixture
-def store(monkeypatch):
-    """Where the ranks of a group wait for each other."""
-    monkeypatch.setattr(update_group, "_get_process_group_store", lambda _group: dist.HashStore())
-
-
-def test_an_engine_connects_a_group_of_ours(work, store, monkeypatch):
+def test_an_engine_connects_a_group_of_ours(work, monkeypatch):
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
     work.completed = True
     runner = Runner()
@@ -276,7 +269,7 @@ def test_an_engine_connects_a_group_of_ours(work, store, monkeypatch):
     assert runner._model_update_group == {"weight_sync_a": GROUP}
 
 
-def test_an_engine_that_cannot_connect_says_so_and_leaves(work, store, left):
+def test_an_engine_that_cannot_connect_says_so_and_leaves(work, left):
     work.completed, work.error = True, "the trainer is gone"
     runner = Runner()
     success, message = join(runner, "weight_sync_a")
