@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -60,10 +62,14 @@ class ShardedModel:
         return sum(p.detach().to_local().nbytes for p in self._module.parameters())
 
 
-def measure_rank(rank: TrainerRank, model: str, arms: list[str], runs: int) -> dict[str, Any]:
-    """Seconds of every run of every arm on this rank."""
+def measure_rank(rank: TrainerRank, model: str, arms: list[str], runs: int, lines: str) -> None:
+    """Measure every arm; rank 0 appends what it saw to `lines`, one arm after the other."""
     sharded = ShardedModel(model, rank.device)
-    return {arm: _measure(_step(arm, rank, sharded), rank, runs) for arm in arms}
+    for arm in arms:
+        seen = _measure(_step(arm, rank, sharded), rank, runs)
+        if rank.rank == 0:
+            with Path(lines).open("a") as file:
+                file.write(json.dumps({"arm": arm, **seen}) + "\n")
 
 
 def _measure(step: Callable[[], dict[str, Any]], rank: TrainerRank, runs: int) -> dict[str, Any]:

@@ -8,7 +8,9 @@ sync's seconds include the export (gather and unfuse). Arms besides `native` and
 
 from __future__ import annotations
 
+import json
 import os
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -45,12 +47,15 @@ def measure_on_gpus(
             )
             for first in range(0, gpus, tp)
         ]
+        lines = folder / f"arms-{model}-{gpus}-{tp}.jsonl"
+        lines.unlink(missing_ok=True)
         outcomes = run_trainer(
             measure_rank,
             folder,
             model,
             arms,
             runs,
+            str(lines),
             urls=urls,
             tp=tp,
             device=device,
@@ -59,18 +64,20 @@ def measure_on_gpus(
         )
     for outcome in outcomes:
         if outcome.error is not None:
-            raise RuntimeError(outcome.error)
-    leader = outcomes[0].result
-    return [
-        {
-            "arm": arm,
-            "model": model,
-            "gpus": gpus,
-            "tp": tp,
-            "runs": runs,
-            "median_s": medians(leader[arm]["runs_s"]),
-            "host_bytes": 0,
-            **leader[arm],
-        }
-        for arm in arms
-    ]
+            print(outcome.error, file=sys.stderr)  # the arms before it have been measured
+    measured = lines.read_text().splitlines() if lines.exists() else []
+    return [row_of(json.loads(line), model, gpus, tp) for line in measured]
+
+
+def row_of(seen: dict[str, Any], model: str, gpus: int, tp: int) -> dict[str, Any]:
+    """One arm, as the first rank saw it."""
+    runs = seen["runs_s"]
+    return {
+        "model": model,
+        "gpus": gpus,
+        "tp": tp,
+        "runs": len(runs),
+        "median_s": medians(runs),
+        "host_bytes": 0,
+        **seen,
+    }

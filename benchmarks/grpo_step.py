@@ -42,6 +42,7 @@ OVERRIDES = (
     "actor_rollout_ref.rollout.load_format=dummy",
     "+actor_rollout_ref.rollout.engine_kwargs.sglang.attention_backend=triton",
     "+actor_rollout_ref.rollout.engine_kwargs.sglang.sampling_backend=pytorch",
+    "+actor_rollout_ref.rollout.engine_kwargs.sglang.disable_prefill_cuda_graph=True",
     "data.train_batch_size=16",
     "data.max_prompt_length=64",
     "data.max_response_length=16",

@@ -41,6 +41,7 @@ CPU_ARGUMENTS = (
 GPU_ARGUMENTS = (
     *("--dtype", "bfloat16", "--attention-backend", "triton", "--mem-fraction-static", "0.3"),
     *("--enable-memory-saver", "--enable-weights-cpu-backup", "--cuda-graph-max-bs", "4"),
+    "--disable-prefill-cuda-graph",  # decoding has graphs; those of prefill take a minute
 )
 
 
