@@ -62,11 +62,13 @@ class ShardedModel:
         return sum(p.detach().to_local().nbytes for p in self._module.parameters())
 
 
-def measure_rank(rank: TrainerRank, model: str, arms: list[str], runs: int, lines: str) -> None:
+def measure_rank(
+    rank: TrainerRank, model: str, config: str, arms: list[str], runs: int, lines: str
+) -> None:
     """Measure every arm; rank 0 appends what it saw to `lines`, one arm after the other."""
     sharded = ShardedModel(model, rank.device)
     for arm in arms:
-        seen = _measure(_step(arm, rank, sharded), rank, runs)
+        seen = _measure(_step(arm, rank, sharded, config), rank, runs)
         if rank.rank == 0:
             with Path(lines).open("a") as file:
                 file.write(json.dumps({"arm": arm, **seen}) + "\n")
@@ -90,9 +92,11 @@ def _measure(step: Callable[[], dict[str, Any]], rank: TrainerRank, runs: int) -
     return {"runs_s": measured[NUM_WARM_UPS:], **notes}
 
 
-def _step(arm: str, rank: TrainerRank, sharded: ShardedModel) -> Callable[[], dict[str, Any]]:
+def _step(
+    arm: str, rank: TrainerRank, sharded: ShardedModel, config: str
+) -> Callable[[], dict[str, Any]]:
     if arm == "native":
-        return _native(rank, sharded)
+        return _native(rank, sharded, config)
     if arm in PRESETS:
         return _ours(arm, rank, sharded)
     if arm == "export_only":
@@ -122,7 +126,7 @@ def _ours(arm: str, rank: TrainerRank, sharded: ShardedModel) -> Callable[[], di
     return run
 
 
-def _native(rank: TrainerRank, sharded: ShardedModel) -> Callable[[], dict[str, Any]]:
+def _native(rank: TrainerRank, sharded: ShardedModel, config: str) -> Callable[[], dict[str, Any]]:
     """verl 0.9.1's `ServerAdapter.update_weights` without its worker around it."""
     from sglang.srt.weight_sync.utils import update_weights
     from verl.workers.rollout.sglang_rollout.http_server_engine import AsyncHttpServerAdapter
@@ -132,7 +136,7 @@ def _native(rank: TrainerRank, sharded: ShardedModel) -> Callable[[], dict[str, 
     if rank.is_leader:
         host, port = rank.url.removeprefix("http://").split(":")
         engine = AsyncHttpServerAdapter(
-            model_path="", host=host, port=int(port), launch_server=False, timeout=600
+            model_path=config, host=host, port=int(port), launch_server=False, timeout=600
         )
 
     async def sync() -> None:

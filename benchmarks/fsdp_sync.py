@@ -53,6 +53,7 @@ def measure_on_gpus(
             measure_rank,
             folder,
             model,
+            str(config),
             arms,
             runs,
             str(lines),
