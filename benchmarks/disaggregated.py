@@ -281,7 +281,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--bucket-mb", type=int, default=2048, help="verl's default is 2048")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--arm-timeout-s", type=float, default=90.0)
+    parser.add_argument("--arm-timeout-s", type=float, default=120.0)
     parser.add_argument("--start-timeout-s", type=float, default=120.0)
     parser.add_argument("--folder", type=Path, help="logs; default: a temporary folder")
     parser.add_argument("--json", type=Path)
