@@ -49,6 +49,7 @@ class Span:
 class _Known:
     bucket: Bucket
     pointers: list[int]
+    refs: list[StorageWeakRef]
     spans: tuple[Span, ...]
 
 
@@ -71,6 +72,8 @@ class InPlaceSource:
         if [tensor.data_ptr() for tensor in batch.tensors] != known.pointers:
             return None
         if not all(tensor.is_contiguous() for tensor in batch.tensors):
+            return None
+        if any(ref.expired() for ref in known.refs):  # other memory, by chance at the same place
             return None
         return known.spans
 
@@ -101,7 +104,8 @@ class SourceWatch:
                 continue
             spans = _spans(bucket, seen, table)
             if spans is not None:
-                known[index] = _Known(bucket, [tensor.pointer for tensor in seen], spans)
+                pointers = [tensor.pointer for tensor in seen]
+                known[index] = _Known(bucket, pointers, [tensor.ref for tensor in seen], spans)
         blocks = {span.block for entry in known.values() for span in entry.spans}
         return InPlaceSource(known) if known and len(blocks) <= MAX_BLOCKS else None
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from verl_sglang_sync.bucket_stream import BucketStream
 from verl_sglang_sync.memory_blocks import Block, BlockNames, share_block
@@ -113,6 +114,20 @@ def test_tensors_that_do_not_outlive_the_export_are_packed():
         watch.see(batch)
     del batch
     assert watch.finish() is None
+
+
+def test_memory_that_was_freed_in_between_is_not_trusted():
+    named = apart([100] * 12)
+    stream = BucketStream(LIMIT)
+    source = watched(stream, named)
+    gone = torch.ones(4).share_memory_()
+    expired = StorageWeakRef(gone.untyped_storage())
+    del gone
+    first, *others = batches(stream, named)
+    assert source.spans_of(first) is not None
+    source._known[0].refs[3] = expired
+    assert source.spans_of(first) is None
+    assert all(source.spans_of(batch) is not None for batch in others)
 
 
 def test_a_block_gets_a_new_name_when_its_storage_is_gone():
