@@ -125,7 +125,7 @@ def test_memory_that_was_freed_in_between_is_not_trusted():
     del gone
     first, *others = batches(stream, named)
     assert source.spans_of(first) is not None
-    source._known[0].refs[3] = expired
+    source._known[0].refs[1] = expired
     assert source.spans_of(first) is None
     assert all(source.spans_of(batch) is not None for batch in others)
 
