@@ -5,8 +5,10 @@ The nouns between `tracer` (which records them) and `compiler` (which turns them
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cache
 from typing import Any
 
 import torch
@@ -51,6 +53,10 @@ class OpTraits:
     problem: str | None
     name: str
 
+    def written_in(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+        """The arguments of one call that it writes."""
+        return [args[i] if i < len(args) else kwargs.get(name) for i, name in self.written]
+
 
 @dataclass(frozen=True, slots=True)
 class Step:
@@ -90,6 +96,7 @@ class Trace:
     problems: list[str] = field(default_factory=list)
 
 
+@cache
 def read_traits(op: torch._ops.OpOverload) -> OpTraits:
     """What the schema and the tags of `op` say about views, writes, randomness and host reads."""
     schema, tags = op._schema, op.tags

@@ -96,7 +96,6 @@ class _Recorder(TorchDispatchMode):
     def __init__(self, bucket: torch.Tensor, destinations: Destinations) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.trace = Trace()
-        self._traits: dict[torch._ops.OpOverload, OpTraits] = {}
         self._index = AddressIndex(destinations)
         self._bucket_start = bucket.data_ptr()
         self._bucket_stop = self._bucket_start + bucket.numel()
@@ -111,9 +110,7 @@ class _Recorder(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        traits = self._traits.get(func)
-        if traits is None:
-            traits = self._traits[func] = read_traits(func)
+        traits = read_traits(func)
         if traits.view:
             return func(*args, **kwargs)
         if traits.problem is not None:
@@ -139,8 +136,8 @@ class _Recorder(TorchDispatchMode):
             self._new_slot(leaf) if isinstance(leaf, torch.Tensor) else None
             for leaf in tree_leaves(out)
         )
-        written = [args[i] if i < len(args) else kwargs.get(name) for i, name in traits.written]
-        writes = tuple(r for r in tree_leaves(written) if isinstance(r, TensorRef))
+        written = tree_leaves(traits.written_in(args, kwargs))
+        writes = tuple(r for r in written if isinstance(r, TensorRef))
         if not writes and all(slot is None for slot in outputs):
             return
         reads = tuple(r for r in tree_leaves((args, kwargs)) if isinstance(r, TensorRef))

@@ -63,7 +63,6 @@ class Recorder(TorchDispatchMode):
         self.problem: str | None = None
         self._sources = sources
         self._index = AddressIndex(destinations)
-        self._traits: dict[Any, OpTraits] = {}
         self._made_of: dict[int, frozenset[int]] = {}
         self._held: list[StorageWeakRef] = []
 
@@ -80,9 +79,7 @@ class Recorder(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        traits = self._traits.get(func)
-        if traits is None:
-            traits = self._traits[func] = read_traits(func)
+        traits = read_traits(func)
         if traits.view:
             return func(*args, **kwargs)
         if func is _COPY:
@@ -126,8 +123,8 @@ class Recorder(TorchDispatchMode):
         self, func: Any, traits: OpTraits, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         reads = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-        written = [args[i] if i < len(args) else kwargs.get(name) for i, name in traits.written]
-        targets = [t for t in tree_leaves(written) if isinstance(t, torch.Tensor)]
+        written = tree_leaves(traits.written_in(args, kwargs))
+        targets = [t for t in written if isinstance(t, torch.Tensor)]
         others = [t for t in reads if all(t is not w for w in targets)]
         origins = frozenset().union(*(self._origins(t) for t in others))
         if traits.reads_host or traits.dynamic_shape:
