@@ -19,6 +19,7 @@ import dataclasses
 import logging
 import traceback
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -134,13 +135,13 @@ def resume_tags(original: Original, updater: Any, request: Any) -> Any:
     if not tags and failure is None:
         return ResumeMemoryOccupationReqOutput()
     backup = backup_of(updater.tp_worker.model_runner.model)
-    failure = failure or _lack_of_memory(updater, tags)
+    meter = _meter(updater)
+    failure = failure or _lack_of_memory(meter, tags)
     alone = KV_CACHE_TAG in tags and WEIGHTS_TAG not in tags
     if failure is None and backup is not None and backup.stale and alone:
         failure = f"resume of {tags} refused: {backup.stale}; sync the weights first"
     if failures := _by_rank(updater, failure):
         return _refused(ResumeMemoryOccupationReqOutput(), failures)
-    meter = _meter(updater)
     return _one_by_one(original, updater, request, tags, meter, restored=backup)
 
 
@@ -202,11 +203,11 @@ def _split(asked: Sequence[str], wanted: Callable[[str], bool]) -> tuple[list[st
     return [tag for tag in dict.fromkeys(asked) if wanted(tag)], None
 
 
-def _lack_of_memory(updater: Any, tags: Sequence[str]) -> str | None:
+def _lack_of_memory(meter: StageMeter, tags: Sequence[str]) -> str | None:
     """Why `tags` cannot be mapped now, or None; the memory saver would end the process."""
     if not torch.cuda.is_available():
         return None
-    needed = sum(_gpu_bytes(updater, tag) for tag in tags)
+    needed = sum(meter.gpu_bytes(tag) for tag in tags)
     free = torch.cuda.mem_get_info()[0]
     if needed > free:
         torch.cuda.empty_cache()
@@ -221,7 +222,7 @@ def _lack_of_memory(updater: Any, tags: Sequence[str]) -> str | None:
 
 def _meter(updater: Any) -> StageMeter:
     return StageMeter(
-        gpu_bytes=lambda tag: _gpu_bytes(updater, tag),
+        gpu_bytes=cache(lambda tag: _gpu_bytes(updater, tag)),  # a snapshot of the allocator
         host_bytes=lambda tag: _host_bytes(updater, tag),
     )
 

@@ -140,8 +140,6 @@ class _Session:
             if isinstance(message, wire.LoadBucket):
                 self._load(message)
             elif isinstance(message, wire.Commit):
-                while self._in_flight:
-                    channel.send(wire.BucketDone, index=self._in_flight.finish_oldest())
                 outcome = self._commit(message)
                 channel.send(
                     wire.Committed,
@@ -172,7 +170,7 @@ class _Session:
         self._in_flight.add(message.index, on_current_stream=all(replayed))
 
     def _commit(self, commit: wire.Commit) -> SyncOutcome:
-        """Every announced tensor came exactly once. Called with nothing in flight."""
+        """Every announced tensor came exactly once, and the device has finished with all."""
         if (commit.num_buckets, commit.num_tensors) != (len(self._digests), self._num_tensors):
             raise SessionError(
                 f"{self._num_tensors} tensors in {len(self._digests)} buckets came, the trainer "

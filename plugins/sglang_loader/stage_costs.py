@@ -36,7 +36,7 @@ class StageMeter:
     def __init__(
         self, *, gpu_bytes: Callable[[str], int], host_bytes: Callable[[str], int]
     ) -> None:
-        self._gpu_bytes = gpu_bytes
+        self.gpu_bytes = gpu_bytes
         self._host_bytes = host_bytes
         self.costs: dict[str, Cost] = {}
 
@@ -49,7 +49,7 @@ class StageMeter:
         before = self.costs.get(tag, {"seconds": 0.0})["seconds"]
         self.costs[tag] = {
             "seconds": before + seconds,
-            "gpu_bytes": self._gpu_bytes(tag),
+            "gpu_bytes": self.gpu_bytes(tag),
             "host_bytes": self._host_bytes(tag),
         }
 

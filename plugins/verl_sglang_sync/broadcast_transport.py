@@ -73,7 +73,6 @@ class BroadcastTransport:
         self._agree = agree
         self._device = device
         self._gate = ManifestGate(settings.manifest_check, agree)
-        self._is_announced = False
         self._checked_by: set[Replica] = set()
         self._stream = BucketStream(settings.bucket_bytes)
         self._ring = StagingRing(
@@ -96,14 +95,14 @@ class BroadcastTransport:
         self._check_before(weights, replicas, report)
         is_last_resort = self._gate.must_check_in_parts(weights, "at its end")
         # A stream that is cut as the last one was is compared with that one anyway.
-        self._is_announced = self._gate.is_confirmed and bool(self._stream.cuts)
-        source = self._gate.export(weights, compared=not self._is_announced)
+        announced = self._gate.is_confirmed and bool(self._stream.cuts)
+        source = self._gate.export(weights, compared=not announced)
         failure = None
         try:
             if self._groups is not None:
                 group = self._groups.with_replicas(replicas)
                 self._ask_newcomers(group)
-                self._send(source, group, version, report)
+                self._send(source, group, version, report, announced=announced)
             else:
                 for _ in source:
                     pass
@@ -111,8 +110,7 @@ class BroadcastTransport:
             failure = traceback.format_exc()
             if self._groups is not None:
                 self._groups.abandon()
-        if not source.failed:
-            source.drain()  # its collectives need every rank
+        source.drain()
         result = self._agree(RoundState.FAILED if failure else RoundState.END, failure)
         if result.failures:
             self._gate.forget()
@@ -167,11 +165,17 @@ class BroadcastTransport:
         self._checked_by.update(replica for replica, _ in members)
 
     def _send(
-        self, source: Export, group: UpdateGroup, version: str | None, report: SyncReport
+        self,
+        source: Export,
+        group: UpdateGroup,
+        version: str | None,
+        report: SyncReport,
+        *,
+        announced: bool,
     ) -> None:
         sync = _BroadcastSync(group, self._settings, version, report)
         self._ring.prepare(self._stream.cuts)
-        for batch in self._stream.batches(source, report, announced=self._is_announced):
+        for batch in self._stream.batches(source, report, announced=announced):
             sync.make_room(batch.index)
             with report.stage("pack"):
                 storage = self._ring.pack(batch)

@@ -74,7 +74,6 @@ class SessionTransport:
         self._in_place: InPlaceSource | None = None
         self._used: frozenset[str] = frozenset()
         self._gate = ManifestGate(settings.manifest_check, group.agree)
-        self._is_announced = False
 
     async def sync(
         self, weights: Iterable[NamedTensor], *, version: str | None, report: SyncReport
@@ -83,8 +82,8 @@ class SessionTransport:
         await check_before(self._gate, weights, self._engine, report)
         is_last_resort = self._gate.must_check_in_parts(weights, "at its end")
         # A stream that is cut as the last one was is compared with that one anyway.
-        self._is_announced = self._gate.is_confirmed and bool(self._stream.cuts)
-        source = self._gate.export(weights, compared=not self._is_announced)
+        announced = self._gate.is_confirmed and bool(self._stream.cuts)
+        source = self._gate.export(weights, compared=not announced)
         ranks = RanksInStep(self._group)
         request = OpeningRequest(self._engine, version)
         with ExitStack() as stack:
@@ -92,17 +91,17 @@ class SessionTransport:
             session = ranks.attempt(lambda: stack.enter_context(self._new_session()))
             with report.stage("open"):
                 self._open(session, request, ranks)
-            buckets = self._prepared(source, report)
+            buckets = self._prepared(source, report, announced=announced)
             first = ranks.attempt(lambda: next(buckets, None))  # while the engine joins
             with report.stage("open"):
                 met = self._meet(session, request, ranks)
             if met:
                 ranks.attempt(lambda: self._send(_joined(session), first, buckets, report, ranks))
                 first = None
-                _drain(source)
+                source.drain()
                 if ranks.agree():
                     ranks.attempt(lambda: self._commit(_joined(session), report, ranks))
-            _drain(source)
+            source.drain()
             if ranks.error is not None and session is not None:
                 session.abort(ranks.error)
             with report.stage("reply"):
@@ -158,14 +157,16 @@ class SessionTransport:
                 return True
         return False
 
-    def _prepared(self, source: Export, report: SyncReport) -> Iterator[_Prepared]:
+    def _prepared(
+        self, source: Export, report: SyncReport, *, announced: bool
+    ) -> Iterator[_Prepared]:
         """Export the buckets, and pack those that cannot be read in place.
 
         A bucket takes the staging buffer of the one `num_buffers` before it.
         """
         in_place = () if self._in_place is None else self._in_place.indices
         self._ring.prepare(self._stream.cuts, in_place=in_place)
-        for batch in self._stream.batches(source, report, announced=self._is_announced):
+        for batch in self._stream.batches(source, report, announced=announced):
             spans = None if self._in_place is None else self._in_place.spans_of(batch)
             if spans is not None:
                 synchronize(self._device)  # the tensors may still be being written
@@ -276,9 +277,3 @@ class _Prepared:
 def _joined(session: TrainerSession | None) -> TrainerSession:
     assert session is not None, "a rank without a session has failed"
     return session
-
-
-def _drain(source: Export) -> None:
-    """Run the export to its end: its collectives need every rank, unless it is what broke."""
-    if not source.failed:
-        source.drain()

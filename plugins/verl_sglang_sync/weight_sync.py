@@ -181,7 +181,11 @@ class Export:
         return False
 
     def drain(self) -> None:
-        """Run the export to its end, dropping the tensors: its collectives need every rank."""
+        """Run the export to its end, dropping the tensors: its collectives need every rank, unless
+        it is what broke.
+        """
+        if self.failed:
+            return
         with suppress(Exception):
             for _ in self._source:
                 pass
