@@ -38,16 +38,23 @@ sys.path[:0] = PATHS
 import psutil  # noqa: E402
 import torch  # noqa: E402
 
+from benchmarks.colocated_arms import (  # noqa: E402
+    BUCKET_BYTES,
+    SYNC_STAGES,
+    counts_of,
+    native_engine,
+    native_sync,
+    seconds_of,
+    synchronize,
+)
 from benchmarks.engine_server import engine_server  # noqa: E402
 from benchmarks.fsdp_rank import LIMITS, PRESETS  # noqa: E402
 from benchmarks.fsdp_sync import measure_on_gpus  # noqa: E402
 from benchmarks.model_shapes import MODELS, tensor_shapes, write_config  # noqa: E402
 from benchmarks.results_file import hardware, medians, print_table, write_results  # noqa: E402
 
-BUCKET_BYTES = 2048 << 20
 NUM_WARM_UPS = 4  # compiled: one records, one replays in place, one keeps what it maps, one more
 STAGES = ("release", "resume_weights", "sync", "resume_kv", "cycle")
-SYNC_STAGES = ("open", "export", "pack", "load", "commit", "reply")
 NamedTensors = list[tuple[str, torch.Tensor]]
 
 
@@ -83,16 +90,12 @@ COPY_LIMIT = "copy_limit"
 
 
 class NativeSync:
-    """What verl 0.9.1 does: `ServerAdapter.update_weights` without its worker around it."""
+    """verl's own client and sync."""
 
-    def __init__(self, url: str, config: Path, device: torch.device) -> None:
+    def __init__(self, url: str, config: Path) -> None:
         from torch.distributed.device_mesh import init_device_mesh
-        from verl.workers.rollout.sglang_rollout.http_server_engine import AsyncHttpServerAdapter
 
-        host, port = url.removeprefix("http://").split(":")
-        self._engine = AsyncHttpServerAdapter(
-            model_path=str(config), host=host, port=int(port), launch_server=False, timeout=600
-        )
+        self._engine = native_engine(url, config)
         self._mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("infer_tp",))
 
     async def release(self) -> None:
@@ -102,17 +105,7 @@ class NativeSync:
         await self._engine.resume_memory_occupation(tags=[tag])
 
     async def sync(self, weights: NamedTensors) -> dict[str, Any]:
-        from sglang.srt.weight_sync.utils import update_weights
-        from verl.workers.rollout.sglang_rollout.utils import get_named_tensor_buckets
-
-        async for batch in get_named_tensor_buckets(iter(weights), BUCKET_BYTES):
-            await update_weights(
-                engine=self._engine,
-                params_batch=batch,
-                device_mesh_key="infer_tp",
-                device_mesh=self._mesh,
-            )
-        await self._engine.flush_cache()
+        await native_sync(self._engine, self._mesh, weights)
         return {}
 
 
@@ -148,15 +141,8 @@ class OurSync:
     async def sync(self, weights: NamedTensors) -> dict[str, Any]:
         await self._manager.sync(weights, version="0")
         report = self._manager.report
-        seconds = {f"sync_{name}": report.seconds.get(name, 0.0) for name in SYNC_STAGES}
-        counts = {
-            "num_buckets": report.num_buckets,
-            "num_replayed": report.num_replayed,
-            "num_in_place": report.num_in_place,
-            "eager_reason": report.eager_reason,
-            "staging_bytes": report.staging_bytes,
-        }
-        return {"seconds": seconds, "counts": counts}
+        seconds = {f"sync_{stage}": spent for stage, spent in seconds_of(report).items()}
+        return {"seconds": seconds, "counts": counts_of(report)}
 
 
 def make_weights(model: str, device: torch.device, *, flat: bool) -> NamedTensors:
@@ -179,16 +165,11 @@ def _random(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) ->
 @contextmanager
 def timed(times: dict[str, float], stage: str, device: torch.device) -> Iterator[None]:
     """Host seconds of the body with the device idle at both ends."""
-    _synchronize(device)
+    synchronize(device)
     started = time.perf_counter()
     yield
-    _synchronize(device)
+    synchronize(device)
     times[stage] = time.perf_counter() - started
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def run_arm(
@@ -196,7 +177,7 @@ def run_arm(
 ) -> dict[str, Any]:
     """Warm up, measure `runs` cycles, and make the row."""
     weights = make_weights(model, device, flat=arm.flat)
-    sync = NativeSync(url, config, device) if arm.mode is None else OurSync(url, arm, device)
+    sync = NativeSync(url, config) if arm.mode is None else OurSync(url, arm, device)
     measured: list[dict[str, float]] = []
     notes: dict[str, Any] = {}
     host_bytes = 0

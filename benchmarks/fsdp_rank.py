@@ -14,12 +14,18 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from benchmarks.colocated_arms import (
+    BUCKET_BYTES,
+    counts_of,
+    native_engine,
+    native_sync,
+    seconds_of,
+    synchronize,
+)
 from benchmarks.model_shapes import MODELS
 from support.trainer import TrainerRank
 
 NUM_WARM_UPS = 3
-BUCKET_BYTES = 2048 << 20
-STAGES = ("open", "export", "pack", "load", "commit", "reply")
 PRESETS = ("bucketed", "flattened", "compiled")
 LIMITS = ("export_only", "all_gather_limit", "all_to_all_limit")
 NamedTensor = tuple[str, torch.Tensor]
@@ -81,10 +87,10 @@ def _measure(step: Callable[[], dict[str, Any]], rank: TrainerRank, runs: int) -
         if i == NUM_WARM_UPS and rank.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         dist.barrier()
-        _synchronize(rank.device)
+        synchronize(rank.device)
         started = time.perf_counter()
         notes = step()
-        _synchronize(rank.device)
+        synchronize(rank.device)
         seconds = {"sync": time.perf_counter() - started}
         measured.append(seconds | {f"sync_{k}": v for k, v in notes.pop("seconds", {}).items()})
     if rank.device.type == "cuda":
@@ -113,45 +119,20 @@ def _ours(arm: str, rank: TrainerRank, sharded: ShardedModel) -> Callable[[], di
         report = manager.report
         asyncio.run(manager.resume(("kv_cache",)))  # resident already: closes the report
         return {
-            "seconds": {stage: report.seconds.get(stage, 0.0) for stage in STAGES},
+            "seconds": seconds_of(report),
             "num_tensors": report.num_tensors,
             "bytes": report.payload_bytes,
-            "num_buckets": report.num_buckets,
-            "num_replayed": report.num_replayed,
-            "num_in_place": report.num_in_place,
-            "eager_reason": report.eager_reason,
-            "staging_bytes": report.staging_bytes,
+            **counts_of(report),
         }
 
     return run
 
 
 def _native(rank: TrainerRank, sharded: ShardedModel, config: str) -> Callable[[], dict[str, Any]]:
-    """verl 0.9.1's `ServerAdapter.update_weights` without its worker around it."""
-    from sglang.srt.weight_sync.utils import update_weights
-    from verl.workers.rollout.sglang_rollout.http_server_engine import AsyncHttpServerAdapter
-    from verl.workers.rollout.sglang_rollout.utils import get_named_tensor_buckets
-
-    engine = None
-    if rank.is_leader:
-        host, port = rank.url.removeprefix("http://").split(":")
-        engine = AsyncHttpServerAdapter(
-            model_path=config, host=host, port=int(port), launch_server=False, timeout=600
-        )
-
-    async def sync() -> None:
-        async for batch in get_named_tensor_buckets(sharded.export(), BUCKET_BYTES):
-            await update_weights(
-                engine=engine,
-                params_batch=batch,
-                device_mesh_key="infer_tp",
-                device_mesh=rank.mesh,
-            )
-        if engine is not None:
-            await engine.flush_cache()
+    engine = native_engine(rank.url, config) if rank.is_leader else None
 
     def run() -> dict[str, Any]:
-        asyncio.run(sync())
+        asyncio.run(native_sync(engine, rank.mesh, sharded.export()))
         dist.barrier()
         return {}
 
@@ -183,8 +164,3 @@ def _collective(arm: str, rank: TrainerRank, nbytes: int) -> Callable[[], dict[s
         return {"bytes": rounds * chunk * world}
 
     return run
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

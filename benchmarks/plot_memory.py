@@ -5,19 +5,19 @@ python benchmarks/plot_memory.py benchmarks/results/grpo_step-....json docs/memo
 
 from __future__ import annotations
 
-import argparse
-import json
+import sys
 from pathlib import Path
+from typing import Any
 
-import matplotlib
-
-matplotlib.use("svg")
 from matplotlib import pyplot
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-def draw(result: Path, picture: Path) -> None:
+from benchmarks.picture import command
+
+
+def draw(document: dict[str, Any]) -> tuple[Any, Any]:
     """One line per arm, from the end of the step before to the end of the last step."""
-    document = json.loads(result.read_text())
     figure, axes = pyplot.subplots(figsize=(8, 3.2))
     for row in document["rows"]:
         memory = row["memory"]
@@ -26,20 +26,9 @@ def draw(result: Path, picture: Path) -> None:
     axes.set_xlabel(f"seconds into the step, {document['hardware']}, {document['date']}")
     axes.set_ylabel("GPU memory in use, GB")
     axes.set_ylim(bottom=0)
-    axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
-    figure.tight_layout()
-    figure.savefig(picture)
-
-
-def main() -> None:
-    """Command line: see the module docstring."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("result", type=Path)
-    parser.add_argument("picture", type=Path)
-    args = parser.parse_args()
-    draw(args.result, args.picture)
+    return figure, axes
 
 
 if __name__ == "__main__":
-    main()
+    command(__doc__, draw)

@@ -5,14 +5,15 @@ python benchmarks/plot_stages.py benchmarks/results/grpo_step-....json docs/stag
 
 from __future__ import annotations
 
-import argparse
-import json
+import sys
 from pathlib import Path
+from typing import Any
 
-import matplotlib
-
-matplotlib.use("svg")
 from matplotlib import pyplot
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.picture import command
 
 STAGES = {
     "release": "release",
@@ -26,9 +27,8 @@ STAGES = {
 }
 
 
-def draw(result: Path, picture: Path) -> None:
+def draw(document: dict[str, Any]) -> tuple[Any, Any]:
     """One stacked bar per arm that has its stages, in the order of the result."""
-    document = json.loads(result.read_text())
     rows = [row for row in document["rows"] if "release" in row["median_s"]]
     figure, axes = pyplot.subplots(figsize=(8, 0.7 * len(rows) + 1.2))
     colours = dict(zip(dict.fromkeys(STAGES.values()), pyplot.cm.tab10.colors, strict=False))
@@ -46,22 +46,11 @@ def draw(result: Path, picture: Path) -> None:
     axes.invert_yaxis()
     axes.set_xlabel(f"seconds per step, {document['hardware']}, {document['date']}")
     axes.margins(x=0.12)
-    axes.spines[["top", "right"]].set_visible(False)
     axes.legend(
         ncols=6, frameon=False, fontsize="small", loc="lower center", bbox_to_anchor=(0.45, 1)
     )
-    figure.tight_layout()
-    figure.savefig(picture)
-
-
-def main() -> None:
-    """Command line: see the module docstring."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("result", type=Path)
-    parser.add_argument("picture", type=Path)
-    args = parser.parse_args()
-    draw(args.result, args.picture)
+    return figure, axes
 
 
 if __name__ == "__main__":
-    main()
+    command(__doc__, draw)

@@ -57,8 +57,6 @@ def broadcast_faults(
     rank: TrainerRank, model: str, folder: str, targets: list[list[Any]]
 ) -> dict[str, Any]:
     """Faults that the engines survive, each followed by a good sync."""
-    from verl_sglang_sync.weight_sync import WeightSyncError
-
     at = [(url, tp) for url, tp in targets]
     sender = _Sender(rank, at, timeout_s=20)
     blind = _Sender(rank, at, timeout_s=20, manifest_check="off")
@@ -75,13 +73,7 @@ def broadcast_faults(
     ):
         if name != "manifest":
             faulty.sync(good, "flattened", everyone)
-        started = time.monotonic()
-        try:
-            faulty.sync(bad, "flattened", everyone)
-            error = "no error"
-        except WeightSyncError as raised:
-            error = str(raised)
-        seen[name] = {"error": error, "seconds": time.monotonic() - started}
+        seen[name] = faulty.attempt(bad, everyone)
         if name != "manifest":
             faulty.sync(good, "flattened", everyone)
         seen[name]["hashes"] = sender.hashes(Path(folder))
@@ -95,8 +87,6 @@ def broadcast_to_a_dying_server(
     import os
     import signal
 
-    from verl_sglang_sync.weight_sync import WeightSyncError
-
     sender = _Sender(rank, [(url, tp) for url, tp in targets], timeout_s=20)
     weights = weights_of(Path(model), rank.device)
     sender.sync(weights, "flattened", (0, 1))
@@ -108,35 +98,18 @@ def broadcast_to_a_dying_server(
                     os.kill(pid, signal.SIGKILL)
             yield pair
 
-    started = time.monotonic()
-    try:
-        sender.sync(export(), "flattened", (0, 1))
-        error = "no error"
-    except WeightSyncError as raised:
-        error = str(raised)
-    seconds = time.monotonic() - started
+    seen = sender.attempt(export(), (0, 1))
     sender.sync(weights, "flattened", (0,))  # without the dead one
-    return {"error": error, "seconds": seconds}
+    return seen
 
 
 def broadcast_that_one_refuses(
     rank: TrainerRank, model: str, folder: str, targets: list[list[Any]]
 ) -> dict[str, Any]:
     """The second server has a group of the new one's name already, and refuses to join."""
-    from verl_sglang_sync.weight_sync import WeightSyncError
-
     sender = _Sender(rank, [(url, tp) for url, tp in targets])
     good = weights_of(Path(model), rank.device)
     seen: dict[str, Any] = {}
-
-    def timed(what: str, *members: int) -> None:
-        started = time.monotonic()
-        try:
-            sender.sync(good, "flattened", members)
-            error = "no error"
-        except WeightSyncError as raised:
-            error = str(raised)
-        seen[what] = {"error": error, "seconds": time.monotonic() - started}
 
     with mock.patch("secrets.token_hex", return_value="taken"):
         if rank.rank == 0:
@@ -152,9 +125,9 @@ def broadcast_that_one_refuses(
                         backend="gloo",
                     )
                 )
-        timed("refused", 0, 1)
-    timed("the other alone", 0)
-    timed("both again", 0, 1)
+        seen["refused"] = sender.attempt(good, (0, 1))
+    seen["the other alone"] = sender.attempt(good, (0,))
+    seen["both again"] = sender.attempt(good, (0, 1))
     return seen | {"hashes": sender.hashes(Path(folder))}
 
 
@@ -182,8 +155,6 @@ ONE_REPLICA: tuple[tuple[float, str], ...] = (
 
 def syncs_to_one_replica(rank: TrainerRank, model: str, folder: str, url: str) -> dict[str, Any]:
     """Go through `ONE_REPLICA`, then a sync that fails and one that is good again."""
-    from verl_sglang_sync.weight_sync import WeightSyncError
-
     sender = _Sender(rank, [(url, 1)])
     weights = {
         scale: weights_of(Path(model), rank.device, scale=scale) for scale in (0.5, 1.0, 2.0)
@@ -199,13 +170,7 @@ def syncs_to_one_replica(rank: TrainerRank, model: str, folder: str, url: str) -
     for scale, mode in ONE_REPLICA:
         sync(scale, mode)
     doubled = [(n, torch.cat([t, t]) if n == "model.norm.weight" else t) for n, t in weights[1.0]]
-    started = time.monotonic()
-    try:
-        sender.sync(doubled, "flattened", (0,))
-        seen["error"] = "no error"
-    except WeightSyncError as error:
-        seen["error"] = str(error)
-    seen["seconds"] = time.monotonic() - started
+    seen |= sender.attempt(doubled, (0,))
     sync(0.5, "flattened")
     sync(1.0, "compiled")
     sender.close()
@@ -240,6 +205,18 @@ class _Sender:
         report = SyncReport(mode=mode, replica=None)
         transport.sync(weights, replicas, version="v", report=report)
         return asdict(report)
+
+    def attempt(self, weights: Any, members: Sequence[int]) -> dict[str, Any]:
+        """Sync, by the eager loader; how it failed, if it did, and the seconds."""
+        from verl_sglang_sync.weight_sync import WeightSyncError
+
+        started = time.monotonic()
+        try:
+            self.sync(weights, "flattened", members)
+            error = "no error"
+        except WeightSyncError as raised:
+            error = str(raised)
+        return {"error": error, "seconds": time.monotonic() - started}
 
     def num_formed(self, mode: str) -> int:
         groups = self._transport(mode)[1]
