@@ -1,0 +1,53 @@
+"""The part of a bucket that one engine rank reads, in the order in which its plan writes it.
+
+Under tensor or expert parallelism a rank reads a fraction of every bucket. An arrangement says
+which: bytes of the bucket's tensors, laid densely into a smaller buffer that takes the bucket's
+place. The engine makes it from its plan; whoever sends fills the buffer:
+
+    buffer[read.start : read.start + read.nbytes] = bytes of tensor `read.tensor`, at `read.offset`,
+                                                    strided as `read.dims` and `read.run` say
+
+Pure: numbers in, numbers out.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """A strided set of bytes of one tensor, dense in the arranged buffer.
+
+    Attributes:
+        tensor: position in the bucket's layout.
+        offset: first byte, counted from the tensor's own first byte.
+        dims: `(count, stride in bytes)` within the tensor, outermost first.
+        run: consecutive bytes innermost.
+        start: first byte in the arranged buffer; dense from there, `dims` outermost first.
+    """
+
+    tensor: int
+    offset: int
+    dims: tuple[tuple[int, int], ...]
+    run: int
+    start: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes read, and bytes of the arranged buffer."""
+        return self.run * math.prod(count for count, _ in self.dims)
+
+
+@dataclass(frozen=True, slots=True)
+class Arrangement:
+    """What one rank reads of one bucket.
+
+    Attributes:
+        reads: no two share a byte of the arranged buffer.
+        nbytes: size of the arranged buffer.
+    """
+
+    reads: tuple[Read, ...]
+    nbytes: int
