@@ -142,6 +142,9 @@ class OurSync:
         await self._manager.sync(weights, version="0")
         report = self._manager.report
         seconds = {f"sync_{stage}": spent for stage, spent in seconds_of(report).items()}
+        for stage, costs in report.stages.items():  # the engine's own part of sleep and wake-up
+            for tag, cost in costs.items():
+                seconds[f"engine_{stage}_{tag}"] = max(cost["seconds"])
         return {"seconds": seconds, "counts": counts_of(report)}
 
 

@@ -9,6 +9,7 @@ stream has finished.
 from __future__ import annotations
 
 import logging
+import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -27,6 +28,7 @@ from sglang_loader.session_state import InFlight, Layouts, Mappings, Sources
 logger = logging.getLogger(__name__)
 
 HANDSHAKE_TIMEOUT_S = 30.0
+DEVICE_POLL_S = 0.0001
 
 
 def load_session(model: Any, named_tensors: NamedTensors) -> None:
@@ -133,10 +135,7 @@ class _Session:
                 recheck_every_n_syncs=self._descriptor.recheck_every_n_syncs,
             )
         while True:
-            # The next bucket is launched while the device still works on this one.
-            while self._in_flight.is_full or (self._in_flight and not channel.has_message()):
-                channel.send(wire.BucketDone, index=self._in_flight.finish_oldest())
-            message = channel.receive()
+            message = self._next_message(channel)
             if isinstance(message, wire.LoadBucket):
                 self._load(message)
             elif isinstance(message, wire.Commit):
@@ -153,6 +152,19 @@ class _Session:
                 raise SessionError(f"the trainer aborted the sync: {message.reason}")
             else:
                 raise SessionError(f"unexpected {type(message).__name__}")
+
+    def _next_message(self, channel: Channel[FromTrainer]) -> FromTrainer:
+        """Wait for the trainer and for the device at once: buckets are launched as they come, and
+        told to be done as soon as they are.
+        """
+        while self._in_flight:
+            for index in self._in_flight.finished():
+                channel.send(wire.BucketDone, index=index)
+            if not self._in_flight.is_full and channel.has_message():
+                break
+            if self._in_flight:
+                time.sleep(DEVICE_POLL_S)
+        return channel.receive()
 
     def _load(self, message: wire.LoadBucket) -> None:
         if message.index != len(self._digests):

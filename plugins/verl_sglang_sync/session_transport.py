@@ -29,7 +29,7 @@ from verl_sglang_sync.packing import NamedTensor
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.session_ranks import OpeningRequest, RanksInStep
 from verl_sglang_sync.session_staging import StagingRing
-from verl_sglang_sync.source import InPlaceSource, SourceWatch, Span
+from verl_sglang_sync.source import InPlaceSource, LocatedBucket, SourceWatch
 from verl_sglang_sync.trainer_session import SocketFolder, TrainerSession
 from verl_sglang_sync.transport import Updater, ask_engine, check_before
 from verl_sglang_sync.weight_sync import Export, WeightSyncError
@@ -167,12 +167,12 @@ class SessionTransport:
         in_place = () if self._in_place is None else self._in_place.indices
         self._ring.prepare(self._stream.cuts, in_place=in_place)
         for batch in self._stream.batches(source, report, announced=announced):
-            spans = None if self._in_place is None else self._in_place.spans_of(batch)
-            if spans is not None:
+            located = None if self._in_place is None else self._in_place.locate(batch)
+            if located is not None:
                 synchronize(self._device)  # the tensors may still be being written
                 report.num_in_place += 1
                 # The engine reads the tensors themselves: they must live until it is done.
-                yield _Prepared(batch, spans)
+                yield _Prepared(batch, located)
                 del batch
                 continue
             if self._watch is not None:
@@ -192,26 +192,30 @@ class SessionTransport:
         report: SyncReport,
         ranks: RanksInStep,
     ) -> None:
-        """Send every bucket; returns when the engine has read them all."""
+        """Send every bucket; returns when the engine has read them all.
+
+        What is read in place needs no buffer, so that nothing is waited for.
+        """
         in_flight: deque[_Prepared] = deque()
+        packed: deque[int] = deque()  # those of them that occupy a staging buffer
         bucket = first
         while bucket is not None:
-            batch = bucket.batch
-            session.load(
-                batch.index,
-                batch.bucket,
-                self._pieces(session, bucket),
-                read_only=bucket.storage is None,
-            )
-            ranks.sent(batch.bucket)
+            index, planned = bucket.batch.index, bucket.batch.bucket
+            pieces = self._pieces(session, bucket)
+            session.load(index, planned, pieces, read_only=bucket.storage is None)
+            ranks.sent(planned)
             in_flight.append(bucket)
-            del batch
-            if len(in_flight) == self._ring.num_buffers:
+            if bucket.storage is not None:
+                packed.append(index)
+            while packed and packed[0] <= index + 1 - self._ring.num_buffers:
                 with report.stage("load"):
-                    session.wait_until_done(in_flight.popleft().batch.index)
+                    session.wait_until_done(packed[0])
+                while in_flight and in_flight[0].batch.index <= packed[0]:
+                    in_flight.popleft()
+                packed.popleft()
             bucket = next(others, None)
-        with report.stage("load"):
-            while in_flight:
+        while in_flight:
+            with report.stage("load"):
                 session.wait_until_done(in_flight.popleft().batch.index)
         if not ranks.num_buckets:
             raise ValueError("the trainer exported no tensor")
@@ -222,16 +226,13 @@ class SessionTransport:
             keep = self._settings.keep_staging_buffers
             slot = session.map(Block.of(bucket.storage), bucket.storage, keep=keep)
             return [BucketPiece(slot, 0, 0, bucket.batch.bucket.layout.nbytes)]
+        assert bucket.located is not None, "a bucket is packed or in place"
         tensors = bucket.batch.tensors
-        return [
-            BucketPiece(
-                session.map(span.block, tensors[span.member].untyped_storage()),
-                span.offset,
-                span.start,
-                span.nbytes,
-            )
-            for span in bucket.spans
+        slots = [
+            session.map(block, tensors[member].untyped_storage())
+            for block, member in bucket.located.blocks
         ]
+        return bucket.located.pieces(slots)
 
     def _commit(self, session: TrainerSession, report: SyncReport, ranks: RanksInStep) -> None:
         with report.stage("commit"):
@@ -265,12 +266,12 @@ class _Prepared:
 
     Attributes:
         batch: with its tensors where they are read in place.
-        spans: where they lie.
+        located: where they lie.
         storage: the staging buffer; None where the tensors are read in place.
     """
 
     batch: Batch
-    spans: tuple[Span, ...] = ()
+    located: LocatedBucket | None = None
     storage: torch.UntypedStorage | None = None
 
 
