@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from sglang_loader.bucket_loader import synchronize
 from sglang_loader.ipc import serialize_handles
 from sglang_loader.session_messages import BucketPiece, Committed, SessionError
 from verl_sglang_sync.bucket_stream import Batch, BucketStream
@@ -169,7 +168,7 @@ class SessionTransport:
         for batch in self._stream.batches(source, report, announced=announced):
             located = None if self._in_place is None else self._in_place.locate(batch)
             if located is not None:
-                synchronize(self._device)  # the tensors may still be being written
+                self._wait_for_export()
                 report.num_in_place += 1
                 # The engine reads the tensors themselves: they must live until it is done.
                 yield _Prepared(batch, located)
@@ -183,6 +182,17 @@ class SessionTransport:
             packed = replace(batch, tensors=[])
             del batch
             yield _Prepared(packed, storage=storage)
+
+    def _wait_for_export(self) -> None:
+        """The tensors may still be being written; what writes them is ordered before this stream.
+
+        Where nothing is pending the driver is not asked: it would wait for its turn on a GPU that
+        the engine's copies keep busy.
+        """
+        if self._device.type == "cuda":
+            stream = torch.cuda.current_stream(self._device)
+            if not stream.query():
+                stream.synchronize()
 
     def _send(
         self,
