@@ -88,10 +88,9 @@ class ArrangementMaker:
 
     def add(self, bucket: BucketPlan, destinations: Destinations, buffer: torch.Tensor) -> None:
         """The next bucket, whose own plan has just been proved with what is in `buffer`."""
-        arranged = None
-        if num_bytes_read(bucket) < MAX_PART * bucket.layout.nbytes:
-            arranged = arrange(bucket)
-        if arranged is not None and arranged[0].nbytes >= MAX_PART * bucket.layout.nbytes:
+        limit = MAX_PART * sum(tensor.nbytes for tensor in bucket.layout.tensors)
+        arranged = arrange(bucket) if num_bytes_read(bucket) < limit else None
+        if arranged is not None and arranged[0].nbytes >= limit:
             arranged = None
         if arranged is not None and not _is_proven(self._model, arranged, destinations, buffer):
             arranged = None
