@@ -33,7 +33,7 @@ class StagingRing:
         self._bucket_bytes = bucket_bytes
         self._buffers = [StagingBuffer(device) for _ in range(num_buffers)]
         self._views: dict[tuple[str, int], _Groups] = {}
-        self._packings: dict[tuple[str, int], ArrangedPacking] = {}
+        self._packings: dict[str, ArrangedPacking] = {}
 
     @property
     def num_buffers(self) -> int:
@@ -60,6 +60,8 @@ class StagingRing:
             in_place: indices of buckets that need no buffer.
         """
         num = len(self._buffers)
+        expected = {cut.bucket.digest for cut in cuts}
+        self._packings = {key: kept for key, kept in self._packings.items() if key in expected}
         for slot in range(num):
             sizes = [
                 _nbytes(cut, turn.expected(i) if turn is not None else None)
@@ -92,25 +94,22 @@ class StagingRing:
         """`pack` for what the engine rank reads of a bucket."""
         slot, nbytes = batch.index % len(self._buffers), arrangement.nbytes
         self._reserve(slot, nbytes)
-        key = batch.bucket.digest, slot
+        key, flat = batch.bucket.digest, self._buffers[slot].filled(nbytes)
         packing = self._packings.get(key)
         if packing is None or packing.arrangement is not arrangement:
-            flat = self._buffers[slot].filled(nbytes)
-            packing = self._packings[key] = ArrangedPacking(arrangement, flat)
-        packing.pack(batch.tensors)
+            packing = self._packings[key] = ArrangedPacking(arrangement, self._device)
+        packing.pack(batch.tensors, flat)
         return self._buffers[slot].filled(nbytes).untyped_storage()
 
     def free(self) -> None:
-        """Give the memory back; the engine must have let go of it."""
+        """Give the memory back, but for small tables; the engine must have let go of it."""
         self._views.clear()
-        self._packings.clear()
         self._buffers = [StagingBuffer(self._device) for _ in self._buffers]
 
     def _reserve(self, slot: int, nbytes: int) -> None:
         if nbytes > self._buffers[slot].nbytes:
-            for views in (self._views, self._packings):
-                for key in [key for key in views if key[1] == slot]:
-                    del views[key]
+            for key in [key for key in self._views if key[1] == slot]:
+                del self._views[key]
             self._buffers[slot].reserve(nbytes)
 
 

@@ -79,7 +79,8 @@ def prove_arranged(
         if arrangement.nbytes <= bucket.layout.nbytes:
             assert decode_arrangements(encoded, {"digest": bucket.layout})[0][1] == arrangement
         flat = torch.full((arrangement.nbytes,), 0x5A, dtype=torch.uint8)
-        ArrangedPacking(arrangement, flat).pack([t for _, t in bucket.layout.views(buffer)])
+        tensors = [tensor for _, tensor in bucket.layout.views(buffer)]
+        ArrangedPacking(arrangement, flat.device).pack(tensors, flat)
         replay_once(rebased, plan.destinations, flat)
     assert differing(plan.destinations, expected) == ()
 

@@ -45,7 +45,7 @@ def check_packed(packing: ArrangedPacking, flat: torch.Tensor, tensors: list[tor
     arrangement = packing.arrangement
     expected = gather(arrangement, layout, bytes_of(layout, [t.cpu() for t in tensors]))
     flat.fill_(FILL)
-    packing.pack(tensors)
+    packing.pack(tensors, flat)
     covered = torch.zeros(flat.numel(), dtype=torch.bool)
     for read in arrangement.reads:
         covered[read.start : read.start + read.nbytes] = True
@@ -85,9 +85,9 @@ def test_torch_packs_what_the_reference_gathers(
 ) -> None:
     arrangement, tensors = case
     flat = torch.zeros(arrangement.nbytes, dtype=torch.uint8)
-    packing = ArrangedPacking(arrangement, flat)
+    packing = ArrangedPacking(arrangement, CPU)
     check_packed(packing, flat, tensors)
-    check_packed(packing, flat, [tensor + 1 for tensor in tensors])
+    check_packed(packing, torch.zeros_like(flat), [tensor + 1 for tensor in tensors])
 
 
 @given(arrangements())
@@ -99,17 +99,18 @@ def test_the_kernel_would_move_the_words_of_the_reads(
     arrangement, tensors = case
     reads = [r for r in arrangement.reads if _in_words(r)]
     members = sorted({read.tensor for read in reads})
-    table = GatherTable.of(reads, members, 1 << 20)
+    table = GatherTable.of(reads, members)
     layout = BucketLayout.pack((str(i), t.shape, t.dtype) for i, t in enumerate(tensors))
     source = bytes_of(layout, tensors)
     expected = gather(Arrangement(tuple(reads), arrangement.nbytes), layout, source)
     found = torch.zeros_like(expected)
-    for (src, dst, src_stride, dst_stride, run, rows), member in zip(
-        table.rows.tolist(), table.members.tolist(), strict=True
+    for (src, dst, src_stride, dst_stride, run, rows), (place, target) in zip(
+        table.rows.tolist(), table.places.tolist(), strict=True
     ):
-        base = layout.tensors[members[member]].offset
+        assert target == 0
+        base = layout.tensors[members[place - 1]].offset
         for row in range(rows):
-            at, to = base + src + row * src_stride * 8, dst - (1 << 20) + row * dst_stride * 8
+            at, to = base + src + row * src_stride * 8, dst + row * dst_stride * 8
             found[to : to + run * 8] = source[at : at + run * 8]
     assert torch.equal(found, expected)
     assert sorted(set(table.tiles[:, 0].tolist())) == list(range(len(table.rows)))
@@ -121,11 +122,11 @@ def _in_words(read: Read) -> bool:
 
 
 def test_a_buffer_that_is_too_small_is_refused() -> None:
-    arrangement = laid_out([(0, 0, (), 64)])
+    packing = ArrangedPacking(laid_out([(0, 0, (), 64)]), CPU)
     with pytest.raises(ValueError, match="the arrangement needs 80 from byte 0"):
-        ArrangedPacking(arrangement, torch.zeros(79, dtype=torch.uint8))
+        packing.pack([torch.zeros(16)], torch.zeros(79, dtype=torch.uint8))
     with pytest.raises(ValueError, match="from byte 8"):
-        ArrangedPacking(arrangement, torch.zeros(96, dtype=torch.uint8)[8:])
+        packing.pack([torch.zeros(16)], torch.zeros(96, dtype=torch.uint8)[8:])
 
 
 def mixed_case(device: torch.device) -> tuple[Arrangement, list[torch.Tensor]]:
@@ -153,9 +154,10 @@ def check_kernel(device: torch.device) -> None:
     arrangement, tensors = mixed_case(device)
     for kernel in (True, False):
         flat = torch.zeros(arrangement.nbytes, dtype=torch.uint8, device=device)
-        packing = ArrangedPacking(arrangement, flat, use_kernel=kernel)
+        packing = ArrangedPacking(arrangement, device, use_kernel=kernel)
         check_packed(packing, flat, tensors)
-        check_packed(packing, flat, [tensor * 2 for tensor in tensors])
+        check_packed(packing, flat, tensors)
+        check_packed(packing, torch.zeros_like(flat), [tensor * 2 for tensor in tensors])
         shifted = torch.zeros(8 * TILE_WORDS + 1, device=device)[1:].copy_(tensors[0])
         assert shifted.data_ptr() % WORD_BYTES
         check_packed(packing, flat, [shifted, *tensors[1:]])
@@ -168,9 +170,10 @@ def test_the_kernel_packs_in_the_interpreter() -> None:
 
 
 def test_a_table_of_nothing_has_no_rows() -> None:
-    table = GatherTable.of([], [], 0)
-    assert table.rows.shape == (0, 6) and table.tiles.shape == (0, 2)
-    assert table.members.dtype == np.int64
+    table = GatherTable.of([], [])
+    shapes = (table.rows.shape, table.places.shape, table.tiles.shape)
+    assert shapes == ((0, 6), (0, 2), (0, 2))
+    assert table.rows.dtype == np.int64
 
 
 if __name__ == "__main__":
