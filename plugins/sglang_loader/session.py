@@ -130,7 +130,7 @@ class _Session:
                 recheck_every_n_syncs=self._descriptor.recheck_every_n_syncs,
             )
         # The trainer packs what this says: the guards have spoken before.
-        self._arranged = _common([loader.arranged_now for loader in self._loaders])
+        self._arranged = common_arrangements([loader.arranged_now for loader in self._loaders])
         channel.send(
             wire.Hello,
             layouts=_layouts.digests,
@@ -204,7 +204,7 @@ class _Session:
 
     def _offer(self, known: str | None) -> bytes | None:
         """The arrangements for later syncs, unless the trainer has them or wants none."""
-        arranged = _common([loader.arranged for loader in self._loaders])
+        arranged = common_arrangements([loader.arranged for loader in self._loaders])
         if known is None or arranged is None or arranged.digest == known:
             return None
         return arranged.encoded
@@ -231,7 +231,7 @@ class _Session:
                 loader.unbind()
 
 
-def _common(arranged: Sequence[ArrangedPlan | None]) -> ArrangedPlan | None:
+def common_arrangements(arranged: Sequence[ArrangedPlan | None]) -> ArrangedPlan | None:
     """The arrangements of all models; None where one has none, or other ones."""
     first = arranged[0]
     same = len({_digest(one) for one in arranged}) == 1

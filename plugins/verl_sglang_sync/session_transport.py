@@ -4,6 +4,8 @@ Every trainer rank has a session of its own with the engine rank on its device, 
 step within a sync; they agree three times: everyone has joined, everyone has sent the same, every
 replica is done. A rank that fails in between goes on exporting (the export's collectives need
 it), then all leave together with the same `WeightSyncError`.
+
+A bucket is read where it lies, or is packed: arranged (see `arranged_sending`) or whole.
 """
 
 from __future__ import annotations

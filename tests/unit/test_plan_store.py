@@ -19,6 +19,7 @@ from sglang_loader.plan_store import (
     SyncOutcome,
     loader_of,
 )
+from sglang_loader.session import common_arrangements
 from sglang_loader.session_messages import digest_of, encode_layout
 
 CONTEXT = {"tp_rank": 0, "expert_map": torch.arange(4)}
@@ -369,6 +370,19 @@ def test_a_bucket_that_came_arranged_is_never_loaded_otherwise():
         loader.load_arranged(0, LAYOUTS[0], small)
     assert sync_halves(loader, 5.0).num_replayed == 2
     check_halves(model, 5.0)
+
+
+def test_two_models_with_plans_of_their_own_get_whole_buckets():
+    """Speculative decoding: every bucket is loaded into the draft and into the target."""
+    target, draft, same = Half(), Model(), Half()
+    loaders = [loader_of(model) for model in (target, draft, same)]
+    sync_halves(loaders[0], 1.0)
+    sync(loaders[1], 1.0)
+    sync_halves(loaders[2], 1.0)
+    first, none, twin = (loader.arranged for loader in loaders)
+    assert common_arrangements([first]) is first
+    assert common_arrangements([first, none]) is common_arrangements([none, first]) is None
+    assert common_arrangements([first, twin]) is first, "one arrangement serves both"
 
 
 def test_a_guard_that_speaks_up_withdraws_the_arrangements():
