@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import msgspec
 import pytest
 import torch
@@ -12,10 +14,13 @@ from sglang_loader.arrangement_messages import decode_arrangements, encode_arran
 from sglang_loader.load_plan import BucketLayout
 from sglang_loader.load_plan.arrangement import Arrangement, Read
 from sglang_loader.manifest import ManifestError
+from sglang_loader.session_messages import digest_of
 from verl_sglang_sync.arranged_sending import ArrangedTurn, KnownArrangements
 from verl_sglang_sync.bucket_stream import Batch, Bucket, BucketStream, Cut
+from verl_sglang_sync.config import WeightSyncConfig
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.session_staging import StagingRing
+from verl_sglang_sync.session_transport import SessionTransport
 
 CPU = torch.device("cpu")
 LAYOUT = BucketLayout.pack([("a", (16, 8), torch.float32), ("b", (8,), torch.bfloat16)])
@@ -137,3 +142,38 @@ def test_the_ring_has_room_for_what_is_sent() -> None:
     assert ring.nbytes == 2 * 1024
     ring.free()
     assert ring.nbytes == 0
+
+
+class OneRank:
+    """A trainer of one rank, whose transport is asked nothing but what it learns."""
+
+    def agree(self, *_: object) -> None:
+        raise AssertionError("no sync is run")
+
+
+@pytest.mark.parametrize("plan_ordered", [True, False])
+def test_a_transport_learns_what_it_may_use(
+    plan_ordered: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = WeightSyncConfig(
+        mode="compiled",
+        plan_ordered=plan_ordered,
+        bucket_bytes=1024,
+        multi_stage_wake_up=True,
+        free_cache_engine=True,
+    )
+    transport = SessionTransport(engine=None, settings=settings, group=OneRank(), device=CPU)  # type: ignore[arg-type]
+    assert transport._known_digest() is None, "there was no sync whose buckets it knows"
+    report = SyncReport(mode="compiled", replica=0)
+    list(transport._stream.batches(iter([("t", torch.zeros(256))]), report))
+    assert transport._known_digest() == ("" if plan_ordered else None)
+    if not plan_ordered:
+        return
+    (cut,) = transport._stream.cuts
+    offer = encode_arrangements([(cut.bucket.digest, HALF)])
+    transport._learn(offer)
+    assert transport._known_digest() == digest_of(offer)
+    with caplog.at_level(logging.WARNING):
+        transport._learn(b"noise")
+    assert "the engine's arrangements do not fit: not arrangements" in caplog.text
+    assert transport._known_digest() is None, "asked for them no more"
