@@ -372,6 +372,26 @@ def test_a_bucket_that_came_arranged_is_never_loaded_otherwise():
     check_halves(model, 5.0)
 
 
+@pytest.mark.parametrize("second", ["as planned", "another layout"])
+def test_whole_buckets_may_follow_arranged_ones(second):
+    model = Half()
+    loader = loader_of(model)
+    sync_halves(loader, 1.0)
+    arrangement = arrangements_of(loader)[0]
+    layout = LAYOUTS[1]
+    if second == "another layout":
+        layout = BucketLayout.pack([(name, (WIDTH,), torch.float32) for name in "dc"])
+    loader.start(CONTEXT, recheck_every_n_syncs=0)
+    first = gather(arrangement, LAYOUTS[0], bucket_of(LAYOUTS[0], 2.0))
+    loader.load_arranged(0, LAYOUTS[0], BucketSource.flat(first))
+    whole = BucketSource.flat(bucket_of(layout, 2.0))
+    replayed = loader.load(1, layout, whole, read_only=False)
+    assert replayed == (second == "as planned")
+    outcome = loader.finish()
+    assert (outcome.num_replayed, outcome.num_eager) == ((2, 0) if replayed else (1, 1))
+    check_halves(model, 2.0)
+
+
 def test_two_models_with_plans_of_their_own_get_whole_buckets():
     """Speculative decoding: every bucket is loaded into the draft and into the target."""
     target, draft, same = Half(), Model(), Half()
