@@ -57,24 +57,23 @@ class Case:
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(("qwen3", False, 1, 1), id="dense-untied-tp1"),
-        pytest.param(("qwen3", True, 2, 1), id="dense-tied-tp2"),
-        pytest.param(("qwen3_moe", True, 1, 1), id="moe-tied-tp1"),
-        pytest.param(("qwen3_moe", False, 2, 2), id="moe-untied-tp2-ep2"),
+        pytest.param(("qwen3", False, 1), id="dense-untied-tp1"),
+        pytest.param(("qwen3", True, 2), id="dense-tied-tp2"),
+        pytest.param(("qwen3_moe", True, 1), id="moe-tied-tp1"),
+        pytest.param(("qwen3_moe", False, 2), id="moe-untied-tp2"),
     ],
 )
 def case(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Case]:
     """A real server of a tiny model, exercised by real trainer ranks."""
-    architecture, tied, tp, ep = request.param
+    architecture, tied, tp = request.param
     folder = tmp_path_factory.mktemp("engine")
     make_assets(folder, architecture=architecture, tied=tied)
     model = folder / "model"
     if tied and architecture == "qwen3_moe":
         store_tied_head(model)
-    extra = ("--ep-size", str(ep))
-    with sglang_server(model, folder, tp=tp, loaders=(HASH_LOADER,), extra=extra) as server:
+    with sglang_server(model, folder, tp=tp, loaders=(HASH_LOADER,)) as server:
         outcomes = run_trainer(
             exercise_engine, folder, str(model), str(folder), urls=[server.url], tp=tp
         )

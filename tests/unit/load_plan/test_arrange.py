@@ -139,7 +139,7 @@ def buckets(draw: st.DrawFn) -> BucketPlan:
 
 
 @given(buckets())
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_an_arranged_plan_moves_the_same_bytes(plan: BucketPlan) -> None:
     assert not find_overlapping(plan.copies)
     arrangement, _ = check_plan(plan)
