@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch
 
@@ -27,7 +28,7 @@ from verl_sglang_sync.bucket_stream import Batch, BucketStream
 from verl_sglang_sync.collective import TrainerGroup
 from verl_sglang_sync.config import WeightSyncConfig
 from verl_sglang_sync.manifest_gate import Announcement, ManifestGate
-from verl_sglang_sync.memory_blocks import Block, BlockNames
+from verl_sglang_sync.memory_blocks import BlockNames
 from verl_sglang_sync.packing import NamedTensor
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.session_ranks import OpeningRequest, RanksInStep
@@ -98,14 +99,15 @@ class SessionTransport:
                 self._open(session, request, ranks)
             turn = ArrangedTurn(self._arrangements)
             buckets = self._prepared(source, report, turn, announced=announced)
-            first = ranks.attempt(lambda: next(buckets, None))  # while the engine joins
+            ahead = ranks.attempt(lambda: self._ahead(session, buckets)) or deque()
             with report.stage("open"):
                 met = self._meet(session, request, ranks)
             if met:
                 turn.settle(_joined(session).arrangements)
-                first = ranks.attempt(lambda: self._settled(first, turn, report))
-                ranks.attempt(lambda: self._send(_joined(session), first, buckets, report, ranks))
-                first = None
+                ranks.attempt(lambda: self._settle(ahead, turn, report))
+                every = chain(_emptied(ahead), buckets)
+                ranks.attempt(lambda: self._send(_joined(session), every, report, ranks))
+                ahead.clear()
                 source.drain()
                 if ranks.agree():
                     ranks.attempt(lambda: self._commit(_joined(session), report, ranks))
@@ -206,15 +208,25 @@ class SessionTransport:
             batch = replace(batch, tensors=[])
         return _Prepared(batch, storage=storage, arranged=turn.digest, nbytes=arrangement.nbytes)
 
-    def _settled(
-        self, first: _Prepared | None, turn: ArrangedTurn, report: SyncReport
-    ) -> _Prepared | None:
-        """The first bucket, packed before the engine said how it may come."""
-        if first is None or not first.arranged:
-            return first
-        if first.arranged != turn.digest:
-            return self._packed(first.batch, turn, report)
-        return replace(first, batch=replace(first.batch, tensors=[]))
+    def _ahead(
+        self, session: TrainerSession | None, buckets: Iterator[_Prepared]
+    ) -> deque[_Prepared]:
+        """While the engine joins: buckets in place, as many as are ready by then, or one packed."""
+        ahead: deque[_Prepared] = deque()
+        for bucket in buckets:
+            ahead.append(bucket)
+            if bucket.storage is not None or _joined(session).has_arrived():
+                break
+        return ahead
+
+    def _settle(self, ahead: deque[_Prepared], turn: ArrangedTurn, report: SyncReport) -> None:
+        """A bucket may have been packed before the engine said how it may come."""
+        if ahead and ahead[-1].arranged:
+            last = ahead.pop()
+            if last.arranged == turn.digest:
+                ahead.append(replace(last, batch=replace(last.batch, tensors=[])))
+            else:
+                ahead.append(self._packed(last.batch, turn, report))
 
     def _wait_for_export(self) -> None:
         """The tensors may still be being written; what writes them is ordered before this stream.
@@ -230,8 +242,7 @@ class SessionTransport:
     def _send(
         self,
         session: TrainerSession,
-        first: _Prepared | None,
-        others: Iterator[_Prepared],
+        buckets: Iterable[_Prepared],
         report: SyncReport,
         ranks: RanksInStep,
     ) -> None:
@@ -241,8 +252,7 @@ class SessionTransport:
         """
         in_flight: deque[_Prepared] = deque()
         packed: deque[int] = deque()  # those of them that occupy a staging buffer
-        bucket = first
-        while bucket is not None:
+        for bucket in buckets:
             index, planned = bucket.batch.index, bucket.batch.bucket
             session.load(
                 index,
@@ -263,7 +273,6 @@ class SessionTransport:
                 while in_flight and in_flight[0].batch.index <= packed[0]:
                     in_flight.popleft()
                 packed.popleft()
-            bucket = next(others, None)
         while in_flight:
             with report.stage("load"):
                 session.wait_until_done(in_flight.popleft().batch.index)
@@ -274,16 +283,11 @@ class SessionTransport:
         """Where the engine finds the bucket; blocks that it does not know are mapped."""
         if bucket.storage is not None:
             keep = self._settings.keep_staging_buffers
-            slot = session.map(Block.of(bucket.storage), bucket.storage, keep=keep)
+            slot = session.map_buffer(bucket.storage, keep=keep)
             nbytes = bucket.nbytes or bucket.batch.bucket.layout.nbytes
             return [BucketPiece(slot, 0, 0, nbytes)]
         assert bucket.located is not None, "a bucket is packed or in place"
-        tensors = bucket.batch.tensors
-        slots = [
-            session.map(block, tensors[member].untyped_storage())
-            for block, member in bucket.located.blocks
-        ]
-        return bucket.located.pieces(slots)
+        return session.map_located(bucket.located, bucket.batch.tensors)
 
     def _commit(self, session: TrainerSession, report: SyncReport, ranks: RanksInStep) -> None:
         with report.stage("commit"):
@@ -358,6 +362,12 @@ class _Prepared:
     storage: torch.UntypedStorage | None = None
     arranged: str = ""
     nbytes: int = 0
+
+
+def _emptied(buckets: deque[_Prepared]) -> Iterator[_Prepared]:
+    """Each once, and no longer held."""
+    while buckets:
+        yield buckets.popleft()
 
 
 def _joined(session: TrainerSession | None) -> TrainerSession:

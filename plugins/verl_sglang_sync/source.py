@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from sglang_loader.session_messages import BucketPiece
 from verl_sglang_sync.bucket_stream import Batch, Bucket
-from verl_sglang_sync.memory_blocks import Block, BlockTable
+from verl_sglang_sync.memory_blocks import Block, BlockNames, BlockTable
 
 MAX_BLOCKS = 8192
 """More blocks than this are not mapped: each costs the engine a mapping and a file descriptor."""
@@ -47,7 +47,7 @@ class Span:
 
 
 class LocatedBucket:
-    """Where the bytes of one bucket are.
+    """Where the bytes of one bucket are, and how messages say so: as a rule like the sync before.
 
     Attributes:
         spans: all of them.
@@ -61,15 +61,25 @@ class LocatedBucket:
             members.setdefault(span.block, span.member)
         self.blocks = tuple(members.items())
         self._positions = {block: i for i, block in enumerate(members)}
+        self._names: list[str] = []
         self._slots: list[int] | None = None
         self._pieces: list[BucketPiece] = []
 
-    def pieces(self, slots: list[int]) -> list[BucketPiece]:
-        """The spans as a message names them.
+    def names(self, tensors: Sequence[torch.Tensor], names: BlockNames) -> list[str]:
+        """Names of `blocks`.
 
-        Args:
-            slots: of `blocks`; as a rule they are those of the sync before.
+        They stay: a name is good while its block is, and that is while any storage in it lives;
+        those of this bucket have lived since it was located.
         """
+        if not self._names:
+            self._names = [
+                names.name_of(block, tensors[member].untyped_storage())
+                for block, member in self.blocks
+            ]
+        return self._names
+
+    def pieces(self, slots: list[int]) -> list[BucketPiece]:
+        """The spans as a message names them; `slots` are those of `blocks`."""
         if slots != self._slots:
             self._slots = slots
             self._pieces = [
