@@ -48,7 +48,7 @@ from benchmarks.colocated_arms import (  # noqa: E402
     synchronize,
 )
 from benchmarks.engine_server import engine_server  # noqa: E402
-from benchmarks.fsdp_rank import LIMITS, PRESETS  # noqa: E402
+from benchmarks.fsdp_rank import GATHERED, LIMITS, PRESETS  # noqa: E402
 from benchmarks.fsdp_sync import measure_on_gpus  # noqa: E402
 from benchmarks.model_shapes import MODELS, tensor_shapes, write_config  # noqa: E402
 from benchmarks.results_file import hardware, medians, print_table, write_results  # noqa: E402
@@ -325,7 +325,7 @@ def prepare(device: torch.device) -> None:
 
 def main() -> None:
     """Run all arms of all models; see the module docstring."""
-    names, on_gpus = [*ARMS, COPY_LIMIT], ["native", *PRESETS, *LIMITS]
+    names, on_gpus = [*ARMS, COPY_LIMIT], ["native", *PRESETS, GATHERED, *LIMITS]
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["qwen3-8b"])
     parser.add_argument("--arms", nargs="+", help=f"default: all of {names}, or {on_gpus}")
@@ -354,6 +354,11 @@ def main() -> None:
             rows += measure_on_gpus(model, arms, args.gpus, args.tp, args.runs, args.device, folder)
             write_results(path, "colocated", rows)
         print_table(rows, ("sync", *(f"sync_{stage}" for stage in SYNC_STAGES)))
+        missing = {(model, arm) for model in args.models for arm in arms} - {
+            (row["model"], row["arm"]) for row in rows
+        }
+        if missing:
+            parser.exit(1, f"not measured: {sorted(missing)}\n")
         return
     for model in args.models:
         for row in measure(model, arms, device, Runs(args.runs, args.asleep_s), folder):

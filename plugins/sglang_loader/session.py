@@ -21,7 +21,7 @@ from sglang_loader import session_messages as wire
 from sglang_loader.arranged_plan import ArrangedPlan
 from sglang_loader.bucket_loader import NamedTensors, synchronize
 from sglang_loader.engine_context import device_of, engine_context, tp_rank
-from sglang_loader.load_plan import BucketLayout
+from sglang_loader.load_plan import BucketLayout, BucketSource
 from sglang_loader.plan_store import ArrangementError, ModelLoader, SyncOutcome, loader_of
 from sglang_loader.session_channel import Channel
 from sglang_loader.session_messages import FromTrainer, SessionDescriptor, SessionError
@@ -188,10 +188,9 @@ class _Session:
             self._load_arranged(message, layout)
         else:
             source = _sources.get(message, self._slots, layout.nbytes)
-            replayed = [
-                loader.load(message.index, layout, source, read_only=message.read_only)
-                for loader in self._loaders
-            ]
+            replayed = load_into_all(
+                self._loaders, message.index, layout, source, read_only=message.read_only
+            )
         self._digests.append(message.digest)
         self._num_tensors += len(layout.tensors)
         self._in_flight.add(message.index, on_current_stream=all(replayed))
@@ -243,11 +242,35 @@ class _Session:
                 loader.unbind()
 
 
+def load_into_all(
+    loaders: Sequence[ModelLoader],
+    index: int,
+    layout: BucketLayout,
+    source: BucketSource,
+    *,
+    read_only: bool,
+) -> list[bool]:
+    """Load a bucket into every model; all but the last leave the source as it came.
+
+    Returns:
+        For each whether its plan was replayed.
+    """
+    last = loaders[-1]
+    return [
+        loader.load(index, layout, source, read_only=read_only or loader is not last)
+        for loader in loaders
+    ]
+
+
 def common_arrangements(arranged: Sequence[ArrangedPlan | None]) -> ArrangedPlan | None:
-    """The arrangements of all models; None where one has none, or other ones."""
+    """The arrangements of all models; None where one has none, or other ones, or changes a bucket
+    that the others are to load, too.
+    """
     first = arranged[0]
-    same = len({_digest(one) for one in arranged}) == 1
-    return first if same else None
+    if first is None or len({_digest(one) for one in arranged}) > 1:
+        return None
+    changes = any(one is not None and one.changes_buffer for one in arranged)
+    return None if len(arranged) > 1 and changes else first
 
 
 def _digest(arranged: ArrangedPlan | None) -> str:
