@@ -16,7 +16,7 @@ RUN = PYTHONDONTWRITEBYTECODE=1 .venv/bin/python
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test lint unit gpu bench-plots clean
+.PHONY: help setup quickstart test test-slow lint unit gpu bench-plots clean
 
 help: ## show the targets
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:.*##/\t/' | expand -t 14
@@ -51,8 +51,11 @@ lint: setup ## ruff and mypy
 unit: setup ## the tests that start no servers
 	$(RUN) -m pytest -q -m "not e2e and not gpu" $(PYTEST_ARGS)
 
-test: lint ## everything: ruff, mypy, all tests (the GPU ones skip with a reason where there is no GPU)
-	$(RUN) -m pytest -q $(PYTEST_ARGS)
+test: lint ## ruff, mypy and the tests (the GPU ones skip with a reason where there is no GPU)
+	$(RUN) -m pytest -q -m "not slow" $(PYTEST_ARGS)
+
+test-slow: setup ## the rest: more models, Megatron, broadcasts, faults, two hosts (half an hour)
+	$(RUN) -m pytest -q -m slow $(PYTEST_ARGS)
 
 quickstart: setup ## 2 GRPO steps on the CPU with real verl and SGLang, then proof that the weights arrived
 	$(RUN) recipes/quickstart.py

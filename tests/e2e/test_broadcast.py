@@ -22,7 +22,7 @@ from support.sglang_server import Server, loopback, sglang_server
 from support.trainer import Outcome, Step, run_trainer
 from verl_sglang_sync.server_client import SyncSGLangServerClient, operations
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
 @dataclass(frozen=True)

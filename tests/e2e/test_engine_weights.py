@@ -57,9 +57,9 @@ class Case:
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(("qwen3", False, 1), id="dense-untied-tp1"),
-        pytest.param(("qwen3", True, 2), id="dense-tied-tp2"),
-        pytest.param(("qwen3_moe", True, 1), id="moe-tied-tp1"),
+        pytest.param(("qwen3", False, 1), id="dense-untied-tp1", marks=pytest.mark.slow),
+        pytest.param(("qwen3", True, 2), id="dense-tied-tp2", marks=pytest.mark.slow),
+        pytest.param(("qwen3_moe", True, 1), id="moe-tied-tp1", marks=pytest.mark.slow),
         pytest.param(("qwen3_moe", False, 2), id="moe-untied-tp2"),
     ],
 )

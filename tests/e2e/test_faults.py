@@ -30,7 +30,7 @@ from support.load_counter import COUNT_LOADER
 from support.sglang_server import Server, free_port, sglang_server
 from support.trainer import Outcome, Step, run_trainer
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 TP = 2
 
 

@@ -25,7 +25,7 @@ from support.megatron_trainer import ENVIRONMENT, Layout
 from support.sglang_server import sglang_server
 from support.trainer import Outcome, run_trainer
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 NUM_REPLICAS = 2
 EMBEDDING = "model.embed_tokens.weight"

@@ -11,7 +11,7 @@ import pytest
 from support.cycle_checks import check_cycles, check_poisoned_cycle, check_stray, check_syncs
 from support.cycle_steps import run_cycles
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 NUM_CYCLES = 2
 

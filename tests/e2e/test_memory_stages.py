@@ -32,7 +32,10 @@ GATES = {1: "wait 3", 2: "wait 300"}
 """By TP size: requests that come while the engine sleeps are refused soon, or wait."""
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["tp1", "tp2"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(1, id="tp1"), pytest.param(2, id="tp2", marks=pytest.mark.slow)],
+)
 def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Server, Path, int]]:

@@ -13,7 +13,7 @@ import pytest
 from support.router import router_process, wait_until_up, workers_of
 from support.sglang_server import TESTS, free_port
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 DRIVER = """
 import asyncio

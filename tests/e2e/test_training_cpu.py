@@ -72,12 +72,22 @@ def train(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Step]
 @pytest.mark.parametrize(
     "run",
     [
-        pytest.param(Run("bucketed", workers=2, tp=2, tied=True), id="grpo-tp2-bucketed"),
         pytest.param(
-            Run("flattened", workers=2, architecture="qwen3_moe"), id="grpo-2replicas-moe-flattened"
+            Run("bucketed", workers=2, tp=2, tied=True),
+            id="grpo-tp2-bucketed",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            Run("flattened", workers=2, architecture="qwen3_moe"),
+            id="grpo-2replicas-moe-flattened",
+            marks=pytest.mark.slow,
         ),
         pytest.param(Run("compiled", overrides=PPO), id="ppo-tp1-compiled"),
-        pytest.param(Run("disaggregated", overrides=SEPARATE), id="grpo-separate-async"),
+        pytest.param(
+            Run("disaggregated", overrides=SEPARATE),
+            id="grpo-separate-async",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_the_weights_arrive_at_every_step(
@@ -101,6 +111,7 @@ def test_the_weights_arrive_at_every_step(
     assert "manifest check:" not in (tmp_path / "run.log").read_text()
 
 
+@pytest.mark.slow
 def test_a_lost_sync_fails_the_proof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "support.drop_sync")
     monkeypatch.setenv("PYTHONPATH", str(TESTS))

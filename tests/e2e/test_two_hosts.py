@@ -33,7 +33,7 @@ from support.sglang_server import START_TIMEOUT_S, environment, free_port
 from support.trainer import run_trainer
 from unit.composed_recipe import ROLLOUT, SECTION, compose
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 ENGINE = (
     f"{ROLLOUT}.tensor_model_parallel_size=2",
