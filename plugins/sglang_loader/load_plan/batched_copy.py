@@ -19,6 +19,7 @@ from dataclasses import astuple, dataclass
 from functools import cache
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 try:
@@ -87,23 +88,35 @@ class BatchedCopy:
             if source.numel()
             for rows in rows_of(target, source)
         ]
-        counts = np.array([entry.num_tiles for entry in entries], dtype=np.int64)
-        numbers = np.repeat(np.arange(len(entries)), counts)
-        parts = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-        tiles = np.stack([numbers, parts], axis=1).astype(np.int32)
+        tiles = number_tiles(np.array([entry.num_tiles for entry in entries], dtype=np.int64))
         device = targets[0].device
         self._kept = (targets, sources)
-        self._num_tiles = len(tiles)
         self._tiles = torch.from_numpy(tiles).to(device)
         table = torch.tensor([astuple(entry) for entry in entries], dtype=torch.int64)
         self._entries = table.to(device)
 
     def run(self) -> None:
         """Launch on the current stream."""
-        if self._num_tiles:
-            _copy_tiles[(self._num_tiles,)](
-                self._tiles, self._entries, TILE=TILE_WORDS, num_warps=8
-            )
+        launch(self._tiles, self._entries)
+
+
+def number_tiles(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
+    """`(entry, part of it)` of every tile, shape `[counts.sum(), 2]`."""
+    numbers = np.repeat(np.arange(len(counts)), counts)
+    parts = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    return np.stack([numbers, parts], axis=1).astype(np.int32)
+
+
+def launch(tiles: torch.Tensor, entries: torch.Tensor) -> None:
+    """Copy, on the current stream, where `is_available`.
+
+    Args:
+        tiles: `number_tiles`, on the device.
+        entries: int64, the fields of a `Rows` in each row, on the device; it must not be changed
+            or freed on another stream before the copies are done.
+    """
+    if len(tiles):
+        _copy_tiles[(len(tiles),)](tiles, entries, TILE=TILE_WORDS, num_warps=8)
 
 
 @cache
