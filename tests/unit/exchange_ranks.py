@@ -75,10 +75,13 @@ def sharded(kind, dtype=torch.float32):
 
 def export_of(model):
     """What verl's FSDP engine exports, as our adapter gets it."""
-    from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
+    from verl.workers.engine.fsdp import transformer_impl
 
     from verl_sglang_sync.reexport import _repeatable
 
+    # In these processes verl finds no accelerator, and each iteration asks for it again.
+    transformer_impl.get_device_id = lambda: CPU
+    transformer_impl.log_gpu_memory_usage = lambda *_, **__: None
     engine = types.SimpleNamespace(
         module=model,
         model_config=types.SimpleNamespace(lora={}, hf_config=model.config),
@@ -86,13 +89,8 @@ def export_of(model):
         _is_offload_param=False,
         _qat_enabled=False,
     )
-    where = "verl.workers.engine.fsdp.transformer_impl.get_device_id"
-    with mock.patch(where, lambda: CPU):
-        return _repeatable(_unwrapped(FSDPEngine.get_per_tensor_param))(engine)[0]
-
-
-def _unwrapped(method):
-    return getattr(method, "__wrapped__", method)
+    method = transformer_impl.FSDPEngine.get_per_tensor_param
+    return _repeatable(getattr(method, "__wrapped__", method))(engine)[0]
 
 
 def batches_of(export):
