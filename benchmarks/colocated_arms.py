@@ -57,6 +57,8 @@ def counts_of(report: Any) -> dict[str, Any]:
         "num_buckets": report.num_buckets,
         "num_replayed": report.num_replayed,
         "num_in_place": report.num_in_place,
+        "num_arranged": report.num_arranged,
+        "sent_bytes": report.sent_bytes,
         "eager_reason": report.eager_reason,
         "staging_bytes": report.staging_bytes,
     }

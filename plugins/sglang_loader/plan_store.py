@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from sglang_loader.arranged_plan import ArrangedPlan, ArrangementMaker
 from sglang_loader.host_backup import publish_coverage, withdraw_coverage
 from sglang_loader.load_plan import (
     BucketLayout,
@@ -60,6 +61,10 @@ class SyncOutcome:
     may_read_in_place: bool
 
 
+class ArrangementError(RuntimeError):
+    """A bucket came arranged that cannot be loaded so; the text says why."""
+
+
 class _Way(Enum):
     RECORD = "record"
     REPLAY = "replay"
@@ -67,13 +72,14 @@ class _Way(Enum):
     EAGER = "eager"
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Compiled:
-    """A plan that proved itself, with what runs and guards it."""
+    """A plan that proved itself, with what runs and guards it; `arranged` where that wins."""
 
     plan: LoadPlan
     executor: PlanExecutor
     probe: DestinationProbe
+    arranged: ArrangedPlan | None
 
 
 class ModelLoader:
@@ -87,6 +93,7 @@ class ModelLoader:
         self._model = model
         self._compiled: _Compiled | None = None
         self._builder: PlanBuilder | None = None
+        self._maker = ArrangementMaker(model)
         self._way = _Way.EAGER
         self._context: Mapping[str, object] = {}
         self._first: BucketLayout | None = None
@@ -115,6 +122,41 @@ class ModelLoader:
         self._syncs_since_check += 1
         due = recheck_every_n_syncs and self._syncs_since_check >= recheck_every_n_syncs
         self._way = _Way.CHECK if due else _Way.REPLAY
+
+    @property
+    def arranged(self) -> ArrangedPlan | None:
+        """What buckets are like that may come arranged in a later sync; see `arranged_now`."""
+        return self._compiled.arranged if self._compiled is not None else None
+
+    @property
+    def arranged_now(self) -> ArrangedPlan | None:
+        """`arranged`, once the sync has started; None where it needs whole buckets."""
+        return self.arranged if self._way is _Way.REPLAY else None
+
+    def load_arranged(self, index: int, layout: BucketLayout, source: BucketSource) -> None:
+        """Load one bucket that came arranged; asynchronous on a GPU, on the current stream.
+
+        It cannot be loaded eagerly: the other bytes are not there.
+
+        Args:
+            index: position in the sync, from 0.
+            layout: of the whole bucket.
+            source: the arranged buffer.
+
+        Raises:
+            ArrangementError: no plan holds for it.
+            Exception: what a replay raises.
+        """
+        if self.arranged_now is None:
+            raise ArrangementError(self._reason or "this sync needs whole buckets")
+        if not self._fits(index, layout, read_only=False):
+            self._way = _Way.EAGER
+            raise ArrangementError(self._reason or "the plan does not hold")
+        arranged = self.arranged_now
+        if arranged is None or arranged.nbytes(index) is None:
+            raise ArrangementError(f"bucket {index} has no arrangement")
+        arranged.executor.replay(index, source)
+        self._num_replayed += 1
 
     def load(
         self, index: int, layout: BucketLayout, source: BucketSource, *, read_only: bool
@@ -174,6 +216,8 @@ class ModelLoader:
         """Let go of the memory that replays have read from."""
         if self._compiled is not None:
             self._compiled.executor.unbind()
+        if self.arranged is not None:
+            self.arranged.executor.unbind()
 
     def _mismatch(self, compiled: _Compiled) -> str | None:
         layouts = compiled.plan.layouts  # the sync's own are compared bucket by bucket
@@ -189,6 +233,7 @@ class ModelLoader:
             return
         self._way = _Way.RECORD
         self._builder = PlanBuilder(self._model, self._model.load_weights, self._context)
+        self._maker = ArrangementMaker(self._model)
 
     def _is_unfit(self, first: BucketLayout) -> bool:
         """True if this kind of sync was refused a plan before."""
@@ -234,6 +279,9 @@ class ModelLoader:
         if not result.ok:
             self._drop_plan(f"bucket {index}: {result.reason}")
             self._way = _Way.EAGER
+        elif self._compiled.arranged is not None:
+            arranged = self._compiled.arranged
+            self._compiled.arranged = arranged.rechecked(self._model, index, buffer)
 
     def _record(self, index: int, layout: BucketLayout, buffer: torch.Tensor) -> None:
         assert self._builder is not None
@@ -250,6 +298,8 @@ class ModelLoader:
         )
         if not result.ok:
             self._refuse(f"bucket {index}: {result.reason}")
+            return
+        self._maker.add(bucket, self._builder.destinations, buffer)
 
     def _compile(self) -> None:
         assert self._builder is not None
@@ -259,7 +309,10 @@ class ModelLoader:
             self._refuse(refused.reason)
             return
         self._compiled = _Compiled(
-            plan, PlanExecutor(plan), DestinationProbe(self._model, plan.destinations)
+            plan,
+            PlanExecutor(plan),
+            DestinationProbe(self._model, plan.destinations),
+            self._maker.finish(plan),
         )
         self._num_recordings += 1
         self._syncs_since_check = 0

@@ -17,9 +17,11 @@ from typing import Any
 import torch
 
 from sglang_loader import session_messages as wire
+from sglang_loader.arranged_plan import ArrangedPlan
 from sglang_loader.bucket_loader import NamedTensors, synchronize
 from sglang_loader.engine_context import device_of, engine_context, tp_rank
-from sglang_loader.plan_store import ModelLoader, SyncOutcome, loader_of
+from sglang_loader.load_plan import BucketLayout
+from sglang_loader.plan_store import ArrangementError, ModelLoader, SyncOutcome, loader_of
 from sglang_loader.session_channel import Channel
 from sglang_loader.session_messages import FromTrainer, SessionDescriptor, SessionError
 from sglang_loader.session_state import InFlight, Layouts, Mappings, Sources
@@ -98,6 +100,7 @@ class _Session:
         self._digests: list[str] = []
         self._num_tensors = 0
         self._in_flight = InFlight(self._device)
+        self._arranged: ArrangedPlan | None = None
 
     def run(self) -> None:
         """Serve until commit; tell the trainer of a failure before raising it."""
@@ -121,17 +124,24 @@ class _Session:
                 self._let_go()
 
     def _serve(self, channel: Channel[FromTrainer]) -> None:
-        channel.send(wire.Hello, layouts=_layouts.digests, buffers=_mappings.names)
-        welcome = channel.receive(timeout_s=HANDSHAKE_TIMEOUT_S)
-        if isinstance(welcome, wire.Abort):
-            raise SessionError(f"the trainer aborted the sync: {welcome.reason}")
-        if not isinstance(welcome, wire.Welcome):
-            raise SessionError(f"expected Welcome, got {type(welcome).__name__}")
         for model, loader in zip(self._models, self._loaders, strict=True):
             loader.start(
                 engine_context(model),
                 recheck_every_n_syncs=self._descriptor.recheck_every_n_syncs,
             )
+        # The trainer packs what this says: the guards have spoken before.
+        self._arranged = common_arrangements([loader.arranged_now for loader in self._loaders])
+        channel.send(
+            wire.Hello,
+            layouts=_layouts.digests,
+            buffers=_mappings.names,
+            arrangements=_digest(self._arranged),
+        )
+        welcome = channel.receive(timeout_s=HANDSHAKE_TIMEOUT_S)
+        if isinstance(welcome, wire.Abort):
+            raise SessionError(f"the trainer aborted the sync: {welcome.reason}")
+        if not isinstance(welcome, wire.Welcome):
+            raise SessionError(f"expected Welcome, got {type(welcome).__name__}")
         while True:
             # The next bucket is launched while the device still works on this one.
             while self._in_flight.is_full or (self._in_flight and not channel.has_message()):
@@ -147,6 +157,7 @@ class _Session:
                     num_eager=outcome.num_eager,
                     reason=outcome.reason,
                     may_read_in_place=outcome.may_read_in_place,
+                    arrangements=self._offer(message.arrangements),
                 )
                 return
             elif isinstance(message, wire.Abort):
@@ -160,14 +171,43 @@ class _Session:
         layout = _layouts.get(message.digest, message.layout)
         for buffer in message.buffers:
             self._slots[buffer.slot] = _mappings.get(buffer, self._device)
-        source = _sources.get(message, self._slots, layout)
-        replayed = [
-            loader.load(message.index, layout, source, read_only=message.read_only)
-            for loader in self._loaders
-        ]
+        replayed = [True]
+        if message.arranged:
+            self._load_arranged(message, layout)
+        else:
+            source = _sources.get(message, self._slots, layout.nbytes)
+            replayed = [
+                loader.load(message.index, layout, source, read_only=message.read_only)
+                for loader in self._loaders
+            ]
         self._digests.append(message.digest)
         self._num_tensors += len(layout.tensors)
         self._in_flight.add(message.index, on_current_stream=all(replayed))
+
+    def _load_arranged(self, message: wire.LoadBucket, layout: BucketLayout) -> None:
+        """Load a bucket of which only the arranged bytes came."""
+        index, held = message.index, _digest(self._arranged)
+        nbytes = self._arranged.nbytes(index) if self._arranged is not None else None
+        if message.arranged != held or nbytes is None or message.read_only:
+            raise SessionError(
+                f"bucket {index} came arranged by {message.arranged[:80]!r}; for this sync the "
+                f"engine holds {held or 'no arrangements'!r}"
+            )
+        source = _sources.get(message, self._slots, nbytes)
+        for loader in self._loaders:
+            try:
+                loader.load_arranged(index, layout, source)
+            except ArrangementError as error:
+                raise SessionError(
+                    f"bucket {index} came arranged and cannot be loaded so: {error}"
+                ) from error
+
+    def _offer(self, known: str | None) -> bytes | None:
+        """The arrangements for later syncs, unless the trainer has them or wants none."""
+        arranged = common_arrangements([loader.arranged for loader in self._loaders])
+        if known is None or arranged is None or arranged.digest == known:
+            return None
+        return arranged.encoded
 
     def _commit(self, commit: wire.Commit) -> SyncOutcome:
         """Every announced tensor came exactly once, and the device has finished with all."""
@@ -189,3 +229,14 @@ class _Session:
             _sources.forget()
             for loader in self._loaders:
                 loader.unbind()
+
+
+def common_arrangements(arranged: Sequence[ArrangedPlan | None]) -> ArrangedPlan | None:
+    """The arrangements of all models; None where one has none, or other ones."""
+    first = arranged[0]
+    same = len({_digest(one) for one in arranged}) == 1
+    return first if same else None
+
+
+def _digest(arranged: ArrangedPlan | None) -> str:
+    return "" if arranged is None else arranged.digest

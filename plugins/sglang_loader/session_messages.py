@@ -4,7 +4,7 @@ The descriptor travels inside the `update_weights_from_tensor` request that open
 else over a socket that the trainer binds in a private folder:
 
     engine                                   trainer
-    Hello(layouts, buffers it has)    ->
+    Hello(what it has and holds)      ->
                                       <-     Welcome
                                       <-     LoadBucket(index, buffers, pieces, digest, layout)
     BucketDone(index)                 ->     its memory may be written again
@@ -12,6 +12,10 @@ else over a socket that the trainer binds in a private folder:
                                       <-     Commit(counts) or Abort(reason)
     Committed(how it was loaded)      ->
     Failed(traceback), at any time    ->
+
+Before anything is packed, Hello names the arrangements by which buckets may come in this sync
+(`arrangement_messages`). Any bucket may come whole; one that comes arranged by anything else ends
+the session. Committed brings the trainer arrangements that it does not know.
 
 Every message carries the version and the session's token. msgspec rejects a missing field, a wrong
 type or an unknown one; nothing is unpickled. The version changes whenever a field does.
@@ -30,7 +34,7 @@ from sglang_loader.load_plan import BucketLayout, BucketTensor
 from sglang_loader.manifest import ManifestError
 from sglang_loader.shared_buffer import CpuHandle, CudaHandle
 
-SESSION_VERSION = 2
+SESSION_VERSION = 3
 
 
 class SessionError(RuntimeError):
@@ -67,10 +71,12 @@ class Hello(_Message, frozen=True, kw_only=True):
     Attributes:
         layouts: digests whose layouts need not be sent.
         buffers: those that are still mapped from an earlier session.
+        arrangements: digest of those by which buckets may come arranged; "": all must be whole.
     """
 
     layouts: list[str]
     buffers: list[str]
+    arrangements: str
 
 
 class Welcome(_Message, frozen=True, kw_only=True):
@@ -120,6 +126,8 @@ class LoadBucket(_Message, frozen=True, kw_only=True):
         digest: names the layout.
         layout: the encoded layout, None where the engine knows the digest.
         read_only: the pieces are the trainer's own memory.
+        arranged: digest of the arrangements by which the only piece, which begins at 0, is
+            arranged; "": the pieces are the bucket as its layout says.
     """
 
     index: int
@@ -128,13 +136,21 @@ class LoadBucket(_Message, frozen=True, kw_only=True):
     digest: str
     layout: bytes | None
     read_only: bool
+    arranged: str
 
 
 class Commit(_Message, frozen=True, kw_only=True):
-    """Trainer: everything was sent; the counts of the whole session."""
+    """Trainer: everything was sent; the counts of the whole session.
+
+    Attributes:
+        num_buckets: sent.
+        num_tensors: sent.
+        arrangements: digest of those that the trainer knows; None: it wants none.
+    """
 
     num_buckets: int
     num_tensors: int
+    arrangements: str | None
 
 
 class Abort(_Message, frozen=True, kw_only=True):
@@ -157,12 +173,14 @@ class Committed(_Message, frozen=True, kw_only=True):
         num_eager: buckets loaded by the model's own loader.
         reason: why not all were replayed.
         may_read_in_place: a plan holds and changes no source: buckets may be the trainer's memory.
+        arrangements: encoded, for later syncs; None where there is nothing that the trainer wants.
     """
 
     num_replayed: int
     num_eager: int
     reason: str | None
     may_read_in_place: bool
+    arrangements: bytes | None
 
 
 class Failed(_Message, frozen=True, kw_only=True):

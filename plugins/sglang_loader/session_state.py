@@ -90,9 +90,14 @@ class Sources:
         self._known: OrderedDict[tuple[int, str], _KnownSource] = OrderedDict()
 
     def get(
-        self, message: wire.LoadBucket, slots: Mapping[int, torch.Tensor], layout: BucketLayout
+        self, message: wire.LoadBucket, slots: Mapping[int, torch.Tensor], nbytes: int
     ) -> BucketSource:
         """The memory that a message speaks of.
+
+        Args:
+            message: with the pieces.
+            slots: the session's buffers.
+            nbytes: of the bucket as it came.
 
         Raises:
             SessionError: a piece lies in no mapped buffer, or leaves it or the bucket.
@@ -100,7 +105,7 @@ class Sources:
         key = message.pieces[0].slot if message.pieces else -1, message.digest
         known = self._known.get(key)
         if known is None or not known.holds(message.pieces, slots):
-            known = self._known[key] = _KnownSource.of(message, slots, layout)
+            known = self._known[key] = _KnownSource.of(message, slots, nbytes)
             while len(self._known) > MAX_LAYOUTS:
                 self._known.popitem(last=False)
         return known.source
@@ -123,7 +128,7 @@ class _KnownSource:
 
     @classmethod
     def of(
-        cls, message: wire.LoadBucket, slots: Mapping[int, torch.Tensor], layout: BucketLayout
+        cls, message: wire.LoadBucket, slots: Mapping[int, torch.Tensor], nbytes: int
     ) -> _KnownSource:
         used = {}
         for piece in message.pieces:
@@ -131,23 +136,21 @@ class _KnownSource:
                 raise SessionError(f"bucket {message.index} lies in slot {piece.slot}: not mapped")
             used[piece.slot] = slots[piece.slot]
         pieces = [
-            _piece(piece, used[piece.slot], layout, message.index) for piece in message.pieces
+            _piece(piece, used[piece.slot], nbytes, message.index) for piece in message.pieces
         ]
         return cls(message.pieces, used, BucketSource(pieces))
 
 
-def _piece(
-    piece: wire.BucketPiece, buffer: torch.Tensor, layout: BucketLayout, index: int
-) -> Piece:
+def _piece(piece: wire.BucketPiece, buffer: torch.Tensor, bucket_nbytes: int, index: int) -> Piece:
     offset, start, nbytes = piece.offset, piece.start, piece.nbytes
     if not 0 <= offset <= offset + nbytes <= buffer.numel():
         raise SessionError(
             f"bucket {index} at bytes {offset}+{nbytes} leaves the buffer of {buffer.numel()}"
         )
-    if not 0 <= start <= start + nbytes <= layout.nbytes:
+    if not 0 <= start <= start + nbytes <= bucket_nbytes:
         raise SessionError(
             f"a piece of bucket {index} at bytes {start}+{nbytes} leaves the bucket's "
-            f"{layout.nbytes}"
+            f"{bucket_nbytes}"
         )
     return Piece(start, buffer[offset : offset + nbytes])
 

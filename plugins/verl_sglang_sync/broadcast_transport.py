@@ -232,6 +232,7 @@ class _BroadcastSync:
     def send(self, batch: Batch, flat: torch.Tensor) -> None:
         """Have the bucket before this one loaded, and begin this one's broadcast."""
         self._num_tensors += len(batch.tensors)
+        self._report.sent_bytes += batch.bucket.payload_bytes
         before = self._waiting
         self._waiting = _Packed(batch.index, batch.bucket.layout, self._num_tensors, flat)
         if before is not None:

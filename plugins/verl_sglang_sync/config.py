@@ -49,6 +49,7 @@ COMPILED_KEYS = (
     "num_staging_buffers",
     "keep_staging_buffers",
     "read_in_place",
+    "plan_ordered",
 )
 
 
@@ -69,6 +70,8 @@ class WeightSyncConfig:
             from sync to sync; False frees them for the KV cache.
         read_in_place: compiled: True lets the engine read weights that lie in few large storages
             from the trainer's memory, without packing.
+        plan_ordered: compiled: True sends an engine rank only the bytes that its load plan reads,
+            in the plan's order, where that is less than the whole bucket.
         host_backup: what a release of the weights keeps on the host: "on" everything, by SGLang;
             "auto" everything that no sync is proven to rewrite; "off" no more than named buffers
             until that is proven.
@@ -97,6 +100,7 @@ class WeightSyncConfig:
     num_staging_buffers: int = 2
     keep_staging_buffers: bool = False
     read_in_place: bool = True
+    plan_ordered: bool = True
     host_backup: Policy = "auto"
     sleep_order: tuple[str, ...] = SLEEP_ORDER
     wake_order: tuple[str, ...] = WAKE_ORDER
@@ -157,6 +161,7 @@ class WeightSyncConfig:
             num_staging_buffers=_whole_number(keys, "num_staging_buffers", 2, range(1, 3)),
             keep_staging_buffers=_switch(keys, "keep_staging_buffers", False),
             read_in_place=_switch(keys, "read_in_place", True),
+            plan_ordered=_switch(keys, "plan_ordered", True),
             host_backup=_host_backup(keys.get("host_backup", "auto")),
             sleep_order=stages.sleep,
             wake_order=stages.wake,

@@ -97,6 +97,7 @@ class _Planned:
         self._report.num_buckets += 1
         self._report.num_tensors += len(plan.slots)
         self._report.payload_bytes += plan.payload_bytes
+        self._report.sent_bytes += plan.payload_bytes
         return plan, [(slot.spec.name, self._held.pop(slot.spec.name)) for slot in plan.slots]
 
 

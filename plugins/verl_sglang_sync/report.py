@@ -26,11 +26,13 @@ class SyncReport:
         num_tensors: tensors sent.
         num_buckets: buckets sent.
         payload_bytes: bytes of the tensors.
+        sent_bytes: bytes that the engine rank was given of them: fewer where buckets came arranged.
         staging_bytes: most bytes of staging buffers held.
         num_replayed: buckets that the engine loaded by a compiled plan.
         num_eager: buckets that it loaded by its own loader in mode "compiled".
         eager_reason: why those were not replayed.
         num_in_place: buckets that the engine read from the trainer's own memory.
+        num_arranged: buckets that held only what this engine rank reads, as its plan has it.
         stages: what the engine did in "release", "resume_weights" and "resume_kv_cache", by tag:
             for each TP rank the seconds, the bytes unmapped from or mapped into its GPU, and the
             bytes that the host then holds (`sglang_loader.stage_costs`).
@@ -47,11 +49,13 @@ class SyncReport:
     num_tensors: int = 0
     num_buckets: int = 0
     payload_bytes: int = 0
+    sent_bytes: int = 0
     staging_bytes: int = 0
     num_replayed: int = 0
     num_eager: int = 0
     eager_reason: str | None = None
     num_in_place: int = 0
+    num_arranged: int = 0
     stages: dict[str, StageCosts] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -84,8 +88,14 @@ class SyncReport:
         return (
             f"{self.mode}, replica {self.replica}, version {self.weight_version}: "
             f"{self.num_tensors} tensors, {self.payload_bytes / 1e6:.1f} MB in {self.num_buckets} "
-            f"buckets; {stages}{_bytes_of(self.stages)}"
+            f"buckets{self._arranged}; {stages}{_bytes_of(self.stages)}"
         )
+
+    @property
+    def _arranged(self) -> str:
+        if not self.num_arranged:
+            return ""
+        return f", {self.num_arranged} arranged: {self.sent_bytes / 1e6:.1f} MB sent"
 
 
 def _bytes_of(stages: Mapping[str, StageCosts]) -> str:

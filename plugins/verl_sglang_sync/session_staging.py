@@ -7,6 +7,9 @@ from collections.abc import Container, Sequence
 import torch
 
 from sglang_loader.load_plan import BucketLayout
+from sglang_loader.load_plan.arrangement import Arrangement
+from verl_sglang_sync.arranged_packing import ArrangedPacking
+from verl_sglang_sync.arranged_sending import ArrangedTurn
 from verl_sglang_sync.bucket_stream import Batch, Cut
 from verl_sglang_sync.staging import StagingBuffer
 
@@ -30,6 +33,7 @@ class StagingRing:
         self._bucket_bytes = bucket_bytes
         self._buffers = [StagingBuffer(device) for _ in range(num_buffers)]
         self._views: dict[tuple[str, int], _Groups] = {}
+        self._packings: dict[str, ArrangedPacking] = {}
 
     @property
     def num_buffers(self) -> int:
@@ -41,17 +45,26 @@ class StagingRing:
         """Bytes held at present."""
         return sum(buffer.nbytes for buffer in self._buffers)
 
-    def prepare(self, cuts: Sequence[Cut], *, in_place: Container[int] = ()) -> None:
+    def prepare(
+        self,
+        cuts: Sequence[Cut],
+        *,
+        turn: ArrangedTurn | None = None,
+        in_place: Container[int] = (),
+    ) -> None:
         """Make every buffer fit the buckets that are expected in it.
 
         Args:
             cuts: how the sync will be cut, as far as that is known.
+            turn: which of them are expected arranged.
             in_place: indices of buckets that need no buffer.
         """
         num = len(self._buffers)
+        expected = {cut.bucket.digest for cut in cuts}
+        self._packings = {key: kept for key, kept in self._packings.items() if key in expected}
         for slot in range(num):
             sizes = [
-                cut.bucket.layout.nbytes
+                _nbytes(cut, turn.expected(i) if turn is not None else None)
                 for i, cut in enumerate(cuts)
                 if i % num == slot and i not in in_place
             ]
@@ -77,8 +90,19 @@ class StagingRing:
                     torch._foreach_copy_(targets, sources, non_blocking=True)
         return self._buffers[slot].filled(nbytes).untyped_storage()
 
+    def pack_arranged(self, batch: Batch, arrangement: Arrangement) -> torch.UntypedStorage:
+        """`pack` for what the engine rank reads of a bucket."""
+        slot, nbytes = batch.index % len(self._buffers), arrangement.nbytes
+        self._reserve(slot, nbytes)
+        key, flat = batch.bucket.digest, self._buffers[slot].filled(nbytes)
+        packing = self._packings.get(key)
+        if packing is None or packing.arrangement is not arrangement:
+            packing = self._packings[key] = ArrangedPacking(arrangement, self._device)
+        packing.pack(batch.tensors, flat)
+        return self._buffers[slot].filled(nbytes).untyped_storage()
+
     def free(self) -> None:
-        """Give the memory back; the engine must have let go of it."""
+        """Give the memory back, but for small tables; the engine must have let go of it."""
         self._views.clear()
         self._buffers = [StagingBuffer(self._device) for _ in self._buffers]
 
@@ -87,6 +111,10 @@ class StagingRing:
             for key in [key for key in self._views if key[1] == slot]:
                 del self._views[key]
             self._buffers[slot].reserve(nbytes)
+
+
+def _nbytes(cut: Cut, arrangement: Arrangement | None) -> int:
+    return cut.bucket.layout.nbytes if arrangement is None else arrangement.nbytes
 
 
 def _grouped_views(layout: BucketLayout, flat: torch.Tensor) -> _Groups:

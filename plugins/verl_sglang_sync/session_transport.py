@@ -4,6 +4,8 @@ Every trainer rank has a session of its own with the engine rank on its device, 
 step within a sync; they agree three times: everyone has joined, everyone has sent the same, every
 replica is done. A rank that fails in between goes on exporting (the export's collectives need
 it), then all leave together with the same `WeightSyncError`.
+
+A bucket is read where it lies, or is packed: arranged (see `arranged_sending`) or whole.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ import torch
 
 from sglang_loader.bucket_loader import synchronize
 from sglang_loader.ipc import serialize_handles
+from sglang_loader.manifest import ManifestError
 from sglang_loader.session_messages import BucketPiece, Committed, SessionError
+from verl_sglang_sync.arranged_sending import ArrangedTurn, KnownArrangements
 from verl_sglang_sync.bucket_stream import Batch, BucketStream
 from verl_sglang_sync.collective import TrainerGroup
 from verl_sglang_sync.config import WeightSyncConfig
@@ -74,6 +78,8 @@ class SessionTransport:
         self._in_place: InPlaceSource | None = None
         self._used: frozenset[str] = frozenset()
         self._gate = ManifestGate(settings.manifest_check, group.agree)
+        self._wants_arrangements = settings.plan_ordered
+        self._arrangements: KnownArrangements | None = None
 
     async def sync(
         self, weights: Iterable[NamedTensor], *, version: str | None, report: SyncReport
@@ -91,11 +97,14 @@ class SessionTransport:
             session = ranks.attempt(lambda: stack.enter_context(self._new_session()))
             with report.stage("open"):
                 self._open(session, request, ranks)
-            buckets = self._prepared(source, report, announced=announced)
+            turn = ArrangedTurn(self._arrangements)
+            buckets = self._prepared(source, report, turn, announced=announced)
             first = ranks.attempt(lambda: next(buckets, None))  # while the engine joins
             with report.stage("open"):
                 met = self._meet(session, request, ranks)
             if met:
+                turn.settle(_joined(session).arrangements)
+                first = ranks.attempt(lambda: self._settled(first, turn, report))
                 ranks.attempt(lambda: self._send(_joined(session), first, buckets, report, ranks))
                 first = None
                 source.drain()
@@ -110,6 +119,7 @@ class SessionTransport:
             ranks.agree()  # also after a failure: nobody leaves while an engine is still busy
         if ranks.error is not None:
             self._gate.forget()
+            self._arrangements = None  # the next sync is whole
             raise WeightSyncError(ranks.error)
         if is_last_resort:
             announcement = Announcement.of(source.specs)
@@ -158,14 +168,14 @@ class SessionTransport:
         return False
 
     def _prepared(
-        self, source: Export, report: SyncReport, *, announced: bool
+        self, source: Export, report: SyncReport, turn: ArrangedTurn, *, announced: bool
     ) -> Iterator[_Prepared]:
         """Export the buckets, and pack those that cannot be read in place.
 
         A bucket takes the staging buffer of the one `num_buffers` before it.
         """
         in_place = () if self._in_place is None else self._in_place.indices
-        self._ring.prepare(self._stream.cuts, in_place=in_place)
+        self._ring.prepare(self._stream.cuts, turn=turn, in_place=in_place)
         for batch in self._stream.batches(source, report, announced=announced):
             spans = None if self._in_place is None else self._in_place.spans_of(batch)
             if spans is not None:
@@ -177,12 +187,35 @@ class SessionTransport:
                 continue
             if self._watch is not None:
                 self._watch.see(batch)
-            with report.stage("pack"):
-                storage = self._ring.pack(batch)
-            report.staging_bytes = max(report.staging_bytes, self._ring.nbytes)
-            packed = replace(batch, tensors=[])
+            packed = self._packed(batch, turn, report)
             del batch
-            yield _Prepared(packed, storage=storage)
+            yield packed
+            del packed
+
+    def _packed(self, batch: Batch, turn: ArrangedTurn, report: SyncReport) -> _Prepared:
+        """Pack a bucket, arranged where that was announced."""
+        arrangement = turn.of(batch.index, batch.bucket)
+        with report.stage("pack"):
+            if arrangement is None:
+                storage = self._ring.pack(batch)
+            else:
+                storage = self._ring.pack_arranged(batch, arrangement)
+        report.staging_bytes = max(report.staging_bytes, self._ring.nbytes)
+        if arrangement is None:
+            return _Prepared(replace(batch, tensors=[]), storage=storage)
+        if turn.is_settled:
+            batch = replace(batch, tensors=[])
+        return _Prepared(batch, storage=storage, arranged=turn.digest, nbytes=arrangement.nbytes)
+
+    def _settled(
+        self, first: _Prepared | None, turn: ArrangedTurn, report: SyncReport
+    ) -> _Prepared | None:
+        """The first bucket, packed before the engine said how it may come."""
+        if first is None or not first.arranged:
+            return first
+        if first.arranged != turn.digest:
+            return self._packed(first.batch, turn, report)
+        return replace(first, batch=replace(first.batch, tensors=[]))
 
     def _send(
         self,
@@ -202,8 +235,11 @@ class SessionTransport:
                 batch.bucket,
                 self._pieces(session, bucket),
                 read_only=bucket.storage is None,
+                arranged=bucket.arranged,
             )
             ranks.sent(batch.bucket)
+            report.num_arranged += bool(bucket.arranged)
+            report.sent_bytes += bucket.nbytes or batch.bucket.payload_bytes
             in_flight.append(bucket)
             del batch
             if len(in_flight) == self._ring.num_buffers:
@@ -221,7 +257,8 @@ class SessionTransport:
         if bucket.storage is not None:
             keep = self._settings.keep_staging_buffers
             slot = session.map(Block.of(bucket.storage), bucket.storage, keep=keep)
-            return [BucketPiece(slot, 0, 0, bucket.batch.bucket.layout.nbytes)]
+            nbytes = bucket.nbytes or bucket.batch.bucket.layout.nbytes
+            return [BucketPiece(slot, 0, 0, nbytes)]
         tensors = bucket.batch.tensors
         return [
             BucketPiece(
@@ -235,10 +272,35 @@ class SessionTransport:
 
     def _commit(self, session: TrainerSession, report: SyncReport, ranks: RanksInStep) -> None:
         with report.stage("commit"):
-            outcome = session.commit(num_buckets=ranks.num_buckets, num_tensors=ranks.num_tensors)
+            outcome = session.commit(
+                num_buckets=ranks.num_buckets,
+                num_tensors=ranks.num_tensors,
+                arrangements=self._known_digest(),
+            )
         report.num_replayed, report.num_eager = outcome.num_replayed, outcome.num_eager
         report.eager_reason = outcome.reason
         self._choose_source(outcome, session.read_in_place)
+        if outcome.arrangements is not None:
+            self._learn(outcome.arrangements)
+
+    def _known_digest(self) -> str | None:
+        """Of the arrangements that this rank knows; None where it could not use any."""
+        if not self._wants_arrangements or not self._stream.cuts:
+            return None
+        return self._arrangements.digest if self._arrangements is not None else ""
+
+    def _learn(self, encoded: bytes) -> None:
+        """From the next sync on, send what the engine rank reads."""
+        sent = [cut.bucket for cut in self._stream.cuts]
+        try:
+            self._arrangements = KnownArrangements.of(encoded, sent)
+        except ManifestError as error:
+            self._wants_arrangements = False
+            logger.warning(
+                "buckets are sent whole, the engine's arrangements do not fit: %s", error
+            )
+            return
+        self._ring.free()  # its buffers have room for whole buckets
 
     def _choose_source(self, outcome: Committed, used: frozenset[str]) -> None:
         """After a good sync: can the next ones be read in place?"""
@@ -264,14 +326,18 @@ class _Prepared:
     """A bucket that can be loaded.
 
     Attributes:
-        batch: with its tensors where they are read in place.
+        batch: with its tensors where they are read in place, or may have to be packed again.
         spans: where they lie.
         storage: the staging buffer; None where the tensors are read in place.
+        arranged: digest of the arrangements by which it is packed; "": it is whole.
+        nbytes: of the arranged buffer; 0 where the bucket is whole.
     """
 
     batch: Batch
     spans: tuple[Span, ...] = ()
     storage: torch.UntypedStorage | None = None
+    arranged: str = ""
+    nbytes: int = 0
 
 
 def _joined(session: TrainerSession | None) -> TrainerSession:

@@ -6,7 +6,7 @@ with TrainerSession(folder, settings) as session:
     slot = session.map(block, storage, keep=False)
     session.load(0, bucket, [BucketPiece(slot, 0, 0, nbytes)], read_only=False)
     session.wait_until_done(0)
-    outcome = session.commit(num_buckets=1, num_tensors=3)
+    outcome = session.commit(num_buckets=1, num_tensors=3, arrangements=None)
 """
 
 from __future__ import annotations
@@ -63,6 +63,9 @@ class TrainerSession:
         settings: the preset.
         names: of this process's memory, the same for all its sessions.
         used_before: `read_in_place` of the session before this one.
+
+    Attributes:
+        arrangements: digest of those that the engine holds for this sync, once they have met.
     """
 
     def __init__(
@@ -100,6 +103,7 @@ class TrainerSession:
         self._read_in_place: set[str] = set()
         self._unsent: list[wire.SharedBuffer] = []
         self._num_done = 0
+        self.arrangements = ""
 
     def greet(self, watch: Callable[[], None], *, wait_s: float) -> bool:
         """Meet the engine; False if it has not joined within `wait_s`: call again.
@@ -113,6 +117,7 @@ class TrainerSession:
             return False
         hello = self._receive(wire.Hello)
         self._known, self._mapped = set(hello.layouts), set(hello.buffers)
+        self.arrangements = hello.arrangements
         self._channel.send(wire.Welcome)
         return True
 
@@ -145,9 +150,23 @@ class TrainerSession:
         return slot
 
     def load(
-        self, index: int, bucket: Bucket, pieces: list[wire.BucketPiece], *, read_only: bool
+        self,
+        index: int,
+        bucket: Bucket,
+        pieces: list[wire.BucketPiece],
+        *,
+        read_only: bool,
+        arranged: str = "",
     ) -> None:
-        """Have a bucket loaded; its memory must stay as it is until it is done."""
+        """Have a bucket loaded; its memory must stay as it is until it is done.
+
+        Args:
+            index: position in the sync, from 0.
+            bucket: what it is.
+            pieces: where its bytes are.
+            read_only: the engine must leave them as they are.
+            arranged: digest of the arrangements by which they are arranged; "": not at all.
+        """
         is_known = bucket.digest in self._known
         buffers, self._unsent = self._unsent, []
         self._channel.send(
@@ -158,6 +177,7 @@ class TrainerSession:
             digest=bucket.digest,
             layout=None if is_known else bucket.encoded,
             read_only=read_only,
+            arranged=arranged,
         )
         self._known.add(bucket.digest)
 
@@ -174,9 +194,20 @@ class TrainerSession:
                 raise SessionError(f"bucket {done.index} is done, expected {self._num_done}")
             self._num_done += 1
 
-    def commit(self, *, num_buckets: int, num_tensors: int) -> Committed:
-        """Declare the sync complete; the engine checks the counts."""
-        self._channel.send(wire.Commit, num_buckets=num_buckets, num_tensors=num_tensors)
+    def commit(self, *, num_buckets: int, num_tensors: int, arrangements: str | None) -> Committed:
+        """Declare the sync complete; the engine checks the counts.
+
+        Args:
+            num_buckets: sent.
+            num_tensors: sent.
+            arrangements: digest of those that this rank knows; None: it wants none.
+        """
+        self._channel.send(
+            wire.Commit,
+            num_buckets=num_buckets,
+            num_tensors=num_tensors,
+            arrangements=arrangements,
+        )
         return self._receive(wire.Committed)
 
     def abort(self, reason: str) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from contract.tiny_architectures import NamedWeights
+from sglang_loader.arrangement_messages import decode_arrangements, encode_arrangements
 from sglang_loader.load_plan import (
     BucketLayout,
     BucketSource,
@@ -20,7 +21,10 @@ from sglang_loader.load_plan import (
     PlanExecutor,
     self_check,
 )
+from sglang_loader.load_plan.arrange import arrange
+from sglang_loader.load_plan.executor import replay_once
 from sglang_loader.load_plan.verify import differing, snapshot
+from verl_sglang_sync.arranged_packing import ArrangedPacking
 
 LAYOUTS = ("single", "many", "cut")
 
@@ -47,6 +51,7 @@ def prove(model: nn.Module, first: NamedWeights, second: NamedWeights, how: str)
     replay(plan, buffers)
     assert differing(plan.destinations, expected) == ()
     assert DestinationProbe(model, plan.destinations).mismatch() is None
+    prove_arranged(model, plan, split(first, how), buffers, expected)
 
     broken = without_one_copy(plan)
     load_eagerly(model, split(first, how))
@@ -55,6 +60,29 @@ def prove(model: nn.Module, first: NamedWeights, second: NamedWeights, how: str)
     assert not self_check(model, broken, model.load_weights, buffers).ok
     assert differing(plan.destinations, expected) == (), "a failed check left other weights"
     return plan
+
+
+def prove_arranged(
+    model: nn.Module,
+    plan: LoadPlan,
+    before: list[NamedWeights],
+    buffers: list[torch.Tensor],
+    expected: list[torch.Tensor],
+) -> None:
+    """Every bucket of every architecture can be arranged, and loads the same bytes so."""
+    load_eagerly(model, before)
+    for bucket, buffer in zip(plan.buckets, buffers, strict=True):
+        arranged = arrange(bucket)
+        assert arranged is not None, bucket.layout
+        arrangement, rebased = arranged
+        encoded = encode_arrangements([("digest", arrangement)])
+        if arrangement.nbytes <= bucket.layout.nbytes:
+            assert decode_arrangements(encoded, {"digest": bucket.layout})[0][1] == arrangement
+        flat = torch.full((arrangement.nbytes,), 0x5A, dtype=torch.uint8)
+        tensors = [tensor for _, tensor in bucket.layout.views(buffer)]
+        ArrangedPacking(arrangement, flat.device).pack(tensors, flat)
+        replay_once(rebased, plan.destinations, flat)
+    assert differing(plan.destinations, expected) == ()
 
 
 def split(weights: NamedWeights, how: str) -> list[NamedWeights]:

@@ -29,6 +29,7 @@ from contract.tiny_architectures import (
     random_weights,
     read_checkpoint,
 )
+from sglang_loader.load_plan.arrange import num_bytes_read
 from sglang_loader.load_plan.intervals import num_bytes
 
 
@@ -61,6 +62,7 @@ def main(folder: Path, rank: int, tp_size: int, ep_size: int, names: list[str]) 
             "num_copies": plans[0].num_copies,
             "ignored": len(plans[0].ignored),
             "uncovered_parameters": list(plans[0].uncovered_parameters),
+            "arranged_bytes": sum(num_bytes_read(bucket) for bucket in plans[0].buckets),
             "covered_bytes": sum(num_bytes(ranges) for ranges in plans[0].coverage.values()),
         }
     (folder / f"result-{rank}.json").write_text(json.dumps(results))

@@ -42,6 +42,7 @@ def test_each_rank_replays_byte_identically(
         assert all("not_built" not in part for part in parts), (name, parts)
         whole = (tmp_path / name / "model.safetensors").stat().st_size
         assert all(part["covered_bytes"] < 0.9 * whole for part in parts), "nothing is sharded"
+        assert all(part["arranged_bytes"] < 0.9 * whole for part in parts), "all of it is read"
         for manifest in (part["manifest"] for part in parts):
             assert manifest == parts[0]["manifest"], "the ranks disagree"
             assert (manifest["complete"], manifest["blind"]) == ("", ""), (name, manifest)

@@ -172,6 +172,23 @@ def test_the_rechecks_come_when_they_are_due(case: Case) -> None:
     assert due == [True, False, True, False]  # the syncs before were replayed without one
 
 
+def test_a_rank_is_sent_what_it_reads(case: Case) -> None:
+    ordered, whole, rechecked = case.leader["syncs"]["compiled"]
+    for _, report in [ordered[0], rechecked[0], *whole]:
+        assert report["num_arranged"] == 0, "nothing is known before the first sync"
+        assert report["sent_bytes"] == report["payload_bytes"]
+    for _, report in ordered[1:]:
+        assert report["sent_bytes"] <= report["payload_bytes"]
+        if case.tp > 1:
+            assert report["num_arranged"] > 0.8 * report["num_buckets"]
+            assert report["sent_bytes"] < 0.6 * report["payload_bytes"]
+    if case.tp > 1:
+        arranged = [report["num_arranged"] > 0 for _, report in rechecked]
+        assert arranged == [False, True, False, True], "a check needs whole buckets"
+        staged = [report["staging_bytes"] for _, report in ordered]
+        assert staged[1] < staged[0]
+
+
 def test_weights_in_one_storage_are_read_in_place(case: Case) -> None:
     syncs = case.leader["syncs"]
     eager = [hashes for hashes, _ in syncs["eager"]]
@@ -197,6 +214,14 @@ def test_the_engine_survives_trainers_that_die_mid_session(case: Case) -> None:
 def test_a_failure_is_raised_on_all_ranks_alike_and_the_next_sync_is_good(case: Case) -> None:
     outcomes = case.run(faults_and_good_syncs, str(case.folder / "model"), str(case.folder))
     assert [outcome.error for outcome in outcomes] == [None] * case.tp
+    for outcome in outcomes:
+        forged = outcome.result["arranged by something else"]
+        assert "bucket 0 came arranged by '0000" in forged["error"]
+        assert "for this sync the engine holds" in forged["error"]
+        before, then, failed, after = forged["num_arranged"]
+        assert before == failed == 0, "the sync after a failed one is whole"
+        assert (then > 0) == (after > 0) == (case.tp > 1 or then > 0)
+    assert outcomes[0].result["arranged by something else"]["hashes"] == case.leader["reference"]
     for name, expected in (
         ("a rank that cannot pack", (f"rank {case.tp - 1}: Traceback", "meta tensor")),
         ("a wrong token", ("weight sync failed", "wrong token")),

@@ -184,6 +184,9 @@ def test_compiled_syncs_are_replayed(case: Case) -> None:
     for leader in case.leaders:
         *_, (_, report, _) = leader["compiled"]
         assert report["num_replayed"] == report["num_buckets"], report["eager_reason"]
+        if case.world.tp > 1:
+            assert report["num_arranged"] > 0, "a rank is sent what it reads"
+            assert report["sent_bytes"] < 0.6 * report["payload_bytes"]
 
 
 def test_a_lost_tensor_would_show(case: Case) -> None:

@@ -54,6 +54,10 @@ def test_sync_is_bit_exact_on_the_gpu(architecture: str, tp: int, tmp_path: Path
             assert [hashes for hashes, _ in compiled] == eager
             last = compiled[-1][1]
             assert last["num_replayed"] == last["num_buckets"]
+        if tp > 1:
+            ordered = syncs["compiled"][0][-1][1]
+            assert ordered["num_arranged"] > 0
+            assert ordered["sent_bytes"] < 0.6 * ordered["payload_bytes"]
         for in_place in syncs["in_place"]:
             assert in_place[-1][1]["num_in_place"] == in_place[-1][1]["num_buckets"]
         assert server.process.poll() is None

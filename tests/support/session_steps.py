@@ -11,6 +11,8 @@ from typing import Any
 
 import msgspec
 
+from sglang_loader.load_plan import BucketLayout
+from sglang_loader.load_plan.arrangement import Arrangement, Read
 from support.engine_steps import weights_of
 from support.trainer import NamedTensors, TrainerRank, engine_hashes
 
@@ -32,7 +34,7 @@ def good_syncs(rank: TrainerRank, model: str, folder: str) -> dict[str, Any]:
 
 def faults_and_good_syncs(rank: TrainerRank, model: str, folder: str) -> dict[str, Any]:
     """Each fault that a trainer survives, followed by good syncs, in one trainer start."""
-    seen: dict[str, Any] = {}
+    seen: dict[str, Any] = {"arranged by something else": forged_arrangements(rank, model, folder)}
     for name, fault in (
         ("a rank that cannot pack", lambda: fail_on_one_rank(rank, model)),
         ("a wrong token", lambda: wrong_token(rank)),
@@ -90,6 +92,48 @@ def wrong_token(rank: TrainerRank) -> str:
     finally:
         TrainerSession.__init__ = init  # type: ignore[method-assign]
     return "no error"
+
+
+def forged_arrangements(rank: TrainerRank, model: str, folder: str) -> dict[str, Any]:
+    """Send buckets arranged in a way that the engine does not hold, then go on as before."""
+    from verl_sglang_sync.arranged_sending import ArrangedTurn, KnownArrangements
+    from verl_sglang_sync.weight_sync import WeightSyncError
+
+    manager = rank.manager("compiled", read_in_place=False)
+    weights = weights_of(Path(model), rank.device)
+    num_arranged = []
+
+    def sync() -> None:
+        asyncio.run(manager.sync(weights, version="good"))
+        num_arranged.append(manager.report.num_arranged)
+
+    for _ in range(2):
+        sync()
+    transport = manager._transport
+    buckets = [(cut.bucket.digest, _whole(cut.bucket.layout)) for cut in transport._stream.cuts]
+    transport._arrangements = KnownArrangements("0" * 64, tuple(buckets))
+    settle = ArrangedTurn.settle
+    ArrangedTurn.settle = lambda *_: None  # type: ignore[method-assign]
+    error = "no error"
+    try:
+        sync()
+    except WeightSyncError as raised:
+        error = str(raised)
+    finally:
+        ArrangedTurn.settle = settle  # type: ignore[method-assign]
+    for _ in range(2):
+        sync()
+    return {
+        "error": error,
+        "num_arranged": num_arranged,
+        "hashes": engine_hashes(rank, Path(folder)),
+    }
+
+
+def _whole(layout: BucketLayout) -> Arrangement:
+    """An arrangement that is the bucket as it is."""
+    reads = [Read(i, 0, (), t.nbytes, t.offset) for i, t in enumerate(layout.tensors) if t.nbytes]
+    return Arrangement(tuple(reads), layout.nbytes)
 
 
 def _one_tensor(rank: TrainerRank) -> NamedTensors:

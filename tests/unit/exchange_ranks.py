@@ -299,7 +299,7 @@ EXPORTS = {
     "adds": _each(lambda tensor: tensor + 1),
     "adds in place": _each(lambda tensor: tensor.add_(1)),
     "reverses rows": _each(lambda tensor: tensor.flip(0)),
-    "reads values": _each(lambda tensor: tensor if tensor.sum().item() else tensor),
+    "reads values": _each(lambda tensor: tensor[: int(tensor.sum())]),
     "communicates": _each(_reduced),
     "brings its own": lambda weights: [("extra", torch.ones(2)), *weights],
     "repeats a shape": _each(lambda tensor: torch.empty_like(tensor)),
@@ -394,7 +394,9 @@ def views_and_copies():
         expected = step(full).contiguous()
         flat = full.view(torch.uint8).view(-1)
         picked = flat.as_strided(
-            [count for count, _ in source.dims], [stride for _, stride in source.dims], source.offset
+            [count for count, _ in source.dims],
+            [stride for _, stride in source.dims],
+            source.offset,
         )
         same = torch.equal(picked.reshape(-1), expected.view(torch.uint8).view(-1))
         found[name] = "found" if same else "wrong"

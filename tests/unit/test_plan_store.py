@@ -1,13 +1,26 @@
 """One model's syncs: recorded, replayed, and eager again wherever the plan does not hold."""
 
+import dataclasses
 import logging
 
 import pytest
 import torch
 from torch import nn
 
+from sglang_loader import arranged_plan
+from sglang_loader.arrangement_messages import decode_arrangements
 from sglang_loader.load_plan import BucketLayout, BucketSource
-from sglang_loader.plan_store import MAX_RECORDINGS, ModelLoader, loader_of
+from sglang_loader.load_plan.arrangement import Arrangement
+from sglang_loader.load_plan.verify import CheckResult, gather
+from sglang_loader.plan_store import (
+    MAX_RECORDINGS,
+    ArrangementError,
+    ModelLoader,
+    SyncOutcome,
+    loader_of,
+)
+from sglang_loader.session import common_arrangements
+from sglang_loader.session_messages import digest_of, encode_layout
 
 CONTEXT = {"tp_rank": 0, "expert_map": torch.arange(4)}
 NAMES = ("a", "b", "c", "d")
@@ -201,3 +214,201 @@ def test_a_sync_that_broke_off_leaves_no_half_plan():
     assert sync(loader, 1.0).num_eager == 2
     assert sync(loader, 2.0).num_replayed == 2
     check_loaded(model, 2.0)
+
+
+# Buckets that come arranged: a rank of two reads half of every tensor.
+
+WIDTH = 256
+LAYOUTS = [
+    BucketLayout.pack([(name, (WIDTH,), torch.float32) for name in names]) for names in ("ab", "cd")
+]
+
+
+class Half(Model):
+    """Keeps the first half of each tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.fused = nn.Parameter(torch.zeros(2, WIDTH // 2), requires_grad=False)
+        self.c = nn.Parameter(torch.zeros(WIDTH // 2), requires_grad=False)
+        self.d = nn.Parameter(torch.zeros(WIDTH // 2), requires_grad=False)
+
+    def load_weights(self, weights):
+        super().load_weights((name, tensor[: WIDTH // 2]) for name, tensor in weights)
+
+
+def bucket_of(layout: BucketLayout, value: float) -> torch.Tensor:
+    buffer = torch.zeros(layout.nbytes, dtype=torch.uint8)
+    for _, view in layout.views(buffer):
+        view.copy_(torch.arange(WIDTH) + value)
+    return buffer
+
+
+def arrangements_of(loader: ModelLoader) -> list[Arrangement | None]:
+    """What a trainer learns from the offer."""
+    layouts = {digest_of(encode_layout(layout)): layout for layout in LAYOUTS}
+    arranged = loader.arranged
+    assert arranged is not None and arranged.digest == digest_of(arranged.encoded)
+    buckets = decode_arrangements(arranged.encoded, layouts)
+    assert [digest for digest, _ in buckets] == list(layouts)
+    return [arrangement for _, arrangement in buckets]
+
+
+def sync_halves(
+    loader: ModelLoader, value: float, *, arranged: bool = False, recheck: int = 0
+) -> SyncOutcome:
+    loader.start(CONTEXT, recheck_every_n_syncs=recheck)
+    for index, layout in enumerate(LAYOUTS):
+        buffer = bucket_of(layout, value)
+        if arranged:
+            arrangement = arrangements_of(loader)[index]
+            source = BucketSource.flat(gather(arrangement, layout, buffer))
+            loader.load_arranged(index, layout, source)
+        else:
+            loader.load(index, layout, BucketSource.flat(buffer), read_only=False)
+    return loader.finish()
+
+
+def check_halves(model: Half, value: float) -> None:
+    for tensor in (*model.fused, model.c, model.d):
+        assert torch.equal(tensor, torch.arange(WIDTH // 2) + value)
+
+
+def test_an_arranged_sync_is_the_same_sync():
+    model = Half()
+    loader = loader_of(model)
+    loader.start(CONTEXT, recheck_every_n_syncs=0)
+    assert loader.arranged is loader.arranged_now is None
+    sync_halves(loader, 1.0)
+    assert [a.nbytes for a in arrangements_of(loader)] == [1024, 1024]
+    calls = model.calls
+    for value, arranged in ((2.0, True), (3.0, False), (4.0, True)):
+        outcome = sync_halves(loader, value, arranged=arranged)
+        assert (outcome.num_replayed, outcome.num_eager) == (2, 0)
+        check_halves(model, value)
+    assert model.calls == calls
+
+
+def test_nothing_is_arranged_where_all_is_read():
+    loader = loader_of(Model())
+    sync(loader, 1.0)
+    assert loader.arranged is None
+
+
+def test_a_check_needs_whole_buckets_and_checks_both_plans(monkeypatch, caplog):
+    model = Half()
+    loader = loader_of(model)
+    sync_halves(loader, 1.0)
+    first = loader.arranged
+    loader.start(CONTEXT, recheck_every_n_syncs=1)
+    assert loader.arranged_now is None
+    sync_halves(loader, 2.0, recheck=1)
+    assert loader.arranged is first
+    results = iter([CheckResult(True), CheckResult(False, "another order")])
+    monkeypatch.setattr(arranged_plan, "check_arranged", lambda *_: next(results))
+    with caplog.at_level(logging.WARNING):
+        outcome = sync_halves(loader, 3.0, recheck=1)
+    assert outcome.reason == "the plan was due for a check"
+    assert "is sent whole, its arrangement is wrong: another order" in caplog.text
+    assert [a is not None for a in arrangements_of(loader)] == [True, False]
+    assert loader.arranged.digest != first.digest
+    assert sync_halves(loader, 4.0).num_replayed == 2, "the plan stays"
+    check_halves(model, 4.0)
+
+
+def test_an_arrangement_that_is_wrong_is_not_offered(monkeypatch, caplog):
+    """What the proof is for: reads of other bytes than the plan's."""
+
+    def shifted(plan):
+        arrangement, rebased = arrange(plan)
+        reads = [dataclasses.replace(read, offset=read.offset + 4) for read in arrangement.reads]
+        return dataclasses.replace(arrangement, reads=tuple(reads)), rebased
+
+    arrange = arranged_plan.arrange
+    monkeypatch.setattr(arranged_plan, "arrange", shifted)
+    model = Half()
+    loader = loader_of(model)
+    with caplog.at_level(logging.WARNING):
+        sync_halves(loader, 1.0)
+    check_halves(model, 1.0)
+    assert caplog.text.count("storages differ") == 2
+    assert loader.arranged is None
+    assert sync_halves(loader, 2.0).num_replayed == 2
+    check_halves(model, 2.0)
+
+
+def test_a_bucket_that_came_arranged_is_never_loaded_otherwise():
+    model = Half()
+    loader = loader_of(model)
+    source = BucketSource.flat(torch.zeros(1024, dtype=torch.uint8))
+    loader.start(CONTEXT, recheck_every_n_syncs=0)
+    with pytest.raises(ArrangementError, match="needs whole buckets"):
+        loader.load_arranged(0, LAYOUTS[0], source)
+    sync_halves(loader, 1.0)
+    calls = model.calls
+    loader.start(CONTEXT, recheck_every_n_syncs=1)
+    with pytest.raises(ArrangementError, match="needs whole buckets"):
+        loader.load_arranged(0, LAYOUTS[0], source)
+    for index, layout, reason in (
+        (0, LAYOUTS[1], "bucket 0 has another layout"),
+        (2, LAYOUTS[1], "the plan has 2 buckets"),
+    ):
+        sync_halves(loader, 2.0)
+        sync_halves(loader, 2.0)
+        calls = model.calls
+        loader.start(CONTEXT, recheck_every_n_syncs=0)
+        with pytest.raises(ArrangementError, match=reason):
+            loader.load_arranged(index, layout, source)
+        assert loader.arranged is None
+        with pytest.raises(ArrangementError, match=reason):
+            loader.load_arranged(1, LAYOUTS[1], source)
+        assert model.calls == calls
+    small = BucketSource.flat(torch.zeros(1023, dtype=torch.uint8))
+    sync_halves(loader, 3.0)
+    loader.start(CONTEXT, recheck_every_n_syncs=0)
+    with pytest.raises(ValueError, match="in no piece"):
+        loader.load_arranged(0, LAYOUTS[0], small)
+    assert sync_halves(loader, 5.0).num_replayed == 2
+    check_halves(model, 5.0)
+
+
+@pytest.mark.parametrize("second", ["as planned", "another layout"])
+def test_whole_buckets_may_follow_arranged_ones(second):
+    model = Half()
+    loader = loader_of(model)
+    sync_halves(loader, 1.0)
+    arrangement = arrangements_of(loader)[0]
+    layout = LAYOUTS[1]
+    if second == "another layout":
+        layout = BucketLayout.pack([(name, (WIDTH,), torch.float32) for name in "dc"])
+    loader.start(CONTEXT, recheck_every_n_syncs=0)
+    first = gather(arrangement, LAYOUTS[0], bucket_of(LAYOUTS[0], 2.0))
+    loader.load_arranged(0, LAYOUTS[0], BucketSource.flat(first))
+    whole = BucketSource.flat(bucket_of(layout, 2.0))
+    replayed = loader.load(1, layout, whole, read_only=False)
+    assert replayed == (second == "as planned")
+    outcome = loader.finish()
+    assert (outcome.num_replayed, outcome.num_eager) == ((2, 0) if replayed else (1, 1))
+    check_halves(model, 2.0)
+
+
+def test_two_models_with_plans_of_their_own_get_whole_buckets():
+    """Speculative decoding: every bucket is loaded into the draft and into the target."""
+    target, draft, same = Half(), Model(), Half()
+    loaders = [loader_of(model) for model in (target, draft, same)]
+    sync_halves(loaders[0], 1.0)
+    sync(loaders[1], 1.0)
+    sync_halves(loaders[2], 1.0)
+    first, none, twin = (loader.arranged for loader in loaders)
+    assert common_arrangements([first]) is first
+    assert common_arrangements([first, none]) is common_arrangements([none, first]) is None
+    assert common_arrangements([first, twin]) is first, "one arrangement serves both"
+
+
+def test_a_guard_that_speaks_up_withdraws_the_arrangements():
+    model = Half()
+    loader = loader_of(model)
+    sync_halves(loader, 1.0)
+    model.c = nn.Parameter(model.c.clone(), requires_grad=False)
+    loader.start(CONTEXT, recheck_every_n_syncs=0)
+    assert loader.arranged_now is None

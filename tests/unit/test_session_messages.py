@@ -28,14 +28,22 @@ FROM_TRAINER = [
         digest="d",
         layout=b"x",
         read_only=True,
+        arranged="a",
     ),
-    wire.Commit(token=TOKEN, num_buckets=2, num_tensors=3),
+    wire.Commit(token=TOKEN, num_buckets=2, num_tensors=3, arrangements=None),
     wire.Abort(token=TOKEN, reason="why"),
 ]
 FROM_ENGINE = [
-    wire.Hello(token=TOKEN, layouts=["d"], buffers=["b"]),
+    wire.Hello(token=TOKEN, layouts=["d"], buffers=["b"], arrangements="a"),
     wire.BucketDone(token=TOKEN, index=1),
-    wire.Committed(token=TOKEN, num_replayed=1, num_eager=2, reason=None, may_read_in_place=True),
+    wire.Committed(
+        token=TOKEN,
+        num_replayed=1,
+        num_eager=2,
+        reason=None,
+        may_read_in_place=True,
+        arrangements=b"x",
+    ),
     wire.Failed(token=TOKEN, traceback="trace"),
 ]
 DTYPES = (torch.bfloat16, torch.float32, torch.uint8, torch.float8_e4m3fn)
@@ -160,8 +168,9 @@ def channels(tmp_path, trainer_token=TOKEN, timeout_s=5.0):
 def test_a_channel_carries_messages_both_ways(tmp_path):
     trainer, engine = channels(tmp_path)
     with trainer, engine:
-        engine.send(wire.Hello, layouts=[], buffers=[])
-        assert trainer.receive() == wire.Hello(token=TOKEN, layouts=[], buffers=[])
+        engine.send(wire.Hello, layouts=[], buffers=[], arrangements="")
+        hello = wire.Hello(token=TOKEN, layouts=[], buffers=[], arrangements="")
+        assert trainer.receive() == hello
         trainer.send(wire.Welcome)
         assert engine.receive() == wire.Welcome(token=TOKEN)
 
@@ -169,7 +178,7 @@ def test_a_channel_carries_messages_both_ways(tmp_path):
 def test_a_wrong_token_is_refused(tmp_path):
     trainer, engine = channels(tmp_path, trainer_token="cd" * 16)
     with trainer, engine:
-        engine.send(wire.Hello, layouts=[], buffers=[])
+        engine.send(wire.Hello, layouts=[], buffers=[], arrangements="")
         with pytest.raises(SessionError, match="wrong token"):
             trainer.receive()
 

@@ -222,11 +222,13 @@ def test_a_report_line_per_wake_up(tmp_path, free_cache_engine):
             "num_tensors": 2,
             "num_buckets": 2,
             "payload_bytes": 512,
+            "sent_bytes": 512,
             "staging_bytes": 256,
             "num_replayed": 0,
             "num_eager": 0,
             "eager_reason": None,
             "num_in_place": 0,
+            "num_arranged": 0,
         }
     stages_of = [set(line) for line in (json.loads(raw)["seconds"] for raw in path.open())]
     sync = {"export", "pack", "load"}

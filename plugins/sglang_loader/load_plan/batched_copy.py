@@ -55,8 +55,20 @@ class Rows:
 
 def rows_of(target: torch.Tensor, source: torch.Tensor) -> Iterator[Rows]:
     """One copy as sets of rows at one distance; views of `WORD`s whose innermost stride is 1."""
+    return rows_between(
+        source.data_ptr(), target.data_ptr(), source.shape, source.stride(), target.stride()
+    )
+
+
+def rows_between(
+    source: int,
+    target: int,
+    shape: Sequence[int],
+    src_strides: Sequence[int],
+    dst_strides: Sequence[int],
+) -> Iterator[Rows]:
+    """`rows_of` for addresses in bytes, and a shape and strides in words; pure."""
     size = WORD.itemsize
-    shape, src_strides, dst_strides = list(source.shape), source.stride(), target.stride()
     if len(shape) == 1:
         shape, src_strides, dst_strides = [1, *shape], (0, 1), (0, 1)
     *outer, rows, run = shape
@@ -64,13 +76,32 @@ def rows_of(target: torch.Tensor, source: torch.Tensor) -> Iterator[Rows]:
         src = sum(i * stride for i, stride in zip(index, src_strides, strict=False))
         dst = sum(i * stride for i, stride in zip(index, dst_strides, strict=False))
         yield Rows(
-            source.data_ptr() + src * size,
-            target.data_ptr() + dst * size,
+            source + src * size,
+            target + dst * size,
             src_strides[-2],
             dst_strides[-2],
             run,
             rows,
         )
+
+
+def tile_table(entries: Sequence[Rows]) -> npt.NDArray[np.int32]:
+    """(entry, part of it) of every tile: what one program of the kernel moves; pure."""
+    counts = np.array([entry.num_tiles for entry in entries], dtype=np.int64)
+    numbers = np.repeat(np.arange(len(entries)), counts)
+    parts = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    return np.stack([numbers, parts], axis=1).astype(np.int32)
+
+
+def launch(tiles: torch.Tensor, entries: torch.Tensor) -> None:
+    """Run the kernel on the current stream.
+
+    Args:
+        tiles: `tile_table`, on the device.
+        entries: `[n, 6]` of int64 there: the fields of `Rows`.
+    """
+    if len(tiles):
+        _copy_tiles[(len(tiles),)](tiles, entries, TILE=TILE_WORDS, num_warps=8)
 
 
 class BatchedCopy:
@@ -88,35 +119,15 @@ class BatchedCopy:
             if source.numel()
             for rows in rows_of(target, source)
         ]
-        tiles = number_tiles(np.array([entry.num_tiles for entry in entries], dtype=np.int64))
         device = targets[0].device
         self._kept = (targets, sources)
-        self._tiles = torch.from_numpy(tiles).to(device)
+        self._tiles = torch.from_numpy(tile_table(entries)).to(device)
         table = torch.tensor([astuple(entry) for entry in entries], dtype=torch.int64)
         self._entries = table.to(device)
 
     def run(self) -> None:
         """Launch on the current stream."""
         launch(self._tiles, self._entries)
-
-
-def number_tiles(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
-    """`(entry, part of it)` of every tile, shape `[counts.sum(), 2]`."""
-    numbers = np.repeat(np.arange(len(counts)), counts)
-    parts = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-    return np.stack([numbers, parts], axis=1).astype(np.int32)
-
-
-def launch(tiles: torch.Tensor, entries: torch.Tensor) -> None:
-    """Copy, on the current stream, where `is_available`.
-
-    Args:
-        tiles: `number_tiles`, on the device.
-        entries: int64, the fields of a `Rows` in each row, on the device; it must not be changed
-            or freed on another stream before the copies are done.
-    """
-    if len(tiles):
-        _copy_tiles[(len(tiles),)](tiles, entries, TILE=TILE_WORDS, num_warps=8)
 
 
 @cache

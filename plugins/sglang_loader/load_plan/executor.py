@@ -61,7 +61,8 @@ class PlanExecutor:
 
         Raises:
             IndexError: there is no such bucket.
-            ValueError: the source does not hold every tensor of the bucket.
+            ValueError: the source does not hold every tensor of the bucket, or is smaller than the
+                arranged buffer that the plan reads.
             RuntimeError: a step of the tape made a temporary of another size than when it was
                 traced.
         """
@@ -69,7 +70,7 @@ class PlanExecutor:
         bound = self._bound[bucket_index]
         binding = bound.get(source.key)
         if binding is None:
-            source.check(plan.layout)
+            _check_source(plan, source)
             while len(bound) >= MAX_BOUND_SOURCES:
                 bound.popitem(last=False)
             binding = bound[source.key] = _bind(plan, self._plan.destinations, source)
@@ -85,8 +86,15 @@ def replay_once(plan: BucketPlan, destinations: Destinations, buffer: torch.Tens
     tests.
     """
     source = BucketSource.flat(buffer)
-    source.check(plan.layout)
+    _check_source(plan, source)
     _run(_bind(plan, destinations, source), plan)
+
+
+def _check_source(plan: BucketPlan, source: BucketSource) -> None:
+    if plan.source_nbytes is None:
+        source.check(plan.layout)
+    else:
+        source.locate(0, plan.source_nbytes)
 
 
 def _run(binding: _Binding, plan: BucketPlan) -> None:
@@ -103,7 +111,7 @@ def _bind(plan: BucketPlan, destinations: Destinations, source: BucketSource) ->
         for copy in (part for c in plan.copies for part in split_copy(c, source.starts)):
             memory, shift = source.locate(*copy.src_bounds())
             moved = replace(copy, src=shift)
-            target, origin = _copy_views(moved, memory, bases[copy.storage])
+            target, origin = copy_views(moved, memory, bases[copy.storage])
             # torch's fused kernel takes a group only if all of it is dense.
             words = target.dtype == origin.dtype == WORD and is_available(target.device)
             is_dense = None if words else not copy.dims
@@ -134,10 +142,16 @@ def _bind_copies(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> Ca
     return partial(torch._foreach_copy_, targets, sources)
 
 
-def _copy_views(
+def copy_views(
     copy: StridedCopy, buffer: torch.Tensor, base: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The destination and source of one copy as tensors of the widest word that fits both sides."""
+    """The destination and source of one copy as tensors of the widest word that fits both sides.
+
+    Args:
+        copy: from `buffer` to `base`.
+        buffer: flat uint8.
+        base: flat uint8, at the beginning of its storage.
+    """
     src_start, dst_start = int(buffer.storage_offset()) + copy.src, copy.dst
     counts = [count for count, _, _ in copy.dims]
     src_strides = [src for _, src, _ in copy.dims]

@@ -67,6 +67,8 @@ class BucketPlan:
     Python: harmless only if no sync ever writes them.
     `changes_buffer`: the loader adds to its sources in place (Gemma's norms), and so does a replay:
     the buffer must not be the trainer's own memory.
+    `source_nbytes`: size of the arranged buffer that the plan reads; None: it reads the bucket as
+    its layout says.
     """
 
     layout: BucketLayout
@@ -80,6 +82,7 @@ class BucketPlan:
     ignored: tuple[str, ...]
     changes_buffer: bool
     num_traced_copies: int
+    source_nbytes: int | None = None
 
 
 @dataclass(frozen=True)

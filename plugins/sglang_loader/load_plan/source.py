@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from sglang_loader.load_plan.geometry import StridedCopy
+from sglang_loader.load_plan.geometry import Dim, StridedCopy
 from sglang_loader.load_plan.layout import BucketLayout, check_buffer
 
 
@@ -109,37 +109,38 @@ def split_copy(copy: StridedCopy, starts: Sequence[int]) -> Iterator[StridedCopy
         copy: any copy.
         starts: where the source's pieces begin, ascending; each unit lies within one of them.
     """
-    first, stop = copy.src_bounds()
-    i = bisect_right(starts, first)
-    if i == len(starts) or stop <= starts[i]:
-        yield copy
-        return
-    room = starts[i] - first
+    left = [copy]
+    while left:
+        part = left.pop()
+        first, stop = part.src_bounds()
+        i = bisect_right(starts, first)
+        if i == len(starts) or stop <= starts[i]:
+            yield part
+        else:
+            left += reversed(_cut(part, starts[i] - first))
+
+
+def _cut(copy: StridedCopy, room: int) -> list[StridedCopy]:
+    """The copy in two or more: one that reads fewer dimensions, or only the first `room` bytes."""
     if not copy.dims:
         head = room // copy.unit.src_bytes
-        yield replace(copy, run=head)
-        yield from split_copy(
-            _moved(copy, room, head * copy.unit.dst_bytes, copy.run - head), starts
-        )
-        return
+        tail = _moved(copy, room, head * copy.unit.dst_bytes)
+        return [replace(copy, run=head), replace(tail, run=copy.run - head)]
     (count, src_stride, dst_stride), *inner = copy.dims
     one = replace(copy, dims=tuple(inner))
-    extent = one.src_bounds()[1] - first
+    extent = one.src_bounds()[1] - copy.src
     fitting = (room - extent) // src_stride + 1 if src_stride and room >= extent else 0
-    fitting = min(fitting, count)
-    if fitting > 1:
-        yield replace(copy, dims=((fitting, src_stride, dst_stride), *inner))
-    else:
-        fitting = 1
-        yield from split_copy(one, starts)
-    left = count - fitting
-    if left:
-        dims = ((left, src_stride, dst_stride), *inner) if left > 1 else tuple(inner)
-        rest = replace(copy, dims=dims)
-        yield from split_copy(
-            _moved(rest, fitting * src_stride, fitting * dst_stride, copy.run), starts
-        )
+    fitting = max(1, min(fitting, count))
+
+    def take(number: int) -> tuple[Dim, ...]:
+        return ((number, src_stride, dst_stride), *inner) if number > 1 else tuple(inner)
+
+    parts = [replace(copy, dims=take(fitting))]
+    if fitting < count:
+        rest = _moved(copy, fitting * src_stride, fitting * dst_stride)
+        parts.append(replace(rest, dims=take(count - fitting)))
+    return parts
 
 
-def _moved(copy: StridedCopy, src: int, dst: int, run: int) -> StridedCopy:
-    return replace(copy, src=copy.src + src, dst=copy.dst + dst, run=run)
+def _moved(copy: StridedCopy, src: int, dst: int) -> StridedCopy:
+    return replace(copy, src=copy.src + src, dst=copy.dst + dst)

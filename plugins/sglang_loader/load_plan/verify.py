@@ -25,7 +25,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
+from sglang_loader.load_plan.arrangement import Arrangement
 from sglang_loader.load_plan.destinations import (
     Destinations,
     collect_destinations,
@@ -35,6 +37,7 @@ from sglang_loader.load_plan.executor import replay_once
 from sglang_loader.load_plan.intervals import subtract
 from sglang_loader.load_plan.layout import BucketLayout
 from sglang_loader.load_plan.plan import BucketPlan, LoadPlan, LoadWeights
+from sglang_loader.load_plan.trace import Space, TensorRef
 
 CHUNK_WORDS = 4 << 20
 POISON = 0xA5
@@ -122,12 +125,78 @@ def check_bucket(
     return CheckResult(False, f"{len(differing)} tensors differ from eager: {first}", differing)
 
 
-def digest(destinations: Destinations) -> list[tuple[int, ...]]:
+def check_arranged(
+    bucket: BucketPlan,
+    arrangement: Arrangement,
+    destinations: Destinations,
+    load_weights: LoadWeights,
+    buffer: torch.Tensor,
+) -> CheckResult:
+    """Prove that the plan of an arranged bucket loads what the bucket's own plan does.
+
+    Call it after a good `check_bucket`, whose weights are what is expected here. A plan of copies
+    alone writes no byte but those that it claims, so these are overwritten with the pattern; before
+    one with a tape, a scrambled copy of the bucket is loaded as well.
+
+    Args:
+        bucket: the plan of the arranged bucket.
+        arrangement: what is gathered for it out of `buffer`.
+        buffer: the whole bucket.
+    """
+    layout = bucket.layout
+    source = buffer[: layout.nbytes]
+    touched = _storages_of(bucket)
+    expected = digest(destinations, touched)
+    try:
+        if bucket.tape:
+            load_weights(iter(layout.views(scramble(layout, source))))
+        poison(bucket, destinations)
+        replay_once(bucket, destinations, gather(arrangement, layout, source))
+        found = digest(destinations, touched)
+        if found == expected:
+            return CheckResult(ok=True)
+        reason = f"{sum(a != b for a, b in zip(expected, found, strict=True))} storages differ"
+    except Exception as error:
+        reason = f"the check failed: {error!r}"
+    load_weights(iter(layout.views(source.clone())))
+    return CheckResult(False, reason)
+
+
+def gather(arrangement: Arrangement, layout: BucketLayout, buffer: torch.Tensor) -> torch.Tensor:
+    """The arranged buffer of a bucket, as slowly and as simply as it can be made."""
+    arranged = torch.zeros(arrangement.nbytes, dtype=torch.uint8, device=buffer.device)
+    for read in arrangement.reads:
+        tensor = layout.tensors[read.tensor]
+        data = buffer[tensor.offset : tensor.offset + tensor.nbytes]
+        sizes = [*(count for count, _ in read.dims), read.run]
+        strides = [*(stride for _, stride in read.dims), 1]
+        found = data.as_strided(sizes, strides, data.storage_offset() + read.offset)
+        arranged[read.start : read.start + read.nbytes] = found.reshape(-1)
+    return arranged
+
+
+def _storages_of(bucket: BucketPlan) -> list[int]:
+    """Destination storages that the plan should write to, and those that it can."""
+    found = {*bucket.written, *(copy.storage for copy in bucket.copies)}
+    for step in bucket.tape:
+        for leaf in tree_leaves((step.args, dict(step.kwargs))):
+            if isinstance(leaf, TensorRef) and leaf.space is Space.DESTINATION:
+                found.add(leaf.index)
+    return sorted(found)
+
+
+def digest(
+    destinations: Destinations, storages: Sequence[int] | None = None
+) -> list[tuple[int, ...]]:
     """128 bits for each storage: two position-weighted sums of its 64-bit words, modulo 2**64.
 
     Taken on the storage's device, in chunks of `CHUNK_WORDS`; one transfer to the host per device.
+
+    Args:
+        storages: which; None: all of them.
     """
-    sums = [_digest_bytes(destinations.bytes_of(i)) for i in range(len(destinations.storages))]
+    wanted = range(len(destinations.storages)) if storages is None else storages
+    sums = [_digest_bytes(destinations.bytes_of(i)) for i in wanted]
     by_device: dict[torch.device, list[int]] = {}
     for i, value in enumerate(sums):
         by_device.setdefault(value.device, []).append(i)

@@ -16,12 +16,13 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from sglang_loader.load_plan.arrangement import Arrangement, Read
+from verl_sglang_sync.arranged_packing import ArrangedPacking
 from verl_sglang_sync.shard_exchange.exchange_plan import (
     ALIGNMENT_BYTES,
     BucketExchange,
     scratch_nbytes,
 )
-from verl_sglang_sync.shard_exchange.strided_copies import StridedCopies
 
 _WORD = torch.int64
 
@@ -37,9 +38,9 @@ class Exchange:
     def __init__(self, plans: Sequence[BucketExchange], device: torch.device) -> None:
         self._plans = tuple(plans)
         self._device = device
-        self._own = [StridedCopies(plan.own) for plan in plans]
-        self._sends = [StridedCopies(plan.sends) for plan in plans]
-        self._landings = [StridedCopies(plan.landings) for plan in plans]
+        self._own = [_copies(plan.own, plan.nbytes, device) for plan in plans]
+        self._sends = [_copies(plan.sends, sum(plan.send_nbytes), device) for plan in plans]
+        self._landings = [_copies(plan.landings, plan.nbytes, device) for plan in plans]
         self._send = self._recv = torch.empty(0, dtype=torch.uint8, device=device)
 
     @property
@@ -65,7 +66,7 @@ class Exchange:
         """
         plan = self._plans[index]
         send, recv = self._send[: sum(plan.send_nbytes)], self._recv[: sum(plan.recv_nbytes)]
-        self._sends[index].run(shards, send)
+        self._sends[index].pack(shards, send)
         work = dist.all_to_all_single(
             recv.view(_WORD),
             send.view(_WORD),
@@ -74,13 +75,15 @@ class Exchange:
             async_op=True,
         )
         if buffer is not None:
-            self._own[index].run(shards, buffer)
+            self._own[index].pack(shards, buffer)
         work.wait()
         if buffer is not None:
-            self._landings[index].run([recv], buffer)
+            self._landings[index].pack([recv], buffer)
 
     def free(self) -> None:
-        """Give the scratch back, and let go of the shards; the copies must be done."""
+        """Give the scratch back; what is queued must be done."""
         self._send = self._recv = torch.empty(0, dtype=torch.uint8, device=self._device)
-        for copies in (*self._own, *self._sends, *self._landings):
-            copies.release()
+
+
+def _copies(reads: Sequence[Read], nbytes: int, device: torch.device) -> ArrangedPacking:
+    return ArrangedPacking(Arrangement(tuple(reads), nbytes), device)

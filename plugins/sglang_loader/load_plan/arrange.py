@@ -1,0 +1,246 @@
+"""From a bucket's plan to its arrangement, and to the plan that reads the arranged buffer.
+
+    arranged = arrange(plan)
+    if arranged is not None:
+        arrangement, rebased = arranged
+        replay_once(rebased, destinations, gather(arrangement, plan.layout, buffer))
+
+What lies together in the destination lies together in the arranged buffer, so the rebased plan has
+fewer and denser copies. Tensors that the tape reads, or that are read more than once, come whole.
+
+Pure: reads a plan, runs nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch.utils._pytree import tree_leaves, tree_map
+
+from sglang_loader.load_plan.arrangement import Arrangement, Read
+from sglang_loader.load_plan.coalesce import coalesce
+from sglang_loader.load_plan.geometry import BYTES, Dim, StridedCopy, collapse
+from sglang_loader.load_plan.layout import ALIGNMENT_BYTES, BucketLayout
+from sglang_loader.load_plan.plan import BucketPlan, TapeStep
+from sglang_loader.load_plan.source import split_copy
+from sglang_loader.load_plan.trace import Space, TensorRef
+
+UNIT_ALIGNMENT = 16
+"""No dtype is wider: a copy whose two sides agree modulo this moves words, or whole elements."""
+
+SHORT_RUN = 16
+"""Runs below this many bytes are gathered badly: a transposed tensor is sent as it lies."""
+
+_ReadKey = tuple[int, int, tuple[Dim, ...], int, object]
+
+
+def arrange(plan: BucketPlan) -> tuple[Arrangement, BucketPlan] | None:
+    """What the plan reads of its bucket, and the plan that reads it from the arranged buffer.
+
+    Returns:
+        None where that cannot be said: tensors of the layout overlap, or an operator of the tape
+        reads across the bounds of a tensor.
+    """
+    tensors = _Tensors.of(plan.layout)
+    if tensors is None:
+        return None
+    starts = tensors.starts
+    pieces = [piece for copy in plan.copies for piece in split_copy(copy, starts)]
+    homes = [tensors.holding(*piece.src_bounds()) for piece in pieces]
+    taped = _read_by_tape(plan.tape, tensors)
+    if taped is None or None in homes:
+        return None
+    members = [home for home in homes if home is not None]
+    whole = taped | _read_more_than_once(pieces, members, plan.layout)
+    packing = _Packing(plan.layout)
+    order = sorted(range(len(pieces)), key=lambda i: (pieces[i].storage, pieces[i].dst))
+    placed = {tensor: packing.add_whole(tensor) for tensor in sorted(whole)}
+    copies = []
+    for i in order:
+        piece, tensor = pieces[i], members[i]
+        if tensor in placed:
+            src = placed[tensor] + piece.src - plan.layout.tensors[tensor].offset
+            copies.append(replace(piece, src=src))
+        else:
+            copies.append(packing.add(piece, tensor))
+    rebased = replace(
+        plan,
+        copies=tuple(coalesce(copies)),
+        tape=tuple(_rebased_step(step, tensors, placed) for step in plan.tape),
+        source_nbytes=packing.nbytes,
+    )
+    return Arrangement(tuple(packing.reads), packing.nbytes), rebased
+
+
+def num_bytes_read(plan: BucketPlan) -> int:
+    """About as many bytes as an arrangement of this plan would have, found much sooner."""
+    copied = sum(
+        copy.run
+        * copy.unit.src_bytes
+        * math.prod(count for count, src_stride, _ in copy.dims if src_stride)
+        for copy in plan.copies
+    )
+    tensors = _Tensors.of(plan.layout)
+    taped = _read_by_tape(plan.tape, tensors) if tensors is not None else None
+    return copied + sum(plan.layout.tensors[i].nbytes for i in taped or ())
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensors:
+    """The tensors of a layout that have bytes, by offset: `starts[i]` is that of `members[i]`."""
+
+    layout: BucketLayout
+    starts: list[int]
+    members: list[int]
+
+    @classmethod
+    def of(cls, layout: BucketLayout) -> _Tensors | None:
+        """None if two tensors share a byte."""
+        members = [i for i, tensor in enumerate(layout.tensors) if tensor.nbytes]
+        members.sort(key=lambda i: layout.tensors[i].offset)
+        stop = 0
+        for i in members:
+            if layout.tensors[i].offset < stop:
+                return None
+            stop = layout.tensors[i].offset + layout.tensors[i].nbytes
+        return cls(layout, [layout.tensors[i].offset for i in members], members)
+
+    def holding(self, start: int, stop: int) -> int | None:
+        """The tensor within which bytes [start, stop) of the bucket lie; None if not in one."""
+        i = bisect_right(self.starts, start) - 1
+        if i < 0:
+            return None
+        tensor = self.layout.tensors[self.members[i]]
+        return self.members[i] if stop <= tensor.offset + tensor.nbytes else None
+
+
+class _Packing:
+    """The arranged buffer while it is filled."""
+
+    def __init__(self, layout: BucketLayout) -> None:
+        self.reads: list[Read] = []
+        self._layout = layout
+        self._stop = 0
+        self._storage = -1
+        self._known: dict[_ReadKey, int] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the buffer; never 0, so that there is memory to share."""
+        return max(_aligned(self._stop, ALIGNMENT_BYTES), ALIGNMENT_BYTES)
+
+    def add_whole(self, tensor: int) -> int:
+        """Send all of a tensor; returns where it starts."""
+        entry = self._layout.tensors[tensor]
+        start = _aligned(self._stop, ALIGNMENT_BYTES) + entry.offset % UNIT_ALIGNMENT
+        self.reads.append(Read(tensor, 0, (), entry.nbytes, start))
+        self._stop = start + entry.nbytes
+        return start
+
+    def add(self, piece: StridedCopy, tensor: int) -> StridedCopy:
+        """Send what `piece` reads, once; returns the copy that moves it on from there."""
+        ordered, dense = _dense(piece)
+        run = piece.run * piece.unit.src_bytes
+        steps = [
+            (count, src, step) for (count, src, _), step in zip(ordered, dense, strict=True) if src
+        ]
+        dims, length = collapse(steps, run, BYTES)
+        offset = piece.src - self._layout.tensors[tensor].offset
+        key = tensor, offset, dims, length, piece.unit
+        start = self._known.get(key)
+        if start is None:
+            start = self._known[key] = self._place(piece)
+            within = tuple((count, src) for count, src, _ in dims)
+            self.reads.append(Read(tensor, offset, within, length, start))
+            self._stop = start + self.reads[-1].nbytes
+        moves = [(count, step, dst) for (count, _, dst), step in zip(ordered, dense, strict=True)]
+        moved, units = collapse(moves, piece.run, piece.unit)
+        return StridedCopy(piece.storage, start, piece.dst, moved, units, piece.unit)
+
+    def _place(self, piece: StridedCopy) -> int:
+        """The next start that keeps the copy's words, or elements, whole."""
+        if piece.storage != self._storage:
+            self._storage = piece.storage
+            self._stop = _aligned(self._stop, ALIGNMENT_BYTES)
+        ahead = piece.dst if piece.unit.cast is None else 0
+        return self._stop + (ahead - self._stop) % UNIT_ALIGNMENT
+
+
+def _dense(piece: StridedCopy) -> tuple[list[Dim], list[int]]:
+    """The piece's dimensions in their order in the arranged buffer, and their strides there.
+
+    By destination, unless the runs of that order are short and the source's own are longer.
+    Dimensions that repeat the same source have stride 0 there, too.
+    """
+    run = piece.run * piece.unit.src_bytes
+    ordered = list(piece.dims)
+    if run < SHORT_RUN:
+        by_source = sorted(piece.dims, key=lambda dim: -dim[1])
+        moving = [dim for dim in by_source if dim[1]]
+        if moving and moving[-1][1] == run:
+            ordered = by_source
+    dense, step = [0] * len(ordered), run
+    for i in reversed(range(len(ordered))):
+        count, src, _ = ordered[i]
+        if src:
+            dense[i] = step
+            step *= count
+    return ordered, dense
+
+
+def _read_by_tape(tape: Sequence[TapeStep], tensors: _Tensors) -> set[int] | None:
+    """Tensors that operators of the tape read or change; None if they leave a tensor's bounds."""
+    found = set()
+    for ref in _bucket_refs(tape):
+        start, stop = ref.region.bounds()
+        if start == stop:
+            continue
+        tensor = tensors.holding(start, stop)
+        if tensor is None:
+            return None
+        found.add(tensor)
+    return found
+
+
+def _bucket_refs(tape: Iterable[TapeStep]) -> Iterable[TensorRef]:
+    for step in tape:
+        for leaf in tree_leaves((step.args, dict(step.kwargs))):
+            if isinstance(leaf, TensorRef) and leaf.space is Space.BUCKET:
+                yield leaf
+
+
+def _read_more_than_once(
+    pieces: Sequence[StridedCopy], members: Sequence[int], layout: BucketLayout
+) -> set[int]:
+    """Tensors of which the pieces together read more bytes than there are."""
+    read: dict[int, int] = {}
+    for piece, tensor in zip(pieces, members, strict=True):
+        nbytes = piece.run * piece.unit.src_bytes
+        nbytes *= math.prod(count for count, src, _ in piece.dims if src)
+        read[tensor] = read.get(tensor, 0) + nbytes
+    return {tensor for tensor, nbytes in read.items() if nbytes > layout.tensors[tensor].nbytes}
+
+
+def _rebased_step(step: TapeStep, tensors: _Tensors, placed: dict[int, int]) -> TapeStep:
+    """The step with its references into the bucket moved to where their tensors are now."""
+
+    def move(leaf: Any) -> Any:
+        if not isinstance(leaf, TensorRef) or leaf.space is not Space.BUCKET:
+            return leaf
+        start, stop = leaf.region.bounds()
+        tensor = tensors.holding(start, stop) if start < stop else None
+        offset = 0
+        if tensor is not None:
+            offset = placed[tensor] + start - tensors.layout.tensors[tensor].offset
+        return replace(leaf, region=replace(leaf.region, offset=offset))
+
+    args, kwargs = tree_map(move, (step.args, dict(step.kwargs)))
+    return replace(step, args=args, kwargs=kwargs)
+
+
+def _aligned(nbytes: int, alignment: int) -> int:
+    return -(-nbytes // alignment) * alignment

@@ -1,0 +1,323 @@
+"""Arrangements against a byte-level reference, and on modules against their own loaders."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from sglang_loader.load_plan import BucketLayout, BucketTensor, PlanBuilder, check_bucket
+from sglang_loader.load_plan.arrange import SHORT_RUN, UNIT_ALIGNMENT, arrange, num_bytes_read
+from sglang_loader.load_plan.arrangement import Arrangement
+from sglang_loader.load_plan.coalesce import coalesce, find_overlapping
+from sglang_loader.load_plan.executor import replay_once
+from sglang_loader.load_plan.geometry import BYTES, StridedCopy, Unit
+from sglang_loader.load_plan.layout import ALIGNMENT_BYTES
+from sglang_loader.load_plan.plan import BucketPlan
+from sglang_loader.load_plan.verify import check_arranged, differing, gather, snapshot
+
+CAST = Unit(4, 2, (torch.float32, torch.bfloat16))
+
+
+def plan_of(layout: BucketLayout, copies: list[StridedCopy]) -> BucketPlan:
+    """A plan of copies alone."""
+    return BucketPlan(
+        layout=layout,
+        copies=tuple(copies),
+        tape=(),
+        constants={},
+        slot_nbytes={},
+        written={},
+        live_in={},
+        host_reads=(),
+        ignored=(),
+        changes_buffer=False,
+        num_traced_copies=len(copies),
+    )
+
+
+def moves(copy: StridedCopy) -> list[tuple[tuple[int, int], tuple[int, Unit]]]:
+    """((storage, first byte), (first byte in the bucket, unit)) of every unit that is moved."""
+    found = []
+    for index in np.ndindex(*[count for count, _, _ in copy.dims], copy.run):
+        *outer, i = (int(n) for n in index)
+        src = copy.src + sum(n * d[1] for n, d in zip(outer, copy.dims, strict=True))
+        dst = copy.dst + sum(n * d[2] for n, d in zip(outer, copy.dims, strict=True))
+        place = copy.storage, dst + i * copy.unit.dst_bytes
+        found.append((place, (src + i * copy.unit.src_bytes, copy.unit)))
+    return found
+
+
+def origins(arrangement: Arrangement, layout: BucketLayout) -> dict[int, int]:
+    """For every byte of the arranged buffer, the byte of the bucket that it holds."""
+    found: dict[int, int] = {}
+    for read in arrangement.reads:
+        tensor = layout.tensors[read.tensor]
+        at = read.start
+        for index in np.ndindex(*[count for count, _ in read.dims], read.run):
+            *outer, i = (int(n) for n in index)
+            offset = read.offset + i
+            offset += sum(n * stride for n, (_, stride) in zip(outer, read.dims, strict=True))
+            assert 0 <= offset < tensor.nbytes, "a read leaves its tensor"
+            assert at not in found, "two reads share a byte of the arranged buffer"
+            found[at] = tensor.offset + offset
+            at += 1
+        assert at == read.start + read.nbytes <= arrangement.nbytes
+    return found
+
+
+def check_plan(plan: BucketPlan) -> tuple[Arrangement, BucketPlan]:
+    """The arranged plan moves the same units from the same bytes of the bucket."""
+    arranged = arrange(plan)
+    assert arranged is not None
+    arrangement, rebased = arranged
+    source = origins(arrangement, plan.layout)
+    wanted = dict(move for copy in plan.copies for move in moves(copy))
+    found = {}
+    for copy in rebased.copies:
+        for place, (src, unit) in moves(copy):
+            span = [source[src + i] for i in range(unit.src_bytes)]
+            assert span == list(range(span[0], span[0] + unit.src_bytes))
+            assert unit == BYTES or src % unit.src_bytes == 0
+            assert place not in found
+            found[place] = span[0], unit
+    assert found == wanted
+    assert rebased.source_nbytes == arrangement.nbytes
+    assert arrangement.nbytes % ALIGNMENT_BYTES == 0 < arrangement.nbytes
+    return arrangement, rebased
+
+
+@st.composite
+def buckets(draw: st.DrawFn) -> BucketPlan:
+    """Tensors of float32 and strided, cast, transposed, repeating copies out of them."""
+    sizes = draw(st.lists(st.sampled_from([0, 4, 12, 32, 64]), min_size=1, max_size=6))
+    shapes = [(f"t{i}", (size,), torch.float32) for i, size in enumerate(sizes)]
+    layout = BucketLayout.pack(shapes, alignment_bytes=draw(st.sampled_from([4, 16, 256])))
+    copies: list[StridedCopy] = []
+    dst = [0, 0]
+    for _ in range(draw(st.integers(0, 12))):
+        tensor = draw(st.sampled_from(layout.tensors))
+        unit = draw(st.sampled_from([BYTES, CAST]))
+        step = 4 if unit is CAST else draw(st.sampled_from([1, 2, 4]))
+        available = tensor.nbytes // step
+        if not available:
+            continue
+        storage = draw(st.integers(0, 1))
+        lead = draw(st.integers(0, available - 1))
+        run = draw(st.integers(1, available - lead))
+        dims, room = [], available - lead - run
+        width = run * step // unit.src_bytes
+        dst_step = width * unit.dst_bytes
+        for _ in range(draw(st.integers(0, 2))):
+            count = draw(st.integers(2, 4))
+            stride = draw(st.integers(0, room // (count - 1)))
+            room -= stride * (count - 1)
+            dst_step += draw(st.sampled_from([0, 2, 8]))
+            dims.append((count, stride * step, dst_step))
+            dst_step *= count
+        gap = draw(st.sampled_from([0, 0, 1, 6])) if unit is BYTES else 0
+        if unit is CAST:
+            dst[storage] += dst[storage] % 2
+        copies.append(
+            StridedCopy(
+                storage,
+                tensor.offset + lead * step,
+                dst[storage] + gap,
+                tuple(reversed(dims)),
+                width,
+                unit,
+            )
+        )
+        dst[storage] = copies[-1].dst_bounds()[1]
+    order = draw(st.permutations(copies))
+    return plan_of(layout, coalesce(order) if draw(st.booleans()) else list(order))
+
+
+@given(buckets())
+@settings(max_examples=200, deadline=None)
+def test_an_arranged_plan_moves_the_same_bytes(plan: BucketPlan) -> None:
+    assert not find_overlapping(plan.copies)
+    arrangement, _ = check_plan(plan)
+    buffer = torch.randint(0, 256, (plan.layout.nbytes,), dtype=torch.uint8)
+    gathered = gather(arrangement, plan.layout, buffer)
+    for at, origin in origins(arrangement, plan.layout).items():
+        assert gathered[at] == buffer[origin]
+
+
+def experts(num: int, *, ranks: int) -> BucketPlan:
+    """Rank 0's share of gate, up [i, h] and down [h, i] for w13 [e, 2 i, h] and w2 [e, h, i]."""
+    i, h, size = 8 * ranks, 16, 2
+    names = [(f"{lane}{e}", e, lane) for e in range(num) for lane in ("gate", "up", "down")]
+    shape = {"gate": (i, h), "up": (i, h), "down": (h, i)}
+    layout = BucketLayout.pack((n, shape[lane], torch.bfloat16) for n, _, lane in names)
+    copies, part = [], i // ranks
+    for tensor, (_, e, lane) in zip(layout.tensors, names, strict=True):
+        if lane == "down":
+            dims, run = ((h, i * size, part * size),), part * size
+            copies.append(StridedCopy(1, tensor.offset, e * h * part * size, dims, run))
+        else:
+            dst = (2 * e + (lane == "up")) * part * h * size
+            copies.append(StridedCopy(0, tensor.offset, dst, (), part * h * size))
+    return plan_of(layout, coalesce(copies))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_the_experts_of_a_rank_become_one_copy_for_each_destination(ranks: int) -> None:
+    plan = experts(32, ranks=ranks)
+    arrangement, rebased = check_plan(plan)
+    assert [(copy.storage, copy.dims) for copy in rebased.copies] == [(0, ()), (1, ())]
+    assert len(plan.copies) >= len(rebased.copies)
+    assert arrangement.nbytes * ranks <= plan.layout.nbytes
+    assert len(arrangement.reads) == 3 * 32
+    assert num_bytes_read(plan) * ranks == sum(t.nbytes for t in plan.layout.tensors)
+
+
+def test_words_stay_words() -> None:
+    """A destination at an odd place is read from one that is as odd."""
+    layout = BucketLayout.pack([("a", (64,), torch.uint8), ("b", (64,), torch.uint8)])
+    copies = [StridedCopy(0, 0, 8, (), 24), StridedCopy(0, 256, 35, (), 9)]
+    _, rebased = check_plan(plan_of(layout, copies))
+    for copy in rebased.copies:
+        assert copy.src % UNIT_ALIGNMENT == copy.dst % UNIT_ALIGNMENT
+
+
+def test_a_transposed_tensor_is_sent_as_it_lies() -> None:
+    layout = BucketLayout.pack([("t", (8, 32), torch.bfloat16)])
+    copy = StridedCopy(0, 0, 0, ((16, 2, 16), (8, 64, 2)), 2)
+    arrangement, rebased = check_plan(plan_of(layout, [copy]))
+    (read,) = arrangement.reads
+    assert (read.dims, read.run) == (((8, 64),), 32)
+    assert read.run > SHORT_RUN
+    assert rebased.copies[0].dims == ((16, 2, 16), (8, 32, 2))
+
+
+def test_what_is_read_twice_is_sent_once() -> None:
+    layout = BucketLayout.pack([("t", (16, 16), torch.float32)])
+    half = [StridedCopy(i, 0, 0, (), 512) for i in range(2)]
+    arrangement, _ = check_plan(plan_of(layout, half))
+    assert len(arrangement.reads) == 1
+    overlapping = [StridedCopy(0, 0, 0, (), 768), StridedCopy(1, 256, 0, (), 768)]
+    arrangement, _ = check_plan(plan_of(layout, overlapping))
+    assert [(read.offset, read.run) for read in arrangement.reads] == [(0, 1024)]
+
+
+def test_a_repeated_source_is_sent_once() -> None:
+    layout = BucketLayout.pack([("t", (4,), torch.float32)])
+    copy = StridedCopy(0, 0, 0, ((3, 0, 16),), 16)
+    arrangement, rebased = check_plan(plan_of(layout, [copy]))
+    assert [read.nbytes for read in arrangement.reads] == [16]
+    assert rebased.copies[0].dims == ((3, 0, 16),)
+
+
+def test_a_layout_whose_tensors_share_bytes_is_not_arranged() -> None:
+    tensors = tuple(BucketTensor(name, (8,), torch.float32, 16 * i) for i, name in enumerate("ab"))
+    assert arrange(plan_of(BucketLayout(tensors, 64), [])) is None
+
+
+# On modules: what is more than a copy.
+
+SOURCES = [
+    ("w", (8, 16), torch.float32),
+    ("b", (16,), torch.bfloat16),
+    ("n", (16,), torch.float32),
+    ("q", (8, 16), torch.float32),
+    ("k", (8, 16), torch.float32),
+    ("ignored", (64,), torch.float32),
+]
+LAYOUT = BucketLayout.pack(SOURCES)
+
+
+class Half(nn.Module):
+    """Rank 0 of 2: slices, a transpose, casts, `n + 1`, `cat`, and a source changed in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(4, 16), requires_grad=False)
+        self.wt = nn.Parameter(torch.zeros(16, 4), requires_grad=False)
+        self.b = nn.Parameter(torch.zeros(8), requires_grad=False)
+        self.n = nn.Parameter(torch.zeros(16), requires_grad=False)
+        self.n1 = nn.Parameter(torch.zeros(16), requires_grad=False)
+        self.qk = nn.Parameter(torch.zeros(8, 16), requires_grad=False)
+        self.total = nn.Parameter(torch.zeros(1), requires_grad=False)
+
+    def load_weights(self, weights: object) -> None:
+        given = dict(weights)  # type: ignore[call-overload]
+        self.w.copy_(given["w"][:4])
+        self.wt.copy_(given["w"][4:].t())
+        self.b.copy_(given["b"][8:])
+        self.n.copy_(given["n"] + 1)
+        self.n1.copy_(given["n"].add_(1))
+        self.qk.copy_(torch.cat([given["q"][:4], given["k"][:4]]))
+        self.total.zero_()
+        self.total.add_(self.qk.sum())
+
+
+def random_bucket(seed: int) -> torch.Tensor:
+    buffer = torch.zeros(LAYOUT.nbytes, dtype=torch.uint8)
+    generator = torch.Generator().manual_seed(seed)
+    for _, view in LAYOUT.views(buffer):
+        view.copy_(torch.randn(view.shape, generator=generator))
+    return buffer
+
+
+def arranged_half() -> tuple[Half, PlanBuilder, Arrangement, BucketPlan]:
+    model, buffer = Half(), random_bucket(0)
+    builder = PlanBuilder(model, model.load_weights, {})
+    plan = builder.add_bucket(LAYOUT, buffer)
+    assert plan.changes_buffer and plan.tape and plan.copies
+    assert check_bucket(model, plan, builder.destinations, model.load_weights, buffer).ok
+    arranged = arrange(plan)
+    assert arranged is not None
+    return model, builder, *arranged
+
+
+def test_a_tape_reads_whole_tensors_of_the_arranged_buffer() -> None:
+    model, builder, arrangement, rebased = arranged_half()
+    assert arrangement.nbytes < LAYOUT.nbytes
+    assert 5 not in {read.tensor for read in arrangement.reads}, "nobody reads that one"
+    destinations = builder.destinations
+    for seed in (1, 2):
+        buffer = random_bucket(seed)
+        model.load_weights(LAYOUT.views(buffer.clone()))
+        expected = snapshot(destinations)
+        model.load_weights(LAYOUT.views(random_bucket(3)))
+        assert differing(destinations, expected)
+        replay_once(rebased, destinations, gather(arrangement, LAYOUT, buffer))
+        assert differing(destinations, expected) == ()
+
+
+def test_an_arranged_buffer_that_is_too_small_is_refused() -> None:
+    _, builder, arrangement, rebased = arranged_half()
+    small = torch.zeros(arrangement.nbytes - 1, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="in no piece"):
+        replay_once(rebased, builder.destinations, small)
+
+
+def test_the_check_of_an_arrangement_finds_what_is_wrong_and_mends_the_weights() -> None:
+    model, builder, arrangement, rebased = arranged_half()
+    destinations, buffer = builder.destinations, random_bucket(4)
+    model.load_weights(LAYOUT.views(buffer.clone()))
+    expected = snapshot(destinations)
+
+    def check(plan: BucketPlan, wanted: Arrangement) -> str | None:
+        result = check_arranged(plan, wanted, destinations, model.load_weights, buffer)
+        assert differing(destinations, expected) == ()
+        return result.reason
+
+    assert check(rebased, arrangement) is None
+    for i in range(len(rebased.copies)):
+        copies = (*rebased.copies[:i], *rebased.copies[i + 1 :])
+        broken = dataclasses.replace(rebased, copies=copies)
+        assert "storages differ" in (check(broken, arrangement) or "")
+    for i, read in enumerate(arrangement.reads):
+        moved = dataclasses.replace(read, tensor=5 if read.tensor != 5 else 0, offset=0)
+        reads = (*arrangement.reads[:i], moved, *arrangement.reads[i + 1 :])
+        wrong = dataclasses.replace(arrangement, reads=reads)
+        assert check(rebased, wrong) is not None
+    empty = dataclasses.replace(arrangement, nbytes=0, reads=())
+    assert "the check failed" in (check(rebased, empty) or "")

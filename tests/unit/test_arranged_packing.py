@@ -1,0 +1,180 @@
+"""Gathering an arrangement out of tensors: by torch, and by the kernel's tables, against bytes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_loader.load_plan import BucketLayout
+from sglang_loader.load_plan.arrangement import Arrangement, Read
+from sglang_loader.load_plan.batched_copy import TILE_WORDS
+from sglang_loader.load_plan.verify import gather
+from verl_sglang_sync.arranged_packing import WORD_BYTES, ArrangedPacking, GatherTable
+
+CPU = torch.device("cpu")
+FILL = 0x5A
+
+
+def laid_out(sizes: list[tuple[int, int, tuple[tuple[int, int], ...], int]]) -> Arrangement:
+    """Reads `(tensor, offset, dims, run)` one after the other, 16 bytes between them."""
+    reads: list[Read] = []
+    stop = 0
+    for tensor, offset, dims, run in sizes:
+        reads.append(Read(tensor, offset, dims, run, stop))
+        stop += -(-reads[-1].nbytes // 16) * 16 + 16
+    return Arrangement(tuple(reads), stop)
+
+
+def bytes_of(layout: BucketLayout, tensors: list[torch.Tensor]) -> torch.Tensor:
+    buffer = torch.zeros(layout.nbytes, dtype=torch.uint8)
+    for (_, view), tensor in zip(layout.views(buffer), tensors, strict=True):
+        view.copy_(tensor)
+    return buffer
+
+
+def check_packed(packing: ArrangedPacking, flat: torch.Tensor, tensors: list[torch.Tensor]) -> None:
+    """The buffer holds what the reference gathers, and what lies between is untouched."""
+    layout = BucketLayout.pack((str(i), t.shape, t.dtype) for i, t in enumerate(tensors))
+    arrangement = packing.arrangement
+    expected = gather(arrangement, layout, bytes_of(layout, [t.cpu() for t in tensors]))
+    flat.fill_(FILL)
+    packing.pack(tensors, flat)
+    covered = torch.zeros(flat.numel(), dtype=torch.bool)
+    for read in arrangement.reads:
+        covered[read.start : read.start + read.nbytes] = True
+    assert torch.equal(flat.cpu()[covered], expected[: flat.numel()][covered])
+    assert bool((flat.cpu()[~covered] == FILL).all())
+
+
+@st.composite
+def arrangements(draw: st.DrawFn) -> tuple[Arrangement, list[torch.Tensor]]:
+    sizes = draw(st.lists(st.integers(1, 96), min_size=1, max_size=5))
+    word = draw(st.sampled_from([1, 2, 8]))
+    reads = []
+    for _ in range(draw(st.integers(1, 6))):
+        tensor = draw(st.integers(0, len(sizes) - 1))
+        units = sizes[tensor] * 8 // word
+        offset = draw(st.integers(0, units - 1))
+        run = draw(st.integers(1, units - offset))
+        room, dims = units - offset - run, []
+        for _ in range(draw(st.integers(0, 3))):
+            count = draw(st.integers(1, 3))
+            stride = draw(st.integers(1, max(1, room // count)))
+            if (count - 1) * stride <= room:
+                room -= (count - 1) * stride
+                dims.append((count, stride * word))
+        reads.append((tensor, offset * word, tuple(dims), run * word))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+    tensors = [torch.randn(size, 2, generator=generator) for size in sizes]
+    if draw(st.booleans()):  # what is exported may be a view of any stride
+        tensors = [tensor.t().contiguous().t() for tensor in tensors]
+    return laid_out(reads), tensors
+
+
+@given(arrangements())
+@settings(max_examples=200, deadline=None)
+def test_torch_packs_what_the_reference_gathers(
+    case: tuple[Arrangement, list[torch.Tensor]],
+) -> None:
+    arrangement, tensors = case
+    flat = torch.zeros(arrangement.nbytes, dtype=torch.uint8)
+    packing = ArrangedPacking(arrangement, CPU)
+    check_packed(packing, flat, tensors)
+    check_packed(packing, torch.zeros_like(flat), [tensor + 1 for tensor in tensors])
+
+
+@given(arrangements())
+@settings(max_examples=200, deadline=None)
+def test_the_kernel_would_move_the_words_of_the_reads(
+    case: tuple[Arrangement, list[torch.Tensor]],
+) -> None:
+    """The tables alone, run without a GPU: sources count from each tensor's first byte."""
+    arrangement, tensors = case
+    reads = [r for r in arrangement.reads if _in_words(r)]
+    members = sorted({read.tensor for read in reads})
+    table = GatherTable.of(reads, members)
+    layout = BucketLayout.pack((str(i), t.shape, t.dtype) for i, t in enumerate(tensors))
+    source = bytes_of(layout, tensors)
+    expected = gather(Arrangement(tuple(reads), arrangement.nbytes), layout, source)
+    found = torch.zeros_like(expected)
+    for (src, dst, src_stride, dst_stride, run, rows), (place, target) in zip(
+        table.rows.tolist(), table.places.tolist(), strict=True
+    ):
+        assert target == 0
+        base = layout.tensors[members[place - 1]].offset
+        for row in range(rows):
+            at, to = base + src + row * src_stride * 8, dst + row * dst_stride * 8
+            found[to : to + run * 8] = source[at : at + run * 8]
+    assert torch.equal(found, expected)
+    assert sorted(set(table.tiles[:, 0].tolist())) == list(range(len(table.rows)))
+
+
+def _in_words(read: Read) -> bool:
+    numbers = (read.start, read.offset, read.run, *(stride for _, stride in read.dims))
+    return all(number % WORD_BYTES == 0 for number in numbers)
+
+
+def test_a_buffer_that_is_too_small_is_refused() -> None:
+    packing = ArrangedPacking(laid_out([(0, 0, (), 64)]), CPU)
+    with pytest.raises(ValueError, match="the arrangement needs 80 from byte 0"):
+        packing.pack([torch.zeros(16)], torch.zeros(79, dtype=torch.uint8))
+    with pytest.raises(ValueError, match="from byte 8"):
+        packing.pack([torch.zeros(16)], torch.zeros(96, dtype=torch.uint8)[8:])
+
+
+def mixed_case(device: torch.device) -> tuple[Arrangement, list[torch.Tensor]]:
+    """Long, short, strided and odd reads, of tensors here and elsewhere."""
+    arrangement = laid_out(
+        [
+            (0, 0, (), 8 * (2 * TILE_WORDS + 5)),
+            (1, 64, ((7, 128),), 48),
+            (1, 2, ((3, 128),), 6),
+            (2, 8, ((2, 1024), (4, 256)), 16),
+            (3, 0, (), 64),
+            (4, 16, ((5, 64),), 8),
+        ]
+    )
+    generator = torch.Generator().manual_seed(1)
+    shapes = [(8 * TILE_WORDS,), (16, 32), (8, 64), (16,), (16, 16)]
+    tensors = [torch.randn(shape, generator=generator).to(device) for shape in shapes]
+    tensors[1] = tensors[1].t().contiguous().t()
+    tensors[3] = tensors[3].cpu()
+    return arrangement, tensors
+
+
+def check_kernel(device: torch.device) -> None:
+    """The kernel and torch pack the same; so they do when the tensors have moved."""
+    arrangement, tensors = mixed_case(device)
+    for kernel in (True, False):
+        flat = torch.zeros(arrangement.nbytes, dtype=torch.uint8, device=device)
+        packing = ArrangedPacking(arrangement, device, use_kernel=kernel)
+        check_packed(packing, flat, tensors)
+        check_packed(packing, flat, tensors)
+        check_packed(packing, torch.zeros_like(flat), [tensor * 2 for tensor in tensors])
+        shifted = torch.zeros(8 * TILE_WORDS + 1, device=device)[1:].copy_(tensors[0])
+        assert shifted.data_ptr() % WORD_BYTES
+        check_packed(packing, flat, [shifted, *tensors[1:]])
+
+
+def test_the_kernel_packs_in_the_interpreter() -> None:
+    pytest.importorskip("triton")
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    subprocess.run([sys.executable, __file__], env=environment, check=True, timeout=300)
+
+
+def test_a_table_of_nothing_has_no_rows() -> None:
+    table = GatherTable.of([], [])
+    shapes = (table.rows.shape, table.places.shape, table.tiles.shape)
+    assert shapes == ((0, 6), (0, 2), (0, 2))
+    assert table.rows.dtype == np.int64
+
+
+if __name__ == "__main__":
+    check_kernel(CPU)

@@ -1,0 +1,179 @@
+"""What travels about arrangements, and which buckets of a sync are packed by them."""
+
+from __future__ import annotations
+
+import logging
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_loader.arrangement_messages import decode_arrangements, encode_arrangements
+from sglang_loader.load_plan import BucketLayout
+from sglang_loader.load_plan.arrangement import Arrangement, Read
+from sglang_loader.manifest import ManifestError
+from sglang_loader.session_messages import digest_of
+from verl_sglang_sync.arranged_sending import ArrangedTurn, KnownArrangements
+from verl_sglang_sync.bucket_stream import Batch, Bucket, BucketStream, Cut
+from verl_sglang_sync.config import WeightSyncConfig
+from verl_sglang_sync.report import SyncReport
+from verl_sglang_sync.session_staging import StagingRing
+from verl_sglang_sync.session_transport import SessionTransport
+
+CPU = torch.device("cpu")
+LAYOUT = BucketLayout.pack([("a", (16, 8), torch.float32), ("b", (8,), torch.bfloat16)])
+READS = (Read(0, 64, ((4, 64),), 32, 0), Read(1, 0, (), 16, 128))
+BUCKETS = [Bucket.of(BucketLayout.pack([(n, (256,), torch.uint8)]), is_last=False) for n in "abc"]
+HALF = Arrangement((Read(0, 128, (), 128, 0),), 256)
+
+
+def encoded(*reads: Read, nbytes: int = 256, layout: str = "d") -> bytes:
+    return encode_arrangements([(layout, Arrangement(reads, nbytes))])
+
+
+@given(st.lists(st.sampled_from([None, HALF, Arrangement(READS, 256)]), max_size=4))
+def test_arrangements_round_trip(arrangements: list[Arrangement | None]) -> None:
+    buckets = tuple((f"d{i}", arrangement) for i, arrangement in enumerate(arrangements))
+    layouts = {digest: LAYOUT for digest, _ in buckets}
+    assert decode_arrangements(encode_arrangements(buckets), layouts) == buckets
+
+
+BAD = {
+    "noise": (b"noise", "not arrangements"),
+    "more fields": (msgspec.msgpack.encode([["d", 256, [], 1]]), "not arrangements"),
+    "unknown layout": (encoded(*READS, layout="e"), "was not sent: e"),
+    "no buffer": (encoded(nbytes=0), "of 0 bytes, the bucket has 768"),
+    "too large a buffer": (encoded(nbytes=769), "of 769 bytes, the bucket has 768"),
+    "unknown tensor": (encoded(Read(2, 0, (), 8, 0)), "tensor 2 of 2"),
+    "negative tensor": (encoded(Read(-1, 0, (), 8, 0)), "tensor -1 of 2"),
+    "negative offset": (encoded(Read(0, -8, (), 8, 0)), "'a': a read of no bytes, or backwards"),
+    "negative start": (encoded(Read(0, 0, (), 8, -8)), "'a': a read of no bytes, or backwards"),
+    "negative stride": (encoded(Read(0, 64, ((2, -8),), 8, 0)), "no bytes, or backwards"),
+    "no run": (encoded(Read(0, 0, (), 0, 0)), "'a': a read of no bytes, or backwards"),
+    "no count": (encoded(Read(0, 0, ((0, 8),), 8, 0)), "'a': a read of no bytes, or backwards"),
+    "past the tensor": (encoded(Read(1, 8, (), 9, 0)), "'b': a read ends at byte 17, the tensor"),
+    "strided past it": (encoded(Read(0, 0, ((5, 128),), 8, 0)), "'a': a read ends at byte 520"),
+    "past the buffer": (encoded(Read(0, 0, (), 8, 249)), "ends at byte 257 of 256"),
+    "overlap": (encoded(Read(0, 0, (), 8, 0), Read(1, 0, (), 8, 7)), "share byte 7"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_arrangements_that_leave_their_bounds_are_refused(case: str) -> None:
+    data, message = BAD[case]
+    with pytest.raises(ManifestError, match=message):
+        decode_arrangements(data, {"d": LAYOUT})
+    assert decode_arrangements(encoded(*READS), {"d": LAYOUT})
+
+
+def known(*arrangements: Arrangement | None) -> KnownArrangements:
+    pairs = zip(BUCKETS, arrangements, strict=False)
+    offer = encode_arrangements([(bucket.digest, arrangement) for bucket, arrangement in pairs])
+    return KnownArrangements.of(offer, BUCKETS)
+
+
+def test_buckets_are_arranged_as_long_as_they_are_the_announced_ones() -> None:
+    turn = ArrangedTurn(known(HALF, None, HALF))
+    digest = turn.digest
+    assert len(digest) == 64
+    assert [turn.expected(i) for i in range(4)] == [HALF, None, HALF, None]
+    assert turn.of(0, BUCKETS[0]) == HALF
+    turn.settle(digest)
+    assert turn.of(1, BUCKETS[1]) is None, "nothing is won there"
+    assert turn.of(2, BUCKETS[2]) == HALF
+    assert turn.digest == digest
+    assert turn.of(3, BUCKETS[0]) is None, "there is no fourth"
+    assert turn.digest == ""
+
+
+def test_a_bucket_that_is_another_one_ends_it() -> None:
+    turn = ArrangedTurn(known(HALF, HALF, HALF))
+    turn.settle(turn.digest)
+    assert turn.of(0, BUCKETS[0]) == HALF
+    assert turn.of(1, BUCKETS[2]) is None
+    assert turn.of(2, BUCKETS[2]) is None
+    assert turn.digest == ""
+
+
+@pytest.mark.parametrize("held", ["", "0" * 64])
+def test_an_engine_that_holds_others_gets_whole_buckets(held: str) -> None:
+    turn = ArrangedTurn(known(HALF))
+    assert turn.of(0, BUCKETS[0]) == HALF
+    turn.settle(held)
+    assert turn.is_settled
+    assert turn.digest == ""
+    assert turn.of(0, BUCKETS[0]) is None
+
+
+def test_nothing_is_known_at_first() -> None:
+    turn = ArrangedTurn(None)
+    turn.settle("0" * 64)
+    assert (turn.digest, turn.expected(0), turn.of(0, BUCKETS[0])) == ("", None, None)
+
+
+def stream_of(tensors: list[tuple[str, torch.Tensor]]) -> tuple[list[Cut], list[Batch]]:
+    stream = BucketStream(1024)
+    batches = list(stream.batches(iter(tensors), SyncReport(mode="compiled", replica=0)))
+    return stream.cuts, batches
+
+
+def test_the_ring_has_room_for_what_is_sent() -> None:
+    """Buffers of the arranged size; grown, and packed anew, where a bucket must come whole."""
+    tensors = [(f"t{i}", torch.randn(16, 16)) for i in range(4)]
+    cuts, batches = stream_of(tensors)
+    half = Arrangement((Read(0, 512, (), 512, 0),), 512)
+    offer = encode_arrangements([(cut.bucket.digest, half) for cut in cuts])
+    turn = ArrangedTurn(KnownArrangements.of(offer, [cut.bucket for cut in cuts]))
+    ring = StagingRing(CPU, num_buffers=2, bucket_bytes=1024)
+    ring.prepare(cuts, turn=turn)
+    assert ring.nbytes == 2 * 512
+    for _ in range(2):
+        for batch, (_, tensor) in zip(batches, tensors, strict=True):
+            storage = ring.pack_arranged(batch, half)
+            found = torch.empty(0, dtype=torch.float32).set_(storage)
+            assert torch.equal(found[:128], tensor[8:].reshape(-1))
+    assert ring.nbytes == 2 * 512
+    for batch, (_, tensor) in zip(batches, tensors, strict=True):
+        storage = ring.pack(batch)
+        found = torch.empty(0, dtype=torch.float32).set_(storage)
+        assert torch.equal(found[:256], tensor.reshape(-1))
+    assert ring.nbytes == 2 * 1024
+    ring.free()
+    assert ring.nbytes == 0
+
+
+class OneRank:
+    """A trainer of one rank, whose transport is asked nothing but what it learns."""
+
+    def agree(self, *_: object) -> None:
+        raise AssertionError("no sync is run")
+
+
+@pytest.mark.parametrize("plan_ordered", [True, False])
+def test_a_transport_learns_what_it_may_use(
+    plan_ordered: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = WeightSyncConfig(
+        mode="compiled",
+        plan_ordered=plan_ordered,
+        bucket_bytes=1024,
+        multi_stage_wake_up=True,
+        free_cache_engine=True,
+    )
+    transport = SessionTransport(engine=None, settings=settings, group=OneRank(), device=CPU)  # type: ignore[arg-type]
+    assert transport._known_digest() is None, "there was no sync whose buckets it knows"
+    report = SyncReport(mode="compiled", replica=0)
+    list(transport._stream.batches(iter([("t", torch.zeros(256))]), report))
+    assert transport._known_digest() == ("" if plan_ordered else None)
+    if not plan_ordered:
+        return
+    (cut,) = transport._stream.cuts
+    offer = encode_arrangements([(cut.bucket.digest, HALF)])
+    transport._learn(offer)
+    assert transport._known_digest() == digest_of(offer)
+    with caplog.at_level(logging.WARNING):
+        transport._learn(b"noise")
+    assert "the engine's arrangements do not fit: not arrangements" in caplog.text
+    assert transport._known_digest() is None, "asked for them no more"
