@@ -137,7 +137,7 @@ class Seen:
     """What a rank saw.
 
     Attributes:
-        reason: of `prepare`, or of `settle`.
+        reason: of `prepare`, or of `prove`.
         turns: of the syncs.
         wrong: buckets that were not as the full export's, by sync.
         arranged_bytes: of this rank's buffers, without scratch.
@@ -191,12 +191,11 @@ class Rank:
         from verl_sglang_sync.shard_exchange import Turn
         from verl_sglang_sync.shard_exchange.self_check import gather_arranged
 
-        turn = self.exchange.ready(self.export)
+        turn = self.exchange.ready(self.export, self.layouts)
         self.seen.turns.append(turn.name)
         if turn is Turn.CHECK:
-            for batch in batches_of(self.export):
-                self.exchange.check(batch.index, batch.tensors)
-            self.seen.reason = self.exchange.settle()
+            batches = ((b.bucket.layout, b.tensors) for b in batches_of(self.export))
+            self.seen.reason = self.exchange.prove(self.export, batches)
         if turn is Turn.EXCHANGE:
             buffers = [torch.zeros(a.nbytes, dtype=torch.uint8) for a in self.own]
             with mock.patch.object(DTensor, "full_tensor", autospec=True) as gather:
@@ -278,7 +277,7 @@ def _reduced(tensor):
 
 def _swapped_on_rank_1(weights):
     for name, tensor in weights:
-        swaps = {"q_proj": "k_proj", "k_proj": "q_proj"} if dist.get_rank() == 1 else {}
+        swaps = {"gate_proj": "up_proj", "up_proj": "gate_proj"} if dist.get_rank() == 1 else {}
         for old, new in swaps.items():
             if f".{old}." in name:
                 name = name.replace(old, new)
@@ -293,7 +292,6 @@ def _broken_on_rank_3(weights):
         yield pair
 
 
-_plain = torch.ones(3)
 EXPORTS = {
     "casts": _each(lambda tensor: tensor.to(torch.float16)),
     "adds": _each(lambda tensor: tensor + 1),

@@ -45,7 +45,7 @@ def test_an_export_that_computes_is_not_traced(pool):
         "reverses rows": "computes with what it gathered: aten.flip.default",
         "reads values": "computes with what it gathered: aten.sum.default",
         "communicates": "communicates: c10d.allreduce_.default",
-        "brings its own": "extra is none of the trainer's own tensors",
+        "brings its own": "extra is computed by aten.ones.default",
         "repeats a shape": "computes with what it gathered: aten.empty_like.default",
         "breaks on rank 3": "rank 3: the export failed while it was traced",
         "differs on rank 1": "the ranks traced different exports",

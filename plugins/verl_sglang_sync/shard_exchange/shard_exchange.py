@@ -2,17 +2,15 @@
 
     exchange = ShardExchange(group, device)
     reason = exchange.prepare(export, arrangements, layouts)      # once; None: it can be done
-    turn = exchange.ready(export)                                 # at the start of every sync
+    reason = exchange.prove(export, batches)                      # after a good sync
+    turn = exchange.ready(export, layouts)                        # at the start of every sync
     if turn is Turn.EXCHANGE:
         exchange.fill(index, buffer)                              # instead of the export
-    if turn is Turn.CHECK:
-        exchange.check(index, tensors)                            # beside the full export
-        reason = exchange.settle()
     exchange.free()
 
-`prepare`, `ready`, `fill`, `check` and `settle` are collective: all ranks call them in the same
-order, and each decision is one that all ranks agree on. Nothing is exchanged before all buckets
-were compared with the full export, bit for bit.
+All of these are collective: all ranks call them in the same order, and each decision is one that
+all ranks agree on. Nothing is exchanged before every bucket was compared with the full export, bit
+for bit.
 """
 
 from __future__ import annotations
@@ -61,7 +59,7 @@ class Turn(Enum):
     """What all ranks do in a sync."""
 
     FULL = "export in full"
-    CHECK = "export in full, and compare"
+    CHECK = "export in full, and prove afterwards that an exchange gives the same"
     EXCHANGE = "exchange shards"
 
 
@@ -82,8 +80,6 @@ class ShardExchange:
         self._recheck_every_n_syncs = recheck_every_n_syncs
         self._prepared: _Prepared | None = None
         self._shards: list[torch.Tensor] = []
-        self._problems: list[str] = []
-        self._compared: set[int] = set()
         self._is_proven = False
         self._num_syncs = self._num_moves = 0
         self.off: str | None = None
@@ -115,7 +111,7 @@ class ShardExchange:
             Why shards cannot be exchanged, equal on all ranks; None if they can.
         """
         self.free()
-        self._prepared, self._is_proven, self._compared = None, False, set()
+        self._prepared, self._is_proven = None, False
         if self.off is not None:
             return self.off
         prepared, reason, signature = None, None, 0
@@ -131,25 +127,23 @@ class ShardExchange:
             return None
         return self._switch_off(agreed)
 
-    def ready(self, export: TraceableExport | Iterable[NamedTensor]) -> Turn:
-        """What all ranks do in this sync; looks whether the shards are where they were."""
+    def ready(
+        self, export: TraceableExport | Iterable[NamedTensor], layouts: Sequence[BucketLayout]
+    ) -> Turn:
+        """What all ranks do in this sync.
+
+        Args:
+            export: of this sync.
+            layouts: of its buckets, as far as they are known.
+        """
         if self._prepared is None:
             return Turn.FULL
-        reason = None
-        try:
-            self._shards = self._prepared.shards(_sources_of(export))
-            self._prepared.exchange.reserve()
-        except Exception as error:
-            reason = str(error)
-        agreed = self._agree(reason)
-        if agreed is not None:
-            self._has_moved(agreed)
+        if not self._take_shards(export, layouts):
             return Turn.FULL
-        self._problems = []
         self._num_syncs += 1
         every = self._recheck_every_n_syncs
         if not self._is_proven or (every and self._num_syncs % every == 0):
-            self._compared = set()
+            self.free()
             return Turn.CHECK
         return Turn.EXCHANGE
 
@@ -163,33 +157,75 @@ class ShardExchange:
         assert self._prepared is not None, "nothing was prepared"
         self._prepared.exchange.fill(index, self._shards, buffer)
 
-    def check(self, index: int, tensors: Sequence[torch.Tensor]) -> None:
-        """Exchange one bucket and compare it with the full export's tensors."""
-        assert self._prepared is not None, "nothing was prepared"
-        arrangement, layout = self._prepared.arrangements[index], self._prepared.layouts[index]
-        found, problem = None, None
-        try:
-            found = torch.zeros(arrangement.nbytes, dtype=torch.uint8, device=self._device)
-            expected = gather_arranged(tensors, arrangement, self._device)
-        except Exception as error:  # the other ranks wait for this one's shards
-            problem = f"bucket {index} could not be compared: {error}"
-        self.fill(index, found)
-        if problem is None and found is not None:
-            problem = first_difference(expected, found, arrangement, layout)
-        if problem is not None:
-            self._problems.append(problem)
-        self._compared.add(index)
+    def prove(
+        self,
+        export: TraceableExport | Iterable[NamedTensor],
+        batches: Iterable[tuple[BucketLayout, Sequence[torch.Tensor]]],
+    ) -> str | None:
+        """Exchange every bucket and compare it with the full export.
 
-    def settle(self) -> str | None:
-        """After the last `check` of a sync: why shards are not exchanged, equal on all ranks."""
-        assert self._prepared is not None, "nothing was prepared"
-        reason = self._problems[0] if self._problems else None
-        if reason is None and len(self._compared) < len(self._prepared.layouts):
-            missing = len(self._prepared.layouts) - len(self._compared)
-            reason = f"{missing} buckets were not compared"
-        agreed = self._agree(reason)
+        Args:
+            export: what was prepared for.
+            batches: the full export again, in its buckets.
+
+        Returns:
+            Why shards are not exchanged, equal on all ranks; None if they are from now on.
+        """
+        self._is_proven = False
+        if self._prepared is None or not self._take_shards(export, self._prepared.layouts):
+            return self.off or "the shards moved"
+        problem, source = None, iter(batches)
+        for index, layout in enumerate(self._prepared.layouts):
+            batch = None
+            try:
+                batch = next(source, None)
+                if batch is None or batch[0] != layout:
+                    batch, problem = None, problem or f"bucket {index} is not what it was"
+            except Exception:
+                problem = problem or traceback.format_exc()
+            found = self._compare(index, batch[1] if batch is not None else None)
+            problem = problem or found
+            del batch
+        for _ in source:  # the export's collectives need every rank
+            problem = problem or "the export has more buckets than it had"
+        self.free()
+        agreed = self._agree(problem)
         self._is_proven = agreed is None
         return None if agreed is None else self._switch_off(agreed)
+
+    def _compare(self, index: int, tensors: Sequence[torch.Tensor] | None) -> str | None:
+        """Exchange one bucket; what differs from the full export's tensors, if it came."""
+        assert self._prepared is not None
+        arrangement, layout = self._prepared.arrangements[index], self._prepared.layouts[index]
+        found, expected, problem = None, None, None
+        try:
+            if tensors is not None:
+                expected = gather_arranged(tensors, arrangement, self._device)
+                found = torch.zeros(arrangement.nbytes, dtype=torch.uint8, device=self._device)
+        except Exception as error:  # the other ranks wait for this one's shards
+            found, problem = None, f"bucket {index} could not be compared: {error}"
+        self.fill(index, found)
+        if found is not None and expected is not None:
+            problem = first_difference(expected, found, arrangement, layout)
+        return problem
+
+    def _take_shards(
+        self, export: TraceableExport | Iterable[NamedTensor], layouts: Sequence[BucketLayout]
+    ) -> bool:
+        """Look whether the shards are what and where they were; make ready what `fill` needs."""
+        assert self._prepared is not None
+        reason = None
+        try:
+            if tuple(layouts) != self._prepared.layouts:
+                raise ValueError("the export is cut into other buckets")
+            self._shards = self._prepared.shards(_sources_of(export))
+            self._prepared.exchange.reserve()
+        except Exception as error:
+            reason = str(error)
+        agreed = self._agree(reason)
+        if agreed is not None:
+            self._has_moved(agreed)
+        return agreed is None
 
     def free(self) -> None:
         """Give the scratch back and let go of the shards; what was exchanged must be done."""
