@@ -233,6 +233,58 @@ def exchange_model(kind, dtype):
     return dataclasses.asdict(rank.seen)
 
 
+class _Ring:
+    """Staging buffers that are kept apart."""
+
+    nbytes = 0
+
+    def __init__(self):
+        self.filled = []
+
+    def prepare(self, cuts, *, turn):
+        pass
+
+    def fill(self, index, nbytes, fill):
+        self.filled.append(torch.zeros(nbytes, dtype=torch.uint8))
+        fill(self.filled[-1])
+        return self.filled[-1].untyped_storage()
+
+
+class _Arranged:
+    """The turn of a rank that knows all arrangements."""
+
+    def __init__(self, arrangements):
+        self._arrangements = arrangements
+
+    def of(self, index, bucket):
+        return self._arrangements[index]
+
+
+def drain_on_rank_1():
+    """Rank 1 gives up after one bucket; whether what this rank filled is right."""
+    from verl_sglang_sync.report import SyncReport
+    from verl_sglang_sync.session_exchange import ExchangedBuckets
+    from verl_sglang_sync.shard_exchange.self_check import gather_arranged
+
+    rank = Rank(sharded("dense"))
+    rank.prepare()
+    rank.sync()
+    turn = rank.exchange.ready(rank.export, rank.layouts)
+    cuts = [types.SimpleNamespace(bucket=batch.bucket) for batch in rank.batches]
+    ring, report = _Ring(), SyncReport(mode="compiled", replica=0)
+    buckets = ExchangedBuckets(rank.exchange, cuts, _Arranged(rank.own), ring, report)
+    for bucket in buckets:
+        if dist.get_rank() == 1:
+            assert bucket.index == 0
+            break
+    buckets.drain()
+    rank.exchange.free()
+    full = batches_of(rank.export)
+    expected = [gather_arranged(b.tensors, a, CPU) for b, a in zip(full, rank.own, strict=True)]
+    right = [torch.equal(have, want) for have, want in zip(ring.filled, expected, strict=False)]
+    return turn.name, right, report.num_exchanged, report.num_tensors
+
+
 def _moved(rank, on):
     """Another storage for one rank's shard of one parameter, with the same values."""
     parameter = next(p for p in rank.model.parameters() if p.to_local().numel())

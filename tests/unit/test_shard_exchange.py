@@ -87,3 +87,12 @@ def test_a_wrong_origin_never_reaches_the_engine(pool):
         assert turns == ["CHECK", "FULL"]
         assert "experts.2.up_proj.weight differs from the full export" in reason
         assert off == reason
+
+
+def test_a_rank_that_gives_up_still_sends_what_the_others_wait_for(pool):
+    outcomes = pool.run(exchange_ranks.drain_on_rank_1)
+    for rank, (turn, right, num_exchanged, num_tensors) in enumerate(outcomes):
+        assert turn == "EXCHANGE"
+        assert right == ([True] if rank == 1 else [True, True])
+        assert num_exchanged == len(right)
+        assert num_tensors > 0
