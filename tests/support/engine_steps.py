@@ -131,12 +131,12 @@ def _syncs_in_a_row(rank: TrainerRank, model: Path, folder: Path) -> dict[str, A
 def sharded_export(weights: NamedTensors) -> Any:
     """The tensors in shards on all ranks, gathered at every export, as FSDP2's are."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import distribute_tensor
+    from torch.distributed.tensor import Shard, distribute_tensor
 
     from verl_sglang_sync.reexport import Reexport
 
     mesh = init_device_mesh(weights[0][1].device.type, (torch.distributed.get_world_size(),))
-    state = {name: distribute_tensor(tensor, mesh) for name, tensor in weights}
+    state = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in weights}
     return Reexport(
         lambda: ((name, shard.full_tensor()) for name, shard in state.items()),
         sources=lambda: state,
