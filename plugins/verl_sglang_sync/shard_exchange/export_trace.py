@@ -228,7 +228,8 @@ class _Follower(TorchDispatchMode):
         name = func._schema.name
         if any(isinstance(tensor, DTensor) for tensor in tensors):
             if name not in _OF_SHARDS:
-                self._refuse(f"the export computes with shards: {func}")
+                what = "moves or converts" if name in _COPIES else "computes with"
+                self._refuse(f"the export {what} shards: {func}")
             return func(*args, **kwargs)
         if not any(tensor.is_meta for tensor in tensors):
             return self._computed_here(func, args, kwargs)
