@@ -48,7 +48,7 @@ from benchmarks.colocated_arms import (  # noqa: E402
     synchronize,
 )
 from benchmarks.engine_server import engine_server  # noqa: E402
-from benchmarks.fsdp_rank import LIMITS, PRESETS  # noqa: E402
+from benchmarks.fsdp_rank import GATHERED, LIMITS, PRESETS  # noqa: E402
 from benchmarks.fsdp_sync import measure_on_gpus  # noqa: E402
 from benchmarks.model_shapes import MODELS, tensor_shapes, write_config  # noqa: E402
 from benchmarks.results_file import hardware, medians, print_table, write_results  # noqa: E402
@@ -87,6 +87,21 @@ ARMS = {
     "compiled_packed_freed": Arm("compiled", settings=PACKED),
 }
 COPY_LIMIT = "copy_limit"
+
+
+@dataclass(frozen=True)
+class Runs:
+    """How an arm is measured.
+
+    Attributes:
+        num: cycles, each with all its stages.
+        asleep_s: seconds between release and resume, in which a trainer makes its step. The driver
+            cleans released memory in the background, 61 GB in 0.3 s; a resume that comes before
+            waits for it.
+    """
+
+    num: int
+    asleep_s: float
 
 
 class NativeSync:
@@ -142,6 +157,9 @@ class OurSync:
         await self._manager.sync(weights, version="0")
         report = self._manager.report
         seconds = {f"sync_{stage}": spent for stage, spent in seconds_of(report).items()}
+        for stage, costs in report.stages.items():  # the engine's own part of sleep and wake-up
+            for tag, cost in costs.items():
+                seconds[f"engine_{stage}_{tag}"] = max(cost["seconds"])
         return {"seconds": seconds, "counts": counts_of(report)}
 
 
@@ -173,9 +191,10 @@ def timed(times: dict[str, float], stage: str, device: torch.device) -> Iterator
 
 
 def run_arm(
-    name: str, arm: Arm, url: str, config: Path, model: str, device: torch.device, runs: int
+    name: str, url: str, config: Path, model: str, device: torch.device, runs: Runs
 ) -> dict[str, Any]:
-    """Warm up, measure `runs` cycles, and make the row."""
+    """Warm up, measure the cycles, and make the row."""
+    arm = ARMS[name]
     weights = make_weights(model, device, flat=arm.flat)
     sync = NativeSync(url, config) if arm.mode is None else OurSync(url, arm, device)
     measured: list[dict[str, float]] = []
@@ -190,6 +209,7 @@ def run_arm(
             with timed(times, "release", device):
                 await sync.release()
             host_bytes = max(host_bytes, before - psutil.virtual_memory().available)
+            await asyncio.sleep(runs.asleep_s)
             with timed(times, "resume_weights", device):
                 await sync.resume("weights")
         with timed(times, "sync", device):
@@ -207,12 +227,13 @@ def run_arm(
         torch.cuda.reset_peak_memory_stats(device)
         allocated = sum(t.nbytes for _, t in weights)
     host_bytes = 0
-    for _ in range(runs):
+    for _ in range(runs.num):
         measured.append(asyncio.run(cycle(stages=True)))
     peak = torch.cuda.max_memory_allocated(device) - allocated if device.type == "cuda" else 0
     row = row_of(name, model, weights, measured)
     row.update(
         host_backup=arm.host_backup,
+        asleep_s=runs.asleep_s,
         host_bytes=host_bytes,
         peak_extra_gpu_bytes=max(peak, 0),
         **notes.get("counts", {}),
@@ -254,7 +275,7 @@ def copy_limit(model: str, device: torch.device, runs: int) -> dict[str, Any]:
 
 
 def measure(
-    model: str, arms: list[str], device: torch.device, runs: int, folder: Path
+    model: str, arms: list[str], device: torch.device, runs: Runs, folder: Path
 ) -> Iterator[dict[str, Any]]:
     """Rows of one model.
 
@@ -269,12 +290,12 @@ def measure(
 
 
 def measure_arm(
-    model: str, name: str, device: torch.device, runs: int, folder: Path
+    model: str, name: str, device: torch.device, runs: Runs, folder: Path
 ) -> dict[str, Any]:
     """The row of one arm, in a process of its own."""
     prepare(device)
     if name == COPY_LIMIT:
-        return copy_limit(model, device, runs)
+        return copy_limit(model, device, runs.num)
     arm = ARMS[name]
     config = write_config(folder / model, model)
     with engine_server(
@@ -284,7 +305,7 @@ def measure_arm(
         is_moe="num_experts" in MODELS[model],
         log=folder / f"server-{model}-{name}.log",
     ) as url:
-        return run_arm(name, arm, url, config, model, device, runs)
+        return run_arm(name, url, config, model, device, runs)
 
 
 def prepare(device: torch.device) -> None:
@@ -304,13 +325,14 @@ def prepare(device: torch.device) -> None:
 
 def main() -> None:
     """Run all arms of all models; see the module docstring."""
-    names, on_gpus = [*ARMS, COPY_LIMIT], ["native", *PRESETS, *LIMITS]
+    names, on_gpus = [*ARMS, COPY_LIMIT], ["native", *PRESETS, GATHERED, *LIMITS]
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["qwen3-8b"])
     parser.add_argument("--arms", nargs="+", help=f"default: all of {names}, or {on_gpus}")
     parser.add_argument("--gpus", type=int, default=1, help="trainer ranks; more than 1: FSDP2")
     parser.add_argument("--tp", type=int, default=1, help="of each engine")
     parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--asleep-s", type=float, default=0.5, help="one GPU: see `Runs`")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--folder", type=Path, help="server logs; default: a temporary folder")
     parser.add_argument("--json", type=Path)
@@ -332,9 +354,14 @@ def main() -> None:
             rows += measure_on_gpus(model, arms, args.gpus, args.tp, args.runs, args.device, folder)
             write_results(path, "colocated", rows)
         print_table(rows, ("sync", *(f"sync_{stage}" for stage in SYNC_STAGES)))
+        missing = {(model, arm) for model in args.models for arm in arms} - {
+            (row["model"], row["arm"]) for row in rows
+        }
+        if missing:
+            parser.exit(1, f"not measured: {sorted(missing)}\n")
         return
     for model in args.models:
-        for row in measure(model, arms, device, args.runs, folder):
+        for row in measure(model, arms, device, Runs(args.runs, args.asleep_s), folder):
             rows.append(row)
             write_results(path, "colocated", rows)  # a run that is cut short leaves what it has
     print_table(rows, STAGES)

@@ -24,9 +24,11 @@ from benchmarks.colocated_arms import (
 )
 from benchmarks.model_shapes import MODELS
 from support.trainer import TrainerRank
+from verl_sglang_sync.reexport import Reexport
 
-NUM_WARM_UPS = 3
+NUM_WARM_UPS = 5  # a plan, an arrangement, an exchange: each is learned and proven in a sync
 PRESETS = ("bucketed", "flattened", "compiled")
+GATHERED = "compiled_gathered"
 LIMITS = ("export_only", "all_gather_limit", "all_to_all_limit")
 NamedTensor = tuple[str, torch.Tensor]
 
@@ -50,6 +52,11 @@ class ShardedModel:
         self._model_type = config.model_type
         self._device = device
 
+    def state(self) -> dict[str, Any]:
+        """What `export` reads."""
+        state: dict[str, Any] = self._module.state_dict(keep_vars=True)
+        return state
+
     def export(self) -> Iterator[NamedTensor]:
         """What verl 0.9.1's FSDP engine exports: `get_per_tensor_param`."""
         from verl.utils.model import convert_weight_keys
@@ -72,6 +79,10 @@ def measure_rank(
     rank: TrainerRank, model: str, config: str, arms: list[str], runs: int, lines: str
 ) -> None:
     """Measure every arm; rank 0 appends what it saw to `lines`, one arm after the other."""
+    if rank.device.type == "cpu":
+        from verl_sglang_sync.cpu_platform import _share_tensors_by_name
+
+        _share_tensors_by_name()  # for `native`
     sharded = ShardedModel(model, rank.device)
     for arm in arms:
         seen = _measure(_step(arm, rank, sharded, config), rank, runs)
@@ -105,17 +116,22 @@ def _step(
         return _native(rank, sharded, config)
     if arm in PRESETS:
         return _ours(arm, rank, sharded)
+    if arm == GATHERED:
+        return _ours("compiled", rank, sharded, exchange_shards=False)
     if arm == "export_only":
         return lambda: _drain(sharded.export())
     return _collective(arm, rank, sharded.local_bytes())
 
 
-def _ours(arm: str, rank: TrainerRank, sharded: ShardedModel) -> Callable[[], dict[str, Any]]:
-    settings = {"keep_staging_buffers": True} if arm == "compiled" else {}
-    manager = rank.manager(arm, bucket_bytes=BUCKET_BYTES, timeout_s=600, **settings)
+def _ours(
+    mode: str, rank: TrainerRank, sharded: ShardedModel, **settings: Any
+) -> Callable[[], dict[str, Any]]:
+    if mode == "compiled":
+        settings["keep_staging_buffers"] = True
+    manager = rank.manager(mode, bucket_bytes=BUCKET_BYTES, timeout_s=600, **settings)
 
     def run() -> dict[str, Any]:
-        asyncio.run(manager.sync(sharded.export(), version="0"))
+        asyncio.run(manager.sync(Reexport(sharded.export, sources=sharded.state), version="0"))
         report = manager.report
         asyncio.run(manager.resume(("kv_cache",)))  # resident already: closes the report
         return {

@@ -2,8 +2,9 @@
 
 Called by `colocated.py --gpus N --tp T`: N trainer ranks, N / T engines of T ranks each. The
 sync's seconds include the export (gather and unfuse). Arms besides `native` and the presets:
+`compiled_gathered` gathers all weights on every rank where `compiled` exchanges shards,
 `export_only` runs the export to its end, `all_gather_limit` gathers the same bytes in flat pieces,
-`all_to_all_limit` gives each rank only its part of them.
+and `all_to_all_limit` gives each rank only its part of them.
 """
 
 from __future__ import annotations

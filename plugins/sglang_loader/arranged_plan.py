@@ -47,6 +47,7 @@ class ArrangedPlan:
         encoded: for the trainer; see `arrangement_messages`.
         digest: names it.
         executor: replays arranged buckets.
+        changes_buffer: a replay changes what it reads.
     """
 
     def __init__(self, plan: LoadPlan, buckets: Sequence[_Arranged | None]) -> None:
@@ -61,6 +62,7 @@ class ArrangedPlan:
             for arranged, whole in zip(buckets, plan.buckets, strict=True)
         ]
         self.executor = PlanExecutor(replace(plan, buckets=tuple(rebased)))
+        self.changes_buffer = any(bucket.changes_buffer for bucket in rebased)
 
     def nbytes(self, index: int) -> int | None:
         """Size of an arranged bucket; None if it comes as it is, or there is none."""

@@ -41,6 +41,7 @@ from sglang_loader.host_backup.allocations import (
     why_not_enumerable,
 )
 from sglang_loader.host_backup.policy import Policy, requested_policy, why_stock
+from sglang_loader.memory_saver_mode import choose_preload
 from sglang_loader.stage_costs import StageMeter, by_rank
 from sglang_loader.weight_updater_hooks import failures_on_any_rank, from_all_ranks
 
@@ -60,6 +61,8 @@ def load_model(original: Original, runner: Any) -> None:
     if not is_ours(arguments) or runner.is_draft_worker:
         original(runner)
         return
+    if arguments.enable_memory_saver and graphs_are_released_by_tag():
+        choose_preload()
     policy = requested_policy()
     if policy == "on":
         original(runner)

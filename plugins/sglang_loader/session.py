@@ -9,6 +9,7 @@ stream has finished.
 from __future__ import annotations
 
 import logging
+import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -20,7 +21,7 @@ from sglang_loader import session_messages as wire
 from sglang_loader.arranged_plan import ArrangedPlan
 from sglang_loader.bucket_loader import NamedTensors, synchronize
 from sglang_loader.engine_context import device_of, engine_context, tp_rank
-from sglang_loader.load_plan import BucketLayout
+from sglang_loader.load_plan import BucketLayout, BucketSource
 from sglang_loader.plan_store import ArrangementError, ModelLoader, SyncOutcome, loader_of
 from sglang_loader.session_channel import Channel
 from sglang_loader.session_messages import FromTrainer, SessionDescriptor, SessionError
@@ -29,6 +30,7 @@ from sglang_loader.session_state import InFlight, Layouts, Mappings, Sources
 logger = logging.getLogger(__name__)
 
 HANDSHAKE_TIMEOUT_S = 30.0
+DEVICE_POLL_S = 0.0001
 
 
 def load_session(model: Any, named_tensors: NamedTensors) -> None:
@@ -143,10 +145,7 @@ class _Session:
         if not isinstance(welcome, wire.Welcome):
             raise SessionError(f"expected Welcome, got {type(welcome).__name__}")
         while True:
-            # The next bucket is launched while the device still works on this one.
-            while self._in_flight.is_full or (self._in_flight and not channel.has_message()):
-                channel.send(wire.BucketDone, index=self._in_flight.finish_oldest())
-            message = channel.receive()
+            message = self._next_message(channel)
             if isinstance(message, wire.LoadBucket):
                 self._load(message)
             elif isinstance(message, wire.Commit):
@@ -165,6 +164,19 @@ class _Session:
             else:
                 raise SessionError(f"unexpected {type(message).__name__}")
 
+    def _next_message(self, channel: Channel[FromTrainer]) -> FromTrainer:
+        """Wait for the trainer and for the device at once: buckets are launched as they come, and
+        told to be done as soon as they are.
+        """
+        while self._in_flight:
+            for index in self._in_flight.finished():
+                channel.send(wire.BucketDone, index=index)
+            if not self._in_flight.is_full and channel.has_message():
+                break
+            if self._in_flight:
+                time.sleep(DEVICE_POLL_S)
+        return channel.receive()
+
     def _load(self, message: wire.LoadBucket) -> None:
         if message.index != len(self._digests):
             raise SessionError(f"got bucket {message.index}, expected {len(self._digests)}")
@@ -176,10 +188,9 @@ class _Session:
             self._load_arranged(message, layout)
         else:
             source = _sources.get(message, self._slots, layout.nbytes)
-            replayed = [
-                loader.load(message.index, layout, source, read_only=message.read_only)
-                for loader in self._loaders
-            ]
+            replayed = load_into_all(
+                self._loaders, message.index, layout, source, read_only=message.read_only
+            )
         self._digests.append(message.digest)
         self._num_tensors += len(layout.tensors)
         self._in_flight.add(message.index, on_current_stream=all(replayed))
@@ -231,11 +242,35 @@ class _Session:
                 loader.unbind()
 
 
+def load_into_all(
+    loaders: Sequence[ModelLoader],
+    index: int,
+    layout: BucketLayout,
+    source: BucketSource,
+    *,
+    read_only: bool,
+) -> list[bool]:
+    """Load a bucket into every model; all but the last leave the source as it came.
+
+    Returns:
+        For each whether its plan was replayed.
+    """
+    last = loaders[-1]
+    return [
+        loader.load(index, layout, source, read_only=read_only or loader is not last)
+        for loader in loaders
+    ]
+
+
 def common_arrangements(arranged: Sequence[ArrangedPlan | None]) -> ArrangedPlan | None:
-    """The arrangements of all models; None where one has none, or other ones."""
+    """The arrangements of all models; None where one has none, or other ones, or changes a bucket
+    that the others are to load, too.
+    """
     first = arranged[0]
-    same = len({_digest(one) for one in arranged}) == 1
-    return first if same else None
+    if first is None or len({_digest(one) for one in arranged}) > 1:
+        return None
+    changes = any(one is not None and one.changes_buffer for one in arranged)
+    return None if len(arranged) > 1 and changes else first
 
 
 def _digest(arranged: ArrangedPlan | None) -> str:

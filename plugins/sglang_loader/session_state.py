@@ -6,7 +6,7 @@ Layouts and mapped buffers outlive a session, so that a later one need not send 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +18,8 @@ from sglang_loader.session_messages import SessionError
 from sglang_loader.shared_buffer import map_buffer
 
 MAX_LAYOUTS = 4096
-MAX_IN_FLIGHT = 2
+MAX_IN_FLIGHT = 64
+"""Buckets launched ahead of the device; the trainer's staging buffers are fewer as a rule."""
 
 
 class Layouts:
@@ -179,9 +180,11 @@ class InFlight:
             synchronize(self._device)
         self._launched.append((index, event))
 
-    def finish_oldest(self) -> int:
-        """Wait until the device is done with the oldest bucket; returns its index."""
-        index, event = self._launched.popleft()
-        if event is not None:
-            event.synchronize()
-        return index
+    def finished(self) -> Iterator[int]:
+        """Let go of the oldest buckets with which the device is done; yields their indices."""
+        while self._launched:
+            index, event = self._launched[0]
+            if event is not None and not event.query():
+                return
+            self._launched.popleft()
+            yield index

@@ -140,12 +140,13 @@ class BucketStream:
         for index, cut in enumerate(cuts):
             with report.stage("export"):
                 chunk = list(islice(source, cut.stop - len(held)))
-            names += [name for name, _ in chunk]
-            same = _is_same(chunk, cut)
-            if announced and not same:
-                raise _change(len(held), cut, chunk)
-            held += [tensor for _, tensor in chunk]
-            del chunk
+                came, tensors = map(list, zip(*chunk, strict=True)) if chunk else ([], [])
+                same = _is_same(came, tensors, cut)
+                if announced and not same:
+                    raise _change(len(held), cut, chunk)
+            names += came
+            held += tensors
+            del chunk, tensors
             if not same:
                 unsent = [(n, t) for n, t in zip(names, held, strict=True) if t is not None]
                 del held
@@ -234,11 +235,11 @@ class _Recorder:
         return Batch(index, bucket, [tensor for _, tensor in taken])
 
 
-def _is_same(chunk: list[NamedTensor], cut: Cut) -> bool:
+def _is_same(names: list[str], tensors: list[torch.Tensor], cut: Cut) -> bool:
     return (
-        [name for name, _ in chunk] == cut.names
-        and [tensor.shape for _, tensor in chunk] == cut.shapes
-        and [tensor.dtype for _, tensor in chunk] == cut.dtypes
+        names == cut.names
+        and [tensor.shape for tensor in tensors] == cut.shapes
+        and [tensor.dtype for tensor in tensors] == cut.dtypes
     )
 
 

@@ -17,10 +17,10 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch
 
-from sglang_loader.bucket_loader import synchronize
 from sglang_loader.ipc import serialize_handles
 from sglang_loader.manifest import ManifestError
 from sglang_loader.session_messages import BucketPiece, Committed, SessionError
@@ -29,14 +29,14 @@ from verl_sglang_sync.bucket_stream import Batch, BucketStream
 from verl_sglang_sync.collective import TrainerGroup
 from verl_sglang_sync.config import WeightSyncConfig
 from verl_sglang_sync.manifest_gate import Announcement, ManifestGate
-from verl_sglang_sync.memory_blocks import Block, BlockNames
+from verl_sglang_sync.memory_blocks import BlockNames
 from verl_sglang_sync.packing import NamedTensor
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.session_exchange import ExchangedBucket, ExchangedBuckets, SessionExchange
 from verl_sglang_sync.session_ranks import OpeningRequest, RanksInStep
 from verl_sglang_sync.session_staging import StagingRing
 from verl_sglang_sync.shard_exchange import Turn
-from verl_sglang_sync.source import InPlaceSource, SourceWatch, Span
+from verl_sglang_sync.source import InPlaceSource, LocatedBucket, SourceWatch
 from verl_sglang_sync.trainer_session import SocketFolder, TrainerSession
 from verl_sglang_sync.transport import Updater, ask_engine, check_before
 from verl_sglang_sync.weight_sync import Export, WeightSyncError
@@ -103,25 +103,24 @@ class SessionTransport:
                 self._open(session, request, ranks)
             turn = ArrangedTurn(self._arrangements)
             source: Export | ExchangedBuckets | None = None
-            first: _Prepared | None = None
+            ahead: deque[_Prepared] = deque()
             if shards is not Turn.EXCHANGE:
                 source, buckets = self._exported(weights, report, turn, announced)
-                first = ranks.attempt(lambda: next(buckets, None))  # while the engine joins
+                ahead = ranks.attempt(lambda: self._ahead(session, buckets)) or ahead
             with report.stage("open"):
                 met = self._meet(session, request, ranks)
             if met:
                 turn.settle(_joined(session).arrangements)
                 if source is not None:
-                    first = ranks.attempt(lambda: self._settled(first, turn, report))
-                else:
-                    if not ranks.agree(met=self._exchange.holds(turn)):
-                        shards = Turn.FULL
-                        source, buckets = self._exported(weights, report, turn, announced)
-                    else:
-                        source, buckets = self._exchanged(turn, report)
-                    first = ranks.attempt(lambda: next(buckets, None))
-                ranks.attempt(lambda: self._send(_joined(session), first, buckets, report, ranks))
-                first = None
+                    ranks.attempt(lambda: self._settle(ahead, turn, report))
+                elif ranks.agree(met=self._exchange.holds(turn)):
+                    source, buckets = self._exchanged(turn, report)
+                else:  # an engine wants whole buckets
+                    shards = Turn.FULL
+                    source, buckets = self._exported(weights, report, turn, announced)
+                every = chain(_emptied(ahead), buckets)
+                ranks.attempt(lambda: self._send(_joined(session), every, report, ranks))
+                ahead.clear()
                 source.drain()
                 if ranks.agree():
                     ranks.attempt(lambda: self._commit(_joined(session), report, ranks))
@@ -197,12 +196,12 @@ class SessionTransport:
         in_place = () if self._in_place is None else self._in_place.indices
         self._ring.prepare(self._stream.cuts, turn=turn, in_place=in_place)
         for batch in self._stream.batches(source, report, announced=announced):
-            spans = None if self._in_place is None else self._in_place.spans_of(batch)
-            if spans is not None:
-                synchronize(self._device)  # the tensors may still be being written
+            located = None if self._in_place is None else self._in_place.locate(batch)
+            if located is not None:
+                self._wait_for_export()
                 report.num_in_place += 1
                 # The engine reads the tensors themselves: they must live until it is done.
-                yield _Prepared(batch, spans)
+                yield _Prepared(batch, located)
                 del batch
                 continue
             if self._watch is not None:
@@ -245,47 +244,73 @@ class SessionTransport:
             batch = replace(batch, tensors=[])
         return _Prepared(batch, storage=storage, arranged=turn.digest, nbytes=arrangement.nbytes)
 
-    def _settled(
-        self, first: _Prepared | None, turn: ArrangedTurn, report: SyncReport
-    ) -> _Prepared | None:
-        """The first bucket, packed before the engine said how it may come."""
-        if first is None or not first.arranged:
-            return first
-        if first.arranged != turn.digest:
-            return self._packed(first.batch, turn, report)
-        return replace(first, batch=replace(first.batch, tensors=[]))
+    def _ahead(
+        self, session: TrainerSession | None, buckets: Iterator[_Prepared]
+    ) -> deque[_Prepared]:
+        """While the engine joins: buckets in place, as many as are ready by then, or one packed."""
+        ahead: deque[_Prepared] = deque()
+        for bucket in buckets:
+            ahead.append(bucket)
+            if bucket.storage is not None or _joined(session).has_arrived():
+                break
+        return ahead
+
+    def _settle(self, ahead: deque[_Prepared], turn: ArrangedTurn, report: SyncReport) -> None:
+        """A bucket may have been packed before the engine said how it may come."""
+        if ahead and ahead[-1].arranged:
+            last = ahead.pop()
+            if last.arranged == turn.digest:
+                ahead.append(replace(last, batch=replace(last.batch, tensors=[])))
+            else:
+                ahead.append(self._packed(last.batch, turn, report))
+
+    def _wait_for_export(self) -> None:
+        """The tensors may still be being written; what writes them is ordered before this stream.
+
+        Where nothing is pending the driver is not asked: it would wait for its turn on a GPU that
+        the engine's copies keep busy.
+        """
+        if self._device.type == "cuda":
+            stream = torch.cuda.current_stream(self._device)
+            if not stream.query():
+                stream.synchronize()
 
     def _send(
         self,
         session: TrainerSession,
-        first: _Prepared | None,
-        others: Iterator[_Prepared],
+        buckets: Iterable[_Prepared],
         report: SyncReport,
         ranks: RanksInStep,
     ) -> None:
-        """Send every bucket; returns when the engine has read them all."""
+        """Send every bucket; returns when the engine has read them all.
+
+        What is read in place needs no buffer, so that nothing is waited for.
+        """
         in_flight: deque[_Prepared] = deque()
-        bucket = first
-        while bucket is not None:
-            batch = bucket.batch
+        packed: deque[int] = deque()  # those of them that occupy a staging buffer
+        for bucket in buckets:
+            index, planned = bucket.batch.index, bucket.batch.bucket
             session.load(
-                batch.index,
-                batch.bucket,
+                index,
+                planned,
                 self._pieces(session, bucket),
                 read_only=bucket.storage is None,
                 arranged=bucket.arranged,
             )
-            ranks.sent(batch.bucket)
+            ranks.sent(planned)
             report.num_arranged += bool(bucket.arranged)
-            report.sent_bytes += bucket.nbytes or batch.bucket.payload_bytes
+            report.sent_bytes += bucket.nbytes or planned.payload_bytes
             in_flight.append(bucket)
-            del batch
-            if len(in_flight) == self._ring.num_buffers:
+            if bucket.storage is not None:
+                packed.append(index)
+            while packed and packed[0] <= index + 1 - self._ring.num_buffers:
                 with report.stage("load"):
-                    session.wait_until_done(in_flight.popleft().batch.index)
-            bucket = next(others, None)
-        with report.stage("load"):
-            while in_flight:
+                    session.wait_until_done(packed[0])
+                while in_flight and in_flight[0].batch.index <= packed[0]:
+                    in_flight.popleft()
+                packed.popleft()
+        while in_flight:
+            with report.stage("load"):
                 session.wait_until_done(in_flight.popleft().batch.index)
         if not ranks.num_buckets:
             raise ValueError("the trainer exported no tensor")
@@ -294,19 +319,11 @@ class SessionTransport:
         """Where the engine finds the bucket; blocks that it does not know are mapped."""
         if bucket.storage is not None:
             keep = self._settings.keep_staging_buffers
-            slot = session.map(Block.of(bucket.storage), bucket.storage, keep=keep)
+            slot = session.map_buffer(bucket.storage, keep=keep)
             nbytes = bucket.nbytes or bucket.batch.bucket.layout.nbytes
             return [BucketPiece(slot, 0, 0, nbytes)]
-        tensors = bucket.batch.tensors
-        return [
-            BucketPiece(
-                session.map(span.block, tensors[span.member].untyped_storage()),
-                span.offset,
-                span.start,
-                span.nbytes,
-            )
-            for span in bucket.spans
-        ]
+        assert bucket.located is not None, "a bucket is packed or in place"
+        return session.map_located(bucket.located, bucket.batch.tensors)
 
     def _commit(self, session: TrainerSession, report: SyncReport, ranks: RanksInStep) -> None:
         with report.stage("commit"):
@@ -366,14 +383,14 @@ class _Prepared:
 
     Attributes:
         batch: with its tensors where they are read in place, or may have to be packed again.
-        spans: where they lie.
+        located: where they lie.
         storage: the staging buffer; None where the tensors are read in place.
         arranged: digest of the arrangements by which it is packed; "": it is whole.
         nbytes: of the arranged buffer; 0 where the bucket is whole.
     """
 
     batch: Batch
-    spans: tuple[Span, ...] = ()
+    located: LocatedBucket | None = None
     storage: torch.UntypedStorage | None = None
     arranged: str = ""
     nbytes: int = 0
@@ -385,6 +402,12 @@ def _exchanged(bucket: ExchangedBucket, digest: str) -> _Prepared:
         return _Prepared(batch, storage=bucket.storage)
     nbytes = bucket.arrangement.nbytes
     return _Prepared(batch, storage=bucket.storage, arranged=digest, nbytes=nbytes)
+
+
+def _emptied(buckets: deque[_Prepared]) -> Iterator[_Prepared]:
+    """Each once, and no longer held."""
+    while buckets:
+        yield buckets.popleft()
 
 
 def _joined(session: TrainerSession | None) -> TrainerSession:

@@ -3,7 +3,7 @@
 with TrainerSession(folder, settings) as session:
     ...                                   # session.invitation travels with the HTTP request
     while not session.greet(watch, wait_s=1): ...
-    slot = session.map(block, storage, keep=False)
+    slot = session.map_buffer(storage, keep=False)
     session.load(0, bucket, [BucketPiece(slot, 0, 0, nbytes)], read_only=False)
     session.wait_until_done(0)
     outcome = session.commit(num_buckets=1, num_tensors=3, arrangements=None)
@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import secrets
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
@@ -24,9 +25,11 @@ import torch
 from sglang_loader import session_messages as wire
 from sglang_loader.session_channel import Channel
 from sglang_loader.session_messages import Committed, FromEngine, SessionDescriptor, SessionError
+from sglang_loader.shared_buffer import BufferHandle
 from verl_sglang_sync.bucket_stream import Bucket
 from verl_sglang_sync.config import WeightSyncConfig
 from verl_sglang_sync.memory_blocks import Block, BlockNames, share_block
+from verl_sglang_sync.source import LocatedBucket
 
 Message = TypeVar("Message", bound=wire.FromEngine)
 
@@ -121,33 +124,59 @@ class TrainerSession:
         self._channel.send(wire.Welcome)
         return True
 
+    def has_arrived(self) -> bool:
+        """True if `greet` would return at once."""
+        return self._channel.has_message()
+
     @property
     def read_in_place(self) -> frozenset[str]:
         """Names of the blocks of the trainer's own memory that this session has used."""
         return frozenset(self._read_in_place)
 
-    def map(self, block: Block, member: torch.UntypedStorage, *, keep: bool | None = None) -> int:
-        """Have the engine map a block with the next bucket, once; return its slot.
+    def map_buffer(self, storage: torch.UntypedStorage, *, keep: bool) -> int:
+        """Have the engine map a staging buffer with the next bucket, once; return its slot.
 
         Args:
-            block: of memory.
-            member: a storage in it that is alive.
-            keep: it stays mapped after the session; None: it is the trainer's own memory, which
-                does if the session before this one used it, too.
+            storage: all of the buffer.
+            keep: it stays mapped after the session.
 
         Raises:
-            ValueError: the block cannot be shared.
+            ValueError: the memory cannot be shared.
         """
-        name = self._names.name_of(block, member)
-        slot = self._slots.get(name)
-        if slot is None:
-            slot = self._slots[name] = len(self._slots)
-            handle = None if name in self._mapped else share_block(block, member)
-            if keep is None:
+        block = Block.of(storage)
+        name = self._names.name_of(block, storage)
+        if name not in self._slots:
+            self._announce(name, lambda: share_block(block, storage), keep=keep)
+        return self._slots[name]
+
+    def map_located(
+        self, located: LocatedBucket, tensors: Sequence[torch.Tensor]
+    ) -> list[wire.BucketPiece]:
+        """Have the engine map the trainer's own memory with the next bucket; where that is in it.
+
+        The memory stays mapped after the session if the session before this one used it, too.
+
+        Args:
+            located: a bucket that is read in place.
+            tensors: its tensors, alive.
+
+        Raises:
+            ValueError: the memory cannot be shared.
+        """
+        names, slots = located.names(tensors, self._names), self._slots
+        for i, name in enumerate(names):
+            if name not in slots:
+                block, member = located.blocks[i]
+                storage = tensors[member].untyped_storage()
                 keep = name in self._used_before
+                self._announce(name, partial(share_block, block, storage), keep=keep)
                 self._read_in_place.add(name)
-            self._unsent.append(wire.SharedBuffer(slot=slot, name=name, handle=handle, keep=keep))
-        return slot
+        return located.pieces([slots[name] for name in names])
+
+    def _announce(self, name: str, share: Callable[[], BufferHandle], *, keep: bool) -> None:
+        slot = self._slots[name] = len(self._slots)
+        handle = None if name in self._mapped else share()
+        self._unsent.append(wire.SharedBuffer(slot=slot, name=name, handle=handle, keep=keep))
 
     def load(
         self,

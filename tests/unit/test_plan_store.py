@@ -19,7 +19,7 @@ from sglang_loader.plan_store import (
     SyncOutcome,
     loader_of,
 )
-from sglang_loader.session import common_arrangements
+from sglang_loader.session import common_arrangements, load_into_all
 from sglang_loader.session_messages import digest_of, encode_layout
 
 CONTEXT = {"tp_rank": 0, "expert_map": torch.arange(4)}
@@ -403,6 +403,28 @@ def test_two_models_with_plans_of_their_own_get_whole_buckets():
     assert common_arrangements([first]) is first
     assert common_arrangements([first, none]) is common_arrangements([none, first]) is None
     assert common_arrangements([first, twin]) is first, "one arrangement serves both"
+    first.changes_buffer = True
+    assert common_arrangements([first]) is first
+    assert common_arrangements([first, twin]) is None, "the first would spoil it for the second"
+
+
+def test_two_models_that_change_their_sources_get_the_same_weights():
+    models = [AddsToItsSources(), AddsToItsSources()]
+    loaders = [loader_of(model) for model in models]
+    layouts = [BucketLayout.pack([(n, (8,), torch.float32) for n in pair]) for pair in ("ab", "cd")]
+    for value in (1.0, 2.0, 3.0):
+        for loader in loaders:
+            loader.start(CONTEXT, recheck_every_n_syncs=0)
+        for index, layout in enumerate(layouts):
+            buffer = torch.zeros(layout.nbytes, dtype=torch.uint8)
+            for _, view in layout.views(buffer):
+                view.fill_(value)
+            source = BucketSource.flat(buffer)
+            load_into_all(loaders, index, layout, source, read_only=False)
+        outcomes = [loader.finish() for loader in loaders]
+        for model in models:
+            check_loaded(model, value + 1)
+    assert [outcome.num_replayed for outcome in outcomes] == [0, len(layouts)]
 
 
 def test_a_guard_that_speaks_up_withdraws_the_arrangements():

@@ -61,7 +61,7 @@ def test_spans_hold_the_tensors(sizes, gap, together):
     stream = BucketStream(LIMIT)
     source = watched(stream, named)
     for batch in batches(stream, named):
-        spans = source.spans_of(batch)
+        spans = source.locate(batch).spans
         packed = torch.zeros(batch.bucket.layout.nbytes, dtype=torch.uint8)
         stop = 0
         for span in spans:
@@ -79,7 +79,7 @@ def test_a_storage_laid_out_like_the_bucket_is_one_span():
     named = in_one_storage([64] * 12, 0)  # 256 bytes each, as the layout aligns them
     stream = BucketStream(LIMIT)
     source = watched(stream, named)
-    spans = [source.spans_of(batch) for batch in batches(stream, named)]
+    spans = [source.locate(batch).spans for batch in batches(stream, named)]
     assert [len(each) for each in spans] == [1, 1, 1]
     assert [each[0].offset for each in spans] == [0, 1024, 2048]
 
@@ -89,10 +89,10 @@ def test_a_bucket_whose_tensors_moved_is_packed_and_the_others_are_not():
     stream = BucketStream(LIMIT)
     source = watched(stream, named)
     moved = [*named[:7], (named[7][0], named[7][1].clone()), *named[8:]]
-    found = [source.spans_of(batch) is None for batch in batches(stream, moved)]
+    found = [source.locate(batch) is None for batch in batches(stream, moved)]
     assert found.count(True) == 1
     strided = [(n, torch.rand(2, 100).share_memory_()[0]) for n, _ in named]
-    assert all(source.spans_of(batch) is None for batch in batches(stream, strided))
+    assert all(source.locate(batch) is None for batch in batches(stream, strided))
 
 
 @pytest.mark.parametrize("kind", ("private", "strided"))
@@ -102,7 +102,7 @@ def test_a_bucket_with_memory_that_cannot_be_mapped_is_packed(kind):
     named[0] = ("t0", bad)
     stream = BucketStream(LIMIT)
     source = watched(stream, named)
-    found = [source.spans_of(batch) is None for batch in batches(stream, named)]
+    found = [source.locate(batch) is None for batch in batches(stream, named)]
     assert found[0]
     assert not any(found[1:])
 
@@ -124,10 +124,30 @@ def test_memory_that_was_freed_in_between_is_not_trusted():
     expired = StorageWeakRef(gone.untyped_storage())
     del gone
     first, *others = batches(stream, named)
-    assert source.spans_of(first) is not None
-    source._known[0].refs[1] = expired
-    assert source.spans_of(first) is None
-    assert all(source.spans_of(batch) is not None for batch in others)
+    assert source.locate(first) is not None
+    source._known[0]._weak[1] = expired.cdata
+    assert source.locate(first) is None
+    assert all(source.locate(batch) is not None for batch in others)
+
+
+def test_pieces_follow_the_slots_and_are_kept_while_those_stay():
+    together = [(f"together.{name}", tensor) for name, tensor in in_one_storage([64] * 2, 0)]
+    named = together + apart([64] * 2)
+    stream = BucketStream(4 * LIMIT)
+    source = watched(stream, named)
+    [batch] = batches(stream, named)
+    located = source.locate(batch)
+    assert len(located.blocks) == 3
+    for slots in ([0, 1, 2], [5, 3, 4]):
+        pieces = located.pieces(slots)
+        assert [piece.slot for piece in pieces] == slots
+        assert located.pieces(list(slots)) is pieces
+        for piece, span in zip(pieces, located.spans, strict=True):
+            assert (piece.offset, piece.start, piece.nbytes) == (
+                span.offset,
+                span.start,
+                span.nbytes,
+            )
 
 
 def test_a_block_gets_a_new_name_when_its_storage_is_gone():

@@ -159,13 +159,14 @@ if triton is not None:
         run = tl.load(entry + 4)
         rows = tl.load(entry + 5)
         word = tl.arange(0, TILE)
+        # Each name has one type: Triton compiles both branches.
         if run >= TILE:
             per_row = (run + TILE - 1) // TILE
-            row = part // per_row
-            start = (part - row * per_row) * TILE
-            inside = word < run - start
-            value = tl.load(src + row * src_stride + start + word, mask=inside)
-            tl.store(dst + row * dst_stride + start + word, value, mask=inside)
+            line = part // per_row
+            start = (part - line * per_row) * TILE
+            within = word < run - start
+            words = tl.load(src + line * src_stride + start + word, mask=within)
+            tl.store(dst + line * dst_stride + start + word, words, mask=within)
         else:
             short = run.to(tl.int32)
             step = TILE // short

@@ -82,3 +82,35 @@ def test_there_is_none_on_a_cpu() -> None:
 if __name__ == "__main__":
     assert Path(__file__).exists()
     check("cpu")
+
+
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from sglang_loader.load_plan import batched_copy
+
+source = ASTSource(
+    fn=batched_copy._copy_tiles,
+    signature={"tiles": "*i32", "entries": "*i64", "TILE": "constexpr"},
+    constexprs={"TILE": batched_copy.TILE_WORDS},
+)
+for capability in (80, 90):
+    kernel = triton.compile(
+        source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 8}
+    )
+    print(capability, len(kernel.asm["cubin"]))
+"""
+
+
+def test_the_kernel_compiles_for_gpus_that_are_not_here() -> None:
+    """The interpreter takes what the compiler refuses, such as a name of two types."""
+    run = subprocess.run(
+        [sys.executable, "-c", COMPILE],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"},
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert [line.split()[0] for line in run.stdout.splitlines()] == ["80", "90"]

@@ -1,0 +1,38 @@
+"""Graphs can be released wherever megatron-core is installed, too."""
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch_memory_saver
+
+from sglang_loader.memory_saver_mode import choose_preload
+
+STOCK = """
+import os
+os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
+import sglang.srt.model_executor.model_runner
+from torch_memory_saver import torch_memory_saver as saver
+print("before", saver._impl_ctor_kwargs.get("hook_mode"))
+from sglang_loader.memory_saver_mode import choose_preload
+choose_preload()
+print("after", saver._impl_ctor_kwargs.get("hook_mode"))
+"""
+
+
+def test_sglang_beside_megatron_gets_the_way_in_which_graphs_are_released():
+    run = subprocess.run([sys.executable, "-c", STOCK], capture_output=True, text=True, timeout=200)
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert "before torch\nafter preload" in run.stdout, "upstream no longer needs this"
+
+
+@pytest.mark.parametrize("mode", ("preload", "torch"))
+def test_memory_that_was_allocated_another_way_is_an_error(mode, monkeypatch):
+    saver = SimpleNamespace(_impl=SimpleNamespace(_hook_mode=mode))
+    monkeypatch.setattr(torch_memory_saver, "torch_memory_saver", saver)
+    if mode == "preload":
+        choose_preload()
+        return
+    with pytest.raises(RuntimeError, match="hook_mode='torch', with which CUDA graphs cannot"):
+        choose_preload()
