@@ -50,6 +50,7 @@ COMPILED_KEYS = (
     "keep_staging_buffers",
     "read_in_place",
     "plan_ordered",
+    "exchange_shards",
 )
 
 
@@ -72,6 +73,9 @@ class WeightSyncConfig:
             from the trainer's memory, without packing.
         plan_ordered: compiled: True sends an engine rank only the bytes that its load plan reads,
             in the plan's order, where that is less than the whole bucket.
+        exchange_shards: compiled, with `plan_ordered`: True has ranks whose weights are sharded by
+            FSDP2 give each other only what their engine ranks read, instead of gathering all
+            weights on every rank; where the export allows it, and once it is proven bit for bit.
         host_backup: what a release of the weights keeps on the host: "on" everything, by SGLang;
             "auto" everything that no sync is proven to rewrite; "off" no more than named buffers
             until that is proven.
@@ -101,6 +105,7 @@ class WeightSyncConfig:
     keep_staging_buffers: bool = False
     read_in_place: bool = True
     plan_ordered: bool = True
+    exchange_shards: bool = True
     host_backup: Policy = "auto"
     sleep_order: tuple[str, ...] = SLEEP_ORDER
     wake_order: tuple[str, ...] = WAKE_ORDER
@@ -162,6 +167,7 @@ class WeightSyncConfig:
             keep_staging_buffers=_switch(keys, "keep_staging_buffers", False),
             read_in_place=_switch(keys, "read_in_place", True),
             plan_ordered=_switch(keys, "plan_ordered", True),
+            exchange_shards=_switch(keys, "exchange_shards", True),
             host_backup=_host_backup(keys.get("host_backup", "auto")),
             sleep_order=stages.sleep,
             wake_order=stages.wake,

@@ -14,10 +14,11 @@ that is none (a list, a `Reexport`) can.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 NamedTensor = tuple[str, torch.Tensor]
 
@@ -30,15 +31,19 @@ class Reexport(Iterable[NamedTensor]):
     Args:
         again: makes one; collective over the trainer's ranks.
         first: one that was made already, for the first iteration.
+        sources: the tensors that it reads, by name, as they are now; only where making it changes
+            nothing, and what it yields does not depend on values. None: not known.
     """
 
     def __init__(
         self,
         again: Callable[[], Iterable[NamedTensor]],
         first: Iterable[NamedTensor] | None = None,
+        sources: Callable[[], Mapping[str, torch.Tensor]] | None = None,
     ) -> None:
         self._again = again
         self._first = first
+        self.sources = sources
 
     def __iter__(self) -> Iterator[NamedTensor]:
         first, self._first = self._first, None
@@ -55,7 +60,9 @@ def transformed(
     step: Callable[[Iterable[NamedTensor]], Iterable[NamedTensor]],
 ) -> Iterable[NamedTensor]:
     """`step(weights)`, repeatable if `weights` is; `step` takes an iterable to a generator."""
-    return Reexport(lambda: step(weights)) if is_repeatable(weights) else step(weights)
+    if not is_repeatable(weights):
+        return step(weights)
+    return Reexport(lambda: step(weights), sources=getattr(weights, "sources", None))
 
 
 def make_exports_repeatable() -> None:
@@ -81,9 +88,24 @@ def _repeatable(method: Callable[..., Any]) -> Callable[..., Any]:
         weights, peft_config = method(engine, *args, **kwargs)
         if is_repeatable(weights):
             return weights, peft_config
-        return Reexport(lambda: method(engine, *args, **kwargs)[0], weights), peft_config
+        again = functools.partial(_export_alone, method, engine, *args, **kwargs)
+        return Reexport(again, weights, _sources_of(engine)), peft_config
 
     return wrapper
+
+
+def _export_alone(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterable[NamedTensor]:
+    weights: Iterable[NamedTensor] = method(*args, **kwargs)[0]
+    return weights
+
+
+def _sources_of(engine: Any) -> Callable[[], Mapping[str, torch.Tensor]] | None:
+    """What an engine's export reads: FSDP2 without adapters exports its module's own state."""
+    module = getattr(engine, "module", None)
+    if not isinstance(module, FSDPModule) or hasattr(module, "peft_config"):
+        return None
+    state = module.state_dict  # type: ignore[attr-defined]
+    return functools.partial(state, keep_vars=True)
 
 
 def _subclasses(kind: type[Any]) -> Iterator[type[Any]]:

@@ -33,6 +33,7 @@ class SyncReport:
         eager_reason: why those were not replayed.
         num_in_place: buckets that the engine read from the trainer's own memory.
         num_arranged: buckets that held only what this engine rank reads, as its plan has it.
+        num_exchanged: buckets that were filled from the ranks' shards, without the full export.
         stages: what the engine did in "release", "resume_weights" and "resume_kv_cache", by tag:
             for each TP rank the seconds, the bytes unmapped from or mapped into its GPU, and the
             bytes that the host then holds (`sglang_loader.stage_costs`).
@@ -56,6 +57,7 @@ class SyncReport:
     eager_reason: str | None = None
     num_in_place: int = 0
     num_arranged: int = 0
+    num_exchanged: int = 0
     stages: dict[str, StageCosts] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -95,7 +97,8 @@ class SyncReport:
     def _arranged(self) -> str:
         if not self.num_arranged:
             return ""
-        return f", {self.num_arranged} arranged: {self.sent_bytes / 1e6:.1f} MB sent"
+        exchanged = f", {self.num_exchanged} exchanged" if self.num_exchanged else ""
+        return f", {self.num_arranged} arranged{exchanged}: {self.sent_bytes / 1e6:.1f} MB sent"
 
 
 def _bytes_of(stages: Mapping[str, StageCosts]) -> str:

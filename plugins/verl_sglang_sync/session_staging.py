@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 
 import torch
 
@@ -99,6 +99,15 @@ class StagingRing:
         if packing is None or packing.arrangement is not arrangement:
             packing = self._packings[key] = ArrangedPacking(arrangement, self._device)
         packing.pack(batch.tensors, flat)
+        return self._buffers[slot].filled(nbytes).untyped_storage()
+
+    def fill(
+        self, index: int, nbytes: int, fill: Callable[[torch.Tensor], None]
+    ) -> torch.UntypedStorage:
+        """Have a bucket's buffer filled, wait for it, and return the buffer's storage."""
+        slot = index % len(self._buffers)
+        self._reserve(slot, nbytes)
+        fill(self._buffers[slot].filled(nbytes))
         return self._buffers[slot].filled(nbytes).untyped_storage()
 
     def free(self) -> None:

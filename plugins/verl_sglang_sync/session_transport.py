@@ -5,7 +5,8 @@ step within a sync; they agree three times: everyone has joined, everyone has se
 replica is done. A rank that fails in between goes on exporting (the export's collectives need
 it), then all leave together with the same `WeightSyncError`.
 
-A bucket is read where it lies, or is packed: arranged (see `arranged_sending`) or whole.
+A bucket is read where it lies, or is packed: arranged (see `arranged_sending`) or whole; or the
+ranks fill it from their shards, without an export (see `session_exchange`).
 """
 
 from __future__ import annotations
@@ -31,8 +32,10 @@ from verl_sglang_sync.manifest_gate import Announcement, ManifestGate
 from verl_sglang_sync.memory_blocks import BlockNames
 from verl_sglang_sync.packing import NamedTensor
 from verl_sglang_sync.report import SyncReport
+from verl_sglang_sync.session_exchange import ExchangedBucket, ExchangedBuckets, SessionExchange
 from verl_sglang_sync.session_ranks import OpeningRequest, RanksInStep
 from verl_sglang_sync.session_staging import StagingRing
+from verl_sglang_sync.shard_exchange import Turn
 from verl_sglang_sync.source import InPlaceSource, LocatedBucket, SourceWatch
 from verl_sglang_sync.trainer_session import SocketFolder, TrainerSession
 from verl_sglang_sync.transport import Updater, ask_engine, check_before
@@ -80,6 +83,7 @@ class SessionTransport:
         self._gate = ManifestGate(settings.manifest_check, group.agree)
         self._wants_arrangements = settings.plan_ordered
         self._arrangements: KnownArrangements | None = None
+        self._exchange = SessionExchange(settings, group, device)
 
     async def sync(
         self, weights: Iterable[NamedTensor], *, version: str | None, report: SyncReport
@@ -89,29 +93,39 @@ class SessionTransport:
         is_last_resort = self._gate.must_check_in_parts(weights, "at its end")
         # A stream that is cut as the last one was is compared with that one anyway.
         announced = self._gate.is_confirmed and bool(self._stream.cuts)
-        source = self._gate.export(weights, compared=not announced)
         ranks = RanksInStep(self._group)
         request = OpeningRequest(self._engine, version)
         with ExitStack() as stack:
             stack.callback(self._rest)
+            shards = self._exchange.turn(weights, self._stream.cuts)
             session = ranks.attempt(lambda: stack.enter_context(self._new_session()))
             with report.stage("open"):
                 self._open(session, request, ranks)
             turn = ArrangedTurn(self._arrangements)
-            buckets = self._prepared(source, report, turn, announced=announced)
-            ahead = ranks.attempt(lambda: self._ahead(session, buckets)) or deque()
+            source: Export | ExchangedBuckets | None = None
+            ahead: deque[_Prepared] = deque()
+            if shards is not Turn.EXCHANGE:
+                source, buckets = self._exported(weights, report, turn, announced)
+                ahead = ranks.attempt(lambda: self._ahead(session, buckets)) or ahead
             with report.stage("open"):
                 met = self._meet(session, request, ranks)
             if met:
                 turn.settle(_joined(session).arrangements)
-                ranks.attempt(lambda: self._settle(ahead, turn, report))
+                if source is not None:
+                    ranks.attempt(lambda: self._settle(ahead, turn, report))
+                elif ranks.agree(met=self._exchange.holds(turn)):
+                    source, buckets = self._exchanged(turn, report)
+                else:  # an engine wants whole buckets
+                    shards = Turn.FULL
+                    source, buckets = self._exported(weights, report, turn, announced)
                 every = chain(_emptied(ahead), buckets)
                 ranks.attempt(lambda: self._send(_joined(session), every, report, ranks))
                 ahead.clear()
                 source.drain()
                 if ranks.agree():
                     ranks.attempt(lambda: self._commit(_joined(session), report, ranks))
-            source.drain()
+            if source is not None:
+                source.drain()
             if ranks.error is not None and session is not None:
                 session.abort(ranks.error)
             with report.stage("reply"):
@@ -122,11 +136,15 @@ class SessionTransport:
             self._gate.forget()
             self._arrangements = None  # the next sync is whole
             raise WeightSyncError(ranks.error)
-        if is_last_resort:
+        if is_last_resort and isinstance(source, Export):
             announcement = Announcement.of(source.specs)
             answer = await ask_engine(self._engine, announcement)
             self._gate.settle(announcement, *answer, is_sent=True)
         self._gate.confirm()
+        if shards is not Turn.EXCHANGE and self._exchange.can_learn(weights):
+            known = None if self._in_place is not None else self._arrangements
+            with report.stage("learn"):
+                self._exchange.learn(weights, self._stream, known, shards)
 
     def _new_session(self) -> TrainerSession:
         return TrainerSession(self._sockets.endpoint(), self._settings, self._names, self._used)
@@ -192,6 +210,24 @@ class SessionTransport:
             del batch
             yield packed
             del packed
+
+    def _exported(
+        self,
+        weights: Iterable[NamedTensor],
+        report: SyncReport,
+        turn: ArrangedTurn,
+        announced: bool,
+    ) -> tuple[Export, Iterator[_Prepared]]:
+        """The buckets of the full export."""
+        source = self._gate.export(weights, compared=not announced)
+        return source, self._prepared(source, report, turn, announced=announced)
+
+    def _exchanged(
+        self, turn: ArrangedTurn, report: SyncReport
+    ) -> tuple[ExchangedBuckets, Iterator[_Prepared]]:
+        """The buckets out of the ranks' shards."""
+        source = self._exchange.buckets(self._stream.cuts, turn, self._ring, report)
+        return source, (_exchanged(bucket, turn.digest) for bucket in source)
 
     def _packed(self, batch: Batch, turn: ArrangedTurn, report: SyncReport) -> _Prepared:
         """Pack a bucket, arranged where that was announced."""
@@ -334,6 +370,7 @@ class SessionTransport:
                 self._ring.free()
 
     def _rest(self) -> None:
+        self._exchange.free()
         if not self._settings.keep_staging_buffers:
             self._ring.free()
         if self._device.type == "cuda":
@@ -344,17 +381,12 @@ class SessionTransport:
 class _Prepared:
     """A bucket that can be loaded.
 
-        Attributes:
-    <<<<<<< HEAD
-            batch: with its tensors where they are read in place.
-            located: where they lie.
-    =======
-            batch: with its tensors where they are read in place, or may have to be packed again.
-            spans: where they lie.
-    >>>>>>> arrange
-            storage: the staging buffer; None where the tensors are read in place.
-            arranged: digest of the arrangements by which it is packed; "": it is whole.
-            nbytes: of the arranged buffer; 0 where the bucket is whole.
+    Attributes:
+        batch: with its tensors where they are read in place, or may have to be packed again.
+        located: where they lie.
+        storage: the staging buffer; None where the tensors are read in place.
+        arranged: digest of the arrangements by which it is packed; "": it is whole.
+        nbytes: of the arranged buffer; 0 where the bucket is whole.
     """
 
     batch: Batch
@@ -362,6 +394,14 @@ class _Prepared:
     storage: torch.UntypedStorage | None = None
     arranged: str = ""
     nbytes: int = 0
+
+
+def _exchanged(bucket: ExchangedBucket, digest: str) -> _Prepared:
+    batch = Batch(bucket.index, bucket.bucket, [])
+    if bucket.arrangement is None:
+        return _Prepared(batch, storage=bucket.storage)
+    nbytes = bucket.arrangement.nbytes
+    return _Prepared(batch, storage=bucket.storage, arranged=digest, nbytes=nbytes)
 
 
 def _emptied(buckets: deque[_Prepared]) -> Iterator[_Prepared]:

@@ -189,6 +189,27 @@ def test_a_rank_is_sent_what_it_reads(case: Case) -> None:
         assert staged[1] < staged[0]
 
 
+def test_sharded_trainers_exchange_what_the_engines_read(case: Case) -> None:
+    """FSDP2's shards over two ranks to TP 2: no rank gathers a weight once that is proven."""
+    for outcome in case.outcomes:
+        syncs = outcome.result["syncs"]
+        if case.tp == 1:
+            assert syncs["sharded"] == []
+            continue
+        plain, rechecked = syncs["sharded"]
+        for rows in (plain, rechecked):
+            assert [hashes for hashes, _ in rows] == [hashes for hashes, _ in syncs["eager"]]
+        exchanged = [report["num_exchanged"] for _, report in plain]
+        assert exchanged == [0, *(report["num_buckets"] for _, report in plain[1:])]
+        for _, report in plain[1:]:
+            assert report["num_arranged"] > 0.8 * report["num_buckets"]
+            assert report["sent_bytes"] < 0.6 * report["payload_bytes"]
+            assert "export" not in report["seconds"], "nobody gathered"
+            assert report["seconds"]["gather"] > 0
+        used = [report["num_exchanged"] > 0 for _, report in rechecked]
+        assert used == [False, True, False, True], "a check needs the full export"
+
+
 def test_weights_in_one_storage_are_read_in_place(case: Case) -> None:
     syncs = case.leader["syncs"]
     eager = [hashes for hashes, _ in syncs["eager"]]

@@ -39,6 +39,8 @@ def test_sync_is_bit_exact_on_the_gpu(architecture: str, tp: int, tmp_path: Path
             urls=[server.url],
             tp=tp,
             device="cuda",
+            backend="gloo" if tp == 1 else "cpu:gloo,cuda:nccl",  # what verl's ranks have
+            environment={"NCCL_CUMEM_ENABLE": "0"},  # as in SGLang's processes
         )
         assert [outcome.error for outcome in outcomes] == [None] * tp
         seen = outcomes[0].result
@@ -58,6 +60,9 @@ def test_sync_is_bit_exact_on_the_gpu(architecture: str, tp: int, tmp_path: Path
             ordered = syncs["compiled"][0][-1][1]
             assert ordered["num_arranged"] > 0
             assert ordered["sent_bytes"] < 0.6 * ordered["payload_bytes"]
+        for sharded in syncs["sharded"]:
+            assert [hashes for hashes, _ in sharded] == eager
+            assert sharded[-1][1]["num_exchanged"] == sharded[-1][1]["num_buckets"]
         for in_place in syncs["in_place"]:
             assert in_place[-1][1]["num_in_place"] == in_place[-1][1]["num_buckets"]
         assert server.process.poll() is None

@@ -83,10 +83,15 @@ COMPILED_SETTINGS = (
 )
 
 
+SHARDED_SETTINGS = ({"keep_staging_buffers": True}, {"recheck_every_n_syncs": 2})
+
+
 def _syncs_in_a_row(rank: TrainerRank, model: Path, folder: Path) -> dict[str, Any]:
     """Other weights at every sync, by the eager loader and by each setting of the compiled one."""
 
-    def run(mode: str, arena: NamedTensors | None = None, **settings: Any) -> list[Any]:
+    def run(
+        mode: str, arena: NamedTensors | None = None, export: Any = None, **settings: Any
+    ) -> list[Any]:
         manager, seen = rank.manager(mode, **settings), []
         for scale in SCALES:
             weights = weights_of(model, rank.device, scale=scale)
@@ -94,6 +99,10 @@ def _syncs_in_a_row(rank: TrainerRank, model: Path, folder: Path) -> dict[str, A
                 for (_, target), (_, tensor) in zip(arena, weights, strict=True):
                     target.copy_(tensor)
                 weights = arena
+            if export is not None:
+                for name, tensor in weights:
+                    write_shard(export.sources()[name], tensor)
+                weights = export
             asyncio.run(manager.release())
             asyncio.run(manager.resume(("weights",)))
             asyncio.run(manager.sync(weights, version=str(scale)))
@@ -105,6 +114,10 @@ def _syncs_in_a_row(rank: TrainerRank, model: Path, folder: Path) -> dict[str, A
     return {
         "eager": run("flattened"),
         "compiled": [run("compiled", **settings) for settings in COMPILED_SETTINGS],
+        "sharded": [
+            run("compiled", export=sharded_export(weights_of(model, rank.device)), **settings)
+            for settings in (SHARDED_SETTINGS if rank.tp > 1 else ())
+        ],
         "in_place": [
             run("compiled", in_memory(weights_of(model, rank.device)), **settings)
             for in_memory, settings in (
@@ -113,6 +126,29 @@ def _syncs_in_a_row(rank: TrainerRank, model: Path, folder: Path) -> dict[str, A
             )
         ],
     }
+
+
+def sharded_export(weights: NamedTensors) -> Any:
+    """The tensors in shards on all ranks, gathered at every export, as FSDP2's are."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    from verl_sglang_sync.reexport import Reexport
+
+    mesh = init_device_mesh(weights[0][1].device.type, (torch.distributed.get_world_size(),))
+    state = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in weights}
+    return Reexport(
+        lambda: ((name, shard.full_tensor()) for name, shard in state.items()),
+        sources=lambda: state,
+    )
+
+
+def write_shard(shard: Any, tensor: torch.Tensor) -> None:
+    """Other values, in place, as an optimizer does."""
+    rows = tensor.chunk(shard.device_mesh.size())
+    rank = shard.device_mesh.get_local_rank()
+    if rank < len(rows):
+        shard.to_local().copy_(rows[rank])
 
 
 def in_one_storage(weights: NamedTensors) -> NamedTensors:

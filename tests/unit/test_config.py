@@ -311,6 +311,7 @@ def test_every_key_can_be_overridden_on_the_command_line():
         "keep_staging_buffers": False,
         "read_in_place": True,
         "plan_ordered": True,
+        "exchange_shards": True,
         "host_backup": "off",
         "sleep_order": ("weights", "cuda_graph", "kv_cache"),
         "wake_order": ("weights", "cuda_graph", "sync", "kv_cache"),
@@ -333,11 +334,13 @@ def test_the_keys_of_the_compiled_mode_can_be_overridden():
         f"{SECTION}.keep_staging_buffers=True",
         f"{SECTION}.read_in_place=False",
         f"{SECTION}.plan_ordered=False",
+        f"{SECTION}.exchange_shards=False",
     )
     settings = WeightSyncConfig.from_rollout(config.actor_rollout_ref.rollout)
     assert (settings.recheck_every_n_syncs, settings.num_staging_buffers) == (5, 1)
     assert (settings.keep_staging_buffers, settings.read_in_place) == (True, False)
     assert settings.plan_ordered is False
+    assert settings.exchange_shards is False
 
 
 BAD_COMPILED = [
@@ -346,6 +349,7 @@ BAD_COMPILED = [
     *(("keep_staging_buffers", value, "allowed: true, false") for value in (1, "true", None)),
     *(("read_in_place", value, "allowed: true, false") for value in (0, "no", None)),
     *(("plan_ordered", value, "allowed: true, false") for value in (1, "plan", None)),
+    *(("exchange_shards", value, "allowed: true, false") for value in (1, "fsdp", None)),
 ]
 
 

@@ -26,8 +26,14 @@ from sglang_loader.weight_manifest import decode_manifest
 
 WORLD_SIZE = 4
 LIMIT_S = 30.0
-# The ranks are forked from a server that has imported these, which take 7 s, once.
-PRELOADED = ["sglang.srt.utils", "verl.utils.ulysses", "verl_sglang_sync.weight_sync"]
+# The ranks are forked from a server that has imported these, which take 12 s, once.
+PRELOADED = [
+    "sglang.srt.utils",
+    "verl.utils.ulysses",
+    "verl.workers.engine.fsdp.transformer_impl",
+    "verl_sglang_sync.weight_sync",
+    "unit.exchange_ranks",
+]
 
 
 class RanksHang(AssertionError):

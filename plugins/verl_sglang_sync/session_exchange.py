@@ -1,0 +1,194 @@
+"""How a session uses the exchange of shards: when, with which arrangements, and bucket by bucket.
+
+    turn = exchange.turn(weights, stream.cuts)            # at the start of a sync
+    buckets = exchange.buckets(...)                       # where all engines hold what was prepared
+    exchange.learn(weights, stream, arrangements, turn)   # after a good sync that was exported
+
+Collective, all three, and so is each bucket; whoever fails drains the buckets that are left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from sglang_loader.load_plan import BucketLayout
+from sglang_loader.load_plan.arrangement import Arrangement
+from verl_sglang_sync.arranged_sending import ArrangedTurn, KnownArrangements
+from verl_sglang_sync.bucket_stream import Bucket, BucketStream, Cut
+from verl_sglang_sync.collective import RoundState, TrainerGroup
+from verl_sglang_sync.config import WeightSyncConfig
+from verl_sglang_sync.packing import NamedTensor
+from verl_sglang_sync.report import SyncReport
+from verl_sglang_sync.session_staging import StagingRing
+from verl_sglang_sync.shard_exchange import ShardExchange, Turn, whole_bucket
+from verl_sglang_sync.weight_sync import Export
+
+
+class SessionExchange:
+    """Of one trainer rank, for all its sessions.
+
+    Args:
+        settings: the preset.
+        group: the trainer's ranks.
+        device: of the engine on this rank.
+    """
+
+    def __init__(
+        self, settings: WeightSyncConfig, group: TrainerGroup, device: torch.device
+    ) -> None:
+        self._is_wanted = settings.exchange_shards and settings.plan_ordered
+        self._group = group
+        self._exchange = ShardExchange(
+            group, device, recheck_every_n_syncs=settings.recheck_every_n_syncs
+        )
+        self._digest = ""
+
+    def turn(self, weights: Iterable[NamedTensor], cuts: Sequence[Cut]) -> Turn:
+        """What all ranks do in this sync."""
+        if not self._is_wanted:
+            return Turn.FULL
+        return self._exchange.ready(weights, [cut.bucket.layout for cut in cuts])
+
+    def holds(self, turn: ArrangedTurn) -> bool:
+        """True if this rank's engine holds the arrangements that were prepared for."""
+        return turn.digest != "" and turn.digest == self._digest
+
+    def buckets(
+        self, cuts: Sequence[Cut], turn: ArrangedTurn, ring: StagingRing, report: SyncReport
+    ) -> ExchangedBuckets:
+        """The buckets of this sync, filled one after the other."""
+        return ExchangedBuckets(self._exchange, cuts, turn, ring, report)
+
+    def learn(
+        self,
+        weights: Iterable[NamedTensor],
+        stream: BucketStream,
+        known: KnownArrangements | None,
+        turn: Turn,
+    ) -> None:
+        """Prepare, and prove, that the next syncs exchange shards.
+
+        Args:
+            weights: the export of the sync before.
+            stream: its buckets.
+            known: what this rank's engine reads; None: not known, or not sent.
+            turn: of the sync before.
+        """
+        if not self._all(known is not None):
+            return
+        assert known is not None
+        if not self._all(self._exchange.is_prepared and known.digest == self._digest):
+            layouts = [cut.bucket.layout for cut in stream.cuts]
+            everyones: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(everyones, [arrangement for _, arrangement in known.buckets])
+            by_rank = [_completed(arrangements, layouts) for arrangements in everyones]
+            self._digest = known.digest
+            if self._exchange.prepare(weights, by_rank, layouts) is not None:
+                return
+        elif turn is not Turn.CHECK:
+            return
+        report = SyncReport(mode="compiled", replica=0)  # of no sync
+        batches = stream.batches(Export(weights), report)
+        self._exchange.prove(weights, ((b.bucket.layout, b.tensors) for b in batches))
+
+    def free(self) -> None:
+        """Give the scratch back."""
+        self._exchange.free()
+
+    def can_learn(self, weights: Iterable[NamedTensor]) -> bool:
+        """False if shards are never exchanged; equal on all ranks, whose exports are of a kind."""
+        is_sharded = getattr(weights, "sources", None) is not None
+        return (
+            self._is_wanted
+            and self._exchange.off is None
+            and is_sharded
+            and dist.is_initialized()
+            and dist.get_world_size() > 1
+        )
+
+    def _all(self, is_so: bool) -> bool:
+        state = RoundState.END if is_so else RoundState.BUCKET
+        return RoundState.BUCKET not in self._group.agree(state, None).states
+
+
+@dataclass(frozen=True)
+class ExchangedBucket:
+    """A bucket in a staging buffer.
+
+    Attributes:
+        index: position in the sync.
+        bucket: what it is.
+        storage: the staging buffer.
+        arrangement: of its bytes; None: it is whole.
+    """
+
+    index: int
+    bucket: Bucket
+    storage: torch.UntypedStorage
+    arrangement: Arrangement | None
+
+
+class ExchangedBuckets:
+    """The buckets of one sync, out of the ranks' shards; each step is collective.
+
+    Args:
+        exchange: ready.
+        cuts: the buckets.
+        turn: settled.
+        ring: of this rank's staging buffers.
+        report: gets the counts and the seconds of "gather".
+    """
+
+    def __init__(
+        self,
+        exchange: ShardExchange,
+        cuts: Sequence[Cut],
+        turn: ArrangedTurn,
+        ring: StagingRing,
+        report: SyncReport,
+    ) -> None:
+        self._exchange = exchange
+        self._cuts = cuts
+        self._turn = turn
+        self._ring = ring
+        self._report = report
+        self._next = 0
+        ring.prepare(cuts, turn=turn)
+
+    def __iter__(self) -> Iterator[ExchangedBucket]:
+        while self._next < len(self._cuts):
+            index, report = self._next, self._report
+            bucket = self._cuts[index].bucket
+            arrangement = self._turn.of(index, bucket)
+            nbytes = bucket.layout.nbytes if arrangement is None else arrangement.nbytes
+            with report.stage("gather"):
+                storage = self._ring.fill(index, nbytes, self._fill)
+            report.num_buckets += 1
+            report.num_exchanged += 1
+            report.num_tensors += len(bucket.layout.tensors)
+            report.payload_bytes += bucket.payload_bytes
+            held = self._ring.nbytes + self._exchange.nbytes
+            report.staging_bytes = max(report.staging_bytes, held)
+            yield ExchangedBucket(index, bucket, storage, arrangement)
+
+    def drain(self) -> None:
+        """Send what the other ranks still wait for."""
+        while self._next < len(self._cuts):
+            self._fill(None)
+
+    def _fill(self, buffer: torch.Tensor | None) -> None:
+        index, self._next = self._next, self._next + 1
+        self._exchange.fill(index, buffer)
+
+
+def _completed(
+    arrangements: Sequence[Arrangement | None], layouts: Sequence[BucketLayout]
+) -> list[Arrangement]:
+    """With a whole bucket where the engine has no arrangement."""
+    pairs = zip(arrangements, layouts, strict=True)
+    return [whole_bucket(layout) if found is None else found for found, layout in pairs]

@@ -1,0 +1,6 @@
+"""Trainer ranks give each other the parts of their shards that the engine's ranks read."""
+
+from verl_sglang_sync.shard_exchange.exchange_plan import whole_bucket
+from verl_sglang_sync.shard_exchange.shard_exchange import ShardExchange, Turn
+
+__all__ = ["ShardExchange", "Turn", "whole_bucket"]

@@ -1,0 +1,114 @@
+"""Which rank holds which bytes of a parameter.
+
+A parameter that FSDP2 shards along its first dimension is, in memory, consecutive bytes on each
+rank: torch's chunks, of which the last may be short or empty.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+
+class NotOwned(ValueError):
+    """Why a parameter's bytes cannot be assigned to ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Owners:
+    """Who holds a parameter; its dense bytes are cut into shards.
+
+    Attributes:
+        starts: first byte of every shard that is not empty, ascending.
+        ranks: who has it; empty: every rank has all of the parameter.
+        nbytes: of the parameter.
+    """
+
+    starts: tuple[int, ...]
+    ranks: tuple[int, ...]
+    nbytes: int
+
+    def shard_of(self, offset: int) -> int:
+        """Which shard a byte lies in."""
+        return bisect_right(self.starts, offset) - 1
+
+    def range_of(self, shard: int) -> tuple[int, int]:
+        """First byte of a shard, and where it ends."""
+        last = shard + 1 == len(self.starts)
+        return self.starts[shard], self.nbytes if last else self.starts[shard + 1]
+
+
+def everyone(nbytes: int) -> Owners:
+    """Of a tensor that every rank has all of."""
+    return Owners((0,), (), nbytes)
+
+
+def shards_of_rows(num_rows: int, row_bytes: int, ranks: Sequence[int]) -> Owners:
+    """Torch's chunks of `num_rows` rows over `ranks`, in this order."""
+    size = -(-num_rows // len(ranks))
+    shards = [(i * size, rank) for i, rank in enumerate(ranks) if i * size < num_rows and row_bytes]
+    return Owners(
+        tuple(row * row_bytes for row, _ in shards),
+        tuple(rank for _, rank in shards),
+        num_rows * row_bytes,
+    )
+
+
+def owners_of(parameter: DTensor, world_size: int) -> Owners:
+    """Who holds a parameter.
+
+    Args:
+        parameter: on a one-dimensional mesh over all ranks, `Shard(0)` or `Replicate()`.
+        world_size: ranks of the trainer.
+
+    Raises:
+        NotOwned: it is distributed, or laid out in memory, in another way.
+    """
+    mesh, local = parameter.device_mesh, parameter.to_local()
+    ranks = mesh.mesh.flatten().tolist()
+    if mesh.ndim != 1 or sorted(ranks) != list(range(world_size)):
+        raise NotOwned(f"its mesh {tuple(mesh.shape)} is not one line of all {world_size} ranks")
+    if not local.is_contiguous() or not _is_c_order(parameter):
+        raise NotOwned(f"its memory has strides {parameter.stride()}")
+    nbytes = parameter.numel() * parameter.element_size()
+    (placement,) = parameter.placements
+    if placement == Replicate():
+        return everyone(nbytes)
+    if placement != Shard(0):
+        raise NotOwned(f"it is placed as {placement}, neither Shard(0) nor Replicate()")
+    owners = shards_of_rows(parameter.shape[0], nbytes // max(parameter.shape[0], 1), ranks)
+    _check_own_shard(parameter, local, owners)
+    return owners
+
+
+def _check_own_shard(parameter: DTensor, local: torch.Tensor, owners: Owners) -> None:
+    """Our chunks must be torch's: every rank looks at its own."""
+    shape, offset = compute_local_shape_and_global_offset(
+        parameter.shape, parameter.device_mesh, parameter.placements
+    )
+    nbytes = local.numel() * local.element_size()
+    rank = torch.distributed.get_rank()
+    expected = (0, 0)
+    if rank in owners.ranks:
+        start, stop = owners.range_of(owners.ranks.index(rank))
+        expected = start, stop - start
+    row_bytes = owners.nbytes // max(parameter.shape[0], 1)
+    found = (offset[0] * row_bytes, nbytes) if nbytes else (0, 0)
+    if tuple(local.shape) != tuple(shape) or found != expected:
+        raise NotOwned(
+            f"its shard begins at byte {found[0]} and has {found[1]}, expected {expected}"
+        )
+
+
+def _is_c_order(parameter: DTensor) -> bool:
+    stride, expected = 1, []
+    for count in reversed(parameter.shape):
+        expected.append(stride)
+        stride *= count
+    pairs = zip(parameter.shape, parameter.stride(), reversed(expected), strict=True)
+    return all(count <= 1 or have == want for count, have, want in pairs)

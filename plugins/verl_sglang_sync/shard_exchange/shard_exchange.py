@@ -1,0 +1,340 @@
+"""Whether, and how, the trainer's ranks fill arranged buffers from their shards.
+
+    exchange = ShardExchange(group, device)
+    reason = exchange.prepare(export, arrangements, layouts)      # once; None: it can be done
+    reason = exchange.prove(export, batches)                      # after a good sync
+    turn = exchange.ready(export, layouts)                        # at the start of every sync
+    if turn is Turn.EXCHANGE:
+        exchange.fill(index, buffer)                              # instead of the export
+    exchange.free()
+
+All of these are collective: all ranks call them in the same order, and each decision is one that
+all ranks agree on. Nothing is exchanged before every bucket was compared with the full export, bit
+for bit.
+"""
+
+from __future__ import annotations
+
+import logging
+import traceback
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from sglang_loader.load_plan.arrangement import Arrangement
+from sglang_loader.load_plan.layout import BucketLayout
+from verl_sglang_sync.collective import RoundState, TrainerGroup
+from verl_sglang_sync.shard_exchange.exchange import Exchange
+from verl_sglang_sync.shard_exchange.exchange_plan import plan_bucket
+from verl_sglang_sync.shard_exchange.export_trace import (
+    NamedTensor,
+    NotTraceable,
+    Sources,
+    TracedExport,
+    trace_export,
+)
+from verl_sglang_sync.shard_exchange.self_check import first_difference, gather_arranged
+from verl_sglang_sync.shard_exchange.shard_marks import Mark, memory_of
+
+logger = logging.getLogger(__name__)
+
+MAX_MOVES = 3
+"""How often the shards may move before it is not worth the tracing."""
+
+
+class TraceableExport(Protocol):
+    """An export that starts anew at each iteration, and names what it reads."""
+
+    sources: Sources | None
+
+    def __iter__(self) -> Any: ...
+
+
+class Turn(Enum):
+    """What all ranks do in a sync."""
+
+    FULL = "export in full"
+    CHECK = "export in full, and prove afterwards that an exchange gives the same"
+    EXCHANGE = "exchange shards"
+
+
+class ShardExchange:
+    """Of one trainer rank.
+
+    Args:
+        group: the trainer's ranks; torch's default group must be the same ranks.
+        device: of the engine on this rank, and of the shards.
+        recheck_every_n_syncs: compare again in every n-th sync; 0: never.
+    """
+
+    def __init__(
+        self, group: TrainerGroup, device: torch.device, *, recheck_every_n_syncs: int = 0
+    ) -> None:
+        self._group = group
+        self._device = device
+        self._recheck_every_n_syncs = recheck_every_n_syncs
+        self._prepared: _Prepared | None = None
+        self._shards: list[torch.Tensor] = []
+        self._is_proven = False
+        self._num_syncs = self._num_moves = 0
+        self.off: str | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of scratch held at present."""
+        return 0 if self._prepared is None else self._prepared.exchange.nbytes
+
+    @property
+    def is_prepared(self) -> bool:
+        """True if `ready` may find that the shards can be exchanged; equal on all ranks."""
+        return self._prepared is not None
+
+    def prepare(
+        self,
+        export: TraceableExport | Iterable[NamedTensor],
+        arrangements: Sequence[Sequence[Arrangement]],
+        layouts: Sequence[BucketLayout],
+    ) -> str | None:
+        """Trace the export and plan every bucket.
+
+        Args:
+            export: what a full sync sends.
+            arrangements: by trainer rank, then by bucket.
+            layouts: by bucket.
+
+        Returns:
+            Why shards cannot be exchanged, equal on all ranks; None if they can.
+        """
+        self.free()
+        self._prepared, self._is_proven = None, False
+        if self.off is not None:
+            return self.off
+        prepared, reason, signature = None, None, 0
+        try:
+            prepared, signature = self._plan(export, arrangements, layouts)
+        except NotTraceable as error:
+            reason = str(error)
+        except Exception:
+            reason = traceback.format_exc()
+        agreed = self._agree(reason, signature)
+        if agreed is None:
+            self._prepared = prepared
+            return None
+        return self._switch_off(agreed)
+
+    def ready(
+        self, export: TraceableExport | Iterable[NamedTensor], layouts: Sequence[BucketLayout]
+    ) -> Turn:
+        """What all ranks do in this sync.
+
+        Args:
+            export: of this sync.
+            layouts: of its buckets, as far as they are known.
+        """
+        if self._prepared is None:
+            return Turn.FULL
+        if not self._take_shards(export, layouts):
+            return Turn.FULL
+        self._num_syncs += 1
+        every = self._recheck_every_n_syncs
+        if not self._is_proven or (every and self._num_syncs % every == 0):
+            self.free()
+            return Turn.CHECK
+        return Turn.EXCHANGE
+
+    def fill(self, index: int, buffer: torch.Tensor | None) -> None:
+        """Fill one bucket's arranged buffer, asynchronously on the current stream.
+
+        Args:
+            index: of the bucket.
+            buffer: flat uint8; None: only send what the other ranks need.
+        """
+        assert self._prepared is not None, "nothing was prepared"
+        self._prepared.exchange.fill(index, self._shards, buffer)
+
+    def prove(
+        self,
+        export: TraceableExport | Iterable[NamedTensor],
+        batches: Iterable[tuple[BucketLayout, Sequence[torch.Tensor]]],
+    ) -> str | None:
+        """Exchange every bucket and compare it with the full export.
+
+        Args:
+            export: what was prepared for.
+            batches: the full export again, in its buckets.
+
+        Returns:
+            Why shards are not exchanged, equal on all ranks; None if they are from now on.
+        """
+        self._is_proven = False
+        if self._prepared is None or not self._take_shards(export, self._prepared.layouts):
+            return self.off or "the shards moved"
+        problem, source = None, iter(batches)
+        for index, layout in enumerate(self._prepared.layouts):
+            batch = None
+            try:
+                batch = next(source, None)
+                if batch is None or batch[0] != layout:
+                    batch, problem = None, problem or f"bucket {index} is not what it was"
+            except Exception:
+                problem = problem or traceback.format_exc()
+            found = self._compare(index, batch[1] if batch is not None else None)
+            problem = problem or found
+            del batch
+        for _ in source:  # the export's collectives need every rank
+            problem = problem or "the export has more buckets than it had"
+        self.free()
+        agreed = self._agree(problem)
+        self._is_proven = agreed is None
+        return None if agreed is None else self._switch_off(agreed)
+
+    def _compare(self, index: int, tensors: Sequence[torch.Tensor] | None) -> str | None:
+        """Exchange one bucket; what differs from the full export's tensors, if it came."""
+        assert self._prepared is not None
+        arrangement, layout = self._prepared.arrangements[index], self._prepared.layouts[index]
+        found, expected, problem = None, None, None
+        try:
+            if tensors is not None:
+                expected = gather_arranged(tensors, arrangement, self._device)
+                found = torch.zeros(arrangement.nbytes, dtype=torch.uint8, device=self._device)
+        except Exception as error:  # the other ranks wait for this one's shards
+            found, problem = None, f"bucket {index} could not be compared: {error}"
+        self.fill(index, found)
+        if found is not None and expected is not None:
+            problem = first_difference(expected, found, arrangement, layout)
+        return problem
+
+    def _take_shards(
+        self, export: TraceableExport | Iterable[NamedTensor], layouts: Sequence[BucketLayout]
+    ) -> bool:
+        """Look whether the shards are what and where they were; make ready what `fill` needs."""
+        assert self._prepared is not None
+        reason = None
+        try:
+            if tuple(layouts) != self._prepared.layouts:
+                raise ValueError("the export is cut into other buckets")
+            self._shards = self._prepared.shards(_sources_of(export))
+            self._prepared.exchange.reserve()
+        except Exception as error:
+            reason = str(error)
+        agreed = self._agree(reason)
+        if agreed is not None:
+            self._has_moved(agreed)
+        return agreed is None
+
+    def free(self) -> None:
+        """Give the scratch back and let go of the shards; what was exchanged must be done."""
+        self._shards = []
+        if self._prepared is not None:
+            self._prepared.exchange.free()
+
+    def _plan(
+        self,
+        export: TraceableExport | Iterable[NamedTensor],
+        arrangements: Sequence[Sequence[Arrangement]],
+        layouts: Sequence[BucketLayout],
+    ) -> tuple[_Prepared, int]:
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        sources = _sources_of(export)
+        traced = trace_export(export, sources=sources, world_size=world_size, device=self._device)
+        owners = [parameter.owners for parameter in traced.parameters]
+        plans = []
+        for index, layout in enumerate(layouts):
+            origins = [_traced(traced, tensor).origin for tensor in layout.tensors]
+            by_rank = [arranged[index] for arranged in arrangements]
+            plans.append(plan_bucket(rank, by_rank, origins, owners))
+        names = [parameter.source for parameter in traced.parameters]
+        prepared = _Prepared(
+            exchange=Exchange(plans, self._device),
+            arrangements=tuple(arrangements[rank]),
+            layouts=tuple(layouts),
+            names=tuple(names),
+            marks={name: Mark.of(tensor) for name, tensor in sources().items()},
+        )
+        return prepared, _signature(traced, arrangements)
+
+    def _agree(self, reason: str | None, signature: int = 0) -> str | None:
+        """The reasons of all ranks; None if no rank has one."""
+        state = RoundState.END if reason is None else RoundState.FAILED
+        result = self._group.agree(state, reason, signature)
+        if result.failures:
+            return "; ".join(result.failures)
+        if len(set(result.signatures)) > 1:
+            return "the ranks traced different exports"
+        return None
+
+    def _has_moved(self, reason: str) -> None:
+        self.free()
+        self._prepared = None
+        self._num_moves += 1
+        if self._num_moves >= MAX_MOVES:
+            self._switch_off(f"the shards changed {MAX_MOVES} times: {reason}")
+        else:
+            logger.info("shards are not exchanged in this sync: %s", reason)
+
+    def _switch_off(self, reason: str) -> str:
+        self.free()
+        self._prepared, self.off = None, reason
+        logger.warning("every rank exports all weights in full, nothing is exchanged: %s", reason)
+        return reason
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """What `prepare` found.
+
+    Attributes:
+        exchange: the plans of all buckets.
+        arrangements: this rank's, by bucket.
+        layouts: by bucket.
+        names: among the sources, by parameter.
+        marks: of all sources, by name.
+    """
+
+    exchange: Exchange
+    arrangements: tuple[Arrangement, ...]
+    layouts: tuple[BucketLayout, ...]
+    names: tuple[str, ...]
+    marks: Mapping[str, Mark]
+
+    def shards(self, sources: Sources) -> list[torch.Tensor]:
+        """The flat bytes of this rank's shards, by parameter.
+
+        Raises:
+            ValueError: a source is not what or where it was.
+        """
+        now = sources()
+        if now.keys() != self.marks.keys():
+            raise ValueError(f"the trainer's tensors changed: {len(now)}, {len(self.marks)} before")
+        for name, tensor in now.items():
+            if not self.marks[name].fits(tensor):
+                raise ValueError(f"{name} is not where or what it was when the export was traced")
+        return [memory_of(now[name]) for name in self.names]
+
+
+def _sources_of(export: TraceableExport | Iterable[NamedTensor]) -> Sources:
+    sources: Sources | None = getattr(export, "sources", None)
+    if sources is None:
+        raise NotTraceable("the export does not say which tensors it reads")
+    return sources
+
+
+def _traced(traced: TracedExport, tensor: Any) -> Any:
+    found = traced.tensors.get(tensor.name)
+    if found is None or (found.dtype, found.shape) != (tensor.dtype, tensor.shape):
+        raise NotTraceable(f"{tensor.name} was not traced as it was exported before")
+    return found
+
+
+def _signature(traced: TracedExport, arrangements: Sequence[Sequence[Arrangement]]) -> int:
+    """Equal on ranks that traced the same and were given the same arrangements."""
+    checksum = zlib.crc32(repr(traced.parameters).encode())
+    checksum = zlib.crc32(repr(list(traced.tensors.items())).encode(), checksum)
+    for arranged in arrangements:
+        checksum = zlib.crc32(repr(arranged).encode(), checksum)
+    return checksum

@@ -1,0 +1,204 @@
+"""The exchange of shards as numbers: the ranks simulated on bytes, against plain indexing."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_loader.load_plan.arrangement import Arrangement, Read
+from sglang_loader.load_plan.geometry import Region
+from verl_sglang_sync.shard_exchange.exchange_plan import plan_bucket
+from verl_sglang_sync.shard_exchange.origins import ByteMap, Origin, compose
+from verl_sglang_sync.shard_exchange.owners import everyone, shards_of_rows
+
+
+def indices(offset, dims, run):
+    """Every byte of a strided set, in order."""
+    found = np.array([offset])
+    for count, stride in (*dims, (run, 1)):
+        found = (found[:, None] + np.arange(count) * stride).ravel()
+    return found
+
+
+def bytes_of(source):
+    return indices(source.offset, source.dims, 1)
+
+
+@st.composite
+def regions(draw, max_dims=3):
+    """A view of a dense array of 1 to 4 byte elements, and how many bytes that array has."""
+    full = draw(st.lists(st.integers(1, 6), min_size=1, max_size=max_dims))
+    itemsize = draw(st.sampled_from([1, 2, 4]))
+    strides = [math.prod(full[i + 1 :]) for i in range(len(full))]
+    offset, shape = 0, []
+    for count, stride in zip(full, strides, strict=True):
+        start = draw(st.integers(0, count - 1))
+        shape.append(draw(st.integers(1, count - start)))
+        offset += start * stride
+    order = draw(st.permutations(range(len(full))))
+    region = Region(
+        offset * itemsize,
+        tuple(shape[i] for i in order),
+        tuple(strides[i] for i in order),
+        itemsize,
+    )
+    return region, full, itemsize
+
+
+@st.composite
+def strided_sets(draw, nbytes):
+    """(offset, dims, run) within `nbytes` bytes; strides may be anything, 0 included."""
+    run = draw(st.integers(1, nbytes))
+    room = nbytes - run
+    dims = []
+    for _ in range(draw(st.integers(0, 3))):
+        count = draw(st.integers(1, 5))
+        stride = draw(st.integers(0, room // max(count - 1, 1)))
+        room -= (count - 1) * stride
+        dims.append((count, stride))
+    return draw(st.integers(0, room)), tuple(dims), run
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_a_strided_set_of_a_view_is_found_in_its_parameter(data):
+    region, _, _ = data.draw(regions())
+    source = ByteMap.of(region)
+    offset, dims, run = data.draw(strided_sets(source.nbytes))
+    parts = list(compose(source, offset, dims, run))
+    found = [indices(part.offset, part.dims, part.run) for part in parts]
+    assert np.array_equal(np.concatenate(found), bytes_of(source)[indices(offset, dims, run)])
+    starts = np.cumsum([0, *(part.nbytes for part in parts)])
+    assert [part.start for part in parts] == starts[:-1].tolist()
+
+
+def test_rows_of_a_column_slice_need_one_part_each_way():
+    half = ByteMap.of(Region(8, (6, 4), (8, 1), 2))  # the right half of [6, 8] bfloat16
+    assert len(list(compose(half, 0, (), 48))) == 1  # all of it is one run in its own order
+    assert len(list(compose(half, 16, (), 16))) == 1
+    assert len(list(compose(half, 4, ((6, 8),), 4))) == 1
+    assert len(list(compose(half, 4, (), 40))) == 3  # ends in the middle of rows
+
+
+@st.composite
+def buckets(draw):
+    """Parameters on ranks, exported views of them, and what each rank reads of these."""
+    world_size = draw(st.integers(1, 5))
+    ranks = draw(st.permutations(range(world_size)))
+    owners, origins, reads, ends = [], [], [[] for _ in ranks], [0] * world_size
+    for number in range(draw(st.integers(1, 4))):
+        region, full, itemsize = draw(regions())
+        rows, row_bytes = full[0], itemsize * math.prod(full[1:])
+        replicated = draw(st.integers(0, 4)) == 0
+        held = everyone(rows * row_bytes) if replicated else shards_of_rows(rows, row_bytes, ranks)
+        owners.append(held)
+        for _ in range(draw(st.integers(1, 2))):
+            origins.append(Origin(number, ByteMap.of(region)))
+            for rank in range(world_size):
+                for _ in range(draw(st.integers(0, 2))):
+                    nbytes = origins[-1].bytes.nbytes
+                    start = ends[rank] + draw(st.integers(0, 9))
+                    offset, dims, run = draw(strided_sets(nbytes))
+                    read = Read(len(origins) - 1, offset, dims, run, start)
+                    reads[rank].append(read)
+                    ends[rank] = start + read.nbytes
+    arrangements = [
+        Arrangement(tuple(draw(st.permutations(found))), end + 3)
+        for found, end in zip(reads, ends, strict=True)
+    ]
+    return owners, origins, arrangements
+
+
+def copied(reads, memories, target):
+    for read in reads:
+        picked = memories[read.tensor][indices(read.offset, read.dims, read.run)]
+        assert not target[read.start : read.start + read.nbytes].any(), "filled twice"
+        target[read.start : read.start + read.nbytes] = picked
+
+
+def run_ranks(plans, shards):
+    """Carry out all ranks' plans; returns their buffers."""
+    world_size = len(plans)
+    sent = []
+    for plan, own in zip(plans, shards, strict=True):
+        scratch = np.zeros(sum(plan.send_nbytes), dtype=np.int64)
+        copied(plan.sends, own, scratch)
+        sent.append(np.split(scratch, np.cumsum(plan.send_nbytes)[:-1]))
+    buffers = []
+    for rank, plan in enumerate(plans):
+        arrived = [sent[source][rank] for source in range(world_size)]
+        assert [len(part) for part in arrived] == list(plan.recv_nbytes)
+        buffer = np.zeros(plan.nbytes, dtype=np.int64)
+        copied(plan.own, shards[rank], buffer)
+        copied(plan.landings, [np.concatenate(arrived)], buffer)
+        buffers.append(buffer)
+    return buffers
+
+
+@settings(max_examples=300, deadline=None)
+@given(buckets())
+def test_every_rank_gets_the_bytes_that_it_reads(bucket):
+    owners, origins, arrangements = bucket
+    full, first = [], 1
+    for held in owners:  # every byte of every parameter has a value of its own, none is 0
+        full.append(np.arange(first, first + held.nbytes))
+        first += held.nbytes
+    world_size = len(arrangements)
+    shards = [[np.empty(0, dtype=np.int64) for _ in owners] for _ in range(world_size)]
+    for rank in range(world_size):
+        for number, held in enumerate(owners):
+            if not held.ranks and held.starts:
+                shards[rank][number] = full[number]
+            for shard, owner in enumerate(held.ranks):
+                if owner == rank:
+                    start, stop = held.range_of(shard)
+                    shards[rank][number] = full[number][start:stop]
+    plans = [plan_bucket(rank, arrangements, origins, owners) for rank in range(world_size)]
+    for buffer, arrangement in zip(run_ranks(plans, shards), arrangements, strict=True):
+        expected = np.zeros(arrangement.nbytes, dtype=np.int64)
+        for read in arrangement.reads:
+            origin = origins[read.tensor]
+            tensor = full[origin.parameter][bytes_of(origin.bytes)]
+            picked = tensor[indices(read.offset, read.dims, read.run)]
+            expected[read.start : read.start + read.nbytes] = picked
+        assert np.array_equal(buffer, expected)
+
+
+def test_chunks_are_torchs():
+    """Uneven and empty shards: 5 rows on 4 ranks are 2, 2, 1, 0."""
+    import torch
+
+    for num_rows in range(9):
+        for world_size in range(1, 6):
+            held = shards_of_rows(num_rows, 2, range(world_size))
+            chunks = [len(c) for c in torch.arange(num_rows).chunk(world_size) if len(c)]
+            ranges = [held.range_of(shard) for shard in range(len(held.ranks))]
+            assert [(stop - start) // 2 for start, stop in ranges] == chunks
+            assert held.ranks == tuple(range(len(chunks)))
+
+
+def test_a_rank_keeps_its_own_and_sends_nothing_that_nobody_reads():
+    """Two ranks, [4, 8] bytes: column-parallel reads fit the shards, row-parallel ones do not."""
+    held, origin = (
+        shards_of_rows(4, 8, range(2)),
+        Origin(0, ByteMap.of(Region(0, (4, 8), (8, 1), 1))),
+    )
+    rows = [Arrangement((Read(0, 16 * rank, (), 16, 0),), 16) for rank in range(2)]
+    plan = plan_bucket(0, rows, [origin], [held])
+    assert (plan.send_nbytes, plan.recv_nbytes, plan.landings) == ((0, 0), (0, 0), ())
+    assert plan.own == (Read(0, 0, (), 16, 0),)
+    columns = [Arrangement((Read(0, 4 * rank, ((4, 8),), 4, 0),), 16) for rank in range(2)]
+    plan = plan_bucket(0, columns, [origin], [held])
+    assert (plan.send_nbytes, plan.recv_nbytes) == ((0, 8), (0, 8))
+    assert plan.own == (Read(0, 0, ((2, 8),), 4, 0),)
+    assert plan.sends == (Read(0, 4, ((2, 8),), 4, 0),)
+    assert plan.landings == (Read(0, 0, (), 8, 8),)
+
+
+def test_what_is_read_into_the_same_byte_twice_is_refused():
+    held, origin = shards_of_rows(4, 8, range(1)), Origin(0, ByteMap.of(Region(0, (32,), (1,), 1)))
+    reads = (Read(0, 0, (), 8, 0), Read(0, 8, (), 8, 7))
+    with pytest.raises(ValueError, match="byte 7 of the arranged buffer is filled twice"):
+        plan_bucket(0, [Arrangement(reads, 16)], [origin], [held])

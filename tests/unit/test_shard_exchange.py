@@ -1,0 +1,99 @@
+"""Trainer ranks fill arranged buffers from their shards: real FSDP2 and verl's export, on gloo."""
+
+import pytest
+
+from unit import exchange_ranks
+
+NUM_RANKS = 4
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [("dense", "float32"), ("tied", "bfloat16"), ("moe", "bfloat16"), ("vl", "float32")],
+)
+def test_the_buffers_are_those_of_the_full_export(pool, kind, dtype):
+    for seen in pool.run(exchange_ranks.exchange_model, kind, dtype):
+        assert seen["reason"] is None
+        assert seen["turns"] == ["CHECK", "EXCHANGE", "EXCHANGE"]
+        assert seen["wrong"] == [[], []]
+        assert seen["num_gathers"] == 0
+        assert seen["num_buckets"] > 1
+        assert seen["arranged_bytes"] < seen["payload_bytes"]
+        assert 0 < seen["scratch_bytes"] < 2 * exchange_ranks.BUCKET_BYTES
+
+
+def test_a_shard_that_moves_on_one_rank_sends_all_back_to_the_full_export(pool):
+    turns = ["CHECK", "EXCHANGE", "FULL"]
+    for seen, off in pool.run(exchange_ranks.move_storages):
+        assert seen["turns"] == turns * 3
+        assert not any(seen["wrong"])
+        assert off[:2] == [None, None]
+        assert "rank 2: model.embed_tokens.weight is not where or what it was" in off[2]
+
+
+def test_the_comparison_is_repeated_when_it_is_due(pool):
+    for seen in pool.run(exchange_ranks.recheck):
+        assert seen["turns"] == ["CHECK", "CHECK", "EXCHANGE", "CHECK", "EXCHANGE"]
+        assert not any(seen["wrong"])
+
+
+def test_an_export_that_computes_is_not_traced(pool):
+    words = {
+        "casts": "converts torch.float32 to torch.float16",
+        "adds": "computes with what it gathered: aten.add.Tensor",
+        "adds in place": "computes with what it gathered: aten.add_.Tensor",
+        "reverses rows": "computes with what it gathered: aten.flip.default",
+        "reads values": "computes with what it gathered: aten.sum.default",
+        "communicates": "communicates: c10d.allreduce_.default",
+        "brings its own": "extra is computed by aten.ones.default",
+        "repeats a shape": "computes with what it gathered: aten.empty_like.default",
+        "breaks on rank 3": "rank 3: the export failed while it was traced",
+        "differs on rank 1": "the ranks traced different exports",
+    }
+    answers = pool.run(exchange_ranks.refused_exports)
+    assert answers == [answers[0]] * NUM_RANKS
+    assert answers[0].keys() == words.keys()
+    for name, (reason, turn) in answers[0].items():
+        assert words[name] in reason
+        assert turn == "FULL"
+
+
+def test_parameters_that_are_laid_out_otherwise_are_refused(pool):
+    words = {
+        "columns": "it is placed as S(1)",
+        "two dimensions": "its mesh (2, 2) is not one line of all 4 ranks",
+        "transposed": "its memory has strides (1, 6)",
+        "replicated": None,
+        "plain": None,
+        "on another device": "w is on meta, the engine on cpu",
+    }
+    for reasons in pool.run(exchange_ranks.unsupported_parameters):
+        assert reasons.keys() == words.keys()
+        for name, reason in reasons.items():
+            assert (reason is None) == (words[name] is None), (name, reason)
+            assert reason is None or words[name] in reason
+
+
+def test_views_and_copies_of_what_is_gathered_are_followed(pool):
+    for found in pool.run(exchange_ranks.views_and_copies):
+        refused = found.pop("ragged view of a copy")
+        assert "is a view of a copy that is no view of its parameter" in refused
+        assert set(found.values()) == {"found"}, found
+
+
+def test_a_wrong_origin_never_reaches_the_engine(pool):
+    for prepared, turns, reason, off in pool.run(exchange_ranks.wrong_origins):
+        assert prepared
+        assert turns == ["CHECK", "FULL"]
+        assert "experts.2.up_proj.weight differs from the full export" in reason
+        assert off == reason
+
+
+def test_a_rank_that_gives_up_still_sends_what_the_others_wait_for(pool):
+    outcomes = pool.run(exchange_ranks.drain_on_rank_1)
+    for rank, (turn, right, num_exchanged, num_tensors) in enumerate(outcomes):
+        assert turn == "EXCHANGE"
+        assert all(right)
+        assert num_exchanged == len(right)
+        assert (len(right) == 1) == (rank == 1)
+        assert num_tensors > 0
