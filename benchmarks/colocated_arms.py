@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 BUCKET_BYTES = 2048 << 20
-SYNC_STAGES = ("open", "export", "pack", "load", "commit", "reply")
+SYNC_STAGES = ("open", "export", "gather", "pack", "load", "commit", "reply")
 
 
 def native_engine(url: str, config: Path | str) -> Any:
@@ -57,6 +57,7 @@ def counts_of(report: Any) -> dict[str, Any]:
         "num_buckets": report.num_buckets,
         "num_replayed": report.num_replayed,
         "num_in_place": report.num_in_place,
+        "num_exchanged": report.num_exchanged,
         "num_arranged": report.num_arranged,
         "sent_bytes": report.sent_bytes,
         "eager_reason": report.eager_reason,
