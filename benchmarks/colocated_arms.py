@@ -47,8 +47,9 @@ async def native_sync(
 
 
 def seconds_of(report: Any) -> dict[str, float]:
-    """Seconds of a sync's stages."""
-    return {stage: report.seconds.get(stage, 0.0) for stage in SYNC_STAGES}
+    """Seconds of a sync's stages, and of the engine meanwhile."""
+    seconds = {stage: report.seconds.get(stage, 0.0) for stage in SYNC_STAGES}
+    return seconds | {f"engine_{what}": spent for what, spent in report.engine_seconds.items()}
 
 
 def counts_of(report: Any) -> dict[str, Any]:

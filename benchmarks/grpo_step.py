@@ -52,6 +52,7 @@ OVERRIDES = (
     f"reward.custom_reward_function.path={ROOT}/recipes/tiny_reward.py",
     "reward.custom_reward_function.name=compute_score",
     "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",
+    "+ray_kwargs.ray_init.include_dashboard=False",  # where it cannot start, Ray waits a minute
     "trainer.logger=[console,file]",
     "trainer.val_before_train=False",
     "trainer.test_freq=-1",

@@ -28,6 +28,7 @@ from sglang_loader.load_plan import (
     BucketLayout,
     BucketSource,
     DestinationProbe,
+    KnownDigests,
     LoadPlan,
     PlanBuilder,
     PlanExecutor,
@@ -103,6 +104,7 @@ class ModelLoader:
         self._num_recordings = 0
         self._syncs_since_check = 0
         self._num_replayed = self._num_eager = 0
+        self._known: KnownDigests | None = None
 
     def start(self, context: Mapping[str, object], *, recheck_every_n_syncs: int) -> None:
         """Begin a sync; one that broke off before is forgotten.
@@ -114,6 +116,7 @@ class ModelLoader:
         """
         self._builder, self._context, self._reason = None, context, None
         self._num_replayed = self._num_eager = 0
+        self._known = None  # whatever was loaded in between
         if self._compiled is not None and (mismatch := self._mismatch(self._compiled)):
             self._drop_plan(mismatch)
         if self._compiled is None:
@@ -274,8 +277,14 @@ class ModelLoader:
         plan = self._compiled.plan
         self._num_eager += 1
         result = check_bucket(
-            self._model, plan.buckets[index], plan.destinations, self._model.load_weights, buffer
+            self._model,
+            plan.buckets[index],
+            plan.destinations,
+            self._model.load_weights,
+            buffer,
+            self._known,
         )
+        self._known = result.known
         if not result.ok:
             self._drop_plan(f"bucket {index}: {result.reason}")
             self._way = _Way.EAGER
@@ -294,8 +303,14 @@ class ModelLoader:
             self._refuse(refused.reason)
             return
         result = check_bucket(
-            self._model, bucket, self._builder.destinations, self._model.load_weights, buffer
+            self._model,
+            bucket,
+            self._builder.destinations,
+            self._model.load_weights,
+            buffer,
+            self._known,
         )
+        self._known = result.known
         if not result.ok:
             self._refuse(f"bucket {index}: {result.reason}")
             return

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import time
 import traceback
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -103,6 +104,7 @@ class _Session:
         self._num_tensors = 0
         self._in_flight = InFlight(self._device)
         self._arranged: ArrangedPlan | None = None
+        self._seconds: defaultdict[str, float] = defaultdict(float)
 
     def run(self) -> None:
         """Serve until commit; tell the trainer of a failure before raising it."""
@@ -147,7 +149,8 @@ class _Session:
         while True:
             message = self._next_message(channel)
             if isinstance(message, wire.LoadBucket):
-                self._load(message)
+                with self._spending("launching"):
+                    self._load(message)
             elif isinstance(message, wire.Commit):
                 outcome = self._commit(message)
                 channel.send(
@@ -157,6 +160,7 @@ class _Session:
                     reason=outcome.reason,
                     may_read_in_place=outcome.may_read_in_place,
                     arrangements=self._offer(message.arrangements),
+                    seconds=dict(self._seconds),
                 )
                 return
             elif isinstance(message, wire.Abort):
@@ -168,14 +172,23 @@ class _Session:
         """Wait for the trainer and for the device at once: buckets are launched as they come, and
         told to be done as soon as they are.
         """
-        while self._in_flight:
-            for index in self._in_flight.finished():
-                channel.send(wire.BucketDone, index=index)
-            if not self._in_flight.is_full and channel.has_message():
-                break
-            if self._in_flight:
-                time.sleep(DEVICE_POLL_S)
-        return channel.receive()
+        with self._spending("copying"):
+            while self._in_flight:
+                for index in self._in_flight.finished():
+                    channel.send(wire.BucketDone, index=index)
+                if not self._in_flight.is_full and channel.has_message():
+                    break
+                if self._in_flight:
+                    time.sleep(DEVICE_POLL_S)
+        with self._spending("waiting"):
+            return channel.receive()
+
+    @contextmanager
+    def _spending(self, what: str) -> Iterator[None]:
+        """Count the body's time; see `Committed.seconds`."""
+        started = time.perf_counter()
+        yield
+        self._seconds[what] += time.perf_counter() - started
 
     def _load(self, message: wire.LoadBucket) -> None:
         if message.index != len(self._digests):

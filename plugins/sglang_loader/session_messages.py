@@ -34,7 +34,7 @@ from sglang_loader.load_plan import BucketLayout, BucketTensor
 from sglang_loader.manifest import ManifestError
 from sglang_loader.shared_buffer import CpuHandle, CudaHandle
 
-SESSION_VERSION = 3
+SESSION_VERSION = 4
 
 
 class SessionError(RuntimeError):
@@ -174,6 +174,9 @@ class Committed(_Message, frozen=True, kw_only=True):
         reason: why not all were replayed.
         may_read_in_place: a plan holds and changes no source: buckets may be the trainer's memory.
         arrangements: encoded, for later syncs; None where there is nothing that the trainer wants.
+        seconds: how the engine rank spent the session: "waiting" for the trainer with nothing to
+            do, "launching" (its own Python, and whatever is loaded eagerly), "copying" (the device
+            had yet to finish).
     """
 
     num_replayed: int
@@ -181,6 +184,7 @@ class Committed(_Message, frozen=True, kw_only=True):
     reason: str | None
     may_read_in_place: bool
     arrangements: bytes | None
+    seconds: dict[str, float]
 
 
 class Failed(_Message, frozen=True, kw_only=True):

@@ -42,6 +42,8 @@ class SyncReport:
             engine has joined the session), "export" (waiting for the trainer's generator), "pack",
             "send" (waiting for a broadcast), "load" (waiting for the engine), "commit", "reply"
             (the engine's, to the request), "resume_kv_cache"; "sync": all of a disaggregated sync.
+        engine_seconds: mode "compiled": how this rank's engine spent the same time: "waiting" for
+            the trainer, "launching", "copying" (`Committed.seconds`).
     """
 
     mode: str
@@ -60,6 +62,7 @@ class SyncReport:
     num_exchanged: int = 0
     stages: dict[str, StageCosts] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
+    engine_seconds: dict[str, float] = field(default_factory=dict)
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:

@@ -18,7 +18,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -198,7 +198,7 @@ class TrainerSession:
         """
         is_known = bucket.digest in self._known
         buffers, self._unsent = self._unsent, []
-        self._channel.send(
+        self._send(
             wire.LoadBucket,
             index=index,
             buffers=buffers,
@@ -231,7 +231,7 @@ class TrainerSession:
             num_tensors: sent.
             arrangements: digest of those that this rank knows; None: it wants none.
         """
-        self._channel.send(
+        self._send(
             wire.Commit,
             num_buckets=num_buckets,
             num_tensors=num_tensors,
@@ -243,6 +243,17 @@ class TrainerSession:
         """Tell the engine to give up, if it still listens."""
         with suppress(SessionError):
             self._channel.send(wire.Abort, reason=reason)
+
+    def _send(self, kind: type[Any], **fields: Any) -> None:
+        """Send; an engine that has failed said why before it left."""
+        try:
+            self._channel.send(kind, **fields)
+        except SessionError:
+            while self._channel.has_message():
+                message = self._channel.receive()
+                if isinstance(message, wire.Failed):
+                    raise EngineFailed(message.traceback) from None
+            raise
 
     def _receive(self, kind: type[Message]) -> Message:
         message = self._channel.receive(watch=self._watch)

@@ -219,6 +219,9 @@ def test_weights_in_one_storage_are_read_in_place(case: Case) -> None:
         assert reports[0]["num_in_place"] == 0
         for report in reports[1:]:
             assert report["num_in_place"] == report["num_buckets"]
+            told = report["engine_seconds"]
+            assert told.keys() == {"waiting", "launching", "copying"}
+            assert min(told.values()) >= 0 < told["launching"] < 10
         assert reports[-1]["num_replayed"] == reports[-1]["num_buckets"]
         assert reports[-1]["staging_bytes"] == 0
 

@@ -84,7 +84,7 @@ def memory_cycles(
     seen["text"] = expected
     for _ in range(2):  # the engine's own copies of its buffers find their place in the first
         seen["freed"] = {tag: engine.freed_by(tag) for tag in ALL_TAGS}
-    sync()
+        sync()  # the release of the weights has lost them
     seen["after each tag"] = engine.look()
     seen["poisoned"] = _poisoned_cycle(engine, sync)
     seen["same after poison"] = engine.generate() == expected

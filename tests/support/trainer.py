@@ -115,7 +115,7 @@ def engine_hashes(rank: TrainerRank, folder: Path) -> list[dict[str, str]]:
 
 
 Step = Callable[..., Any]
-TIMEOUT_S = 180
+TIMEOUT_S = 420  # steps of a minute or two; the machine may be busy
 
 
 def run_trainer(

@@ -165,11 +165,11 @@ def test_a_transport_learns_what_it_may_use(
     transport = SessionTransport(engine=None, settings=settings, group=OneRank(), device=CPU)  # type: ignore[arg-type]
     assert transport._known_digest() is None, "there was no sync whose buckets it knows"
     report = SyncReport(mode="compiled", replica=0)
-    list(transport._stream.batches(iter([("t", torch.zeros(256))]), report))
+    list(transport._maker.stream.batches(iter([("t", torch.zeros(256))]), report))
     assert transport._known_digest() == ("" if plan_ordered else None)
     if not plan_ordered:
         return
-    (cut,) = transport._stream.cuts
+    (cut,) = transport._maker.stream.cuts
     offer = encode_arrangements([(cut.bucket.digest, HALF)])
     transport._learn(offer)
     assert transport._known_digest() == digest_of(offer)

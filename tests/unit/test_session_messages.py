@@ -43,6 +43,7 @@ FROM_ENGINE = [
         reason=None,
         may_read_in_place=True,
         arrangements=b"x",
+        seconds={"waiting": 0.5, "launching": 0.25},
     ),
     wire.Failed(token=TOKEN, traceback="trace"),
 ]

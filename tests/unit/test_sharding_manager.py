@@ -230,6 +230,7 @@ def test_a_report_line_per_wake_up(tmp_path, free_cache_engine):
             "num_in_place": 0,
             "num_arranged": 0,
             "num_exchanged": 0,
+            "engine_seconds": {},
         }
     stages_of = [set(line) for line in (json.loads(raw)["seconds"] for raw in path.open())]
     sync = {"export", "pack", "load"}

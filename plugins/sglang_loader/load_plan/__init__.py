@@ -24,7 +24,7 @@ from sglang_loader.load_plan.guard import DestinationProbe
 from sglang_loader.load_plan.layout import BucketLayout, BucketTensor
 from sglang_loader.load_plan.plan import BucketPlan, LoadPlan, PlanRefused
 from sglang_loader.load_plan.source import BucketSource, Piece
-from sglang_loader.load_plan.verify import CheckResult, check_bucket, self_check
+from sglang_loader.load_plan.verify import CheckResult, KnownDigests, check_bucket, self_check
 
 __all__ = [
     "BucketLayout",
@@ -33,6 +33,7 @@ __all__ = [
     "BucketTensor",
     "CheckResult",
     "DestinationProbe",
+    "KnownDigests",
     "LoadPlan",
     "Piece",
     "PlanBuilder",

@@ -18,6 +18,7 @@ from sglang_loader.load_plan import (
     PlanBuilder,
     PlanExecutor,
     PlanRefused,
+    check_bucket,
     self_check,
 )
 from sglang_loader.load_plan.verify import differing, digest, poison, scramble, snapshot
@@ -359,6 +360,34 @@ def test_self_check_finds_writes_from_other_threads() -> None:
     assert not result.ok
     assert set(result.differing) == {"weight", "bias16"}
     assert torch.equal(model.weight[:6], layout.views(buffer)[0][1])
+
+
+@pytest.mark.parametrize("hidden", ("to where the plan writes nothing", "to where it wrote before"))
+def test_a_check_that_knows_the_one_before_finds_writes_elsewhere(hidden: str) -> None:
+    def write(model: Model, tensor: torch.Tensor) -> None:
+        if hidden == "to where it wrote before":
+            model.weight.data[:6].copy_(tensor)
+        else:
+            model.buffer.copy_(tensor)
+
+    def load_one(model: Model, name: str, tensor: torch.Tensor) -> None:
+        plain(model, name, tensor)
+        if name == "v":
+            worker = threading.Thread(target=write, args=(model, tensor))
+            worker.start()
+            worker.join()
+
+    model = Model(load_one)
+    first, second = pack(0, SOURCES[:1]), pack(1, SOURCES[1:])
+    plan = compile_for(model, first, second)
+    (one, other), destinations = plan.buckets, plan.destinations
+    model.load_weights(first[0].views(first[1].clone()))
+    good = check_bucket(model, one, destinations, model.load_weights, first[1])
+    assert good.ok and good.known is not None
+    for known in (good.known, None):
+        result = check_bucket(model, other, destinations, model.load_weights, second[1], known)
+        assert not result.ok
+        assert ("buffer" in result.differing) == (hidden == "to where the plan writes nothing")
 
 
 def test_self_check_finds_a_misplaced_copy_and_restores_the_weights() -> None:
