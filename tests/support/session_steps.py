@@ -110,7 +110,8 @@ def forged_arrangements(rank: TrainerRank, model: str, folder: str) -> dict[str,
     for _ in range(2):
         sync()
     transport = manager._transport
-    buckets = [(cut.bucket.digest, _whole(cut.bucket.layout)) for cut in transport._maker.stream.cuts]
+    sent = [cut.bucket for cut in transport._maker.stream.cuts]
+    buckets = [(bucket.digest, _whole(bucket.layout)) for bucket in sent]
     transport._arrangements = KnownArrangements("0" * 64, tuple(buckets))
     settle = ArrangedTurn.settle
     ArrangedTurn.settle = lambda *_: None  # type: ignore[method-assign]
