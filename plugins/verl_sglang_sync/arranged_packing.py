@@ -5,12 +5,13 @@
 
 On a GPU one launch of the kernel of `load_plan.batched_copy` gathers all reads of whole words. Its
 table of rows stays on the device; from sync to sync only the addresses of the tensors and of the
-buffer change, and they are one small upload. Everything else (other devices, reads of odd bytes) is
-copied by torch.
+buffer change, and they are one small upload. What it gathers first is compared with what torch
+gathers. After a difference, and for all else (other devices, reads of odd bytes), torch copies.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
@@ -29,6 +30,8 @@ from sglang_loader.load_plan.batched_copy import (
 )
 from sglang_loader.load_plan.executor import copy_views
 from sglang_loader.load_plan.geometry import StridedCopy
+
+logger = logging.getLogger(__name__)
 
 WORD_BYTES = WORD.itemsize
 
@@ -52,7 +55,8 @@ class ArrangedPacking:
         self._members = sorted({read.tensor for read in arrangement.reads})
         kernel = is_available(device) if use_kernel is None else use_kernel
         self._in_words, self._others = _divided(arrangement.reads) if kernel else ([], [])
-        self._gather = None
+        self._gather: _Gather | None = None
+        self._is_proven = False
         if self._in_words:
             self._gather = _Gather(GatherTable.of(self._in_words, self._members), device)
 
@@ -73,14 +77,28 @@ class ArrangedPacking:
             )
         with torch.no_grad():
             dense = {i: _dense(tensors[i], buffer.device) for i in self._members}
-            left: Sequence[Read] = self.arrangement.reads
-            if self._gather is not None:
-                places = [buffer.data_ptr(), *(t.data_ptr() for t in dense.values())]
-                addresses = np.array(places, dtype=np.int64)
-                if np.all(addresses % WORD_BYTES == 0):
-                    self._gather.run(addresses)
-                    left = self._others
+            is_gathered = self._gather is not None and self._by_kernel(dense, buffer)
+            left = self._others if is_gathered else self.arrangement.reads
             _copy_by_torch(left, dense, buffer)
+
+    def _by_kernel(self, dense: dict[int, torch.Tensor], buffer: torch.Tensor) -> bool:
+        """Gather the reads of whole words; False if that is left to torch."""
+        assert self._gather is not None
+        places = [buffer.data_ptr(), *(tensor.data_ptr() for tensor in dense.values())]
+        addresses = np.array(places, dtype=np.int64)
+        if not np.all(addresses % WORD_BYTES == 0):
+            return False
+        self._gather.run(addresses)
+        if not self._is_proven:
+            found = buffer[: self.arrangement.nbytes]
+            expected = found.clone()
+            _copy_by_torch(self._in_words, dense, expected)
+            self._is_proven = torch.equal(found, expected)
+            if not self._is_proven:
+                logger.error("the packing kernel gathered other bytes than torch, which packs now")
+                self._gather = None
+                return False
+        return True
 
 
 @dataclass(frozen=True)

@@ -453,6 +453,17 @@ def views_and_copies():
     return found
 
 
+def a_backend_that_cannot():
+    """No all-to-all: what the proof says, and what is done then."""
+    rank = Rank(sharded("tied"))
+    prepared = rank.prepare()
+    refusal = RuntimeError("this backend has no all-to-all")
+    with mock.patch.object(dist, "all_to_all_single", side_effect=refusal):
+        turns = [rank.sync().name]
+    turns.append(rank.sync().name)
+    return prepared, turns, rank.exchange.off
+
+
 def wrong_origins():
     """The traced origins are spoiled: the comparison must see it; returns what it says."""
     from verl_sglang_sync.shard_exchange import shard_exchange

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from sglang_loader.load_plan import BucketLayout
 from sglang_loader.load_plan.arrangement import Arrangement, Read
 from sglang_loader.load_plan.batched_copy import TILE_WORDS
 from sglang_loader.load_plan.verify import gather
+from verl_sglang_sync import arranged_packing
 from verl_sglang_sync.arranged_packing import WORD_BYTES, ArrangedPacking, GatherTable
 
 CPU = torch.device("cpu")
@@ -161,6 +163,31 @@ def check_kernel(device: torch.device) -> None:
         shifted = torch.zeros(8 * TILE_WORDS + 1, device=device)[1:].copy_(tensors[0])
         assert shifted.data_ptr() % WORD_BYTES
         check_packed(packing, flat, [shifted, *tensors[1:]])
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_a_kernel_that_moves_other_bytes_is_not_believed(
+    works: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    arrangement = laid_out([(0, 0, (), 64), (0, 64, ((2, 64),), 16), (1, 4, (), 12)])
+    tensors = [torch.arange(64.0), torch.arange(8.0)]
+    launched = []
+
+    def launch(tiles: torch.Tensor, entries: torch.Tensor) -> None:
+        launched.append(len(tiles))
+        if works:
+            for source, target, src_stride, dst_stride, run, rows in entries.tolist():
+                for row in range(rows):
+                    at, to = source + row * src_stride * 8, target + row * dst_stride * 8
+                    ctypes.memmove(to, at, run * 8)
+
+    monkeypatch.setattr(arranged_packing, "launch", launch)
+    packing = ArrangedPacking(arrangement, CPU, use_kernel=True)
+    flat = torch.zeros(arrangement.nbytes, dtype=torch.uint8)
+    for _ in range(3):
+        check_packed(packing, flat, tensors)
+    assert len(launched) == (3 if works else 1)
+    assert ("gathered other bytes than torch" in caplog.text) != works
 
 
 def test_the_kernel_packs_in_the_interpreter() -> None:

@@ -89,6 +89,13 @@ def test_a_wrong_origin_never_reaches_the_engine(pool):
         assert off == reason
 
 
+def test_a_backend_without_an_all_to_all_means_the_full_export(pool):
+    for prepared, turns, off in pool.run(exchange_ranks.a_backend_that_cannot):
+        assert prepared
+        assert turns == ["CHECK", "FULL"]
+        assert "this backend has no all-to-all" in off
+
+
 def test_a_rank_that_gives_up_still_sends_what_the_others_wait_for(pool):
     outcomes = pool.run(exchange_ranks.drain_on_rank_1)
     for rank, (turn, right, num_exchanged, num_tensors) in enumerate(outcomes):
