@@ -23,17 +23,16 @@ def choose_preload() -> None:
     """
     from torch_memory_saver import torch_memory_saver as saver
 
-    if saver._impl is None:
-        chosen = saver._impl_ctor_kwargs.get("hook_mode", PRELOAD)
-        saver.hook_mode = PRELOAD
-    else:
-        chosen = saver._impl._hook_mode
-    if chosen == PRELOAD:
-        return
     if saver._impl is not None:
-        raise RuntimeError(
-            f"torch-memory-saver already works with hook_mode={chosen!r}, with which CUDA graphs "
-            f"cannot be released; allowed: {PRELOAD!r}. Take cuda_graph out of sleep_order and "
-            "wake_order"
-        )
-    logger.info("torch-memory-saver: hook_mode=%r, not %r: graphs are released", PRELOAD, chosen)
+        if saver._impl._hook_mode != PRELOAD:
+            raise RuntimeError(
+                f"torch-memory-saver already works with hook_mode={saver._impl._hook_mode!r}, with "
+                f"which CUDA graphs cannot be released; allowed: {PRELOAD!r}. Take cuda_graph out "
+                "of sleep_order and wake_order"
+            )
+        return
+    chosen = saver._impl_ctor_kwargs.get("hook_mode", PRELOAD)
+    saver.hook_mode = PRELOAD
+    if chosen != PRELOAD:
+        text = "torch-memory-saver: hook_mode=%r, not %r: graphs are released"
+        logger.info(text, PRELOAD, chosen)

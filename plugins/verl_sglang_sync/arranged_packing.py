@@ -168,13 +168,9 @@ def _divided(reads: Sequence[Read]) -> tuple[list[Read], list[Read]]:
 
 def _rows(read: Read) -> list[Rows]:
     """The read as the kernel's rows, which count from the first bytes of tensor and buffer."""
-    dense, step = [], read.run
-    for count, _ in reversed(read.dims):
-        dense.append(step)
-        step *= count
     shape = [*(count for count, _ in read.dims), read.run // WORD_BYTES]
     strides = [*(stride // WORD_BYTES for _, stride in read.dims), 1]
-    steps = [*(step // WORD_BYTES for step in reversed(dense)), 1]
+    steps = [*(step // WORD_BYTES for step in read.steps), 1]
     return list(rows_between(read.offset, read.start, shape, strides, steps))
 
 
@@ -191,11 +187,9 @@ def _copy_by_torch(
     """Gather by torch's copies, words as wide as each read allows; grouped by their width."""
     groups: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     for read in reads:
-        dims, step = [], read.run
-        for count, stride in reversed(read.dims):
-            dims.append((count, stride, step))
-            step *= count
-        copy = StridedCopy(0, read.offset, read.start, tuple(reversed(dims)), read.run)
+        pairs = zip(read.dims, read.steps, strict=True)
+        dims = tuple((count, stride, step) for (count, stride), step in pairs)
+        copy = StridedCopy(0, read.offset, read.start, dims, read.run)
         raw = dense[read.tensor].view(-1).view(torch.uint8)
         target, source = copy_views(copy, raw, buffer)
         targets, sources = groups.setdefault(target.dtype, ([], []))

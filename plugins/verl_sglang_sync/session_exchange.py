@@ -10,7 +10,6 @@ Collective, all three, and so is each bucket; whoever fails drains the buckets t
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,11 +18,12 @@ import torch.distributed as dist
 from sglang_loader.load_plan import BucketLayout
 from sglang_loader.load_plan.arrangement import Arrangement
 from verl_sglang_sync.arranged_sending import ArrangedTurn, KnownArrangements
-from verl_sglang_sync.bucket_stream import Bucket, BucketStream, Cut
+from verl_sglang_sync.bucket_stream import Batch, BucketStream, Cut
 from verl_sglang_sync.collective import RoundState, TrainerGroup
 from verl_sglang_sync.config import WeightSyncConfig
 from verl_sglang_sync.packing import NamedTensor
 from verl_sglang_sync.report import SyncReport
+from verl_sglang_sync.session_buckets import ReadyBucket
 from verl_sglang_sync.session_staging import StagingRing
 from verl_sglang_sync.shard_exchange import ShardExchange, Turn, whole_bucket
 from verl_sglang_sync.weight_sync import Export
@@ -116,23 +116,6 @@ class SessionExchange:
         return RoundState.BUCKET not in self._group.agree(state, None).states
 
 
-@dataclass(frozen=True)
-class ExchangedBucket:
-    """A bucket in a staging buffer.
-
-    Attributes:
-        index: position in the sync.
-        bucket: what it is.
-        storage: the staging buffer.
-        arrangement: of its bytes; None: it is whole.
-    """
-
-    index: int
-    bucket: Bucket
-    storage: torch.UntypedStorage
-    arrangement: Arrangement | None
-
-
 class ExchangedBuckets:
     """The buckets of one sync, out of the ranks' shards; each step is collective.
 
@@ -160,7 +143,7 @@ class ExchangedBuckets:
         self._next = 0
         ring.prepare(cuts, turn=turn)
 
-    def __iter__(self) -> Iterator[ExchangedBucket]:
+    def __iter__(self) -> Iterator[ReadyBucket]:
         while self._next < len(self._cuts):
             index, report = self._next, self._report
             bucket = self._cuts[index].bucket
@@ -174,7 +157,12 @@ class ExchangedBuckets:
             report.payload_bytes += bucket.payload_bytes
             held = self._ring.nbytes + self._exchange.nbytes
             report.staging_bytes = max(report.staging_bytes, held)
-            yield ExchangedBucket(index, bucket, storage, arrangement)
+            batch = Batch(index, bucket, [])
+            if arrangement is None:
+                yield ReadyBucket(batch, storage=storage)
+            else:
+                digest = self._turn.digest
+                yield ReadyBucket(batch, storage=storage, arranged=digest, nbytes=nbytes)
 
     def drain(self) -> None:
         """Send what the other ranks still wait for."""

@@ -24,7 +24,6 @@ from sglang_loader.ipc import serialize_handles
 from sglang_loader.manifest import ManifestError
 from sglang_loader.session_messages import BucketPiece, SessionError
 from verl_sglang_sync.arranged_sending import ArrangedTurn, KnownArrangements
-from verl_sglang_sync.bucket_stream import Batch
 from verl_sglang_sync.collective import TrainerGroup
 from verl_sglang_sync.config import WeightSyncConfig
 from verl_sglang_sync.manifest_gate import Announcement, ManifestGate
@@ -32,7 +31,7 @@ from verl_sglang_sync.memory_blocks import BlockNames
 from verl_sglang_sync.packing import NamedTensor
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.session_buckets import BucketMaker, ReadyBucket, emptied
-from verl_sglang_sync.session_exchange import ExchangedBucket, ExchangedBuckets, SessionExchange
+from verl_sglang_sync.session_exchange import ExchangedBuckets, SessionExchange
 from verl_sglang_sync.session_ranks import OpeningRequest, RanksInStep
 from verl_sglang_sync.shard_exchange import Turn
 from verl_sglang_sync.trainer_session import SocketFolder, TrainerSession
@@ -197,7 +196,7 @@ class SessionTransport:
     ) -> tuple[ExchangedBuckets, Iterator[ReadyBucket]]:
         """The buckets out of the ranks' shards."""
         source = self._exchange.buckets(self._maker.stream.cuts, turn, self._maker.ring, report)
-        return source, (_exchanged(bucket, turn.digest) for bucket in source)
+        return source, iter(source)
 
     def _send(
         self,
@@ -287,14 +286,6 @@ class SessionTransport:
             self._maker.ring.free()
         if self._device.type == "cuda":
             torch.cuda.ipc_collect()  # what the engine has let go of
-
-
-def _exchanged(bucket: ExchangedBucket, digest: str) -> ReadyBucket:
-    batch = Batch(bucket.index, bucket.bucket, [])
-    if bucket.arrangement is None:
-        return ReadyBucket(batch, storage=bucket.storage)
-    nbytes = bucket.arrangement.nbytes
-    return ReadyBucket(batch, storage=bucket.storage, arranged=digest, nbytes=nbytes)
 
 
 def _joined(session: TrainerSession | None) -> TrainerSession:

@@ -253,6 +253,8 @@ class _Ring:
 class _Arranged:
     """The turn of a rank that knows all arrangements."""
 
+    digest = "arranged"
+
     def __init__(self, arrangements):
         self._arrangements = arrangements
 
@@ -275,7 +277,7 @@ def drain_on_rank_1():
     buckets = ExchangedBuckets(rank.exchange, cuts, _Arranged(rank.own), ring, report)
     for bucket in buckets:
         if dist.get_rank() == 1:
-            assert bucket.index == 0
+            assert bucket.batch.index == 0
             break
     buckets.drain()
     rank.exchange.free()

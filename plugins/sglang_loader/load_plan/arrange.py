@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from sglang_loader.load_plan.arrangement import Arrangement, Read
 from sglang_loader.load_plan.coalesce import coalesce
@@ -78,12 +78,7 @@ def arrange(plan: BucketPlan) -> tuple[Arrangement, BucketPlan] | None:
 
 def num_bytes_read(plan: BucketPlan) -> int:
     """About as many bytes as an arrangement of this plan would have, found much sooner."""
-    copied = sum(
-        copy.run
-        * copy.unit.src_bytes
-        * math.prod(count for count, src_stride, _ in copy.dims if src_stride)
-        for copy in plan.copies
-    )
+    copied = sum(_nbytes_read(copy) for copy in plan.copies)
     tensors = _Tensors.of(plan.layout)
     taped = _read_by_tape(plan.tape, tensors) if tensors is not None else None
     return copied + sum(plan.layout.tensors[i].nbytes for i in taped or ())
@@ -195,7 +190,7 @@ def _dense(piece: StridedCopy) -> tuple[list[Dim], list[int]]:
 def _read_by_tape(tape: Sequence[TapeStep], tensors: _Tensors) -> set[int] | None:
     """Tensors that operators of the tape read or change; None if they leave a tensor's bounds."""
     found = set()
-    for ref in _bucket_refs(tape):
+    for ref in (ref for step in tape for ref in step.refs(Space.BUCKET)):
         start, stop = ref.region.bounds()
         if start == stop:
             continue
@@ -206,23 +201,20 @@ def _read_by_tape(tape: Sequence[TapeStep], tensors: _Tensors) -> set[int] | Non
     return found
 
 
-def _bucket_refs(tape: Iterable[TapeStep]) -> Iterable[TensorRef]:
-    for step in tape:
-        for leaf in tree_leaves((step.args, dict(step.kwargs))):
-            if isinstance(leaf, TensorRef) and leaf.space is Space.BUCKET:
-                yield leaf
-
-
 def _read_more_than_once(
     pieces: Sequence[StridedCopy], members: Sequence[int], layout: BucketLayout
 ) -> set[int]:
     """Tensors of which the pieces together read more bytes than there are."""
     read: dict[int, int] = {}
     for piece, tensor in zip(pieces, members, strict=True):
-        nbytes = piece.run * piece.unit.src_bytes
-        nbytes *= math.prod(count for count, src, _ in piece.dims if src)
-        read[tensor] = read.get(tensor, 0) + nbytes
+        read[tensor] = read.get(tensor, 0) + _nbytes_read(piece)
     return {tensor for tensor, nbytes in read.items() if nbytes > layout.tensors[tensor].nbytes}
+
+
+def _nbytes_read(copy: StridedCopy) -> int:
+    """Bytes of the source; what is repeated counts once."""
+    moving = (count for count, src_stride, _ in copy.dims if src_stride)
+    return copy.run * copy.unit.src_bytes * math.prod(moving)
 
 
 def _rebased_step(step: TapeStep, tensors: _Tensors, placed: dict[int, int]) -> TapeStep:

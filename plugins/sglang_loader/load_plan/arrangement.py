@@ -39,6 +39,15 @@ class Read:
         """Bytes read, and bytes of the arranged buffer."""
         return self.run * math.prod(count for count, _ in self.dims)
 
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """Strides of `dims` in the arranged buffer, in bytes."""
+        steps, step = [], self.run
+        for count, _ in reversed(self.dims):
+            steps.append(step)
+            step *= count
+        return tuple(reversed(steps))
+
 
 @dataclass(frozen=True, slots=True)
 class Arrangement:

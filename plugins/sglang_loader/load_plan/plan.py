@@ -16,17 +16,19 @@ that the loader skipped).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from sglang_loader.load_plan.destinations import Destinations
 from sglang_loader.load_plan.geometry import StridedCopy
 from sglang_loader.load_plan.guard import Fingerprint
 from sglang_loader.load_plan.intervals import Interval
 from sglang_loader.load_plan.layout import BucketLayout
+from sglang_loader.load_plan.trace import Space, TensorRef
 
 LoadWeights: TypeAlias = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
 """A model's own `load_weights`: takes `(name, tensor)` pairs."""
@@ -55,6 +57,12 @@ class TapeStep:
     kwargs: Mapping[str, Any]
     outputs: tuple[int | None, ...]
     releases: tuple[int, ...]
+
+    def refs(self, space: Space) -> Iterator[TensorRef]:
+        """The tensors of one space among the arguments."""
+        for leaf in tree_leaves((self.args, dict(self.kwargs))):
+            if isinstance(leaf, TensorRef) and leaf.space is space:
+                yield leaf
 
 
 @dataclass(frozen=True, slots=True)

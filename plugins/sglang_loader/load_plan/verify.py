@@ -20,12 +20,11 @@ device in chunks; no host copy is made.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from sglang_loader.load_plan.arrangement import Arrangement
 from sglang_loader.load_plan.destinations import (
@@ -38,7 +37,7 @@ from sglang_loader.load_plan.executor import replay_once
 from sglang_loader.load_plan.intervals import subtract
 from sglang_loader.load_plan.layout import BucketLayout
 from sglang_loader.load_plan.plan import BucketPlan, LoadPlan, LoadWeights
-from sglang_loader.load_plan.trace import Space, TensorRef
+from sglang_loader.load_plan.trace import Space
 
 CHUNK_WORDS = 4 << 20
 POISON = 0xA5
@@ -180,25 +179,39 @@ def check_arranged(
 
 
 def gather(arrangement: Arrangement, layout: BucketLayout, buffer: torch.Tensor) -> torch.Tensor:
-    """The arranged buffer of a bucket, as slowly and as simply as it can be made."""
-    arranged = torch.zeros(arrangement.nbytes, dtype=torch.uint8, device=buffer.device)
+    """The arranged buffer of a packed bucket."""
+
+    def bytes_of(tensor: int) -> torch.Tensor:
+        entry = layout.tensors[tensor]
+        return buffer[entry.offset : entry.offset + entry.nbytes]
+
+    return gather_reads(arrangement, bytes_of, buffer.device)
+
+
+def gather_reads(
+    arrangement: Arrangement, bytes_of: Callable[[int], torch.Tensor], device: torch.device
+) -> torch.Tensor:
+    """An arranged buffer as slowly and as simply as it can be made; zero where nothing is read.
+
+    Args:
+        bytes_of: flat uint8 of a tensor, by its position in the layout.
+        device: of the buffer.
+    """
+    arranged = torch.zeros(arrangement.nbytes, dtype=torch.uint8, device=device)
     for read in arrangement.reads:
-        tensor = layout.tensors[read.tensor]
-        data = buffer[tensor.offset : tensor.offset + tensor.nbytes]
-        sizes = [*(count for count, _ in read.dims), read.run]
-        strides = [*(stride for _, stride in read.dims), 1]
-        found = data.as_strided(sizes, strides, data.storage_offset() + read.offset)
-        arranged[read.start : read.start + read.nbytes] = found.reshape(-1)
+        if read.nbytes:
+            data = bytes_of(read.tensor)
+            sizes = [*(count for count, _ in read.dims), read.run]
+            strides = [*(stride for _, stride in read.dims), 1]
+            found = data.as_strided(sizes, strides, int(data.storage_offset()) + read.offset)
+            arranged[read.start : read.start + read.nbytes].copy_(found.reshape(-1))
     return arranged
 
 
 def _storages_of(bucket: BucketPlan) -> list[int]:
     """Destination storages that the plan should write to, and those that it can."""
     found = {*bucket.written, *(copy.storage for copy in bucket.copies)}
-    for step in bucket.tape:
-        for leaf in tree_leaves((step.args, dict(step.kwargs))):
-            if isinstance(leaf, TensorRef) and leaf.space is Space.DESTINATION:
-                found.add(leaf.index)
+    found.update(ref.index for step in bucket.tape for ref in step.refs(Space.DESTINATION))
     return sorted(found)
 
 

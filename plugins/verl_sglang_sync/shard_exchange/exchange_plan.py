@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sglang_loader.load_plan.arrangement import Arrangement, Read
 from sglang_loader.load_plan.geometry import StridedCopy
@@ -96,23 +96,10 @@ def plan_bucket(
                 arriving[owner].append(part)
             elif owner == rank:
                 leaving[destination].append(part)
-    sends: list[Read] = []
-    send_nbytes: list[int] = []
-    for parts in leaving:
-        offset = sum(send_nbytes)
-        places, nbytes = _places(parts)
-        send_nbytes.append(nbytes)
-        sends += [
-            Read(p.read.tensor, p.read.offset, p.read.dims, p.read.run, offset + place)
-            for p, place in zip(parts, places, strict=True)
-        ]
-    landings: list[Read] = []
-    recv_nbytes: list[int] = []
-    for parts in arriving:
-        offset = sum(recv_nbytes)
-        places, nbytes = _places(parts)
-        recv_nbytes.append(nbytes)
-        landings += _landings(parts, places, offset)
+    sent, send_nbytes = _laid_out(leaving)
+    sends = [replace(part.read, start=place) for pairs in sent for part, place in pairs]
+    received, recv_nbytes = _laid_out(arriving)
+    landings = [landing for pairs in received for landing in _landings(pairs)]
     _check_filled_once(arrangements[rank], own, landings)
     return BucketExchange(
         tuple(own),
@@ -175,21 +162,31 @@ def _shard_read(copy: StridedCopy, parameter: int, held: Owners) -> ShardRead:
     return ShardRead(held.ranks[shard] if held.ranks else None, read, read.nbytes)
 
 
-def _places(parts: Sequence[ShardRead]) -> tuple[list[int], int]:
-    """Where the parts of one pair lie in its scratch, and its bytes; the same on both ends."""
-    places, at = [], 0
-    for part in parts:
-        at += (part.read.start - at) % ALIGNMENT_BYTES
-        places.append(at)
-        at += part.nbytes
-    return places, -(-at // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+def _laid_out(
+    by_rank: Sequence[Sequence[ShardRead]],
+) -> tuple[list[list[tuple[ShardRead, int]]], list[int]]:
+    """For each other rank its parts with their places in the scratch, and its bytes there.
+
+    Within the bytes of a pair of ranks it is the same on both ends.
+    """
+    placed: list[list[tuple[ShardRead, int]]] = []
+    sizes: list[int] = []
+    for parts in by_rank:
+        offset, at, pairs = sum(sizes), 0, []
+        for part in parts:
+            at += (part.read.start - at) % ALIGNMENT_BYTES
+            pairs.append((part, offset + at))
+            at += part.nbytes
+        placed.append(pairs)
+        sizes.append(-(-at // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
+    return placed, sizes
 
 
-def _landings(parts: Sequence[ShardRead], places: list[int], offset: int) -> list[Read]:
+def _landings(pairs: Sequence[tuple[ShardRead, int]]) -> list[Read]:
     """Received parts, those that continue each other as one."""
     landings: list[Read] = []
-    for part, place in zip(parts, places, strict=True):
-        scratch, start, nbytes = offset + place, part.read.start, part.nbytes
+    for part, scratch in pairs:
+        start, nbytes = part.read.start, part.nbytes
         last = landings[-1] if landings else None
         if (
             last is not None

@@ -249,10 +249,7 @@ class _Follower(TorchDispatchMode):
         out = func(*args, **kwargs)
         given = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         known = {tensor.untyped_storage()._cdata for tensor in given}
-        written = [
-            args[position] if position < len(args) else kwargs.get(name)
-            for position, name in read_traits(func).written
-        ]
+        written = read_traits(func).written_in(args, kwargs)
         made = [leaf.untyped_storage() for leaf in tree_iter(out) if isinstance(leaf, torch.Tensor)]
         made = [storage for storage in made if storage._cdata not in known]
         made += [x.untyped_storage() for x in tree_iter(written) if isinstance(x, torch.Tensor)]
