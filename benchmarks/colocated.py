@@ -4,15 +4,17 @@
     python benchmarks/colocated.py --models qwen3-30b-a3b --gpus 4 --tp 4      # see fsdp_sync
     python benchmarks/colocated.py --models tiny --device cpu
 
-This process stands for the trainer: it holds random weights of the model's shape on the engine's
-device. Each run goes through release, resume weights, sync, resume kv, as a training step does.
-Every arm has a server and a trainer process of its own.
+One process stands for the trainer: by default with an FSDP2 model of one rank on the engine's
+device, exported as verl does; the export is part of each sync. Each run goes through release,
+resume weights, sync, resume kv, as a training step does. Every arm has a server and a trainer
+process of its own.
 
 Arms: `native` is verl 0.9.1's own code with its own settings (host backup, named tensors, one
 request per bucket), `copy_limit` a copy of the same bytes within the device; the others are ours,
-with the host backup that their preset gets. `compiled` is the preset as it is; the trainer of these
-arms keeps its tensors, so the engine reads them in place. `compiled_flat` has them as views of one
-storage, `compiled_packed` packs them as a trainer must that gathers its shards.
+with the host backup that their preset gets. `compiled` is the preset as it is: the engine reads the
+trainer's parameters in place. `compiled_tensors` and `compiled_flat` do so with a list of tensors
+that does not say what it reads, and is gone through at every sync; the tensors are in storages of
+their own, or in one. `compiled_packed` packs, as a trainer must that gathers its shards.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -47,15 +49,15 @@ from benchmarks.colocated_arms import (  # noqa: E402
     seconds_of,
     synchronize,
 )
-from benchmarks.engine_server import engine_server  # noqa: E402
+from benchmarks.engine_server import engine_server, wait_until_healthy  # noqa: E402
 from benchmarks.fsdp_rank import GATHERED, LIMITS, PRESETS  # noqa: E402
 from benchmarks.fsdp_sync import measure_on_gpus  # noqa: E402
-from benchmarks.model_shapes import MODELS, tensor_shapes, write_config  # noqa: E402
+from benchmarks.model_shapes import MODELS, write_config  # noqa: E402
 from benchmarks.results_file import hardware, medians, print_table, write_results  # noqa: E402
+from benchmarks.trainers import Kind, NamedTensor, make_trainer, make_weights, size_of  # noqa: E402
 
 NUM_WARM_UPS = 4  # compiled: one records, one replays in place, one keeps what it maps, one more
 STAGES = ("release", "resume_weights", "sync", "resume_kv", "cycle")
-NamedTensors = list[tuple[str, torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -66,13 +68,13 @@ class Arm:
         mode: preset, None for verl's own code.
         host_backup: the engine saves all weights on release, as verl launches it; else
             `host_backup=auto`: only what the load plan does not rewrite.
-        flat: the trainer's tensors are views of one storage.
+        trainer: what is exported.
         settings: keys of the preset.
     """
 
     mode: str | None
     host_backup: bool = False
-    flat: bool = False
+    trainer: Kind = "fsdp2"
     settings: dict[str, Any] = field(default_factory=dict)
 
 
@@ -82,7 +84,8 @@ ARMS = {
     "bucketed": Arm("bucketed", host_backup=True),
     "flattened": Arm("flattened", host_backup=True),
     "compiled": Arm("compiled"),
-    "compiled_flat": Arm("compiled", flat=True),
+    "compiled_tensors": Arm("compiled", trainer="tensors"),
+    "compiled_flat": Arm("compiled", trainer="flat"),
     "compiled_packed": Arm("compiled", settings={**PACKED, "keep_staging_buffers": True}),
     "compiled_packed_freed": Arm("compiled", settings=PACKED),
 }
@@ -119,7 +122,7 @@ class NativeSync:
     async def resume(self, tag: str) -> None:
         await self._engine.resume_memory_occupation(tags=[tag])
 
-    async def sync(self, weights: NamedTensors) -> dict[str, Any]:
+    async def sync(self, weights: Iterable[NamedTensor]) -> dict[str, Any]:
         await native_sync(self._engine, self._mesh, weights)
         return {}
 
@@ -153,7 +156,7 @@ class OurSync:
     async def resume(self, tag: str) -> None:
         await self._manager.resume((tag,))
 
-    async def sync(self, weights: NamedTensors) -> dict[str, Any]:
+    async def sync(self, weights: Iterable[NamedTensor]) -> dict[str, Any]:
         await self._manager.sync(weights, version="0")
         report = self._manager.report
         seconds = {f"sync_{stage}": spent for stage, spent in seconds_of(report).items()}
@@ -161,23 +164,6 @@ class OurSync:
             for tag, cost in costs.items():
                 seconds[f"engine_{stage}_{tag}"] = max(cost["seconds"])
         return {"seconds": seconds, "counts": counts_of(report)}
-
-
-def make_weights(model: str, device: torch.device, *, flat: bool) -> NamedTensors:
-    """Random weights of a model's shape, each in its own storage or all in one."""
-    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    shapes = list(tensor_shapes(MODELS[model]))
-    if not flat:
-        return [(name, _random(shape, dtype, device)) for name, shape in shapes]
-    total = sum(torch.Size(shape).numel() for _, shape in shapes)
-    arena = _random((total,), dtype, device)
-    parts = arena.split([torch.Size(shape).numel() for _, shape in shapes])
-    return [(name, part.view(shape)) for (name, shape), part in zip(shapes, parts, strict=True)]
-
-
-def _random(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    tensor = torch.empty(shape, dtype=dtype, device=device).normal_(std=0.02)
-    return tensor.share_memory_() if device.type == "cpu" else tensor
 
 
 @contextmanager
@@ -195,7 +181,7 @@ def run_arm(
 ) -> dict[str, Any]:
     """Warm up, measure the cycles, and make the row."""
     arm = ARMS[name]
-    weights = make_weights(model, device, flat=arm.flat)
+    weights = make_trainer(arm.trainer, model, device)
     sync = NativeSync(url, config) if arm.mode is None else OurSync(url, arm, device)
     measured: list[dict[str, float]] = []
     notes: dict[str, Any] = {}
@@ -225,13 +211,14 @@ def run_arm(
     allocated = 0
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-        allocated = sum(t.nbytes for _, t in weights)
+        _, allocated = size_of(model, device)
     host_bytes = 0
     for _ in range(runs.num):
         measured.append(asyncio.run(cycle(stages=True)))
     peak = torch.cuda.max_memory_allocated(device) - allocated if device.type == "cuda" else 0
-    row = row_of(name, model, weights, measured)
+    row = row_of(name, model, device, measured)
     row.update(
+        trainer=arm.trainer,
         host_backup=arm.host_backup,
         asleep_s=runs.asleep_s,
         host_bytes=host_bytes,
@@ -242,14 +229,15 @@ def run_arm(
 
 
 def row_of(
-    name: str, model: str, weights: NamedTensors, measured: list[dict[str, float]]
+    name: str, model: str, device: torch.device, measured: list[dict[str, float]]
 ) -> dict[str, Any]:
     """The part of a row that all arms have."""
+    num_tensors, num_bytes = size_of(model, device)
     return {
         "arm": name,
         "model": model,
-        "num_tensors": len(weights),
-        "bytes": sum(tensor.nbytes for _, tensor in weights),
+        "num_tensors": num_tensors,
+        "bytes": num_bytes,
         "gpus": 1,
         "tp": 1,
         "runs": len(measured),
@@ -271,7 +259,7 @@ def copy_limit(model: str, device: torch.device, runs: int) -> dict[str, Any]:
         with timed(times, "sync", device):
             torch._foreach_copy_(targets, sources)
         measured.append(times)
-    return row_of(COPY_LIMIT, model, weights, measured[1:])
+    return row_of(COPY_LIMIT, model, device, measured[1:])
 
 
 def measure(
@@ -297,14 +285,18 @@ def measure_arm(
     if name == COPY_LIMIT:
         return copy_limit(model, device, runs.num)
     arm = ARMS[name]
-    config = write_config(folder / model, model)
+    config, log = write_config(folder / model, model), folder / f"server-{model}-{name}.log"
     with engine_server(
         config,
         device=device.type,
         host_backup="on" if arm.host_backup else "auto",
         is_moe="num_experts" in MODELS[model],
-        log=folder / f"server-{model}-{name}.log",
+        log=log,
+        wait=False,
     ) as url:
+        import verl.workers.engine  # noqa: F401  (slow, and the server starts meanwhile)
+
+        wait_until_healthy(url, log)
         return run_arm(name, url, config, model, device, runs)
 
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 from benchmarks.colocated_arms import (
     BUCKET_BYTES,
@@ -22,57 +20,13 @@ from benchmarks.colocated_arms import (
     seconds_of,
     synchronize,
 )
-from benchmarks.model_shapes import MODELS
+from benchmarks.trainers import NamedTensor, ShardedModel
 from support.trainer import TrainerRank
-from verl_sglang_sync.reexport import Reexport
 
 NUM_WARM_UPS = 5  # a plan, an arrangement, an exchange: each is learned and proven in a sync
 PRESETS = ("bucketed", "flattened", "compiled")
 GATHERED = "compiled_gathered"
 LIMITS = ("export_only", "all_gather_limit", "all_to_all_limit")
-NamedTensor = tuple[str, torch.Tensor]
-
-
-class ShardedModel:
-    """A Hugging Face model with random weights, sharded over all ranks by FSDP2."""
-
-    def __init__(self, model: str, device: torch.device) -> None:
-        from transformers import AutoConfig, AutoModelForCausalLM
-
-        config = AutoConfig.for_model(**MODELS[model])
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        with torch.device("meta"):
-            module = AutoModelForCausalLM.from_config(config, dtype=dtype)
-        for layer in module.model.layers:
-            fully_shard(layer)
-        self._module = fully_shard(module)
-        self._module.to_empty(device=device)
-        for parameter in self._module.parameters():
-            parameter.detach().to_local().normal_(std=0.02)
-        self._model_type = config.model_type
-        self._device = device
-
-    def state(self) -> dict[str, Any]:
-        """What `export` reads."""
-        state: dict[str, Any] = self._module.state_dict(keep_vars=True)
-        return state
-
-    def export(self) -> Iterator[NamedTensor]:
-        """What verl 0.9.1's FSDP engine exports: `get_per_tensor_param`."""
-        from verl.utils.model import convert_weight_keys
-        from verl.workers.engine.fsdp.utils import unfuse_moe_params
-
-        parameters = convert_weight_keys(self._module.state_dict(), self._module)
-        full = (
-            (name, p.full_tensor() if isinstance(p, DTensor) else p)
-            for name, p in parameters.items()
-        )
-        exported: Iterator[NamedTensor] = unfuse_moe_params(full, self._model_type)
-        return exported
-
-    def local_bytes(self) -> int:
-        """Bytes of this rank's shards."""
-        return sum(p.detach().to_local().nbytes for p in self._module.parameters())
 
 
 def measure_rank(
@@ -131,7 +85,7 @@ def _ours(
     manager = rank.manager(mode, bucket_bytes=BUCKET_BYTES, timeout_s=600, **settings)
 
     def run() -> dict[str, Any]:
-        asyncio.run(manager.sync(Reexport(sharded.export, sources=sharded.state), version="0"))
+        asyncio.run(manager.sync(sharded.reexport(), version="0"))
         report = manager.report
         asyncio.run(manager.resume(("kv_cache",)))  # resident already: closes the report
         return {
@@ -155,7 +109,7 @@ def _native(rank: TrainerRank, sharded: ShardedModel, config: str) -> Callable[[
     return run
 
 
-def _drain(export: Iterator[NamedTensor]) -> dict[str, Any]:
+def _drain(export: Iterable[NamedTensor]) -> dict[str, Any]:
     num_tensors = num_bytes = 0
     for _, tensor in export:
         num_tensors += 1

@@ -18,15 +18,16 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(path) for path in (ROOT, ROOT / "plugins")]
 
 import psutil  # noqa: E402
 import torch  # noqa: E402
 
-from benchmarks.colocated import ARMS, OurSync, make_weights, prepare  # noqa: E402
+from benchmarks.colocated import ARMS, OurSync, prepare  # noqa: E402
 from benchmarks.engine_server import engine_server  # noqa: E402
 from benchmarks.model_shapes import MODELS, write_config  # noqa: E402
 from benchmarks.results_file import hardware, write_results  # noqa: E402
+from benchmarks.trainers import make_trainer, size_of  # noqa: E402
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -54,7 +55,8 @@ def run(model: str, arm: str, syncs: int, device: torch.device, folder: Path) ->
     config = write_config(folder / model, model)
     is_moe = "num_experts" in MODELS[model]
     log = folder / f"server-{model}-{arm}.log"
-    weights = make_weights(model, device, flat=ARMS[arm].flat)
+    weights = make_trainer(ARMS[arm].trainer, model, device)
+    num_tensors, num_bytes = size_of(model, device)
 
     async def cycle(sync: OurSync) -> None:
         await sync.release()
@@ -75,8 +77,8 @@ def run(model: str, arm: str, syncs: int, device: torch.device, folder: Path) ->
     return {
         "arm": arm,
         "model": model,
-        "num_tensors": len(weights),
-        "bytes": sum(tensor.nbytes for _, tensor in weights),
+        "num_tensors": num_tensors,
+        "bytes": num_bytes,
         "gpus": 1 if device.type == "cuda" else 0,
         "tp": 1,
         "runs": syncs,

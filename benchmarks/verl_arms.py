@@ -223,7 +223,7 @@ def _trainer_class() -> type[Any]:
         def __init__(self, gpu: int, model: str, device: str) -> None:
             super().__init__()
             import verl_sglang_sync.verl_plugin  # noqa: F401
-            from benchmarks.colocated import make_weights
+            from benchmarks.trainers import make_weights
 
             _expect_gpu(gpu)
             self._device = device

@@ -32,6 +32,7 @@ class SyncReport:
         num_eager: buckets that it loaded by its own loader in mode "compiled".
         eager_reason: why those were not replayed.
         num_in_place: buckets that the engine read from the trainer's own memory.
+        num_unexported: those of them that needed no export: the parameters were where they were.
         num_arranged: buckets that held only what this engine rank reads, as its plan has it.
         num_exchanged: buckets that were filled from the ranks' shards, without the full export.
         stages: what the engine did in "release", "resume_weights" and "resume_kv_cache", by tag:
@@ -58,6 +59,7 @@ class SyncReport:
     num_eager: int = 0
     eager_reason: str | None = None
     num_in_place: int = 0
+    num_unexported: int = 0
     num_arranged: int = 0
     num_exchanged: int = 0
     stages: dict[str, StageCosts] = field(default_factory=dict)

@@ -23,7 +23,7 @@ from verl_sglang_sync.bucket_stream import Batch, BucketStream
 from verl_sglang_sync.config import WeightSyncConfig
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.session_staging import StagingRing
-from verl_sglang_sync.source import InPlaceSource, LocatedBucket, SourceWatch
+from verl_sglang_sync.source import Holders, InPlaceSource, LocatedBucket, SourceWatch
 from verl_sglang_sync.weight_sync import Export
 
 logger = logging.getLogger(__name__)
@@ -36,6 +36,7 @@ class ReadyBucket:
     Attributes:
         batch: with its tensors where they are read in place, or may have to be packed again.
         located: where they lie.
+        holders: who holds that memory, where it is not the batch's own tensors.
         storage: the staging buffer; None where the tensors are read in place.
         arranged: digest of the arrangements by which it is packed; "": it is whole.
         nbytes: of the arranged buffer; 0 where the bucket is whole.
@@ -43,6 +44,7 @@ class ReadyBucket:
 
     batch: Batch
     located: LocatedBucket | None = None
+    holders: Holders | None = None
     storage: torch.UntypedStorage | None = None
     arranged: str = ""
     nbytes: int = 0
@@ -74,9 +76,9 @@ class BucketMaker:
         self._in_place: InPlaceSource | None = None
 
     @property
-    def reads_in_place(self) -> bool:
-        """True if buckets are expected where they lie."""
-        return self._in_place is not None
+    def in_place(self) -> InPlaceSource | None:
+        """Where buckets are expected to lie; None if they are packed."""
+        return self._in_place
 
     def exported(
         self, source: Export, report: SyncReport, turn: ArrangedTurn, *, announced: bool
@@ -90,7 +92,7 @@ class BucketMaker:
         for batch in self.stream.batches(source, report, announced=announced):
             located = None if self._in_place is None else self._in_place.locate(batch)
             if located is not None:
-                self._wait_for_export()
+                wait_for_export(self._device)
                 report.num_in_place += 1
                 # The engine reads the tensors themselves: they must live until it is done.
                 yield ReadyBucket(batch, located)
@@ -150,10 +152,11 @@ class BucketMaker:
             batch = replace(batch, tensors=[])
         return ReadyBucket(batch, storage=storage, arranged=turn.digest, nbytes=arrangement.nbytes)
 
-    def _wait_for_export(self) -> None:
-        """The tensors may still be being written, by work that is ordered before this stream."""
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+
+def wait_for_export(device: torch.device) -> None:
+    """What is read in place may still be written, by work that is ordered before this stream."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
 
 
 def emptied(buckets: deque[ReadyBucket]) -> Iterator[ReadyBucket]:

@@ -6,7 +6,8 @@ replica is done. A rank that fails in between goes on exporting (the export's co
 it), then all leave together with the same `WeightSyncError`.
 
 A bucket is read where it lies, or is packed: arranged (see `arranged_sending`) or whole; or the
-ranks fill it from their shards, without an export (see `session_exchange`).
+ranks fill it from their shards, without an export (see `session_exchange`). Where all buckets are
+read in place, the export is left out, too (see `session_in_place`).
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from verl_sglang_sync.packing import NamedTensor
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.session_buckets import BucketMaker, ReadyBucket, emptied
 from verl_sglang_sync.session_exchange import ExchangedBuckets, SessionExchange
+from verl_sglang_sync.session_in_place import UnexportedBuckets, UnexportedSource
 from verl_sglang_sync.session_ranks import OpeningRequest, RanksInStep
 from verl_sglang_sync.shard_exchange import Turn
 from verl_sglang_sync.trainer_session import SocketFolder, TrainerSession
@@ -73,6 +75,9 @@ class SessionTransport:
         self._wants_arrangements = settings.plan_ordered
         self._arrangements: KnownArrangements | None = None
         self._exchange = SessionExchange(settings, group, device)
+        self._unexported = UnexportedSource(
+            group, device, recheck_every_n_syncs=settings.recheck_every_n_syncs
+        )
 
     async def sync(
         self, weights: Iterable[NamedTensor], *, version: str | None, report: SyncReport
@@ -91,10 +96,16 @@ class SessionTransport:
             with report.stage("open"):
                 self._open(session, request, ranks)
             turn = ArrangedTurn(self._arrangements)
-            source: Export | ExchangedBuckets | None = None
+            source: Export | ExchangedBuckets | UnexportedBuckets | None = None
             ahead: deque[ReadyBucket] = deque()
             if shards is not Turn.EXCHANGE:
-                source, buckets = self._exported(weights, report, turn, announced)
+                with report.stage("export"):
+                    is_unexported = self._unexported.ready(weights, self._maker.stream.cuts)
+                if is_unexported:
+                    source = self._unexported.buckets(report)
+                    buckets = iter(source)
+                else:
+                    source, buckets = self._exported(weights, report, turn, announced)
                 ahead = (
                     ranks.attempt(lambda: self._maker.ahead(buckets, _joined(session).has_arrived))
                     or ahead
@@ -126,6 +137,7 @@ class SessionTransport:
             ranks.agree()  # also after a failure: nobody leaves while an engine is still busy
         if ranks.error is not None:
             self._gate.forget()
+            self._unexported.forget()
             self._arrangements = None  # the next sync is whole
             raise WeightSyncError(ranks.error)
         if is_last_resort and isinstance(source, Export):
@@ -133,10 +145,20 @@ class SessionTransport:
             answer = await ask_engine(self._engine, announcement)
             self._gate.settle(announcement, *answer, is_sent=True)
         self._gate.confirm()
-        if shards is not Turn.EXCHANGE and self._exchange.can_learn(weights):
-            known = None if self._maker.reads_in_place else self._arrangements
+        self._learn_to_leave_out(weights, shards, report)
+
+    def _learn_to_leave_out(
+        self, weights: Iterable[NamedTensor], shards: Turn, report: SyncReport
+    ) -> None:
+        """After a good sync: can the next ones do without the export?"""
+        maker = self._maker
+        if self._unexported.can_learn(weights):
             with report.stage("learn"):
-                self._exchange.learn(weights, self._maker.stream, known, shards)
+                self._unexported.learn(weights, maker.in_place, maker.stream.cuts)
+        if shards is not Turn.EXCHANGE and self._exchange.can_learn(weights):
+            known = None if maker.in_place is not None else self._arrangements
+            with report.stage("learn"):
+                self._exchange.learn(weights, maker.stream, known, shards)
 
     def _new_session(self) -> TrainerSession:
         return TrainerSession(
@@ -246,7 +268,7 @@ class SessionTransport:
             nbytes = bucket.nbytes or bucket.batch.bucket.layout.nbytes
             return [BucketPiece(slot, 0, 0, nbytes)]
         assert bucket.located is not None, "a bucket is packed or in place"
-        return session.map_located(bucket.located, bucket.batch.tensors)
+        return session.map_located(bucket.located, bucket.holders or bucket.batch.tensors)
 
     def _commit(self, session: TrainerSession, report: SyncReport, ranks: RanksInStep) -> None:
         with report.stage("commit"):
@@ -282,6 +304,7 @@ class SessionTransport:
 
     def _rest(self) -> None:
         self._exchange.free()
+        self._unexported.rest()
         if not self._settings.keep_staging_buffers:
             self._maker.ring.free()
         if self._device.type == "cuda":

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -25,6 +26,12 @@ from verl_sglang_sync.memory_blocks import Block, BlockNames, BlockTable
 
 MAX_BLOCKS = 8192
 """More blocks than this are not mapped: each costs the engine a mapping and a file descriptor."""
+
+
+class Holders(Protocol):
+    """By position in a bucket: the tensor, or another in the same storage; alive."""
+
+    def __getitem__(self, position: int, /) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +57,13 @@ class LocatedBucket:
     """Where the bytes of one bucket are, and how messages say so: as a rule like the sync before.
 
     Attributes:
-        spans: all of them.
+        addresses: of its tensors, in the order of the bucket.
+        spans: all of its bytes.
         blocks: in which they lie, each once, with the `Span.member` that shows it.
     """
 
-    def __init__(self, spans: Sequence[Span]) -> None:
+    def __init__(self, addresses: Sequence[int], spans: Sequence[Span]) -> None:
+        self.addresses = list(addresses)
         self.spans = tuple(spans)
         members: dict[Block, int] = {}
         for span in spans:
@@ -65,7 +74,7 @@ class LocatedBucket:
         self._slots: list[int] | None = None
         self._pieces: list[BucketPiece] = []
 
-    def names(self, tensors: Sequence[torch.Tensor], names: BlockNames) -> list[str]:
+    def names(self, holders: Holders, names: BlockNames) -> list[str]:
         """Names of `blocks`.
 
         They stay: a name is good while its block is, and that is while any storage in it lives;
@@ -73,7 +82,7 @@ class LocatedBucket:
         """
         if not self._names:
             self._names = [
-                names.name_of(block, tensors[member].untyped_storage())
+                names.name_of(block, holders[member].untyped_storage())
                 for block, member in self.blocks
             ]
         return self._names
@@ -94,15 +103,14 @@ class _Known:
 
     def __init__(self, bucket: Bucket, seen: Sequence[_Seen], spans: Sequence[Span]) -> None:
         self.digest = bucket.digest
-        self.located = LocatedBucket(spans)
-        self._pointers = [tensor.pointer for tensor in seen]
+        self.located = LocatedBucket([tensor.pointer for tensor in seen], spans)
         self._refs = [tensor.ref for tensor in seen]
         self._weak = [ref.cdata for ref in self._refs]
 
     def holds(self, tensors: Sequence[torch.Tensor]) -> bool:
         # By `map`, and past the Python of `StorageWeakRef.expired`: 18,867 tensors in 6 ms, not 16.
         return (
-            list(map(torch.Tensor.data_ptr, tensors)) == self._pointers
+            list(map(torch.Tensor.data_ptr, tensors)) == self.located.addresses
             and all(map(torch.Tensor.is_contiguous, tensors))
             # Else it is other memory, by chance at the same place.
             and not any(map(torch.UntypedStorage._expired, self._weak))
@@ -119,6 +127,11 @@ class InPlaceSource:
     def indices(self) -> frozenset[int]:
         """Buckets that are expected in place."""
         return frozenset(self._known)
+
+    def located(self, index: int) -> LocatedBucket | None:
+        """Where a bucket was when this was made; None if it was not in place."""
+        known = self._known.get(index)
+        return None if known is None else known.located
 
     def locate(self, batch: Batch) -> LocatedBucket | None:
         """Where the bucket's bytes are; None if its tensors are not where they were."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import secrets
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,7 @@ from sglang_loader.shared_buffer import BufferHandle
 from verl_sglang_sync.bucket_stream import Bucket
 from verl_sglang_sync.config import WeightSyncConfig
 from verl_sglang_sync.memory_blocks import Block, BlockNames, share_block
-from verl_sglang_sync.source import LocatedBucket
+from verl_sglang_sync.source import Holders, LocatedBucket
 
 Message = TypeVar("Message", bound=wire.FromEngine)
 
@@ -149,25 +149,23 @@ class TrainerSession:
             self._announce(name, lambda: share_block(block, storage), keep=keep)
         return self._slots[name]
 
-    def map_located(
-        self, located: LocatedBucket, tensors: Sequence[torch.Tensor]
-    ) -> list[wire.BucketPiece]:
+    def map_located(self, located: LocatedBucket, holders: Holders) -> list[wire.BucketPiece]:
         """Have the engine map the trainer's own memory with the next bucket; where that is in it.
 
         The memory stays mapped after the session if the session before this one used it, too.
 
         Args:
             located: a bucket that is read in place.
-            tensors: its tensors, alive.
+            holders: its tensors, or who else has their storages; at least for every block.
 
         Raises:
             ValueError: the memory cannot be shared.
         """
-        names, slots = located.names(tensors, self._names), self._slots
+        names, slots = located.names(holders, self._names), self._slots
         for i, name in enumerate(names):
             if name not in slots:
                 block, member = located.blocks[i]
-                storage = tensors[member].untyped_storage()
+                storage = holders[member].untyped_storage()
                 keep = name in self._used_before
                 self._announce(name, partial(share_block, block, storage), keep=keep)
                 self._read_in_place.add(name)

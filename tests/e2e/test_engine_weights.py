@@ -226,6 +226,26 @@ def test_weights_in_one_storage_are_read_in_place(case: Case) -> None:
         assert reports[-1]["staging_bytes"] == 0
 
 
+def test_weights_in_place_need_no_export(case: Case) -> None:
+    """Once traced, on all ranks, and wherever the trainer has written other values since."""
+    for outcome in case.outcomes:
+        syncs = outcome.result["syncs"]
+        eager = [hashes for hashes, _ in syncs["eager"]]
+        for rows, left_out in zip(
+            syncs["unexported"],
+            ([False, True, True, True], [False, True, False, True]),  # a check needs the export
+            strict=True,
+        ):
+            assert [hashes for hashes, _ in rows] == eager
+            reports = [report for _, report in rows]
+            assert [report["num_unexported"] > 0 for report in reports] == left_out
+            for report in reports[1:]:
+                assert report["num_in_place"] == report["num_buckets"]
+                assert report["num_unexported"] in (0, report["num_buckets"])
+                assert report["num_tensors"] == reports[0]["num_tensors"]
+                assert report["payload_bytes"] == reports[0]["payload_bytes"]
+
+
 def test_the_engine_survives_trainers_that_die_mid_session(case: Case) -> None:
     outcomes = case.run(die_mid_session, str(case.folder / "model"))
     assert all(outcome.error is not None for outcome in outcomes)

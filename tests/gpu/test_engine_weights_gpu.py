@@ -65,4 +65,7 @@ def test_sync_is_bit_exact_on_the_gpu(architecture: str, tp: int, tmp_path: Path
             assert sharded[-1][1]["num_exchanged"] == sharded[-1][1]["num_buckets"]
         for in_place in syncs["in_place"]:
             assert in_place[-1][1]["num_in_place"] == in_place[-1][1]["num_buckets"]
+        for unexported in syncs["unexported"]:
+            assert [hashes for hashes, _ in unexported] == eager
+            assert unexported[-1][1]["num_unexported"] == unexported[-1][1]["num_buckets"]
         assert server.process.poll() is None

@@ -83,6 +83,7 @@ COMPILED_SETTINGS = (
 )
 
 
+UNEXPORTED_SETTINGS: tuple[dict[str, Any], ...] = ({}, {"recheck_every_n_syncs": 2})
 SHARDED_SETTINGS = ({"keep_staging_buffers": True}, {"recheck_every_n_syncs": 2})
 
 
@@ -101,7 +102,7 @@ def _syncs_in_a_row(rank: TrainerRank, model: Path, folder: Path) -> dict[str, A
                 weights = arena
             if export is not None:
                 for name, tensor in weights:
-                    write_shard(export.sources()[name], tensor)
+                    write_values(export.sources()[name], tensor)
                 weights = export
             asyncio.run(manager.release())
             asyncio.run(manager.resume(("weights",)))
@@ -125,6 +126,10 @@ def _syncs_in_a_row(rank: TrainerRank, model: Path, folder: Path) -> dict[str, A
                 (in_storages_of_their_own, {}),
             )
         ],
+        "unexported": [
+            run("compiled", export=kept_export(weights_of(model, rank.device)), **settings)
+            for settings in UNEXPORTED_SETTINGS
+        ],
     }
 
 
@@ -143,8 +148,19 @@ def sharded_export(weights: NamedTensors) -> Any:
     )
 
 
-def write_shard(shard: Any, tensor: torch.Tensor) -> None:
+def kept_export(weights: NamedTensors) -> Any:
+    """Full tensors that the trainer keeps, exported as they are."""
+    from verl_sglang_sync.reexport import Reexport
+
+    state = dict(in_storages_of_their_own(weights))
+    return Reexport(lambda: iter(state.items()), sources=lambda: state)
+
+
+def write_values(shard: Any, tensor: torch.Tensor) -> None:
     """Other values, in place, as an optimizer does."""
+    if not hasattr(shard, "device_mesh"):
+        shard.copy_(tensor)
+        return
     rows = tensor.chunk(shard.device_mesh.size())
     rank = shard.device_mesh.get_local_rank()
     if rank < len(rows):

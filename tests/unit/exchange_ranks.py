@@ -377,7 +377,7 @@ def unsupported_parameters():
     """Parameters whose bytes are not in rows on one line of ranks; by what is wrong with them."""
     from torch.distributed.tensor import Shard
 
-    from verl_sglang_sync.shard_exchange.export_trace import NotTraceable, trace_export
+    from verl_sglang_sync.traced_export.export_trace import NotTraceable, trace_export
 
     world_size = dist.get_world_size()
     line = init_device_mesh("cpu", (world_size,))
@@ -411,7 +411,7 @@ def unsupported_parameters():
 
 def views_and_copies():
     """Slices, transposes and copies of copies: each is found, or refused."""
-    from verl_sglang_sync.shard_exchange.export_trace import NotTraceable, trace_export
+    from verl_sglang_sync.traced_export.export_trace import NotTraceable, trace_export
 
     world_size = dist.get_world_size()
     full = torch.arange(6 * 4 * 8, dtype=torch.float32).view(6, 4, 8)

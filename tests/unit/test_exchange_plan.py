@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from sglang_loader.load_plan.arrangement import Arrangement, Read
 from sglang_loader.load_plan.geometry import Region
 from verl_sglang_sync.shard_exchange.exchange_plan import plan_bucket
-from verl_sglang_sync.shard_exchange.origins import ByteMap, Origin, compose
-from verl_sglang_sync.shard_exchange.owners import everyone, shards_of_rows
+from verl_sglang_sync.traced_export.origins import ByteMap, Origin, compose
+from verl_sglang_sync.traced_export.owners import everyone, shards_of_rows
 
 
 def indices(offset, dims, run):

@@ -228,6 +228,7 @@ def test_a_report_line_per_wake_up(tmp_path, free_cache_engine):
             "num_eager": 0,
             "eager_reason": None,
             "num_in_place": 0,
+            "num_unexported": 0,
             "num_arranged": 0,
             "num_exchanged": 0,
             "engine_seconds": {},

@@ -21,8 +21,8 @@ from sglang_loader.load_plan.arrangement import Arrangement, Read
 from sglang_loader.load_plan.geometry import StridedCopy
 from sglang_loader.load_plan.layout import BucketLayout
 from sglang_loader.load_plan.source import split_copy
-from verl_sglang_sync.shard_exchange.origins import Origin, compose
-from verl_sglang_sync.shard_exchange.owners import Owners
+from verl_sglang_sync.traced_export.origins import Origin, compose
+from verl_sglang_sync.traced_export.owners import Owners
 
 ALIGNMENT_BYTES = 8
 """A part lies in the scratch as it does in the arranged buffer, modulo this: one word size."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import traceback
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
@@ -31,15 +31,19 @@ from sglang_loader.load_plan.layout import BucketLayout
 from verl_sglang_sync.collective import RoundState, TrainerGroup
 from verl_sglang_sync.shard_exchange.exchange import Exchange
 from verl_sglang_sync.shard_exchange.exchange_plan import plan_bucket
-from verl_sglang_sync.shard_exchange.export_trace import (
+from verl_sglang_sync.shard_exchange.self_check import first_difference, gather_arranged
+from verl_sglang_sync.traced_export.export_trace import (
     NamedTensor,
     NotTraceable,
-    Sources,
     TracedExport,
     trace_export,
 )
-from verl_sglang_sync.shard_exchange.self_check import first_difference, gather_arranged
-from verl_sglang_sync.shard_exchange.shard_marks import Mark, memory_of
+from verl_sglang_sync.traced_export.known_sources import (
+    KnownSources,
+    Sources,
+    SourcesChanged,
+    memory_of,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -220,7 +224,7 @@ class ShardExchange:
         reason = None
         try:
             if tuple(layouts) != self._prepared.layouts:
-                raise ValueError("the export is cut into other buckets")
+                raise SourcesChanged("the export is cut into other buckets")
             self._shards = self._prepared.shards(_sources_of(export))
             self._prepared.exchange.reserve()
         except Exception as error:
@@ -257,7 +261,7 @@ class ShardExchange:
             arrangements=tuple(arrangements[rank]),
             layouts=tuple(layouts),
             names=tuple(names),
-            marks={name: Mark.of(tensor) for name, tensor in sources().items()},
+            sources=KnownSources(sources()),
         )
         return prepared, _signature(traced, arrangements)
 
@@ -296,27 +300,23 @@ class _Prepared:
         arrangements: this rank's, by bucket.
         layouts: by bucket.
         names: among the sources, by parameter.
-        marks: of all sources, by name.
+        sources: all of them.
     """
 
     exchange: Exchange
     arrangements: tuple[Arrangement, ...]
     layouts: tuple[BucketLayout, ...]
     names: tuple[str, ...]
-    marks: Mapping[str, Mark]
+    sources: KnownSources
 
     def shards(self, sources: Sources) -> list[torch.Tensor]:
         """The flat bytes of this rank's shards, by parameter.
 
         Raises:
-            ValueError: a source is not what or where it was.
+            SourcesChanged: a source is not what or where it was.
         """
         now = sources()
-        if now.keys() != self.marks.keys():
-            raise ValueError(f"the trainer's tensors changed: {len(now)}, {len(self.marks)} before")
-        for name, tensor in now.items():
-            if not self.marks[name].fits(tensor):
-                raise ValueError(f"{name} is not where or what it was when the export was traced")
+        self.sources.check(now)
         return [memory_of(now[name]) for name in self.names]
 
 

@@ -13,7 +13,7 @@ vouches for that by naming its sources.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -26,12 +26,11 @@ from torch.utils._pytree import tree_iter, tree_map_only
 
 from sglang_loader.load_plan.geometry import Region
 from sglang_loader.load_plan.trace import read_traits
-from verl_sglang_sync.shard_exchange.origins import ByteMap, Origin, compose
-from verl_sglang_sync.shard_exchange.owners import NotOwned, Owners, everyone, owners_of
+from verl_sglang_sync.traced_export.known_sources import Sources
+from verl_sglang_sync.traced_export.origins import ByteMap, Origin, compose
+from verl_sglang_sync.traced_export.owners import NotOwned, Owners, everyone, owners_of
 
 NamedTensor = tuple[str, torch.Tensor]
-Sources = Callable[[], Mapping[str, torch.Tensor]]
-"""The tensors that an export reads, by name, as they are now: parameters, sharded or not."""
 
 _COLLECTIVES = frozenset(
     ("c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "symm_mem")

@@ -1,0 +1,101 @@
+"""What stands for the trainer: an FSDP2 model exported as verl does, or tensors alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal
+
+import torch
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from benchmarks.model_shapes import MODELS, tensor_shapes
+from verl_sglang_sync.reexport import Reexport
+
+NamedTensor = tuple[str, torch.Tensor]
+NamedTensors = list[NamedTensor]
+Kind = Literal["fsdp2", "tensors", "flat"]
+
+
+class ShardedModel:
+    """A Hugging Face model with random weights, sharded over all ranks by FSDP2."""
+
+    def __init__(self, model: str, device: torch.device) -> None:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        config = AutoConfig.for_model(**MODELS[model])
+        with torch.device("meta"):
+            module = AutoModelForCausalLM.from_config(config, dtype=dtype_on(device))
+        for layer in module.model.layers:
+            fully_shard(layer)
+        self._module = fully_shard(module)
+        self._module.to_empty(device=device)
+        for parameter in self._module.parameters():
+            _filled(parameter.detach().to_local())
+        self._model_type = config.model_type
+        self._device = device
+
+    def reexport(self) -> Reexport:
+        """As verl hands it to a rollout, with the presets' wrapper around it."""
+        return Reexport(self.export, sources=self.state)
+
+    def state(self) -> dict[str, Any]:
+        """What `export` reads."""
+        state: dict[str, Any] = self._module.state_dict(keep_vars=True)
+        return state
+
+    def export(self) -> Iterator[NamedTensor]:
+        """What verl 0.9.1's FSDP engine exports: `get_per_tensor_param`."""
+        from verl.utils.model import convert_weight_keys
+        from verl.workers.engine.fsdp.utils import unfuse_moe_params
+
+        parameters = convert_weight_keys(self._module.state_dict(), self._module)
+        full = (
+            (name, p.full_tensor() if isinstance(p, DTensor) else p)
+            for name, p in parameters.items()
+        )
+        exported: Iterator[NamedTensor] = unfuse_moe_params(full, self._model_type)
+        return exported
+
+    def local_bytes(self) -> int:
+        """Bytes of this rank's shards."""
+        return sum(p.detach().to_local().nbytes for p in self._module.parameters())
+
+
+def make_trainer(kind: Kind, model: str, device: torch.device) -> Iterable[NamedTensor]:
+    """An export that can be started again: of an FSDP2 model, or of `make_weights`."""
+    if kind == "fsdp2":
+        return ShardedModel(model, device).reexport()
+    return make_weights(model, device, flat=kind == "flat")
+
+
+def make_weights(model: str, device: torch.device, *, flat: bool) -> NamedTensors:
+    """Random weights of a model's shape, each in its own storage or all in one."""
+    dtype, shapes = dtype_on(device), list(tensor_shapes(MODELS[model]))
+    if not flat:
+        return [(name, _random(shape, dtype, device)) for name, shape in shapes]
+    total = sum(torch.Size(shape).numel() for _, shape in shapes)
+    arena = _random((total,), dtype, device)
+    parts = arena.split([torch.Size(shape).numel() for _, shape in shapes])
+    return [(name, part.view(shape)) for (name, shape), part in zip(shapes, parts, strict=True)]
+
+
+def size_of(model: str, device: torch.device) -> tuple[int, int]:
+    """Number of tensors and of bytes that a trainer exports."""
+    numels = [torch.Size(shape).numel() for _, shape in tensor_shapes(MODELS[model])]
+    return len(numels), sum(numels) * dtype_on(device).itemsize
+
+
+def dtype_on(device: torch.device) -> torch.dtype:
+    """Of the weights, in the trainer and in the engine."""
+    return torch.float32 if device.type == "cpu" else torch.bfloat16
+
+
+def _random(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return _filled(torch.empty(shape, dtype=dtype, device=device))
+
+
+def _filled(tensor: torch.Tensor) -> torch.Tensor:
+    """Random values, in memory that an engine can map."""
+    tensor.normal_(std=0.02)
+    return tensor.share_memory_() if tensor.device.type == "cpu" else tensor

@@ -1,0 +1,264 @@
+"""Mode "compiled": buckets that are read in place, without the export that would show where.
+
+A trainer that keeps its full tensors exports the same bytes of the same parameters at every sync;
+going through 18,867 tensors to see that costs more than to copy them. The export is traced once,
+and compared with where its tensors were found; from then on it is enough that the parameters are
+still there:
+
+    unexported.learn(export, source, cuts)       # after a good sync that was exported
+    if unexported.ready(export, cuts):           # in the next ones
+        buckets = unexported.buckets(report)
+
+`learn` and `ready` are collective.
+"""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from verl_sglang_sync.bucket_stream import Batch, Bucket, Cut
+from verl_sglang_sync.collective import RoundState, TrainerGroup
+from verl_sglang_sync.packing import NamedTensor
+from verl_sglang_sync.report import SyncReport
+from verl_sglang_sync.session_buckets import ReadyBucket, wait_for_export
+from verl_sglang_sync.source import InPlaceSource, LocatedBucket
+from verl_sglang_sync.traced_export.export_trace import NotTraceable, TracedExport, trace_export
+from verl_sglang_sync.traced_export.known_sources import (
+    KnownSources,
+    Sources,
+    SourcesChanged,
+    local_of,
+    memory_of,
+)
+
+logger = logging.getLogger(__name__)
+
+MAX_TRACES = 4
+"""How often parameters may move before it is not worth the tracing."""
+
+
+@dataclass(frozen=True)
+class _TracedBucket:
+    """A bucket whose place the trace confirms.
+
+    Attributes:
+        bucket: what it is.
+        located: where it lies.
+        sources: by position of a tensor, the parameter whose memory it is part of; for as many as
+            show every block.
+    """
+
+    bucket: Bucket
+    located: LocatedBucket
+    sources: Mapping[int, str]
+
+
+@dataclass(frozen=True)
+class _Traced:
+    """An export of which every tensor was found where its parameter is."""
+
+    sources: KnownSources
+    buckets: tuple[_TracedBucket, ...]
+
+    def check(
+        self, weights: Iterable[NamedTensor], cuts: Sequence[Cut]
+    ) -> Mapping[str, torch.Tensor]:
+        """The parameters as they are now.
+
+        Raises:
+            SourcesChanged: the trace may not be true any more.
+        """
+        sources = _sources_of(weights)
+        if sources is None:
+            raise SourcesChanged("the export does not say which tensors it reads")
+        if [cut.bucket for cut in cuts] != [traced.bucket for traced in self.buckets]:
+            raise SourcesChanged("the export is cut into other buckets")
+        now = sources()
+        self.sources.check(now)
+        return now
+
+
+class UnexportedBuckets:
+    """The buckets of one sync; holds the parameters while they are read."""
+
+    def __init__(
+        self, buckets: Sequence[_TracedBucket], now: Mapping[str, torch.Tensor], report: SyncReport
+    ) -> None:
+        self._buckets = buckets
+        self._now = now
+        self._report = report
+
+    def __iter__(self) -> Iterator[ReadyBucket]:
+        report = self._report
+        for index, traced in enumerate(self._buckets):
+            bucket = traced.bucket
+            report.num_buckets += 1
+            report.num_in_place += 1
+            report.num_unexported += 1
+            report.num_tensors += len(bucket.layout.tensors)
+            report.payload_bytes += bucket.payload_bytes
+            holders = {i: local_of(self._now[name]) for i, name in traced.sources.items()}
+            yield ReadyBucket(Batch(index, bucket, []), traced.located, holders=holders)
+
+    def drain(self) -> None:
+        """Nothing is left to do: no other rank waits for an export."""
+
+
+class UnexportedSource:
+    """Of one trainer rank, for all its sessions.
+
+    Args:
+        group: the trainer's ranks.
+        device: of the engine on this rank, and of the parameters.
+        recheck_every_n_syncs: go through the export in every n-th sync; 0: never.
+    """
+
+    def __init__(
+        self, group: TrainerGroup, device: torch.device, *, recheck_every_n_syncs: int = 0
+    ) -> None:
+        self._group = group
+        self._device = device
+        self._recheck_every_n_syncs = recheck_every_n_syncs
+        self._traced: _Traced | None = None
+        self._now: Mapping[str, torch.Tensor] = {}
+        self._num_syncs = self._num_traces = 0
+        self.off: str | None = None
+
+    def can_learn(self, weights: Iterable[NamedTensor]) -> bool:
+        """True if `learn` may find something; equal on all ranks, whose exports are of a kind."""
+        return self._traced is None and self.off is None and _sources_of(weights) is not None
+
+    def learn(
+        self, weights: Iterable[NamedTensor], source: InPlaceSource | None, cuts: Sequence[Cut]
+    ) -> None:
+        """Trace the export, if all of it was read in place on all ranks.
+
+        Args:
+            weights: the export of the sync before.
+            source: where its buckets were found; None: they were packed.
+            cuts: those buckets.
+        """
+        located = [None if source is None else source.located(i) for i in range(len(cuts))]
+        if not self._all(bool(located) and None not in located):
+            return
+        traced, reason = None, None
+        try:
+            traced = self._trace(weights, [place for place in located if place], cuts)
+        except NotTraceable as error:
+            reason = str(error)
+        except Exception:
+            reason = traceback.format_exc()
+        self._num_traces += 1
+        if self._num_traces > MAX_TRACES:
+            reason = reason or f"the parameters moved {MAX_TRACES} times"
+        agreed = self._agree(reason)
+        if agreed is None:
+            self._traced = traced
+            return
+        self.off = agreed
+        logger.warning("every sync goes through the export, though it is read in place: %s", agreed)
+
+    def ready(self, weights: Iterable[NamedTensor], cuts: Sequence[Cut]) -> bool:
+        """True if this sync needs no export: on no rank has a parameter moved.
+
+        Args:
+            weights: the export of this sync.
+            cuts: how it would be cut.
+        """
+        if self._traced is None:
+            return False
+        self._num_syncs += 1
+        every = self._recheck_every_n_syncs
+        if every and self._num_syncs % every == 0:
+            return False
+        reason = None
+        try:
+            self._now = self._traced.check(weights, cuts)
+            wait_for_export(self._device)
+        except Exception as error:
+            reason = str(error)
+        agreed = self._agree(reason)
+        if agreed is not None:
+            logger.info("this sync goes through the export: %s", agreed)
+            self.forget()
+        return agreed is None
+
+    def buckets(self, report: SyncReport) -> UnexportedBuckets:
+        """The buckets of this sync, which is `ready`."""
+        assert self._traced is not None, "nothing was traced"
+        return UnexportedBuckets(self._traced.buckets, self._now, report)
+
+    def rest(self) -> None:
+        """The sync is over: let go of the parameters."""
+        self._now = {}
+
+    def forget(self) -> None:
+        """The next sync goes through the export; equal on all ranks."""
+        self._traced = None
+        self.rest()
+
+    def _trace(
+        self,
+        weights: Iterable[NamedTensor],
+        located: Sequence[LocatedBucket],
+        cuts: Sequence[Cut],
+    ) -> _Traced:
+        sources = _sources_of(weights)
+        assert sources is not None, "see can_learn"
+        world_size = dist.get_world_size() if dist.is_initialized() else 1
+        traced = trace_export(weights, sources=sources, world_size=world_size, device=self._device)
+        now = sources()
+        addresses = {
+            i: memory_of(now[parameter.source]).data_ptr()
+            for i, parameter in enumerate(traced.parameters)
+        }
+        buckets = []
+        for cut, place in zip(cuts, located, strict=True):
+            names = [tensor.name for tensor in cut.bucket.layout.tensors]
+            _check_places(traced, addresses, cut.bucket, place)
+            members = {
+                member: traced.parameters[traced.tensors[names[member]].origin.parameter].source
+                for _, member in place.blocks
+            }
+            buckets.append(_TracedBucket(cut.bucket, place, members))
+        return _Traced(KnownSources(now), tuple(buckets))
+
+    def _all(self, is_so: bool) -> bool:
+        state = RoundState.END if is_so else RoundState.BUCKET
+        return RoundState.BUCKET not in self._group.agree(state, None).states
+
+    def _agree(self, reason: str | None) -> str | None:
+        """The reasons of all ranks; None if no rank has one."""
+        state = RoundState.END if reason is None else RoundState.FAILED
+        failures = self._group.agree(state, reason).failures
+        return "; ".join(failures) or None
+
+
+def _check_places(
+    traced: TracedExport, addresses: Mapping[int, int], bucket: Bucket, located: LocatedBucket
+) -> None:
+    """Every tensor was found where the trace says.
+
+    Raises:
+        NotTraceable: one was not, or is no run of bytes of one parameter.
+    """
+    tensors = bucket.layout.tensors
+    for tensor, address in zip(tensors, located.addresses, strict=True):
+        found = traced.tensors.get(tensor.name)
+        if found is None or (found.dtype, found.shape) != (tensor.dtype, tensor.shape):
+            raise NotTraceable(f"{tensor.name} was not traced as it was exported before")
+        source = found.origin.bytes
+        expected = addresses[found.origin.parameter] + source.offset
+        if tensor.nbytes and not (source.is_dense and address == expected):
+            raise NotTraceable(f"{tensor.name} was not found where its parameter is")
+
+
+def _sources_of(weights: Iterable[NamedTensor]) -> Sources | None:
+    sources: Sources | None = getattr(weights, "sources", None)
+    return sources

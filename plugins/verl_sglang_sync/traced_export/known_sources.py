@@ -1,0 +1,92 @@
+"""The tensors that a traced export reads: are they still what and where they were?
+
+    known = KnownSources.of(sources())       # when the export is traced
+    now = sources()                          # in a later sync
+    known.check(now)                         # raises: trace it again
+
+An optimizer changes what is in the memory, and a trace stays true. Whoever moves a tensor, or puts
+another in its place, may have changed what the export makes of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+Sources = Callable[[], Mapping[str, torch.Tensor]]
+"""The tensors that an export reads, by name, as they are now: parameters, sharded or not."""
+
+
+class SourcesChanged(ValueError):
+    """A source is not what or where it was; names it."""
+
+
+class KnownSources:
+    """By what tensors are recognised; keeps no memory.
+
+    Args:
+        sources: by name.
+    """
+
+    def __init__(self, sources: Mapping[str, torch.Tensor]) -> None:
+        self._names = list(sources)
+        locals_ = _locals(sources.values())
+        # A reference keeps a storage's identity taken, not its memory.
+        self._storages = [StorageWeakRef(local.untyped_storage()) for local in locals_]
+        self._what = _descriptions(list(sources.values()), locals_)
+
+    def check(self, now: Mapping[str, torch.Tensor]) -> None:
+        """Compare with the tensors as they are now.
+
+        Raises:
+            SourcesChanged: they are other tensors, or elsewhere.
+        """
+        names = self._names
+        if now.keys() != set(names):
+            raise SourcesChanged(f"the trainer's tensors changed: {len(now)}, {len(names)} before")
+        tensors = [now[name] for name in names]
+        what = _descriptions(tensors, _locals(tensors))
+        for i, storage in enumerate(self._storages):
+            if storage.expired() or what[i] != self._what[i]:
+                raise SourcesChanged(
+                    f"{names[i]} is not where or what it was when the export was traced"
+                )
+
+
+def memory_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A shard's bytes; of a tensor that is not sharded, its storage's. Flat uint8."""
+    local = local_of(tensor)
+    whole = torch.empty(0, dtype=torch.uint8, device=local.device).set_(local.untyped_storage())
+    if not isinstance(tensor, DTensor):
+        return whole
+    start, size = int(local.storage_offset()), local.element_size()
+    return whole[start * size : (start + local.numel()) * size]
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a tensor."""
+    with torch.no_grad():
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _locals(tensors: Any) -> list[torch.Tensor]:
+    return [local_of(tensor) for tensor in tensors]
+
+
+def _descriptions(
+    tensors: list[torch.Tensor], locals_: list[torch.Tensor]
+) -> list[tuple[Any, ...]]:
+    return [
+        (
+            *(local.untyped_storage()._cdata, local.data_ptr(), local.shape, local.stride()),
+            *(local.dtype, local.device),
+            (tensor.shape, tensor.placements, tensor.device_mesh)
+            if isinstance(tensor, DTensor)
+            else None,
+        )
+        for tensor, local in zip(tensors, locals_, strict=True)
+    ]
