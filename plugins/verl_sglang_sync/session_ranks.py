@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import traceback
 import zlib
 from collections.abc import Callable
@@ -27,15 +28,22 @@ class OpeningRequest:
         self._reply: Future[None] | None = None
 
     def post(self, handles: list[bytes]) -> None:
-        """Send the request; its reply is the outcome on all TP ranks."""
+        """Send the request, and return when it has left; its reply is the outcome on all TP ranks.
+
+        What this thread computes next would keep the client's thread from sending it.
+        """
         assert self._engine is not None, "only the leader gathers handles"
+        sent = threading.Event()
         self._reply = self._engine.start_update(
             handles,
             load_format=SESSION_LOADER,
             flush_cache=True,
             weight_version=self._version,
             key=next(UpdateKeys()),
+            sent=sent,
         )
+        self._reply.add_done_callback(lambda _: sent.set())  # also if it never left
+        sent.wait()
 
     def check(self) -> None:
         """Raise if the engine has answered already: nobody is left to talk to."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import traceback
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
@@ -50,8 +51,12 @@ class Updater(Protocol):
         flush_cache: bool,
         weight_version: str | None,
         key: UpdateKey | None = None,
+        sent: threading.Event | None = None,
     ) -> Future[None]:
-        """`update_weights` for a caller that goes on meanwhile, and waits in plain code."""
+        """`update_weights` for a caller that goes on meanwhile, and waits in plain code.
+
+        `sent` is set when the request has left.
+        """
 
     async def check_manifest(self, encoded: bytes) -> list[ManifestVerdict]:
         """Does what a manifest announces fit the engine's model? Loads nothing."""

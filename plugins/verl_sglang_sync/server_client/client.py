@@ -7,9 +7,11 @@ from any thread and any event loop, and keep their connections open from call to
 from __future__ import annotations
 
 import asyncio
+import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -119,17 +121,21 @@ class SGLangServerClient(_Client):
         flush_cache: bool = False,
         weight_version: str | None = None,
         key: UpdateKey | None = None,
+        sent: threading.Event | None = None,
     ) -> Future[None]:
-        """See `operations.update_weights`; for callers that go on meanwhile."""
-        return self._submit(
-            operations.update_weights(
-                handles,
-                load_format=load_format,
-                flush_cache=flush_cache,
-                weight_version=weight_version,
-                key=key,
-            )
+        """See `operations.update_weights`; for callers that go on meanwhile.
+
+        A caller that goes on computing holds Python's lock, and with it this client's thread: it
+        may wait for `sent`, which is set when the request has left.
+        """
+        call = operations.update_weights(
+            handles,
+            load_format=load_format,
+            flush_cache=flush_cache,
+            weight_version=weight_version,
+            key=key,
         )
+        return self._submit(replace(call, sent=sent))
 
     async def check_manifest(self, encoded: bytes) -> list[ManifestVerdict]:
         """See `operations.check_manifest`; one verdict of each data-parallel rank."""

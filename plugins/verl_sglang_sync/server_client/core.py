@@ -126,6 +126,7 @@ class ServerCore:
             data=body,
             headers=headers,
             timeout=_timeout(self._access.timeout_of(operation)),
+            trace_request_ctx=call.sent,
         ) as response:
             text = await response.text(errors="replace")
             if SUPPORTED_HEADER in response.headers:
@@ -177,7 +178,9 @@ class ServerCore:
     def _open_session(self) -> aiohttp.ClientSession:
         if self._session is None:
             connector = aiohttp.TCPConnector(keepalive_timeout=KEEP_ALIVE_S)
-            self._session = aiohttp.ClientSession(connector=connector)
+            self._session = aiohttp.ClientSession(
+                connector=connector, trace_configs=[_tells_when_sent()]
+            )
         return self._session
 
     def _headers(self, call: Call) -> dict[str, str]:
@@ -220,6 +223,18 @@ class ServerCore:
             rank=self._access.rank,
             replica=self._access.replica,
         )
+
+
+def _tells_when_sent() -> aiohttp.TraceConfig:
+    """Sets the event of a call when its body has been written."""
+
+    async def chunk_sent(_: Any, context: Any, __: Any) -> None:
+        if context.trace_request_ctx is not None:  # called just before the write
+            asyncio.get_running_loop().call_soon(context.trace_request_ctx.set)
+
+    config = aiohttp.TraceConfig()
+    config.on_request_chunk_sent.append(chunk_sent)
+    return config
 
 
 def _timeout(seconds: float) -> aiohttp.ClientTimeout:

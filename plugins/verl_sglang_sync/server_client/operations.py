@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -70,12 +71,13 @@ OPERATIONS = (
 
 @dataclass(frozen=True)
 class Call:
-    """One operation with its arguments, as it goes out."""
+    """One operation with its arguments, as it goes out; `sent` is set once it has."""
 
     operation: Operation
     payload: Mapping[str, Any] | None = None
     key: UpdateKey | None = None
     query: Mapping[str, str] = field(default_factory=dict)
+    sent: threading.Event | None = field(default=None, compare=False)
 
 
 def release_memory(tags: Sequence[str]) -> Call:
