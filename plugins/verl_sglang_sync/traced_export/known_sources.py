@@ -34,7 +34,7 @@ class KnownSources:
 
     def __init__(self, sources: Mapping[str, torch.Tensor]) -> None:
         self._names = list(sources)
-        locals_ = _locals(sources.values())
+        locals_ = _locals(list(sources.values()))
         # A reference keeps a storage's identity taken, not its memory.
         self._storages = [StorageWeakRef(local.untyped_storage()) for local in locals_]
         self._what = _descriptions(list(sources.values()), locals_)
@@ -69,12 +69,12 @@ def memory_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank has of a tensor."""
+    return _locals([tensor])[0]
+
+
+def _locals(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     with torch.no_grad():
-        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _locals(tensors: Any) -> list[torch.Tensor]:
-    return [local_of(tensor) for tensor in tensors]
+        return [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
 
 
 def _descriptions(
