@@ -22,7 +22,7 @@ from support.coverage_loader import COVERAGE_LOADERS
 from support.engine_steps import sync_weights
 from support.http_requests import generate, release, resume
 from support.sglang_server import Server, sglang_server
-from support.trainer import run_trainer
+from support.trainer import LoneTrainer
 
 pytestmark = [
     pytest.mark.gpu,
@@ -43,19 +43,18 @@ LARGE = {
 
 
 class Engine:
-    """A server, and steps run by one trainer rank on the same GPU."""
+    """A server, and steps of a trainer on the same GPU."""
 
     def __init__(self, server: Server, folder: Path) -> None:
         self.url = server.url
         self.log = server.log
         self.folder = folder
         self.model = str(folder / "model")
+        self._trainer = LoneTrainer(server.url, torch.device("cuda", 0))
 
     def step(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Run a step on a new trainer rank; its result."""
-        [outcome] = run_trainer(function, self.folder, *arguments, urls=[self.url], device="cuda")
-        assert outcome.error is None, outcome.error
-        return outcome.result
+        """Run a step of the trainer; its result."""
+        return function(self._trainer, *arguments)
 
     def state(self) -> dict[str, Any]:
         """Hashes and sizes in the engine."""

@@ -48,4 +48,5 @@ def occupy(rank: TrainerRank, url: str, leave_bytes: int) -> list[Any]:
     taken = torch.empty(max(free - leave_bytes, 0), dtype=torch.uint8, device=rank.device)
     reply = resume(url, "weights")
     del taken
+    torch.cuda.empty_cache()
     return list(reply)

@@ -77,7 +77,6 @@ class TrainerRank:
         **settings: Any,
     ) -> Any:
         """A new sharding manager of this rank; `settings` are keys of the preset."""
-        from verl_sglang_sync.collective import TorchTrainerGroup
         from verl_sglang_sync.config import WeightSyncConfig
         from verl_sglang_sync.sharding_manager import SGLangShardingManager
 
@@ -91,10 +90,35 @@ class TrainerRank:
                 multi_stage_wake_up=multi_stage,
                 free_cache_engine=True,
             ),
-            group=TorchTrainerGroup(self.mesh["infer_tp"]),
+            group=self.group(),
             device=self.device,
             replica=self.replica,
         )
+
+    def group(self) -> Any:
+        """This rank's view of the trainer's processes."""
+        from verl_sglang_sync.collective import TorchTrainerGroup
+
+        return TorchTrainerGroup(self.mesh["infer_tp"])
+
+
+class LoneTrainer(TrainerRank):
+    """A trainer of one rank, in the caller's own process."""
+
+    def __init__(self, url: str, device: torch.device) -> None:
+        from verl_sglang_sync.server_client import SGLangServerClient
+
+        self.rank = self.replica = 0
+        self.tp = 1
+        self.device = device
+        self.url = url
+        self.client = SGLangServerClient(url, timeout_s=60)
+
+    def group(self) -> Any:
+        """There is nobody else."""
+        from verl_sglang_sync.collective import SingleProcess
+
+        return SingleProcess()
 
 
 NamedTensors = list[tuple[str, torch.Tensor]]
