@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 from sglang_loader.stage_costs import StageCosts
@@ -40,9 +40,10 @@ class SyncReport:
             bytes that the host then holds (`sglang_loader.stage_costs`).
         seconds: host seconds by stage: "release" (the sleep before this sync), "resume_weights",
             "manifest" (the check before the first byte, where there was one), "open" (until the
-            engine has joined the session), "export" (waiting for the trainer's generator), "pack",
-            "send" (waiting for a broadcast), "load" (waiting for the engine), "commit", "reply"
-            (the engine's, to the request), "resume_kv_cache"; "sync": all of a disaggregated sync.
+            engine has joined the session), "export" (waiting for the trainer's generator),
+            "confirm" (where it was left out: are the parameters where they were?), "pack", "send"
+            (waiting for a broadcast), "load" (waiting for the engine), "commit", "reply" (the
+            engine's, to the request), "resume_kv_cache"; "sync": all of a disaggregated sync.
         engine_seconds: mode "compiled": how this rank's engine spent the same time: "waiting" for
             the trainer, "launching", "copying" (`Committed.seconds`).
     """
@@ -75,6 +76,12 @@ class SyncReport:
         finally:
             spent = time.perf_counter() - started
             self.seconds[name] = self.seconds.get(name, 0.0) + spent
+
+    def restart(self) -> None:
+        """Count anew: the sync is made again. What was spent stays."""
+        for counts in fields(self):
+            if counts.type == "int":
+                setattr(self, counts.name, 0)
 
     def add_costs(self, name: str, costs: StageCosts | None) -> None:
         """Take over what a stage cost in the engine; None or nothing where it told nothing."""

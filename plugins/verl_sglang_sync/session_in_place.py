@@ -5,19 +5,22 @@ going through 18,867 tensors to see that costs more than to copy them. The expor
 and compared with where its tensors were found; from then on it is enough that the parameters are
 still there:
 
-    unexported.learn(export, source, cuts)       # after a good sync that was exported
-    if unexported.ready(export, cuts):           # in the next ones
-        buckets = unexported.buckets(report)
+    unexported.learn(export, source, cuts)              # after a good sync that was exported
+    if unexported.is_due():                             # in the next ones
+        buckets = unexported.buckets(export, report)    # the engine reads
+        unexported.confirm(export, cuts)                # meanwhile; before the commit
 
-`learn` and `ready` are collective.
+Nothing counts before `confirm`: where it raises, the sync is made again, with the export.
+`learn` and `has_failed` are collective.
 """
 
 from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -66,36 +69,43 @@ class _Traced:
     sources: KnownSources
     buckets: tuple[_TracedBucket, ...]
 
-    def check(
-        self, weights: Iterable[NamedTensor], cuts: Sequence[Cut]
-    ) -> Mapping[str, torch.Tensor]:
-        """The parameters as they are now.
 
-        Raises:
-            SourcesChanged: the trace may not be true any more.
-        """
-        sources = _sources_of(weights)
-        if sources is None:
-            raise SourcesChanged("the export does not say which tensors it reads")
-        if [cut.bucket for cut in cuts] != [traced.bucket for traced in self.buckets]:
-            raise SourcesChanged("the export is cut into other buckets")
-        now = sources()
-        self.sources.check(now)
-        return now
+class _Holders:
+    """Parameters by position in a bucket, asked for only where a block is new to the engine."""
+
+    def __init__(self, names: Mapping[int, str], now: Callable[[], Mapping[str, Any]]) -> None:
+        self._names = names
+        self._now = now
+
+    def __getitem__(self, position: int, /) -> torch.Tensor:
+        return local_of(self._now()[self._names[position]])
 
 
 class UnexportedBuckets:
-    """The buckets of one sync; holds the parameters while they are read."""
+    """The buckets of one sync.
+
+    Args:
+        buckets: what was traced.
+        now: the parameters, by name.
+        device: where they are.
+        report: gets the counts.
+    """
 
     def __init__(
-        self, buckets: Sequence[_TracedBucket], now: Mapping[str, torch.Tensor], report: SyncReport
+        self,
+        buckets: Sequence[_TracedBucket],
+        now: Callable[[], Mapping[str, torch.Tensor]],
+        device: torch.device,
+        report: SyncReport,
     ) -> None:
         self._buckets = buckets
         self._now = now
+        self._device = device
         self._report = report
 
     def __iter__(self) -> Iterator[ReadyBucket]:
         report = self._report
+        wait_for_export(self._device)
         for index, traced in enumerate(self._buckets):
             bucket = traced.bucket
             report.num_buckets += 1
@@ -103,7 +113,7 @@ class UnexportedBuckets:
             report.num_unexported += 1
             report.num_tensors += len(bucket.layout.tensors)
             report.payload_bytes += bucket.payload_bytes
-            holders = {i: local_of(self._now[name]) for i, name in traced.sources.items()}
+            holders = _Holders(traced.sources, self._now)
             yield ReadyBucket(Batch(index, bucket, []), traced.located, holders=holders)
 
     def drain(self) -> None:
@@ -128,6 +138,7 @@ class UnexportedSource:
         self._traced: _Traced | None = None
         self._now: Mapping[str, torch.Tensor] = {}
         self._num_syncs = self._num_traces = 0
+        self._has_failed = False
         self.off: str | None = None
 
     def can_learn(self, weights: Iterable[NamedTensor]) -> bool:
@@ -164,35 +175,50 @@ class UnexportedSource:
         self.off = agreed
         logger.warning("every sync goes through the export, though it is read in place: %s", agreed)
 
-    def ready(self, weights: Iterable[NamedTensor], cuts: Sequence[Cut]) -> bool:
-        """True if this sync needs no export: on no rank has a parameter moved.
-
-        Args:
-            weights: the export of this sync.
-            cuts: how it would be cut.
-        """
+    def is_due(self) -> bool:
+        """True if this sync is to leave the export out; equal on all ranks."""
         if self._traced is None:
             return False
         self._num_syncs += 1
         every = self._recheck_every_n_syncs
-        if every and self._num_syncs % every == 0:
-            return False
-        reason = None
-        try:
-            self._now = self._traced.check(weights, cuts)
-            wait_for_export(self._device)
-        except Exception as error:
-            reason = str(error)
-        agreed = self._agree(reason)
-        if agreed is not None:
-            logger.info("this sync goes through the export: %s", agreed)
-            self.forget()
-        return agreed is None
+        return not every or self._num_syncs % every != 0
 
-    def buckets(self, report: SyncReport) -> UnexportedBuckets:
-        """The buckets of this sync, which is `ready`."""
+    def buckets(self, weights: Iterable[NamedTensor], report: SyncReport) -> UnexportedBuckets:
+        """The buckets of a sync that is due.
+
+        Args:
+            weights: the export that is left out.
+            report: gets the counts.
+        """
         assert self._traced is not None, "nothing was traced"
-        return UnexportedBuckets(self._traced.buckets, self._now, report)
+
+        def now() -> Mapping[str, torch.Tensor]:
+            self._now = self._now or _sources_now(weights)
+            return self._now
+
+        return UnexportedBuckets(self._traced.buckets, now, self._device, report)
+
+    def confirm(self, weights: Iterable[NamedTensor], cuts: Sequence[Cut]) -> None:
+        """What the engine was told to read is what the export would have given.
+
+        Args:
+            weights: the export that was left out.
+            cuts: how it would have been cut.
+
+        Raises:
+            SourcesChanged: it may be something else.
+        """
+        assert self._traced is not None, "nothing was traced"
+        self._has_failed = True  # until the end
+        if [cut.bucket for cut in cuts] != [traced.bucket for traced in self._traced.buckets]:
+            raise SourcesChanged("the export is cut into other buckets")
+        self._traced.sources.check(_sources_now(weights))
+        self._has_failed = False
+
+    def has_failed(self) -> bool:
+        """True if on any rank the last sync could not be confirmed; the next one is exported."""
+        has_failed, self._has_failed = not self._all(not self._has_failed), False
+        return has_failed
 
     def rest(self) -> None:
         """The sync is over: let go of the parameters."""
@@ -257,6 +283,13 @@ def _check_places(
         expected = addresses[found.origin.parameter] + source.offset
         if tensor.nbytes and not (source.is_dense and address == expected):
             raise NotTraceable(f"{tensor.name} was not found where its parameter is")
+
+
+def _sources_now(weights: Iterable[NamedTensor]) -> Mapping[str, torch.Tensor]:
+    sources = _sources_of(weights)
+    if sources is None:
+        raise SourcesChanged("the export does not say which tensors it reads")
+    return sources()
 
 
 def _sources_of(weights: Iterable[NamedTensor]) -> Sources | None:

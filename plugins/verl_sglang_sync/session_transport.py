@@ -15,8 +15,9 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from itertools import chain
 
 import torch
@@ -83,6 +84,25 @@ class SessionTransport:
         self, weights: Iterable[NamedTensor], *, version: str | None, report: SyncReport
     ) -> None:
         """See `SyncTransport`."""
+        is_unexported = self._unexported.is_due()
+        try:
+            await self._sync(weights, version, report, is_unexported=is_unexported)
+        except WeightSyncError as error:
+            if not is_unexported or not self._unexported.has_failed():
+                raise
+            logger.warning("the sync is made again, with the export: %s", error)
+            report.restart()
+            await self._sync(weights, version, report, is_unexported=False)
+
+    async def _sync(
+        self,
+        weights: Iterable[NamedTensor],
+        version: str | None,
+        report: SyncReport,
+        *,
+        is_unexported: bool,
+    ) -> None:
+        """One session; `is_unexported`: leave the export out."""
         await check_before(self._gate, weights, self._engine, report)
         is_last_resort = self._gate.must_check_in_parts(weights, "at its end")
         # A stream that is cut as the last one was is compared with that one anyway.
@@ -91,7 +111,9 @@ class SessionTransport:
         request = OpeningRequest(self._engine, version)
         with ExitStack() as stack:
             stack.callback(self._rest)
-            shards = self._exchange.turn(weights, self._maker.stream.cuts)
+            shards = Turn.FULL
+            if not is_unexported:
+                shards = self._exchange.turn(weights, self._maker.stream.cuts)
             session = ranks.attempt(lambda: stack.enter_context(self._new_session()))
             with report.stage("open"):
                 self._open(session, request, ranks)
@@ -99,10 +121,8 @@ class SessionTransport:
             source: Export | ExchangedBuckets | UnexportedBuckets | None = None
             ahead: deque[ReadyBucket] = deque()
             if shards is not Turn.EXCHANGE:
-                with report.stage("export"):
-                    is_unexported = self._unexported.ready(weights, self._maker.stream.cuts)
                 if is_unexported:
-                    source = self._unexported.buckets(report)
+                    source = self._unexported.buckets(weights, report)
                     buckets = iter(source)
                 else:
                     source, buckets = self._exported(weights, report, turn, announced)
@@ -122,7 +142,8 @@ class SessionTransport:
                     shards = Turn.FULL
                     source, buckets = self._exported(weights, report, turn, announced)
                 every = chain(emptied(ahead), buckets)
-                ranks.attempt(lambda: self._send(_joined(session), every, report, ranks))
+                confirm = partial(self._confirm, weights, report) if is_unexported else None
+                ranks.attempt(lambda: self._send(_joined(session), every, report, ranks, confirm))
                 ahead.clear()
                 source.drain()
                 if ranks.agree():
@@ -226,10 +247,12 @@ class SessionTransport:
         buckets: Iterable[ReadyBucket],
         report: SyncReport,
         ranks: RanksInStep,
+        meanwhile: Callable[[], None] | None,
     ) -> None:
         """Send every bucket; returns when the engine has read them all.
 
-        What is read in place needs no buffer, so that nothing is waited for.
+        What is read in place needs no buffer, so that nothing is waited for. `meanwhile` runs
+        while the engine is still at it.
         """
         in_flight: deque[ReadyBucket] = deque()
         packed: deque[int] = deque()  # those of them that occupy a staging buffer
@@ -254,11 +277,17 @@ class SessionTransport:
                 while in_flight and in_flight[0].batch.index <= packed[0]:
                     in_flight.popleft()
                 packed.popleft()
+        if meanwhile is not None:
+            meanwhile()
         while in_flight:
             with report.stage("load"):
                 session.wait_until_done(in_flight.popleft().batch.index)
         if not ranks.num_buckets:
             raise ValueError("the trainer exported no tensor")
+
+    def _confirm(self, weights: Iterable[NamedTensor], report: SyncReport) -> None:
+        with report.stage("confirm"):
+            self._unexported.confirm(weights, self._maker.stream.cuts)
 
     def _pieces(self, session: TrainerSession, bucket: ReadyBucket) -> list[BucketPiece]:
         """Where the engine finds the bucket; blocks that it does not know are mapped."""

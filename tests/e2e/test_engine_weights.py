@@ -246,6 +246,19 @@ def test_weights_in_place_need_no_export(case: Case) -> None:
                 assert report["payload_bytes"] == reports[0]["payload_bytes"]
 
 
+def test_a_parameter_that_moved_is_noticed_before_the_commit(case: Case) -> None:
+    """On one rank alone, after the engine was told to read where it had been."""
+    for outcome in case.outcomes:
+        syncs = outcome.result["syncs"]
+        moved = syncs["moved"]
+        assert [hashes for hashes, _ in moved] == [hashes for hashes, _ in syncs["eager"]]
+        reports = [report for _, report in moved]
+        left_out = [report["num_unexported"] > 0 for report in reports]
+        assert left_out == [False, True, False, False]
+        assert [report["num_tensors"] for report in reports] == [reports[0]["num_tensors"]] * 4
+        assert reports[2]["seconds"]["confirm"] > 0 < reports[2]["seconds"]["manifest"]
+
+
 def test_the_engine_survives_trainers_that_die_mid_session(case: Case) -> None:
     outcomes = case.run(die_mid_session, str(case.folder / "model"))
     assert all(outcome.error is not None for outcome in outcomes)

@@ -68,4 +68,5 @@ def test_sync_is_bit_exact_on_the_gpu(architecture: str, tp: int, tmp_path: Path
         for unexported in syncs["unexported"]:
             assert [hashes for hashes, _ in unexported] == eager
             assert unexported[-1][1]["num_unexported"] == unexported[-1][1]["num_buckets"]
+        assert [hashes for hashes, _ in syncs["moved"]] == eager
         assert server.process.poll() is None

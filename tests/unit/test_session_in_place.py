@@ -18,6 +18,7 @@ from verl_sglang_sync.reexport import Reexport
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.session_in_place import MAX_TRACES, UnexportedSource
 from verl_sglang_sync.source import SourceWatch
+from verl_sglang_sync.traced_export.known_sources import SourcesChanged
 from verl_sglang_sync.weight_sync import Export
 
 CPU = torch.device("cpu")
@@ -69,13 +70,23 @@ class Trainer:
         if self.unexported.can_learn(self.export):
             self.unexported.learn(self.export, watch.finish(), self.stream.cuts)
 
-    def ready(self) -> bool:
-        return self.unexported.ready(self.export, self.stream.cuts)
+    def ready(self, num_cuts: int | None = None) -> bool:
+        """Is the export left out, and rightly?"""
+        if not self.unexported.is_due():
+            return False
+        try:
+            self.unexported.confirm(self.export, self.stream.cuts[:num_cuts])
+        except SourcesChanged:
+            assert self.unexported.has_failed()
+            self.unexported.forget()
+            return False
+        assert not self.unexported.has_failed()
+        return True
 
     def sent(self) -> dict[str, torch.Tensor]:
         """What an engine reads that knows the buckets alone."""
         report, read = SyncReport(mode="compiled", replica=0), {}
-        for ready in self.unexported.buckets(report):
+        for ready in self.unexported.buckets(self.export, report):
             assert ready.located is not None and ready.batch.tensors == []
             data = bytearray(ready.batch.bucket.layout.nbytes)
             for span in ready.located.spans:
@@ -127,10 +138,10 @@ def test_parameters_are_let_go_of_after_the_sync() -> None:
     trainer = Trainer()
     trainer.full_sync()
     assert trainer.ready()
-    buckets = trainer.unexported.buckets(SyncReport(mode="compiled", replica=0))
+    trainer.sent()
+    assert trainer.unexported._now
     trainer.unexported.rest()
-    del buckets
-    assert trainer.unexported._now == {}
+    assert not trainer.unexported._now
 
 
 def _other(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
@@ -226,7 +237,7 @@ def test_other_buckets_or_lost_sources_end_it() -> None:
             trainer.sources = None
             assert not trainer.ready()
         else:
-            assert not trainer.unexported.ready(trainer.export, trainer.stream.cuts[:-1])
+            assert not trainer.ready(-1)
         trainer.sources = lambda state=trainer.state: state
         assert not trainer.ready(), "forgotten until it is traced again"
 
