@@ -28,7 +28,11 @@ TIMEOUT_S = 300
 
 
 @pytest.mark.parametrize(
-    ("ep_size", "names"), [(1, DENSE + MOE + VISION), (2, MOE)], ids=["tp2", "tp2-ep2"]
+    ("ep_size", "names"),
+    [
+        pytest.param(1, DENSE + MOE + VISION, id="tp2"),
+        pytest.param(2, MOE, id="tp2-ep2", marks=pytest.mark.slow),
+    ],
 )
 def test_each_rank_replays_byte_identically(
     ep_size: int, names: tuple[str, ...], tmp_path: Path

@@ -70,7 +70,13 @@ def test_all_recipes_are_here() -> None:
     }
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize(
+    "script",
+    [
+        pytest.param(name, marks=[] if name.startswith("grpo_fsdp") else pytest.mark.slow)
+        for name in SCRIPTS
+    ],
+)
 def test_recipe_composes_with_our_flags(script: str, model_folder: Path, tmp_path: Path) -> None:
     import verl.utils.config
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
@@ -105,7 +111,11 @@ def test_recipe_composes_with_our_flags(script: str, model_folder: Path, tmp_pat
 @pytest.mark.parametrize(
     ("override", "named"),
     [
-        ("actor_rollout_ref.rollout.custom.weight_sync.bukket=1", ["bukket"]),  # Hydra's message
+        pytest.param(  # Hydra's message
+            "actor_rollout_ref.rollout.custom.weight_sync.bukket=1",
+            ["bukket"],
+            marks=pytest.mark.slow,
+        ),
         (
             "+actor_rollout_ref.rollout.custom.weight_sync.bukket=1",
             ["custom.weight_sync.bukket=1", "allowed", "request_timeout_s"],
