@@ -123,9 +123,7 @@ class BucketStream:
         else:
             batches = self._compared(source, cuts, report, announced)
         for batch in batches:
-            report.num_buckets += 1
-            report.num_tensors += len(batch.tensors)
-            report.payload_bytes += batch.bucket.payload_bytes
+            report.count_bucket(len(batch.tensors), batch.bucket.payload_bytes)
             yield batch
 
     def _compared(

@@ -19,13 +19,15 @@ from sglang_loader.load_plan import BucketLayout
 from sglang_loader.load_plan.arrangement import Arrangement
 from verl_sglang_sync.arranged_sending import ArrangedTurn, KnownArrangements
 from verl_sglang_sync.bucket_stream import Batch, BucketStream, Cut
-from verl_sglang_sync.collective import RoundState, TrainerGroup
+from verl_sglang_sync.collective import TrainerGroup
 from verl_sglang_sync.config import WeightSyncConfig
 from verl_sglang_sync.packing import NamedTensor
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.session_buckets import ReadyBucket
 from verl_sglang_sync.session_staging import StagingRing
 from verl_sglang_sync.shard_exchange import ShardExchange, Turn, whole_bucket
+from verl_sglang_sync.traced_export.agreement import holds_everywhere
+from verl_sglang_sync.traced_export.known_sources import sources_of
 from verl_sglang_sync.weight_sync import Export
 
 
@@ -79,10 +81,12 @@ class SessionExchange:
             known: what this rank's engine reads; None: not known, or not sent.
             turn: of the sync before.
         """
-        if not self._all(known is not None):
+        if not holds_everywhere(self._group, known is not None):
             return
         assert known is not None
-        if not self._all(self._exchange.is_prepared and known.digest == self._digest):
+        if not holds_everywhere(
+            self._group, self._exchange.is_prepared and known.digest == self._digest
+        ):
             layouts = [cut.bucket.layout for cut in stream.cuts]
             everyones: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(everyones, [arrangement for _, arrangement in known.buckets])
@@ -102,18 +106,13 @@ class SessionExchange:
 
     def can_learn(self, weights: Iterable[NamedTensor]) -> bool:
         """False if shards are never exchanged; equal on all ranks, whose exports are of a kind."""
-        is_sharded = getattr(weights, "sources", None) is not None
         return (
             self._is_wanted
             and self._exchange.off is None
-            and is_sharded
+            and sources_of(weights) is not None
             and dist.is_initialized()
             and dist.get_world_size() > 1
         )
-
-    def _all(self, is_so: bool) -> bool:
-        state = RoundState.END if is_so else RoundState.BUCKET
-        return RoundState.BUCKET not in self._group.agree(state, None).states
 
 
 class ExchangedBuckets:
@@ -151,10 +150,8 @@ class ExchangedBuckets:
             nbytes = bucket.layout.nbytes if arrangement is None else arrangement.nbytes
             with report.stage("gather"):
                 storage = self._ring.fill(index, nbytes, self._fill)
-            report.num_buckets += 1
+            report.count_bucket(len(bucket.layout.tensors), bucket.payload_bytes)
             report.num_exchanged += 1
-            report.num_tensors += len(bucket.layout.tensors)
-            report.payload_bytes += bucket.payload_bytes
             held = self._ring.nbytes + self._exchange.nbytes
             report.staging_bytes = max(report.staging_bytes, held)
             batch = Batch(index, bucket, [])

@@ -26,18 +26,19 @@ import torch
 import torch.distributed as dist
 
 from verl_sglang_sync.bucket_stream import Batch, Bucket, Cut
-from verl_sglang_sync.collective import RoundState, TrainerGroup
+from verl_sglang_sync.collective import TrainerGroup
 from verl_sglang_sync.packing import NamedTensor
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.session_buckets import ReadyBucket, wait_for_export
 from verl_sglang_sync.source import InPlaceSource, LocatedBucket
+from verl_sglang_sync.traced_export.agreement import common_reason, holds_everywhere
 from verl_sglang_sync.traced_export.export_trace import NotTraceable, TracedExport, trace_export
 from verl_sglang_sync.traced_export.known_sources import (
     KnownSources,
-    Sources,
     SourcesChanged,
     local_of,
     memory_of,
+    sources_of,
 )
 
 logger = logging.getLogger(__name__)
@@ -108,11 +109,9 @@ class UnexportedBuckets:
         wait_for_export(self._device)
         for index, traced in enumerate(self._buckets):
             bucket = traced.bucket
-            report.num_buckets += 1
+            report.count_bucket(len(bucket.layout.tensors), bucket.payload_bytes)
             report.num_in_place += 1
             report.num_unexported += 1
-            report.num_tensors += len(bucket.layout.tensors)
-            report.payload_bytes += bucket.payload_bytes
             holders = _Holders(traced.sources, self._now)
             yield ReadyBucket(Batch(index, bucket, []), traced.located, holders=holders)
 
@@ -143,7 +142,7 @@ class UnexportedSource:
 
     def can_learn(self, weights: Iterable[NamedTensor]) -> bool:
         """True if `learn` may find something; equal on all ranks, whose exports are of a kind."""
-        return self._traced is None and self.off is None and _sources_of(weights) is not None
+        return self._traced is None and self.off is None and sources_of(weights) is not None
 
     def learn(
         self, weights: Iterable[NamedTensor], source: InPlaceSource | None, cuts: Sequence[Cut]
@@ -156,7 +155,7 @@ class UnexportedSource:
             cuts: those buckets.
         """
         located = [None if source is None else source.located(i) for i in range(len(cuts))]
-        if not self._all(bool(located) and None not in located):
+        if not holds_everywhere(self._group, bool(located) and None not in located):
             return
         traced, reason = None, None
         try:
@@ -168,7 +167,7 @@ class UnexportedSource:
         self._num_traces += 1
         if self._num_traces > MAX_TRACES:
             reason = reason or f"the parameters moved {MAX_TRACES} times"
-        agreed = self._agree(reason)
+        agreed = common_reason(self._group, reason)
         if agreed is None:
             self._traced = traced
             return
@@ -217,8 +216,8 @@ class UnexportedSource:
 
     def has_failed(self) -> bool:
         """True if on any rank the last sync could not be confirmed; the next one is exported."""
-        has_failed, self._has_failed = not self._all(not self._has_failed), False
-        return has_failed
+        is_confirmed, self._has_failed = not self._has_failed, False
+        return not holds_everywhere(self._group, is_confirmed)
 
     def rest(self) -> None:
         """The sync is over: let go of the parameters."""
@@ -235,7 +234,7 @@ class UnexportedSource:
         located: Sequence[LocatedBucket],
         cuts: Sequence[Cut],
     ) -> _Traced:
-        sources = _sources_of(weights)
+        sources = sources_of(weights)
         assert sources is not None, "see can_learn"
         world_size = dist.get_world_size() if dist.is_initialized() else 1
         traced = trace_export(weights, sources=sources, world_size=world_size, device=self._device)
@@ -255,16 +254,6 @@ class UnexportedSource:
             buckets.append(_TracedBucket(cut.bucket, place, members))
         return _Traced(KnownSources(now), tuple(buckets))
 
-    def _all(self, is_so: bool) -> bool:
-        state = RoundState.END if is_so else RoundState.BUCKET
-        return RoundState.BUCKET not in self._group.agree(state, None).states
-
-    def _agree(self, reason: str | None) -> str | None:
-        """The reasons of all ranks; None if no rank has one."""
-        state = RoundState.END if reason is None else RoundState.FAILED
-        failures = self._group.agree(state, reason).failures
-        return "; ".join(failures) or None
-
 
 def _check_places(
     traced: TracedExport, addresses: Mapping[int, int], bucket: Bucket, located: LocatedBucket
@@ -276,9 +265,7 @@ def _check_places(
     """
     tensors = bucket.layout.tensors
     for tensor, address in zip(tensors, located.addresses, strict=True):
-        found = traced.tensors.get(tensor.name)
-        if found is None or (found.dtype, found.shape) != (tensor.dtype, tensor.shape):
-            raise NotTraceable(f"{tensor.name} was not traced as it was exported before")
+        found = traced.find(tensor)
         source = found.origin.bytes
         expected = addresses[found.origin.parameter] + source.offset
         if tensor.nbytes and not (source.is_dense and address == expected):
@@ -286,12 +273,7 @@ def _check_places(
 
 
 def _sources_now(weights: Iterable[NamedTensor]) -> Mapping[str, torch.Tensor]:
-    sources = _sources_of(weights)
+    sources = sources_of(weights)
     if sources is None:
         raise SourcesChanged("the export does not say which tensors it reads")
     return sources()
-
-
-def _sources_of(weights: Iterable[NamedTensor]) -> Sources | None:
-    sources: Sources | None = getattr(weights, "sources", None)
-    return sources

@@ -28,10 +28,11 @@ import torch.distributed as dist
 
 from sglang_loader.load_plan.arrangement import Arrangement
 from sglang_loader.load_plan.layout import BucketLayout
-from verl_sglang_sync.collective import RoundState, TrainerGroup
+from verl_sglang_sync.collective import TrainerGroup
 from verl_sglang_sync.shard_exchange.exchange import Exchange
 from verl_sglang_sync.shard_exchange.exchange_plan import plan_bucket
 from verl_sglang_sync.shard_exchange.self_check import first_difference, gather_arranged
+from verl_sglang_sync.traced_export.agreement import common_reason
 from verl_sglang_sync.traced_export.export_trace import (
     NamedTensor,
     NotTraceable,
@@ -43,6 +44,7 @@ from verl_sglang_sync.traced_export.known_sources import (
     Sources,
     SourcesChanged,
     memory_of,
+    sources_of,
 )
 
 logger = logging.getLogger(__name__)
@@ -125,7 +127,7 @@ class ShardExchange:
             reason = str(error)
         except Exception:
             reason = traceback.format_exc()
-        agreed = self._agree(reason, signature)
+        agreed = common_reason(self._group, reason, signature)
         if agreed is None:
             self._prepared = prepared
             return None
@@ -193,7 +195,7 @@ class ShardExchange:
         for _ in source:  # the export's collectives need every rank
             problem = problem or "the export has more buckets than it had"
         self.free()
-        agreed = self._agree(problem)
+        agreed = common_reason(self._group, problem)
         self._is_proven = agreed is None
         return None if agreed is None else self._switch_off(agreed)
 
@@ -225,11 +227,11 @@ class ShardExchange:
         try:
             if tuple(layouts) != self._prepared.layouts:
                 raise SourcesChanged("the export is cut into other buckets")
-            self._shards = self._prepared.shards(_sources_of(export))
+            self._shards = self._prepared.shards(_named_sources(export))
             self._prepared.exchange.reserve()
         except Exception as error:
             reason = str(error)
-        agreed = self._agree(reason)
+        agreed = common_reason(self._group, reason)
         if agreed is not None:
             self._has_moved(agreed)
         return agreed is None
@@ -247,12 +249,12 @@ class ShardExchange:
         layouts: Sequence[BucketLayout],
     ) -> tuple[_Prepared, int]:
         rank, world_size = dist.get_rank(), dist.get_world_size()
-        sources = _sources_of(export)
+        sources = _named_sources(export)
         traced = trace_export(export, sources=sources, world_size=world_size, device=self._device)
         owners = [parameter.owners for parameter in traced.parameters]
         plans = []
         for index, layout in enumerate(layouts):
-            origins = [_traced(traced, tensor).origin for tensor in layout.tensors]
+            origins = [traced.find(tensor).origin for tensor in layout.tensors]
             by_rank = [arranged[index] for arranged in arrangements]
             plans.append(plan_bucket(rank, by_rank, origins, owners))
         names = [parameter.source for parameter in traced.parameters]
@@ -264,16 +266,6 @@ class ShardExchange:
             sources=KnownSources(sources()),
         )
         return prepared, _signature(traced, arrangements)
-
-    def _agree(self, reason: str | None, signature: int = 0) -> str | None:
-        """The reasons of all ranks; None if no rank has one."""
-        state = RoundState.END if reason is None else RoundState.FAILED
-        result = self._group.agree(state, reason, signature)
-        if result.failures:
-            return "; ".join(result.failures)
-        if len(set(result.signatures)) > 1:
-            return "the ranks traced different exports"
-        return None
 
     def _has_moved(self, reason: str) -> None:
         self.free()
@@ -320,18 +312,11 @@ class _Prepared:
         return [memory_of(now[name]) for name in self.names]
 
 
-def _sources_of(export: TraceableExport | Iterable[NamedTensor]) -> Sources:
-    sources: Sources | None = getattr(export, "sources", None)
+def _named_sources(export: TraceableExport | Iterable[NamedTensor]) -> Sources:
+    sources = sources_of(export)
     if sources is None:
         raise NotTraceable("the export does not say which tensors it reads")
     return sources
-
-
-def _traced(traced: TracedExport, tensor: Any) -> Any:
-    found = traced.tensors.get(tensor.name)
-    if found is None or (found.dtype, found.shape) != (tensor.dtype, tensor.shape):
-        raise NotTraceable(f"{tensor.name} was not traced as it was exported before")
-    return found
 
 
 def _signature(traced: TracedExport, arrangements: Sequence[Sequence[Arrangement]]) -> int:

@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from sglang_loader.load_plan.geometry import Region
+from sglang_loader.load_plan.layout import BucketTensor
 from sglang_loader.load_plan.trace import read_traits
 from verl_sglang_sync.traced_export.known_sources import Sources
 from verl_sglang_sync.traced_export.origins import ByteMap, Origin, compose
@@ -71,6 +72,17 @@ class TracedExport:
 
     parameters: tuple[TracedParameter, ...]
     tensors: Mapping[str, TracedTensor]
+
+    def find(self, tensor: BucketTensor) -> TracedTensor:
+        """What a tensor of a bucket is.
+
+        Raises:
+            NotTraceable: it was not traced as it was exported.
+        """
+        found = self.tensors.get(tensor.name)
+        if found is None or (found.dtype, found.shape) != (tensor.dtype, tensor.shape):
+            raise NotTraceable(f"{tensor.name} was not traced as it was exported before")
+        return found
 
 
 def trace_export(

@@ -21,6 +21,12 @@ Sources = Callable[[], Mapping[str, torch.Tensor]]
 """The tensors that an export reads, by name, as they are now: parameters, sharded or not."""
 
 
+def sources_of(export: object) -> Sources | None:
+    """What an export reads; None where it does not say."""
+    sources: Sources | None = getattr(export, "sources", None)
+    return sources
+
+
 class SourcesChanged(ValueError):
     """A source is not what or where it was; names it."""
 
