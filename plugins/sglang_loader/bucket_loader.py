@@ -1,7 +1,7 @@
 """SGLang custom weight loaders: load one bucket and return only when the GPU is done with it.
 
 SGLang calls them in each TP worker for an `update_weights_from_tensor` request whose `load_format`
-is their dotted path (`FLATTENED_LOADER`, `NAMED_LOADER`; `SESSION_LOADER` is in `session`).
+is their dotted path (`FLATTENED_LOADER`, `NAMED_LOADER`).
 Returning after the stream has finished is what lets the trainer reuse its staging buffer for the
 next bucket.
 """
@@ -18,8 +18,7 @@ from sglang_loader.manifest import BucketManifest, ManifestError, SyncSequence, 
 
 FLATTENED_LOADER = "sglang_loader.bucket_loader.load_flattened_bucket"
 NAMED_LOADER = "sglang_loader.bucket_loader.load_named_tensors"
-SESSION_LOADER = "sglang_loader.session.load_session"
-LOADERS = (FLATTENED_LOADER, NAMED_LOADER, SESSION_LOADER)
+LOADERS = (FLATTENED_LOADER, NAMED_LOADER)
 
 NamedTensors = Sequence[tuple[str, torch.Tensor]]
 

@@ -20,8 +20,11 @@ from sglang_loader.broadcast_messages import BROADCAST_FORMATS
 from sglang_loader.bucket_loader import LOADERS, is_ours
 from sglang_loader.host_backup import backup_of
 from sglang_loader.request_gate import RequestGate, policy_of_this_process
+from sglang_loader.session_messages import SESSION_FORMAT
 
 Original = Callable[..., Any]
+
+SYNC_FORMATS = (*LOADERS, SESSION_FORMAT, *BROADCAST_FORMATS)
 
 CUDA_GRAPH_TAG = "cuda_graph"
 GRAPHS_VARIABLE = "SGLANG_MEMORY_SAVER_CUDA_GRAPH"
@@ -197,7 +200,7 @@ async def update(original: Original, manager: Any, obj: Any, request: Any = None
     """AROUND `TokenizerControlMixin.update_weights_from_{tensor,distributed}`: notes whether a
     sync is under way, or broke off.
     """
-    if not is_ours(manager.server_args) or obj.load_format not in (*LOADERS, *BROADCAST_FORMATS):
+    if not is_ours(manager.server_args) or obj.load_format not in SYNC_FORMATS:
         return await original(manager, obj, request)
     lock = update_lock_of(manager)
     result = await original(manager, obj, request)

@@ -1,7 +1,7 @@
-"""SGLang custom weight loader that serves a whole sync: one request, buckets over a private socket.
+"""Serves a whole sync: one request, buckets over a private socket.
 
-SGLang calls `load_session` in each TP worker for the one `update_weights_from_tensor` request that
-opens a session; it returns when the trainer has committed and the device has every byte, or raises.
+`weight_updater_hooks` calls `serve_session` in each TP worker for the one request that opens a
+session; it returns when the trainer has committed and the device has every byte, or raises.
 The trainer may write into a buffer again as soon as it gets `BucketDone`: that is sent after the
 stream has finished.
 """
@@ -13,18 +13,18 @@ import time
 import traceback
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
 
 from sglang_loader import session_messages as wire
 from sglang_loader.arranged_plan import ArrangedPlan
-from sglang_loader.bucket_loader import NamedTensors, synchronize
+from sglang_loader.bucket_loader import synchronize
 from sglang_loader.engine_context import device_of, engine_context, tp_rank
 from sglang_loader.load_plan import BucketLayout, BucketSource
 from sglang_loader.plan_store import ArrangementError, ModelLoader, SyncOutcome, loader_of
-from sglang_loader.session_channel import Channel
+from sglang_loader.session_channel import Channel, KeptChannel
 from sglang_loader.session_messages import FromTrainer, SessionDescriptor, SessionError
 from sglang_loader.session_state import InFlight, Layouts, Mappings, Sources
 
@@ -34,58 +34,22 @@ HANDSHAKE_TIMEOUT_S = 30.0
 DEVICE_POLL_S = 0.0001
 
 
-def load_session(model: Any, named_tensors: NamedTensors) -> None:
+def serve_session(descriptor: SessionDescriptor, models: Sequence[Any]) -> None:
     """Serve the session that the request invites to.
 
     Args:
-        model: the SGLang model.
-        named_tensors: one pair; the name is the session's descriptor, the tensor means nothing.
+        descriptor: the trainer's.
+        models: SGLang's models that are to be loaded; with speculative decoding two, the target
+            last.
 
     Raises:
         SessionError: the trainer is gone, silent, aborted, or broke the protocol.
-        Exception: what the model's `load_weights` raised; the trainer gets the traceback too.
+        Exception: what a model's `load_weights` raised; the trainer gets the traceback too.
     """
-    if len(named_tensors) != 1:
-        raise SessionError(f"a session is one (descriptor, tensor), got {len(named_tensors)}")
-    descriptor = wire.decode_descriptor(named_tensors[0][0])
-    if _visits.is_repeated(descriptor.token, model):
-        return
-    _Session(descriptor, _visits.models or (model,)).run()
-    _visits.served = descriptor.token
+    _Session(descriptor, models).run()
 
 
-class _Visits:
-    """Which models a request visits: SGLang calls the loader for the draft, then for the target."""
-
-    def __init__(self) -> None:
-        self.models: tuple[Any, ...] = ()
-        self.served: str | None = None
-
-    def is_repeated(self, token: str, model: Any) -> bool:
-        """True if the session that this call names has already loaded `model` with the others."""
-        if token != self.served:
-            return False
-        if any(model is visited for visited in self.models):
-            return True
-        raise SessionError(
-            "the engine asks for one session twice: this kind of speculative decoding needs "
-            "another weight sync mode than 'compiled'"
-        )
-
-
-_visits = _Visits()
-
-
-@contextmanager
-def loading_into(models: Sequence[Any]) -> Iterator[None]:
-    """Have the session of the request in this block load its buckets into all of `models`."""
-    _visits.models = tuple(models)
-    try:
-        yield
-    finally:
-        _visits.models = ()
-
-
+_kept: KeptChannel[FromTrainer] = KeptChannel()
 _layouts = Layouts()
 _mappings = Mappings()
 _sources = Sources()
@@ -108,15 +72,13 @@ class _Session:
 
     def run(self) -> None:
         """Serve until commit; tell the trainer of a failure before raising it."""
-        channel: Channel[FromTrainer] = Channel(
-            self._descriptor.endpoint,
-            bind=False,
-            token=self._descriptor.token,
-            timeout_s=self._descriptor.timeout_s,
-            decode=wire.decode_from_trainer,
-            peer="trainer",
+        endpoint = self._descriptor.endpoint
+        channel: Channel[FromTrainer] = _kept.take(endpoint) or Channel(
+            endpoint, bind=False, decode=wire.decode_from_trainer, peer="trainer"
         )
-        with channel:
+        channel.begin(self._descriptor.token, timeout_s=self._descriptor.timeout_s)
+        with ExitStack() as stack:
+            stack.enter_context(channel)
             try:
                 self._serve(channel)
             except Exception:
@@ -126,6 +88,8 @@ class _Session:
                 raise
             finally:
                 self._let_go()
+            stack.pop_all()
+            _kept.keep(channel)
 
     def _serve(self, channel: Channel[FromTrainer]) -> None:
         for model, loader in zip(self._models, self._loaders, strict=True):

@@ -1,7 +1,7 @@
 """Messages of one sync session between a trainer rank and the engine rank on the same device.
 
-The descriptor travels inside the `update_weights_from_tensor` request that opens the session, all
-else over a socket that the trainer binds in a private folder:
+A descriptor is all that the `update_weights_from_tensor` request has that opens the session;
+everything else goes over a socket that the trainer binds in a private folder:
 
     engine                                   trainer
     Hello(what it has and holds)      ->
@@ -34,7 +34,9 @@ from sglang_loader.load_plan import BucketLayout, BucketTensor
 from sglang_loader.manifest import ManifestError
 from sglang_loader.shared_buffer import CpuHandle, CudaHandle
 
-SESSION_VERSION = 4
+SESSION_VERSION = 5
+SESSION_FORMAT = "sglang_loader.session"
+"""`load_format` of the request that opens a session: one descriptor for each TP rank."""
 
 
 class SessionError(RuntimeError):
@@ -225,21 +227,21 @@ def decode_from_engine(data: bytes) -> FromEngine:
     return _decode(_from_engine, data)  # type: ignore[no-any-return]
 
 
-def encode_descriptor(descriptor: SessionDescriptor) -> str:
-    """Serialise a descriptor; it travels as a tensor's name."""
-    return msgspec.json.encode(descriptor).decode()
+def encode_descriptor(descriptor: SessionDescriptor) -> bytes:
+    """Serialise a descriptor."""
+    return msgspec.json.encode(descriptor)
 
 
-def decode_descriptor(text: str) -> SessionDescriptor:
+def decode_descriptor(data: bytes) -> SessionDescriptor:
     """Parse a descriptor.
 
     Raises:
         SessionError: not a descriptor, or of another version.
     """
     try:
-        descriptor = _descriptor.decode(text)
+        descriptor = _descriptor.decode(data)
     except msgspec.MsgspecError as error:
-        raise SessionError(f"not a session descriptor: {error}; got {text[:120]!r}") from None
+        raise SessionError(f"not a session descriptor: {error}; got {data[:120]!r}") from None
     check_version(descriptor.version)
     return descriptor
 

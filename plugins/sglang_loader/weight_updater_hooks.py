@@ -7,6 +7,7 @@ every rank reports, and the reply fails with rank and traceback.
 
 from __future__ import annotations
 
+import base64
 import logging
 import traceback
 from collections.abc import Callable
@@ -29,7 +30,8 @@ from sglang_loader.host_backup import backup_of
 from sglang_loader.manifest import ManifestError
 from sglang_loader.manifest_check import check_manifest, manifest_of_request
 from sglang_loader.manifest_verdict import MANIFEST_CHECK, encode_verdict
-from sglang_loader.session import loading_into
+from sglang_loader.session import serve_session
+from sglang_loader.session_messages import SESSION_FORMAT, SessionError, decode_descriptor
 from sglang_loader.update_group import GROUP_PREFIX, abort, connect, errors_left_to_us, leave
 
 logger = logging.getLogger(__name__)
@@ -42,7 +44,7 @@ def update_on_all_ranks(original: Original, updater: Any, request: Any) -> Any:
     """AROUND `update_weights_from_tensor`: load on every TP rank, then agree on the outcome."""
     if request.load_format == MANIFEST_CHECK:
         return _check_on_all_ranks(updater, request)
-    if request.load_format not in LOADERS:
+    if request.load_format not in (*LOADERS, SESSION_FORMAT):
         return original(updater, request)
     from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqOutput
 
@@ -211,10 +213,23 @@ def _load_on_this_rank(updater: Any, request: Any) -> None:
     worker = updater.tp_worker
     if updater.draft_worker is not None and not request.disable_draft_model:
         worker = updater.draft_worker
-    with loading_into(_draft_and_target(updater, worker)):
-        success, message = worker.update_weights_from_tensor(request)
+    if request.load_format == SESSION_FORMAT:
+        _serve_session(updater, worker, request)
+        return
+    success, message = worker.update_weights_from_tensor(request)
     if not success:
         raise RuntimeError(message)
+
+
+def _serve_session(updater: Any, worker: Any, request: Any) -> None:
+    models = _draft_and_target(updater, worker)
+    if not models and worker is not updater.tp_worker:
+        raise SessionError(
+            f"{type(worker).__name__} updates its models in a way of its own: this kind of "
+            "speculative decoding needs another weight sync mode than 'compiled'"
+        )
+    invitation = base64.b64decode(request.serialized_named_tensors[updater.tp_worker.tp_rank])
+    serve_session(decode_descriptor(invitation), models or [updater.tp_worker.model_runner.model])
 
 
 def _draft_and_target(updater: Any, worker: Any) -> list[Any]:

@@ -8,7 +8,7 @@ still there:
     unexported.learn(export, source, cuts)              # after a good sync that was exported
     if unexported.is_due():                             # in the next ones
         buckets = unexported.buckets(export, report)    # the engine reads
-        unexported.confirm(export, cuts)                # meanwhile; before the commit
+        for _ in unexported.confirm(export, cuts): ...  # meanwhile; before the commit
 
 Nothing counts before `confirm`: where it raises, the sync is made again, with the export.
 `learn` and `has_failed` are collective.
@@ -197,8 +197,11 @@ class UnexportedSource:
 
         return UnexportedBuckets(self._traced.buckets, now, self._device, report)
 
-    def confirm(self, weights: Iterable[NamedTensor], cuts: Sequence[Cut]) -> None:
-        """What the engine was told to read is what the export would have given.
+    def confirm(self, weights: Iterable[NamedTensor], cuts: Sequence[Cut]) -> Iterator[None]:
+        """What the engine is told to read is what the export would have given.
+
+        In small steps, for moments in which the engine is waited for; nothing is confirmed before
+        the last is taken.
 
         Args:
             weights: the export that was left out.
@@ -208,11 +211,13 @@ class UnexportedSource:
             SourcesChanged: it may be something else.
         """
         assert self._traced is not None, "nothing was traced"
-        self._has_failed = True  # until the end
-        if [cut.bucket for cut in cuts] != [traced.bucket for traced in self._traced.buckets]:
-            raise SourcesChanged("the export is cut into other buckets")
-        self._traced.sources.check(_sources_now(weights))
-        self._has_failed = False
+        try:
+            if [cut.bucket for cut in cuts] != [traced.bucket for traced in self._traced.buckets]:
+                raise SourcesChanged("the export is cut into other buckets")
+            yield from self._traced.sources.checks(_sources_now(weights))
+        except Exception:
+            self._has_failed = True
+            raise
 
     def has_failed(self) -> bool:
         """True if on any rank the last sync could not be confirmed; the next one is exported."""

@@ -9,8 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import TypeVar
 
-from sglang_loader.bucket_loader import SESSION_LOADER
-from sglang_loader.session_messages import SessionError
+from sglang_loader.session_messages import SESSION_FORMAT, SessionError
 from sglang_loader.update_keys import UpdateKeys
 from verl_sglang_sync.bucket_stream import Bucket
 from verl_sglang_sync.collective import RoundState, TrainerGroup
@@ -27,16 +26,16 @@ class OpeningRequest:
         self._version = version
         self._reply: Future[None] | None = None
 
-    def post(self, handles: list[bytes]) -> None:
+    def post(self, invitations: list[bytes]) -> None:
         """Send the request, and return when it has left; its reply is the outcome on all TP ranks.
 
         What this thread computes next would keep the client's thread from sending it.
         """
-        assert self._engine is not None, "only the leader gathers handles"
+        assert self._engine is not None, "only the leader gathers invitations"
         sent = threading.Event()
         self._reply = self._engine.start_update(
-            handles,
-            load_format=SESSION_LOADER,
+            invitations,
+            load_format=SESSION_FORMAT,
             flush_cache=True,
             weight_version=self._version,
             key=next(UpdateKeys()),
@@ -44,6 +43,11 @@ class OpeningRequest:
         )
         self._reply.add_done_callback(lambda _: sent.set())  # also if it never left
         sent.wait()
+
+    @property
+    def may_have_left(self) -> bool:
+        """False if no engine was asked to join; only the leader knows."""
+        return self._engine is None or self._reply is not None
 
     def check(self) -> None:
         """Raise if the engine has answered already: nobody is left to talk to."""

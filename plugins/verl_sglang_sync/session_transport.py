@@ -22,7 +22,6 @@ from itertools import chain
 
 import torch
 
-from sglang_loader.ipc import serialize_handles
 from sglang_loader.manifest import ManifestError
 from sglang_loader.session_messages import BucketPiece, SessionError
 from verl_sglang_sync.arranged_sending import ArrangedTurn, KnownArrangements
@@ -37,7 +36,7 @@ from verl_sglang_sync.session_exchange import ExchangedBuckets, SessionExchange
 from verl_sglang_sync.session_in_place import UnexportedBuckets, UnexportedSource
 from verl_sglang_sync.session_ranks import OpeningRequest, RanksInStep
 from verl_sglang_sync.shard_exchange import Turn
-from verl_sglang_sync.trainer_session import SocketFolder, TrainerSession
+from verl_sglang_sync.trainer_session import SessionSockets, TrainerSession
 from verl_sglang_sync.transport import Updater, ask_engine, check_before
 from verl_sglang_sync.weight_sync import Export, WeightSyncError
 
@@ -69,7 +68,7 @@ class SessionTransport:
         self._settings = settings
         self._group = group
         self._device = device
-        self._sockets = SocketFolder()
+        self._sockets = SessionSockets()
         self._maker = BucketMaker(settings, device)
         self._names = BlockNames()
         self._gate = ManifestGate(settings.manifest_check, group.agree)
@@ -119,16 +118,21 @@ class SessionTransport:
                 self._open(session, request, ranks)
             turn = ArrangedTurn(self._arrangements)
             source: Export | ExchangedBuckets | UnexportedBuckets | None = None
+            confirming: Iterator[None] | None = None
             ahead: deque[ReadyBucket] = deque()
             if shards is not Turn.EXCHANGE:
                 if is_unexported:
                     source = self._unexported.buckets(weights, report)
                     buckets = iter(source)
+                    confirming = self._unexported.confirm(weights, self._maker.stream.cuts)
                 else:
                     source, buckets = self._exported(weights, report, turn, announced)
                 ahead = (
                     ranks.attempt(lambda: self._maker.ahead(buckets, _joined(session).has_arrived))
                     or ahead
+                )
+                ranks.attempt(
+                    lambda: _confirm(confirming, report, until=_joined(session).has_arrived)
                 )
             with report.stage("open"):
                 met = self._meet(session, request, ranks)
@@ -142,7 +146,7 @@ class SessionTransport:
                     shards = Turn.FULL
                     source, buckets = self._exported(weights, report, turn, announced)
                 every = chain(emptied(ahead), buckets)
-                confirm = partial(self._confirm, weights, report) if is_unexported else None
+                confirm = partial(_confirm, confirming, report)
                 ranks.attempt(lambda: self._send(_joined(session), every, report, ranks, confirm))
                 ahead.clear()
                 source.drain()
@@ -151,11 +155,13 @@ class SessionTransport:
             if source is not None:
                 source.drain()
             if ranks.error is not None and session is not None:
-                session.abort(ranks.error)
+                session.abort(ranks.error, request.check if request.may_have_left else None)
             with report.stage("reply"):
                 request.wait()
             ranks.attempt(request.result)
             ranks.agree()  # also after a failure: nobody leaves while an engine is still busy
+            if ranks.error is None:
+                _joined(session).keep_socket()
         if ranks.error is not None:
             self._gate.forget()
             self._unexported.forget()
@@ -182,20 +188,13 @@ class SessionTransport:
                 self._exchange.learn(weights, maker.stream, known, shards)
 
     def _new_session(self) -> TrainerSession:
-        return TrainerSession(
-            self._sockets.endpoint(), self._settings, self._names, self._maker.used
-        )
+        return TrainerSession(self._sockets, self._settings, self._names, self._maker.used)
 
     def _open(
         self, session: TrainerSession | None, request: OpeningRequest, ranks: RanksInStep
     ) -> None:
         """Gather the ranks' invitations and post them; all ranks join the gather."""
-        invitation = b""
-        if session is not None:
-            # The engine's format wants a tensor; an empty one needs no memory to share.
-            named = [(session.invitation, torch.empty(0, dtype=torch.uint8))]
-            invitation = ranks.attempt(lambda: serialize_handles(named)) or b""
-        gathered = self._group.gather(invitation)
+        gathered = self._group.gather(b"" if session is None else session.invitation)
         if gathered is not None and all(gathered):
             ranks.attempt(lambda: request.post(gathered))
 
@@ -247,7 +246,7 @@ class SessionTransport:
         buckets: Iterable[ReadyBucket],
         report: SyncReport,
         ranks: RanksInStep,
-        meanwhile: Callable[[], None] | None,
+        meanwhile: Callable[[], None],
     ) -> None:
         """Send every bucket; returns when the engine has read them all.
 
@@ -277,17 +276,12 @@ class SessionTransport:
                 while in_flight and in_flight[0].batch.index <= packed[0]:
                     in_flight.popleft()
                 packed.popleft()
-        if meanwhile is not None:
-            meanwhile()
+        meanwhile()
         while in_flight:
             with report.stage("load"):
                 session.wait_until_done(in_flight.popleft().batch.index)
         if not ranks.num_buckets:
             raise ValueError("the trainer exported no tensor")
-
-    def _confirm(self, weights: Iterable[NamedTensor], report: SyncReport) -> None:
-        with report.stage("confirm"):
-            self._unexported.confirm(weights, self._maker.stream.cuts)
 
     def _pieces(self, session: TrainerSession, bucket: ReadyBucket) -> list[BucketPiece]:
         """Where the engine finds the bucket; blocks that it does not know are mapped."""
@@ -338,6 +332,20 @@ class SessionTransport:
             self._maker.ring.free()
         if self._device.type == "cuda":
             torch.cuda.ipc_collect()  # what the engine has let go of
+
+
+def _confirm(
+    confirming: Iterator[None] | None,
+    report: SyncReport,
+    until: Callable[[], bool] = lambda: False,
+) -> None:
+    """Take the steps of a confirmation, if there is one, as long as there is time."""
+    if confirming is None:
+        return
+    with report.stage("confirm"):
+        for _ in confirming:
+            if until():
+                break
 
 
 def _joined(session: TrainerSession | None) -> TrainerSession:

@@ -1,12 +1,13 @@
 """The trainer rank's end of a session with the engine rank on its device.
 
-with TrainerSession(folder, settings) as session:
+with TrainerSession(sockets, settings, names) as session:
     ...                                   # session.invitation travels with the HTTP request
     while not session.greet(watch, wait_s=1): ...
     slot = session.map_buffer(storage, keep=False)
     session.load(0, bucket, [BucketPiece(slot, 0, 0, nbytes)], read_only=False)
     session.wait_until_done(0)
     outcome = session.commit(num_buckets=1, num_tensors=3, arrangements=None)
+    session.keep_socket()                 # once the request has been answered, too
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any, TypeVar
 import torch
 
 from sglang_loader import session_messages as wire
-from sglang_loader.session_channel import Channel
+from sglang_loader.session_channel import Channel, KeptChannel
 from sglang_loader.session_messages import Committed, FromEngine, SessionDescriptor, SessionError
 from sglang_loader.shared_buffer import BufferHandle
 from verl_sglang_sync.bucket_stream import Bucket
@@ -33,6 +34,7 @@ from verl_sglang_sync.source import Holders, LocatedBucket
 
 Message = TypeVar("Message", bound=wire.FromEngine)
 
+ABORT_WAIT_S = 5.0  # for an engine that was asked to join, and has not yet
 MAX_ENDPOINT_CHARS = 100  # a UNIX socket's path has 107
 
 
@@ -40,15 +42,25 @@ class EngineFailed(RuntimeError):
     """The engine could not load; the text is its TP rank and traceback."""
 
 
-class SocketFolder:
-    """A private folder (mode 0700) for the sockets of this process's sessions."""
+class SessionSockets:
+    """The sockets of this process's sessions, in a private folder (mode 0700)."""
 
     def __init__(self) -> None:
+        self._kept: KeptChannel[FromEngine] = KeptChannel()
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._num_sockets = 0
 
-    def endpoint(self) -> str:
-        """A new address."""
+    def take(self) -> Channel[FromEngine]:
+        """The socket of the session before, or a new one where that did not end well."""
+        return self._kept.take() or Channel(
+            self._endpoint(), bind=True, decode=wire.decode_from_engine, peer="engine"
+        )
+
+    def keep(self, channel: Channel[FromEngine]) -> None:
+        """For the next session."""
+        self._kept.keep(channel)
+
+    def _endpoint(self) -> str:
         if self._folder is None:
             self._folder = tempfile.TemporaryDirectory(prefix="weight-sync-")
             if len(self._folder.name) > MAX_ENDPOINT_CHARS - 20:  # a long TMPDIR
@@ -62,7 +74,7 @@ class TrainerSession:
     """Speaks the trainer's part of the protocol. A context manager.
 
     Args:
-        endpoint: free zmq address in a private folder.
+        sockets: of this process.
         settings: the preset.
         names: of this process's memory, the same for all its sessions.
         used_before: `read_in_place` of the session before this one.
@@ -73,29 +85,24 @@ class TrainerSession:
 
     def __init__(
         self,
-        endpoint: str,
+        sockets: SessionSockets,
         settings: WeightSyncConfig,
         names: BlockNames,
         used_before: frozenset[str] = frozenset(),
     ) -> None:
-        self._endpoint = endpoint
         token = secrets.token_hex(16)
+        self._sockets = sockets
+        self._channel = sockets.take()
+        self._channel.begin(token, timeout_s=settings.request_timeout_s)
+        self._is_kept = False
         self.invitation = wire.encode_descriptor(
             SessionDescriptor(
                 version=wire.SESSION_VERSION,
-                endpoint=endpoint,
+                endpoint=self._channel.endpoint,
                 token=token,
                 timeout_s=settings.request_timeout_s,
                 recheck_every_n_syncs=settings.recheck_every_n_syncs,
             )
-        )
-        self._channel: Channel[FromEngine] = Channel(
-            endpoint,
-            bind=True,
-            token=token,
-            timeout_s=settings.request_timeout_s,
-            decode=wire.decode_from_engine,
-            peer="engine",
         )
         self._watch: Callable[[], None] | None = None
         self._names = names
@@ -106,6 +113,7 @@ class TrainerSession:
         self._read_in_place: set[str] = set()
         self._unsent: list[wire.SharedBuffer] = []
         self._num_done = 0
+        self._has_met = False
         self.arrangements = ""
 
     def greet(self, watch: Callable[[], None], *, wait_s: float) -> bool:
@@ -121,6 +129,7 @@ class TrainerSession:
         hello = self._receive(wire.Hello)
         self._known, self._mapped = set(hello.layouts), set(hello.buffers)
         self.arrangements = hello.arrangements
+        self._has_met = True
         self._channel.send(wire.Welcome)
         return True
 
@@ -237,10 +246,22 @@ class TrainerSession:
         )
         return self._receive(wire.Committed)
 
-    def abort(self, reason: str) -> None:
-        """Tell the engine to give up, if it still listens."""
-        with suppress(SessionError):
-            self._channel.send(wire.Abort, reason=reason)
+    def keep_socket(self) -> None:
+        """The sync ended well for both sides: the next session may use the socket, too."""
+        self._is_kept = True
+
+    def abort(self, reason: str, watch: Callable[[], None] | None) -> None:
+        """Tell the engine to give up, if it still listens; first wait for one that is yet to join.
+
+        Args:
+            reason: for the engine's log and reply.
+            watch: called while waiting; raises to end it. None: no engine was asked to join.
+        """
+        if not self._has_met and watch is None:
+            return
+        with suppress(Exception):  # there is nobody to tell
+            if self._has_met or self._channel.wait(ABORT_WAIT_S, watch):
+                self._channel.send(wire.Abort, reason=reason)
 
     def _send(self, kind: type[Any], **fields: Any) -> None:
         """Send; an engine that has failed said why before it left."""
@@ -270,5 +291,8 @@ class TrainerSession:
         exc_value: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if self._is_kept:
+            self._sockets.keep(self._channel)
+            return
         self._channel.close()
-        Path(self._endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
+        Path(self._channel.endpoint.removeprefix("ipc://")).unlink(missing_ok=True)

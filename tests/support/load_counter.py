@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from sglang_loader import bucket_loader, session
+from sglang_loader import bucket_loader, weight_updater_hooks
 
 COUNT_LOADER = "support.load_counter.count_loads"
 _state = {"loads": 0, "nth": 0, "seconds": 0.0}
@@ -26,7 +26,7 @@ def count_loads(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> No
     """Report and start from zero."""
     _wrap(bucket_loader, "load_flattened_bucket")
     _wrap(bucket_loader, "load_named_tensors")
-    _wrap(session, "load_session")
+    _wrap(weight_updater_hooks, "serve_session")
     order = json.loads(named_tensors[0][0])
     rank = torch.distributed.get_rank()
     Path(order["folder"], f"loads{rank}.json").write_text(json.dumps(_state["loads"]))
@@ -34,16 +34,16 @@ def count_loads(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> No
 
 
 def _wrap(module: Any, name: str) -> None:
-    """SGLang looks the loader up by its path at every request."""
+    """The loader is looked up in its module at every request."""
     loader: Callable[..., None] = getattr(module, name)
     if hasattr(loader, "__wrapped__"):
         return
 
     @functools.wraps(loader)
-    def counting(model: Any, named_tensors: Any) -> None:
+    def counting(*arguments: Any) -> None:
         _state["loads"] += 1
         if _state["loads"] == _state["nth"]:
             time.sleep(_state["seconds"])
-        loader(model, named_tensors)
+        loader(*arguments)
 
     setattr(module, name, counting)

@@ -80,7 +80,7 @@ def wrong_token(rank: TrainerRank) -> str:
     def forge(self: TrainerSession, *arguments: Any) -> None:
         init(self, *arguments)
         invitation = msgspec.json.decode(self.invitation)
-        self.invitation = msgspec.json.encode({**invitation, "token": "0" * 32}).decode()
+        self.invitation = msgspec.json.encode({**invitation, "token": "0" * 32})
 
     init = TrainerSession.__init__
     TrainerSession.__init__ = forge  # type: ignore[method-assign]

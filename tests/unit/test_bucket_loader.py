@@ -19,7 +19,6 @@ from sglang_loader.manifest import (
     decode,
     encode,
 )
-from sglang_loader.session import load_session
 from verl_sglang_sync.packing import FlattenedPacker
 from verl_sglang_sync.report import SyncReport
 
@@ -53,7 +52,6 @@ def test_the_loaders_paths_name_the_loaders():
     assert [pkgutil.resolve_name(path.replace(".load_", ":load_")) for path in LOADERS] == [
         load_flattened_bucket,
         load_named_tensors,
-        load_session,
     ]
 
 

@@ -6,12 +6,16 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from sglang_loader import session_messages as wire
-from sglang_loader.session_channel import GRACE_MS, Channel
+from sglang_loader.session_channel import GRACE_MS, Channel, KeptChannel
+from sglang_loader.session_messages import SessionError
+from verl_sglang_sync.memory_blocks import BlockNames
+from verl_sglang_sync.trainer_session import SessionSockets, TrainerSession
 
 TOKEN = "t" * 32
 
@@ -24,13 +28,14 @@ class ReplyCame(RuntimeError):
 def ends(tmp_path: Path) -> Iterator[tuple[Channel[Any], Channel[Any]]]:
     """The trainer's and the engine's; one message has passed."""
     endpoint = f"ipc://{tmp_path}/s"
-    common: dict[str, Any] = {"token": TOKEN, "timeout_s": 20}
     trainer: Channel[Any] = Channel(
-        endpoint, bind=True, decode=wire.decode_from_engine, peer="engine", **common
+        endpoint, bind=True, decode=wire.decode_from_engine, peer="engine"
     )
     engine: Channel[Any] = Channel(
-        endpoint, bind=False, decode=wire.decode_from_trainer, peer="trainer", **common
+        endpoint, bind=False, decode=wire.decode_from_trainer, peer="trainer"
     )
+    for end in (trainer, engine):
+        end.begin(TOKEN, timeout_s=20)
     with trainer, engine:
         engine.send(wire.BucketDone, index=0)
         assert trainer.receive().index == 0
@@ -62,3 +67,87 @@ def test_a_peer_that_says_nothing_ends_the_wait(ends: tuple[Channel[Any], Channe
     with pytest.raises(ReplyCame):
         trainer.receive(watch=watch)
     assert time.monotonic() - started < GRACE_MS / 1000 + 5
+
+
+def test_a_kept_channel_serves_the_next_session(
+    ends: tuple[Channel[Any], Channel[Any]],
+) -> None:
+    for end, endpoint in zip(ends, (None, ends[1].endpoint), strict=True):
+        kept: KeptChannel[Any] = KeptChannel()
+        kept.keep(end)
+        assert kept.take(endpoint) is end
+        assert kept.take(endpoint) is None, "taken"
+        end.begin("u" * 32, timeout_s=20)
+    trainer, engine = ends
+    trainer.send(wire.Welcome)
+    assert engine.receive().token == "u" * 32
+
+
+def test_a_channel_with_something_left_is_not_used_again(
+    ends: tuple[Channel[Any], Channel[Any]],
+) -> None:
+    trainer, engine = ends
+    kept: KeptChannel[Any] = KeptChannel()
+    engine.send(wire.BucketDone, index=1)
+    assert trainer.has_message() or trainer.wait(5)
+    kept.keep(trainer)
+    assert kept.take() is None
+    assert _is_gone(engine)
+
+
+def _is_gone(end: Channel[Any]) -> bool:
+    """Its peer has closed, so that it is not used again either."""
+    with pytest.raises(SessionError, match="is gone"):
+        end.wait(10)
+    return True
+
+
+def test_a_channel_whose_peer_died_or_that_is_elsewhere_is_not_used_again(
+    ends: tuple[Channel[Any], Channel[Any]],
+) -> None:
+    trainer, engine = ends
+    kept: KeptChannel[Any] = KeptChannel()
+    kept.keep(engine)
+    assert kept.take("ipc:///elsewhere") is None
+    assert _is_gone(trainer)
+    engine.close()
+
+
+SETTINGS: Any = SimpleNamespace(request_timeout_s=20.0, recheck_every_n_syncs=0)
+
+
+def test_a_session_that_ends_well_leaves_its_socket_to_the_next() -> None:
+    sockets = SessionSockets()
+    endpoints, tokens = [], set()
+    for is_well in (True, True, False, True):
+        with TrainerSession(sockets, SETTINGS, BlockNames()) as session:
+            descriptor = wire.decode_descriptor(session.invitation)
+            if is_well:
+                session.keep_socket()
+        endpoints.append(descriptor.endpoint)
+        tokens.add(descriptor.token)
+    assert endpoints[0] == endpoints[1] == endpoints[2] != endpoints[3]
+    assert len(tokens) == 4
+
+
+def test_an_engine_that_joins_after_a_failure_is_told() -> None:
+    with TrainerSession(SessionSockets(), SETTINGS, BlockNames()) as session:
+        descriptor = wire.decode_descriptor(session.invitation)
+        engine: Channel[Any] = Channel(
+            descriptor.endpoint, bind=False, decode=wire.decode_from_trainer, peer="trainer"
+        )
+        engine.begin(descriptor.token, timeout_s=20)
+        hello = {"layouts": [], "buffers": [], "arrangements": ""}
+        joins = threading.Timer(0.3, lambda: engine.send(wire.Hello, **hello))
+        joins.start()
+        session.abort("the export failed", lambda: None)
+        joins.join()
+        with engine:
+            assert engine.receive().reason == "the export failed"
+
+
+def test_nobody_is_waited_for_who_was_not_asked() -> None:
+    with TrainerSession(SessionSockets(), SETTINGS, BlockNames()) as session:
+        started = time.monotonic()
+        session.abort("the request was never sent", None)
+        assert time.monotonic() - started < 1

@@ -75,7 +75,8 @@ class Trainer:
         if not self.unexported.is_due():
             return False
         try:
-            self.unexported.confirm(self.export, self.stream.cuts[:num_cuts])
+            for _ in self.unexported.confirm(self.export, self.stream.cuts[:num_cuts]):
+                pass
         except SourcesChanged:
             assert self.unexported.has_failed()
             self.unexported.forget()

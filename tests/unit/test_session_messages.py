@@ -141,28 +141,15 @@ def test_a_descriptor_of_another_version_is_refused():
     with pytest.raises(SessionError, match="different releases"):
         wire.decode_descriptor(wire.encode_descriptor(descriptor))
     with pytest.raises(SessionError, match="not a session descriptor"):
-        wire.decode_descriptor("model.norm.weight")
+        wire.decode_descriptor(b"model.norm.weight")
 
 
 def channels(tmp_path, trainer_token=TOKEN, timeout_s=5.0):
     endpoint = f"ipc://{tmp_path}/socket"
-    common = {"timeout_s": timeout_s}
-    trainer = Channel(
-        endpoint,
-        bind=True,
-        token=trainer_token,
-        decode=wire.decode_from_engine,
-        peer="engine",
-        **common,
-    )
-    engine = Channel(
-        endpoint,
-        bind=False,
-        token=TOKEN,
-        decode=wire.decode_from_trainer,
-        peer="trainer",
-        **common,
-    )
+    trainer = Channel(endpoint, bind=True, decode=wire.decode_from_engine, peer="engine")
+    engine = Channel(endpoint, bind=False, decode=wire.decode_from_trainer, peer="trainer")
+    trainer.begin(trainer_token, timeout_s=timeout_s)
+    engine.begin(TOKEN, timeout_s=timeout_s)
     return trainer, engine
 
 

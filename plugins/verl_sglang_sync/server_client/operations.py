@@ -101,7 +101,8 @@ def update_weights(
     """Load one bucket; with the last one, drop the prefix cache and publish the version.
 
     Args:
-        handles: one entry per TP rank, made by `sglang_loader.ipc.serialize_handles`.
+        handles: one entry per TP rank, made by `sglang_loader.ipc.serialize_handles`, or
+            a session's descriptors.
         load_format: dotted path of the loader in the engine.
         flush_cache: drop the prefix cache once the bucket is loaded; fails where requests run.
         weight_version: what `/model_info` reports from then on; None leaves it as it is.
