@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch.distributed.fsdp import fully_shard
@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from benchmarks.model_shapes import MODELS, tensor_shapes
 from verl_sglang_sync.reexport import Reexport
+from verl_sglang_sync.traced_export.module_tree import ModuleState
 
 NamedTensor = tuple[str, torch.Tensor]
 NamedTensors = list[NamedTensor]
@@ -37,12 +38,7 @@ class ShardedModel:
 
     def reexport(self) -> Reexport:
         """As verl hands it to a rollout, with the presets' wrapper around it."""
-        return Reexport(self.export, sources=self.state)
-
-    def state(self) -> dict[str, Any]:
-        """What `export` reads."""
-        state: dict[str, Any] = self._module.state_dict(keep_vars=True)
-        return state
+        return Reexport(self.export, sources=ModuleState(self._module))
 
     def export(self) -> Iterator[NamedTensor]:
         """What verl 0.9.1's FSDP engine exports: `get_per_tensor_param`."""

@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import FSDPModule
 
+from verl_sglang_sync.traced_export.module_tree import ModuleState
+
 NamedTensor = tuple[str, torch.Tensor]
 
 _METHOD = "get_per_tensor_param"
@@ -99,13 +101,12 @@ def _export_alone(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Iter
     return weights
 
 
-def _sources_of(engine: Any) -> Callable[[], Mapping[str, torch.Tensor]] | None:
+def _sources_of(engine: Any) -> ModuleState | None:
     """What an engine's export reads: FSDP2 without adapters exports its module's own state."""
     module = getattr(engine, "module", None)
     if not isinstance(module, FSDPModule) or hasattr(module, "peft_config"):
         return None
-    state = module.state_dict  # type: ignore[attr-defined]
-    return functools.partial(state, keep_vars=True)
+    return ModuleState(module)  # type: ignore[arg-type]
 
 
 def _subclasses(kind: type[Any]) -> Iterator[type[Any]]:

@@ -35,6 +35,7 @@ from verl_sglang_sync.traced_export.agreement import common_reason, holds_everyw
 from verl_sglang_sync.traced_export.export_trace import NotTraceable, TracedExport, trace_export
 from verl_sglang_sync.traced_export.known_sources import (
     KnownSources,
+    Sources,
     SourcesChanged,
     local_of,
     memory_of,
@@ -192,7 +193,7 @@ class UnexportedSource:
         assert self._traced is not None, "nothing was traced"
 
         def now() -> Mapping[str, torch.Tensor]:
-            self._now = self._now or _sources_now(weights)
+            self._now = self._now or _sources(weights)()
             return self._now
 
         return UnexportedBuckets(self._traced.buckets, now, self._device, report)
@@ -214,7 +215,7 @@ class UnexportedSource:
         try:
             if [cut.bucket for cut in cuts] != [traced.bucket for traced in self._traced.buckets]:
                 raise SourcesChanged("the export is cut into other buckets")
-            yield from self._traced.sources.checks(_sources_now(weights))
+            yield from self._traced.sources.checks(_sources(weights))
         except Exception:
             self._has_failed = True
             raise
@@ -257,7 +258,7 @@ class UnexportedSource:
                 for _, member in place.blocks
             }
             buckets.append(_TracedBucket(cut.bucket, place, members))
-        return _Traced(KnownSources(now), tuple(buckets))
+        return _Traced(KnownSources(now, sources), tuple(buckets))
 
 
 def _check_places(
@@ -277,8 +278,8 @@ def _check_places(
             raise NotTraceable(f"{tensor.name} was not found where its parameter is")
 
 
-def _sources_now(weights: Iterable[NamedTensor]) -> Mapping[str, torch.Tensor]:
+def _sources(weights: Iterable[NamedTensor]) -> Sources:
     sources = sources_of(weights)
     if sources is None:
         raise SourcesChanged("the export does not say which tensors it reads")
-    return sources()
+    return sources

@@ -1,6 +1,6 @@
 """The tensors that a traced export reads: are they still what and where they were?
 
-    known = KnownSources.of(sources())       # when the export is traced
+    known = KnownSources(sources(), sources) # when the export is traced
     now = sources()                          # in a later sync
     known.check(now)                         # raises: trace it again
 
@@ -11,11 +11,12 @@ another in its place, may have changed what the export makes of it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.multiprocessing.reductions import StorageWeakRef
+
+from verl_sglang_sync.traced_export.module_tree import ModuleState, ModuleTree
+from verl_sglang_sync.traced_export.tensor_marks import TensorMarks, locals_of
 
 STEP = 16
 
@@ -34,18 +35,18 @@ class SourcesChanged(ValueError):
 
 
 class KnownSources:
-    """By what tensors are recognised; keeps no memory.
+    """Tensors that are recognised; keeps no memory.
 
     Args:
-        sources: by name.
+        now: by name.
+        sources: what gave them.
     """
 
-    def __init__(self, sources: Mapping[str, torch.Tensor]) -> None:
-        self._names = list(sources)
-        locals_ = _locals(list(sources.values()))
-        # A reference keeps a storage's identity taken, not its memory.
-        self._storages = [StorageWeakRef(local.untyped_storage()) for local in locals_]
-        self._what = _descriptions(list(sources.values()), locals_)
+    def __init__(self, now: Mapping[str, torch.Tensor], sources: Sources | None = None) -> None:
+        self._names = list(now)
+        tensors = list(now.values())
+        self._marks = [TensorMarks(tensors[i : i + STEP]) for i in range(0, len(tensors), STEP)]
+        self._tree = ModuleTree(sources.module) if isinstance(sources, ModuleState) else None
 
     def check(self, now: Mapping[str, torch.Tensor]) -> None:
         """Compare with the tensors as they are now.
@@ -53,22 +54,28 @@ class KnownSources:
         Raises:
             SourcesChanged: they are other tensors, or elsewhere.
         """
-        for _ in self.checks(now):
+        for _ in self._compare(now):
             pass
 
-    def checks(self, now: Mapping[str, torch.Tensor]) -> Iterator[None]:
-        """As `check`, in steps of at most a tenth of a millisecond or two; all must be taken."""
+    def checks(self, sources: Sources) -> Iterator[None]:
+        """As `check`, in small steps, as far as that is possible; all must be taken."""
+        if self._tree is not None and isinstance(sources, ModuleState):
+            is_same = yield from self._tree.compare(sources.module)
+            if is_same:
+                return
+        yield from self._compare(sources())
+
+    def _compare(self, now: Mapping[str, torch.Tensor]) -> Iterator[None]:
         names = self._names
         if now.keys() != set(names):
             raise SourcesChanged(f"the trainer's tensors changed: {len(now)}, {len(names)} before")
-        for start in range(0, len(names), STEP):
-            some = range(start, min(start + STEP, len(names)))
-            tensors = [now[names[i]] for i in some]
-            for i, what in zip(some, _descriptions(tensors, _locals(tensors)), strict=True):
-                if self._storages[i].expired() or what != self._what[i]:
-                    raise SourcesChanged(
-                        f"{names[i]} is not where or what it was when the export was traced"
-                    )
+        for start, marks in zip(range(0, len(names), STEP), self._marks, strict=True):
+            changed = marks.first_changed([now[name] for name in names[start : start + STEP]])
+            if changed is not None:
+                raise SourcesChanged(
+                    f"{names[start + changed]} is not where or what it was when the export was "
+                    "traced"
+                )
             yield
 
 
@@ -84,24 +91,4 @@ def memory_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank has of a tensor."""
-    return _locals([tensor])[0]
-
-
-def _locals(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    with torch.no_grad():
-        return [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
-
-
-def _descriptions(
-    tensors: list[torch.Tensor], locals_: list[torch.Tensor]
-) -> list[tuple[Any, ...]]:
-    return [
-        (
-            *(local.untyped_storage()._cdata, local.data_ptr(), local.shape, local.stride()),
-            *(local.dtype, local.device),
-            (tensor.shape, tensor.placements, tensor.device_mesh)
-            if isinstance(tensor, DTensor)
-            else None,
-        )
-        for tensor, local in zip(tensors, locals_, strict=True)
-    ]
+    return locals_of([tensor])[0]

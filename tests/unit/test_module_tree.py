@@ -1,0 +1,144 @@
+"""A module that is the same is recognised without its state; one that is not, never."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from verl_sglang_sync.traced_export.known_sources import KnownSources, SourcesChanged
+from verl_sglang_sync.traced_export.module_tree import STEP, ModuleState, ModuleTree
+
+
+@pytest.fixture(autouse=True)
+def world_of_one() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.norm = nn.LayerNorm(4, bias=False)
+        self.register_buffer("scale", torch.ones(2))
+        self.register_buffer("cache", torch.ones(2), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        norm: torch.Tensor = self.norm(self.linear(x))
+        return norm
+
+
+class CountedState(ModuleState):
+    """Counts how often the state was taken."""
+
+    num_calls = 0
+
+    def __call__(self) -> Any:
+        self.num_calls += 1
+        return super().__call__()
+
+
+def make_module() -> nn.Sequential:
+    module = nn.Sequential(*(Layer() for _ in range(STEP)), nn.Linear(4, 4, bias=False))
+    for layer in module[:-1]:
+        fully_shard(layer, mesh=init_device_mesh("cpu", (1,)))
+    return fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
+
+
+def is_same(tree: ModuleTree, module: nn.Module) -> bool:
+    steps = tree.compare(module)
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return bool(end.value)
+
+
+def test_the_same_module_is_recognised_without_its_state() -> None:
+    module = make_module()
+    sources = CountedState(module)
+    known = KnownSources(sources(), sources)
+    for _ in range(3):
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.add_(1)  # as an optimizer: in place
+        module[3].cache = torch.zeros(5)  # is not saved
+        later = CountedState(module)  # every export brings its own
+        steps = list(known.checks(later))
+        assert len(steps) > 2, "not in small steps"
+        assert later.num_calls == 0
+
+
+CHANGES: dict[str, Callable[[nn.Sequential], Any]] = {
+    "another parameter": lambda m: setattr(
+        m[1].norm, "weight", nn.Parameter(m[1].norm.weight.detach().clone())
+    ),
+    "moved data": lambda m: setattr(m[1].scale, "data", m[1].scale.clone()),
+    "another dtype": lambda m: setattr(m[1], "scale", m[1].scale.half()),
+    "another shape": lambda m: m[1].scale.resize_(1),
+    "another submodule": lambda m: m[2].register_module("linear", nn.Linear(4, 4)),
+    "one parameter less": lambda m: m[2].norm.register_parameter("weight", None),
+    "a buffer more": lambda m: m[2].register_buffer("more", torch.ones(1)),
+    "a buffer that is saved now": lambda m: m[2]._non_persistent_buffers_set.clear(),
+    "one layer less": lambda m: m.__delitem__(5),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_whatever_changes_the_state_is_noticed(change: str) -> None:
+    module = make_module()
+    sources = ModuleState(module)
+    state = sources()
+    known, tree = KnownSources(state, sources), ModuleTree(module)
+    assert is_same(tree, module)
+    CHANGES[change](module)
+    assert not is_same(tree, module)
+    with pytest.raises(SourcesChanged):
+        list(known.checks(sources))
+
+
+def test_another_module_of_the_same_kind_is_not_the_same() -> None:
+    module, other = make_module(), make_module()
+    known = KnownSources(ModuleState(module)(), ModuleState(module))
+    with pytest.raises(SourcesChanged):
+        list(known.checks(ModuleState(other)))
+
+
+def _unshard(module: nn.Sequential) -> None:
+    module.unshard()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    "change", [_unshard, lambda module: module.register_state_dict_pre_hook(lambda *_: None)]
+)
+def test_what_only_looks_different_is_settled_by_the_state(
+    change: Callable[[nn.Sequential], Any],
+) -> None:
+    """FSDP2 leaves its root gathered after a forward pass; taking the state shards it again."""
+    module = make_module()
+    sources = CountedState(module)
+    known, tree = KnownSources(sources(), sources), ModuleTree(module)
+    change(module)
+    assert not is_same(tree, module)
+    list(known.checks(sources))
+    assert sources.num_calls == 2
+
+
+def test_a_module_is_not_kept_alive() -> None:
+    module = make_module()
+    sources = ModuleState(module)
+    tree = ModuleTree(sources.module)
+    other = make_module()
+    del module, sources
+    gc.collect()
+    assert not is_same(tree, other)
+    assert tree._parts[0].root() is None
