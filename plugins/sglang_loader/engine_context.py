@@ -28,8 +28,23 @@ def engine_context(model: Any) -> dict[str, object]:
         "ep_size": parallel.get_moe_expert_parallel_world_size(),
         "pp_rank": parallel.get_pipeline_model_parallel_rank(),
         "pp_size": parallel.get_pipeline_model_parallel_world_size(),
-        "expert_map": None if experts is None else experts.physical_to_logical_map_cpu,
+        "expert_map": None if experts is None else _places(experts.logical_to_all_physical_map_cpu),
     }
+
+
+def _places(experts: torch.Tensor) -> torch.Tensor:
+    """Where each expert of the checkpoint goes, which is what the loaders look up.
+
+    Not the inverse: that lists physical experts which no checkpoint's expert is loaded into, since
+    SGLang may keep only the nearest.
+
+    Args:
+        experts: int64 `[layers, logical experts, physical experts]`, each row filled up with -1.
+    """
+    width = 1
+    while width < experts.shape[-1] and bool((experts[..., width] >= 0).any()):
+        width += 1
+    return experts[..., :width]
 
 
 def tp_rank() -> int:

@@ -106,8 +106,14 @@ def random_weights(like: NamedWeights, seed: int) -> NamedWeights:
     return made
 
 
-def build_model(case: Case, folder: Path, ranks: Ranks) -> nn.Module:
+def build_model(case: Case, folder: Path, ranks: Ranks, **arguments: Any) -> nn.Module:
     """SGLang's own model for the checkpoint in `folder`: bfloat16, on the CPU, weights not loaded.
+
+    Args:
+        case: what it is.
+        folder: with `config.json`.
+        ranks: of this process and the others.
+        arguments: more of SGLang's `ServerArgs`.
 
     Raises:
         CannotBuild: SGLang cannot build the class here.
@@ -128,6 +134,7 @@ def build_model(case: Case, folder: Path, ranks: Ranks) -> nn.Module:
             skip_tokenizer_init=True,
             tp_size=ranks.tp_size,
             ep_size=ranks.ep_size,
+            **arguments,
         )
         config = ModelConfig.from_server_args(args)
         _start_process_groups(args, config, ranks)

@@ -140,7 +140,7 @@ def _short(value: object) -> str:
 def _freeze(value: object) -> object:
     if isinstance(value, torch.Tensor):
         # As bytes: an expert map has thousands of numbers, and is compared before every sync.
-        raw = value.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
+        raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         return ("tensor", str(value.dtype), tuple(value.shape), raw)
     if isinstance(value, Mapping):
         return tuple((key, _freeze(value[key])) for key in sorted(value, key=repr))
