@@ -24,7 +24,7 @@ from sglang_loader.bucket_loader import synchronize
 from sglang_loader.engine_context import device_of, engine_context, tp_rank
 from sglang_loader.load_plan import BucketLayout, BucketSource
 from sglang_loader.plan_store import ArrangementError, ModelLoader, SyncOutcome, loader_of
-from sglang_loader.session_channel import Channel, KeptChannel
+from sglang_loader.session_channel import Channel, KeptChannels
 from sglang_loader.session_messages import FromTrainer, SessionDescriptor, SessionError
 from sglang_loader.session_state import InFlight, Layouts, Mappings, Sources
 
@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 HANDSHAKE_TIMEOUT_S = 30.0
 DEVICE_POLL_S = 0.0001
+NUM_TRAINERS = 4  # whose sockets are kept
 
 
 def serve_session(descriptor: SessionDescriptor, models: Sequence[Any]) -> None:
@@ -49,7 +50,7 @@ def serve_session(descriptor: SessionDescriptor, models: Sequence[Any]) -> None:
     _Session(descriptor, models).run()
 
 
-_kept: KeptChannel[FromTrainer] = KeptChannel()
+_kept: KeptChannels[FromTrainer] = KeptChannels(NUM_TRAINERS)
 _layouts = Layouts()
 _mappings = Mappings()
 _sources = Sources()

@@ -2,8 +2,9 @@
 
 A zmq PAIR over `ipc://`: the trainer binds in a folder that only its user may enter, the engine
 connects. A monitor on the socket reports when the peer's process is gone, at once and also across
-PID namespaces. Both ends keep the socket of a session that ended well for the next one
-(`KeptChannel`): to connect takes a millisecond.
+PID namespaces; a child that it forked meanwhile keeps its end open, and delays that. Both ends keep
+the socket of a session that ended well for the next one (`KeptChannels`): to connect takes a
+millisecond.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import hmac
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
@@ -45,6 +47,7 @@ class Channel(Generic[Received]):
         peer: str,
     ) -> None:
         self.endpoint = endpoint
+        self._bind = bind
         self._token = ""
         self._timeout_s = 0.0
         self._decode = decode
@@ -146,9 +149,12 @@ class Channel(Generic[Received]):
 
     def close(self) -> None:
         """Close the socket; what was sent still leaves for `LINGER_MS`."""
-        if not self._socket.closed:
-            self._socket.disable_monitor()
-            self._socket.close()
+        if self._socket.closed:
+            return
+        self._socket.disable_monitor()
+        self._socket.close()
+        if self._bind:
+            Path(self.endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
 
     def __enter__(self) -> Channel[Received]:
         return self
@@ -162,24 +168,34 @@ class Channel(Generic[Received]):
         self.close()
 
 
-class KeptChannel(Generic[Received]):
-    """The channel of the last session that ended well, for one end."""
+class KeptChannels(Generic[Received]):
+    """The channels of sessions that ended well, for one end.
 
-    def __init__(self) -> None:
-        self._channel: Channel[Received] | None = None
+    Args:
+        limit: as many are kept; the engine's end has one for each trainer.
+    """
+
+    def __init__(self, limit: int = 1) -> None:
+        self._channels: list[Channel[Received]] = []
+        self._limit = limit
 
     def take(self, endpoint: str | None = None) -> Channel[Received] | None:
-        """The channel, if it can be used once more, else None and it is closed.
+        """One that can be used once more; None if there is none. The others that cannot are closed.
 
         Args:
             endpoint: the only one that is wanted; None: any.
         """
-        channel, self._channel = self._channel, None
-        if channel is None or (endpoint in (None, channel.endpoint) and channel.is_quiet):
-            return channel
-        channel.close()
+        for channel in [channel for channel in self._channels if not channel.is_quiet]:
+            self._channels.remove(channel)
+            channel.close()
+        for channel in self._channels:
+            if endpoint in (None, channel.endpoint):
+                self._channels.remove(channel)
+                return channel
         return None
 
     def keep(self, channel: Channel[Received]) -> None:
-        """Have it for the next session."""
-        self._channel = channel
+        """Have it for the next session; of too many, the oldest is closed."""
+        self._channels.append(channel)
+        while len(self._channels) > self._limit:
+            self._channels.pop(0).close()

@@ -31,23 +31,35 @@ from sglang_loader.manifest import ManifestError
 from sglang_loader.manifest_check import check_manifest, manifest_of_request
 from sglang_loader.manifest_verdict import MANIFEST_CHECK, encode_verdict
 from sglang_loader.session import serve_session
-from sglang_loader.session_messages import SESSION_FORMAT, SessionError, decode_descriptor
+from sglang_loader.session_messages import SESSION_FORMAT, decode_descriptor
 from sglang_loader.update_group import GROUP_PREFIX, abort, connect, errors_left_to_us, leave
 
 logger = logging.getLogger(__name__)
 
+OUR_FORMATS = "sglang_loader."
+
 Original = Callable[..., Any]
 Result = TypeVar("Result")
+
+
+class SpeculationUnknown(RuntimeError):
+    """A kind of speculative decoding whose models are not known."""
 
 
 def update_on_all_ranks(original: Original, updater: Any, request: Any) -> Any:
     """AROUND `update_weights_from_tensor`: load on every TP rank, then agree on the outcome."""
     if request.load_format == MANIFEST_CHECK:
         return _check_on_all_ranks(updater, request)
-    if request.load_format not in (*LOADERS, SESSION_FORMAT):
-        return original(updater, request)
     from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqOutput
 
+    if request.load_format not in (*LOADERS, SESSION_FORMAT):
+        if not str(request.load_format).startswith(OUR_FORMATS):
+            return original(updater, request)
+        return UpdateWeightsFromTensorReqOutput(
+            False,
+            f"unknown load_format {request.load_format!r}: the trainer and the engine have "
+            "different releases of verl-sglang-sync installed",
+        )
     with updater._observe_weight_load("tensor"):
         failures = _update(updater, request, lambda: _load_on_this_rank(updater, request))
     return UpdateWeightsFromTensorReqOutput(not failures, "\n".join(failures) or "Success")
@@ -57,14 +69,12 @@ def _check_on_all_ranks(updater: Any, request: Any) -> Any:
     """Answer a manifest: `message` is the verdict, or why there is none. Nothing is loaded."""
     from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqOutput
 
-    worker = updater.tp_worker
-    if updater.draft_worker is not None and not request.disable_draft_model:
-        worker = updater.draft_worker
-    models = _draft_and_target(updater, worker) or [updater.tp_worker.model_runner.model]
     verdict, failure = _attempt(
         updater,
         lambda: check_manifest(
-            manifest_of_request(request), models, lambda item: from_all_ranks(updater, item)
+            manifest_of_request(request),
+            models_of(updater, request),
+            lambda item: from_all_ranks(updater, item),
         ),
     )
     if verdict is None:
@@ -210,34 +220,50 @@ def _update(updater: Any, request: Any, load: Callable[[], None]) -> list[str]:
 
 
 def _load_on_this_rank(updater: Any, request: Any) -> None:
-    worker = updater.tp_worker
-    if updater.draft_worker is not None and not request.disable_draft_model:
-        worker = updater.draft_worker
     if request.load_format == SESSION_FORMAT:
-        _serve_session(updater, worker, request)
+        _serve_session(updater, request)
         return
-    success, message = worker.update_weights_from_tensor(request)
+    success, message = _worker_for(updater, request).update_weights_from_tensor(request)
     if not success:
         raise RuntimeError(message)
 
 
-def _serve_session(updater: Any, worker: Any, request: Any) -> None:
-    models = _draft_and_target(updater, worker)
-    if not models and worker is not updater.tp_worker:
-        raise SessionError(
-            f"{type(worker).__name__} updates its models in a way of its own: this kind of "
-            "speculative decoding needs another weight sync mode than 'compiled'"
-        )
+def _worker_for(updater: Any, request: Any) -> Any:
+    """Whom SGLang asks to update the weights."""
+    if updater.draft_worker is not None and not request.disable_draft_model:
+        return updater.draft_worker
+    return updater.tp_worker
+
+
+def _serve_session(updater: Any, request: Any) -> None:
+    models = models_of(updater, request)
     invitation = base64.b64decode(request.serialized_named_tensors[updater.tp_worker.tp_rank])
-    serve_session(decode_descriptor(invitation), models or [updater.tp_worker.model_runner.model])
+    serve_session(decode_descriptor(invitation), models)
 
 
-def _draft_and_target(updater: Any, worker: Any) -> list[Any]:
-    """The models that one update visits in turn (EAGLE: the draft first); empty for one model."""
-    runner = getattr(getattr(worker, "draft_worker", None), "draft_runner", None)
-    if worker is updater.tp_worker or runner is None:
-        return []
-    return [runner.model, updater.tp_worker.model_runner.model]
+def models_of(updater: Any, request: Any) -> list[Any]:
+    """The models that SGLang's own update would load, in its order: a draft, then the target.
+
+    Raises:
+        SpeculationUnknown: the worker may have others.
+    """
+    worker, target = _worker_for(updater, request), updater.tp_worker.model_runner.model
+    if worker is updater.tp_worker:
+        return [target]
+    update = getattr(worker, "update_weights_from_tensor", None)
+    if getattr(update, "__self__", None) is updater.tp_worker or (
+        update is not None and worker.draft_worker is None
+    ):
+        return [target]  # DFLASH and NGRAM hand the update on
+    from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2
+
+    own = EAGLEWorkerV2.update_weights_from_tensor
+    if getattr(type(worker), "update_weights_from_tensor", None) is own:
+        return [worker.draft_worker.draft_runner.model, target]
+    raise SpeculationUnknown(
+        f"{type(worker).__name__} loads its models in a way that is not known here: weights "
+        "cannot be synced with this kind of speculative decoding"
+    )
 
 
 def failures_on_any_rank(updater: Any, failure: str | None) -> list[str]:

@@ -17,14 +17,13 @@ import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
 
 from sglang_loader import session_messages as wire
-from sglang_loader.session_channel import Channel, KeptChannel
+from sglang_loader.session_channel import Channel, KeptChannels
 from sglang_loader.session_messages import Committed, FromEngine, SessionDescriptor, SessionError
 from sglang_loader.shared_buffer import BufferHandle
 from verl_sglang_sync.bucket_stream import Bucket
@@ -46,7 +45,7 @@ class SessionSockets:
     """The sockets of this process's sessions, in a private folder (mode 0700)."""
 
     def __init__(self) -> None:
-        self._kept: KeptChannel[FromEngine] = KeptChannel()
+        self._kept: KeptChannels[FromEngine] = KeptChannels()
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._num_sockets = 0
 
@@ -126,10 +125,10 @@ class TrainerSession:
         self._watch = watch
         if not self._channel.wait(wait_s, watch):
             return False
+        self._has_met = True
         hello = self._receive(wire.Hello)
         self._known, self._mapped = set(hello.layouts), set(hello.buffers)
         self.arrangements = hello.arrangements
-        self._has_met = True
         self._channel.send(wire.Welcome)
         return True
 
@@ -251,7 +250,8 @@ class TrainerSession:
         self._is_kept = True
 
     def abort(self, reason: str, watch: Callable[[], None] | None) -> None:
-        """Tell the engine to give up, if it still listens; first wait for one that is yet to join.
+        """Tell the engine to give up, if it still listens; one that is yet to join is waited for,
+        `ABORT_WAIT_S` at most.
 
         Args:
             reason: for the engine's log and reply.
@@ -295,4 +295,3 @@ class TrainerSession:
             self._sockets.keep(self._channel)
             return
         self._channel.close()
-        Path(self._channel.endpoint.removeprefix("ipc://")).unlink(missing_ok=True)

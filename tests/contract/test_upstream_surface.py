@@ -67,6 +67,7 @@ GROUP = "sglang_loader.update_group"
 UPDATER = "sglang.srt.managers.scheduler_components.weight_updater:SchedulerWeightUpdaterManager"
 WORKER = "sglang.srt.managers.tp_worker:BaseTpWorker"
 EXPERTS = "sglang.srt.eplb.expert_location"
+EAGLE = "sglang.srt.speculative.eagle_worker_v2:EAGLEWorkerV2"
 RUNNER = "sglang.srt.model_executor.model_runner:ModelRunner"
 TOKENIZER = "sglang.srt.managers.tokenizer_control_mixin:TokenizerControlMixin"
 HOOK_REGISTRY = "sglang.srt.plugins.hook_registry:HookRegistry"
@@ -98,6 +99,9 @@ NEEDS = (
         ("backend", "init_method", "timeout", "world_size", "rank", "store", "group_name"),
     ),
     Need(f"{UPDATER}.update_weights_from_distributed", HOOKS, ("self", "recv_req")),
+    Need(EAGLE, HOOKS),
+    Need(f"{EAGLE}.update_weights_from_tensor", HOOKS, ("self", "recv_req")),
+    Need(f"{EAGLE}.draft_worker", HOOKS),
     Need(f"{IO}:UpdateWeightsFromDistributedReqOutput", HOOKS, ("success", "message")),
     Need(
         "sglang.srt.model_executor.model_runner:ModelRunner.init_weights_update_group",

@@ -37,6 +37,18 @@ class Layer(nn.Module):
         return norm
 
 
+class PrefixedNorm(nn.LayerNorm):
+    """Saves its weight under another name."""
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        destination[f"{prefix}gamma"] = self.weight
+
+
+def _hand_over(layer: Layer) -> None:
+    layer.norm.register_parameter("bias", layer.norm.weight)
+    layer.norm.register_parameter("weight", None)
+
+
 class CountedState(ModuleState):
     """Counts how often the state was taken."""
 
@@ -88,6 +100,8 @@ CHANGES: dict[str, Callable[[nn.Sequential], Any]] = {
     "another submodule": lambda m: m[2].register_module("linear", nn.Linear(4, 4)),
     "one parameter less": lambda m: m[2].norm.register_parameter("weight", None),
     "a buffer more": lambda m: m[2].register_buffer("more", torch.ones(1)),
+    "a tensor under another name": lambda m: _hand_over(m[2]),
+    "another class": lambda m: setattr(m[2].norm, "__class__", PrefixedNorm),
     "a buffer that is saved now": lambda m: m[2]._non_persistent_buffers_set.clear(),
     "one layer less": lambda m: m.__delitem__(5),
 }
@@ -142,3 +156,36 @@ def test_a_module_is_not_kept_alive() -> None:
     gc.collect()
     assert not is_same(tree, other)
     assert tree._parts[0].root() is None
+
+
+def _with_a_hook(module: nn.Sequential) -> Callable[[], None]:
+    """A state that has a tensor which is registered nowhere."""
+    hidden = {"hidden": torch.ones(3)}
+    module[1].register_state_dict_post_hook(
+        lambda _module, state, prefix, _local: state.update({f"{prefix}more": hidden["hidden"]})
+    )
+    return lambda: hidden.update(hidden=torch.ones(3))
+
+
+def _with_its_own(module: nn.Sequential) -> Callable[[], None]:
+    """A module of which one object makes up its state."""
+    made = {"made": torch.ones(3)}
+    module[1].state_dict = lambda *_, destination, prefix, **__: destination.update(
+        {f"{prefix}made": made["made"]}
+    )
+    return lambda: made.update(made=torch.ones(3))
+
+
+@pytest.mark.parametrize("spoil", [_with_a_hook, _with_its_own])
+def test_a_state_that_is_not_what_is_registered_is_taken_every_time(
+    spoil: Callable[[nn.Sequential], Callable[[], None]],
+) -> None:
+    module = make_module()
+    change = spoil(module)
+    sources = CountedState(module)
+    known = KnownSources(sources(), sources)
+    list(known.checks(sources))
+    assert sources.num_calls == 2
+    change()
+    with pytest.raises(SourcesChanged):
+        list(known.checks(sources))

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from sglang_loader import session_messages as wire
-from sglang_loader.session_channel import GRACE_MS, Channel, KeptChannel
+from sglang_loader.session_channel import GRACE_MS, Channel, KeptChannels
 from sglang_loader.session_messages import SessionError
 from verl_sglang_sync.memory_blocks import BlockNames
 from verl_sglang_sync.trainer_session import SessionSockets, TrainerSession
@@ -73,7 +73,7 @@ def test_a_kept_channel_serves_the_next_session(
     ends: tuple[Channel[Any], Channel[Any]],
 ) -> None:
     for end, endpoint in zip(ends, (None, ends[1].endpoint), strict=True):
-        kept: KeptChannel[Any] = KeptChannel()
+        kept: KeptChannels[Any] = KeptChannels()
         kept.keep(end)
         assert kept.take(endpoint) is end
         assert kept.take(endpoint) is None, "taken"
@@ -87,7 +87,7 @@ def test_a_channel_with_something_left_is_not_used_again(
     ends: tuple[Channel[Any], Channel[Any]],
 ) -> None:
     trainer, engine = ends
-    kept: KeptChannel[Any] = KeptChannel()
+    kept: KeptChannels[Any] = KeptChannels()
     engine.send(wire.BucketDone, index=1)
     assert trainer.has_message() or trainer.wait(5)
     kept.keep(trainer)
@@ -102,15 +102,45 @@ def _is_gone(end: Channel[Any]) -> bool:
     return True
 
 
-def test_a_channel_whose_peer_died_or_that_is_elsewhere_is_not_used_again(
+def test_a_channel_whose_peer_died_is_not_used_again(
     ends: tuple[Channel[Any], Channel[Any]],
 ) -> None:
     trainer, engine = ends
-    kept: KeptChannel[Any] = KeptChannel()
-    kept.keep(engine)
-    assert kept.take("ipc:///elsewhere") is None
-    assert _is_gone(trainer)
+    kept: KeptChannels[Any] = KeptChannels()
+    kept.keep(trainer)
     engine.close()
+    deadline = time.monotonic() + 10
+    while trainer.is_quiet and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert kept.take() is None
+    assert not Path(trainer.endpoint.removeprefix("ipc://")).exists()
+
+
+def test_an_engine_keeps_the_channels_of_a_few_trainers(tmp_path: Path) -> None:
+    kept: KeptChannels[Any] = KeptChannels(2)
+    pairs = []
+    for i in range(3):
+        endpoint = f"ipc://{tmp_path}/{i}"
+        trainer: Channel[Any] = Channel(
+            endpoint, bind=True, decode=wire.decode_from_engine, peer="engine"
+        )
+        engine: Channel[Any] = Channel(
+            endpoint, bind=False, decode=wire.decode_from_trainer, peer="trainer"
+        )
+        engine.begin(TOKEN, timeout_s=20)
+        trainer.begin(TOKEN, timeout_s=20)
+        engine.send(wire.BucketDone, index=0)
+        assert trainer.receive().index == 0
+        pairs.append((trainer, engine))
+        kept.keep(engine)
+    assert kept.take(pairs[0][0].endpoint) is None
+    assert _is_gone(pairs[0][0])
+    for trainer, engine in pairs[1:]:
+        assert kept.take(trainer.endpoint) is engine
+        engine.send(wire.BucketDone, index=1)
+        assert trainer.receive().index == 1
+    for end in [end for pair in pairs for end in pair]:
+        end.close()
 
 
 SETTINGS: Any = SimpleNamespace(request_timeout_s=20.0, recheck_every_n_syncs=0)
@@ -144,6 +174,24 @@ def test_an_engine_that_joins_after_a_failure_is_told() -> None:
         joins.join()
         with engine:
             assert engine.receive().reason == "the export failed"
+
+
+def test_an_engine_whose_greeting_is_refused_is_told_at_once() -> None:
+    with TrainerSession(SessionSockets(), SETTINGS, BlockNames()) as session:
+        descriptor = wire.decode_descriptor(session.invitation)
+        engine: Channel[Any] = Channel(
+            descriptor.endpoint, bind=False, decode=wire.decode_from_trainer, peer="trainer"
+        )
+        engine.begin("0" * 32, timeout_s=20)
+        engine.send(wire.Hello, layouts=[], buffers=[], arrangements="")
+        with pytest.raises(SessionError, match="wrong token"):
+            session.greet(lambda: None, wait_s=5)
+        started = time.monotonic()
+        session.abort("the greeting was refused", lambda: None)
+        assert time.monotonic() - started < 1
+        engine.begin(descriptor.token, timeout_s=20)
+        with engine:
+            assert engine.receive().reason == "the greeting was refused"
 
 
 def test_nobody_is_waited_for_who_was_not_asked() -> None:

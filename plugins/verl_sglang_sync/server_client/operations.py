@@ -103,7 +103,7 @@ def update_weights(
     Args:
         handles: one entry per TP rank, made by `sglang_loader.ipc.serialize_handles`, or
             a session's descriptors.
-        load_format: dotted path of the loader in the engine.
+        load_format: names the loader in the engine.
         flush_cache: drop the prefix cache once the bucket is loaded; fails where requests run.
         weight_version: what `/model_info` reports from then on; None leaves it as it is.
         key: makes a repetition harmless; without one the request is never repeated.

@@ -46,7 +46,9 @@ class KnownSources:
         self._names = list(now)
         tensors = list(now.values())
         self._marks = [TensorMarks(tensors[i : i + STEP]) for i in range(0, len(tensors), STEP)]
-        self._tree = ModuleTree(sources.module) if isinstance(sources, ModuleState) else None
+        self._tree: ModuleTree | None = None
+        if isinstance(sources, ModuleState) and ModuleTree.is_all_of(now, sources.module):
+            self._tree = ModuleTree(sources.module)
 
     def check(self, now: Mapping[str, torch.Tensor]) -> None:
         """Compare with the tensors as they are now.

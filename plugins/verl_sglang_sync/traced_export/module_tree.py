@@ -45,8 +45,18 @@ class ModuleTree:
         modules = list(module.modules())
         self._parts = [_Part(modules[i : i + STEP]) for i in range(0, len(modules), STEP)]
 
+    @staticmethod
+    def is_all_of(state: Mapping[str, torch.Tensor], module: nn.Module) -> bool:
+        """True if the state is what is registered with the modules: no hook or method adds to it,
+        leaves something out, or makes it up.
+        """
+        modules = list(module.modules())
+        registered = {id(tensor) for tensor in _tensors(modules)}
+        own = any("state_dict" in vars(each) for each in modules)
+        return not own and registered == {id(tensor) for tensor in state.values()}
+
     def compare(self, module: nn.Module) -> Generator[None, None, bool]:
-        """Returns True if `module` is the same, with the same tensors in the same memory.
+        """Returns True if the same modules have the same tensors registered, in the same memory.
 
         False proves nothing: it may only be in another state than when its state was taken.
         """
@@ -81,11 +91,15 @@ class _Part:
 
 
 def _links(module: nn.Module) -> tuple[Any, ...]:
-    """What of a module decides which names its state has."""
+    """What of a module decides which of its tensors have which names in its state."""
     parts = vars(module)  # past `__getattr__`: there are hundreds of modules
     children = parts["_modules"]
     return (
-        *(*parts["_parameters"], None, *parts["_buffers"], None, *children),
+        *(type(module), "state_dict" in parts),
+        *(name for name, value in parts["_parameters"].items() if value is not None),
+        None,
+        *(name for name, value in parts["_buffers"].items() if value is not None),
+        *(None, *children),
         *map(id, children.values()),
         *(*parts["_non_persistent_buffers_set"], None, *parts["_state_dict_hooks"], None),
         *parts["_state_dict_pre_hooks"],

@@ -26,7 +26,7 @@ class TensorMarks:
     def first_changed(self, tensors: Sequence[torch.Tensor]) -> int | None:
         """Position of the first tensor that is another now, or elsewhere; None: all are as then."""
         marks = _marks(tensors, locals_of(tensors))
-        if len(marks) == len(self._marks) and marks == self._marks:
+        if marks == self._marks:
             expired = [storage.expired() for storage in self._storages]
             return expired.index(True) if any(expired) else None
         pairs = zip(marks, self._marks, strict=False)
