@@ -118,7 +118,8 @@ def wait_until_healthy(
         except OSError:
             time.sleep(0.5)
     tail = log.read_text(errors="replace")[-4000:]
-    raise RuntimeError(f"SGLang did not come up within {START_TIMEOUT_S} s:\n{tail}")
+    what = f"did not come up within {START_TIMEOUT_S} s" if is_running() else "ended as it came up"
+    raise RuntimeError(f"SGLang {what}:\n{tail}")
 
 
 def _free_port() -> int:
