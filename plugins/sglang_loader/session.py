@@ -24,7 +24,7 @@ from sglang_loader.bucket_loader import synchronize
 from sglang_loader.engine_context import device_of, engine_context, tp_rank
 from sglang_loader.load_plan import BucketLayout, BucketSource
 from sglang_loader.plan_store import ArrangementError, ModelLoader, SyncOutcome, loader_of
-from sglang_loader.session_channel import Channel, KeptChannels
+from sglang_loader.session_channel import Channel, KeptChannels, engine_end
 from sglang_loader.session_messages import FromTrainer, SessionDescriptor, SessionError
 from sglang_loader.session_state import InFlight, Layouts, Mappings, Sources
 
@@ -74,9 +74,7 @@ class _Session:
     def run(self) -> None:
         """Serve until commit; tell the trainer of a failure before raising it."""
         endpoint = self._descriptor.endpoint
-        channel: Channel[FromTrainer] = _kept.take(endpoint) or Channel(
-            endpoint, bind=False, decode=wire.decode_from_trainer, peer="trainer"
-        )
+        channel = _kept.take(endpoint) or engine_end(endpoint)
         channel.begin(self._descriptor.token, timeout_s=self._descriptor.timeout_s)
         with ExitStack() as stack:
             stack.enter_context(channel)

@@ -168,6 +168,16 @@ class Channel(Generic[Received]):
         self.close()
 
 
+def trainer_end(endpoint: str) -> Channel[FromEngine]:
+    """Bind a new socket; `endpoint` is a free zmq address."""
+    return Channel(endpoint, bind=True, decode=wire.decode_from_engine, peer="engine")
+
+
+def engine_end(endpoint: str) -> Channel[FromTrainer]:
+    """Connect to a trainer's socket."""
+    return Channel(endpoint, bind=False, decode=wire.decode_from_trainer, peer="trainer")
+
+
 class KeptChannels(Generic[Received]):
     """The channels of sessions that ended well, for one end.
 

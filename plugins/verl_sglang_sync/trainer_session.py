@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import torch
 
 from sglang_loader import session_messages as wire
-from sglang_loader.session_channel import Channel, KeptChannels
+from sglang_loader.session_channel import Channel, KeptChannels, trainer_end
 from sglang_loader.session_messages import Committed, FromEngine, SessionDescriptor, SessionError
 from sglang_loader.shared_buffer import BufferHandle
 from verl_sglang_sync.bucket_stream import Bucket
@@ -51,9 +51,7 @@ class SessionSockets:
 
     def take(self) -> Channel[FromEngine]:
         """The socket of the session before, or a new one where that did not end well."""
-        return self._kept.take() or Channel(
-            self._endpoint(), bind=True, decode=wire.decode_from_engine, peer="engine"
-        )
+        return self._kept.take() or trainer_end(self._endpoint())
 
     def keep(self, channel: Channel[FromEngine]) -> None:
         """For the next session."""

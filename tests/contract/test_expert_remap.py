@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from contract.load_plan_proof import load_eagerly, pack, split
-from contract.tiny_architecture_cases import CASES
+from contract.tiny_architecture_cases import case_named
 from contract.tiny_architectures import (
     Case,
     NamedWeights,
@@ -103,7 +103,7 @@ class Engine:
 def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Engine]:
     from sglang.srt.eplb import expert_location
 
-    case = next(case for case in CASES if case.name == request.param)
+    case = case_named(request.param)
     try:
         yield Engine(case, tmp_path / "model", tmp_path / "rendezvous")
     finally:

@@ -18,7 +18,7 @@ from torch import nn
 
 from contract.load_plan_proof import LAYOUTS, pack, prove
 from contract.manifest_proof import check, specs_of, untouched
-from contract.tiny_architecture_cases import CASES
+from contract.tiny_architecture_cases import CASES, case_named
 from contract.tiny_architectures import (
     CannotBuild,
     Case,
@@ -113,7 +113,7 @@ def test_a_boundary_between_two_halves_is_reported(rendezvous: Path, tmp_path: P
 
     The plan is as wrong as the eager loader, to the byte; what it can do is name both halves.
     """
-    case = next(case for case in CASES if case.name == "deepseek-v3")
+    case = case_named("deepseek-v3")
     built = build(case, tmp_path, rendezvous)
     halves = ("q_a_proj.weight", "kv_a_proj_with_mqa.weight")
     names = [n for n, _ in built.first if n.endswith(halves)]
@@ -133,7 +133,7 @@ def test_a_boundary_between_two_halves_is_reported(rendezvous: Path, tmp_path: P
 
 def test_hundreds_of_experts_become_a_few_copies(rendezvous: Path, tmp_path: Path) -> None:
     """128 experts a layer under the names of Qwen3-30B-A3B: ten copies a layer and three more."""
-    case = next(case for case in CASES if case.name == "qwen3-moe")
+    case = case_named("qwen3-moe")
     case = dataclasses.replace(case, options={**case.options, "num_experts": 128})
     built = build(case, tmp_path, rendezvous)
     assert len(built.first) == 2 * (3 * 128 + 9) + 3

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from contract.manifest_proof import check, specs_of, untouched, with_three_faults
-from contract.tiny_architecture_cases import CASES
+from contract.tiny_architecture_cases import case_named
 from contract.tiny_architectures import (
     Ranks,
     build_model,
@@ -57,7 +57,7 @@ class Engine:
 
 @pytest.fixture(scope="module", params=NAMES)
 def engine(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    case = next(case for case in CASES if case.name == request.param)
+    case = case_named(request.param)
     folder = tmp_path_factory.mktemp("checkpoint")
     weights = save_checkpoint(case, folder)
     model = build_model(case, folder, Ranks(tmp_path_factory.mktemp("ranks") / "rendezvous"))

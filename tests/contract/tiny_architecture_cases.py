@@ -525,3 +525,8 @@ CASES: tuple[Case, ...] = (
         _SIGLIP,
     ),
 )
+
+
+def case_named(name: str) -> Case:
+    """The architecture of this name."""
+    return next(case for case in CASES if case.name == name)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from sglang_loader import session_messages as wire
-from sglang_loader.session_channel import GRACE_MS, Channel, KeptChannels
+from sglang_loader.session_channel import GRACE_MS, Channel, KeptChannels, engine_end, trainer_end
 from sglang_loader.session_messages import SessionError
 from verl_sglang_sync.memory_blocks import BlockNames
 from verl_sglang_sync.trainer_session import SessionSockets, TrainerSession
@@ -28,12 +28,8 @@ class ReplyCame(RuntimeError):
 def ends(tmp_path: Path) -> Iterator[tuple[Channel[Any], Channel[Any]]]:
     """The trainer's and the engine's; one message has passed."""
     endpoint = f"ipc://{tmp_path}/s"
-    trainer: Channel[Any] = Channel(
-        endpoint, bind=True, decode=wire.decode_from_engine, peer="engine"
-    )
-    engine: Channel[Any] = Channel(
-        endpoint, bind=False, decode=wire.decode_from_trainer, peer="trainer"
-    )
+    trainer = trainer_end(endpoint)
+    engine = engine_end(endpoint)
     for end in (trainer, engine):
         end.begin(TOKEN, timeout_s=20)
     with trainer, engine:
@@ -121,12 +117,8 @@ def test_an_engine_keeps_the_channels_of_a_few_trainers(tmp_path: Path) -> None:
     pairs = []
     for i in range(3):
         endpoint = f"ipc://{tmp_path}/{i}"
-        trainer: Channel[Any] = Channel(
-            endpoint, bind=True, decode=wire.decode_from_engine, peer="engine"
-        )
-        engine: Channel[Any] = Channel(
-            endpoint, bind=False, decode=wire.decode_from_trainer, peer="trainer"
-        )
+        trainer = trainer_end(endpoint)
+        engine = engine_end(endpoint)
         engine.begin(TOKEN, timeout_s=20)
         trainer.begin(TOKEN, timeout_s=20)
         engine.send(wire.BucketDone, index=0)
@@ -163,9 +155,7 @@ def test_a_session_that_ends_well_leaves_its_socket_to_the_next() -> None:
 def test_an_engine_that_joins_after_a_failure_is_told() -> None:
     with TrainerSession(SessionSockets(), SETTINGS, BlockNames()) as session:
         descriptor = wire.decode_descriptor(session.invitation)
-        engine: Channel[Any] = Channel(
-            descriptor.endpoint, bind=False, decode=wire.decode_from_trainer, peer="trainer"
-        )
+        engine = engine_end(descriptor.endpoint)
         engine.begin(descriptor.token, timeout_s=20)
         hello = {"layouts": [], "buffers": [], "arrangements": ""}
         joins = threading.Timer(0.3, lambda: engine.send(wire.Hello, **hello))
@@ -179,9 +169,7 @@ def test_an_engine_that_joins_after_a_failure_is_told() -> None:
 def test_an_engine_whose_greeting_is_refused_is_told_at_once() -> None:
     with TrainerSession(SessionSockets(), SETTINGS, BlockNames()) as session:
         descriptor = wire.decode_descriptor(session.invitation)
-        engine: Channel[Any] = Channel(
-            descriptor.endpoint, bind=False, decode=wire.decode_from_trainer, peer="trainer"
-        )
+        engine = engine_end(descriptor.endpoint)
         engine.begin("0" * 32, timeout_s=20)
         engine.send(wire.Hello, layouts=[], buffers=[], arrangements="")
         with pytest.raises(SessionError, match="wrong token"):

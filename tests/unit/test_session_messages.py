@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from sglang_loader import session_messages as wire
 from sglang_loader.load_plan import BucketLayout
 from sglang_loader.manifest import ManifestError
-from sglang_loader.session_channel import Channel
+from sglang_loader.session_channel import engine_end, trainer_end
 from sglang_loader.session_messages import SessionError
 from sglang_loader.shared_buffer import CpuHandle, map_buffer, share_storage
 
@@ -146,8 +146,8 @@ def test_a_descriptor_of_another_version_is_refused():
 
 def channels(tmp_path, trainer_token=TOKEN, timeout_s=5.0):
     endpoint = f"ipc://{tmp_path}/socket"
-    trainer = Channel(endpoint, bind=True, decode=wire.decode_from_engine, peer="engine")
-    engine = Channel(endpoint, bind=False, decode=wire.decode_from_trainer, peer="trainer")
+    trainer = trainer_end(endpoint)
+    engine = engine_end(endpoint)
     trainer.begin(trainer_token, timeout_s=timeout_s)
     engine.begin(TOKEN, timeout_s=timeout_s)
     return trainer, engine

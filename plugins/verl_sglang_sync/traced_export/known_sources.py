@@ -3,6 +3,7 @@
     known = KnownSources(sources(), sources) # when the export is traced
     now = sources()                          # in a later sync
     known.check(now)                         # raises: trace it again
+    for _ in known.checks(sources): ...      # or so, in small steps
 
 An optimizer changes what is in the memory, and a trace stays true. Whoever moves a tensor, or puts
 another in its place, may have changed what the export makes of it.
