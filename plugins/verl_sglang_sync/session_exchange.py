@@ -10,6 +10,7 @@ Collective, all three, and so is each bucket; whoever fails drains the buckets t
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +31,9 @@ from verl_sglang_sync.traced_export.agreement import holds_everywhere
 from verl_sglang_sync.traced_export.known_sources import sources_of
 from verl_sglang_sync.weight_sync import Export
 
+PIECES_PER_BUCKET = 4
+"""The scratch, of two pieces sent and two received, is then no larger than a bucket."""
+
 
 class SessionExchange:
     """Of one trainer rank, for all its sessions.
@@ -46,7 +50,10 @@ class SessionExchange:
         self._is_wanted = settings.exchange_shards and settings.plan_ordered
         self._group = group
         self._exchange = ShardExchange(
-            group, device, recheck_every_n_syncs=settings.recheck_every_n_syncs
+            group,
+            device,
+            piece_nbytes=settings.bucket_bytes // PIECES_PER_BUCKET,
+            recheck_every_n_syncs=settings.recheck_every_n_syncs,
         )
         self._digest = ""
 
@@ -139,17 +146,16 @@ class ExchangedBuckets:
         self._turn = turn
         self._ring = ring
         self._report = report
-        self._next = 0
         ring.prepare(cuts, turn=turn)
 
     def __iter__(self) -> Iterator[ReadyBucket]:
-        while self._next < len(self._cuts):
-            index, report = self._next, self._report
-            bucket = self._cuts[index].bucket
+        report = self._report
+        for index, cut in enumerate(self._cuts):
+            bucket = cut.bucket
             arrangement = self._turn.of(index, bucket)
             nbytes = bucket.layout.nbytes if arrangement is None else arrangement.nbytes
             with report.stage("gather"):
-                storage = self._ring.fill(index, nbytes, self._fill)
+                storage = self._ring.fill(index, nbytes, partial(self._exchange.fill, index))
             report.count_bucket(len(bucket.layout.tensors), bucket.payload_bytes)
             report.num_exchanged += 1
             held = self._ring.nbytes + self._exchange.nbytes
@@ -163,12 +169,7 @@ class ExchangedBuckets:
 
     def drain(self) -> None:
         """Send what the other ranks still wait for."""
-        while self._next < len(self._cuts):
-            self._fill(None)
-
-    def _fill(self, buffer: torch.Tensor | None) -> None:
-        index, self._next = self._next, self._next + 1
-        self._exchange.fill(index, buffer)
+        self._exchange.drain()
 
 
 def _completed(

@@ -16,6 +16,7 @@ from unit.trainer_ranks import trainer_group
 
 CPU = torch.device("cpu")
 BUCKET_BYTES = 20 << 10
+PIECE_BYTES = 2 << 10
 _SIZES = {
     "vocab_size": 83,  # 4 ranks have 21, 21, 21, 20 rows
     "hidden_size": 24,
@@ -175,7 +176,9 @@ class Rank:
             [arrangement_of(layout, rank, world_size) for layout in self.layouts]
             for rank in range(world_size)
         ]
-        self.exchange = ShardExchange(self.group, CPU, recheck_every_n_syncs=recheck)
+        self.exchange = ShardExchange(
+            self.group, CPU, piece_nbytes=PIECE_BYTES, recheck_every_n_syncs=recheck
+        )
         self.seen = Seen()
         self.own = self.arrangements[dist.get_rank()]
         self.seen.num_buckets = len(self.layouts)
@@ -285,6 +288,30 @@ def drain_on_rank_1():
     expected = [gather_arranged(b.tensors, a, CPU) for b, a in zip(full, rank.own, strict=True)]
     right = [torch.equal(have, want) for have, want in zip(ring.filled, expected, strict=False)]
     return turn.name, right, report.num_exchanged, report.num_tensors
+
+
+def fail_to_pack_on_rank_1(which):
+    """Rank 1 cannot pack one piece, with which the exchange ends or not; nobody hangs.
+
+    What each rank saw, which buckets are wrong, and whether the next sync is right.
+    """
+    rank = Rank(sharded("dense"))
+    rank.prepare()
+    rank.sync()
+    assert rank.exchange.ready(rank.export, rank.layouts).name == "EXCHANGE"
+    broken = rank.exchange._prepared.exchange._pieces[which].sends
+    fails = mock.Mock(side_effect=MemoryError("no room to pack"))
+    buffers, error = [torch.zeros(a.nbytes, dtype=torch.uint8) for a in rank.own], None
+    with mock.patch.object(broken, "pack", fails if dist.get_rank() == 1 else broken.pack):
+        try:
+            for index, buffer in enumerate(buffers):
+                rank.exchange.fill(index, buffer)
+        except MemoryError as raised:
+            error = str(raised)
+        rank.exchange.drain()
+    rank.exchange.free()
+    rank.sync()
+    return error, rank.seen.turns[-1], rank.seen.wrong[-1]
 
 
 def _moved(rank, on):

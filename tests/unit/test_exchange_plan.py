@@ -1,6 +1,7 @@
 """The exchange of shards as numbers: the ranks simulated on bytes, against plain indexing."""
 
 import math
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -9,7 +10,9 @@ from hypothesis import strategies as st
 
 from sglang_loader.load_plan.arrangement import Arrangement, Read
 from sglang_loader.load_plan.geometry import Region
-from verl_sglang_sync.shard_exchange.exchange_plan import plan_bucket
+from verl_sglang_sync.shard_exchange import pieces
+from verl_sglang_sync.shard_exchange.exchange_plan import plan_piece
+from verl_sglang_sync.shard_exchange.pieces import cut_into_pieces
 from verl_sglang_sync.traced_export.origins import ByteMap, Origin, compose
 from verl_sglang_sync.traced_export.owners import everyone, shards_of_rows
 
@@ -138,8 +141,8 @@ def run_ranks(plans, shards):
 
 
 @settings(max_examples=300, deadline=None)
-@given(buckets())
-def test_every_rank_gets_the_bytes_that_it_reads(bucket):
+@given(buckets(), st.integers(1, 200), st.sampled_from([1, 8]))
+def test_every_rank_gets_the_bytes_that_it_reads(bucket, piece_nbytes, boundary):
     owners, origins, arrangements = bucket
     full, first = [], 1
     for held in owners:  # every byte of every parameter has a value of its own, none is 0
@@ -155,15 +158,38 @@ def test_every_rank_gets_the_bytes_that_it_reads(bucket):
                 if owner == rank:
                     start, stop = held.range_of(shard)
                     shards[rank][number] = full[number][start:stop]
-    plans = [plan_bucket(rank, arrangements, origins, owners) for rank in range(world_size)]
-    for buffer, arrangement in zip(run_ranks(plans, shards), arrangements, strict=True):
-        expected = np.zeros(arrangement.nbytes, dtype=np.int64)
-        for read in arrangement.reads:
-            origin = origins[read.tensor]
-            tensor = full[origin.parameter][bytes_of(origin.bytes)]
-            picked = tensor[indices(read.offset, read.dims, read.run)]
-            expected[read.start : read.start + read.nbytes] = picked
-        assert np.array_equal(buffer, expected)
+    with mock.patch.object(pieces, "BOUNDARY_BYTES", boundary):
+        cut = cut_into_pieces(arrangements, piece_nbytes)
+    assert len(cut) == max(1, -(-max(a.nbytes for a in arrangements) // piece_nbytes))
+    for division in [arrangements], cut:
+        filled = [np.zeros(arrangement.nbytes, dtype=np.int64) for arrangement in arrangements]
+        for part in division:
+            plans = [plan_piece(rank, part, origins, owners) for rank in range(world_size)]
+            for buffer, came in zip(filled, run_ranks(plans, shards), strict=True):
+                assert not (buffer.astype(bool) & came.astype(bool)).any(), "filled twice"
+                buffer += came
+        for buffer, arrangement in zip(filled, arrangements, strict=True):
+            expected = np.zeros(arrangement.nbytes, dtype=np.int64)
+            for read in arrangement.reads:
+                origin = origins[read.tensor]
+                tensor = full[origin.parameter][bytes_of(origin.bytes)]
+                picked = tensor[indices(read.offset, read.dims, read.run)]
+                expected[read.start : read.start + read.nbytes] = picked
+            assert np.array_equal(buffer, expected)
+
+
+def test_pieces_are_about_as_large_as_asked_and_keep_words_whole():
+    long, rows = Read(0, 0, (), 1 << 20, 0), Read(1, 64, ((512, 4096),), 2048, 1 << 20)
+    cut = cut_into_pieces([Arrangement((long, rows), 2 << 20), Arrangement((), 0)], 300_000)
+    assert len(cut) == 7
+    mine, nothing = zip(*cut, strict=True)
+    assert all(piece.reads == () for piece in nothing)
+    sizes = [sum(read.nbytes for read in piece.reads) for piece in mine]
+    assert sum(sizes) == 2 << 20
+    assert max(sizes) <= 300_000 + 2 * pieces.BOUNDARY_BYTES
+    assert all(read.start % 2048 == 0 for piece in mine for read in piece.reads)
+    with pytest.raises(ValueError, match="a piece of 0 bytes"):
+        cut_into_pieces([Arrangement((), 0)], 0)
 
 
 def test_chunks_are_torchs():
@@ -186,11 +212,11 @@ def test_a_rank_keeps_its_own_and_sends_nothing_that_nobody_reads():
         Origin(0, ByteMap.of(Region(0, (4, 8), (8, 1), 1))),
     )
     rows = [Arrangement((Read(0, 16 * rank, (), 16, 0),), 16) for rank in range(2)]
-    plan = plan_bucket(0, rows, [origin], [held])
+    plan = plan_piece(0, rows, [origin], [held])
     assert (plan.send_nbytes, plan.recv_nbytes, plan.landings) == ((0, 0), (0, 0), ())
     assert plan.own == (Read(0, 0, (), 16, 0),)
     columns = [Arrangement((Read(0, 4 * rank, ((4, 8),), 4, 0),), 16) for rank in range(2)]
-    plan = plan_bucket(0, columns, [origin], [held])
+    plan = plan_piece(0, columns, [origin], [held])
     assert (plan.send_nbytes, plan.recv_nbytes) == ((0, 8), (0, 8))
     assert plan.own == (Read(0, 0, ((2, 8),), 4, 0),)
     assert plan.sends == (Read(0, 4, ((2, 8),), 4, 0),)
@@ -201,4 +227,4 @@ def test_what_is_read_into_the_same_byte_twice_is_refused():
     held, origin = shards_of_rows(4, 8, range(1)), Origin(0, ByteMap.of(Region(0, (32,), (1,), 1)))
     reads = (Read(0, 0, (), 8, 0), Read(0, 8, (), 8, 7))
     with pytest.raises(ValueError, match="byte 7 of the arranged buffer is filled twice"):
-        plan_bucket(0, [Arrangement(reads, 16)], [origin], [held])
+        plan_piece(0, [Arrangement(reads, 16)], [origin], [held])

@@ -37,6 +37,13 @@ def test_the_comparison_is_repeated_when_it_is_due(pool):
         assert not any(seen["wrong"])
 
 
+@pytest.mark.parametrize("which", [0, 1, -1])
+def test_a_rank_that_cannot_pack_fails_alone_and_the_next_sync_is_right(pool, which):
+    for rank, (error, *after) in enumerate(pool.run(exchange_ranks.fail_to_pack_on_rank_1, which)):
+        assert error == ("no room to pack" if rank == 1 else None)
+        assert after == ["EXCHANGE", []]
+
+
 def test_an_export_that_computes_is_not_traced(pool):
     words = {
         "casts": "converts torch.float32 to torch.float16",

@@ -1,28 +1,35 @@
-"""Fills arranged buffers from the ranks' shards: pack, all-to-all, unpack.
+"""Fills arranged buffers from the ranks' shards: pack, all-to-all, unpack, piece after piece.
 
     exchange = Exchange(plans, device)
-    exchange.reserve()
+    exchange.begin(shards)
     for index, buffer in enumerate(buffers):
-        exchange.fill(index, shards, buffer)    # all ranks, in the same order
+        exchange.fill(index, buffer)    # all ranks, in the same order
+    exchange.drain()                    # whoever stopped before
+    exchange.end()
 
-What a rank owns itself goes straight into its buffer while the rest travels. On a GPU everything is
-queued on the current stream; the scratch is used again in stream order.
+While a piece travels, the next is packed, what a rank owns itself goes straight into its buffer,
+and the piece before is unpacked. On a GPU all of it is queued; the scratch is used again in stream
+order.
 """
 
 from __future__ import annotations
 
+import logging
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from sglang_loader.load_plan.arrangement import Arrangement, Read
 from verl_sglang_sync.arranged_packing import ArrangedPacking
-from verl_sglang_sync.shard_exchange.exchange_plan import (
-    ALIGNMENT_BYTES,
-    BucketExchange,
-    scratch_nbytes,
-)
+from verl_sglang_sync.shard_exchange.exchange_plan import ALIGNMENT_BYTES, PieceExchange
+
+logger = logging.getLogger(__name__)
+
+NUM_TRAVELLING = 2
+"""Pieces on their way at a time; each needs scratch of its own."""
 
 _WORD = torch.int64
 
@@ -31,57 +38,153 @@ class Exchange:
     """Executes this rank's plans, on torch's default group.
 
     Args:
-        plans: by bucket.
+        plans: by bucket, then by piece.
         device: of the shards and the buffers.
     """
 
-    def __init__(self, plans: Sequence[BucketExchange], device: torch.device) -> None:
-        self._plans = tuple(plans)
+    def __init__(self, plans: Sequence[Sequence[PieceExchange]], device: torch.device) -> None:
         self._device = device
-        self._own = [_copies(plan.own, plan.nbytes, device) for plan in plans]
-        self._sends = [_copies(plan.sends, sum(plan.send_nbytes), device) for plan in plans]
-        self._landings = [_copies(plan.landings, plan.nbytes, device) for plan in plans]
-        self._send = self._recv = torch.empty(0, dtype=torch.uint8, device=device)
+        self._pieces = [
+            _Piece.of(plan, bucket, device) for bucket, some in enumerate(plans) for plan in some
+        ]
+        self._scratch = [_Scratch(device) for _ in range(NUM_TRAVELLING)]
+        self._shards: Sequence[torch.Tensor] = ()
+        self._num_started = self._num_finished = 0
+        self._travelling: deque[dist.Work | None] = deque()
 
     @property
     def nbytes(self) -> int:
         """Bytes of scratch held at present."""
+        return sum(scratch.nbytes for scratch in self._scratch)
+
+    def begin(self, shards: Sequence[torch.Tensor]) -> None:
+        """Start anew; all memory is allocated here, lest a rank fail within a collective.
+
+        Args:
+            shards: this rank's, flat bytes by parameter.
+        """
+        for scratch in self._scratch:
+            scratch.reserve([piece.plan for piece in self._pieces])
+        self._shards = shards
+        self._num_started = self._num_finished = 0
+        self._travelling.clear()
+
+    def fill(self, index: int, buffer: torch.Tensor | None) -> None:
+        """Fill one bucket's buffer; collective.
+
+        Args:
+            index: of the bucket.
+            buffer: flat uint8 of the arranged size; None: send what the others need, keep nothing.
+        """
+        while not self._is_done and self._pieces[self._num_finished].bucket <= index:
+            is_wanted = self._pieces[self._num_finished].bucket == index
+            self._advance(buffer if is_wanted else None)
+
+    def drain(self) -> None:
+        """Send all that the other ranks still wait for, whatever happens."""
+        while not self._is_done:
+            try:
+                self._advance(None)
+            except Exception as error:
+                logger.warning("a piece of another rank's weights could not be sent: %s", error)
+
+    def end(self) -> None:
+        """Give the scratch back and let go of the shards; what is queued must be done."""
+        self._shards = ()
+        for scratch in self._scratch:
+            scratch.free()
+
+    @property
+    def _is_done(self) -> bool:
+        return self._num_finished == len(self._pieces)
+
+    def _advance(self, buffer: torch.Tensor | None) -> None:
+        """Have the next pieces on their way, and finish the oldest; it is counted in any case."""
+        number, self._num_finished = self._num_finished, self._num_finished + 1
+        try:
+            while self._num_started < min(number + NUM_TRAVELLING, len(self._pieces)):
+                self._start()
+        finally:
+            self._finish(number, buffer)
+
+    def _start(self) -> None:
+        number, self._num_started = self._num_started, self._num_started + 1
+        piece, scratch = self._pieces[number], self._scratch[number % NUM_TRAVELLING]
+        send, recv = scratch.of(piece.plan)
+        work = None
+        try:
+            piece.sends.pack(self._shards, send)
+        finally:  # without these bytes the other ranks would hang: that they fail is agreed later
+            try:
+                work = dist.all_to_all_single(
+                    recv.view(_WORD),
+                    send.view(_WORD),
+                    [nbytes // ALIGNMENT_BYTES for nbytes in piece.plan.recv_nbytes],
+                    [nbytes // ALIGNMENT_BYTES for nbytes in piece.plan.send_nbytes],
+                    async_op=True,
+                )
+            finally:
+                self._travelling.append(work)
+
+    def _finish(self, number: int, buffer: torch.Tensor | None) -> None:
+        piece, scratch = self._pieces[number], self._scratch[number % NUM_TRAVELLING]
+        work = self._travelling.popleft()
+        try:
+            if buffer is not None:
+                piece.own.pack(self._shards, buffer)
+        finally:
+            if work is not None:
+                work.wait()
+        if buffer is not None:
+            piece.landings.pack([scratch.of(piece.plan)[1]], buffer)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A piece and the copies that it takes."""
+
+    plan: PieceExchange
+    bucket: int
+    own: ArrangedPacking
+    sends: ArrangedPacking
+    landings: ArrangedPacking
+
+    @classmethod
+    def of(cls, plan: PieceExchange, bucket: int, device: torch.device) -> _Piece:
+        return cls(
+            plan,
+            bucket,
+            own=_copies(plan.own, plan.nbytes, device),
+            sends=_copies(plan.sends, sum(plan.send_nbytes), device),
+            landings=_copies(plan.landings, plan.nbytes, device),
+        )
+
+
+class _Scratch:
+    """What one travelling piece is sent from and received into."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._send = self._recv = torch.empty(0, dtype=torch.uint8, device=device)
+
+    @property
+    def nbytes(self) -> int:
         return self._send.numel() + self._recv.numel()
 
-    def reserve(self) -> None:
-        """Allocate the scratch, so that no rank fails within a collective for want of it."""
-        send, recv = scratch_nbytes(self._plans)
+    def reserve(self, plans: Sequence[PieceExchange]) -> None:
+        """Have room for any of these."""
+        send = max((sum(plan.send_nbytes) for plan in plans), default=0)
+        recv = max((sum(plan.recv_nbytes) for plan in plans), default=0)
         if self._send.numel() < send:
             self._send = torch.empty(send, dtype=torch.uint8, device=self._device)
         if self._recv.numel() < recv:
             self._recv = torch.empty(recv, dtype=torch.uint8, device=self._device)
 
-    def fill(self, index: int, shards: Sequence[torch.Tensor], buffer: torch.Tensor | None) -> None:
-        """Fill one bucket's buffer; collective.
-
-        Args:
-            index: of the bucket.
-            shards: this rank's, flat bytes by parameter.
-            buffer: flat uint8 of the arranged size; None: send what the others need, keep nothing.
-        """
-        plan = self._plans[index]
-        send, recv = self._send[: sum(plan.send_nbytes)], self._recv[: sum(plan.recv_nbytes)]
-        self._sends[index].pack(shards, send)
-        work = dist.all_to_all_single(
-            recv.view(_WORD),
-            send.view(_WORD),
-            [nbytes // ALIGNMENT_BYTES for nbytes in plan.recv_nbytes],
-            [nbytes // ALIGNMENT_BYTES for nbytes in plan.send_nbytes],
-            async_op=True,
-        )
-        if buffer is not None:
-            self._own[index].pack(shards, buffer)
-        work.wait()
-        if buffer is not None:
-            self._landings[index].pack([recv], buffer)
+    def of(self, plan: PieceExchange) -> tuple[torch.Tensor, torch.Tensor]:
+        """The bytes to send and those to receive."""
+        return self._send[: sum(plan.send_nbytes)], self._recv[: sum(plan.recv_nbytes)]
 
     def free(self) -> None:
-        """Give the scratch back; what is queued must be done."""
         self._send = self._recv = torch.empty(0, dtype=torch.uint8, device=self._device)
 
 

@@ -1,8 +1,9 @@
 """Which bytes each trainer rank sends to which, so that every rank's arranged buffer is filled.
 
 An engine rank reads a part of every exported tensor (`Arrangement`), a tensor is a part of a
-parameter (`Origin`), and a parameter lies in shards on the ranks (`Owners`). `plan_bucket` follows
-the bytes back, cuts them where shards end, and keeps what one rank has to do with them:
+parameter (`Origin`), and a parameter lies in shards on the ranks (`Owners`). `plan_piece` follows
+the bytes of a bucket, or of a piece of one, back, cuts them where shards end, and keeps what one
+rank has to do with them:
 
     own        a shard of this rank -> its arranged buffer
     sends      shards of this rank  -> send scratch, by destination
@@ -29,8 +30,8 @@ ALIGNMENT_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
-class BucketExchange:
-    """What one rank does for one bucket.
+class PieceExchange:
+    """What one rank does for one piece of a bucket.
 
     Attributes:
         own: parts of this rank's shards; `Read.tensor` is the parameter, `Read.offset` a byte of
@@ -66,17 +67,17 @@ class ShardRead:
     nbytes: int
 
 
-def plan_bucket(
+def plan_piece(
     rank: int,
     arrangements: Sequence[Arrangement],
     origins: Sequence[Origin],
     owners: Sequence[Owners],
-) -> BucketExchange:
-    """What `rank` does for one bucket.
+) -> PieceExchange:
+    """What `rank` does for one piece of a bucket, or for all of it.
 
     Args:
         rank: whose plan.
-        arrangements: of the bucket, by trainer rank.
+        arrangements: of the piece, by trainer rank.
         origins: of the bucket's tensors, by position in its layout.
         owners: by parameter.
 
@@ -101,7 +102,7 @@ def plan_bucket(
     received, recv_nbytes = _laid_out(arriving)
     landings = [landing for pairs in received for landing in _landings(pairs)]
     _check_filled_once(arrangements[rank], own, landings)
-    return BucketExchange(
+    return PieceExchange(
         tuple(own),
         tuple(sends),
         tuple(send_nbytes),
@@ -229,12 +230,6 @@ def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
         else:
             joined.append((start, start + nbytes))
     return joined
-
-
-def scratch_nbytes(plans: Sequence[BucketExchange]) -> tuple[int, int]:
-    """Send and receive scratch that every one of the buckets fits into."""
-    send = max((sum(plan.send_nbytes) for plan in plans), default=0)
-    return send, max((sum(plan.recv_nbytes) for plan in plans), default=0)
 
 
 def whole_bucket(layout: BucketLayout) -> Arrangement:

@@ -1,11 +1,12 @@
 """Whether, and how, the trainer's ranks fill arranged buffers from their shards.
 
-    exchange = ShardExchange(group, device)
+    exchange = ShardExchange(group, device, piece_nbytes=512 << 20)
     reason = exchange.prepare(export, arrangements, layouts)      # once; None: it can be done
     reason = exchange.prove(export, batches)                      # after a good sync
     turn = exchange.ready(export, layouts)                        # at the start of every sync
     if turn is Turn.EXCHANGE:
         exchange.fill(index, buffer)                              # instead of the export
+        exchange.drain()                                          # also after a failure
     exchange.free()
 
 All of these are collective: all ranks call them in the same order, and each decision is one that
@@ -30,7 +31,8 @@ from sglang_loader.load_plan.arrangement import Arrangement
 from sglang_loader.load_plan.layout import BucketLayout
 from verl_sglang_sync.collective import TrainerGroup
 from verl_sglang_sync.shard_exchange.exchange import Exchange
-from verl_sglang_sync.shard_exchange.exchange_plan import plan_bucket
+from verl_sglang_sync.shard_exchange.exchange_plan import plan_piece
+from verl_sglang_sync.shard_exchange.pieces import cut_into_pieces
 from verl_sglang_sync.shard_exchange.self_check import first_difference, gather_arranged
 from verl_sglang_sync.traced_export.agreement import common_reason
 from verl_sglang_sync.traced_export.export_trace import (
@@ -75,17 +77,23 @@ class ShardExchange:
     Args:
         group: the trainer's ranks; torch's default group must be the same ranks.
         device: of the engine on this rank, and of the shards.
+        piece_nbytes: of a rank's arranged buffer that travel at a time; the scratch holds two.
         recheck_every_n_syncs: compare again in every n-th sync; 0: never.
     """
 
     def __init__(
-        self, group: TrainerGroup, device: torch.device, *, recheck_every_n_syncs: int = 0
+        self,
+        group: TrainerGroup,
+        device: torch.device,
+        *,
+        piece_nbytes: int,
+        recheck_every_n_syncs: int = 0,
     ) -> None:
         self._group = group
         self._device = device
+        self._piece_nbytes = piece_nbytes
         self._recheck_every_n_syncs = recheck_every_n_syncs
         self._prepared: _Prepared | None = None
-        self._shards: list[torch.Tensor] = []
         self._is_proven = False
         self._num_syncs = self._num_moves = 0
         self.off: str | None = None
@@ -161,7 +169,12 @@ class ShardExchange:
             buffer: flat uint8; None: only send what the other ranks need.
         """
         assert self._prepared is not None, "nothing was prepared"
-        self._prepared.exchange.fill(index, self._shards, buffer)
+        self._prepared.exchange.fill(index, buffer)
+
+    def drain(self) -> None:
+        """Send what the other ranks still wait for."""
+        assert self._prepared is not None, "nothing was prepared"
+        self._prepared.exchange.drain()
 
     def prove(
         self,
@@ -194,6 +207,7 @@ class ShardExchange:
             del batch
         for _ in source:  # the export's collectives need every rank
             problem = problem or "the export has more buckets than it had"
+        self.drain()
         self.free()
         agreed = common_reason(self._group, problem)
         self._is_proven = agreed is None
@@ -227,8 +241,7 @@ class ShardExchange:
         try:
             if tuple(layouts) != self._prepared.layouts:
                 raise SourcesChanged("the export is cut into other buckets")
-            self._shards = self._prepared.shards(_named_sources(export))
-            self._prepared.exchange.reserve()
+            self._prepared.exchange.begin(self._prepared.shards(_named_sources(export)))
         except Exception as error:
             reason = str(error)
         agreed = common_reason(self._group, reason)
@@ -238,9 +251,8 @@ class ShardExchange:
 
     def free(self) -> None:
         """Give the scratch back and let go of the shards; what was exchanged must be done."""
-        self._shards = []
         if self._prepared is not None:
-            self._prepared.exchange.free()
+            self._prepared.exchange.end()
 
     def _plan(
         self,
@@ -256,7 +268,8 @@ class ShardExchange:
         for index, layout in enumerate(layouts):
             origins = [traced.find(tensor).origin for tensor in layout.tensors]
             by_rank = [arranged[index] for arranged in arrangements]
-            plans.append(plan_bucket(rank, by_rank, origins, owners))
+            pieces = cut_into_pieces(by_rank, self._piece_nbytes)
+            plans.append([plan_piece(rank, piece, origins, owners) for piece in pieces])
         names = [parameter.source for parameter in traced.parameters]
         prepared = _Prepared(
             exchange=Exchange(plans, self._device),
