@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -38,6 +39,12 @@ WORD_BYTES = WORD.itemsize
 Words = npt.NDArray[np.int64]
 
 
+class ByPosition(Protocol):
+    """Tensors by position; only those that are read are asked for."""
+
+    def __getitem__(self, position: int, /) -> torch.Tensor: ...
+
+
 class ArrangedPacking:
     """Gathers one arrangement's bytes, sync after sync.
 
@@ -60,7 +67,7 @@ class ArrangedPacking:
         if self._in_words:
             self._gather = _Gather(GatherTable.of(self._in_words, self._members), device)
 
-    def pack(self, tensors: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:
+    def pack(self, tensors: ByPosition, buffer: torch.Tensor) -> None:
         """Gather, on the current stream.
 
         Args:

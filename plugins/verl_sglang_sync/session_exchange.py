@@ -55,7 +55,7 @@ class SessionExchange:
             piece_nbytes=settings.bucket_bytes // PIECES_PER_BUCKET,
             recheck_every_n_syncs=settings.recheck_every_n_syncs,
         )
-        self._digest = ""
+        self._digest: str | None = None
 
     def turn(self, weights: Iterable[NamedTensor], cuts: Sequence[Cut]) -> Turn:
         """What all ranks do in this sync."""
@@ -64,8 +64,8 @@ class SessionExchange:
         return self._exchange.ready(weights, [cut.bucket.layout for cut in cuts])
 
     def holds(self, turn: ArrangedTurn) -> bool:
-        """True if this rank's engine holds the arrangements that were prepared for."""
-        return turn.digest != "" and turn.digest == self._digest
+        """True if this rank's buckets are still read as they were when all was prepared."""
+        return turn.digest == self._digest
 
     def buckets(
         self, cuts: Sequence[Cut], turn: ArrangedTurn, ring: StagingRing, report: SyncReport
@@ -79,26 +79,28 @@ class SessionExchange:
         stream: BucketStream,
         known: KnownArrangements | None,
         turn: Turn,
+        *,
+        is_settled: bool,
     ) -> None:
         """Prepare, and prove, that the next syncs exchange shards.
 
         Args:
             weights: the export of the sync before.
             stream: its buckets.
-            known: what this rank's engine reads; None: not known, or not sent.
+            known: what this rank's engine reads; None: all of every bucket.
             turn: of the sync before.
+            is_settled: buckets are packed, and the engine will not say later what it reads.
         """
-        if not holds_everywhere(self._group, known is not None):
+        if not holds_everywhere(self._group, is_settled):
             return
-        assert known is not None
-        if not holds_everywhere(
-            self._group, self._exchange.is_prepared and known.digest == self._digest
-        ):
+        digest = "" if known is None else known.digest
+        if not holds_everywhere(self._group, self._exchange.is_prepared and digest == self._digest):
             layouts = [cut.bucket.layout for cut in stream.cuts]
             everyones: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(everyones, [arrangement for _, arrangement in known.buckets])
+            own = [None] * len(layouts) if known is None else [read for _, read in known.buckets]
+            dist.all_gather_object(everyones, own)
             by_rank = [_completed(arrangements, layouts) for arrangements in everyones]
-            self._digest = known.digest
+            self._digest = digest
             if self._exchange.prepare(weights, by_rank, layouts) is not None:
                 return
         elif turn is not Turn.CHECK:

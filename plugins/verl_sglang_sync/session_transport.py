@@ -110,12 +110,13 @@ class SessionTransport:
         request = OpeningRequest(self._engine, version)
         with ExitStack() as stack:
             stack.callback(self._rest)
-            shards = Turn.FULL
-            if not is_unexported:
-                shards = self._exchange.turn(weights, self._maker.stream.cuts)
             session = ranks.attempt(lambda: stack.enter_context(self._new_session()))
             with report.stage("open"):
                 self._open(session, request, ranks)
+            shards = Turn.FULL
+            if not is_unexported:
+                with report.stage("confirm"):  # while the engine joins
+                    shards = self._exchange.turn(weights, self._maker.stream.cuts)
             turn = ArrangedTurn(self._arrangements)
             source: Export | ExchangedBuckets | UnexportedBuckets | None = None
             confirming: Iterator[None] | None = None
@@ -183,9 +184,11 @@ class SessionTransport:
             with report.stage("learn"):
                 self._unexported.learn(weights, maker.in_place, maker.stream.cuts)
         if shards is not Turn.EXCHANGE and self._exchange.can_learn(weights):
-            known = None if maker.in_place is not None else self._arrangements
+            known = self._arrangements
+            # An engine that has replayed its plan has said what it reads, unless that is all.
+            is_settled = maker.in_place is None and (known is not None or not report.num_eager)
             with report.stage("learn"):
-                self._exchange.learn(weights, maker.stream, known, shards)
+                self._exchange.learn(weights, maker.stream, known, shards, is_settled=is_settled)
 
     def _new_session(self) -> TrainerSession:
         return TrainerSession(self._sockets, self._settings, self._names, self._maker.used)

@@ -170,10 +170,8 @@ class TrainerSession:
         names, slots = located.names(holders, self._names), self._slots
         for i, name in enumerate(names):
             if name not in slots:
-                block, member = located.blocks[i]
-                storage = holders[member].untyped_storage()
-                keep = name in self._used_before
-                self._announce(name, partial(share_block, block, storage), keep=keep)
+                share = partial(_share_member, *located.blocks[i], holders)
+                self._announce(name, share, keep=name in self._used_before)
                 self._read_in_place.add(name)
         return located.pieces([slots[name] for name in names])
 
@@ -293,3 +291,8 @@ class TrainerSession:
             self._sockets.keep(self._channel)
             return
         self._channel.close()
+
+
+def _share_member(block: Block, member: int, holders: Holders) -> BufferHandle:
+    """A handle of the block in which a holder's storage lies; only asked for if it is new."""
+    return share_block(block, holders[member].untyped_storage())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -89,35 +90,7 @@ SHARDED_SETTINGS = ({"keep_staging_buffers": True}, {"recheck_every_n_syncs": 2}
 
 def _syncs_in_a_row(rank: TrainerRank, model: Path, folder: Path) -> dict[str, Any]:
     """Other weights at every sync, by the eager loader and by each setting of the compiled one."""
-
-    def run(
-        mode: str,
-        arena: NamedTensors | None = None,
-        export: Any = None,
-        moves_after: int = -1,
-        **settings: Any,
-    ) -> list[Any]:
-        manager, seen = rank.manager(mode, **settings), []
-        for scale in SCALES:
-            weights = weights_of(model, rank.device, scale=scale)
-            if arena is not None:
-                for (_, target), (_, tensor) in zip(arena, weights, strict=True):
-                    target.copy_(tensor)
-                weights = arena
-            if export is not None:
-                if len(seen) == moves_after and rank.rank == rank.tp - 1:
-                    move_one(export.sources())
-                for name, tensor in weights:
-                    write_values(export.sources()[name], tensor)
-                weights = export
-            asyncio.run(manager.release())
-            asyncio.run(manager.resume(("weights",)))
-            asyncio.run(manager.sync(weights, version=str(scale)))
-            report = asdict(manager.report)
-            asyncio.run(manager.resume(("kv_cache",)))
-            seen.append((engine_hashes(rank, folder), report))
-        return seen
-
+    run = partial(_run_syncs, rank, model, folder)
     return {
         "eager": run("flattened"),
         "compiled": [run("compiled", **settings) for settings in COMPILED_SETTINGS],
@@ -138,6 +111,46 @@ def _syncs_in_a_row(rank: TrainerRank, model: Path, folder: Path) -> dict[str, A
         ],
         "moved": run("compiled", export=kept_export(weights_of(model, rank.device)), moves_after=2),
     }
+
+
+def sharded_replicas(rank: TrainerRank, model: str, folder: str) -> dict[str, Any]:
+    """Shards over all ranks, and engines that each read all of every weight."""
+    run = partial(_run_syncs, rank, Path(model), Path(folder) / f"replica{rank.replica}")
+    export = sharded_export(weights_of(Path(model), rank.device))
+    return {"eager": run("flattened"), "sharded": run("compiled", export=export)}
+
+
+def _run_syncs(
+    rank: TrainerRank,
+    model: Path,
+    folder: Path,
+    mode: str,
+    arena: NamedTensors | None = None,
+    export: Any = None,
+    moves_after: int = -1,
+    **settings: Any,
+) -> list[Any]:
+    """(the engine's hashes, the report) of each sync, with other weights every time."""
+    manager, seen = rank.manager(mode, **settings), []
+    for scale in SCALES:
+        weights = weights_of(model, rank.device, scale=scale)
+        if arena is not None:
+            for (_, target), (_, tensor) in zip(arena, weights, strict=True):
+                target.copy_(tensor)
+            weights = arena
+        if export is not None:
+            if len(seen) == moves_after and rank.rank == rank.tp - 1:
+                move_one(export.sources())
+            for name, tensor in weights:
+                write_values(export.sources()[name], tensor)
+            weights = export
+        asyncio.run(manager.release())
+        asyncio.run(manager.resume(("weights",)))
+        asyncio.run(manager.sync(weights, version=str(scale)))
+        report = asdict(manager.report)
+        asyncio.run(manager.resume(("kv_cache",)))
+        seen.append((engine_hashes(rank, folder), report))
+    return seen
 
 
 def sharded_export(weights: NamedTensors) -> Any:

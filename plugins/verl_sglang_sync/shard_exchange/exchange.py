@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from sglang_loader.load_plan.arrangement import Arrangement, Read
-from verl_sglang_sync.arranged_packing import ArrangedPacking
+from verl_sglang_sync.arranged_packing import ArrangedPacking, ByPosition
 from verl_sglang_sync.shard_exchange.exchange_plan import ALIGNMENT_BYTES, PieceExchange
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class Exchange:
             _Piece.of(plan, bucket, device) for bucket, some in enumerate(plans) for plan in some
         ]
         self._scratch = [_Scratch(device) for _ in range(NUM_TRAVELLING)]
-        self._shards: Sequence[torch.Tensor] = ()
+        self._shards: ByPosition = ()
         self._num_started = self._num_finished = 0
         self._travelling: deque[dist.Work | None] = deque()
 
@@ -57,7 +57,7 @@ class Exchange:
         """Bytes of scratch held at present."""
         return sum(scratch.nbytes for scratch in self._scratch)
 
-    def begin(self, shards: Sequence[torch.Tensor]) -> None:
+    def begin(self, shards: ByPosition) -> None:
         """Start anew; all memory is allocated here, lest a rank fail within a collective.
 
         Args:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 import traceback
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
@@ -314,7 +314,7 @@ class _Prepared:
     names: tuple[str, ...]
     sources: KnownSources
 
-    def shards(self, sources: Sources) -> list[torch.Tensor]:
+    def shards(self, sources: Sources) -> _Shards:
         """The flat bytes of this rank's shards, by parameter.
 
         Raises:
@@ -322,7 +322,24 @@ class _Prepared:
         """
         now = sources()
         self.sources.check(now)
-        return [memory_of(now[name]) for name in self.names]
+        return _Shards(self.names, now)
+
+
+class _Shards:
+    """This rank's shards; each one's bytes are looked up when they are first asked for, while
+    others travel.
+    """
+
+    def __init__(self, names: Sequence[str], now: Mapping[str, torch.Tensor]) -> None:
+        self._names = names
+        self._now = now
+        self._known: dict[int, torch.Tensor] = {}
+
+    def __getitem__(self, position: int, /) -> torch.Tensor:
+        found = self._known.get(position)
+        if found is None:
+            found = self._known[position] = memory_of(self._now[self._names[position]])
+        return found
 
 
 def _named_sources(export: TraceableExport | Iterable[NamedTensor]) -> Sources:

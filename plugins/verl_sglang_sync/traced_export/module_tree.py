@@ -7,7 +7,10 @@ tensors in it, are compared in small steps that fit into moments of waiting.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from operator import itemgetter, methodcaller
 from typing import Any
 
 import torch
@@ -15,7 +18,7 @@ from torch import nn
 
 from verl_sglang_sync.traced_export.tensor_marks import TensorMarks
 
-STEP = 32
+STEP = 64
 
 
 class ModuleState:
@@ -51,7 +54,7 @@ class ModuleTree:
         leaves something out, or makes it up.
         """
         modules = list(module.modules())
-        registered = {id(tensor) for tensor in _tensors(modules)}
+        registered = {id(tensor) for tensor in _Registered.of(modules).tensors}
         own = any("state_dict" in vars(each) for each in modules)
         return not own and registered == {id(tensor) for tensor in state.values()}
 
@@ -74,48 +77,79 @@ class _Part:
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = [weakref.ref(module) for module in modules]
-        self._links = [_links(module) for module in modules]
-        self._marks = TensorMarks(_tensors(modules))
+        found = _Registered.of(modules)
+        self._links = found.links
+        self._children = [id(child) for child in found.children]
+        self._marks = TensorMarks(found.tensors)
 
     def root(self) -> nn.Module | None:
         return self._modules[0]()
 
     def is_same(self) -> bool:
         modules = [reference() for reference in self._modules]
-        alive = [module for module in modules if module is not None]
+        if None in modules:
+            return False
+        found = _Registered.of(modules)
         return (
-            len(alive) == len(modules)
-            and list(map(_links, alive)) == self._links
-            and self._marks.first_changed(_tensors(alive)) is None
+            found.links == self._links
+            and list(map(id, found.children)) == self._children
+            and self._marks.first_changed(found.tensors) is None
         )
 
 
-def _links(module: nn.Module) -> tuple[Any, ...]:
-    """What of a module decides which of its tensors have which names in its state."""
-    parts = vars(module)  # past `__getattr__`: there are hundreds of modules
-    children = parts["_modules"]
-    return (
-        *(type(module), "state_dict" in parts),
-        *(name for name, value in parts["_parameters"].items() if value is not None),
-        None,
-        *(name for name, value in parts["_buffers"].items() if value is not None),
-        *(None, *children),
-        *map(id, children.values()),
-        *(*parts["_non_persistent_buffers_set"], None, *parts["_state_dict_hooks"], None),
-        *parts["_state_dict_pre_hooks"],
-    )
+@dataclass(frozen=True)
+class _Registered:
+    """What is registered with some modules, in columns: there are hundreds of them.
+
+    Attributes:
+        links: what decides which of the tensors have which names in the state; comparable.
+        children: modules, or None.
+        tensors: parameters, then buffers that are saved.
+    """
+
+    links: tuple[Any, ...]
+    children: list[nn.Module | None]
+    tensors: list[torch.Tensor]
+
+    @classmethod
+    def of(cls, modules: Sequence[nn.Module | None]) -> _Registered:
+        states = list(map(vars, modules))  # past `__getattr__`
+        columns = list(zip(*map(_PARTS, states), strict=True))
+        parameters = list(chain.from_iterable(map(_VALUES, columns[0])))
+        links: tuple[Any, ...] = (
+            list(map(type, modules)),
+            ["state_dict" in state for state in states],
+            [tensor is None for tensor in parameters],
+            [_keys(column) for column in columns],
+        )
+        children = list(chain.from_iterable(map(_VALUES, columns[2])))
+        tensors = [tensor for tensor in parameters if tensor is not None]
+        if any(columns[1]):
+            saved = _saved_buffers(columns[1], columns[3])
+            links = (*links, [tensor is None for tensor in saved])
+            tensors += [tensor for tensor in saved if tensor is not None]
+        return cls(links, children, tensors)
 
 
-def _tensors(modules: Sequence[nn.Module]) -> list[torch.Tensor]:
-    """Parameters and buffers that are saved."""
-    found: list[torch.Tensor] = []
-    for module in modules:
-        found += [tensor for tensor in module._parameters.values() if tensor is not None]
-        if module._buffers:
-            unsaved = module._non_persistent_buffers_set
-            found += [
-                tensor
-                for name, tensor in module._buffers.items()
-                if tensor is not None and name not in unsaved
-            ]
-    return found
+_PARTS = itemgetter(
+    *("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"),
+    *("_state_dict_hooks", "_state_dict_pre_hooks"),
+)
+_VALUES = methodcaller("values")
+
+
+def _keys(column: Sequence[Collection[Any]]) -> tuple[list[bool], list[int], list[Any]]:
+    """Which of these have something, how much, and all their keys."""
+    some = list(filter(None, column))
+    return list(map(bool, column)), list(map(len, some)), list(chain.from_iterable(some))
+
+
+def _saved_buffers(
+    buffers: Sequence[Mapping[str, torch.Tensor | None]], unsaved: Sequence[Collection[str]]
+) -> list[torch.Tensor | None]:
+    return [
+        tensor
+        for named, left_out in zip(buffers, unsaved, strict=True)
+        for name, tensor in named.items()
+        if name not in left_out
+    ]

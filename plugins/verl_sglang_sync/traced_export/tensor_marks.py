@@ -21,16 +21,19 @@ class TensorMarks:
         locals_ = locals_of(tensors)
         # A reference keeps a storage's identity taken, not its memory.
         self._storages = [StorageWeakRef(local.untyped_storage()) for local in locals_]
+        self._weak = [storage.cdata for storage in self._storages]
         self._marks = _marks(tensors, locals_)
 
     def first_changed(self, tensors: Sequence[torch.Tensor]) -> int | None:
         """Position of the first tensor that is another now, or elsewhere; None: all are as then."""
         marks = _marks(tensors, locals_of(tensors))
-        if marks == self._marks:
-            expired = [storage.expired() for storage in self._storages]
-            return expired.index(True) if any(expired) else None
-        pairs = zip(marks, self._marks, strict=False)
-        return next((i for i, (now, then) in enumerate(pairs) if now != then), len(marks))
+        expired = list(map(torch.UntypedStorage._expired, self._weak))
+        if marks == self._marks and not any(expired):
+            return None
+        rows, then = list(zip(*marks, strict=True)), list(zip(*self._marks, strict=True))
+        same = [now == before for now, before in zip(rows, then, strict=False)]
+        kept = [is_same and not gone for is_same, gone in zip(same, expired, strict=False)]
+        return kept.index(False) if False in kept else len(kept)
 
 
 def locals_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -41,14 +44,16 @@ def locals_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 def _marks(
     tensors: Sequence[torch.Tensor], locals_: Sequence[torch.Tensor]
-) -> list[tuple[Any, ...]]:
-    return [
-        (
-            *(local.untyped_storage()._cdata, local.data_ptr(), local.shape, local.stride()),
-            *(local.dtype, local.device),
-            (tensor.shape, tensor.placements, tensor.device_mesh)
-            if isinstance(tensor, DTensor)
-            else None,
-        )
-        for tensor, local in zip(tensors, locals_, strict=True)
-    ]
+) -> tuple[list[Any], ...]:
+    """In columns: there are hundreds of tensors."""
+    return (
+        list(map(torch.Tensor.data_ptr, locals_)),
+        list(map(torch.Tensor.stride, locals_)),
+        [local.shape for local in locals_],
+        [local.dtype for local in locals_],
+        [local.device for local in locals_],
+        [
+            (t.shape, t.placements, t.device_mesh) if isinstance(t, DTensor) else None
+            for t in tensors
+        ],
+    )
