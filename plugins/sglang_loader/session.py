@@ -115,6 +115,7 @@ class _Session:
                 with self._spending("launching"):
                     self._load(message)
             elif isinstance(message, wire.Commit):
+                self._finish_buckets(channel)
                 outcome = self._commit(message)
                 channel.send(
                     wire.Committed,
@@ -145,6 +146,14 @@ class _Session:
                     time.sleep(DEVICE_POLL_S)
         with self._spending("waiting"):
             return channel.receive()
+
+    def _finish_buckets(self, channel: Channel[FromTrainer]) -> None:
+        """Wait until the device has read all that was launched, and tell the trainer."""
+        if self._in_flight:
+            with self._spending("copying"):
+                synchronize(self._device)
+            for index in self._in_flight.finished():
+                channel.send(wire.BucketDone, index=index)
 
     @contextmanager
     def _spending(self, what: str) -> Iterator[None]:

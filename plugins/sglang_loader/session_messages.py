@@ -142,7 +142,7 @@ class LoadBucket(_Message, frozen=True, kw_only=True):
 
 
 class Commit(_Message, frozen=True, kw_only=True):
-    """Trainer: everything was sent; the counts of the whole session.
+    """Trainer: everything was sent; the counts of the whole session. Buckets may be in flight yet.
 
     Attributes:
         num_buckets: sent.

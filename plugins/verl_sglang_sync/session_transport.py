@@ -121,6 +121,7 @@ class SessionTransport:
             source: Export | ExchangedBuckets | UnexportedBuckets | None = None
             confirming: Iterator[None] | None = None
             ahead: deque[ReadyBucket] = deque()
+            in_flight: deque[ReadyBucket] = deque()
             if shards is not Turn.EXCHANGE:
                 if is_unexported:
                     source = self._unexported.buckets(weights, report)
@@ -147,9 +148,9 @@ class SessionTransport:
                     shards = Turn.FULL
                     source, buckets = self._exported(weights, report, turn, announced)
                 every = chain(emptied(ahead), buckets)
-                confirm = partial(_confirm, confirming, report)
-                ranks.attempt(lambda: self._send(_joined(session), every, report, ranks, confirm))
+                ranks.attempt(lambda: self._send(_joined(session), every, report, ranks, in_flight))
                 ahead.clear()
+                ranks.attempt(partial(_confirm, confirming, report))
                 source.drain()
                 if ranks.agree():
                     ranks.attempt(lambda: self._commit(_joined(session), report, ranks))
@@ -159,6 +160,7 @@ class SessionTransport:
                 session.abort(ranks.error, request.check if request.may_have_left else None)
             with report.stage("reply"):
                 request.wait()
+            in_flight.clear()
             ranks.attempt(request.result)
             ranks.agree()  # also after a failure: nobody leaves while an engine is still busy
             if ranks.error is None:
@@ -249,14 +251,12 @@ class SessionTransport:
         buckets: Iterable[ReadyBucket],
         report: SyncReport,
         ranks: RanksInStep,
-        meanwhile: Callable[[], None],
+        in_flight: deque[ReadyBucket],
     ) -> None:
-        """Send every bucket; returns when the engine has read them all.
+        """Send every bucket; the engine may still be at the last ones, those in `in_flight`.
 
-        What is read in place needs no buffer, so that nothing is waited for. `meanwhile` runs
-        while the engine is still at it.
+        What is read in place needs no buffer, so that nothing is waited for.
         """
-        in_flight: deque[ReadyBucket] = deque()
         packed: deque[int] = deque()  # those of them that occupy a staging buffer
         for bucket in buckets:
             index, planned = bucket.batch.index, bucket.batch.bucket
@@ -279,10 +279,6 @@ class SessionTransport:
                 while in_flight and in_flight[0].batch.index <= packed[0]:
                     in_flight.popleft()
                 packed.popleft()
-        meanwhile()
-        while in_flight:
-            with report.stage("load"):
-                session.wait_until_done(in_flight.popleft().batch.index)
         if not ranks.num_buckets:
             raise ValueError("the trainer exported no tensor")
 
@@ -297,12 +293,15 @@ class SessionTransport:
         return session.map_located(bucket.located, bucket.holders or bucket.batch.tensors)
 
     def _commit(self, session: TrainerSession, report: SyncReport, ranks: RanksInStep) -> None:
+        session.commit(
+            num_buckets=ranks.num_buckets,
+            num_tensors=ranks.num_tensors,
+            arrangements=self._known_digest(),
+        )
+        with report.stage("load"):
+            session.wait_until_done(ranks.num_buckets - 1)
         with report.stage("commit"):
-            outcome = session.commit(
-                num_buckets=ranks.num_buckets,
-                num_tensors=ranks.num_tensors,
-                arrangements=self._known_digest(),
-            )
+            outcome = session.outcome()
         report.num_replayed, report.num_eager = outcome.num_replayed, outcome.num_eager
         report.eager_reason, report.engine_seconds = outcome.reason, outcome.seconds
         self._maker.choose_source(outcome, session.read_in_place)

@@ -5,8 +5,9 @@ with TrainerSession(sockets, settings, names) as session:
     while not session.greet(watch, wait_s=1): ...
     slot = session.map_buffer(storage, keep=False)
     session.load(0, bucket, [BucketPiece(slot, 0, 0, nbytes)], read_only=False)
+    session.commit(num_buckets=1, num_tensors=3, arrangements=None)
     session.wait_until_done(0)
-    outcome = session.commit(num_buckets=1, num_tensors=3, arrangements=None)
+    outcome = session.outcome()
     session.keep_socket()                 # once the request has been answered, too
 """
 
@@ -225,8 +226,8 @@ class TrainerSession:
                 raise SessionError(f"bucket {done.index} is done, expected {self._num_done}")
             self._num_done += 1
 
-    def commit(self, *, num_buckets: int, num_tensors: int, arrangements: str | None) -> Committed:
-        """Declare the sync complete; the engine checks the counts.
+    def commit(self, *, num_buckets: int, num_tensors: int, arrangements: str | None) -> None:
+        """Declare that all was sent, while the engine may still be reading; it checks the counts.
 
         Args:
             num_buckets: sent.
@@ -239,6 +240,14 @@ class TrainerSession:
             num_tensors=num_tensors,
             arrangements=arrangements,
         )
+
+    def outcome(self) -> Committed:
+        """Wait until the sync is complete; every bucket must have been waited for.
+
+        Raises:
+            EngineFailed: with the engine's traceback.
+            SessionError: the engine is gone, silent, or broke the protocol.
+        """
         return self._receive(wire.Committed)
 
     def keep_socket(self) -> None:
