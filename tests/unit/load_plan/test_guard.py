@@ -71,6 +71,7 @@ def test_probe_notices_moved_and_new_tensors() -> None:
     assert probe.quick_mismatch() == "1.weight was rebound"
     model[1] = nn.Identity()
     assert probe.mismatch() == "1.weight is gone"
+    assert probe.quick_mismatch() == "module 1 was replaced"
 
 
 def test_quick_probe_notices_what_is_gone_or_exchanged() -> None:
@@ -84,6 +85,28 @@ def test_quick_probe_notices_what_is_gone_or_exchanged() -> None:
     assert probe.quick_mismatch() is None
     model.bias = nn.Parameter(model.bias.data)
     assert probe.quick_mismatch() == "bias was rebound"
+
+
+def test_quick_probe_notices_modules_and_what_is_registered_later() -> None:
+    """The old module's tensors are where they were: a plan would go on filling those."""
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2))
+    probe = DestinationProbe(model, collect_destinations(model))
+    old, model[0][0] = model[0][0], nn.Linear(2, 2)
+    assert probe.quick_mismatch() == "module 0.0 was replaced"
+    model[0][0] = old
+    assert probe.quick_mismatch() is None
+    for add in (
+        lambda: model.append(nn.Identity()),
+        lambda: model[1].register_buffer("scale", torch.ones(1)),
+        lambda: model[1].register_parameter("extra", nn.Parameter(torch.ones(1))),
+    ):
+        probe = DestinationProbe(model, collect_destinations(model))
+        assert probe.quick_mismatch() is None
+        add()
+        assert probe.quick_mismatch() == "a module, parameter or buffer was added or is gone"
+    probe = DestinationProbe(model, collect_destinations(model))
+    del model[1].scale
+    assert probe.quick_mismatch() == "1.scale is gone"
 
 
 def test_layout_digests_name_layouts() -> None:
