@@ -30,7 +30,7 @@ from sglang_loader.session_state import InFlight, Layouts, Mappings, Sources
 
 logger = logging.getLogger(__name__)
 
-HANDSHAKE_TIMEOUT_S = 30.0
+HANDSHAKE_TIMEOUT_S = 120.0  # all replicas of the trainer have to be asked
 DEVICE_POLL_S = 0.0001
 NUM_TRAINERS = 4  # whose sockets are kept
 

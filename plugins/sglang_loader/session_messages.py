@@ -10,6 +10,7 @@ everything else goes over a socket that the trainer binds in a private folder:
     BucketDone(index)                 ->     its memory may be written again
                                       ...
                                       <-     Commit(counts) or Abort(reason)
+    BucketDone(what was in flight)    ->
     Committed(how it was loaded)      ->
     Failed(traceback), at any time    ->
 

@@ -43,6 +43,10 @@ class KnownArrangements:
         layouts = {bucket.digest: bucket.layout for bucket in sent}
         return cls(digest_of(encoded), decode_arrangements(encoded, layouts))
 
+    def fits(self, sent: Iterable[Bucket]) -> bool:
+        """True if these are the buckets that it speaks of, in their order."""
+        return [layout for layout, _ in self.buckets] == [bucket.digest for bucket in sent]
+
 
 class ArrangedTurn:
     """One sync's use of arrangements; `known`: None where there are none."""

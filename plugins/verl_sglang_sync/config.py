@@ -74,8 +74,9 @@ class WeightSyncConfig:
         plan_ordered: compiled: True sends an engine rank only the bytes that its load plan reads,
             in the plan's order, where that is less than the whole bucket.
         exchange_shards: compiled, with `plan_ordered`: True has ranks whose weights are sharded by
-            FSDP2 give each other only what their engine ranks read, instead of gathering all
-            weights on every rank; where the export allows it, and once it is proven bit for bit.
+            FSDP2 give each other what their engine ranks read, be it all or a part, instead of
+            gathering all weights on every rank; where the export allows it, and once it is proven
+            bit for bit.
         host_backup: what a release of the weights keeps on the host: "on" everything, by SGLang;
             "auto" everything that no sync is proven to rewrite; "off" no more than named buffers
             until that is proven.

@@ -41,7 +41,8 @@ class SyncReport:
         seconds: host seconds by stage: "release" (the sleep before this sync), "resume_weights",
             "manifest" (the check before the first byte, where there was one), "open" (until the
             engine has joined the session), "export" (waiting for the trainer's generator),
-            "confirm" (where it was left out: are the parameters where they were?), "pack", "send"
+            "confirm" (where it is left out: are the parameters where they were?), "gather" (the
+            exchange of shards), "learn" (how the next sync can do without), "pack", "send"
             (waiting for a broadcast), "load" (waiting for the engine), "commit", "reply" (the
             engine's, to the request), "resume_kv_cache"; "sync": all of a disaggregated sync.
         engine_seconds: mode "compiled": how this rank's engine spent the same time: "waiting" for

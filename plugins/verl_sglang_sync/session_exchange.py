@@ -1,6 +1,6 @@
 """How a session uses the exchange of shards: when, with which arrangements, and bucket by bucket.
 
-    turn = exchange.turn(weights, stream.cuts)            # at the start of a sync
+    turn = exchange.turn(weights, stream.cuts)            # while the engine joins
     buckets = exchange.buckets(...)                       # where all engines hold what was prepared
     exchange.learn(weights, stream, arrangements, turn)   # after a good sync that was exported
 
@@ -32,7 +32,9 @@ from verl_sglang_sync.traced_export.known_sources import sources_of
 from verl_sglang_sync.weight_sync import Export
 
 PIECES_PER_BUCKET = 4
-"""The scratch, of two pieces sent and two received, is then no larger than a bucket."""
+"""A rank sends, and receives, this part of a bucket at a time: the scratch, for two pieces each
+way, is no larger than a bucket.
+"""
 
 
 class SessionExchange:
@@ -56,6 +58,11 @@ class SessionExchange:
             recheck_every_n_syncs=settings.recheck_every_n_syncs,
         )
         self._digest: str | None = None
+
+    @property
+    def is_prepared(self) -> bool:
+        """False: `turn` has nothing to look at; equal on all ranks."""
+        return self._exchange.is_prepared
 
     def turn(self, weights: Iterable[NamedTensor], cuts: Sequence[Cut]) -> Turn:
         """What all ranks do in this sync."""
@@ -91,7 +98,8 @@ class SessionExchange:
             turn: of the sync before.
             is_settled: buckets are packed, and the engine will not say later what it reads.
         """
-        if not holds_everywhere(self._group, is_settled):
+        # A check is due on all ranks, also where the engine has loaded this sync eagerly.
+        if turn is not Turn.CHECK and not holds_everywhere(self._group, is_settled):
             return
         digest = "" if known is None else known.digest
         if not holds_everywhere(self._group, self._exchange.is_prepared and digest == self._digest):
@@ -148,10 +156,10 @@ class ExchangedBuckets:
         self._turn = turn
         self._ring = ring
         self._report = report
-        ring.prepare(cuts, turn=turn)
 
     def __iter__(self) -> Iterator[ReadyBucket]:
         report = self._report
+        self._ring.prepare(self._cuts, turn=self._turn)
         for index, cut in enumerate(self._cuts):
             bucket = cut.bucket
             arrangement = self._turn.of(index, bucket)

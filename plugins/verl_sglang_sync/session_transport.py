@@ -114,7 +114,7 @@ class SessionTransport:
             with report.stage("open"):
                 self._open(session, request, ranks)
             shards = Turn.FULL
-            if not is_unexported:
+            if not is_unexported and self._exchange.is_prepared:
                 with report.stage("confirm"):  # while the engine joins
                     shards = self._exchange.turn(weights, self._maker.stream.cuts)
             turn = ArrangedTurn(self._arrangements)
@@ -144,7 +144,7 @@ class SessionTransport:
                     ranks.attempt(lambda: self._maker.settle(ahead, turn, report))
                 elif ranks.agree(met=self._exchange.holds(turn)):
                     source, buckets = self._exchanged(turn, report)
-                else:  # an engine wants whole buckets
+                else:  # an engine reads the buckets otherwise by now
                     shards = Turn.FULL
                     source, buckets = self._exported(weights, report, turn, announced)
                 every = chain(emptied(ahead), buckets)
@@ -160,9 +160,9 @@ class SessionTransport:
                 session.abort(ranks.error, request.check if request.may_have_left else None)
             with report.stage("reply"):
                 request.wait()
-            in_flight.clear()
             ranks.attempt(request.result)
             ranks.agree()  # also after a failure: nobody leaves while an engine is still busy
+            in_flight.clear()
             if ranks.error is None:
                 _joined(session).keep_socket()
         if ranks.error is not None:
@@ -187,6 +187,8 @@ class SessionTransport:
                 self._unexported.learn(weights, maker.in_place, maker.stream.cuts)
         if shards is not Turn.EXCHANGE and self._exchange.can_learn(weights):
             known = self._arrangements
+            if known is not None and not known.fits(cut.bucket for cut in maker.stream.cuts):
+                known = None
             # An engine that has replayed its plan has said what it reads, unless that is all.
             is_settled = maker.in_place is None and (known is not None or not report.num_eager)
             with report.stage("learn"):
@@ -273,6 +275,8 @@ class SessionTransport:
             in_flight.append(bucket)
             if bucket.storage is not None:
                 packed.append(index)
+            if planned.is_last:  # no buffer is waited for
+                continue
             while packed and packed[0] <= index + 1 - self._maker.ring.num_buffers:
                 with report.stage("load"):
                     session.wait_until_done(packed[0])

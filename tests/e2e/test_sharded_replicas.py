@@ -38,14 +38,17 @@ def test_ranks_exchange_whole_buckets(tmp_path: Path) -> None:
     for outcome in outcomes:
         eager = [hashes for hashes, _ in outcome.result["eager"]]
         assert len({json.dumps(hashes) for hashes in eager}) == len(SCALES)
-        rows = outcome.result["sharded"]
-        assert [hashes for hashes, _ in rows] == eager
-        exchanged = [report["num_exchanged"] for _, report in rows]
-        buckets = rows[0][1]["num_buckets"]
+        plain, rechecked = outcome.result["sharded"]
+        for rows in (plain, rechecked):
+            assert [hashes for hashes, _ in rows] == eager
+            for _, report in rows[2:3]:
+                assert report["num_exchanged"] == report["num_buckets"]
+                assert report["num_arranged"] == 0
+                assert report["sent_bytes"] == report["payload_bytes"]
+                assert "export" not in report["seconds"], "nobody gathered"
+        used = [report["num_exchanged"] > 0 for _, report in plain]
         # The first sync is recorded, the second replayed: then it is known what is read.
-        assert exchanged == [0, 0, buckets, buckets]
-        for _, report in rows[2:]:
-            assert report["num_replayed"] == buckets
-            assert report["num_arranged"] == 0
-            assert report["sent_bytes"] == report["payload_bytes"]
-            assert "export" not in report["seconds"], "nobody gathered"
+        assert used == [False, False, True, True]
+        assert plain[-1][1]["num_replayed"] == plain[-1][1]["num_buckets"]
+        used = [report["num_exchanged"] > 0 for _, report in rechecked]
+        assert used == [False, False, True, False], "a check needs the full export"

@@ -116,8 +116,11 @@ def _syncs_in_a_row(rank: TrainerRank, model: Path, folder: Path) -> dict[str, A
 def sharded_replicas(rank: TrainerRank, model: str, folder: str) -> dict[str, Any]:
     """Shards over all ranks, and engines that each read all of every weight."""
     run = partial(_run_syncs, rank, Path(model), Path(folder) / f"replica{rank.replica}")
-    export = sharded_export(weights_of(Path(model), rank.device))
-    return {"eager": run("flattened"), "sharded": run("compiled", export=export)}
+    sharded = [
+        run("compiled", export=sharded_export(weights_of(Path(model), rank.device)), **settings)
+        for settings in SHARDED_SETTINGS
+    ]
+    return {"eager": run("flattened"), "sharded": sharded}
 
 
 def _run_syncs(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import types
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from unittest import mock
 
@@ -290,28 +291,42 @@ def drain_on_rank_1():
     return turn.name, right, report.num_exchanged, report.num_tensors
 
 
-def fail_to_pack_on_rank_1(which):
-    """Rank 1 cannot pack one piece, with which the exchange ends or not; nobody hangs.
+@contextmanager
+def _failing_on_rank_1(rank, piece, packing):
+    """One packing of one piece fails on rank 1."""
+    broken = getattr(rank.exchange._prepared.exchange._pieces[piece], packing)
+    fails = mock.Mock(side_effect=MemoryError("no room to pack"))
+    with mock.patch.object(broken, "pack", fails if dist.get_rank() == 1 else broken.pack):
+        yield
 
-    What each rank saw, which buckets are wrong, and whether the next sync is right.
-    """
+
+def fail_in_a_sync(piece, packing):
+    """What each rank saw, and whether the next sync is right."""
     rank = Rank(sharded("dense"))
     rank.prepare()
     rank.sync()
     assert rank.exchange.ready(rank.export, rank.layouts).name == "EXCHANGE"
-    broken = rank.exchange._prepared.exchange._pieces[which].sends
-    fails = mock.Mock(side_effect=MemoryError("no room to pack"))
-    buffers, error = [torch.zeros(a.nbytes, dtype=torch.uint8) for a in rank.own], None
-    with mock.patch.object(broken, "pack", fails if dist.get_rank() == 1 else broken.pack):
+    error = None
+    with _failing_on_rank_1(rank, piece, packing):
         try:
-            for index, buffer in enumerate(buffers):
-                rank.exchange.fill(index, buffer)
+            for index, arranged in enumerate(rank.own):
+                rank.exchange.fill(index, torch.zeros(arranged.nbytes, dtype=torch.uint8))
         except MemoryError as raised:
             error = str(raised)
         rank.exchange.drain()
     rank.exchange.free()
     rank.sync()
     return error, rank.seen.turns[-1], rank.seen.wrong[-1]
+
+
+def fail_in_the_proof(piece, packing):
+    """Why nothing is exchanged, as each rank has it, and what the next sync does."""
+    rank = Rank(sharded("dense"))
+    rank.prepare()
+    with _failing_on_rank_1(rank, piece, packing):
+        rank.sync()
+    rank.sync()
+    return rank.seen.reason, rank.seen.turns
 
 
 def _moved(rank, on):

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from sglang_loader.load_plan.arrangement import Arrangement, Read
 from sglang_loader.load_plan.geometry import Region
-from verl_sglang_sync.shard_exchange import pieces
-from verl_sglang_sync.shard_exchange.exchange_plan import plan_piece
-from verl_sglang_sync.shard_exchange.pieces import cut_into_pieces
+from verl_sglang_sync.shard_exchange import exchange_plan
+from verl_sglang_sync.shard_exchange.exchange_plan import pieces_of, plan_bucket
 from verl_sglang_sync.traced_export.origins import ByteMap, Origin, compose
 from verl_sglang_sync.traced_export.owners import everyone, shards_of_rows
 
@@ -141,8 +140,8 @@ def run_ranks(plans, shards):
 
 
 @settings(max_examples=300, deadline=None)
-@given(buckets(), st.integers(1, 200), st.sampled_from([1, 8]))
-def test_every_rank_gets_the_bytes_that_it_reads(bucket, piece_nbytes, boundary):
+@given(buckets(), st.integers(1, 5), st.sampled_from([1, 8, 4096]))
+def test_every_rank_gets_the_bytes_that_it_reads(bucket, num_pieces, cut_bytes):
     owners, origins, arrangements = bucket
     full, first = [], 1
     for held in owners:  # every byte of every parameter has a value of its own, none is 0
@@ -158,38 +157,49 @@ def test_every_rank_gets_the_bytes_that_it_reads(bucket, piece_nbytes, boundary)
                 if owner == rank:
                     start, stop = held.range_of(shard)
                     shards[rank][number] = full[number][start:stop]
-    with mock.patch.object(pieces, "BOUNDARY_BYTES", boundary):
-        cut = cut_into_pieces(arrangements, piece_nbytes)
-    assert len(cut) == max(1, -(-max(a.nbytes for a in arrangements) // piece_nbytes))
-    for division in [arrangements], cut:
-        filled = [np.zeros(arrangement.nbytes, dtype=np.int64) for arrangement in arrangements]
-        for part in division:
-            plans = [plan_piece(rank, part, origins, owners) for rank in range(world_size)]
-            for buffer, came in zip(filled, run_ranks(plans, shards), strict=True):
-                assert not (buffer.astype(bool) & came.astype(bool)).any(), "filled twice"
-                buffer += came
-        for buffer, arrangement in zip(filled, arrangements, strict=True):
-            expected = np.zeros(arrangement.nbytes, dtype=np.int64)
-            for read in arrangement.reads:
-                origin = origins[read.tensor]
-                tensor = full[origin.parameter][bytes_of(origin.bytes)]
-                picked = tensor[indices(read.offset, read.dims, read.run)]
-                expected[read.start : read.start + read.nbytes] = picked
-            assert np.array_equal(buffer, expected)
+    plans = [plan_bucket(rank, arrangements, origins, owners) for rank in range(world_size)]
+    with mock.patch.object(exchange_plan, "CUT_BYTES", cut_bytes):
+        by_rank = [pieces_of(plan, num_pieces) for plan in plans]
+    filled = [np.zeros(arrangement.nbytes, dtype=np.int64) for arrangement in arrangements]
+    for pieces in zip(*by_rank, strict=True):
+        for buffer, came in zip(filled, run_ranks(pieces, shards), strict=True):
+            assert not (buffer.astype(bool) & came.astype(bool)).any(), "filled twice"
+            buffer += came
+    for buffer, arrangement in zip(filled, arrangements, strict=True):
+        expected = np.zeros(arrangement.nbytes, dtype=np.int64)
+        for read in arrangement.reads:
+            origin = origins[read.tensor]
+            tensor = full[origin.parameter][bytes_of(origin.bytes)]
+            picked = tensor[indices(read.offset, read.dims, read.run)]
+            expected[read.start : read.start + read.nbytes] = picked
+        assert np.array_equal(buffer, expected)
 
 
-def test_pieces_are_about_as_large_as_asked_and_keep_words_whole():
-    long, rows = Read(0, 0, (), 1 << 20, 0), Read(1, 64, ((512, 4096),), 2048, 1 << 20)
-    cut = cut_into_pieces([Arrangement((long, rows), 2 << 20), Arrangement((), 0)], 300_000)
-    assert len(cut) == 7
-    mine, nothing = zip(*cut, strict=True)
-    assert all(piece.reads == () for piece in nothing)
-    sizes = [sum(read.nbytes for read in piece.reads) for piece in mine]
-    assert sum(sizes) == 2 << 20
-    assert max(sizes) <= 300_000 + 2 * pieces.BOUNDARY_BYTES
-    assert all(read.start % 2048 == 0 for piece in mine for read in piece.reads)
-    with pytest.raises(ValueError, match="a piece of 0 bytes"):
-        cut_into_pieces([Arrangement((), 0)], 0)
+def test_all_ranks_send_in_every_piece_and_words_stay_whole():
+    """Experts in their order: cut by place in the buffer, one rank would send all of a piece."""
+    world_size, experts, row = 4, 64, 1 << 14
+    held = shards_of_rows(experts, row, range(world_size))
+    origins = [Origin(0, ByteMap.of(Region(i * row, (row,), (1,), 1))) for i in range(experts)]
+    whole = Arrangement(tuple(Read(i, 0, (), row, i * row) for i in range(experts)), experts * row)
+    plans = [plan_bucket(rank, [whole] * 4, origins, [held]) for rank in range(world_size)]
+    assert {plan.scratch_nbytes for plan in plans} == {3 * experts * row // 4}
+    for pieces in zip(*(pieces_of(plan, 3) for plan in plans), strict=True):
+        for piece in pieces:
+            assert sum(piece.send_nbytes) <= experts * row // 4 + 3 * exchange_plan.CUT_BYTES
+            assert sum(piece.recv_nbytes) <= experts * row // 4 + 3 * exchange_plan.CUT_BYTES
+            for read in (*piece.own, *piece.sends, *piece.landings):
+                assert (read.start % 2048, read.offset % 2048) == (0, 0)
+
+
+def test_a_strided_part_is_cut_between_its_rows():
+    held = shards_of_rows(8, 8, range(2))
+    origin = Origin(0, ByteMap.of(Region(0, (8, 8), (8, 1), 1)))
+    columns = [Arrangement((Read(0, 4 * rank, ((8, 8),), 4, 0),), 32) for rank in range(2)]
+    first, second = pieces_of(plan_bucket(0, columns, [origin], [held]), 2)
+    assert first.own == (Read(0, 0, ((2, 8),), 4, 0),)
+    assert second.own == (Read(0, 16, ((2, 8),), 4, 8),)
+    assert first.landings == (Read(0, 0, (), 8, 16),)
+    assert second.landings == (Read(0, 0, (), 8, 24),)
 
 
 def test_chunks_are_torchs():
@@ -212,11 +222,11 @@ def test_a_rank_keeps_its_own_and_sends_nothing_that_nobody_reads():
         Origin(0, ByteMap.of(Region(0, (4, 8), (8, 1), 1))),
     )
     rows = [Arrangement((Read(0, 16 * rank, (), 16, 0),), 16) for rank in range(2)]
-    plan = plan_piece(0, rows, [origin], [held])
+    (plan,) = pieces_of(plan_bucket(0, rows, [origin], [held]), 1)
     assert (plan.send_nbytes, plan.recv_nbytes, plan.landings) == ((0, 0), (0, 0), ())
     assert plan.own == (Read(0, 0, (), 16, 0),)
     columns = [Arrangement((Read(0, 4 * rank, ((4, 8),), 4, 0),), 16) for rank in range(2)]
-    plan = plan_piece(0, columns, [origin], [held])
+    (plan,) = pieces_of(plan_bucket(0, columns, [origin], [held]), 1)
     assert (plan.send_nbytes, plan.recv_nbytes) == ((0, 8), (0, 8))
     assert plan.own == (Read(0, 0, ((2, 8),), 4, 0),)
     assert plan.sends == (Read(0, 4, ((2, 8),), 4, 0),)
@@ -227,4 +237,4 @@ def test_what_is_read_into_the_same_byte_twice_is_refused():
     held, origin = shards_of_rows(4, 8, range(1)), Origin(0, ByteMap.of(Region(0, (32,), (1,), 1)))
     reads = (Read(0, 0, (), 8, 0), Read(0, 8, (), 8, 7))
     with pytest.raises(ValueError, match="byte 7 of the arranged buffer is filled twice"):
-        plan_piece(0, [Arrangement(reads, 16)], [origin], [held])
+        plan_bucket(0, [Arrangement(reads, 16)], [origin], [held])

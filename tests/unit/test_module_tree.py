@@ -95,6 +95,9 @@ CHANGES: dict[str, Callable[[nn.Sequential], Any]] = {
         m[1].norm, "weight", nn.Parameter(m[1].norm.weight.detach().clone())
     ),
     "moved data": lambda m: setattr(m[1].scale, "data", m[1].scale.clone()),
+    "another storage in the same place": lambda m: setattr(
+        m[1], "scale", torch.from_dlpack(m[1].scale)
+    ),
     "another dtype": lambda m: setattr(m[1], "scale", m[1].scale.half()),
     "another shape": lambda m: m[1].scale.resize_(1),
     "another submodule": lambda m: m[2].register_module("linear", nn.Linear(4, 4)),
@@ -118,6 +121,19 @@ def test_whatever_changes_the_state_is_noticed(change: str) -> None:
     assert not is_same(tree, module)
     with pytest.raises(SourcesChanged):
         list(known.checks(sources))
+
+
+def test_a_tensor_that_moves_to_the_next_module_is_noticed() -> None:
+    """All names and all tensors are in the order in which they were."""
+    first, second = nn.Linear(2, 2), nn.Module()
+    second.register_parameter("more", nn.Parameter(torch.ones(1)))
+    module = nn.Sequential(first, second)
+    tree = ModuleTree(module)
+    assert is_same(tree, module)
+    moved, kept = first._parameters.pop("bias"), dict(second._parameters)
+    second._parameters.clear()
+    second._parameters.update(bias=moved, **kept)
+    assert not is_same(tree, module)
 
 
 def test_another_module_of_the_same_kind_is_not_the_same() -> None:

@@ -37,11 +37,23 @@ def test_the_comparison_is_repeated_when_it_is_due(pool):
         assert not any(seen["wrong"])
 
 
-@pytest.mark.parametrize("which", [0, 1, -1])
-def test_a_rank_that_cannot_pack_fails_alone_and_the_next_sync_is_right(pool, which):
-    for rank, (error, *after) in enumerate(pool.run(exchange_ranks.fail_to_pack_on_rank_1, which)):
+PACKINGS = ("own", "sends", "landings")
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("piece", [0, -1])
+def test_a_rank_that_cannot_pack_fails_alone_and_the_next_sync_is_right(pool, piece, packing):
+    answers = pool.run(exchange_ranks.fail_in_a_sync, piece, packing)
+    for rank, (error, *after) in enumerate(answers):
         assert error == ("no room to pack" if rank == 1 else None)
         assert after == ["EXCHANGE", []]
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_a_rank_that_cannot_pack_ends_the_proof_on_all_ranks(pool, packing):
+    for reason, turns in pool.run(exchange_ranks.fail_in_the_proof, 0, packing):
+        assert "rank 1: " in reason and "no room to pack" in reason
+        assert turns == ["CHECK", "FULL"]
 
 
 def test_an_export_that_computes_is_not_traced(pool):

@@ -58,7 +58,7 @@ class Exchange:
         return sum(scratch.nbytes for scratch in self._scratch)
 
     def begin(self, shards: ByPosition) -> None:
-        """Start anew; all memory is allocated here, lest a rank fail within a collective.
+        """Start anew; the scratch is allocated here, lest a rank fail within a collective.
 
         Args:
             shards: this rank's, flat bytes by parameter.
@@ -75,18 +75,28 @@ class Exchange:
         Args:
             index: of the bucket.
             buffer: flat uint8 of the arranged size; None: send what the others need, keep nothing.
+
+        Raises:
+            Exception: the first that went wrong; the other ranks got their turn all the same.
         """
+        failed: Exception | None = None
         while not self._is_done and self._pieces[self._num_finished].bucket <= index:
-            is_wanted = self._pieces[self._num_finished].bucket == index
-            self._advance(buffer if is_wanted else None)
+            is_wanted = failed is None and self._pieces[self._num_finished].bucket == index
+            try:
+                self._advance(buffer if is_wanted else None)
+            except Exception as error:
+                failed = failed or error
+        if failed is not None:
+            raise failed
 
     def drain(self) -> None:
         """Send all that the other ranks still wait for, whatever happens."""
-        while not self._is_done:
-            try:
-                self._advance(None)
-            except Exception as error:
-                logger.warning("a piece of another rank's weights could not be sent: %s", error)
+        if self._is_done:
+            return
+        try:
+            self.fill(self._pieces[-1].bucket, None)
+        except Exception:
+            logger.warning("what other ranks wait for could not be sent", exc_info=True)
 
     def end(self) -> None:
         """Give the scratch back and let go of the shards; what is queued must be done."""
@@ -101,11 +111,17 @@ class Exchange:
     def _advance(self, buffer: torch.Tensor | None) -> None:
         """Have the next pieces on their way, and finish the oldest; it is counted in any case."""
         number, self._num_finished = self._num_finished, self._num_finished + 1
-        try:
-            while self._num_started < min(number + NUM_TRAVELLING, len(self._pieces)):
+        failed: Exception | None = None
+        while self._num_started < min(number + NUM_TRAVELLING, len(self._pieces)):
+            try:
                 self._start()
+            except Exception as error:
+                failed = failed or error
+        try:
+            self._finish(number, buffer if failed is None else None)
         finally:
-            self._finish(number, buffer)
+            if failed is not None:
+                raise failed
 
     def _start(self) -> None:
         number, self._num_started = self._num_started, self._num_started + 1

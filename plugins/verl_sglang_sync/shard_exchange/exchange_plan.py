@@ -1,15 +1,16 @@
 """Which bytes each trainer rank sends to which, so that every rank's arranged buffer is filled.
 
 An engine rank reads a part of every exported tensor (`Arrangement`), a tensor is a part of a
-parameter (`Origin`), and a parameter lies in shards on the ranks (`Owners`). `plan_piece` follows
-the bytes of a bucket, or of a piece of one, back, cuts them where shards end, and keeps what one
-rank has to do with them:
+parameter (`Origin`), and a parameter lies in shards on the ranks (`Owners`). `plan_bucket` follows
+the bytes back, cuts them where shards end, and keeps what one rank has to do with them:
 
     own        a shard of this rank -> its arranged buffer
-    sends      shards of this rank  -> send scratch, by destination
-    landings   receive scratch      -> its arranged buffer, by source
+    leaving    shards of this rank  -> the other ranks
+    arriving   the other ranks      -> its arranged buffer
 
-Both ends of a pair list the same parts in the same order, so nothing but bytes travels. Pure.
+Both ends of a pair list the same parts in the same order, so nothing but bytes travels. A bucket
+travels in pieces (`pieces_of`): an equal part of what each pair exchanges, so that all ranks send
+at a time, and through scratch that only has to hold pieces. Pure.
 """
 
 from __future__ import annotations
@@ -28,14 +29,39 @@ from verl_sglang_sync.traced_export.owners import Owners
 ALIGNMENT_BYTES = 8
 """A part lies in the scratch as it does in the arranged buffer, modulo this: one word size."""
 
+CUT_BYTES = 4096
+"""A part is cut at multiples of this: the words on both sides stay whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class BucketExchange:
+    """What one rank does for one bucket.
+
+    Attributes:
+        own: parts of this rank's shards; `Read.tensor` is the parameter, `Read.offset` a byte of
+            the shard, `Read.start` a byte of the arranged buffer.
+        leaving: by destination: likewise, but `Read.start` is a byte of the destination's buffer.
+        arriving: by source: parts of its shards; `Read.start` is a byte of this rank's buffer.
+        nbytes: of the arranged buffer.
+    """
+
+    own: tuple[Read, ...]
+    leaving: tuple[tuple[Read, ...], ...]
+    arriving: tuple[tuple[Read, ...], ...]
+    nbytes: int
+
+    @property
+    def scratch_nbytes(self) -> int:
+        """Bytes that leave, or that arrive, whichever are more."""
+        return max(sum(map(_nbytes, side)) for side in (self.leaving, self.arriving))
+
 
 @dataclass(frozen=True, slots=True)
 class PieceExchange:
     """What one rank does for one piece of a bucket.
 
     Attributes:
-        own: parts of this rank's shards; `Read.tensor` is the parameter, `Read.offset` a byte of
-            the shard, `Read.start` a byte of the arranged buffer.
+        own: as in `BucketExchange`.
         sends: likewise, but `Read.start` is a byte of the send scratch.
         send_nbytes: of the send scratch, by destination; the parts of each are consecutive.
         landings: out of the receive scratch; `Read.offset` is a byte of that, `Read.start` one of
@@ -59,25 +85,23 @@ class ShardRead:
     Attributes:
         owner: who sends it; None where every rank has it.
         read: `tensor` is the parameter, `offset` a byte of the shard, `start` in the buffer.
-        nbytes: bytes of the part.
     """
 
     owner: int | None
     read: Read
-    nbytes: int
 
 
-def plan_piece(
+def plan_bucket(
     rank: int,
     arrangements: Sequence[Arrangement],
     origins: Sequence[Origin],
     owners: Sequence[Owners],
-) -> PieceExchange:
-    """What `rank` does for one piece of a bucket, or for all of it.
+) -> BucketExchange:
+    """What `rank` does for one bucket.
 
     Args:
         rank: whose plan.
-        arrangements: of the piece, by trainer rank.
+        arrangements: of the bucket, by trainer rank.
         origins: of the bucket's tensors, by position in its layout.
         owners: by parameter.
 
@@ -85,8 +109,8 @@ def plan_piece(
         ValueError: the parts do not fill what the rank's arrangement reads exactly once.
     """
     own: list[Read] = []
-    arriving: list[list[ShardRead]] = [[] for _ in arrangements]
-    leaving: list[list[ShardRead]] = [[] for _ in arrangements]
+    arriving: list[list[Read]] = [[] for _ in arrangements]
+    leaving: list[list[Read]] = [[] for _ in arrangements]
     for destination, arrangement in enumerate(arrangements):
         mine = destination == rank
         for part in parts_of(arrangement, origins, owners, None if mine else rank):
@@ -94,22 +118,43 @@ def plan_piece(
             if mine and owner == rank:
                 own.append(part.read)
             elif mine:
-                arriving[owner].append(part)
+                arriving[owner].append(part.read)
             elif owner == rank:
-                leaving[destination].append(part)
-    sent, send_nbytes = _laid_out(leaving)
-    sends = [replace(part.read, start=place) for pairs in sent for part, place in pairs]
-    received, recv_nbytes = _laid_out(arriving)
-    landings = [landing for pairs in received for landing in _landings(pairs)]
-    _check_filled_once(arrangements[rank], own, landings)
-    return PieceExchange(
+                leaving[destination].append(part.read)
+    _check_filled_once(arrangements[rank], [*own, *(read for some in arriving for read in some)])
+    return BucketExchange(
         tuple(own),
-        tuple(sends),
-        tuple(send_nbytes),
-        tuple(landings),
-        tuple(recv_nbytes),
+        tuple(map(tuple, leaving)),
+        tuple(map(tuple, arriving)),
         arrangements[rank].nbytes,
     )
+
+
+def pieces_of(bucket: BucketExchange, num_pieces: int) -> list[PieceExchange]:
+    """The bucket in pieces, of about the same size for each pair of ranks.
+
+    Args:
+        bucket: of this rank.
+        num_pieces: the same on all ranks, at least 1.
+    """
+    own = _cut(bucket.own, num_pieces)
+    leaving = [_cut(reads, num_pieces) for reads in bucket.leaving]
+    arriving = [_cut(reads, num_pieces) for reads in bucket.arriving]
+    pieces = []
+    for i in range(num_pieces):
+        sent, send_nbytes = _laid_out([parts[i] for parts in leaving])
+        received, recv_nbytes = _laid_out([parts[i] for parts in arriving])
+        pieces.append(
+            PieceExchange(
+                tuple(own[i]),
+                tuple(replace(read, start=place) for pairs in sent for read, place in pairs),
+                tuple(send_nbytes),
+                tuple(landing for pairs in received for landing in _landings(pairs)),
+                tuple(recv_nbytes),
+                bucket.nbytes,
+            )
+        )
+    return pieces
 
 
 def parts_of(
@@ -144,7 +189,7 @@ def parts_of(
                 owner = held.ranks[shard] if held.ranks else None
                 if only is None or owner == only:
                     local = Read(origin.parameter, first - start, read.dims, read.run, read.start)
-                    yield ShardRead(owner, local, nbytes)
+                    yield ShardRead(owner, local)
                 continue
         for part in compose(source, read.offset, read.dims, read.run, read.start):
             dims, step = [], part.nbytes
@@ -160,34 +205,79 @@ def _shard_read(copy: StridedCopy, parameter: int, held: Owners) -> ShardRead:
     shard = held.shard_of(copy.src)
     dims = tuple((count, stride) for count, stride, _ in copy.dims)
     read = Read(parameter, copy.src - held.starts[shard], dims, copy.run, copy.dst)
-    return ShardRead(held.ranks[shard] if held.ranks else None, read, read.nbytes)
+    return ShardRead(held.ranks[shard] if held.ranks else None, read)
+
+
+def _cut(reads: Sequence[Read], num_pieces: int) -> list[list[Read]]:
+    """Reads in their order, divided where they reach the next `num_pieces`-th of their bytes.
+
+    Depends on sizes alone: both ends of a pair cut alike.
+    """
+    total, stop = _nbytes(reads), 0
+    pieces: list[list[Read]] = [[] for _ in range(num_pieces)]
+    piece = 0
+    for read in reads:
+        rest: Read | None = read
+        while rest is not None:
+            end = total * (piece + 1) // num_pieces
+            if stop >= end and piece < num_pieces - 1:
+                piece += 1
+                continue
+            head, rest = _cut_one(rest, end - stop)
+            pieces[piece].append(head)
+            stop += head.nbytes
+    return pieces
+
+
+def _cut_one(read: Read, nbytes: int) -> tuple[Read, Read | None]:
+    """The first `nbytes` of a read, or a little more, and the rest, if any."""
+    if not read.dims:
+        size = -(-nbytes // CUT_BYTES) * CUT_BYTES
+        if size >= read.run:
+            return read, None
+        start, offset = read.start + size, read.offset + size
+        return replace(read, run=size), replace(
+            read, offset=offset, run=read.run - size, start=start
+        )
+    (count, stride), *inner = read.dims
+    step = read.nbytes // count
+    rows = -(-nbytes // step)
+    if rows >= count:
+        return read, None
+    tail = replace(
+        read,
+        offset=read.offset + rows * stride,
+        dims=((count - rows, stride), *inner),
+        start=read.start + rows * step,
+    )
+    return replace(read, dims=((rows, stride), *inner)), tail
 
 
 def _laid_out(
-    by_rank: Sequence[Sequence[ShardRead]],
-) -> tuple[list[list[tuple[ShardRead, int]]], list[int]]:
+    by_rank: Sequence[Sequence[Read]],
+) -> tuple[list[list[tuple[Read, int]]], list[int]]:
     """For each other rank its parts with their places in the scratch, and its bytes there.
 
     Within the bytes of a pair of ranks it is the same on both ends.
     """
-    placed: list[list[tuple[ShardRead, int]]] = []
+    placed: list[list[tuple[Read, int]]] = []
     sizes: list[int] = []
-    for parts in by_rank:
+    for reads in by_rank:
         offset, at, pairs = sum(sizes), 0, []
-        for part in parts:
-            at += (part.read.start - at) % ALIGNMENT_BYTES
-            pairs.append((part, offset + at))
-            at += part.nbytes
+        for read in reads:
+            at += (read.start - at) % ALIGNMENT_BYTES
+            pairs.append((read, offset + at))
+            at += read.nbytes
         placed.append(pairs)
         sizes.append(-(-at // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
     return placed, sizes
 
 
-def _landings(pairs: Sequence[tuple[ShardRead, int]]) -> list[Read]:
+def _landings(pairs: Sequence[tuple[Read, int]]) -> list[Read]:
     """Received parts, those that continue each other as one."""
     landings: list[Read] = []
-    for part, scratch in pairs:
-        start, nbytes = part.read.start, part.nbytes
+    for read, scratch in pairs:
+        start, nbytes = read.start, read.nbytes
         last = landings[-1] if landings else None
         if (
             last is not None
@@ -200,12 +290,14 @@ def _landings(pairs: Sequence[tuple[ShardRead, int]]) -> list[Read]:
     return landings
 
 
-def _check_filled_once(
-    arrangement: Arrangement, own: Sequence[Read], landings: Sequence[Read]
-) -> None:
+def _nbytes(reads: Sequence[Read]) -> int:
+    return sum(read.nbytes for read in reads)
+
+
+def _check_filled_once(arrangement: Arrangement, filling: Sequence[Read]) -> None:
     """Conservation: what is read is filled, nothing twice, nothing else."""
     wanted = _joined([(read.start, read.nbytes) for read in arrangement.reads])
-    filled = _joined([(read.start, read.nbytes) for read in (*own, *landings)])
+    filled = _joined([(read.start, read.nbytes) for read in filling])
     if wanted != filled or (wanted and wanted[-1][1] > arrangement.nbytes):
         missing = next(
             (w for w, f in zip(wanted, [*filled, None], strict=False) if w != f), "something else"

@@ -3,7 +3,7 @@
     exchange = ShardExchange(group, device, piece_nbytes=512 << 20)
     reason = exchange.prepare(export, arrangements, layouts)      # once; None: it can be done
     reason = exchange.prove(export, batches)                      # after a good sync
-    turn = exchange.ready(export, layouts)                        # at the start of every sync
+    turn = exchange.ready(export, layouts)                        # in every sync
     if turn is Turn.EXCHANGE:
         exchange.fill(index, buffer)                              # instead of the export
         exchange.drain()                                          # also after a failure
@@ -31,8 +31,7 @@ from sglang_loader.load_plan.arrangement import Arrangement
 from sglang_loader.load_plan.layout import BucketLayout
 from verl_sglang_sync.collective import TrainerGroup
 from verl_sglang_sync.shard_exchange.exchange import Exchange
-from verl_sglang_sync.shard_exchange.exchange_plan import plan_piece
-from verl_sglang_sync.shard_exchange.pieces import cut_into_pieces
+from verl_sglang_sync.shard_exchange.exchange_plan import BucketExchange, pieces_of, plan_bucket
 from verl_sglang_sync.shard_exchange.self_check import first_difference, gather_arranged
 from verl_sglang_sync.traced_export.agreement import common_reason
 from verl_sglang_sync.traced_export.export_trace import (
@@ -77,7 +76,7 @@ class ShardExchange:
     Args:
         group: the trainer's ranks; torch's default group must be the same ranks.
         device: of the engine on this rank, and of the shards.
-        piece_nbytes: of a rank's arranged buffer that travel at a time; the scratch holds two.
+        piece_nbytes: that a rank sends, or receives, at a time; the scratch is four times that.
         recheck_every_n_syncs: compare again in every n-th sync; 0: never.
     """
 
@@ -128,14 +127,22 @@ class ShardExchange:
         self._prepared, self._is_proven = None, False
         if self.off is not None:
             return self.off
-        prepared, reason, signature = None, None, 0
+        draft, prepared, reason = None, None, None
         try:
-            prepared, signature = self._plan(export, arrangements, layouts)
+            draft = self._draft(export, arrangements, layouts)
         except NotTraceable as error:
             reason = str(error)
         except Exception:
             reason = traceback.format_exc()
-        agreed = common_reason(self._group, reason, signature)
+        needs: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(needs, draft and [bucket.scratch_nbytes for bucket in draft.buckets])
+        try:
+            if draft is not None and None not in needs:
+                largest = [max(of_bucket) for of_bucket in zip(*needs, strict=True)]
+                prepared = draft.in_pieces(largest, self._piece_nbytes, self._device)
+        except Exception:
+            reason = traceback.format_exc()
+        agreed = common_reason(self._group, reason, draft.signature if draft is not None else 0)
         if agreed is None:
             self._prepared = prepared
             return None
@@ -254,31 +261,29 @@ class ShardExchange:
         if self._prepared is not None:
             self._prepared.exchange.end()
 
-    def _plan(
+    def _draft(
         self,
         export: TraceableExport | Iterable[NamedTensor],
         arrangements: Sequence[Sequence[Arrangement]],
         layouts: Sequence[BucketLayout],
-    ) -> tuple[_Prepared, int]:
+    ) -> _Draft:
         rank, world_size = dist.get_rank(), dist.get_world_size()
         sources = _named_sources(export)
         traced = trace_export(export, sources=sources, world_size=world_size, device=self._device)
         owners = [parameter.owners for parameter in traced.parameters]
-        plans = []
+        buckets = []
         for index, layout in enumerate(layouts):
             origins = [traced.find(tensor).origin for tensor in layout.tensors]
             by_rank = [arranged[index] for arranged in arrangements]
-            pieces = cut_into_pieces(by_rank, self._piece_nbytes)
-            plans.append([plan_piece(rank, piece, origins, owners) for piece in pieces])
-        names = [parameter.source for parameter in traced.parameters]
-        prepared = _Prepared(
-            exchange=Exchange(plans, self._device),
+            buckets.append(plan_bucket(rank, by_rank, origins, owners))
+        return _Draft(
+            buckets=tuple(buckets),
             arrangements=tuple(arrangements[rank]),
             layouts=tuple(layouts),
-            names=tuple(names),
+            names=tuple(parameter.source for parameter in traced.parameters),
             sources=KnownSources(sources()),
+            signature=_signature(traced, arrangements),
         )
-        return prepared, _signature(traced, arrangements)
 
     def _has_moved(self, reason: str) -> None:
         self.free()
@@ -294,6 +299,44 @@ class ShardExchange:
         self._prepared, self.off = None, reason
         logger.warning("every rank exports all weights in full, nothing is exchanged: %s", reason)
         return reason
+
+
+@dataclass(frozen=True)
+class _Draft:
+    """What this rank has to do, before all ranks know in how many pieces.
+
+    Attributes:
+        buckets: all of them.
+        signature: see `_signature`.
+        arrangements, layouts, names, sources: see `_Prepared`.
+    """
+
+    buckets: tuple[BucketExchange, ...]
+    arrangements: tuple[Arrangement, ...]
+    layouts: tuple[BucketLayout, ...]
+    names: tuple[str, ...]
+    sources: KnownSources
+    signature: int
+
+    def in_pieces(
+        self, largest: Sequence[int], piece_nbytes: int, device: torch.device
+    ) -> _Prepared:
+        """Cut every bucket, on all ranks alike.
+
+        Args:
+            largest: by bucket, what any rank sends or receives, in bytes.
+            piece_nbytes: of that at a time.
+            device: of the shards and the buffers.
+        """
+        numbers = [max(1, -(-nbytes // piece_nbytes)) for nbytes in largest]
+        plans = [pieces_of(bucket, n) for bucket, n in zip(self.buckets, numbers, strict=True)]
+        return _Prepared(
+            exchange=Exchange(plans, device),
+            arrangements=self.arrangements,
+            layouts=self.layouts,
+            names=self.names,
+            sources=self.sources,
+        )
 
 
 @dataclass(frozen=True)

@@ -114,24 +114,25 @@ class _Registered:
     @classmethod
     def of(cls, modules: Sequence[nn.Module | None]) -> _Registered:
         states = list(map(vars, modules))  # past `__getattr__`
-        columns = list(zip(*map(_PARTS, states), strict=True))
-        parameters = list(chain.from_iterable(map(_VALUES, columns[0])))
+        columns = list(zip(*map(_REGISTRIES, states), strict=True))
+        named_parameters, named_buffers, named_children, unsaved, *_ = columns
+        parameters = list(chain.from_iterable(map(_VALUES, named_parameters)))
         links: tuple[Any, ...] = (
             list(map(type, modules)),
             ["state_dict" in state for state in states],
             [tensor is None for tensor in parameters],
             [_keys(column) for column in columns],
         )
-        children = list(chain.from_iterable(map(_VALUES, columns[2])))
+        children = list(chain.from_iterable(map(_VALUES, named_children)))
         tensors = [tensor for tensor in parameters if tensor is not None]
-        if any(columns[1]):
-            saved = _saved_buffers(columns[1], columns[3])
+        if any(named_buffers):
+            saved = _saved_buffers(named_buffers, unsaved)
             links = (*links, [tensor is None for tensor in saved])
             tensors += [tensor for tensor in saved if tensor is not None]
         return cls(links, children, tensors)
 
 
-_PARTS = itemgetter(
+_REGISTRIES = itemgetter(
     *("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"),
     *("_state_dict_hooks", "_state_dict_pre_hooks"),
 )

@@ -1,0 +1,142 @@
+"""A whole session in one process, with the commit asked for while buckets are in flight."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from sglang_loader import session, session_state
+from sglang_loader.session_messages import BucketPiece, decode_descriptor
+from verl_sglang_sync.arranged_sending import ArrangedTurn
+from verl_sglang_sync.config import WeightSyncConfig
+from verl_sglang_sync.memory_blocks import BlockNames
+from verl_sglang_sync.report import SyncReport
+from verl_sglang_sync.session_buckets import BucketMaker
+from verl_sglang_sync.trainer_session import EngineFailed, SessionSockets, TrainerSession
+from verl_sglang_sync.weight_sync import Export
+
+CPU = torch.device("cpu")
+SETTINGS = WeightSyncConfig(
+    mode="compiled",
+    bucket_bytes=256,
+    request_timeout_s=10,
+    multi_stage_wake_up=True,
+    free_cache_engine=True,
+)
+WEIGHTS = {name: torch.arange(60.0) + i for i, name in enumerate(("first", "second"))}
+
+
+class Model(nn.Module):
+    """Loads by name; refuses what it does not have."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        super().__init__()
+        for name in names:
+            self.register_parameter(name, nn.Parameter(torch.zeros(60)))
+
+    def load_weights(self, weights: Any) -> None:
+        with torch.no_grad():
+            for name, tensor in weights:
+                self.get_parameter(name).copy_(tensor)
+
+
+class Event:
+    """Of a device that has done what was launched once it is waited for."""
+
+    waited = False
+
+    def query(self) -> bool:
+        return self.waited
+
+
+@pytest.fixture
+def event(monkeypatch: pytest.MonkeyPatch) -> Event:
+    """An engine that launches without waiting, as on a GPU."""
+    event = Event()
+
+    class InFlight(session_state.InFlight):
+        def add(self, index: int, *, on_current_stream: bool) -> None:
+            self._launched.append((index, event))
+
+    def synchronize(device: torch.device) -> None:
+        event.waited = True
+
+    monkeypatch.setattr(session, "InFlight", InFlight)
+    monkeypatch.setattr(session, "synchronize", synchronize)
+    monkeypatch.setattr(session, "engine_context", lambda model: {})
+    monkeypatch.setattr(session, "tp_rank", lambda: 0)
+    return event
+
+
+class Engine(threading.Thread):
+    """Serves the one session; keeps what it raised."""
+
+    def __init__(self, invitation: bytes, model: Model) -> None:
+        super().__init__()
+        self._descriptor, self._model = decode_descriptor(invitation), model
+        self.error: Exception | None = None
+
+    def run(self) -> None:
+        try:
+            session.serve_session(self._descriptor, [self._model])
+        except Exception as error:
+            self.error = error
+
+
+@pytest.fixture
+def trainer() -> Iterator[TrainerSession]:
+    with TrainerSession(SessionSockets(), SETTINGS, BlockNames(), frozenset()) as opened:
+        yield opened
+
+
+def send_all(trainer: TrainerSession) -> None:
+    """Both buckets, and the commit, without a look at what the engine says."""
+    maker, report = BucketMaker(SETTINGS, CPU), SyncReport(mode="compiled", replica=0)
+    export = Export(list(WEIGHTS.items()))
+    for bucket in maker.exported(export, report, ArrangedTurn(None), announced=False):
+        planned = bucket.batch.bucket
+        assert bucket.storage is not None
+        slot = trainer.map_buffer(bucket.storage, keep=True)
+        piece = BucketPiece(slot, 0, 0, planned.layout.nbytes)
+        trainer.load(bucket.batch.index, planned, [piece], read_only=False)
+    assert report.num_buckets == 2
+    trainer.commit(num_buckets=2, num_tensors=2, arrangements=None)
+
+
+def test_buckets_in_flight_are_done_before_the_commit(
+    event: Event, trainer: TrainerSession
+) -> None:
+    model = Model(tuple(WEIGHTS))
+    engine = Engine(trainer.invitation, model)
+    engine.start()
+    while not trainer.greet(lambda: None, wait_s=0.1):
+        pass
+    send_all(trainer)
+    trainer.wait_until_done(1)
+    assert event.waited, "told to be done while the device was at it"
+    outcome = trainer.outcome()
+    engine.join()
+    assert engine.error is None
+    assert outcome.num_replayed + outcome.num_eager == 2
+    assert not trainer.has_arrived(), "the next session would read it"
+    for name, tensor in WEIGHTS.items():
+        assert torch.equal(model.get_parameter(name).detach(), tensor)
+
+
+def test_an_engine_that_fails_after_the_commit_was_sent_is_heard(
+    event: Event, trainer: TrainerSession
+) -> None:
+    engine = Engine(trainer.invitation, Model(("first",)))
+    engine.start()
+    while not trainer.greet(lambda: None, wait_s=0.1):
+        pass
+    with pytest.raises(EngineFailed, match="second"):
+        send_all(trainer)
+        trainer.wait_until_done(1)
+    engine.join()
+    assert engine.error is not None
