@@ -90,13 +90,26 @@ class Engine(threading.Thread):
 
 @pytest.fixture
 def trainer() -> Iterator[TrainerSession]:
+    # As on any trainer on a CPU: torch's default moves a storage when it is shared by name.
+    before = torch.multiprocessing.get_sharing_strategy()
+    torch.multiprocessing.set_sharing_strategy("file_system")
     with TrainerSession(SessionSockets(), SETTINGS, BlockNames(), frozenset()) as opened:
         yield opened
+    torch.multiprocessing.set_sharing_strategy(before)
 
 
-def send_all(trainer: TrainerSession) -> None:
+def joined(trainer: TrainerSession, model: Model) -> Engine:
+    """An engine that serves `model` and has met the trainer."""
+    engine = Engine(trainer.invitation, model)
+    engine.start()
+    while not trainer.greet(lambda: None, wait_s=0.1):
+        pass
+    return engine
+
+
+def send_all(trainer: TrainerSession, maker: BucketMaker) -> None:
     """Both buckets, and the commit, without a look at what the engine says."""
-    maker, report = BucketMaker(SETTINGS, CPU), SyncReport(mode="compiled", replica=0)
+    report = SyncReport(mode="compiled", replica=0)
     export = Export(list(WEIGHTS.items()))
     for bucket in maker.exported(export, report, ArrangedTurn(None), announced=False):
         planned = bucket.batch.bucket
@@ -111,12 +124,9 @@ def send_all(trainer: TrainerSession) -> None:
 def test_buckets_in_flight_are_done_before_the_commit(
     event: Event, trainer: TrainerSession
 ) -> None:
-    model = Model(tuple(WEIGHTS))
-    engine = Engine(trainer.invitation, model)
-    engine.start()
-    while not trainer.greet(lambda: None, wait_s=0.1):
-        pass
-    send_all(trainer)
+    model, maker = Model(tuple(WEIGHTS)), BucketMaker(SETTINGS, CPU)
+    engine = joined(trainer, model)
+    send_all(trainer, maker)
     trainer.wait_until_done(1)
     assert event.waited, "told to be done while the device was at it"
     outcome = trainer.outcome()
@@ -131,12 +141,9 @@ def test_buckets_in_flight_are_done_before_the_commit(
 def test_an_engine_that_fails_after_the_commit_was_sent_is_heard(
     event: Event, trainer: TrainerSession
 ) -> None:
-    engine = Engine(trainer.invitation, Model(("first",)))
-    engine.start()
-    while not trainer.greet(lambda: None, wait_s=0.1):
-        pass
+    engine, maker = joined(trainer, Model(("first",))), BucketMaker(SETTINGS, CPU)
     with pytest.raises(EngineFailed, match="second"):
-        send_all(trainer)
+        send_all(trainer, maker)
         trainer.wait_until_done(1)
     engine.join()
     assert engine.error is not None
