@@ -66,8 +66,6 @@ class SessionExchange:
 
     def turn(self, weights: Iterable[NamedTensor], cuts: Sequence[Cut]) -> Turn:
         """What all ranks do in this sync."""
-        if not self._is_wanted:
-            return Turn.FULL
         return self._exchange.ready(weights, [cut.bucket.layout for cut in cuts])
 
     def holds(self, turn: ArrangedTurn) -> bool:

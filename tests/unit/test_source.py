@@ -125,7 +125,7 @@ def test_memory_that_was_freed_in_between_is_not_trusted():
     del gone
     first, *others = batches(stream, named)
     assert source.locate(first) is not None
-    source._known[0]._weak[1] = expired.cdata
+    source._known[0]._storages._weak[1] = expired.cdata
     assert source.locate(first) is None
     assert all(source.locate(batch) is not None for batch in others)
 

@@ -47,7 +47,8 @@ class Exchange:
         self._pieces = [
             _Piece.of(plan, bucket, device) for bucket, some in enumerate(plans) for plan in some
         ]
-        self._scratch = [_Scratch(device) for _ in range(NUM_TRAVELLING)]
+        plans_of_pieces = [piece.plan for piece in self._pieces]
+        self._scratch = [_Scratch(plans_of_pieces, device) for _ in range(NUM_TRAVELLING)]
         self._shards: ByPosition = ()
         self._num_started = self._num_finished = 0
         self._travelling: deque[dist.Work | None] = deque()
@@ -64,7 +65,7 @@ class Exchange:
             shards: this rank's, flat bytes by parameter.
         """
         for scratch in self._scratch:
-            scratch.reserve([piece.plan for piece in self._pieces])
+            scratch.reserve()
         self._shards = shards
         self._num_started = self._num_finished = 0
         self._travelling.clear()
@@ -179,29 +180,32 @@ class _Piece:
 class _Scratch:
     """What one travelling piece is sent from and received into."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, plans: Sequence[PieceExchange], device: torch.device) -> None:
+        self._send_nbytes = max((sum(plan.send_nbytes) for plan in plans), default=0)
+        self._recv_nbytes = max((sum(plan.recv_nbytes) for plan in plans), default=0)
         self._device = device
-        self._send = self._recv = torch.empty(0, dtype=torch.uint8, device=device)
+        self._send = self._recv = self._empty(0)
 
     @property
     def nbytes(self) -> int:
         return self._send.numel() + self._recv.numel()
 
-    def reserve(self, plans: Sequence[PieceExchange]) -> None:
-        """Have room for any of these."""
-        send = max((sum(plan.send_nbytes) for plan in plans), default=0)
-        recv = max((sum(plan.recv_nbytes) for plan in plans), default=0)
-        if self._send.numel() < send:
-            self._send = torch.empty(send, dtype=torch.uint8, device=self._device)
-        if self._recv.numel() < recv:
-            self._recv = torch.empty(recv, dtype=torch.uint8, device=self._device)
+    def reserve(self) -> None:
+        """Have room for any of the pieces."""
+        if self._send.numel() < self._send_nbytes:
+            self._send = self._empty(self._send_nbytes)
+        if self._recv.numel() < self._recv_nbytes:
+            self._recv = self._empty(self._recv_nbytes)
 
     def of(self, plan: PieceExchange) -> tuple[torch.Tensor, torch.Tensor]:
         """The bytes to send and those to receive."""
         return self._send[: sum(plan.send_nbytes)], self._recv[: sum(plan.recv_nbytes)]
 
     def free(self) -> None:
-        self._send = self._recv = torch.empty(0, dtype=torch.uint8, device=self._device)
+        self._send = self._recv = self._empty(0)
+
+    def _empty(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
 
 def _copies(reads: Sequence[Read], nbytes: int, device: torch.device) -> ArrangedPacking:

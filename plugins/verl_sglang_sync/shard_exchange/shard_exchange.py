@@ -198,10 +198,10 @@ class ShardExchange:
             Why shards are not exchanged, equal on all ranks; None if they are from now on.
         """
         self._is_proven = False
-        if self._prepared is None or not self._take_shards(export, self._prepared.layouts):
+        if self._prepared is None or not self._take_shards(export, self._prepared.known.layouts):
             return self.off or "the shards moved"
         problem, source = None, iter(batches)
-        for index, layout in enumerate(self._prepared.layouts):
+        for index, layout in enumerate(self._prepared.known.layouts):
             batch = None
             try:
                 batch = next(source, None)
@@ -223,7 +223,8 @@ class ShardExchange:
     def _compare(self, index: int, tensors: Sequence[torch.Tensor] | None) -> str | None:
         """Exchange one bucket; what differs from the full export's tensors, if it came."""
         assert self._prepared is not None
-        arrangement, layout = self._prepared.arrangements[index], self._prepared.layouts[index]
+        known = self._prepared.known
+        arrangement, layout = known.arrangements[index], known.layouts[index]
         found, expected, problem = None, None, None
         try:
             if tensors is not None:
@@ -246,9 +247,10 @@ class ShardExchange:
         assert self._prepared is not None
         reason = None
         try:
-            if tuple(layouts) != self._prepared.layouts:
+            if tuple(layouts) != self._prepared.known.layouts:
                 raise SourcesChanged("the export is cut into other buckets")
-            self._prepared.exchange.begin(self._prepared.shards(_named_sources(export)))
+            shards = self._prepared.known.shards(_named_sources(export))
+            self._prepared.exchange.begin(shards)
         except Exception as error:
             reason = str(error)
         agreed = common_reason(self._group, reason)
@@ -276,14 +278,13 @@ class ShardExchange:
             origins = [traced.find(tensor).origin for tensor in layout.tensors]
             by_rank = [arranged[index] for arranged in arrangements]
             buckets.append(plan_bucket(rank, by_rank, origins, owners))
-        return _Draft(
-            buckets=tuple(buckets),
+        known = _Known(
             arrangements=tuple(arrangements[rank]),
             layouts=tuple(layouts),
             names=tuple(parameter.source for parameter in traced.parameters),
             sources=KnownSources(sources()),
-            signature=_signature(traced, arrangements),
         )
+        return _Draft(tuple(buckets), known, _signature(traced, arrangements))
 
     def _has_moved(self, reason: str) -> None:
         self.free()
@@ -302,56 +303,16 @@ class ShardExchange:
 
 
 @dataclass(frozen=True)
-class _Draft:
-    """What this rank has to do, before all ranks know in how many pieces.
+class _Known:
+    """What an exchange was planned for.
 
     Attributes:
-        buckets: all of them.
-        signature: see `_signature`.
-        arrangements, layouts, names, sources: see `_Prepared`.
-    """
-
-    buckets: tuple[BucketExchange, ...]
-    arrangements: tuple[Arrangement, ...]
-    layouts: tuple[BucketLayout, ...]
-    names: tuple[str, ...]
-    sources: KnownSources
-    signature: int
-
-    def in_pieces(
-        self, largest: Sequence[int], piece_nbytes: int, device: torch.device
-    ) -> _Prepared:
-        """Cut every bucket, on all ranks alike.
-
-        Args:
-            largest: by bucket, what any rank sends or receives, in bytes.
-            piece_nbytes: of that at a time.
-            device: of the shards and the buffers.
-        """
-        numbers = [max(1, -(-nbytes // piece_nbytes)) for nbytes in largest]
-        plans = [pieces_of(bucket, n) for bucket, n in zip(self.buckets, numbers, strict=True)]
-        return _Prepared(
-            exchange=Exchange(plans, device),
-            arrangements=self.arrangements,
-            layouts=self.layouts,
-            names=self.names,
-            sources=self.sources,
-        )
-
-
-@dataclass(frozen=True)
-class _Prepared:
-    """What `prepare` found.
-
-    Attributes:
-        exchange: the plans of all buckets.
         arrangements: this rank's, by bucket.
         layouts: by bucket.
         names: among the sources, by parameter.
         sources: all of them.
     """
 
-    exchange: Exchange
     arrangements: tuple[Arrangement, ...]
     layouts: tuple[BucketLayout, ...]
     names: tuple[str, ...]
@@ -366,6 +327,43 @@ class _Prepared:
         now = sources()
         self.sources.check(now)
         return _Shards(self.names, now)
+
+
+@dataclass(frozen=True)
+class _Draft:
+    """What this rank has to do, before all ranks know in how many pieces.
+
+    Attributes:
+        buckets: all of them.
+        known: what they were planned for.
+        signature: see `_signature`.
+    """
+
+    buckets: tuple[BucketExchange, ...]
+    known: _Known
+    signature: int
+
+    def in_pieces(
+        self, largest: Sequence[int], piece_nbytes: int, device: torch.device
+    ) -> _Prepared:
+        """Cut every bucket, on all ranks alike.
+
+        Args:
+            largest: by bucket, what any rank sends or receives, in bytes.
+            piece_nbytes: of that at a time.
+            device: of the shards and the buffers.
+        """
+        numbers = [max(1, -(-nbytes // piece_nbytes)) for nbytes in largest]
+        plans = [pieces_of(bucket, n) for bucket, n in zip(self.buckets, numbers, strict=True)]
+        return _Prepared(Exchange(plans, device), self.known)
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """What `prepare` found: an exchange, and what it was planned for."""
+
+    exchange: Exchange
+    known: _Known
 
 
 class _Shards:
