@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 BUCKET_BYTES = 2048 << 20
-SYNC_STAGES = ("open", "export", "confirm", "gather", "pack", "load", "commit", "reply")
+SYNC_STAGES = ("open", "export", "confirm", "gather", "pack", "load", "commit", "publish")
 
 
 def native_engine(url: str, config: Path | str) -> Any:

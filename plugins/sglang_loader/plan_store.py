@@ -105,6 +105,7 @@ class ModelLoader:
         self._syncs_since_check = 0
         self._num_replayed = self._num_eager = 0
         self._known: KnownDigests | None = None
+        self._has_looked = False
 
     def start(self, context: Mapping[str, object], *, recheck_every_n_syncs: int) -> None:
         """Begin a sync; one that broke off before is forgotten.
@@ -117,7 +118,8 @@ class ModelLoader:
         self._builder, self._context, self._reason = None, context, None
         self._num_replayed = self._num_eager = 0
         self._known = None  # whatever was loaded in between
-        if self._compiled is not None and (mismatch := self._mismatch(self._compiled)):
+        self._has_looked = False
+        if self._compiled is not None and (mismatch := self._context_mismatch(self._compiled)):
             self._drop_plan(mismatch)
         if self._compiled is None:
             self._start_recording()
@@ -125,6 +127,19 @@ class ModelLoader:
         self._syncs_since_check += 1
         due = recheck_every_n_syncs and self._syncs_since_check >= recheck_every_n_syncs
         self._way = _Way.CHECK if due else _Way.REPLAY
+        if self.arranged is not None:
+            self.look()
+
+    def look(self) -> None:
+        """Are the model's tensors where the plan writes? Once a sync: before buckets are promised
+        to be loaded arranged, and before the first one is loaded, or whenever there is time.
+        """
+        if self._has_looked:
+            return
+        self._has_looked = True
+        if self._compiled is not None and (mismatch := self._compiled.probe.quick_mismatch()):
+            self._drop_plan(mismatch)
+            self._start_recording()
 
     @property
     def arranged(self) -> ArrangedPlan | None:
@@ -178,6 +193,7 @@ class ModelLoader:
         Raises:
             Exception: what `load_weights` raises.
         """
+        self.look()
         if self._way in (_Way.REPLAY, _Way.CHECK) and not self._fits(index, layout, read_only):
             self._way = _Way.EAGER
             if index == 0 and self._compiled is None:  # nothing is lost: a plan for the new layout
@@ -222,12 +238,9 @@ class ModelLoader:
         if self.arranged is not None:
             self.arranged.executor.unbind()
 
-    def _mismatch(self, compiled: _Compiled) -> str | None:
+    def _context_mismatch(self, compiled: _Compiled) -> str | None:
         layouts = compiled.plan.layouts  # the sync's own are compared bucket by bucket
-        return (
-            compiled.plan.fingerprint.mismatch(layouts, self._context)
-            or compiled.probe.quick_mismatch()
-        )
+        return compiled.plan.fingerprint.mismatch(layouts, self._context)
 
     def _start_recording(self) -> None:
         if self._num_recordings >= MAX_RECORDINGS:

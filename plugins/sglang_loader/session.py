@@ -1,7 +1,8 @@
 """Serves a whole sync: one request, buckets over a private socket.
 
 `weight_updater_hooks` calls `serve_session` in each TP worker for the one request that opens a
-session; it returns when the trainer has committed and the device has every byte, or raises.
+session; it returns when the trainer has committed and the device has every byte, or raises. When
+all TP ranks have agreed on the outcome, `ServedSession.conclude` tells the trainer.
 The trainer may write into a buffer again as soon as it gets `BucketDone`: that is sent after the
 stream has finished.
 """
@@ -12,7 +13,7 @@ import logging
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
@@ -35,19 +36,45 @@ DEVICE_POLL_S = 0.0001
 NUM_TRAINERS = 4  # whose sockets are kept
 
 
-def serve_session(descriptor: SessionDescriptor, models: Sequence[Any]) -> None:
+def serve_session(
+    descriptor: SessionDescriptor, models: Sequence[Any], *, before_loading: Callable[[], None]
+) -> ServedSession:
     """Serve the session that the request invites to.
 
     Args:
         descriptor: the trainer's.
         models: SGLang's models that are to be loaded; with speculative decoding two, the target
             last.
+        before_loading: what else must be done before the first byte is overwritten; called while
+            the trainer is waited for. Ends the session by raising.
 
     Raises:
         SessionError: the trainer is gone, silent, aborted, or broke the protocol.
-        Exception: what a model's `load_weights` raised; the trainer gets the traceback too.
+        Exception: what `before_loading` or a model's `load_weights` raised; the trainer gets the
+            traceback too.
     """
-    _Session(descriptor, models).run()
+    return ServedSession(_Session(descriptor, models, before_loading).run())
+
+
+class ServedSession:
+    """A session after which this rank has every byte; its trainer waits for the other ranks.
+
+    Args:
+        channel: to the trainer.
+    """
+
+    def __init__(self, channel: Channel[FromTrainer]) -> None:
+        self._channel = channel
+
+    def conclude(self, failures: Sequence[str]) -> None:
+        """Tell the trainer the outcome on all TP ranks: what went wrong, or nothing."""
+        with suppress(SessionError):  # the reply to the request says it, too
+            if not failures:
+                self._channel.send(wire.Published)
+                _kept.keep(self._channel)
+                return
+            self._channel.send(wire.Failed, traceback="\n".join(failures))
+        self._channel.close()
 
 
 _kept: KeptChannels[FromTrainer] = KeptChannels(NUM_TRAINERS)
@@ -59,8 +86,14 @@ _sources = Sources()
 class _Session:
     """The engine's part of one session."""
 
-    def __init__(self, descriptor: SessionDescriptor, models: Sequence[Any]) -> None:
+    def __init__(
+        self,
+        descriptor: SessionDescriptor,
+        models: Sequence[Any],
+        before_loading: Callable[[], None],
+    ) -> None:
         self._descriptor = descriptor
+        self._before_loading = before_loading
         self._loaders: list[ModelLoader] = [loader_of(model) for model in models]
         self._models = models
         self._device = device_of(models[0])
@@ -71,7 +104,7 @@ class _Session:
         self._arranged: ArrangedPlan | None = None
         self._seconds: defaultdict[str, float] = defaultdict(float)
 
-    def run(self) -> None:
+    def run(self) -> Channel[FromTrainer]:
         """Serve until commit; tell the trainer of a failure before raising it."""
         endpoint = self._descriptor.endpoint
         channel = _kept.take(endpoint) or engine_end(endpoint)
@@ -88,7 +121,7 @@ class _Session:
             finally:
                 self._let_go()
             stack.pop_all()
-            _kept.keep(channel)
+        return channel
 
     def _serve(self, channel: Channel[FromTrainer]) -> None:
         for model, loader in zip(self._models, self._loaders, strict=True):
@@ -104,6 +137,9 @@ class _Session:
             buffers=_mappings.names,
             arrangements=_digest(self._arranged),
         )
+        self._before_loading()
+        for loader in self._loaders:
+            loader.look()
         welcome = channel.receive(timeout_s=HANDSHAKE_TIMEOUT_S)
         if isinstance(welcome, wire.Abort):
             raise SessionError(f"the trainer aborted the sync: {welcome.reason}")

@@ -11,7 +11,8 @@ everything else goes over a socket that the trainer binds in a private folder:
                                       ...
                                       <-     Commit(counts) or Abort(reason)
     BucketDone(what was in flight)    ->
-    Committed(how it was loaded)      ->
+    Committed(how it was loaded)      ->     this rank has every byte
+    Published()                       ->     so have all TP ranks; the prefix cache is dropped
     Failed(traceback), at any time    ->
 
 Before anything is packed, Hello names the arrangements by which buckets may come in this sync
@@ -35,7 +36,7 @@ from sglang_loader.load_plan import BucketLayout, BucketTensor
 from sglang_loader.manifest import ManifestError
 from sglang_loader.shared_buffer import CpuHandle, CudaHandle
 
-SESSION_VERSION = 5
+SESSION_VERSION = 6
 SESSION_FORMAT = "sglang_loader.session"
 """`load_format` of the request that opens a session: one descriptor for each TP rank."""
 
@@ -169,7 +170,7 @@ class BucketDone(_Message, frozen=True, kw_only=True):
 
 
 class Committed(_Message, frozen=True, kw_only=True):
-    """Engine: all weights are in place.
+    """Engine: all weights of this rank are in place.
 
     Attributes:
         num_replayed: buckets loaded by the compiled plan.
@@ -190,14 +191,21 @@ class Committed(_Message, frozen=True, kw_only=True):
     seconds: dict[str, float]
 
 
+class Published(_Message, frozen=True, kw_only=True):
+    """Engine: the weights are in place on all TP ranks, and what was cached of the old is gone.
+
+    The reply to the request that opened the session says the same, later.
+    """
+
+
 class Failed(_Message, frozen=True, kw_only=True):
-    """Engine: loading failed; TP rank and traceback."""
+    """Engine: loading failed here, or on another TP rank; TP rank and traceback."""
 
     traceback: str
 
 
 FromTrainer = Welcome | LoadBucket | Commit | Abort
-FromEngine = Hello | BucketDone | Committed | Failed
+FromEngine = Hello | BucketDone | Committed | Published | Failed
 
 _encoder = msgspec.msgpack.Encoder()
 _from_trainer = msgspec.msgpack.Decoder(FromTrainer)

@@ -30,13 +30,14 @@ from sglang_loader.host_backup import backup_of
 from sglang_loader.manifest import ManifestError
 from sglang_loader.manifest_check import check_manifest, manifest_of_request
 from sglang_loader.manifest_verdict import MANIFEST_CHECK, encode_verdict
-from sglang_loader.session import serve_session
+from sglang_loader.session import ServedSession, serve_session
 from sglang_loader.session_messages import SESSION_FORMAT, decode_descriptor
 from sglang_loader.update_group import GROUP_PREFIX, abort, connect, errors_left_to_us, leave
 
 logger = logging.getLogger(__name__)
 
 OUR_FORMATS = "sglang_loader."
+CACHE_IN_USE = "the prefix cache holds running requests"
 
 Original = Callable[..., Any]
 Result = TypeVar("Result")
@@ -60,8 +61,9 @@ def update_on_all_ranks(original: Original, updater: Any, request: Any) -> Any:
             f"unknown load_format {request.load_format!r}: the trainer and the engine have "
             "different releases of verl-sglang-sync installed",
         )
+    load = _serve_session if request.load_format == SESSION_FORMAT else _load_bucket
     with updater._observe_weight_load("tensor"):
-        failures = _update(updater, request, lambda: _load_on_this_rank(updater, request))
+        failures = load(updater, request)
     return UpdateWeightsFromTensorReqOutput(not failures, "\n".join(failures) or "Success")
 
 
@@ -194,8 +196,16 @@ def _attempt(updater: Any, step: Callable[[], Result]) -> tuple[Result | None, s
         return None, failure
 
 
-def _update(updater: Any, request: Any, load: Callable[[], None]) -> list[str]:
+def _update(
+    updater: Any, request: Any, load: Callable[[], None], *, flushes: bool = False
+) -> list[str]:
     """Run `load` on every TP rank, agree on the outcome, end the sync with its last bucket.
+
+    Args:
+        updater: SGLang's.
+        request: what it was asked.
+        load: loads on this rank.
+        flushes: `load` drops the prefix cache itself.
 
     Returns:
         What went wrong, the same on all ranks.
@@ -211,21 +221,28 @@ def _update(updater: Any, request: Any, load: Callable[[], None]) -> list[str]:
         elif request.flush_cache:  # the last bucket
             backup.sync_completed()
             failures = failures_on_any_rank(updater, backup.stale)
-    if not failures and request.flush_cache:
-        flushed = updater.flush_cache(empty_cache=request.torch_empty_cache)
-        if not flushed:  # the same on every TP rank: their request queues are in step
-            failures = ["the weights are loaded, but the prefix cache holds running requests"]
+    # TP ranks' prefix caches must stay equal: a rank whose `load` failed may have kept its own.
+    must_flush = bool(failures) if flushes else not failures
+    if request.flush_cache and must_flush and not _flush(updater, request):
+        failures = failures or [f"the weights are loaded, but {CACHE_IN_USE}"]
     set_gate(why_closed(updater) or next(iter(failures), None))
     return failures
 
 
-def _load_on_this_rank(updater: Any, request: Any) -> None:
-    if request.load_format == SESSION_FORMAT:
-        _serve_session(updater, request)
-        return
-    success, message = _worker_for(updater, request).update_weights_from_tensor(request)
-    if not success:
-        raise RuntimeError(message)
+def _flush(updater: Any, request: Any) -> bool:
+    """Drop the prefix cache; the same on every TP rank: their request queues are in step."""
+    return bool(updater.flush_cache(empty_cache=request.torch_empty_cache))
+
+
+def _load_bucket(updater: Any, request: Any) -> list[str]:
+    """One bucket of modes "bucketed" and "flattened"; returns what went wrong on any rank."""
+
+    def load() -> None:
+        success, message = _worker_for(updater, request).update_weights_from_tensor(request)
+        if not success:
+            raise RuntimeError(message)
+
+    return _update(updater, request, load)
 
 
 def _worker_for(updater: Any, request: Any) -> Any:
@@ -235,10 +252,23 @@ def _worker_for(updater: Any, request: Any) -> Any:
     return updater.tp_worker
 
 
-def _serve_session(updater: Any, request: Any) -> None:
-    models = models_of(updater, request)
-    invitation = base64.b64decode(request.serialized_named_tensors[updater.tp_worker.tp_rank])
-    serve_session(decode_descriptor(invitation), models)
+def _serve_session(updater: Any, request: Any) -> list[str]:
+    """A sync of mode "compiled"; returns what went wrong on any rank."""
+    served: list[ServedSession] = []
+
+    def flush() -> None:
+        if request.flush_cache and not _flush(updater, request):
+            raise RuntimeError(f"nothing was loaded: {CACHE_IN_USE}")
+
+    def load() -> None:
+        models = models_of(updater, request)
+        invitation = base64.b64decode(request.serialized_named_tensors[updater.tp_worker.tp_rank])
+        served.append(serve_session(decode_descriptor(invitation), models, before_loading=flush))
+
+    failures = _update(updater, request, load, flushes=True)
+    for session in served:
+        session.conclude(failures)
+    return failures
 
 
 def models_of(updater: Any, request: Any) -> list[Any]:

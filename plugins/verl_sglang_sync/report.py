@@ -43,8 +43,9 @@ class SyncReport:
             engine has joined the session), "export" (waiting for the trainer's generator),
             "confirm" (where it is left out: are the parameters where they were?), "gather" (the
             exchange of shards), "learn" (how the next sync can do without), "pack", "send"
-            (waiting for a broadcast), "load" (waiting for the engine), "commit", "reply" (the
-            engine's, to the request), "resume_kv_cache"; "sync": all of a disaggregated sync.
+            (waiting for a broadcast), "load" (waiting for the engine), "commit", "publish"
+            (until all TP ranks have agreed), "reply" (where the request's had to be waited for),
+            "resume_kv_cache"; "sync": all of a disaggregated sync.
         engine_seconds: mode "compiled": how this rank's engine spent the same time: "waiting" for
             the trainer, "launching", "copying" (`Committed.seconds`).
     """

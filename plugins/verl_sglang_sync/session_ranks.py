@@ -19,7 +19,11 @@ Result = TypeVar("Result")
 
 
 class OpeningRequest:
-    """The update request, sent by another thread: this one waits on the session's socket."""
+    """The update request, sent by another thread: this one waits on the session's socket.
+
+    The session's socket says what the reply does, and a millisecond or two before: nobody whose
+    session ended well has to wait for the reply, but it must be looked at, later (`result`).
+    """
 
     def __init__(self, engine: Updater | None, version: str | None) -> None:
         self._engine = engine
@@ -61,7 +65,7 @@ class OpeningRequest:
             wait([self._reply])
 
     def result(self) -> None:
-        """Raise what went wrong on the engine's side."""
+        """Wait until there is a reply; raise what went wrong on the engine's side."""
         if self._reply is not None:
             self._reply.result()
 
@@ -81,6 +85,11 @@ class RanksInStep:
         self._failure: str | None = None
         self.num_buckets = self.num_tensors = 0
         self._checksum = 0
+
+    @property
+    def is_well(self) -> bool:
+        """True if nothing has failed on this rank, or on another one that has told."""
+        return self._failure is None and self.error is None
 
     def attempt(self, step: Callable[[], Result]) -> Result | None:
         """Run a step unless this rank has failed; keep the traceback if it fails now."""

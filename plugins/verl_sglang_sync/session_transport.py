@@ -78,6 +78,7 @@ class SessionTransport:
         self._unexported = UnexportedSource(
             group, device, recheck_every_n_syncs=settings.recheck_every_n_syncs
         )
+        self._unanswered: OpeningRequest | None = None
 
     async def sync(
         self, weights: Iterable[NamedTensor], *, version: str | None, report: SyncReport
@@ -93,6 +94,12 @@ class SessionTransport:
             report.restart()
             await self._sync(weights, version, report, is_unexported=False)
 
+    def settle(self) -> None:
+        """See `SyncTransport`."""
+        request, self._unanswered = self._unanswered, None
+        if request is not None:
+            request.result()
+
     async def _sync(
         self,
         weights: Iterable[NamedTensor],
@@ -107,6 +114,7 @@ class SessionTransport:
         # A stream that is cut as the last one was is compared with that one anyway.
         announced = self._gate.is_confirmed and bool(self._maker.stream.cuts)
         ranks = RanksInStep(self._group)
+        ranks.attempt(self.settle)
         request = OpeningRequest(self._engine, version)
         with ExitStack() as stack:
             stack.callback(self._rest)
@@ -158,9 +166,12 @@ class SessionTransport:
                 source.drain()
             if ranks.error is not None and session is not None:
                 session.abort(ranks.error, request.check if request.may_have_left else None)
-            with report.stage("reply"):
-                request.wait()
-            ranks.attempt(request.result)
+            if ranks.is_well and self._settings.free_cache_engine:
+                self._unanswered = request  # a stage follows: see `settle`
+            else:
+                with report.stage("reply"):
+                    request.wait()
+                ranks.attempt(request.result)
             ranks.agree()  # also after a failure: nobody leaves while an engine is still busy
             in_flight.clear()
             if ranks.error is None:
@@ -306,6 +317,8 @@ class SessionTransport:
             session.wait_until_done(ranks.num_buckets - 1)
         with report.stage("commit"):
             outcome = session.outcome()
+        with report.stage("publish"):
+            session.wait_until_published()
         report.num_replayed, report.num_eager = outcome.num_replayed, outcome.num_eager
         report.eager_reason, report.engine_seconds = outcome.reason, outcome.seconds
         self._maker.choose_source(outcome, session.read_in_place)

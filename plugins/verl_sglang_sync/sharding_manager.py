@@ -156,6 +156,7 @@ class SGLangShardingManager(BaseShardingManager):  # type: ignore[misc]
                 with self._report.stage(stage):
                     costs = await step(self._engine)
                 self._report.add_costs(stage, costs)
+                self._transport.settle()
             except Exception:
                 failure = traceback.format_exc()
         result = self._group.agree(RoundState.FAILED if failure else RoundState.END, failure)

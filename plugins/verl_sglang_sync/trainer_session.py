@@ -8,7 +8,8 @@ with TrainerSession(sockets, settings, names) as session:
     session.commit(num_buckets=1, num_tensors=3, arrangements=None)
     session.wait_until_done(0)
     outcome = session.outcome()
-    session.keep_socket()                 # once the request has been answered, too
+    session.wait_until_published()
+    session.keep_socket()                 # once all ranks have come so far
 """
 
 from __future__ import annotations
@@ -242,13 +243,22 @@ class TrainerSession:
         )
 
     def outcome(self) -> Committed:
-        """Wait until the sync is complete; every bucket must have been waited for.
+        """Wait until this engine rank is complete; every bucket must have been waited for.
 
         Raises:
             EngineFailed: with the engine's traceback.
             SessionError: the engine is gone, silent, or broke the protocol.
         """
         return self._receive(wire.Committed)
+
+    def wait_until_published(self) -> None:
+        """Wait until the weights are complete on all ranks of the engine, after `outcome`.
+
+        Raises:
+            EngineFailed: with the engine's traceback, of any of its ranks.
+            SessionError: the engine is gone, silent, or broke the protocol.
+        """
+        self._receive(wire.Published)
 
     def keep_socket(self) -> None:
         """The sync ended well for both sides: the next session may use the socket, too."""

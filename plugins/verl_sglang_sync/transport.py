@@ -74,6 +74,15 @@ class SyncTransport(Protocol):
             WeightSyncError: on every rank, if any rank failed.
         """
 
+    def settle(self) -> None:
+        """Look at the reply to the last sync's request, where the sync had no need of it.
+
+        To be called after the engine's next stage, when it has long come.
+
+        Raises:
+            ServerError: it is bad, or was lost.
+        """
+
 
 async def check_before(
     gate: ManifestGate,
@@ -160,6 +169,9 @@ class BucketRequests:
         if in_parts:
             self._gate.accept(Announcement.of(export.specs))
         self._gate.confirm()
+
+    def settle(self) -> None:
+        """See `SyncTransport`: every reply was waited for."""
 
     async def _check_bucket(self, parcel: Parcel, export: Export) -> None:
         """Check the bucket that is about to be loaded; with the last one, that none is missing."""

@@ -87,9 +87,13 @@ def test_a_worker_whose_models_are_not_known_is_refused() -> None:
 
 def test_every_rank_serves_its_own_invitation(monkeypatch: pytest.MonkeyPatch) -> None:
     served: list[Any] = []
-    monkeypatch.setattr(
-        weight_updater_hooks, "serve_session", lambda *arguments: served.append(arguments)
-    )
+
+    def serve(*arguments: Any, before_loading: Any) -> Any:
+        served.append(arguments)
+        return SimpleNamespace(conclude=lambda failures: served.append(failures))
+
+    monkeypatch.setattr(weight_updater_hooks, "serve_session", serve)
+    monkeypatch.setattr(weight_updater_hooks, "_update", lambda _, __, load, **___: load() or [])
     descriptors = [
         wire.SessionDescriptor(
             version=wire.SESSION_VERSION,
@@ -103,8 +107,8 @@ def test_every_rank_serves_its_own_invitation(monkeypatch: pytest.MonkeyPatch) -
     handles = [base64.b64encode(wire.encode_descriptor(each)).decode() for each in descriptors]
     request = request_with(load_format=SESSION_FORMAT, serialized_named_tensors=handles)
     updater = SimpleNamespace(tp_worker=Target(tp_rank=1), draft_worker=None)
-    weight_updater_hooks._load_on_this_rank(updater, request)
-    assert served == [(descriptors[1], [TARGET])]
+    assert weight_updater_hooks._serve_session(updater, request) == []
+    assert served == [(descriptors[1], [TARGET]), []]
 
 
 def test_a_format_of_another_release_is_refused_by_name() -> None:

@@ -112,6 +112,24 @@ def test_after_a_failed_sync_the_cache_stays_asleep(served: tuple[Server, Path, 
     assert generate(url) == before
 
 
+def test_a_session_while_requests_are_paused_is_refused_before_its_first_byte(
+    served: tuple[Server, Path, int],
+) -> None:
+    """Their prefixes would be those of the old weights."""
+    server, model, tp = served
+    url = server.url
+    before = generate(url)
+    with running_generation(url, LONG):
+        assert post(url, "pause_generation", {"mode": "in_place"})[0] == 200
+        sync = (sync_weights, model.parent, str(model), "compiled")
+        outcomes = run_trainer(*sync, urls=[url], tp=tp)
+        assert post(url, "continue_generation", {})[0] == 200
+    for outcome in outcomes:
+        assert "nothing was loaded: the prefix cache holds running requests" in str(outcome.error)
+    assert [outcome.error for outcome in run_trainer(*sync, urls=[url], tp=tp)] == [None] * tp
+    assert generate(url) == before
+
+
 def test_a_request_that_comes_in_the_gap_waits_for_a_good_sync(
     served: tuple[Server, Path, int],
 ) -> None:

@@ -244,8 +244,8 @@ def _repeated_stages(rank: TrainerRank) -> str:
     return "ok"
 
 
-def sync_weights(rank: TrainerRank, model: str) -> str:
+def sync_weights(rank: TrainerRank, model: str, mode: str = "flattened") -> str:
     """Send the checkpoint's own weights, without any stage."""
     named = weights_of(Path(model), rank.device)
-    asyncio.run(rank.manager("flattened").sync(named, version="synced"))
+    asyncio.run(rank.manager(mode).sync(named, version="synced"))
     return "ok"

@@ -59,21 +59,24 @@ def num_loads(
 
 
 def sync(rank: TrainerRank, mode: str, weights: NamedTensors) -> dict[str, Any]:
-    """One sync: what it sent or how it failed, and how long it took."""
+    """One sync and the stage after it: what was sent or how it failed, and how long it took."""
     from verl_sglang_sync.weight_sync import WeightSyncError
 
     # A fault strikes the n-th request: no other kind may come before.
     manager = rank.manager(mode, bucket_bytes=BUCKET_BYTES, manifest_check="off")
-    error, started = None, time.monotonic()
+    error, num_requests, synced_s, started = None, 0, 0.0, time.monotonic()
     try:
         asyncio.run(manager.sync(iter(weights), version="faulty"))
+        synced_s = time.monotonic() - started
+        num_requests = 1 if mode == "compiled" else manager.report.num_buckets
+        asyncio.run(manager.resume(("kv_cache",)))  # it is resident
     except WeightSyncError as failure:
         error = str(failure)
-    num_requests = 1 if mode == "compiled" else manager.report.num_buckets
     return {
         "error": error,
         "num_requests": num_requests,
         "seconds": time.monotonic() - started,
+        "synced_s": synced_s,
     }
 
 

@@ -35,15 +35,15 @@ def count_loads(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> No
 
 def _wrap(module: Any, name: str) -> None:
     """The loader is looked up in its module at every request."""
-    loader: Callable[..., None] = getattr(module, name)
+    loader: Callable[..., Any] = getattr(module, name)
     if hasattr(loader, "__wrapped__"):
         return
 
     @functools.wraps(loader)
-    def counting(*arguments: Any) -> None:
+    def counting(*arguments: Any, **options: Any) -> Any:
         _state["loads"] += 1
         if _state["loads"] == _state["nth"]:
             time.sleep(_state["seconds"])
-        loader(*arguments)
+        return loader(*arguments, **options)
 
     setattr(module, name, counting)

@@ -1,9 +1,9 @@
-"""A whole session in one process, with the commit asked for while buckets are in flight."""
+"""A whole session in one process: commits while buckets are in flight, outcomes of all ranks."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -74,18 +74,36 @@ def event(monkeypatch: pytest.MonkeyPatch) -> Event:
 
 
 class Engine(threading.Thread):
-    """Serves the one session; keeps what it raised."""
+    """Serves the one session; keeps what it raised.
 
-    def __init__(self, invitation: bytes, model: Model) -> None:
+    Args:
+        invitation: the trainer's.
+        model: to be loaded.
+        others: what went wrong on other TP ranks.
+        before_loading: as for `serve_session`.
+    """
+
+    def __init__(
+        self,
+        invitation: bytes,
+        model: Model,
+        others: Sequence[str] = (),
+        before_loading: Callable[[], None] = lambda: None,
+    ) -> None:
         super().__init__()
         self._descriptor, self._model = decode_descriptor(invitation), model
+        self._others, self._before_loading = others, before_loading
         self.error: Exception | None = None
 
     def run(self) -> None:
         try:
-            session.serve_session(self._descriptor, [self._model])
+            served = session.serve_session(
+                self._descriptor, [self._model], before_loading=self._before_loading
+            )
         except Exception as error:
             self.error = error
+            return
+        served.conclude(self._others)
 
 
 @pytest.fixture
@@ -98,9 +116,9 @@ def trainer() -> Iterator[TrainerSession]:
     torch.multiprocessing.set_sharing_strategy(before)
 
 
-def joined(trainer: TrainerSession, model: Model) -> Engine:
+def joined(trainer: TrainerSession, model: Model, **options: Any) -> Engine:
     """An engine that serves `model` and has met the trainer."""
-    engine = Engine(trainer.invitation, model)
+    engine = Engine(trainer.invitation, model, **options)
     engine.start()
     while not trainer.greet(lambda: None, wait_s=0.1):
         pass
@@ -130,6 +148,7 @@ def test_buckets_in_flight_are_done_before_the_commit(
     trainer.wait_until_done(1)
     assert event.waited, "told to be done while the device was at it"
     outcome = trainer.outcome()
+    trainer.wait_until_published()
     engine.join()
     assert engine.error is None
     assert outcome.num_replayed + outcome.num_eager == 2
@@ -147,3 +166,33 @@ def test_an_engine_that_fails_after_the_commit_was_sent_is_heard(
         trainer.wait_until_done(1)
     engine.join()
     assert engine.error is not None
+
+
+def test_what_failed_on_another_tp_rank_is_heard_after_this_one_has_committed(
+    event: Event, trainer: TrainerSession
+) -> None:
+    model, maker = Model(tuple(WEIGHTS)), BucketMaker(SETTINGS, CPU)
+    engine = joined(trainer, model, others=["TP rank 1: no memory"])
+    send_all(trainer, maker)
+    trainer.wait_until_done(1)
+    trainer.outcome()
+    with pytest.raises(EngineFailed, match="TP rank 1: no memory"):
+        trainer.wait_until_published()
+    engine.join()
+    assert session._kept.take(trainer._channel.endpoint) is None
+
+
+def test_what_must_be_done_before_ends_the_session_before_the_first_byte(
+    event: Event, trainer: TrainerSession
+) -> None:
+    def refuse() -> None:
+        raise RuntimeError("requests are running")
+
+    model, maker = Model(tuple(WEIGHTS)), BucketMaker(SETTINGS, CPU)
+    engine = joined(trainer, model, before_loading=refuse)
+    with pytest.raises(EngineFailed, match="requests are running"):
+        send_all(trainer, maker)
+        trainer.wait_until_done(1)
+    engine.join()
+    assert str(engine.error) == "requests are running"
+    assert not any(parameter.any() for parameter in model.parameters())

@@ -45,6 +45,7 @@ FROM_ENGINE = [
         arrangements=b"x",
         seconds={"waiting": 0.5, "launching": 0.25},
     ),
+    wire.Published(token=TOKEN),
     wire.Failed(token=TOKEN, traceback="trace"),
 ]
 DTYPES = (torch.bfloat16, torch.float32, torch.uint8, torch.float8_e4m3fn)
