@@ -206,8 +206,10 @@ def run_arm(
             times["cycle"] = sum(times.values())
         return times | notes.get("seconds", {})
 
-    for _ in range(1 if arm.mode is None else NUM_WARM_UPS):
+    warm_ups = [
         asyncio.run(cycle(stages=not arm.host_backup))
+        for _ in range(1 if arm.mode is None else NUM_WARM_UPS)
+    ]
     allocated = 0
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -219,6 +221,7 @@ def run_arm(
     row = row_of(name, model, device, measured)
     row.update(
         trainer=arm.trainer,
+        warm_up_s=[times["sync"] for times in warm_ups],
         host_backup=arm.host_backup,
         asleep_s=runs.asleep_s,
         host_bytes=host_bytes,

@@ -63,7 +63,8 @@ def _measure(
         measured.append(seconds | {f"sync_{k}": v for k, v in notes.pop("seconds", {}).items()})
     if rank.device.type == "cuda":
         notes["peak_gpu_bytes"] = torch.cuda.max_memory_allocated()
-    return {"runs_s": measured[warm_ups:], **notes}
+    warm_up_s = [seconds["sync"] for seconds in measured[:warm_ups]]
+    return {"warm_up_s": warm_up_s, "runs_s": measured[warm_ups:], **notes}
 
 
 def _step(

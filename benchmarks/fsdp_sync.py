@@ -12,11 +12,12 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engine_server import engine_server
+from benchmarks.engine_server import engine_server, wait_until_healthy
 from benchmarks.fsdp_rank import measure_rank
 from benchmarks.model_shapes import MODELS, write_config
 from benchmarks.results_file import medians
@@ -33,6 +34,7 @@ def measure_on_gpus(
     """Rows of one model on `gpus` GPUs, with engines of `tp` ranks."""
     config = write_config(folder / model, model)
     os.environ.update(ENVIRONMENT if device == "cuda" else CPU_ENVIRONMENT)
+    logs = {first: folder / f"server-{model}-tp{tp}-{first}.log" for first in range(0, gpus, tp)}
     with ExitStack() as stack:
         urls = [
             stack.enter_context(
@@ -41,13 +43,18 @@ def measure_on_gpus(
                     device=device,
                     host_backup="auto",
                     is_moe="num_experts" in MODELS[model],
-                    log=folder / f"server-{model}-tp{tp}-{first}.log",
+                    log=log,
                     tp=tp,
                     first_gpu=first,
+                    wait=False,
                 )
             )
-            for first in range(0, gpus, tp)
+            for first, log in logs.items()
         ]
+        started = time.perf_counter()
+        for url, log in zip(urls, logs.values(), strict=True):
+            wait_until_healthy(url, log)
+        print(f"{len(urls)} engines of {model}: {time.perf_counter() - started:.0f} s", flush=True)
         lines = folder / f"arms-{model}-{gpus}-{tp}.jsonl"
         lines.unlink(missing_ok=True)
         outcomes = run_trainer(
