@@ -223,6 +223,9 @@ class ModelLoader:
             self._num_recordings = 0
         self._builder = None
         compiled = self._compiled
+        if compiled is not None and self._has_loaded_all(compiled.plan):
+            # Also after a failed sync, which withdrew it.
+            publish_coverage(self._model, compiled.plan.coverage, compiled.plan.destinations)
         return SyncOutcome(
             num_replayed=self._num_replayed,
             num_eager=self._num_eager,
@@ -237,6 +240,12 @@ class ModelLoader:
             self._compiled.executor.unbind()
         if self.arranged is not None:
             self.arranged.executor.unbind()
+
+    def _has_loaded_all(self, plan: LoadPlan) -> bool:
+        """True if this sync has written what the plan writes, by the plan or proven to be it."""
+        return self._way is not _Way.EAGER and (
+            self._num_replayed + self._num_eager == len(plan.buckets)
+        )
 
     def _context_mismatch(self, compiled: _Compiled) -> str | None:
         layouts = compiled.plan.layouts  # the sync's own are compared bucket by bucket
@@ -345,7 +354,6 @@ class ModelLoader:
         self._num_recordings += 1
         self._syncs_since_check = 0
         self._unfit = None
-        publish_coverage(self._model, plan.coverage, plan.destinations)
         logger.info(
             "load plan of %s: %d copies (%d traced) and %d other steps in %d buckets; ignored "
             "tensors: %s",

@@ -37,10 +37,13 @@ from sglang_loader.update_group import GROUP_PREFIX, abort, connect, errors_left
 logger = logging.getLogger(__name__)
 
 OUR_FORMATS = "sglang_loader."
-CACHE_IN_USE = "the prefix cache holds running requests"
 
 Original = Callable[..., Any]
 Result = TypeVar("Result")
+
+
+class PrefixCacheInUse(RuntimeError):
+    """The prefix cache cannot be dropped; its entries would be of the old weights."""
 
 
 class SpeculationUnknown(RuntimeError):
@@ -113,13 +116,15 @@ def receive_on_all_ranks(original: Original, updater: Any, request: Any) -> Any:
         failures = failures_on_any_rank(updater, failure)
         if not failures and expected is not None:
             bucket, group = expected
+            update = _Update(updater, request)
 
             def load() -> None:
+                update.begin()
                 flat = receiver.receive(bucket, group, device_of(runner.model))
                 compiled = request.load_format == BROADCAST_COMPILED
                 receiver.load(runner.model, bucket, flat, compiled=compiled)
 
-            failures = _update(updater, request, load)
+            failures = update.run(load)
     if failures:
         _give_up(receiver, runner, request.group_name)
     return UpdateWeightsFromDistributedReqOutput(not failures, "\n".join(failures) or "Success")
@@ -196,53 +201,76 @@ def _attempt(updater: Any, step: Callable[[], Result]) -> tuple[Result | None, s
         return None, failure
 
 
-def _update(
-    updater: Any, request: Any, load: Callable[[], None], *, flushes: bool = False
-) -> list[str]:
-    """Run `load` on every TP rank, agree on the outcome, end the sync with its last bucket.
+class _Update:
+    """One update on this TP rank, in step with the others.
 
     Args:
         updater: SGLang's.
         request: what it was asked.
-        load: loads on this rank.
-        flushes: `load` drops the prefix cache itself.
-
-    Returns:
-        What went wrong, the same on all ranks.
     """
-    backup = backup_of(updater.tp_worker.model_runner.model)
-    if backup is not None:
-        backup.sync_started()
-    _, failure = _attempt(updater, load)
-    failures = failures_on_any_rank(updater, failure)
-    if backup is not None:
-        if failures:
-            backup.sync_failed("a weight update failed")
-        elif request.flush_cache:  # the last bucket
-            backup.sync_completed()
-            failures = failures_on_any_rank(updater, backup.stale)
-    # TP ranks' prefix caches must stay equal: a rank whose `load` failed may have kept its own.
-    must_flush = bool(failures) if flushes else not failures
-    if request.flush_cache and must_flush and not _flush(updater, request):
-        failures = failures or [f"the weights are loaded, but {CACHE_IN_USE}"]
-    set_gate(why_closed(updater) or next(iter(failures), None))
-    return failures
 
+    def __init__(self, updater: Any, request: Any) -> None:
+        self._updater = updater
+        self._request = request
+        self._backup = backup_of(updater.tp_worker.model_runner.model)
+        self._has_begun = self._has_flushed = False
 
-def _flush(updater: Any, request: Any) -> bool:
-    """Drop the prefix cache; the same on every TP rank: their request queues are in step."""
-    return bool(updater.flush_cache(empty_cache=request.torch_empty_cache))
+    def begin(self) -> None:
+        """From now on weights are overwritten."""
+        self._has_begun = True
+        if self._backup is not None:
+            self._backup.sync_started()
+
+    def flush(self) -> None:
+        """Drop the prefix cache, if this update is a sync's last.
+
+        Raises:
+            PrefixCacheInUse: requests are running, on all TP ranks: their queues are in step.
+        """
+        if not self._request.flush_cache or self._has_flushed:
+            return
+        self._has_flushed = self._updater.flush_cache(empty_cache=self._request.torch_empty_cache)
+        if not self._has_flushed:
+            raise PrefixCacheInUse("the prefix cache holds running requests")
+
+    def run(self, load: Callable[[], None]) -> list[str]:
+        """Load on every TP rank, agree on the outcome, end the sync with its last bucket.
+
+        Args:
+            load: loads on this rank; calls `begin` before it does.
+
+        Returns:
+            What went wrong, the same on all ranks.
+        """
+        _, failure = _attempt(self._updater, load)
+        # After a failure, too: the prefix caches of all TP ranks must stay equal.
+        _, unflushed = _attempt(self._updater, self.flush)
+        outcomes = from_all_ranks(self._updater, (failure or unflushed, self._has_begun))
+        failures = [text for text, _ in outcomes if text]
+        is_touched = any(has_begun for _, has_begun in outcomes)
+        if self._backup is not None:
+            if failures and is_touched:
+                self._backup.sync_failed("a weight update failed")
+            elif not failures and self._request.flush_cache:
+                self._backup.sync_completed()
+                failures = failures_on_any_rank(self._updater, self._backup.stale)
+        if is_touched:  # else all is as it was
+            set_gate(why_closed(self._updater) or next(iter(failures), None))
+        return failures
 
 
 def _load_bucket(updater: Any, request: Any) -> list[str]:
     """One bucket of modes "bucketed" and "flattened"; returns what went wrong on any rank."""
 
+    update = _Update(updater, request)
+
     def load() -> None:
+        update.begin()
         success, message = _worker_for(updater, request).update_weights_from_tensor(request)
         if not success:
             raise RuntimeError(message)
 
-    return _update(updater, request, load)
+    return update.run(load)
 
 
 def _worker_for(updater: Any, request: Any) -> Any:
@@ -254,18 +282,21 @@ def _worker_for(updater: Any, request: Any) -> Any:
 
 def _serve_session(updater: Any, request: Any) -> list[str]:
     """A sync of mode "compiled"; returns what went wrong on any rank."""
+    update = _Update(updater, request)
     served: list[ServedSession] = []
 
-    def flush() -> None:
-        if request.flush_cache and not _flush(updater, request):
-            raise RuntimeError(f"nothing was loaded: {CACHE_IN_USE}")
+    def before_loading() -> None:
+        update.flush()
+        update.begin()
 
     def load() -> None:
         models = models_of(updater, request)
         invitation = base64.b64decode(request.serialized_named_tensors[updater.tp_worker.tp_rank])
-        served.append(serve_session(decode_descriptor(invitation), models, before_loading=flush))
+        served.append(
+            serve_session(decode_descriptor(invitation), models, before_loading=before_loading)
+        )
 
-    failures = _update(updater, request, load, flushes=True)
+    failures = update.run(load)
     for session in served:
         session.conclude(failures)
     return failures

@@ -101,6 +101,14 @@ class RanksInStep:
             self._failure = traceback.format_exc()
             return None
 
+    def take_part(self, step: Callable[[], Result]) -> Result | None:
+        """As `attempt`, but also after a failure: others wait in the step's collectives."""
+        try:
+            return step()
+        except Exception:
+            self._failure = self._failure or traceback.format_exc()
+            return None
+
     def sent(self, bucket: Bucket) -> None:
         """Count a bucket into what the ranks compare."""
         self.num_buckets += 1
@@ -122,7 +130,7 @@ class RanksInStep:
             return False
         if result.failures:
             reasons = "\n".join(result.failures)
-            self.error = f"weight sync failed; the engine's weights are incomplete\n{reasons}"
+            self.error = f"weight sync failed; the engine's weights may be incomplete\n{reasons}"
         elif len(set(result.signatures)) > 1:
             self.error = (
                 "weight sync failed: the ranks exported different tensors; by rank, number: "

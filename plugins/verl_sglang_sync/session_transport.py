@@ -94,11 +94,12 @@ class SessionTransport:
             report.restart()
             await self._sync(weights, version, report, is_unexported=False)
 
-    def settle(self) -> None:
+    def settle(self, report: SyncReport) -> None:
         """See `SyncTransport`."""
         request, self._unanswered = self._unanswered, None
         if request is not None:
-            request.result()
+            with report.stage("reply"):
+                request.result()
 
     async def _sync(
         self,
@@ -114,7 +115,7 @@ class SessionTransport:
         # A stream that is cut as the last one was is compared with that one anyway.
         announced = self._gate.is_confirmed and bool(self._maker.stream.cuts)
         ranks = RanksInStep(self._group)
-        ranks.attempt(self.settle)
+        ranks.attempt(lambda: self.settle(report))
         request = OpeningRequest(self._engine, version)
         with ExitStack() as stack:
             stack.callback(self._rest)
@@ -137,10 +138,8 @@ class SessionTransport:
                     confirming = self._unexported.confirm(weights, self._maker.stream.cuts)
                 else:
                     source, buckets = self._exported(weights, report, turn, announced)
-                ahead = (
-                    ranks.attempt(lambda: self._maker.ahead(buckets, _joined(session).has_arrived))
-                    or ahead
-                )
+                has_arrived = session.has_arrived if session is not None else lambda: False
+                ahead = ranks.take_part(lambda: self._maker.ahead(buckets, has_arrived)) or ahead
                 ranks.attempt(
                     lambda: _confirm(confirming, report, until=_joined(session).has_arrived)
                 )
@@ -177,6 +176,8 @@ class SessionTransport:
             if ranks.error is None:
                 _joined(session).keep_socket()
         if ranks.error is not None:
+            self._unanswered = None
+            request.wait()
             self._gate.forget()
             self._unexported.forget()
             self._arrangements = None  # the next sync is whole

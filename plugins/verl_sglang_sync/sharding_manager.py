@@ -127,7 +127,7 @@ class SGLangShardingManager(BaseShardingManager):  # type: ignore[misc]
         await self._on_leader("release", lambda engine: engine.release_memory(wanted))
 
     async def sync(self, weights: Iterable[NamedTensor], *, version: str | None = None) -> None:
-        """Send all weights; the engine then drops its prefix cache and publishes the version.
+        """Send all weights; the engine drops its prefix cache, and publishes the version.
 
         Args:
             weights: `(name, full tensor)`, collective over the trainer's ranks; drained even if
@@ -156,7 +156,7 @@ class SGLangShardingManager(BaseShardingManager):  # type: ignore[misc]
                 with self._report.stage(stage):
                     costs = await step(self._engine)
                 self._report.add_costs(stage, costs)
-                self._transport.settle()
+                self._transport.settle(self._report)
             except Exception:
                 failure = traceback.format_exc()
         result = self._group.agree(RoundState.FAILED if failure else RoundState.END, failure)

@@ -129,7 +129,7 @@ class TrainerSession:
         hello = self._receive(wire.Hello)
         self._known, self._mapped = set(hello.layouts), set(hello.buffers)
         self.arrangements = hello.arrangements
-        self._channel.send(wire.Welcome)
+        self._send(wire.Welcome)
         return True
 
     def has_arrived(self) -> bool:

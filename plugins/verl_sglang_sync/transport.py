@@ -74,13 +74,16 @@ class SyncTransport(Protocol):
             WeightSyncError: on every rank, if any rank failed.
         """
 
-    def settle(self) -> None:
+    def settle(self, report: SyncReport) -> None:
         """Look at the reply to the last sync's request, where the sync had no need of it.
 
         To be called after the engine's next stage, when it has long come.
 
+        Args:
+            report: gets the seconds, in "reply".
+
         Raises:
-            ServerError: it is bad, or was lost.
+            Exception: the reply is bad, or was lost.
         """
 
 
@@ -170,7 +173,7 @@ class BucketRequests:
             self._gate.accept(Announcement.of(export.specs))
         self._gate.confirm()
 
-    def settle(self) -> None:
+    def settle(self, report: SyncReport) -> None:
         """See `SyncTransport`: every reply was waited for."""
 
     async def _check_bucket(self, parcel: Parcel, export: Export) -> None:

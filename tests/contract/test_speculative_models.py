@@ -93,7 +93,8 @@ def test_every_rank_serves_its_own_invitation(monkeypatch: pytest.MonkeyPatch) -
         return SimpleNamespace(conclude=lambda failures: served.append(failures))
 
     monkeypatch.setattr(weight_updater_hooks, "serve_session", serve)
-    monkeypatch.setattr(weight_updater_hooks, "_update", lambda _, __, load, **___: load() or [])
+    update = SimpleNamespace(run=lambda load: load() or [])
+    monkeypatch.setattr(weight_updater_hooks, "_Update", lambda *_: update)
     descriptors = [
         wire.SessionDescriptor(
             version=wire.SESSION_VERSION,

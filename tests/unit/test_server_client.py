@@ -7,6 +7,7 @@ import pickle
 import re
 import socket
 import threading
+from concurrent.futures import CancelledError
 
 import pytest
 from aiohttp import web
@@ -25,6 +26,7 @@ from verl_sglang_sync.server_client import (
     operations,
 )
 from verl_sglang_sync.server_client.core import ATTEMPTS, CONNECT_ATTEMPTS
+from verl_sglang_sync.server_client.loop_thread import LoopThread
 
 SUCCESS = '{"success": true, "message": "Success"}'
 
@@ -315,6 +317,19 @@ def test_calls_from_several_loops_share_a_connection_and_close_ends_the_thread()
     finally:
         stop.set()
         thread.join()
+
+
+def test_who_waits_for_a_call_learns_that_the_client_was_closed():
+    async def last():
+        pass
+
+    thread = LoopThread("a-client", last)
+    future = thread.submit(asyncio.sleep(60))
+    ended = thread.stop()
+    assert ended is not None
+    ended.join(5)
+    with pytest.raises(CancelledError):
+        future.result(5)
 
 
 def wait_until(condition, limit_s=5.0):

@@ -189,8 +189,8 @@ def test_what_must_be_done_before_ends_the_session_before_the_first_byte(
         raise RuntimeError("requests are running")
 
     model, maker = Model(tuple(WEIGHTS)), BucketMaker(SETTINGS, CPU)
-    engine = joined(trainer, model, before_loading=refuse)
     with pytest.raises(EngineFailed, match="requests are running"):
+        engine = joined(trainer, model, before_loading=refuse)
         send_all(trainer, maker)
         trainer.wait_until_done(1)
     engine.join()

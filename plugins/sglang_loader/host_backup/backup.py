@@ -42,6 +42,7 @@ class WeightsBackup:
         self.policy = policy
         self._allocations = allocations
         self._destinations: Destinations | None = None
+        self._written: Mapping[str, Iterable[Interval]] | None = None
         self._covered: list[Interval] = []
         self._saved: SavedBytes | None = None
         self._released = False
@@ -133,15 +134,21 @@ class WeightsBackup:
                         f"coverage of {name!r}: bytes {start} to {stop} of a storage of {nbytes}"
                     )
                 covered.append((base + start, base + stop))
-        self._destinations, self._covered = destinations, merge(covered)
+        self._destinations, self._written, self._covered = destinations, written, merge(covered)
         self._undefined = subtract(self._undefined, self._covered)
         self._free_if_defined()
+
+    def covers(
+        self, destinations: Destinations | None, written: Mapping[str, Iterable[Interval]]
+    ) -> bool:
+        """True if this very coverage is published."""
+        return self._written is written and self._destinations is destinations
 
     def withdraw(self, reason: str) -> None:
         """From now on everything is saved again; what is undefined stays so."""
         if self._destinations is not None:
             logger.warning("weights backup: all weights are saved again: %s", reason)
-        self._destinations, self._covered = None, []
+        self._destinations, self._written, self._covered = None, None, []
 
     def sync_started(self) -> None:
         """The weights are about to be overwritten."""
@@ -224,8 +231,9 @@ def publish_coverage(
 ) -> None:
     """From the next release on, save only what `written` leaves out.
 
-    To be called on every TP rank when a sync has written all of `written` and has proven that each
-    later one will, for as long as the plan's guard holds.
+    To be called on every TP rank when a sync has written all of `written` and it is proven that
+    each later one will, for as long as the plan's guard holds. Where it is published already, and
+    not withdrawn since, that does nothing.
 
     Args:
         model: the SGLang model.
@@ -236,7 +244,8 @@ def publish_coverage(
     Raises:
         ValueError: a key or a range that the model does not have.
     """
-    if (backup := _backups.get(model)) is not None:
+    backup = _backups.get(model)
+    if backup is not None and not backup.covers(destinations, written):
         backup.publish(destinations or collect_destinations(model), written)
 
 

@@ -12,6 +12,8 @@ from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+CANCEL_TIMEOUT_S = 1.0
+
 Result = TypeVar("Result")
 
 
@@ -42,7 +44,11 @@ class LoopThread:
             return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def stop(self) -> threading.Thread | None:
-        """Have the loop run `last` and end, without waiting; returns the thread if there is one."""
+        """Have the loop cancel what it runs, run `last` and end, without waiting.
+
+        Returns:
+            The thread, if there is one.
+        """
         with self._lock:
             loop, self._loop = self._loop, None
             thread, self._thread = self._thread, None
@@ -53,6 +59,11 @@ class LoopThread:
 
 async def _finish(loop: asyncio.AbstractEventLoop, last: Callable[[], Awaitable[None]]) -> None:
     try:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        if others:  # so that whoever waits for them learns of it
+            await asyncio.wait(others, timeout=CANCEL_TIMEOUT_S)
         await last()
     finally:
         loop.stop()

@@ -98,13 +98,13 @@ def update_weights(
     weight_version: str | None = None,
     key: UpdateKey | None = None,
 ) -> Call:
-    """Load one bucket; with the last one, drop the prefix cache and publish the version.
+    """Load one bucket, or a session's; with the last, drop the prefix cache, publish the version.
 
     Args:
         handles: one entry per TP rank, made by `sglang_loader.ipc.serialize_handles`, or
             a session's descriptors.
         load_format: names the loader in the engine.
-        flush_cache: drop the prefix cache once the bucket is loaded; fails where requests run.
+        flush_cache: drop the prefix cache; fails where requests run.
         weight_version: what `/model_info` reports from then on; None leaves it as it is.
         key: makes a repetition harmless; without one the request is never repeated.
     """
