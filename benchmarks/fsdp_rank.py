@@ -40,6 +40,7 @@ def measure_rank(
     sharded = ShardedModel(model, rank.device)
     for arm in arms:
         warm_ups = NUM_WARM_UPS if arm in (*PRESETS, GATHERED) else 1
+        print(arm, flush=True)
         seen = _measure(_step(arm, rank, sharded, config), rank, warm_ups, runs)
         if rank.rank == 0:
             with Path(lines).open("a") as file:
@@ -60,6 +61,7 @@ def _measure(
         notes = step()
         synchronize(rank.device)
         seconds = {"sync": time.perf_counter() - started}
+        print(f"step {i}: {seconds['sync']:.4f} s", flush=True)
         measured.append(seconds | {f"sync_{k}": v for k, v in notes.pop("seconds", {}).items()})
     if rank.device.type == "cuda":
         notes["peak_gpu_bytes"] = torch.cuda.max_memory_allocated()

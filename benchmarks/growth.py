@@ -44,6 +44,7 @@ def held(device: torch.device) -> dict[str, int]:
         "gpu_bytes": gpu,
         "num_fds": sum(process.num_fds() for process in family),
         "rss_bytes": sum(process.memory_info().rss for process in family),
+        "rss_trainer_bytes": family[0].memory_info().rss,
         "num_shared_files": sum(1 for _ in SHARED_MEMORY.iterdir()),
         "num_threads": sum(process.num_threads() for process in family),
         "num_mappings": sum(len(process.memory_maps(grouped=False)) for process in family),
