@@ -37,7 +37,11 @@ NUM_TRAINERS = 4  # whose sockets are kept
 
 
 def serve_session(
-    descriptor: SessionDescriptor, models: Sequence[Any], *, before_loading: Callable[[], None]
+    descriptor: SessionDescriptor,
+    models: Sequence[Any],
+    *,
+    once_joined: Callable[[], None],
+    before_loading: Callable[[], None],
 ) -> ServedSession:
     """Serve the session that the request invites to.
 
@@ -45,15 +49,16 @@ def serve_session(
         descriptor: the trainer's.
         models: SGLang's models that are to be loaded; with speculative decoding two, the target
             last.
-        before_loading: what else must be done before the first byte is overwritten; called while
-            the trainer is waited for. Ends the session by raising.
+        once_joined: what must be done before any byte is overwritten; called while the trainer is
+            waited for, whether it will send anything or not. Ends the session by raising.
+        before_loading: called once, when the first bucket has come.
 
     Raises:
         SessionError: the trainer is gone, silent, aborted, or broke the protocol.
-        Exception: what `before_loading` or a model's `load_weights` raised; the trainer gets the
+        Exception: what `once_joined` or a model's `load_weights` raised; the trainer gets the
             traceback too.
     """
-    return ServedSession(_Session(descriptor, models, before_loading).run())
+    return ServedSession(_Session(descriptor, models, once_joined, before_loading).run())
 
 
 class ServedSession:
@@ -90,9 +95,11 @@ class _Session:
         self,
         descriptor: SessionDescriptor,
         models: Sequence[Any],
+        once_joined: Callable[[], None],
         before_loading: Callable[[], None],
     ) -> None:
         self._descriptor = descriptor
+        self._once_joined = once_joined
         self._before_loading = before_loading
         self._loaders: list[ModelLoader] = [loader_of(model) for model in models]
         self._models = models
@@ -137,7 +144,7 @@ class _Session:
             buffers=_mappings.names,
             arrangements=_digest(self._arranged),
         )
-        self._before_loading()
+        self._once_joined()
         for loader in self._loaders:
             loader.look()
         welcome = channel.receive(timeout_s=HANDSHAKE_TIMEOUT_S)
@@ -204,6 +211,8 @@ class _Session:
         layout = _layouts.get(message.digest, message.layout)
         for buffer in message.buffers:
             self._slots[buffer.slot] = _mappings.get(buffer, self._device)
+        if not self._digests:
+            self._before_loading()
         replayed = [True]
         if message.arranged:
             self._load_arranged(message, layout)

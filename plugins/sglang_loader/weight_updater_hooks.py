@@ -285,15 +285,16 @@ def _serve_session(updater: Any, request: Any) -> list[str]:
     update = _Update(updater, request)
     served: list[ServedSession] = []
 
-    def before_loading() -> None:
-        update.flush()
-        update.begin()
-
     def load() -> None:
         models = models_of(updater, request)
         invitation = base64.b64decode(request.serialized_named_tensors[updater.tp_worker.tp_rank])
         served.append(
-            serve_session(decode_descriptor(invitation), models, before_loading=before_loading)
+            serve_session(
+                decode_descriptor(invitation),
+                models,
+                once_joined=update.flush,
+                before_loading=update.begin,
+            )
         )
 
     failures = update.run(load)

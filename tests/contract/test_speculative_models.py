@@ -88,12 +88,12 @@ def test_a_worker_whose_models_are_not_known_is_refused() -> None:
 def test_every_rank_serves_its_own_invitation(monkeypatch: pytest.MonkeyPatch) -> None:
     served: list[Any] = []
 
-    def serve(*arguments: Any, before_loading: Any) -> Any:
+    def serve(*arguments: Any, **_: Any) -> Any:
         served.append(arguments)
         return SimpleNamespace(conclude=lambda failures: served.append(failures))
 
     monkeypatch.setattr(weight_updater_hooks, "serve_session", serve)
-    update = SimpleNamespace(run=lambda load: load() or [])
+    update = SimpleNamespace(run=lambda load: load() or [], flush=None, begin=None)
     monkeypatch.setattr(weight_updater_hooks, "_Update", lambda *_: update)
     descriptors = [
         wire.SessionDescriptor(

@@ -80,7 +80,11 @@ class Engine(threading.Thread):
         invitation: the trainer's.
         model: to be loaded.
         others: what went wrong on other TP ranks.
-        before_loading: as for `serve_session`.
+        once_joined: as for `serve_session`.
+
+    Attributes:
+        error: what it raised.
+        has_begun: the first bucket has come.
     """
 
     def __init__(
@@ -88,17 +92,25 @@ class Engine(threading.Thread):
         invitation: bytes,
         model: Model,
         others: Sequence[str] = (),
-        before_loading: Callable[[], None] = lambda: None,
+        once_joined: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__()
         self._descriptor, self._model = decode_descriptor(invitation), model
-        self._others, self._before_loading = others, before_loading
+        self._others, self._once_joined = others, once_joined
         self.error: Exception | None = None
+        self.has_begun = False
+
+    def begin(self) -> None:
+        assert not self.has_begun
+        self.has_begun = True
 
     def run(self) -> None:
         try:
             served = session.serve_session(
-                self._descriptor, [self._model], before_loading=self._before_loading
+                self._descriptor,
+                [self._model],
+                once_joined=self._once_joined,
+                before_loading=self.begin,
             )
         except Exception as error:
             self.error = error
@@ -155,6 +167,7 @@ def test_buckets_in_flight_are_done_before_the_commit(
     trainer.wait_until_published()
     engine.join()
     assert engine.error is None
+    assert engine.has_begun
     assert outcome.num_replayed + outcome.num_eager == 2
     assert not trainer.has_arrived(), "the next session would read it"
     for name, tensor in WEIGHTS.items():
@@ -193,7 +206,7 @@ def test_what_must_be_done_before_ends_the_session_before_the_first_byte(
         raise RuntimeError("requests are running")
 
     model, maker = Model(tuple(WEIGHTS)), BucketMaker(SETTINGS, CPU)
-    engine = Engine(trainer.invitation, model, before_loading=refuse)
+    engine = Engine(trainer.invitation, model, once_joined=refuse)
     engine.start()
     engine.join()  # the trainer greets too late: what was said is heard all the same
     with pytest.raises(EngineFailed, match="requests are running"):
@@ -201,4 +214,15 @@ def test_what_must_be_done_before_ends_the_session_before_the_first_byte(
         send_all(trainer, maker)
         trainer.wait_until_done(1)
     assert str(engine.error) == "requests are running"
+    assert not engine.has_begun
     assert not any(parameter.any() for parameter in model.parameters())
+
+
+def test_a_session_that_is_aborted_before_its_first_bucket_has_not_begun(
+    event: Event, trainer: TrainerSession
+) -> None:
+    engine = joined(trainer, Model(tuple(WEIGHTS)))
+    trainer.abort("another replica failed", None)
+    engine.join()
+    assert "another replica failed" in str(engine.error)
+    assert not engine.has_begun
