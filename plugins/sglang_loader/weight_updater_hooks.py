@@ -261,7 +261,6 @@ class _Update:
 
 def _load_bucket(updater: Any, request: Any) -> list[str]:
     """One bucket of modes "bucketed" and "flattened"; returns what went wrong on any rank."""
-
     update = _Update(updater, request)
 
     def load() -> None:

@@ -93,13 +93,7 @@ class RanksInStep:
 
     def attempt(self, step: Callable[[], Result]) -> Result | None:
         """Run a step unless this rank has failed; keep the traceback if it fails now."""
-        if self._failure is not None:
-            return None
-        try:
-            return step()
-        except Exception:
-            self._failure = traceback.format_exc()
-            return None
+        return None if self._failure is not None else self.take_part(step)
 
     def take_part(self, step: Callable[[], Result]) -> Result | None:
         """As `attempt`, but also after a failure: others wait in the step's collectives."""

@@ -140,9 +140,7 @@ class SessionTransport:
                     source, buckets = self._exported(weights, report, turn, announced)
                 has_arrived = session.has_arrived if session is not None else lambda: False
                 ahead = ranks.take_part(lambda: self._maker.ahead(buckets, has_arrived)) or ahead
-                ranks.attempt(
-                    lambda: _confirm(confirming, report, until=_joined(session).has_arrived)
-                )
+                ranks.attempt(lambda: _confirm(confirming, report, until=has_arrived))
             with report.stage("open"):
                 met = self._meet(session, request, ranks)
             if met:
@@ -165,9 +163,9 @@ class SessionTransport:
                 source.drain()
             if ranks.error is not None and session is not None:
                 session.abort(ranks.error, request.check if request.may_have_left else None)
-            if ranks.is_well and self._settings.free_cache_engine:
-                self._unanswered = request  # a stage follows: see `settle`
-            else:
+            # Where a stage follows, that looks at the reply: see `settle`.
+            is_for_later = ranks.is_well and self._settings.free_cache_engine
+            if not is_for_later:
                 with report.stage("reply"):
                     request.wait()
                 ranks.attempt(request.result)
@@ -175,8 +173,8 @@ class SessionTransport:
             in_flight.clear()
             if ranks.error is None:
                 _joined(session).keep_socket()
+                self._unanswered = request if is_for_later else None
         if ranks.error is not None:
-            self._unanswered = None
             request.wait()
             self._gate.forget()
             self._unexported.forget()

@@ -4,36 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from concurrent.futures import Future
-from typing import Any
+from dataclasses import replace
 
 import pytest
 import torch
 
+from unit.lost_replies import LosesReplies, lost_reply
+from unit.test_session_commit import SETTINGS
 from verl_sglang_sync.collective import RoundResult, RoundState, SingleProcess
-from verl_sglang_sync.config import WeightSyncConfig
 from verl_sglang_sync.report import SyncReport
-from verl_sglang_sync.session_ranks import OpeningRequest, RanksInStep
+from verl_sglang_sync.session_ranks import RanksInStep
 from verl_sglang_sync.session_transport import SessionTransport
 from verl_sglang_sync.weight_sync import WeightSyncError
-
-SETTINGS = WeightSyncConfig(
-    mode="compiled",
-    bucket_bytes=256,
-    request_timeout_s=5,
-    multi_stage_wake_up=True,
-    free_cache_engine=True,
-    manifest_check="off",
-)
-
-
-class Engine:
-    """Every reply of it is lost."""
-
-    def start_update(self, *_: Any, **__: Any) -> Future[None]:
-        reply: Future[None] = Future()
-        reply.set_exception(ConnectionError("the reply was lost"))
-        return reply
 
 
 class Group(SingleProcess):
@@ -47,15 +29,7 @@ class Group(SingleProcess):
         return super().agree(state, failure, signature)
 
 
-@pytest.fixture
-def lost() -> OpeningRequest:
-    """A request whose reply nobody has looked at."""
-    request = OpeningRequest(Engine(), "1")  # type: ignore[arg-type]
-    request.post([b"an invitation"])
-    return request
-
-
-def test_a_rank_whose_last_reply_was_lost_exports_before_it_agrees(lost: OpeningRequest) -> None:
+def test_a_rank_whose_last_reply_was_lost_exports_before_it_agrees() -> None:
     events: list[str] = []
 
     def export() -> Iterator[tuple[str, torch.Tensor]]:
@@ -64,12 +38,12 @@ def test_a_rank_whose_last_reply_was_lost_exports_before_it_agrees(lost: Opening
             yield name, torch.ones(60)
 
     transport = SessionTransport(
-        engine=Engine(),  # type: ignore[arg-type]
-        settings=SETTINGS,
+        engine=LosesReplies(),  # type: ignore[arg-type]
+        settings=replace(SETTINGS, manifest_check="off"),
         group=Group(events),
         device=torch.device("cpu"),
     )
-    transport._unanswered = lost
+    transport._unanswered = lost_reply()
     with pytest.raises(WeightSyncError, match="the reply was lost"):
         asyncio.run(
             transport.sync(export(), version="2", report=SyncReport(mode="compiled", replica=0))

@@ -2,16 +2,15 @@
 
 import asyncio
 import json
-from concurrent.futures import Future
 
 import pytest
 import torch
 
+from unit.lost_replies import lost_reply
 from unit.trainer_ranks import WORLD_SIZE, RecordingEngine, StageCase, costs_of, stages
 from verl_sglang_sync.collective import SingleProcess
 from verl_sglang_sync.config import WeightSyncConfig
 from verl_sglang_sync.report import SyncReport
-from verl_sglang_sync.session_ranks import OpeningRequest
 from verl_sglang_sync.weight_sync import WeightSyncError
 
 CHECK = ("check",)
@@ -181,16 +180,8 @@ def test_a_wake_up_that_fails_never_reaches_the_body(operation):
 
 
 def test_a_bad_reply_to_a_sync_that_did_not_wait_for_it_fails_the_next_stage():
-    class Engine(RecordingEngine):
-        def start_update(self, *_, **__):
-            reply = Future()
-            reply.set_exception(ConnectionError("the reply was lost"))
-            return reply
-
     manager, _ = make_manager([], mode="compiled")
-    request = OpeningRequest(Engine([]), "1")
-    request.post([b"invitation"])
-    manager._transport._unanswered = request
+    manager._transport._unanswered = lost_reply()
     with pytest.raises(WeightSyncError, match="resume_kv_cache") as raised:
         asyncio.run(manager.resume(("kv_cache",)))
     assert "the reply was lost" in str(raised.value)
