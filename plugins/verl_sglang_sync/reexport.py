@@ -60,11 +60,20 @@ def is_repeatable(weights: Iterable[NamedTensor]) -> bool:
 def transformed(
     weights: Iterable[NamedTensor],
     step: Callable[[Iterable[NamedTensor]], Iterable[NamedTensor]],
+    *,
+    computes: bool = False,
 ) -> Iterable[NamedTensor]:
-    """`step(weights)`, repeatable if `weights` is; `step` takes an iterable to a generator."""
+    """`step(weights)`, repeatable if `weights` is.
+
+    Args:
+        weights: the export.
+        step: takes an iterable to a generator.
+        computes: `step` makes other values; the sources do not hold what is exported then.
+    """
     if not is_repeatable(weights):
         return step(weights)
-    return Reexport(lambda: step(weights), sources=getattr(weights, "sources", None))
+    sources = None if computes else getattr(weights, "sources", None)
+    return Reexport(lambda: step(weights), sources=sources)
 
 
 def make_exports_repeatable() -> None:

@@ -6,8 +6,10 @@ method for method.
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +22,7 @@ from verl.workers.rollout.sglang_rollout.sglang_rollout import (
 from verl_sglang_sync.collective import TorchTrainerGroup
 from verl_sglang_sync.config import BROADCAST_BACKEND, WeightSyncConfig
 from verl_sglang_sync.packing import NamedTensor
+from verl_sglang_sync.quantized_export import quantized
 from verl_sglang_sync.reexport import make_exports_repeatable, transformed
 from verl_sglang_sync.server_client import SGLangServerClient
 from verl_sglang_sync.server_client.urls import server_url
@@ -28,6 +31,8 @@ from verl_sglang_sync.stages import KV_CACHE
 
 if TYPE_CHECKING:
     from verl_sglang_sync.checkpoint_engine import RolloutServer
+
+logger = logging.getLogger(__name__)
 
 LORA_SLEEP_LEVEL = 1  # verl: only the KV cache sleeps where a LoRA adapter is served
 
@@ -39,6 +44,7 @@ class WeightSyncServerAdapter(ServerAdapter):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         self._settings = WeightSyncConfig.from_rollout(self.config)
         self._manager: SGLangShardingManager | None = None
+        self._has_said_received = False
         if self._settings is not None and self._settings.manifest_check != "off":
             make_exports_repeatable()
         global _adapter
@@ -97,25 +103,46 @@ class WeightSyncServerAdapter(ServerAdapter):  # type: ignore[misc]
                 raise AssertionError("a broadcast sync yields no tensors")
             return
         is_adapter = bool(kwargs.get("peft_config")) and kwargs.get("base_sync_done", False)
-        if self._settings is None or is_adapter or wire_format != "named_tensors":
+        if (
+            self._settings is None
+            or is_adapter
+            or wire_format != "named_tensors"
+            or self._is_received(weights)
+        ):
             await super().update_weights(weights, global_steps, wire_format, **kwargs)
             return
         manager = await self._sharding_manager()
         version = None if global_steps is None else str(global_steps)
-        await manager.sync(transformed(weights, self._for_engine), version=version)
+        await manager.sync(self._for_engine(weights), version=version)
         if self._engine is not None and global_steps is not None:
             # The V1 trainer reads it back with every sample.
             await self.server_actor.set_global_steps.remote(global_steps)
 
-    def _for_engine(self, weights: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
+    def _is_received(self, weights: Any) -> bool:
+        """True if another checkpoint engine brings the weights as they arrive; said once."""
+        if not hasattr(weights, "__aiter__"):
+            return False
+        if not self._has_said_received:
+            self._has_said_received = True
+            logger.warning(
+                "checkpoint_engine.backend=%r hands the weights over as they arrive: verl's own "
+                "update is used; backend=%r with +weight_sync=disaggregated broadcasts them "
+                "straight to the engine",
+                self.config.checkpoint_engine.backend,
+                BROADCAST_BACKEND,
+            )
+        return True
+
+    def _for_engine(self, weights: Iterable[NamedTensor]) -> Iterable[NamedTensor]:
         """Names and dtypes as SGLang expects them."""
         if self.config.get("quantization", None) == "fp8":
             from verl.utils.sglang.sglang_fp8_utils import SGLangFP8QuantizerHelper
 
             hf_config = self.model_config.hf_config
             quantizer = SGLangFP8QuantizerHelper(hf_config.quantization_config)
-            weights = quantizer.quant_weights_by_name(weights, dtype=hf_config.dtype)
-        return ((_strip_lora_base_layer(name), tensor) for name, tensor in weights)
+            quantize = partial(quantized, quantizer=quantizer, dtype=hf_config.dtype)
+            weights = transformed(weights, quantize, computes=True)
+        return transformed(weights, _without_base_layer)
 
     async def _account_for_sleep(self, manager: SGLangShardingManager) -> None:
         """Add what the sleep cost that the server actor went through on its own."""
@@ -152,6 +179,11 @@ class WeightSyncServerAdapter(ServerAdapter):  # type: ignore[misc]
             rank=torch.distributed.get_rank(),
             replica=self.replica_rank,
         )
+
+
+def _without_base_layer(weights: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
+    """The names of merged LoRA modules as SGLang knows them."""
+    return ((_strip_lora_base_layer(name), tensor) for name, tensor in weights)
 
 
 def _sglang_kwargs(config: Any) -> dict[str, Any]:

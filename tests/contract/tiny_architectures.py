@@ -120,7 +120,7 @@ def build_model(case: Case, folder: Path, ranks: Ranks, **arguments: Any) -> nn.
     """
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.configs.model_config import ModelConfig
-    from sglang.srt.model_loader.loader import _initialize_model
+    from sglang.srt.model_loader.loader import _get_quantization_config, _initialize_model
     from sglang.srt.model_loader.utils import set_default_torch_dtype
     from sglang.srt.server_args import ServerArgs
 
@@ -138,8 +138,9 @@ def build_model(case: Case, folder: Path, ranks: Ranks, **arguments: Any) -> nn.
         )
         config = ModelConfig.from_server_args(args)
         _start_process_groups(args, config, ranks)
+        load = LoadConfig()
         with set_default_torch_dtype(torch.bfloat16):
-            model = _initialize_model(config, LoadConfig())
+            model = _initialize_model(config, load, _get_quantization_config(config, load))
     except Exception as error:
         raise CannotBuild(f"sglang: {_short(error)}") from error
     finally:

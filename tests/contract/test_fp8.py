@@ -1,0 +1,217 @@
+"""Rollouts in fp8: what verl quantises arrives in SGLang's fp8 model, replayed as loaded.
+
+verl's own quantiser and SGLang's own model, which a CPU can build and load; its kernels need a GPU.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from contract.load_plan_proof import LAYOUTS, load_eagerly, pack, prove, split
+from contract.tiny_architecture_cases import case_named
+from contract.tiny_architectures import (
+    Case,
+    NamedWeights,
+    Ranks,
+    build_model,
+    prepare_process,
+    random_weights,
+    save_checkpoint,
+    stop_process_groups,
+)
+from sglang_loader.engine_context import engine_context
+from sglang_loader.load_plan import BucketSource
+from sglang_loader.load_plan.destinations import collect_destinations
+from sglang_loader.load_plan.verify import differing, snapshot
+from sglang_loader.plan_store import ModelLoader, SyncOutcome
+
+prepare_process()
+pytest.importorskip("sglang", reason="needs the SGLang that the plugin supports")
+
+WIDTHS = {"hidden_size": 256, "intermediate_size": 256}  # whole blocks of 128
+ATTENTION = {"head_dim": 128}
+EXPERTS = {"moe_intermediate_size": 128}
+MLA = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+CASES = {"qwen3": ATTENTION, "qwen3-moe": ATTENTION | EXPERTS, "deepseek-v2-lite": MLA | EXPERTS}
+FP8 = torch.float8_e4m3fn
+
+
+def case_of(name: str) -> Case:
+    case = case_named(name)
+    return dataclasses.replace(case, options={**case.options, **WIDTHS, **CASES[name]})
+
+
+def quantizer() -> Any:
+    from verl.utils.sglang import sglang_fp8_utils as verls
+
+    return verls.SGLangFP8QuantizerHelper(verls.build_sglang_fp8_quant_config())
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Iterator[Ranks]:
+    """verl's quantiser asks for its rank, in the group that SGLang's model has."""
+    from sglang.srt.distributed import parallel_state
+
+    rendezvous = tmp_path / "rendezvous"
+    parallel_state.init_distributed_environment(
+        world_size=1,
+        rank=0,
+        local_rank=0,
+        distributed_init_method=f"file://{rendezvous}",
+        backend="gloo",
+    )
+    yield Ranks(rendezvous)
+    stop_process_groups()
+
+
+@pytest.fixture
+def quantize(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], Any]:
+    """The export in fp8; verl's Triton kernel needs a GPU, its other way does not."""
+    from verl.utils.kernel import fp8_kernel
+
+    from verl_sglang_sync.quantized_export import quantized
+
+    monkeypatch.setattr(fp8_kernel, "_DISABLE_TRITON_FP8", True)
+    return lambda weights: quantized(weights, quantizer(), torch.bfloat16)
+
+
+def weights(scale: float = 1.0) -> NamedWeights:
+    generator = torch.Generator().manual_seed(0)
+    shapes = {
+        "model.embed_tokens.weight": (64, 256),
+        "model.layers.0.self_attn.q_proj.weight": (256, 256),
+        "model.layers.0.mlp.gate.weight": (4, 256),
+        "model.layers.0.mlp.experts.0.down_proj.weight": (256, 384),
+        "model.norm.weight": (256,),
+    }
+    return [
+        (name, (torch.randn(shape, generator=generator) * scale).bfloat16())
+        for name, shape in shapes.items()
+    ]
+
+
+def test_what_is_sent_is_what_verl_makes(quantize: Callable[[Any], Any]) -> None:
+    async def verls() -> NamedWeights:
+        stream = quantizer().quant_weights_by_name(weights(), dtype=torch.bfloat16)
+        return [item async for item in stream]
+
+    async def ours_within_a_loop() -> NamedWeights:
+        return list(quantize(weights()))
+
+    expected = asyncio.run(verls())
+    for ours in (list(quantize(iter(weights()))), asyncio.run(ours_within_a_loop())):
+        assert [name for name, _ in ours] == [name for name, _ in expected]
+        for (_, one), (_, other) in zip(ours, expected, strict=True):
+            assert one.dtype == other.dtype
+            assert torch.equal(one.float(), other.float())
+    sent = dict(expected)
+    name = "model.layers.0.mlp.experts.0.down_proj.weight"
+    scales = sent[f"{name}_scale_inv"]
+    assert (sent[name].dtype, scales.shape) == (FP8, (2, 3))
+    spread = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
+    torch.testing.assert_close(
+        sent[name].float() * spread, dict(weights())[name].float(), rtol=0.07, atol=0.01
+    )
+    assert len(sent) == len(weights()) + 2
+    assert {sent[name].dtype for name, _ in weights()} == {FP8, torch.bfloat16}
+
+
+def test_a_weight_that_verl_fails_to_quantise_is_not_sent(ranks: Ranks) -> None:
+    """verl's kernel fails without a GPU; it logs that, and goes on with the weight as it is."""
+    from verl_sglang_sync.quantized_export import NotQuantized, quantized
+
+    sent = quantized(weights(), quantizer(), torch.bfloat16)
+    assert next(sent)[0] == "model.embed_tokens.weight"
+    with pytest.raises(NotQuantized, match=r"q_proj\.weight is still torch\.bfloat16"):
+        next(sent)
+
+
+def test_an_export_that_fails_fails_as_it_did(quantize: Callable[[Any], Any]) -> None:
+    def export() -> Iterator[tuple[str, torch.Tensor]]:
+        yield weights()[0]
+        raise OSError("the trainer's own")
+
+    sent = quantize(export())
+    next(sent)
+    with pytest.raises(OSError, match="the trainer's own"):
+        next(sent)
+
+
+def test_the_rollout_sends_fp8_and_names_no_source(quantize: Callable[[Any], Any]) -> None:
+    """What the engine gets is not in the trainer's memory: it is exported at every sync."""
+    from verl.utils.sglang.sglang_fp8_utils import build_sglang_fp8_quant_config
+
+    from verl_sglang_sync.reexport import Reexport
+    from verl_sglang_sync.rollout_adapter import WeightSyncServerAdapter
+
+    state = dict(weights())
+    adapter = WeightSyncServerAdapter.__new__(WeightSyncServerAdapter)
+    hf_config = SimpleNamespace(
+        dtype=torch.bfloat16, quantization_config=build_sglang_fp8_quant_config()
+    )
+    adapter.model_config = SimpleNamespace(hf_config=hf_config)
+    export = Reexport(lambda: iter(state.items()), sources=lambda: state)
+    adapter.config = {"quantization": None}
+    assert adapter._for_engine(export).sources is not None
+    adapter.config = {"quantization": "fp8"}
+    sent = adapter._for_engine(export)
+    assert sent.sources is None
+    names = [name for name, tensor in sent if tensor.dtype == FP8]
+    assert names == [name for name in state if "_proj" in name]
+    assert [name for name, tensor in sent if tensor.dtype == FP8] == names, "made anew"
+
+
+class Engine:
+    """A model in fp8 that was loaded once, and two sets of quantised weights."""
+
+    def __init__(self, name: str, folder: Path, ranks: Ranks, quantize: Any) -> None:
+        case = case_of(name)
+        like = save_checkpoint(case, folder)
+        self.first, self.second = (list(quantize(random_weights(like, i))) for i in (1, 2))
+        override = json.dumps({"quantization_config": quantizer().quant_config})
+        self.model = build_model(
+            case, folder, ranks, quantization="fp8", json_model_override_args=override
+        )
+        self.model.load_weights(iter(self.first))
+        self.loader = ModelLoader(self.model)
+
+    def sync(self, named: NamedWeights) -> SyncOutcome:
+        self.loader.start(engine_context(self.model), recheck_every_n_syncs=0)
+        for i, bucket in enumerate(split(named, "cut")):
+            layout, buffer = pack(bucket)
+            self.loader.load(i, layout, BucketSource.flat(buffer), read_only=False)
+        return self.loader.finish()
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-moe"])
+def test_replay_is_byte_identical(
+    name: str, tmp_path: Path, ranks: Ranks, quantize: Callable[[Any], Any]
+) -> None:
+    engine = Engine(name, tmp_path / "model", ranks, quantize)
+    assert FP8 in {parameter.dtype for parameter in engine.model.parameters()}
+    for how in LAYOUTS:
+        plan = prove(engine.model, engine.first, engine.second, how)
+        assert plan.uncovered_parameters == ()
+
+
+def test_a_loader_that_binds_its_scales_anew_stays_eager(
+    tmp_path: Path, ranks: Ranks, quantize: Callable[[Any], Any]
+) -> None:
+    """DeepSeek takes w_kc and w_vc apart with a scale that is another tensor after every load."""
+    engine = Engine("deepseek-v2-lite", tmp_path / "model", ranks, quantize)
+    load_eagerly(engine.model, split(engine.second, "cut"))
+    expected = snapshot(collect_destinations(engine.model))
+    engine.sync(engine.first)
+    outcome = engine.sync(engine.second)
+    assert outcome.num_replayed == 0
+    assert "w_scale was rebound" in (outcome.reason or "")
+    assert differing(collect_destinations(engine.model), expected) == ()
