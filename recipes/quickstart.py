@@ -89,8 +89,12 @@ def read_steps(folder: Path) -> list[Step]:
     for line in (folder / "syncs.jsonl").read_text().splitlines():
         sync = json.loads(line)
         syncs[sync["weight_version"]] = sync
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [Step(row["data"], syncs[str(row["step"] - 1)]) for row in rows]
+    return [Step(row["data"], syncs[str(row["step"] - 1)]) for row in read_metrics(folder)]
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """What verl logged of each training step: its number as "step", its metrics as "data"."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def table_of(steps: list[Step]) -> Table:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from quickstart import Step, read_steps, run_recipe
+from quickstart import Step, read_metrics, read_steps, run_recipe
 from rich.console import Console
 from tiny_assets import make_assets
 
@@ -59,6 +59,12 @@ class Run:
 
 def train(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Step]:
     """Train two steps; return them with their syncs."""
+    run_training(run, folder, monkeypatch)
+    return read_steps(folder)
+
+
+def run_training(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Train two steps."""
     make_assets(folder, architecture=run.architecture, tied=run.tied)
     monkeypatch.setenv("WORKERS", str(run.workers))
     monkeypatch.setenv("ROLLOUT_TP", str(run.tp))
@@ -66,7 +72,6 @@ def train(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Step]
     overrides = (override.format(folder=folder) for override in run.overrides)
     status = run_recipe(folder, run.preset, *overrides, console=Console(quiet=True))
     assert status == 0, (folder / "run.log").read_text()[-6000:]
-    return read_steps(folder)
 
 
 @pytest.mark.parametrize(
@@ -109,6 +114,27 @@ def test_the_weights_arrive_at_every_step(
     checked = ["manifest" in report["seconds"] for report in reports]
     assert checked == [True] * replicas + [False] * len(steps) * replicas
     assert "manifest check:" not in (tmp_path / "run.log").read_text()
+
+
+@pytest.mark.slow
+def test_weights_of_another_checkpoint_engine_arrive_verls_own_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A backend that hands the weights over as they come in, such as `nccl`; and the log says so."""
+    monkeypatch.setenv("PYTHONPATH", str(TESTS))
+    backend = "actor_rollout_ref.rollout.checkpoint_engine"
+    overrides = (
+        *SEPARATE,
+        f"{backend}.backend=file",
+        f"+{backend}.engine_kwargs.file.folder={tmp_path}",
+        f"{backend}.custom_backend_module=support.file_backend",
+    )
+    run_training(Run("compiled", overrides=overrides), tmp_path, monkeypatch)
+    log = (tmp_path / "run.log").read_text()
+    steps = [Step(row["data"], {}) for row in read_metrics(tmp_path)]
+    assert [step.arrived for step in steps] == [True, True], [step.metrics for step in steps]
+    assert "checkpoint_engine.backend='file' hands the weights over as they arrive" in log
+    assert not (tmp_path / "syncs.jsonl").exists(), "no sync was ours"
 
 
 @pytest.mark.slow
