@@ -6,8 +6,6 @@ verl's own quantiser and SGLang's own model, which a CPU can build and load; its
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,9 +15,7 @@ import pytest
 import torch
 
 from contract.load_plan_proof import LAYOUTS, load_eagerly, pack, prove, split
-from contract.tiny_architecture_cases import case_named
 from contract.tiny_architectures import (
-    Case,
     NamedWeights,
     Ranks,
     build_model,
@@ -33,27 +29,12 @@ from sglang_loader.load_plan import BucketSource
 from sglang_loader.load_plan.destinations import collect_destinations
 from sglang_loader.load_plan.verify import differing, snapshot
 from sglang_loader.plan_store import ModelLoader, SyncOutcome
+from support.fp8_models import case_of, model_override, quantizer
 
 prepare_process()
 pytest.importorskip("sglang", reason="needs the SGLang that the plugin supports")
 
-WIDTHS = {"hidden_size": 256, "intermediate_size": 256}  # whole blocks of 128
-ATTENTION = {"head_dim": 128}
-EXPERTS = {"moe_intermediate_size": 128}
-MLA = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
-CASES = {"qwen3": ATTENTION, "qwen3-moe": ATTENTION | EXPERTS, "deepseek-v2-lite": MLA | EXPERTS}
 FP8 = torch.float8_e4m3fn
-
-
-def case_of(name: str) -> Case:
-    case = case_named(name)
-    return dataclasses.replace(case, options={**case.options, **WIDTHS, **CASES[name]})
-
-
-def quantizer() -> Any:
-    from verl.utils.sglang import sglang_fp8_utils as verls
-
-    return verls.SGLangFP8QuantizerHelper(verls.build_sglang_fp8_quant_config())
 
 
 @pytest.fixture
@@ -177,9 +158,8 @@ class Engine:
         case = case_of(name)
         like = save_checkpoint(case, folder)
         self.first, self.second = (list(quantize(random_weights(like, i))) for i in (1, 2))
-        override = json.dumps({"quantization_config": quantizer().quant_config})
         self.model = build_model(
-            case, folder, ranks, quantization="fp8", json_model_override_args=override
+            case, folder, ranks, quantization="fp8", json_model_override_args=model_override()
         )
         self.model.load_weights(iter(self.first))
         self.loader = ModelLoader(self.model)

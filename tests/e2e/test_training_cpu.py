@@ -120,7 +120,7 @@ def test_the_weights_arrive_at_every_step(
 def test_weights_of_another_checkpoint_engine_arrive_verls_own_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A backend that hands the weights over as they come in, such as `nccl`; and the log says so."""
+    """Of a backend that hands them over as they come in, such as `nccl`; the log says so."""
     monkeypatch.setenv("PYTHONPATH", str(TESTS))
     backend = "actor_rollout_ref.rollout.checkpoint_engine"
     overrides = (
