@@ -18,7 +18,7 @@ _COMMON = {
     "initializer_range": 0.15,  # wide, so that a stale weight shows in the probabilities
 }
 _ATTENTION = {"head_dim": 128}
-_EXPERTS = {"moe_intermediate_size": 128}
+_EXPERTS = {"moe_intermediate_size": 256}  # verl drops the last dimension of one block
 _MLA = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 _OPTIONS = {
     "qwen3": _ATTENTION,
