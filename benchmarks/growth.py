@@ -4,14 +4,15 @@
     python benchmarks/growth.py --models tiny --syncs 30 --device cpu
 
 One trainer process, one real SGLang server, `+weight_sync=compiled`, every sync with its release
-and resume. What both processes hold is read after a tenth of the syncs, when plans are made and
-buffers mapped, and again at the end.
+and resume. What both processes hold is read after every tenth of the syncs: after the first, plans
+are made and buffers mapped; what grows for ever grows as much in the last half as before.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import sys
 import tempfile
 from pathlib import Path
@@ -36,6 +37,7 @@ def held(device: torch.device) -> dict[str, int]:
     """What this process and the server's hold now."""
     family = [psutil.Process(), *psutil.Process().children(recursive=True)]
     gpu = 0
+    gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         free, total = torch.cuda.mem_get_info(device)
@@ -65,16 +67,17 @@ def run(model: str, arm: str, syncs: int, device: torch.device, folder: Path) ->
         await sync.sync(weights)
         await sync.resume("kv_cache")
 
-    early: dict[str, int] = {}
+    samples: list[dict[str, int]] = []
+    tenth = max(syncs // 10, 5)
     with engine_server(
         config, device=device.type, host_backup="auto", is_moe=is_moe, log=log
     ) as url:
         sync = OurSync(url, ARMS[arm], device)
         for i in range(syncs):
             asyncio.run(cycle(sync))
-            if i + 1 == max(syncs // 10, 5):
-                early = held(device)
-        late = held(device)
+            if (i + 1) % tenth == 0 or i + 1 == syncs:
+                samples.append({"num_syncs": i + 1, **held(device)})
+    early, middle, late = samples[0], samples[(len(samples) - 1) // 2], samples[-1]
     return {
         "arm": arm,
         "model": model,
@@ -84,9 +87,9 @@ def run(model: str, arm: str, syncs: int, device: torch.device, folder: Path) ->
         "tp": 1,
         "runs": syncs,
         "median_s": {},
-        "early": early,
-        "late": late,
+        "samples": samples,
         "growth": {key: late[key] - early[key] for key in late},
+        "growth_in_last_half": {key: late[key] - middle[key] for key in late},
     }
 
 
@@ -108,7 +111,8 @@ def main() -> None:
     for model in args.models:
         for arm in args.arms:
             rows.append(run(model, arm, args.syncs, device, folder))
-            print(model, arm, rows[-1]["growth"], flush=True)
+            for key in ("growth", "growth_in_last_half"):
+                print(model, arm, key, rows[-1][key], flush=True)
             if args.json is not None or device.type == "cuda":
                 path = args.json or Path(f"benchmarks/results/growth-{hardware()}.json")
                 write_results(path, "growth", rows)
