@@ -100,7 +100,10 @@ def _repeatable(method: Callable[..., Any]) -> Callable[..., Any]:
         if is_repeatable(weights):
             return weights, peft_config
         again = functools.partial(_export_alone, method, engine, *args, **kwargs)
-        return Reexport(again, weights, _sources_of(engine)), peft_config
+        export: Iterable[NamedTensor] = Reexport(again, weights, _sources_of(engine))
+        if peft_config is None and _adapted(engine):
+            export = transformed(export, _copied, computes=True)
+        return export, peft_config
 
     return wrapper
 
@@ -113,9 +116,26 @@ def _export_alone(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Iter
 def _sources_of(engine: Any) -> ModuleState | None:
     """What an engine's export reads: FSDP2 without adapters exports its module's own state."""
     module = getattr(engine, "module", None)
-    if not isinstance(module, FSDPModule) or hasattr(module, "peft_config"):
+    if not isinstance(module, FSDPModule) or _adapted(engine):
         return None
     return ModuleState(module)  # type: ignore[arg-type]
+
+
+def _adapted(engine: Any) -> bool:
+    """True if LoRA adapters are around an FSDP engine's module."""
+    module = getattr(engine, "module", None)
+    return hasattr(getattr(module, "_fsdp_wrapped_module", module), "peft_config")
+
+
+def _copied(weights: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
+    """Weights that have an end before they are sent: verl merges adapters into the module's own
+    memory, and takes them out again when its export is through.
+
+    On one rank, in the dtype that is exported, `full_tensor` is that memory and no copy of it.
+    """
+    for name, tensor in weights:
+        yield name, tensor.clone()
+        del tensor
 
 
 def _subclasses(kind: type[Any]) -> Iterator[type[Any]]:

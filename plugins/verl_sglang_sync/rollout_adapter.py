@@ -45,7 +45,7 @@ class WeightSyncServerAdapter(ServerAdapter):  # type: ignore[misc]
         self._settings = WeightSyncConfig.from_rollout(self.config)
         self._manager: SGLangShardingManager | None = None
         self._has_said_received = False
-        if self._settings is not None and self._settings.manifest_check != "off":
+        if self._settings is not None:
             make_exports_repeatable()
         global _adapter
         _adapter = weakref.ref(self)

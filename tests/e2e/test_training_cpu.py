@@ -44,6 +44,18 @@ SEPARATE = (
     "ray_kwargs.ray_init.num_gpus=2",
 )
 
+MERGED_LORA = (
+    "actor_rollout_ref.model.lora_rank=8",
+    "actor_rollout_ref.model.lora_alpha=32",
+    "actor_rollout_ref.model.target_modules=all-linear",
+    "actor_rollout_ref.model.lora.merge=True",
+    "actor_rollout_ref.actor.fsdp_config.model_dtype=bf16",  # what is exported: no cast copies it
+    "actor_rollout_ref.actor.fsdp_config.dtype=bfloat16",
+    "actor_rollout_ref.actor.optim.lr=0.1",
+)
+MIN_PEARSON_LORA = 0.999
+"""The merged weights are rounded to bfloat16, the trainer's adapters are not."""
+
 
 @dataclass(frozen=True)
 class Run:
@@ -135,6 +147,17 @@ def test_weights_of_another_checkpoint_engine_arrive_verls_own_way(
     assert [step.arrived for step in steps] == [True, True], [step.metrics for step in steps]
     assert "checkpoint_engine.backend='file' hands the weights over as they arrive" in log
     assert not (tmp_path / "syncs.jsonl").exists(), "no sync was ours"
+
+
+@pytest.mark.slow
+def test_merged_adapters_arrive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """verl takes them out of its weights again when the export is through; without them the
+    correlation is about 0."""
+    steps = train(Run("flattened", overrides=MERGED_LORA), tmp_path, monkeypatch)
+    for step in steps:
+        assert step.metrics["actor/grad_norm"] > 0.1, "the adapters must have moved"
+        pearson = step.metrics["training/rollout_actor_probs_pearson_corr"]
+        assert pearson > MIN_PEARSON_LORA, step.metrics
 
 
 @pytest.mark.slow

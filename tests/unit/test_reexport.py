@@ -1,8 +1,11 @@
 """An export that is made anew for every iteration, and verl's engines that return one."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from verl_sglang_sync import reexport
 from verl_sglang_sync.reexport import (
     Reexport,
     is_repeatable,
@@ -11,6 +14,18 @@ from verl_sglang_sync.reexport import (
 )
 
 WEIGHTS = [("a", torch.ones(2)), ("b", torch.zeros(3))]
+
+
+@pytest.fixture
+def engine_class():
+    """verl's base class of training engines; what this test wraps is unwrapped after it."""
+    from verl.workers.engine.base import BaseEngine
+
+    yield BaseEngine
+    for engine in reexport._subclasses(BaseEngine):
+        method = vars(engine).get(reexport._METHOD)
+        if hasattr(method, "__wrapped__"):
+            setattr(engine, reexport._METHOD, method.__wrapped__)
 
 
 def test_each_iteration_makes_an_export_but_the_first_may_be_there_already():
@@ -48,10 +63,8 @@ def test_what_can_be_repeated(weights, expected):
     assert [name for name, _ in renamed] == (first if expected else [])
 
 
-def test_verls_engines_return_repeatable_exports_once_wrapped():
-    from verl.workers.engine.base import BaseEngine
-
-    class Engine(BaseEngine):
+def test_verls_engines_return_repeatable_exports_once_wrapped(engine_class):
+    class Engine(engine_class):
         def __init__(self):
             self.calls = []
 
@@ -78,3 +91,31 @@ def test_verls_engines_return_repeatable_exports_once_wrapped():
     adapter, peft_config = engine.get_per_tensor_param(base_sync_done=True)
     assert peft_config == {"r": 8}
     assert not isinstance(adapter, Reexport)
+
+
+@pytest.mark.parametrize("around", ["", "_fsdp_wrapped_module"])
+def test_merged_adapters_are_copied_before_verl_takes_them_out_again(engine_class, around):
+    """As FSDP2 does on one rank in bfloat16: the export yields the module's own memory."""
+
+    class Engine(engine_class):
+        def __init__(self):
+            adapted = SimpleNamespace(peft_config={"default": {}})
+            self.module = SimpleNamespace(**{around: adapted}) if around else adapted
+            self.memory = torch.ones(2)
+
+        def get_per_tensor_param(self, **kwargs):
+            return self._merged(), None
+
+        def _merged(self):
+            self.memory.fill_(3)
+            yield "a", self.memory
+            self.memory.fill_(1)
+
+    make_exports_repeatable()
+    engine = Engine()
+    export, _ = engine.get_per_tensor_param()
+    for _ in range(2):
+        [(name, tensor)] = list(export)
+        assert (name, tensor.tolist()) == ("a", [3, 3])
+        assert engine.memory.tolist() == [1, 1]
+    assert export.sources is None
