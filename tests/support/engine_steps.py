@@ -67,7 +67,7 @@ def exercise_engine(rank: TrainerRank, model: str, folder: str) -> dict[str, Any
         }
     seen["manifest"] = manifest_faults(rank, weights[1.0], Path(folder))
     seen["repeated"] = _repeated_stages(rank)
-    seen["syncs"] = _syncs_in_a_row(rank, Path(model), Path(folder))
+    seen["syncs"] = syncs_in_a_row(rank, model, folder)
     return seen
 
 
@@ -88,9 +88,10 @@ UNEXPORTED_SETTINGS: tuple[dict[str, Any], ...] = ({}, {"recheck_every_n_syncs":
 SHARDED_SETTINGS = ({"keep_staging_buffers": True}, {"recheck_every_n_syncs": 2})
 
 
-def _syncs_in_a_row(rank: TrainerRank, model: Path, folder: Path) -> dict[str, Any]:
+def syncs_in_a_row(rank: TrainerRank, folder_of_model: str, folder: str) -> dict[str, Any]:
     """Other weights at every sync, by the eager loader and by each setting of the compiled one."""
-    run = partial(_run_syncs, rank, model, folder)
+    model = Path(folder_of_model)
+    run = partial(_run_syncs, rank, model, Path(folder))
     return {
         "eager": run("flattened"),
         "compiled": [run("compiled", **settings) for settings in COMPILED_SETTINGS],
