@@ -12,7 +12,7 @@ HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 ASSETS=$(realpath -m "${ASSETS:-outputs/tiny}")
 WORKERS=${WORKERS:-1} # trainer processes; replicas = WORKERS / ROLLOUT_TP
 ROLLOUT_TP=${ROLLOUT_TP:-1}
-WEIGHT_SYNC=${WEIGHT_SYNC-flattened} # empty: verl's own sync
+WEIGHT_SYNC=${WEIGHT_SYNC-compiled} # empty: verl's own sync
 
 export VERL_PLATFORM=cpu
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}

@@ -15,7 +15,7 @@ NODES=${NODES:-1}
 TRAIN_TP=${TRAIN_TP:-2}
 TRAIN_EP=${TRAIN_EP:-8}
 ROLLOUT_TP=${ROLLOUT_TP:-4}
-WEIGHT_SYNC=${WEIGHT_SYNC-flattened} # empty: verl's own sync
+WEIGHT_SYNC=${WEIGHT_SYNC-compiled} # empty: verl's own sync
 
 export CUDA_DEVICE_MAX_CONNECTIONS=1 # Megatron's overlap relies on the launch order
 

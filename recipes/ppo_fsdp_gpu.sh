@@ -14,7 +14,7 @@ DATA=${DATA:-$HOME/data/gsm8k}
 GPUS=${GPUS:-8}
 NODES=${NODES:-1}
 ROLLOUT_TP=${ROLLOUT_TP:-2}
-WEIGHT_SYNC=${WEIGHT_SYNC-flattened} # empty: verl's own sync
+WEIGHT_SYNC=${WEIGHT_SYNC-compiled} # empty: verl's own sync
 
 weight_sync=(
   actor_rollout_ref.rollout.multi_stage_wake_up=True

@@ -136,7 +136,7 @@ def main() -> int:
     """Run, show the table, and exit with 0 only if the weights arrived at every step."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, default=Path("outputs/quickstart"))
-    parser.add_argument("--preset", default="flattened", choices=MODES)
+    parser.add_argument("--preset", default="compiled", choices=MODES)
     parser.add_argument("overrides", nargs="*", help="more Hydra overrides")
     args = parser.parse_args()
     console, started = Console(), time.perf_counter()

@@ -96,8 +96,9 @@ def test_recipe_composes_with_our_flags(script: str, model_folder: Path, tmp_pat
     assert config.trainer.project_name == "from_the_command_line"
     settings = check_recipe(config)
     assert settings is not None
-    assert settings.mode == PRESETS.get(script, {}).get("WEIGHT_SYNC", "flattened")
     separate = script == "grpo_separate_async_gpu.sh"
+    default = "flattened" if separate else "compiled"
+    assert settings.mode == PRESETS.get(script, {}).get("WEIGHT_SYNC", default)
     backend = config.actor_rollout_ref.rollout.checkpoint_engine.backend
     assert backend == ("sglang_sync" if separate else "naive")
     assert settings.multi_stage_wake_up is not separate

@@ -1,4 +1,4 @@
-"""Engines with DP attention: each rank has a scheduler of its own, and all weights of the attention.
+"""Engines with DP attention: each rank has a scheduler of its own, and all of its attention.
 
 verl asks for them with `rollout.data_parallel_size`; the experts are still sharded over all ranks.
 """
