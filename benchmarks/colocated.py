@@ -15,6 +15,7 @@ with the host backup that their preset gets. `compiled` is the preset as it is: 
 trainer's parameters in place. `compiled_tensors` and `compiled_flat` do so with a list of tensors
 that does not say what it reads, and is gone through at every sync; the tensors are in storages of
 their own, or in one. `compiled_packed` packs, as a trainer must that gathers its shards.
+`native_float32` and `compiled_float32` export float32, verl's default, into engines of bfloat16.
 """
 
 from __future__ import annotations
@@ -88,6 +89,8 @@ ARMS = {
     "compiled_flat": Arm("compiled", trainer="flat"),
     "compiled_packed": Arm("compiled", settings={**PACKED, "keep_staging_buffers": True}),
     "compiled_packed_freed": Arm("compiled", settings=PACKED),
+    "native_float32": Arm(None, host_backup=True, trainer="fsdp2_float32"),
+    "compiled_float32": Arm("compiled", trainer="fsdp2_float32"),
 }
 COPY_LIMIT = "copy_limit"
 
@@ -213,7 +216,7 @@ def run_arm(
     allocated = 0
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-        _, allocated = size_of(model, device)
+        _, allocated = size_of(model, device, arm.trainer)
     host_bytes = 0
     for _ in range(runs.num):
         measured.append(asyncio.run(cycle(stages=True)))
@@ -235,7 +238,8 @@ def row_of(
     name: str, model: str, device: torch.device, measured: list[dict[str, float]]
 ) -> dict[str, Any]:
     """The part of a row that all arms have."""
-    num_tensors, num_bytes = size_of(model, device)
+    kind = ARMS[name].trainer if name in ARMS else "fsdp2"
+    num_tensors, num_bytes = size_of(model, device, kind)
     return {
         "arm": name,
         "model": model,

@@ -15,18 +15,18 @@ from verl_sglang_sync.traced_export.module_tree import ModuleState
 
 NamedTensor = tuple[str, torch.Tensor]
 NamedTensors = list[NamedTensor]
-Kind = Literal["fsdp2", "tensors", "flat"]
+Kind = Literal["fsdp2", "fsdp2_float32", "tensors", "flat"]
 
 
 class ShardedModel:
     """A Hugging Face model with random weights, sharded over all ranks by FSDP2."""
 
-    def __init__(self, model: str, device: torch.device) -> None:
+    def __init__(self, model: str, device: torch.device, dtype: torch.dtype | None = None) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
 
         config = AutoConfig.for_model(**MODELS[model])
         with torch.device("meta"):
-            module = AutoModelForCausalLM.from_config(config, dtype=dtype_on(device))
+            module = AutoModelForCausalLM.from_config(config, dtype=dtype or dtype_on(device))
         for layer in module.model.layers:
             fully_shard(layer)
         self._module = fully_shard(module)
@@ -60,8 +60,8 @@ class ShardedModel:
 
 def make_trainer(kind: Kind, model: str, device: torch.device) -> Iterable[NamedTensor]:
     """An export that can be started again: of an FSDP2 model, or of `make_weights`."""
-    if kind == "fsdp2":
-        return ShardedModel(model, device).reexport()
+    if kind in ("fsdp2", "fsdp2_float32"):
+        return ShardedModel(model, device, dtype_of(kind, device)).reexport()
     return make_weights(model, device, flat=kind == "flat")
 
 
@@ -76,14 +76,19 @@ def make_weights(model: str, device: torch.device, *, flat: bool) -> NamedTensor
     return [(name, part.view(shape)) for (name, shape), part in zip(shapes, parts, strict=True)]
 
 
-def size_of(model: str, device: torch.device) -> tuple[int, int]:
+def size_of(model: str, device: torch.device, kind: Kind = "fsdp2") -> tuple[int, int]:
     """Number of tensors and of bytes that a trainer exports."""
     numels = [torch.Size(shape).numel() for _, shape in tensor_shapes(MODELS[model])]
-    return len(numels), sum(numels) * dtype_on(device).itemsize
+    return len(numels), sum(numels) * dtype_of(kind, device).itemsize
+
+
+def dtype_of(kind: Kind, device: torch.device) -> torch.dtype:
+    """Of what a trainer exports."""
+    return torch.float32 if kind == "fsdp2_float32" else dtype_on(device)
 
 
 def dtype_on(device: torch.device) -> torch.dtype:
-    """Of the weights, in the trainer and in the engine."""
+    """Of the engine's weights, and of those of most trainers."""
     return torch.float32 if device.type == "cpu" else torch.bfloat16
 
 
