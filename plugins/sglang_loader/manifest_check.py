@@ -24,6 +24,7 @@ from sglang_loader.rehearsal.findings import (
     RankView,
     judge,
     missing_tensors,
+    unscaled_tensors,
     unwritten_parameters,
     view_of,
 )
@@ -75,9 +76,12 @@ def check_manifest(
     specs, published = manifest.specs(), read_published()
     views: list[RankView] = []
     problems: list[str] = []
+    unscaled: list[str] = []
     for model in models:
         is_target = model is models[-1] and manifest.is_complete
         try:
+            if _is_quantised(model):
+                unscaled += unscaled_tensors(specs, rehearse(model, specs))
             _refuse_what_is_arranged(model, dict(context.context))
             views.append(_view(model, specs, published, is_target=is_target))
         except NotRehearsable as reason:
@@ -85,11 +89,13 @@ def check_manifest(
         except Exception as error:  # a rank that left now would leave the others waiting
             logger.exception("the manifest check itself failed")
             problems.append(f"the check itself failed: {error!r}")
-    everyone = gather((views, problems))
-    obstacle = next((text for _, problems in everyone for text in problems), None)
+    everyone = gather((views, problems, unscaled))
+    if found := list(dict.fromkeys(text for *_, texts in everyone for text in texts)):
+        return ManifestVerdict(mismatched=tuple(found))
+    obstacle = next((text for _, problems, _ in everyone for text in problems), None)
     if obstacle is not None:
         return ManifestVerdict(not_checked=obstacle)
-    verdict = judge(specs, [view for views, _ in everyone for view in views], published)
+    verdict = judge(specs, [view for views, *_ in everyone for view in views], published)
     if verdict.fits and manifest.is_complete:
         _accepted[models[-1]] = known
     logger.info(
@@ -101,9 +107,16 @@ def check_manifest(
     return verdict
 
 
+def _is_quantised(model: Any) -> bool:
+    """True if SGLang was told to quantise the model, or its checkpoint is."""
+    return getattr(model, "quant_config", None) is not None
+
+
 def _refuse_what_is_arranged(model: Any, context: dict[str, object]) -> None:
-    if getattr(model, "quant_config", None) is not None:
-        raise NotRehearsable(f"a quantised model ({context['quantization']})")
+    if _is_quantised(model):
+        raise NotRehearsable(
+            f"a quantised model ({context['quantization']}), but for which weights are in fp8"
+        )
     if context["pp_size"] != 1:
         raise NotRehearsable(f"pipeline parallel, {context['pp_size']} stages")
 

@@ -120,7 +120,8 @@ def _check_checkpoint_engine(config: DictConfig, settings: WeightSyncConfig) -> 
     if backend in CHECKPOINT_BACKENDS_REFUSED:
         yield (
             f"{ROLLOUT}.checkpoint_engine.backend={backend!r}: it sends deltas in a wire format of "
-            "its own; allowed: 'naive' or a backend that delivers full tensors, such as 'nccl'"
+            f"its own; allowed: 'naive', {BROADCAST_BACKEND!r}, or a backend that delivers full "
+            "tensors, with which verl's own update is used"
         )
 
 

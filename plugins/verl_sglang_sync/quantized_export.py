@@ -23,7 +23,7 @@ class Quantizer(Protocol):
 
 
 class NotQuantized(ValueError):
-    """A weight that the engine has in fp8 stayed as it was."""
+    """A weight that verl quantises stayed as it was."""
 
 
 def quantized(
@@ -38,16 +38,20 @@ def quantized(
         dtype: in which scales are computed.
 
     Raises:
-        NotQuantized: a weight was passed on like that.
+        NotQuantized: a weight was passed on like that; after the last one, because the other ranks
+            need this one until then, in the collectives of the export.
     """
+    failure: NotQuantized | None = None
     for name, tensor in _steps(quantizer.quant_weights_by_name(weights, dtype=dtype)):
         if quantizer.should_quantize_param(name) and tensor.dtype != torch.float8_e4m3fn:
-            raise NotQuantized(
+            failure = failure or NotQuantized(
                 f"{name} is still {tensor.dtype}: verl could not quantise it to fp8, and has "
                 "logged why"
             )
         yield name, tensor
         del tensor  # the next one is made when this one may be gone
+    if failure is not None:
+        raise failure
 
 
 def _steps(stream: AsyncIterator[NamedTensor]) -> Iterator[NamedTensor]:

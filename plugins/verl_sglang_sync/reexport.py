@@ -101,7 +101,7 @@ def _repeatable(method: Callable[..., Any]) -> Callable[..., Any]:
             return weights, peft_config
         again = functools.partial(_export_alone, method, engine, *args, **kwargs)
         export: Iterable[NamedTensor] = Reexport(again, weights, _sources_of(engine))
-        if peft_config is None and _adapted(engine):
+        if (peft_config is None and _adapted(engine)) or _empties_storages(engine):
             export = transformed(export, _copied, computes=True)
         return export, peft_config
 
@@ -127,11 +127,21 @@ def _adapted(engine: Any) -> bool:
     return hasattr(getattr(module, "_fsdp_wrapped_module", module), "peft_config")
 
 
-def _copied(weights: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
-    """Weights that have an end before they are sent: verl merges adapters into the module's own
-    memory, and takes them out again when its export is through.
+def _empties_storages(engine: Any) -> bool:
+    """True if parameters that are offloaded leave their storages behind, without memory.
 
-    On one rank, in the dtype that is exported, `full_tensor` is that memory and no copy of it.
+    verl's Megatron engine: that a storage lives says nothing of its memory there, and memory that
+    SGLang has mapped could not be given back.
+    """
+    module = getattr(engine, "module", None)
+    return isinstance(module, list) and bool(getattr(engine, "is_param_offload_enabled", False))
+
+
+def _copied(weights: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
+    """Copies of weights whose memory is not theirs for long.
+
+    verl merges adapters into the module's own memory, and takes them out again when its export is
+    through. On one rank, in the dtype that is exported, `full_tensor` is that memory and no copy.
     """
     for name, tensor in weights:
         yield name, tensor.clone()

@@ -58,6 +58,11 @@ class WeightSyncServerAdapter(ServerAdapter):  # type: ignore[misc]
             raise ValueError(
                 "checkpoint_engine.backend=sglang_sync needs a preset: +weight_sync=disaggregated"
             )
+        if (quantization := self.config.get("quantization", None)) is not None:
+            raise ValueError(
+                f"rollout.quantization={quantization!r} with checkpoint_engine.backend="
+                f"{BROADCAST_BACKEND!r}: allowed: null (weights are broadcast as they are exported)"
+            )
         if self.rollout_rank != 0:
             return None
         kwargs = _sglang_kwargs(self.config)

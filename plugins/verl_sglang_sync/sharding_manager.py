@@ -193,7 +193,8 @@ class SGLangShardingManager(BaseShardingManager):  # type: ignore[misc]
         return SyncReport(mode=self._settings.mode, replica=self._replica)
 
     def _publish(self) -> None:
-        if self._engine is not None:
+        has_synced = self._report.num_buckets or self._report.weight_version is not None
+        if self._engine is not None and has_synced:  # else it was an adapter that verl sent
             self._report.publish(self._settings.report_file)
         self.timing = dict(self._report.seconds)
         self._report = self._new_report()

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from contract.load_plan_proof import LAYOUTS, load_eagerly, pack, prove, split
+from contract.manifest_proof import check, specs_of
 from contract.tiny_architectures import (
     NamedWeights,
     Ranks,
@@ -110,10 +111,10 @@ def test_a_weight_that_verl_fails_to_quantise_is_not_sent(ranks: Ranks) -> None:
     """verl's kernel fails without a GPU; it logs that, and goes on with the weight as it is."""
     from verl_sglang_sync.quantized_export import NotQuantized, quantized
 
-    sent = quantized(weights(), quantizer(), torch.bfloat16)
-    assert next(sent)[0] == "model.embed_tokens.weight"
+    exported = iter(weights())
     with pytest.raises(NotQuantized, match=r"q_proj\.weight is still torch\.bfloat16"):
-        next(sent)
+        list(quantized(exported, quantizer(), torch.bfloat16))
+    assert not list(exported), "the other ranks wait in its collectives"
 
 
 def test_an_export_that_fails_fails_as_it_did(quantize: Callable[[Any], Any]) -> None:
@@ -172,21 +173,56 @@ class Engine:
         return self.loader.finish()
 
 
+def precise(weights: NamedWeights) -> NamedWeights:
+    """What verl's quantiser passes on if it fails."""
+    return [
+        (name, tensor.bfloat16() if tensor.dtype == FP8 else tensor)
+        for name, tensor in weights
+        if not name.endswith("_scale_inv")
+    ]
+
+
 @pytest.mark.parametrize("name", ["qwen3", "qwen3-moe"])
 def test_replay_is_byte_identical(
     name: str, tmp_path: Path, ranks: Ranks, quantize: Callable[[Any], Any]
 ) -> None:
     engine = Engine(name, tmp_path / "model", ranks, quantize)
+    specs = specs_of(engine.first)
+    assert "a quantised model" in (check(engine.model, specs, published=specs).not_checked or "")
+    refused = check(engine.model, specs_of(precise(engine.first)), published=specs)
+    assert "(bfloat16, the engine has float8_e4m3fn)" in refused.text()
     assert FP8 in {parameter.dtype for parameter in engine.model.parameters()}
     for how in LAYOUTS:
         plan = prove(engine.model, engine.first, engine.second, how)
         assert plan.uncovered_parameters == ()
 
 
+@pytest.mark.parametrize(
+    ("name", "mismatched"),
+    [
+        ("deepseek-v2-lite", {"kv_a_proj_with_mqa.weight", "kv_b_proj.weight"}),
+        ("qwen2-moe", {"shared_expert_gate.weight"}),
+    ],
+)
+def test_weights_in_fp8_on_one_side_alone_are_refused(
+    name: str, mismatched: set[str], tmp_path: Path, ranks: Ranks, quantize: Callable[[Any], Any]
+) -> None:
+    """verl picks by name what it quantises; these models of SGLang differ, and take it silently."""
+    engine = Engine(name, tmp_path / "model", ranks, quantize)
+    specs = specs_of(engine.first)
+    for published in (specs, None):
+        verdict = check(engine.model, specs, published=published)
+        names = {text.split(" ")[0] for text in verdict.mismatched}
+        assert {".".join(found.split(".")[-2:]) for found in names} == mismatched
+
+
 def test_a_loader_that_binds_its_scales_anew_stays_eager(
     tmp_path: Path, ranks: Ranks, quantize: Callable[[Any], Any]
 ) -> None:
-    """DeepSeek takes w_kc and w_vc apart with a scale that is another tensor after every load."""
+    """DeepSeek takes w_kc and w_vc apart with a scale that is another tensor after every load.
+
+    What it is sent here is refused by the manifest check; eager or replayed, the bytes are alike.
+    """
     engine = Engine("deepseek-v2-lite", tmp_path / "model", ranks, quantize)
     load_eagerly(engine.model, split(engine.second, "cut"))
     expected = snapshot(collect_destinations(engine.model))

@@ -150,10 +150,13 @@ def test_weights_of_another_checkpoint_engine_arrive_verls_own_way(
 
 
 @pytest.mark.slow
-def test_merged_adapters_arrive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("preset", ["flattened", "compiled"])
+def test_merged_adapters_arrive(
+    preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """verl takes them out of its weights again when the export is through; without them the
     correlation is about 0."""
-    steps = train(Run("flattened", overrides=MERGED_LORA), tmp_path, monkeypatch)
+    steps = train(Run(preset, overrides=MERGED_LORA), tmp_path, monkeypatch)
     for step in steps:
         assert step.metrics["actor/grad_norm"] > 0.1, "the adapters must have moved"
         pearson = step.metrics["training/rollout_actor_probs_pearson_corr"]

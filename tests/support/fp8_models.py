@@ -23,6 +23,13 @@ _MLA = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v
 _OPTIONS = {
     "qwen3": _ATTENTION,
     "qwen3-moe": {**_ATTENTION, **_EXPERTS},
+    "qwen2-moe": {
+        **_EXPERTS,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "hidden_size": 512,
+        "shared_expert_intermediate_size": 256,
+    },
     "deepseek-v2-lite": {**_MLA, **_EXPERTS},
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -51,7 +52,7 @@ def generate(url: str, num_tokens: int = 24) -> list[list[float]]:
 
     The prefix cache is dropped first: with a prefix from it the last bits may differ.
     """
-    post(url, "flush_cache", {})
+    _flush(url)
     status, text = post(url, "generate", _greedy(num_tokens))
     assert status == 200, text
     tokens = json.loads(text)["meta_info"]["output_token_logprobs"]
@@ -63,6 +64,14 @@ def answer_to(url: str, rid: str) -> Iterator[Future[tuple[int, str]]]:
     """Status and text of the answer to a request with an id, as soon as there is one."""
     with ThreadPoolExecutor(1) as pool:
         yield pool.submit(post, url, "generate", {**_greedy(24), "rid": rid})
+
+
+def _flush(url: str, timeout_s: float = 10) -> None:
+    """Drop the prefix cache, which SGLang refuses while the request before is being wound up."""
+    deadline = time.monotonic() + timeout_s
+    while (reply := post(url, "flush_cache", {}))[0] != 200:
+        assert time.monotonic() < deadline, reply
+        time.sleep(0.1)
 
 
 def _greedy(num_tokens: int) -> dict[str, Any]:

@@ -307,3 +307,14 @@ def test_a_stage_that_fails_on_one_leader_fails_on_all_ranks(pool, tp, leader, o
         if rank % tp == 0 and operation != "release":
             assert events[-1][0] == operation  # no replica goes on to the next stage
     assert [error for _, error in pool.run(stages, StageCase(tp=tp))] == [None] * WORLD_SIZE
+
+
+def test_a_wake_up_without_a_sync_reports_none(tmp_path):
+    """As when verl sends an adapter alone, itself."""
+    file = tmp_path / "syncs.jsonl"
+    manager, _ = make_manager([], report_file=str(file))
+    asyncio.run(manager.resume(("kv_cache",)))
+    assert not file.exists()
+    asyncio.run(manager.sync(two_tensors(), version="1"))
+    asyncio.run(manager.resume(("kv_cache",)))
+    assert [json.loads(line)["num_tensors"] for line in file.read_text().splitlines()] == [2]

@@ -28,6 +28,8 @@ from sglang_loader.rehearsal.sources import Spec
 
 _TIED_HEAD = "lm_head.weight"
 _EMBEDDING = "embed_tokens.weight"
+_SCALED = frozenset((torch.float8_e4m3fn, torch.float8_e5m2))
+"""Weights in these are numbers of which the value is elsewhere: in their scale."""
 _ROTARY = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 
 
@@ -114,6 +116,22 @@ def unwritten_parameters(seen: Rehearsal) -> tuple[tuple[str, ...], tuple[str, .
     surely = tuple(f"{name} (engine)" for name in gaps if _pattern(name) in in_other_layers)
     perhaps = tuple(f"{name} (engine)" for name in gaps if _pattern(name) not in in_other_layers)
     return surely, perhaps
+
+
+def unscaled_tensors(specs: Sequence[Spec], seen: Rehearsal) -> tuple[str, ...]:
+    """Tensors in fp8 on one side alone: a cast takes the number for the value, or loses its scale.
+
+    The one thing that can be told of a quantised model, whatever its loader arranges.
+    """
+    found = []
+    for spec in specs:
+        name, dtype, _ = spec
+        use = seen.uses.get(name, Use())
+        clash = next((d for d in use.dtypes if (d in _SCALED) != (dtype in _SCALED)), None)
+        if clash is not None:
+            reason = f"{_short(dtype)}, the engine has {_short(clash)}"
+            found.append(_described(spec, reason, None))
+    return tuple(found)
 
 
 def judge(
