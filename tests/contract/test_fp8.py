@@ -152,6 +152,17 @@ def test_the_rollout_sends_fp8_and_names_no_source(quantize: Callable[[Any], Any
     assert [name for name, tensor in sent if tensor.dtype == FP8] == names, "made anew"
 
 
+def test_weights_that_are_broadcast_are_not_quantised() -> None:
+    """The recipe is refused; a trainer that does not validate its recipe fails in the workers."""
+    from verl_sglang_sync.rollout_adapter import WeightSyncServerAdapter
+
+    adapter = WeightSyncServerAdapter.__new__(WeightSyncServerAdapter)
+    adapter.config, adapter.rollout_rank = {"quantization": "fp8"}, 0
+    adapter._settings = SimpleNamespace()
+    with pytest.raises(ValueError, match=r"quantization='fp8' with .*'sglang_sync': allowed: null"):
+        adapter.rollout_server()
+
+
 class Engine:
     """A model in fp8 that was loaded once, and two sets of quantised weights."""
 
