@@ -12,6 +12,7 @@ from torch import nn
 
 from contract.tiny_architectures import NamedWeights
 from sglang_loader.arrangement_messages import decode_arrangements, encode_arrangements
+from sglang_loader.engine_context import engine_context
 from sglang_loader.load_plan import (
     BucketLayout,
     BucketSource,
@@ -24,6 +25,7 @@ from sglang_loader.load_plan import (
 from sglang_loader.load_plan.arrange import arrange
 from sglang_loader.load_plan.executor import replay_once
 from sglang_loader.load_plan.verify import differing, snapshot
+from sglang_loader.plan_store import ModelLoader, SyncOutcome
 from verl_sglang_sync.arranged_packing import ArrangedPacking
 
 LAYOUTS = ("single", "many", "cut")
@@ -98,6 +100,15 @@ def pack(weights: NamedWeights) -> tuple[BucketLayout, torch.Tensor]:
     for (_, view), (_, tensor) in zip(layout.views(buffer), weights, strict=True):
         view.copy_(tensor)
     return layout, buffer
+
+
+def sync(loader: ModelLoader, model: nn.Module, weights: NamedWeights, how: str) -> SyncOutcome:
+    """One sync as a session makes it: by the plan, or eagerly where none holds."""
+    loader.start(engine_context(model), recheck_every_n_syncs=0)
+    for i, bucket in enumerate(split(weights, how)):
+        layout, buffer = pack(bucket)
+        loader.load(i, layout, BucketSource.flat(buffer), read_only=False)
+    return loader.finish()
 
 
 def load_eagerly(model: nn.Module, buckets: list[NamedWeights]) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from contract.load_plan_proof import load_eagerly, pack, split
+from contract.load_plan_proof import load_eagerly, split, sync
 from contract.tiny_architecture_cases import case_named
 from contract.tiny_architectures import (
     Case,
@@ -24,8 +24,6 @@ from contract.tiny_architectures import (
     save_checkpoint,
     stop_process_groups,
 )
-from sglang_loader.engine_context import engine_context
-from sglang_loader.load_plan import BucketSource
 from sglang_loader.load_plan.destinations import collect_destinations
 from sglang_loader.load_plan.verify import differing, snapshot
 from sglang_loader.plan_store import ModelLoader, SyncOutcome
@@ -80,11 +78,7 @@ class Engine:
             current.update(made, update_layer_ids=list(range(num_layers)))
 
     def sync(self, weights: NamedWeights) -> SyncOutcome:
-        self.loader.start(engine_context(self.model), recheck_every_n_syncs=0)
-        for i, bucket in enumerate(split(weights, "many")):
-            layout, buffer = pack(bucket)
-            self.loader.load(i, layout, BucketSource.flat(buffer), read_only=False)
-        return self.loader.finish()
+        return sync(self.loader, self.model, weights, "many")
 
     def eager(self, weights: NamedWeights) -> list[torch.Tensor]:
         """What SGLang's own loader leaves; the model is as it was before."""

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from contract.load_plan_proof import LAYOUTS, load_eagerly, pack, prove, split
+from contract.load_plan_proof import LAYOUTS, load_eagerly, prove, split, sync
 from contract.manifest_proof import check, specs_of
 from contract.tiny_architectures import (
     NamedWeights,
@@ -25,8 +25,6 @@ from contract.tiny_architectures import (
     save_checkpoint,
     stop_process_groups,
 )
-from sglang_loader.engine_context import engine_context
-from sglang_loader.load_plan import BucketSource
 from sglang_loader.load_plan.destinations import collect_destinations
 from sglang_loader.load_plan.verify import differing, snapshot
 from sglang_loader.plan_store import ModelLoader, SyncOutcome
@@ -177,11 +175,7 @@ class Engine:
         self.loader = ModelLoader(self.model)
 
     def sync(self, named: NamedWeights) -> SyncOutcome:
-        self.loader.start(engine_context(self.model), recheck_every_n_syncs=0)
-        for i, bucket in enumerate(split(named, "cut")):
-            layout, buffer = pack(bucket)
-            self.loader.load(i, layout, BucketSource.flat(buffer), read_only=False)
-        return self.loader.finish()
+        return sync(self.loader, self.model, named, "cut")
 
 
 def precise(weights: NamedWeights) -> NamedWeights:
