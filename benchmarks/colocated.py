@@ -221,7 +221,7 @@ def run_arm(
     for _ in range(runs.num):
         measured.append(asyncio.run(cycle(stages=True)))
     peak = torch.cuda.max_memory_allocated(device) - allocated if device.type == "cuda" else 0
-    row = row_of(name, model, device, measured)
+    row = row_of(name, model, device, measured, arm.trainer)
     row.update(
         trainer=arm.trainer,
         warm_up_s=[times["sync"] for times in warm_ups],
@@ -235,10 +235,13 @@ def run_arm(
 
 
 def row_of(
-    name: str, model: str, device: torch.device, measured: list[dict[str, float]]
+    name: str,
+    model: str,
+    device: torch.device,
+    measured: list[dict[str, float]],
+    kind: Kind = "fsdp2",
 ) -> dict[str, Any]:
     """The part of a row that all arms have."""
-    kind = ARMS[name].trainer if name in ARMS else "fsdp2"
     num_tensors, num_bytes = size_of(model, device, kind)
     return {
         "arm": name,

@@ -23,6 +23,7 @@ from contract.tiny_architectures import (
     prepare_process,
     random_weights,
     save_checkpoint,
+    start_world,
     stop_process_groups,
 )
 from sglang_loader.load_plan.destinations import collect_destinations
@@ -39,17 +40,9 @@ FP8 = torch.float8_e4m3fn
 @pytest.fixture
 def ranks(tmp_path: Path) -> Iterator[Ranks]:
     """verl's quantiser asks for its rank, in the group that SGLang's model has."""
-    from sglang.srt.distributed import parallel_state
-
-    rendezvous = tmp_path / "rendezvous"
-    parallel_state.init_distributed_environment(
-        world_size=1,
-        rank=0,
-        local_rank=0,
-        distributed_init_method=f"file://{rendezvous}",
-        backend="gloo",
-    )
-    yield Ranks(rendezvous)
+    alone = Ranks(tmp_path / "rendezvous")
+    start_world(alone)
+    yield alone
     stop_process_groups()
 
 
@@ -64,7 +57,7 @@ def quantize(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], A
     return lambda weights: quantized(weights, quantizer(), torch.bfloat16)
 
 
-def weights(scale: float = 1.0) -> NamedWeights:
+def weights() -> NamedWeights:
     generator = torch.Generator().manual_seed(0)
     shapes = {
         "model.embed_tokens.weight": (64, 256),
@@ -74,8 +67,7 @@ def weights(scale: float = 1.0) -> NamedWeights:
         "model.norm.weight": (256,),
     }
     return [
-        (name, (torch.randn(shape, generator=generator) * scale).bfloat16())
-        for name, shape in shapes.items()
+        (name, torch.randn(shape, generator=generator).bfloat16()) for name, shape in shapes.items()
     ]
 
 

@@ -150,6 +150,19 @@ def build_model(case: Case, folder: Path, ranks: Ranks, **arguments: Any) -> nn.
     return inner
 
 
+def start_world(ranks: Ranks) -> None:
+    """SGLang's group of all ranks; again is no harm."""
+    from sglang.srt.distributed import parallel_state
+
+    parallel_state.init_distributed_environment(
+        world_size=ranks.tp_size,
+        rank=ranks.rank,
+        local_rank=ranks.rank,
+        distributed_init_method=f"file://{ranks.rendezvous}",
+        backend="gloo",
+    )
+
+
 def stop_process_groups() -> None:
     """Undo what `build_model` started, for whoever uses this process next."""
     from sglang.srt.distributed import parallel_state
@@ -174,13 +187,7 @@ def _start_process_groups(args: Any, config: Any, ranks: Ranks) -> None:
 
     set_global_server_args_for_scheduler(args)
     if not parallel_state.model_parallel_is_initialized():
-        parallel_state.init_distributed_environment(
-            world_size=ranks.tp_size,
-            rank=ranks.rank,
-            local_rank=ranks.rank,
-            distributed_init_method=f"file://{ranks.rendezvous}",
-            backend="gloo",
-        )
+        start_world(ranks)
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=ranks.tp_size, expert_model_parallel_size=ranks.ep_size
         )

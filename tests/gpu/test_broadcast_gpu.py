@@ -13,7 +13,7 @@ from tiny_assets import make_assets
 from support.broadcast_steps import ONE_REPLICA, syncs_to_one_replica
 from support.engine_hash import HASH_LOADER
 from support.sglang_server import sglang_server
-from support.trainer import run_trainer
+from support.trainer import ON_GPUS, run_trainer
 
 NUM_GPUS = torch.cuda.device_count()
 pytestmark = [
@@ -22,7 +22,6 @@ pytestmark = [
         NUM_GPUS < 2, reason=f"needs 2 NVIDIA GPUs: NCCL between them; this machine has {NUM_GPUS}"
     ),
 ]
-TRAINER_ENVIRONMENT = {"NCCL_CUMEM_ENABLE": "0"}  # as in SGLang's processes
 
 
 def test_broadcast_syncs_are_bit_exact_over_nccl(tmp_path: Path) -> None:
@@ -39,7 +38,7 @@ def test_broadcast_syncs_are_bit_exact_over_nccl(tmp_path: Path) -> None:
             server.url,
             urls=[server.url],
             device="cuda",
-            environment=TRAINER_ENVIRONMENT,
+            environment=ON_GPUS,
         )
         check_syncs_to_one_replica(outcome.result, outcome.error)
         assert server.process.poll() is None

@@ -14,7 +14,7 @@ from tiny_assets import make_assets
 from support.engine_hash import HASH_LOADER
 from support.engine_steps import MODES, exercise_engine
 from support.sglang_server import sglang_server
-from support.trainer import run_trainer
+from support.trainer import ON_GPUS, run_trainer
 
 NUM_GPUS = torch.cuda.device_count()
 pytestmark = [
@@ -40,7 +40,7 @@ def test_sync_is_bit_exact_on_the_gpu(architecture: str, tp: int, tmp_path: Path
             tp=tp,
             device="cuda",
             backend="gloo" if tp == 1 else "cpu:gloo,cuda:nccl",  # what verl's ranks have
-            environment={"NCCL_CUMEM_ENABLE": "0"},  # as in SGLang's processes
+            environment=ON_GPUS,
         )
         assert [outcome.error for outcome in outcomes] == [None] * tp
         seen = outcomes[0].result

@@ -15,7 +15,7 @@ from support.cycle_models import make_model
 from support.engine_hash import HASH_LOADER
 from support.remap_steps import MODEL, REBALANCED, around_a_remap
 from support.sglang_server import sglang_server
-from support.trainer import run_trainer
+from support.trainer import ON_GPUS, run_trainer
 
 NUM_GPUS = torch.cuda.device_count()
 NUM_ITERATIONS = 20
@@ -52,7 +52,7 @@ def test_a_rebalancing_ends_the_plan_and_the_next_one_is_right(tmp_path: Path) -
             urls=[server.url],
             tp=2,
             device="cuda",
-            environment={"NCCL_CUMEM_ENABLE": "0"},  # as in SGLang's processes
+            environment=ON_GPUS,
         )
         log = server.log.read_text(errors="replace")
         assert [outcome.error for outcome in outcomes] == [None, None], log[-4000:]

@@ -16,7 +16,7 @@ from support.engine_hash import HASH_LOADER
 from support.fp8_models import make_model, model_override
 from support.fp8_steps import quantized_syncs
 from support.sglang_server import sglang_server
-from support.trainer import run_trainer
+from support.trainer import ON_GPUS, run_trainer
 
 NUM_GPUS = torch.cuda.device_count()
 pytestmark = [
@@ -50,7 +50,7 @@ def test_fp8_is_bit_exact(name: str, tp: int, tmp_path: Path) -> None:
             urls=[server.url],
             tp=tp,
             device="cuda",
-            environment={"NCCL_CUMEM_ENABLE": "0"},  # as in SGLang's processes
+            environment=ON_GPUS,
         )
         assert [outcome.error for outcome in outcomes] == [None] * tp, server.log.read_text()[
             -4000:

@@ -47,12 +47,7 @@ def exercise_engine(rank: TrainerRank, model: str, folder: str) -> dict[str, Any
     def cycle(
         mode: str, named: NamedTensors, version: str, **settings: Any
     ) -> list[dict[str, str]]:
-        manager = rank.manager(mode, **settings)
-        asyncio.run(manager.release())
-        asyncio.run(manager.resume(("weights",)))
-        asyncio.run(manager.sync(named, version=version))
-        asyncio.run(manager.resume(("kv_cache",)))
-        return engine_hashes(rank, Path(folder))
+        return sync_asleep(rank, rank.manager(mode, **settings), named, version, Path(folder))[0]
 
     for mode in MODES:
         changed = cycle(mode, weights[0.5], "half")
@@ -148,13 +143,20 @@ def _run_syncs(
             for name, tensor in weights:
                 write_values(export.sources()[name], tensor)
             weights = export
-        asyncio.run(manager.release())
-        asyncio.run(manager.resume(("weights",)))
-        asyncio.run(manager.sync(weights, version=str(scale)))
-        report = asdict(manager.report)
-        asyncio.run(manager.resume(("kv_cache",)))
-        seen.append((engine_hashes(rank, folder), report))
+        seen.append(sync_asleep(rank, manager, weights, str(scale), folder))
     return seen
+
+
+def sync_asleep(
+    rank: TrainerRank, manager: Any, weights: Any, version: str, folder: Path
+) -> tuple[list[dict[str, str]], dict[str, Any]]:
+    """(the engine's hashes, the report) of a sync between a release and the end of the wake-up."""
+    asyncio.run(manager.release())
+    asyncio.run(manager.resume(("weights",)))
+    asyncio.run(manager.sync(weights, version=version))
+    report = asdict(manager.report)
+    asyncio.run(manager.resume(("kv_cache",)))
+    return engine_hashes(rank, folder), report
 
 
 def sharded_export(weights: NamedTensors) -> Any:

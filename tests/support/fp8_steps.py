@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,8 +10,9 @@ from typing import Any
 import torch
 
 from contract.tiny_architectures import random_weights, read_checkpoint
+from support.engine_steps import sync_asleep
 from support.fp8_models import case_of, quantizer
-from support.trainer import TrainerRank, engine_hashes
+from support.trainer import TrainerRank
 
 SEEDS = (1, 2, 3, 4)
 WAYS: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -40,12 +39,7 @@ def quantized_syncs(rank: TrainerRank, name: str, model: str, folder: str) -> li
         manager, seen = rank.manager(mode, **settings), []
         for seed in SEEDS:
             weights = transformed(Reexport(partial(export, seed)), quantize, computes=True)
-            asyncio.run(manager.release())
-            asyncio.run(manager.resume(("weights",)))
-            asyncio.run(manager.sync(weights, version=str(seed)))
-            report = asdict(manager.report)
-            asyncio.run(manager.resume(("kv_cache",)))
-            seen.append((engine_hashes(rank, Path(folder)), report))
+            seen.append(sync_asleep(rank, manager, weights, str(seed), Path(folder)))
         return seen
 
     return [syncs(mode, settings) for mode, settings in WAYS]

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from support.cycle_models import checkpoint_weights
+from support.engine_steps import sync_asleep
 from support.http_requests import generate
-from support.trainer import TrainerRank, engine_hashes
+from support.trainer import TrainerRank
 
 REBALANCED = "[EPLBManager] rebalance end"
 MODEL = "qwen3-moe"
@@ -30,15 +29,8 @@ def around_a_remap(rank: TrainerRank, folder: str, num_tokens: int) -> dict[str,
     log = Path(folder, "server.log")
 
     def sync(mode: str, *weights: Any) -> list[Any]:
-        manager, seen = rank.manager(mode), []
-        for named in weights:
-            asyncio.run(manager.release())
-            asyncio.run(manager.resume(("weights",)))
-            asyncio.run(manager.sync(list(named), version="other"))
-            report = asdict(manager.report)
-            asyncio.run(manager.resume(("kv_cache",)))
-            seen.append((engine_hashes(rank, Path(folder)), report))
-        return seen
+        manager = rank.manager(mode)
+        return [sync_asleep(rank, manager, named, "other", Path(folder)) for named in weights]
 
     seen = {"learned": sync("compiled", first, second, first)}
     if rank.is_leader:

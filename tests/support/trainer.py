@@ -25,6 +25,9 @@ import torch.distributed as dist
 
 from support.hosts import Host
 
+ON_GPUS = {"NCCL_CUMEM_ENABLE": "0"}
+"""Environment of trainer ranks on GPUs: what SGLang's processes have; a mixture fails in CUDA."""
+
 
 @dataclass(frozen=True)
 class Outcome:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -67,9 +67,8 @@ def view_of(specs: Sequence[Spec], seen: Rehearsal) -> RankView:
         use = uses[name]
         if name not in idle and use.parts and None not in use.parts:
             partial[name] = frozenset(part for part in use.parts if part is not None)
-        clash = next((d for d in use.dtypes if not _may_become(dtype, d)), None)
-        if clash is not None:
-            clashes[name] = f"{_short(dtype)}, the engine has {_short(clash)}"
+        if clash := _clash(dtype, use, _may_become):
+            clashes[name] = clash
         elif use.is_broadcast:
             clashes[name] = "smaller than what it would fill"
     return RankView(
@@ -123,15 +122,10 @@ def unscaled_tensors(specs: Sequence[Spec], seen: Rehearsal) -> tuple[str, ...]:
 
     The one thing that can be told of a quantised model, whatever its loader arranges.
     """
-    found = []
-    for spec in specs:
-        name, dtype, _ = spec
-        use = seen.uses.get(name, Use())
-        clash = next((d for d in use.dtypes if (d in _SCALED) != (dtype in _SCALED)), None)
-        if clash is not None:
-            reason = f"{_short(dtype)}, the engine has {_short(clash)}"
-            found.append(_described(spec, reason, None))
-    return tuple(found)
+    clashes = (
+        (spec, _clash(spec[1], seen.uses.get(spec[0], Use()), _both_scaled)) for spec in specs
+    )
+    return tuple(_described(spec, clash, None) for spec, clash in clashes if clash)
 
 
 def judge(
@@ -200,6 +194,19 @@ def _may_become(source: torch.dtype, target: torch.dtype) -> bool:
     if source.is_complex or target.is_complex:
         return source.is_complex and target.is_complex
     return source.is_floating_point == target.is_floating_point
+
+
+def _both_scaled(source: torch.dtype, target: torch.dtype) -> bool:
+    """Whether both, or neither, are numbers that mean nothing without a scale."""
+    return (source in _SCALED) == (target in _SCALED)
+
+
+def _clash(
+    dtype: torch.dtype, use: Use, agree: Callable[[torch.dtype, torch.dtype], bool]
+) -> str | None:
+    """The first destination of a tensor with which its dtype does not agree, in words."""
+    clash = next((target for target in use.dtypes if not agree(dtype, target)), None)
+    return None if clash is None else f"{_short(dtype)}, the engine has {_short(clash)}"
 
 
 def _unread_bytes(spec: Spec, views: Sequence[RankView]) -> int:
