@@ -16,7 +16,7 @@ RUN = PYTHONDONTWRITEBYTECODE=1 .venv/bin/python
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-slow lint unit gpu bench-plots clean
+.PHONY: help setup quickstart test test-slow fault-storm lint unit gpu bench-plots clean
 
 help: ## show the targets
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:.*##/\t/' | expand -t 14
@@ -56,6 +56,13 @@ test: lint ## ruff, mypy and the tests (the GPU ones skip with a reason where th
 
 test-slow: setup ## the rest: more models, Megatron, broadcasts, faults, two hosts (half an hour)
 	$(RUN) -m pytest -q -m slow $(PYTEST_ARGS)
+
+FAULTS ?= 2000
+SEED ?= 1
+SECONDS_EACH ?= 1300
+
+fault-storm: setup ## FAULTS=2000 random faults on real engines and trainers, SEED=1 (45 minutes); see docs/reliability.md
+	STORM_FAULTS=$(FAULTS) STORM_SEED=$(SEED) STORM_SECONDS=$(SECONDS_EACH) $(RUN) -m pytest -q -s tests/e2e/test_fault_storm.py $(PYTEST_ARGS)
 
 quickstart: setup ## 2 GRPO steps on the CPU with real verl and SGLang, then proof that the weights arrived
 	$(RUN) recipes/quickstart.py

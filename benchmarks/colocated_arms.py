@@ -57,8 +57,7 @@ def counts_of(report: Any) -> dict[str, Any]:
     return {
         "num_buckets": report.num_buckets,
         "num_replayed": report.num_replayed,
-        "num_in_place": report.num_in_place,
-        "num_unexported": report.num_unexported,
+        "num_pulled": report.num_pulled,
         "num_exchanged": report.num_exchanged,
         "num_arranged": report.num_arranged,
         "sent_bytes": report.sent_bytes,

@@ -14,8 +14,8 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from sglang_loader.bucket_loader import LOADERS
 from sglang_loader.host_backup.policy import ENVIRONMENT_VARIABLE, Policy
+from sglang_loader.session_messages import SESSION_FORMAT
 
 START_TIMEOUT_S = 240
 PR_SET_PDEATHSIG = 1  # prctl(2)
@@ -71,7 +71,7 @@ def engine_server(
         *("--port", str(port), *COMMON, *(CPU if device == "cpu" else GPU)),
         *(("--moe-runner-backend", "triton") if is_moe and device != "cpu" else ()),
         *(("--enable-weights-cpu-backup",) if device != "cpu" else ()),  # as verl launches it
-        *("--custom-weight-loader", *LOADERS, *loaders),
+        *("--custom-weight-loader", SESSION_FORMAT, *loaders),
     ]
     common = {**os.environ, "HF_HUB_OFFLINE": "1", ENVIRONMENT_VARIABLE: host_backup}
     if device == "cpu" and tp > 1:

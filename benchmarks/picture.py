@@ -18,12 +18,16 @@ Draw = Callable[[dict[str, Any]], tuple[Any, Any]]
 
 
 def command(description: str, draw: Draw) -> None:
-    """Command line: RESULT PICTURE."""
+    """Command line: RESULT PICTURE [--commit COMMIT]."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("result", type=Path)
     parser.add_argument("picture", type=Path)
+    parser.add_argument("--commit", help="draw only the rows measured at this commit")
     args = parser.parse_args()
-    figure, axes = draw(json.loads(args.result.read_text()))
+    document = json.loads(args.result.read_text())
+    if args.commit:
+        document["rows"] = [row for row in document["rows"] if row.get("commit") == args.commit]
+    figure, axes = draw(document)
     axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
     figure.savefig(args.picture)

@@ -1,6 +1,6 @@
 """Draws GPU memory in use over one GRPO step, every arm of a committed result.
 
-python benchmarks/plot_memory.py benchmarks/results/grpo_step-....json docs/memory.svg
+python benchmarks/plot_memory.py benchmarks/results/grpo_step-....json docs/memory.svg --commit ...
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Draws where the seconds of one sleep, wake and sync go, from a committed result.
 
-python benchmarks/plot_stages.py benchmarks/results/grpo_step-....json docs/stages.svg
+python benchmarks/plot_stages.py benchmarks/results/colocated-....json docs/stages.svg --commit ...
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
+from sglang_loader.check_remarks import ManifestCheck
 from sglang_loader.manifest import BucketManifest, ManifestError, checked
 
 BROADCAST_EAGER = "sglang_loader.broadcast.eager"
@@ -25,12 +26,14 @@ class BroadcastBucket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         next_nbytes: length of the next bucket, in bytes, whose broadcast has begun too; 0 if this
             is the last. The engine receives it while it loads this one.
         timeout_s: longest time to wait for the bytes, in seconds.
+        manifest_check: see `session_messages.SessionDescriptor`; of the last bucket.
         recheck_every_n_syncs: see `plan_store.ModelLoader.start`.
     """
 
     manifest: BucketManifest
     next_nbytes: int
     timeout_s: float
+    manifest_check: ManifestCheck = "off"
     recheck_every_n_syncs: int = 0
 
 

@@ -4,7 +4,7 @@ One `BroadcastReceiver` lives in each scheduler process. Two receive buffers are
 sync: while a bucket is loaded out of one, the next arrives in the other, because the trainer
 announces it (`BroadcastBucket.next_nbytes`) and its broadcast runs already.
 
-    receiver.check(bucket)                 # before any rank waits for bytes
+    receiver.check(bucket, group)          # before any rank waits for bytes
     flat = receiver.receive(bucket, group, device)
     receiver.load(model, bucket, flat, compiled=False)
 """
@@ -19,8 +19,7 @@ import torch
 
 from sglang_loader.broadcast import Broadcast, BroadcastError
 from sglang_loader.broadcast_messages import BroadcastBucket
-from sglang_loader.bucket_loader import synchronize, tensor_views
-from sglang_loader.engine_context import engine_context
+from sglang_loader.engine_context import engine_context, synchronize
 from sglang_loader.load_plan import BucketLayout, BucketSource, BucketTensor
 from sglang_loader.manifest import BucketManifest, ManifestError, SyncSequence
 from sglang_loader.plan_store import loader_of
@@ -58,13 +57,18 @@ class BroadcastReceiver:
             for arriving in self._unfinished
         )
 
-    def check(self, bucket: BroadcastBucket) -> None:
+    def check(self, bucket: BroadcastBucket, group: Any) -> None:
         """Refuse a bucket that is repeated, skipped or of another sync.
+
+        A first bucket in another group begins a new sync: the trainer of the one before is gone,
+        and nobody has told this engine to leave its group.
 
         Raises:
             ManifestError: it is not the next one.
         """
         manifest = bucket.manifest
+        if manifest.index == 0 and self._arriving is not None and self._arriving.group is not group:
+            self.give_up()
         arriving = self._arriving
         if arriving is not None and (arriving.sync_id, arriving.index, arriving.nbytes) != (
             manifest.sync_id,
@@ -119,24 +123,23 @@ class BroadcastReceiver:
             Exception: what the model's `load_weights` raises.
         """
         manifest = bucket.manifest
-        if compiled:
-            loader = loader_of(model)
-            if manifest.index == 0:
-                loader.start(
-                    engine_context(model), recheck_every_n_syncs=bucket.recheck_every_n_syncs
-                )
-            source = BucketSource.flat(flat)
-            loader.load(manifest.index, _layout_of(manifest), source, read_only=False)
-            if manifest.last:
-                outcome = loader.finish()
-                logger.info(
-                    "broadcast sync: %d buckets replayed, %d loaded eagerly%s",
-                    outcome.num_replayed,
-                    outcome.num_eager,
-                    f": {outcome.reason}" if outcome.reason else "",
-                )
-        else:
-            model.load_weights(tensor_views(manifest, flat))
+        loader = loader_of(model)
+        if manifest.index == 0:
+            loader.start(
+                engine_context(model),
+                recheck_every_n_syncs=bucket.recheck_every_n_syncs,
+                uses_plan=compiled,
+            )
+        source = BucketSource.flat(flat)
+        loader.load(manifest.index, layout_of(manifest), source, read_only=False)
+        if manifest.last:
+            outcome = loader.finish()
+            logger.info(
+                "broadcast sync: %d buckets replayed, %d loaded eagerly%s",
+                outcome.num_replayed,
+                outcome.num_eager,
+                f": {outcome.reason}" if outcome.reason else "",
+            )
         synchronize(flat.device)
 
     def give_up(self) -> None:
@@ -177,7 +180,8 @@ def _is_over(broadcast: Broadcast) -> bool:
         return False
 
 
-def _layout_of(manifest: BucketManifest) -> BucketLayout:
+def layout_of(manifest: BucketManifest) -> BucketLayout:
+    """A bucket's layout, as loaders take it."""
     tensors = []
     for entry in manifest.tensors:
         dtype = getattr(torch, entry.dtype, None)

@@ -1,10 +1,26 @@
-"""What a load plan depends on besides names and shapes: ranks, expert map, quantisation, device."""
+"""What is asked of the engine's process: is it ours, its ranks, its expert map, its device.
+
+A load plan depends on the answers, besides names and shapes.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+
+from sglang_loader.session_messages import SESSION_FORMAT
+
+
+def is_ours(server_args: Any) -> bool:
+    """True where the server was launched with our loader (`ServerArgs.custom_weight_loader`)."""
+    return SESSION_FORMAT in (server_args.custom_weight_loader or ())
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the current stream of `device` has run everything; nothing to do on a CPU."""
+    if device.type != "cpu":
+        torch.get_device_module(device).current_stream(device).synchronize()
 
 
 def engine_context(model: Any) -> dict[str, object]:

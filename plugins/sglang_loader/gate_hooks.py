@@ -10,21 +10,22 @@ request waits for.
 
 from __future__ import annotations
 
+import asyncio
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from http import HTTPStatus
 from typing import Any
 
-from sglang_loader.broadcast_messages import BROADCAST_FORMATS
-from sglang_loader.bucket_loader import LOADERS, is_ours
+from sglang_loader.engine_context import is_ours
 from sglang_loader.host_backup import backup_of
 from sglang_loader.request_gate import RequestGate, policy_of_this_process
-from sglang_loader.session_messages import SESSION_FORMAT
 
 Original = Callable[..., Any]
 
-SYNC_FORMATS = (*LOADERS, SESSION_FORMAT, *BROADCAST_FORMATS)
+BUSY_WAIT_S = 5.0
+BUSY_POLL_S = 0.005
 
 CUDA_GRAPH_TAG = "cuda_graph"
 GRAPHS_VARIABLE = "SGLANG_MEMORY_SAVER_CUDA_GRAPH"
@@ -75,6 +76,11 @@ def set_gate(reason: str | None) -> None:
         _gate.open()
     else:
         _gate.close(reason)
+
+
+def gate_reason() -> str | None:
+    """Why this process's gate is closed, or None."""
+    return None if _gate is None else _gate.reason
 
 
 def graphs_are_released_by_tag() -> bool:
@@ -164,22 +170,24 @@ class UpdateLock:
     closed.
 
     A request holds the lock until it is answered, and an update waits for it. One that waits at
-    the gate would keep the update from coming that it waits for. Nothing else runs then: a release
-    is refused while requests run, and the first bucket of a sync has waited for them.
+    the gate would keep the update from coming that it waits for. Nothing else runs then: the gate
+    closes only while the engine is idle.
 
     Args:
         lock: SGLang's own.
+
+    Attributes:
+        is_closed: the engine's last word on its gate.
     """
 
     def __init__(self, lock: Any) -> None:
         self._lock = lock
-        self.is_released = False
-        self.is_syncing = False
+        self.is_closed = False
 
     @property
     def writer_lock(self) -> AbstractAsyncContextManager[Any]:
         """What an update enters."""
-        if self.is_released or self.is_syncing:
+        if self.is_closed:
             return nullcontext()
         lock: AbstractAsyncContextManager[Any] = self._lock.writer_lock
         return lock
@@ -196,13 +204,48 @@ def update_lock_of(manager: Any) -> UpdateLock:
     return lock
 
 
-async def update(original: Original, manager: Any, obj: Any, request: Any = None) -> Any:
-    """AROUND `TokenizerControlMixin.update_weights_from_{tensor,distributed}`: notes whether a
-    sync is under way, or broke off.
+def note_gate(manager: Any, replies: Sequence[Any]) -> None:
+    """Take over what the engine's replies say of its gate, where they say anything."""
+    if told := [reply.closed for reply in replies if hasattr(reply, "closed")]:
+        update_lock_of(manager).is_closed = any(told)
+
+
+class UpdateCommunicator:
+    """Stands in for SGLang's communicator of weight updates: asks a busy engine again.
+
+    Requests that are answered may not be wound up yet in the scheduler, which then refuses the
+    update before it touches anything (`is_busy`). No new ones come meanwhile: whoever calls this
+    holds the writer lock, or generation is paused.
+
+    Args:
+        manager: the tokenizer manager.
+        communicator: SGLang's.
     """
-    if not is_ours(manager.server_args) or obj.load_format not in SYNC_FORMATS:
-        return await original(manager, obj, request)
-    lock = update_lock_of(manager)
-    result = await original(manager, obj, request)
-    lock.is_syncing = not (result[0] and obj.flush_cache)  # a sync's last bucket flushes
-    return result
+
+    def __init__(self, manager: Any, communicator: Any) -> None:
+        self._manager = manager
+        self._communicator = communicator
+
+    async def __call__(self, request: Any) -> list[Any]:
+        """Have the engine execute the request; its replies."""
+        deadline = time.monotonic() + BUSY_WAIT_S
+        while True:
+            replies: list[Any] = await self._communicator(request)
+            is_busy = any(getattr(reply, "is_busy", False) for reply in replies)
+            if not is_busy or time.monotonic() > deadline:
+                break
+            await asyncio.sleep(BUSY_POLL_S)
+        note_gate(self._manager, replies)
+        return replies
+
+
+async def update(original: Original, manager: Any, obj: Any, request: Any = None) -> Any:
+    """AROUND `TokenizerControlMixin.update_weights_from_{tensor,distributed}`."""
+    if is_ours(manager.server_args):
+        for name in ("update_weights_from_tensor", "update_weights_from_distributed"):
+            attribute = f"{name}_communicator"
+            communicator = getattr(manager, attribute)
+            if not isinstance(communicator, UpdateCommunicator):
+                setattr(manager, attribute, UpdateCommunicator(manager, communicator))
+        update_lock_of(manager)
+    return await original(manager, obj, request)

@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
 from sglang_loader import idempotency, stage_reply
-from sglang_loader.bucket_loader import is_ours
-from sglang_loader.gate_hooks import update_lock_of
+from sglang_loader.engine_context import is_ours
+from sglang_loader.gate_hooks import note_gate
 from sglang_loader.stage_costs import StageCosts, joined
 
 HTTP_SERVER = "sglang.srt.entrypoints.http_server"
@@ -80,9 +80,7 @@ async def _ask(
         return None
     manager.auto_create_handle_loop()
     replies = list(await communicator(obj))
-    # Where nothing was to be done the reply does not tell, and nothing has changed.
-    if told := [reply.closed for reply in replies if hasattr(reply, "closed")]:
-        update_lock_of(manager).is_released = any(told)
+    note_gate(manager, replies)  # where nothing was to be done they do not say anything
     if refusals := [text for text in (getattr(r, "refusal", None) for r in replies) if text]:
         raise MemoryRequestRefused("\n".join(refusals))
     costs = joined([getattr(reply, "costs", {}) for reply in replies])

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from sglang_loader.bucket_loader import is_ours
+from sglang_loader.engine_context import is_ours
 from sglang_loader.gate_hooks import (
     CUDA_GRAPH_TAG,
     graphs_are_released_by_tag,
@@ -43,7 +43,7 @@ from sglang_loader.host_backup.allocations import (
 from sglang_loader.host_backup.policy import Policy, requested_policy, why_stock
 from sglang_loader.memory_saver_mode import choose_preload
 from sglang_loader.stage_costs import StageMeter, by_rank
-from sglang_loader.weight_updater_hooks import failures_on_any_rank, from_all_ranks
+from sglang_loader.weight_update import failures_on_any_rank, from_all_ranks
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """One model's way from eager loading to replayed plans, and back where a plan does not hold.
 
     loader = loader_of(model)
-    loader.start(context, recheck_every_n_syncs=0)
+    loader.start(context, recheck_every_n_syncs=0, uses_plan=True)
     for index, (layout, source) in enumerate(sync):
         loader.load(index, layout, source, read_only=False)
     outcome = loader.finish()
@@ -36,6 +36,7 @@ from sglang_loader.load_plan import (
     check_bucket,
 )
 from sglang_loader.load_plan.guard import Fingerprint
+from sglang_loader.rehearsal import naming_refused
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +67,7 @@ class ArrangementError(RuntimeError):
     """A bucket came arranged that cannot be loaded so; the text says why."""
 
 
-class _Way(Enum):
+class _LoadMode(Enum):
     RECORD = "record"
     REPLAY = "replay"
     CHECK = "check"
@@ -95,7 +96,7 @@ class ModelLoader:
         self._compiled: _Compiled | None = None
         self._builder: PlanBuilder | None = None
         self._maker = ArrangementMaker(model)
-        self._way = _Way.EAGER
+        self._load_mode = _LoadMode.EAGER
         self._context: Mapping[str, object] = {}
         self._first: BucketLayout | None = None
         self._reason: str | None = None
@@ -107,18 +108,24 @@ class ModelLoader:
         self._known: KnownDigests | None = None
         self._has_looked = False
 
-    def start(self, context: Mapping[str, object], *, recheck_every_n_syncs: int) -> None:
+    def start(
+        self, context: Mapping[str, object], *, recheck_every_n_syncs: int, uses_plan: bool = True
+    ) -> None:
         """Begin a sync; one that broke off before is forgotten.
 
         Args:
             context: see `engine_context`.
             recheck_every_n_syncs: check the plan against `load_weights` in every n-th sync that it
                 serves; 0: never again after it was made.
+            uses_plan: False: every bucket goes through `load_weights`, whatever plan there is.
         """
         self._builder, self._context, self._reason = None, context, None
         self._num_replayed = self._num_eager = 0
         self._known = None  # whatever was loaded in between
-        self._has_looked = False
+        self._has_looked = not uses_plan
+        if not uses_plan:
+            self._load_mode = _LoadMode.EAGER
+            return
         if self._compiled is not None and (mismatch := self._context_mismatch(self._compiled)):
             self._drop_plan(mismatch)
         if self._compiled is None:
@@ -126,7 +133,7 @@ class ModelLoader:
             return
         self._syncs_since_check += 1
         due = recheck_every_n_syncs and self._syncs_since_check >= recheck_every_n_syncs
-        self._way = _Way.CHECK if due else _Way.REPLAY
+        self._load_mode = _LoadMode.CHECK if due else _LoadMode.REPLAY
         if self.arranged is not None:
             self.look()
 
@@ -149,7 +156,7 @@ class ModelLoader:
     @property
     def arranged_now(self) -> ArrangedPlan | None:
         """`arranged`, once the sync has started; None where it needs whole buckets."""
-        return self.arranged if self._way is _Way.REPLAY else None
+        return self.arranged if self._load_mode is _LoadMode.REPLAY else None
 
     def load_arranged(self, index: int, layout: BucketLayout, source: BucketSource) -> None:
         """Load one bucket that came arranged; asynchronous on a GPU, on the current stream.
@@ -168,7 +175,7 @@ class ModelLoader:
         if self.arranged_now is None:
             raise ArrangementError(self._reason or "this sync needs whole buckets")
         if not self._fits(index, layout, read_only=False):
-            self._way = _Way.EAGER
+            self._load_mode = _LoadMode.EAGER
             raise ArrangementError(self._reason or "the plan does not hold")
         arranged = self.arranged_now
         if arranged is None or arranged.nbytes(index) is None:
@@ -194,32 +201,35 @@ class ModelLoader:
             Exception: what `load_weights` raises.
         """
         self.look()
-        if self._way in (_Way.REPLAY, _Way.CHECK) and not self._fits(index, layout, read_only):
-            self._way = _Way.EAGER
+        if self._load_mode in (_LoadMode.REPLAY, _LoadMode.CHECK) and not self._fits(
+            index, layout, read_only
+        ):
+            self._load_mode = _LoadMode.EAGER
             if index == 0 and self._compiled is None:  # nothing is lost: a plan for the new layout
                 self._start_recording()
-        if index == 0 and self._way is _Way.RECORD and self._is_unfit(layout):
-            self._way = _Way.EAGER
-        if self._way is _Way.REPLAY and self._replay(index, source):
+        if index == 0 and self._load_mode is _LoadMode.RECORD and self._is_unfit(layout):
+            self._load_mode = _LoadMode.EAGER
+        if self._load_mode is _LoadMode.REPLAY and self._replay(index, source):
             return True
         buffer = source.packed(layout)
-        if self._way is _Way.CHECK:
-            self._check(index, buffer)
-        elif self._way is _Way.RECORD:
-            self._record(index, layout, buffer)
-        else:
-            self._load_eagerly(layout, buffer, read_only)
+        with naming_refused(self._model, layout):
+            if self._load_mode is _LoadMode.CHECK:
+                self._check(index, buffer)
+            elif self._load_mode is _LoadMode.RECORD:
+                self._record(index, layout, buffer)
+            else:
+                self._load_eagerly(layout, buffer, read_only)
         return False
 
     def finish(self) -> SyncOutcome:
         """End a sync whose buckets all came."""
-        if self._way is _Way.RECORD:
+        if self._load_mode is _LoadMode.RECORD:
             self._compile()
             self._note("the plan is being made", log=False)  # unless there is a worse reason
-        elif self._way is _Way.CHECK:
+        elif self._load_mode is _LoadMode.CHECK:
             self._syncs_since_check = 0
             self._note("the plan was due for a check")
-        elif self._way is _Way.REPLAY:
+        elif self._load_mode is _LoadMode.REPLAY:
             self._num_recordings = 0
         self._builder = None
         compiled = self._compiled
@@ -243,7 +253,7 @@ class ModelLoader:
 
     def _has_loaded_all(self, plan: LoadPlan) -> bool:
         """True if this sync has written what the plan writes, by the plan or proven to be it."""
-        return self._way is not _Way.EAGER and (
+        return self._load_mode is not _LoadMode.EAGER and (
             self._num_replayed + self._num_eager == len(plan.buckets)
         )
 
@@ -253,10 +263,10 @@ class ModelLoader:
 
     def _start_recording(self) -> None:
         if self._num_recordings >= MAX_RECORDINGS:
-            self._way = _Way.EAGER
+            self._load_mode = _LoadMode.EAGER
             self._note(f"{MAX_RECORDINGS} plans in a row did not last for one sync")
             return
-        self._way = _Way.RECORD
+        self._load_mode = _LoadMode.RECORD
         self._builder = PlanBuilder(self._model, self._model.load_weights, self._context)
         self._maker = ArrangementMaker(self._model)
 
@@ -289,7 +299,7 @@ class ModelLoader:
             if bucket.changes_buffer:
                 raise  # the sources are no longer what was sent
             self._drop_plan(f"the replay of bucket {index} failed: {error!r}")
-            self._way = _Way.EAGER
+            self._load_mode = _LoadMode.EAGER
             return False
         self._num_replayed += 1
         return True
@@ -309,7 +319,7 @@ class ModelLoader:
         self._known = result.known
         if not result.ok:
             self._drop_plan(f"bucket {index}: {result.reason}")
-            self._way = _Way.EAGER
+            self._load_mode = _LoadMode.EAGER
         elif self._compiled.arranged is not None:
             arranged = self._compiled.arranged
             self._compiled.arranged = arranged.rechecked(self._model, index, buffer)
@@ -375,7 +385,7 @@ class ModelLoader:
         self._note(reason)
         assert self._first is not None
         self._unfit = (Fingerprint.of([self._first], self._context), reason)
-        self._builder, self._way = None, _Way.EAGER
+        self._builder, self._load_mode = None, _LoadMode.EAGER
 
     def _drop_plan(self, reason: str) -> None:
         self._note(reason)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import traceback
 
 import msgspec
@@ -68,7 +67,3 @@ def collect() -> SGLangFacts:
         ],
         hooks=hooks,
     )
-
-
-if __name__ == "__main__":
-    sys.stdout.write("\n" + msgspec.json.encode(collect()).decode() + "\n")

@@ -1,8 +1,8 @@
 """Serves a whole sync: one request, buckets over a private socket.
 
 `weight_updater_hooks` calls `serve_session` in each TP worker for the one request that opens a
-session; it returns when the trainer has committed and the device has every byte, or raises. When
-all TP ranks have agreed on the outcome, `ServedSession.conclude` tells the trainer.
+session; it returns when the device has every byte and the trainer has confirmed them, or raises.
+When all TP ranks have agreed on the outcome, `ServedSession.conclude` tells the trainer.
 The trainer may write into a buffer again as soon as it gets `BucketDone`: that is sent after the
 stream has finished.
 """
@@ -15,25 +15,32 @@ import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from sglang_loader import session_messages as wire
 from sglang_loader.arranged_plan import ArrangedPlan
-from sglang_loader.bucket_loader import synchronize
-from sglang_loader.engine_context import device_of, engine_context, tp_rank
+from sglang_loader.engine_context import device_of, engine_context, synchronize, tp_rank
 from sglang_loader.load_plan import BucketLayout, BucketSource
 from sglang_loader.plan_store import ArrangementError, ModelLoader, SyncOutcome, loader_of
 from sglang_loader.session_channel import Channel, KeptChannels, engine_end
 from sglang_loader.session_messages import FromTrainer, SessionDescriptor, SessionError
 from sglang_loader.session_state import InFlight, Layouts, Mappings, Sources
+from sglang_loader.shared_buffer import CannotMap
 
 logger = logging.getLogger(__name__)
 
 HANDSHAKE_TIMEOUT_S = 120.0  # all replicas of the trainer have to be asked
 DEVICE_POLL_S = 0.0001
-NUM_TRAINERS = 4  # whose sockets are kept
+NUM_TRAINERS = 4
+"""So many sockets, and update groups, are kept."""
+
+
+class BeforeLoading(Protocol):
+    """Learns of each bucket before it overwrites anything."""
+
+    def __call__(self, layout: BucketLayout, *, is_first: bool) -> None: ...
 
 
 def serve_session(
@@ -41,7 +48,8 @@ def serve_session(
     models: Sequence[Any],
     *,
     once_joined: Callable[[], None],
-    before_loading: Callable[[], None],
+    before_loading: BeforeLoading,
+    once_loaded: Callable[[], None],
 ) -> ServedSession:
     """Serve the session that the request invites to.
 
@@ -51,14 +59,16 @@ def serve_session(
             last.
         once_joined: what must be done before any byte is overwritten; called while the trainer is
             waited for, whether it will send anything or not. Ends the session by raising.
-        before_loading: called once, when the first bucket has come.
+        before_loading: called with the layout of each bucket before it is loaded.
+        once_loaded: called when all are, before the trainer hears of it.
 
     Raises:
         SessionError: the trainer is gone, silent, aborted, or broke the protocol.
-        Exception: what `once_joined` or a model's `load_weights` raised; the trainer gets the
-            traceback too.
+        Exception: what `once_joined`, `once_loaded` or a model's `load_weights` raised; the trainer
+            gets the traceback too.
     """
-    return ServedSession(_Session(descriptor, models, once_joined, before_loading).run())
+    session = _Session(descriptor, models, once_joined, before_loading, once_loaded)
+    return ServedSession(session.run())
 
 
 class ServedSession:
@@ -96,10 +106,12 @@ class _Session:
         descriptor: SessionDescriptor,
         models: Sequence[Any],
         once_joined: Callable[[], None],
-        before_loading: Callable[[], None],
+        before_loading: BeforeLoading,
+        once_loaded: Callable[[], None],
     ) -> None:
         self._descriptor = descriptor
         self._once_joined = once_joined
+        self._once_loaded = once_loaded
         self._before_loading = before_loading
         self._loaders: list[ModelLoader] = [loader_of(model) for model in models]
         self._models = models
@@ -110,6 +122,7 @@ class _Session:
         self._in_flight = InFlight(self._device)
         self._arranged: ArrangedPlan | None = None
         self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._has_let_go = False
 
     def run(self) -> Channel[FromTrainer]:
         """Serve until commit; tell the trainer of a failure before raising it."""
@@ -120,10 +133,11 @@ class _Session:
             stack.enter_context(channel)
             try:
                 self._serve(channel)
-            except Exception:
+            except Exception as error:
                 text = f"TP rank {tp_rank()}: {traceback.format_exc()}"
+                cannot_map = isinstance(error, CannotMap)
                 with suppress(SessionError):  # the trainer may be what is gone
-                    channel.send(wire.Failed, traceback=text)
+                    channel.send(wire.Failed, traceback=text, cannot_map=cannot_map)
                 raise
             finally:
                 self._let_go()
@@ -135,6 +149,7 @@ class _Session:
             loader.start(
                 engine_context(model),
                 recheck_every_n_syncs=self._descriptor.recheck_every_n_syncs,
+                uses_plan=self._descriptor.uses_plan,
             )
         # The trainer packs what this says: the guards have spoken before.
         self._arranged = common_arrangements([loader.arranged_now for loader in self._loaders])
@@ -147,21 +162,18 @@ class _Session:
         self._once_joined()
         for loader in self._loaders:
             loader.look()
-        welcome = channel.receive(timeout_s=HANDSHAKE_TIMEOUT_S)
-        if isinstance(welcome, wire.Abort):
-            raise SessionError(f"the trainer aborted the sync: {welcome.reason}")
-        if not isinstance(welcome, wire.Welcome):
-            raise SessionError(f"expected Welcome, got {type(welcome).__name__}")
+        _expect(wire.Welcome, channel.receive(timeout_s=HANDSHAKE_TIMEOUT_S))
         while True:
             message = self._next_message(channel)
             if isinstance(message, wire.LoadBucket):
                 with self._spending("launching"):
                     self._load(message)
-            elif isinstance(message, wire.Commit):
+            elif isinstance(message, wire.Finish):
                 self._finish_buckets(channel)
-                outcome = self._commit(message)
+                outcome = self._finish(message)
+                self._once_loaded()
                 channel.send(
-                    wire.Committed,
+                    wire.Loaded,
                     num_replayed=outcome.num_replayed,
                     num_eager=outcome.num_eager,
                     reason=outcome.reason,
@@ -169,11 +181,11 @@ class _Session:
                     arrangements=self._offer(message.arrangements),
                     seconds=dict(self._seconds),
                 )
+                self._let_go()  # while the trainer's ranks agree
+                _expect(wire.Commit, channel.receive())
                 return
-            elif isinstance(message, wire.Abort):
-                raise SessionError(f"the trainer aborted the sync: {message.reason}")
             else:
-                raise SessionError(f"unexpected {type(message).__name__}")
+                _expect(wire.LoadBucket, message)
 
     def _next_message(self, channel: Channel[FromTrainer]) -> FromTrainer:
         """Wait for the trainer and for the device at once: buckets are launched as they come, and
@@ -200,7 +212,7 @@ class _Session:
 
     @contextmanager
     def _spending(self, what: str) -> Iterator[None]:
-        """Count the body's time; see `Committed.seconds`."""
+        """Count the body's time; see `Loaded.seconds`."""
         started = time.perf_counter()
         yield
         self._seconds[what] += time.perf_counter() - started
@@ -211,8 +223,7 @@ class _Session:
         layout = _layouts.get(message.digest, message.layout)
         for buffer in message.buffers:
             self._slots[buffer.slot] = _mappings.get(buffer, self._device)
-        if not self._digests:
-            self._before_loading()
+        self._before_loading(layout, is_first=not self._digests)
         replayed = [True]
         if message.arranged:
             self._load_arranged(message, layout)
@@ -250,19 +261,25 @@ class _Session:
             return None
         return arranged.encoded
 
-    def _commit(self, commit: wire.Commit) -> SyncOutcome:
+    def _finish(self, finish: wire.Finish) -> SyncOutcome:
         """Every announced tensor came exactly once, and the device has finished with all."""
-        if (commit.num_buckets, commit.num_tensors) != (len(self._digests), self._num_tensors):
+        if (finish.num_buckets, finish.num_tensors) != (len(self._digests), self._num_tensors):
             raise SessionError(
                 f"{self._num_tensors} tensors in {len(self._digests)} buckets came, the trainer "
-                f"sent {commit.num_tensors} in {commit.num_buckets}"
+                f"sent {finish.num_tensors} in {finish.num_buckets}"
             )
+        if not self._digests:
+            raise SessionError("the trainer sent no tensor")
         _layouts.check_distinct(self._digests)
         outcomes = [loader.finish() for loader in self._loaders]
         synchronize(self._device)
         return min(outcomes, key=lambda outcome: outcome.num_replayed)
 
     def _let_go(self) -> None:
+        """Unmap the trainer's memory but for what later sessions use again; once."""
+        if self._has_let_go:
+            return
+        self._has_let_go = True
         self._slots.clear()
         if self._in_flight:  # a failure: nothing is unmapped while the device may read it
             synchronize(self._device)
@@ -270,6 +287,14 @@ class _Session:
             _sources.forget()
             for loader in self._loaders:
                 loader.unbind()
+
+
+def _expect(kind: type[wire.FromTrainer], message: wire.FromTrainer) -> None:
+    """Raise SessionError unless the trainer sent a message of this kind."""
+    if isinstance(message, wire.Abort):
+        raise SessionError(f"the trainer aborted the sync: {message.reason}")
+    if not isinstance(message, kind):
+        raise SessionError(f"expected {kind.__name__}, got {type(message).__name__}")
 
 
 def load_into_all(

@@ -5,24 +5,33 @@ connects. A monitor on the socket reports when the peer's process is gone, at on
 PID namespaces; a child that it forked meanwhile keeps its end open, and delays that. Both ends keep
 the socket of a session that ended well for the next one (`KeptChannels`): to connect takes a
 millisecond.
+
+The two ends differ in what a dead peer's last messages are worth. The trainer wants to read why its
+engine failed. The engine must not act on what a trainer sent that has given up since: on its end an
+Abort comes before all messages that wait, and nothing counts once the trainer is gone.
 """
 
 from __future__ import annotations
 
 import hmac
 import time
+import weakref
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from sglang_loader import session_messages as wire
+from sglang_loader.session_folder import check_endpoint
 from sglang_loader.session_messages import FromEngine, FromTrainer, SessionError
 
 LINGER_MS = 2000
 SLICE_MS = 100
+CONNECT_TIMEOUT_S = 5.0
 GRACE_MS = 1000
 
 Received = TypeVar("Received", bound=FromTrainer | FromEngine)
@@ -36,6 +45,9 @@ class Channel(Generic[Received]):
         bind: True on the trainer's end.
         decode: `decode_from_trainer` or `decode_from_engine`.
         peer: "trainer" or "engine", for messages.
+
+    Attributes:
+        has_heard: the peer has said something in this session, even if that was refused.
     """
 
     def __init__(
@@ -55,11 +67,20 @@ class Channel(Generic[Received]):
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
         self._socket.setsockopt(zmq.LINGER, LINGER_MS)
         self._socket.setsockopt(zmq.SNDHWM, 0)  # a send never waits for the peer to read
-        self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._received: deque[Received] = deque()
+        self._is_peer_gone = False
+        self.has_heard = False
+        self._connect_deadline: float | None = None  # None: connected, or nobody to connect to
+        events = zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED
+        self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(events)
+        path = Path(endpoint.removeprefix("ipc://")) if bind else None
+        self._close = weakref.finalize(self, _close, self._socket, self._monitor, path)
+        self._close.atexit = False
         try:
             if bind:
                 self._socket.bind(endpoint)
             else:
+                self._connect_deadline = time.monotonic() + CONNECT_TIMEOUT_S
                 self._socket.connect(endpoint)
         except zmq.ZMQError as error:
             self.close()
@@ -75,12 +96,13 @@ class Channel(Generic[Received]):
             token: the session's; added to what is sent, expected of what is received.
             timeout_s: longest wait for a message, in seconds.
         """
-        self._token, self._timeout_s = token, timeout_s
+        self._token, self._timeout_s, self.has_heard = token, timeout_s, False
 
     @property
     def is_quiet(self) -> bool:
         """True if nothing came since the last message: another session can begin."""
-        return not self._poller.poll(0)
+        self._look_at_peer()
+        return not (self._is_peer_gone or self._received or self._socket.poll(0))
 
     def send(self, kind: type[Any], **fields: Any) -> None:
         """Send `kind(**fields)` with the session's token; never waits.
@@ -108,37 +130,65 @@ class Channel(Generic[Received]):
         limit = self._timeout_s if timeout_s is None else min(timeout_s, self._timeout_s)
         if not self.wait(limit, watch):
             raise SessionError(f"no message from the {self._peer} within {limit:g} s")
-        return self._checked(self._socket.recv())
+        return self._received.popleft()
 
     def wait(self, limit_s: float, watch: Callable[[], None] | None = None) -> bool:
         """Wait for a message; False if there is none after `limit_s`. `watch`: as for `receive`.
 
         Raises:
-            SessionError: a dead peer.
+            SessionError: a dead peer, or as for `receive`.
         """
         deadline = time.monotonic() + limit_s
-        while True:
-            ready = dict(self._poller.poll(SLICE_MS))
-            if self._socket in ready:
-                return True
-            if self._monitor in ready:
-                if self._socket.poll(0):
-                    continue
+        while not self.has_message():
+            if self._is_peer_gone:
                 raise SessionError(f"the {self._peer}'s process is gone")
             if watch is not None:
                 try:
                     watch()
                 except Exception:
                     # What the peer said before comes first, though another way was faster.
-                    if self._socket.poll(GRACE_MS):
+                    if self._socket.poll(GRACE_MS) and self.has_message():
                         return True
                     raise
-            if time.monotonic() > deadline:
+            now = time.monotonic()
+            if self._connect_deadline is not None and now > self._connect_deadline:
+                raise SessionError(f"nobody listens at {self.endpoint}")
+            if now > deadline:
                 return False
+            self._poller.poll(SLICE_MS)
+        return True
 
     def has_message(self) -> bool:
-        """True if `receive` would return at once."""
-        return bool(self._socket.poll(0))
+        """True if `receive` would return at once.
+
+        Raises:
+            SessionError: a wrong token or version, or not a message; the engine's end: a dead peer.
+        """
+        self._look_at_peer()
+        while self._socket.poll(0):
+            data = self._socket.recv()
+            self.has_heard = True
+            message = self._checked(data)
+            if isinstance(message, wire.Abort):
+                self._received.appendleft(message)
+            else:
+                self._received.append(message)
+        if self._is_peer_gone and not self._bind and not self._is_aborted:
+            raise SessionError(f"the {self._peer}'s process is gone")
+        return bool(self._received)
+
+    @property
+    def _is_aborted(self) -> bool:
+        return bool(self._received) and isinstance(self._received[0], wire.Abort)
+
+    def _look_at_peer(self) -> None:
+        """Take note of what the monitor has seen."""
+        while self._monitor.poll(0):
+            event = recv_monitor_message(self._monitor)["event"]
+            if event == zmq.EVENT_CONNECTED:
+                self._connect_deadline = None
+            else:
+                self._is_peer_gone = True
 
     def _checked(self, data: bytes) -> Received:
         message = self._decode(data)
@@ -149,12 +199,7 @@ class Channel(Generic[Received]):
 
     def close(self) -> None:
         """Close the socket; what was sent still leaves for `LINGER_MS`."""
-        if self._socket.closed:
-            return
-        self._socket.disable_monitor()
-        self._socket.close()
-        if self._bind:
-            Path(self.endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
+        self._close()
 
     def __enter__(self) -> Channel[Received]:
         return self
@@ -168,13 +213,30 @@ class Channel(Generic[Received]):
         self.close()
 
 
+def _close(socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes], bound_at: Path | None) -> None:
+    """Also of a channel that nobody has closed: the garbage collector might close the monitor
+    first, and the next event for a monitor that nobody reads blocks zmq's thread for good, and with
+    it every socket of the process.
+    """
+    socket.disable_monitor()
+    socket.close()
+    monitor.close()
+    if bound_at is not None:
+        bound_at.unlink(missing_ok=True)
+
+
 def trainer_end(endpoint: str) -> Channel[FromEngine]:
     """Bind a new socket; `endpoint` is a free zmq address."""
     return Channel(endpoint, bind=True, decode=wire.decode_from_engine, peer="engine")
 
 
 def engine_end(endpoint: str) -> Channel[FromTrainer]:
-    """Connect to a trainer's socket."""
+    """Connect to a trainer's socket.
+
+    Raises:
+        SessionError: the address is not one.
+    """
+    check_endpoint(endpoint)
     return Channel(endpoint, bind=False, decode=wire.decode_from_trainer, peer="trainer")
 
 

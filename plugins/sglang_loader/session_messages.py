@@ -9,15 +9,24 @@ everything else goes over a socket that the trainer binds in a private folder:
                                       <-     LoadBucket(index, buffers, pieces, digest, layout)
     BucketDone(index)                 ->     its memory may be written again
                                       ...
-                                      <-     Commit(counts) or Abort(reason)
+                                      <-     Finish(counts)
     BucketDone(what was in flight)    ->
-    Committed(how it was loaded)      ->     this rank has every byte
-    Published()                       ->     so have all TP ranks; the prefix cache is dropped
+    Loaded(how)                       ->     this rank has read every byte
+                                      <-     Commit, when every trainer rank has heard Loaded
+    Published                         ->     all TP ranks serve the weights; the prefix cache is
+                                             dropped
+                                      <-     Abort(reason), at any time
     Failed(traceback), at any time    ->
+
+Nothing is published that the trainer has not confirmed: its memory held what it was to hold until
+the engine had read it, on every rank. Nor is a set of tensors that the engine finds not to fit its
+model: each TP rank rehearses it before Loaded, and all judge it together after the Commit. An
+Abort, or the trainer's death, overtakes whatever was sent before it: an engine that was held up
+must not act on what its trainer has given up meanwhile.
 
 Before anything is packed, Hello names the arrangements by which buckets may come in this sync
 (`arrangement_messages`). Any bucket may come whole; one that comes arranged by anything else ends
-the session. Committed brings the trainer arrangements that it does not know.
+the session. Loaded brings the trainer arrangements that it does not know.
 
 Every message carries the version and the session's token. msgspec rejects a missing field, a wrong
 type or an unknown one; nothing is unpickled. The version changes whenever a field does.
@@ -32,11 +41,12 @@ from typing import Any
 import msgspec
 import torch
 
+from sglang_loader.check_remarks import ManifestCheck
 from sglang_loader.load_plan import BucketLayout, BucketTensor
 from sglang_loader.manifest import ManifestError
 from sglang_loader.shared_buffer import CpuHandle, CudaHandle
 
-SESSION_VERSION = 6
+SESSION_VERSION = 8
 SESSION_FORMAT = "sglang_loader.session"
 """`load_format` of the request that opens a session: one descriptor for each TP rank."""
 
@@ -53,6 +63,10 @@ class SessionDescriptor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         endpoint: zmq address that the trainer rank has bound.
         token: random; each message must carry it.
         timeout_s: longest silence that either side tolerates, in seconds.
+        uses_plan: replay a load plan, or make one; False: every bucket goes through the model's
+            own loader.
+        manifest_check: publish nothing ("error"), or say so ("warn"), if the tensors that came do
+            not fit the model or are not all of it; "off": nobody looks.
         recheck_every_n_syncs: check the load plan against the model's own loader in every n-th
             sync; 0: only when it is made.
     """
@@ -61,6 +75,8 @@ class SessionDescriptor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     endpoint: str
     token: str
     timeout_s: float
+    uses_plan: bool
+    manifest_check: ManifestCheck
     recheck_every_n_syncs: int
 
 
@@ -129,7 +145,7 @@ class LoadBucket(_Message, frozen=True, kw_only=True):
         pieces: where its bytes are, by ascending `start`: one piece where it was packed.
         digest: names the layout.
         layout: the encoded layout, None where the engine knows the digest.
-        read_only: the pieces are the trainer's own memory.
+        read_only: the pieces are trainer ranks' own memory, and may part a tensor anywhere.
         arranged: digest of the arrangements by which the only piece, which begins at 0, is
             arranged; "": the pieces are the bucket as its layout says.
     """
@@ -143,7 +159,7 @@ class LoadBucket(_Message, frozen=True, kw_only=True):
     arranged: str
 
 
-class Commit(_Message, frozen=True, kw_only=True):
+class Finish(_Message, frozen=True, kw_only=True):
     """Trainer: everything was sent; the counts of the whole session. Buckets may be in flight yet.
 
     Attributes:
@@ -155,6 +171,10 @@ class Commit(_Message, frozen=True, kw_only=True):
     num_buckets: int
     num_tensors: int
     arrangements: str | None
+
+
+class Commit(_Message, frozen=True, kw_only=True):
+    """Trainer: every rank's engine has read what it was to read; publish it."""
 
 
 class Abort(_Message, frozen=True, kw_only=True):
@@ -169,8 +189,8 @@ class BucketDone(_Message, frozen=True, kw_only=True):
     index: int
 
 
-class Committed(_Message, frozen=True, kw_only=True):
-    """Engine: all weights of this rank are in place.
+class Loaded(_Message, frozen=True, kw_only=True):
+    """Engine: all weights of this rank are in place, and no memory of the trainer's is read more.
 
     Attributes:
         num_replayed: buckets loaded by the compiled plan.
@@ -199,13 +219,19 @@ class Published(_Message, frozen=True, kw_only=True):
 
 
 class Failed(_Message, frozen=True, kw_only=True):
-    """Engine: loading failed here, or on another TP rank; TP rank and traceback."""
+    """Engine: loading failed here, or on another TP rank.
+
+    Attributes:
+        traceback: with the TP rank.
+        cannot_map: nothing was read, because this process cannot map the trainer's memory.
+    """
 
     traceback: str
+    cannot_map: bool = False
 
 
-FromTrainer = Welcome | LoadBucket | Commit | Abort
-FromEngine = Hello | BucketDone | Committed | Published | Failed
+FromTrainer = Welcome | LoadBucket | Finish | Commit | Abort
+FromEngine = Hello | BucketDone | Loaded | Published | Failed
 
 _encoder = msgspec.msgpack.Encoder()
 _from_trainer = msgspec.msgpack.Decoder(FromTrainer)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from sglang_loader import session_messages as wire
-from sglang_loader.bucket_loader import synchronize
+from sglang_loader.engine_context import synchronize
 from sglang_loader.load_plan import BucketLayout, BucketSource, Piece
 from sglang_loader.session_messages import SessionError
 from sglang_loader.shared_buffer import map_buffer

@@ -53,6 +53,10 @@ class CudaHandle(msgspec.Struct, frozen=True, kw_only=True, tag="cuda", forbid_u
 BufferHandle = CpuHandle | CudaHandle
 
 
+class CannotMap(Exception):
+    """Another process's memory cannot be mapped here; the text says whose, and why."""
+
+
 def share_storage(storage: torch.UntypedStorage) -> BufferHandle:
     """Make a handle of a storage; it must stay alive until the receiver has let go of it.
 
@@ -62,6 +66,11 @@ def share_storage(storage: torch.UntypedStorage) -> BufferHandle:
     if storage.device.type == "cpu":
         if not storage.is_shared():
             raise ValueError("only shared memory of the CPU can be mapped by another process")
+        if torch.multiprocessing.get_sharing_strategy() != "file_system":
+            raise ValueError(
+                "torch's sharing strategy is 'file_descriptor', with which memory moves when it is "
+                "shared by name: call torch.multiprocessing.set_sharing_strategy('file_system')"
+            )
         manager, name, nbytes = storage._share_filename_cpu_()
         storage._shared_incref()
         return CpuHandle(nbytes=nbytes, manager=manager, name=name)
@@ -82,39 +91,60 @@ def share_storage(storage: torch.UntypedStorage) -> BufferHandle:
 def map_buffer(handle: BufferHandle, device: torch.device) -> torch.Tensor:
     """Map a handle's memory into this process: contiguous uint8 of shape `[handle.nbytes]`.
 
+    Memory of another GPU of the node is read over NVLink, or over PCIe where there is none.
+
+    Args:
+        handle: of the memory.
+        device: that reads it.
+
     Raises:
-        ValueError: the memory is on another GPU than `device`.
+        CannotMap: this process has no access to it.
     """
     with torch.inference_mode(False), torch.no_grad():
-        if isinstance(handle, CpuHandle):
-            storage = reductions.rebuild_storage_filename(
-                torch.UntypedStorage, handle.manager, handle.name, handle.nbytes
-            )
-            return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (handle.nbytes,), (1,))
-        index = torch.cuda.current_device() if device.index is None else device.index
-        if gpu_uuid(index) != handle.gpu:
-            raise ValueError(
-                f"the trainer's buffer is on GPU {handle.gpu}, this engine rank uses "
-                f"{gpu_uuid(index)}: both must share one GPU"
-            )
-        mapped: torch.Tensor = reductions.rebuild_cuda_tensor(
-            torch.Tensor,
-            (handle.nbytes,),
-            (1,),
-            0,
-            torch.storage.TypedStorage,
-            torch.uint8,
-            index,
-            handle.allocation,
-            handle.nbytes,
-            handle.offset,
-            False,
-            handle.counter_file,
-            handle.counter_offset,
-            handle.event,
-            handle.event_sync_required,
+        try:
+            return _mapped(handle, device)
+        except RuntimeError as error:  # torch's own errors, of CUDA and of files, are such
+            where = f"on GPU {handle.gpu}" if isinstance(handle, CudaHandle) else "of the CPU"
+            raise CannotMap(f"{handle.nbytes} bytes {where} cannot be mapped: {error}") from error
+
+
+def _mapped(handle: BufferHandle, device: torch.device) -> torch.Tensor:
+    if isinstance(handle, CpuHandle):
+        storage = reductions.rebuild_storage_filename(
+            torch.UntypedStorage, handle.manager, handle.name, handle.nbytes
         )
-        return mapped
+        return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (handle.nbytes,), (1,))
+    mapped: torch.Tensor = reductions.rebuild_cuda_tensor(
+        torch.Tensor,
+        (handle.nbytes,),
+        (1,),
+        0,
+        torch.storage.TypedStorage,
+        torch.uint8,
+        _mapping_device(handle, device),
+        handle.allocation,
+        handle.nbytes,
+        handle.offset,
+        False,
+        handle.counter_file,
+        handle.counter_offset,
+        handle.event,
+        handle.event_sync_required,
+    )
+    return mapped
+
+
+def _mapping_device(handle: CudaHandle, device: torch.device) -> int:
+    """The device by way of which a handle's memory is mapped: the one that reads it.
+
+    A GPU that CUDA_VISIBLE_DEVICES hides from this process is reached as a peer. One that is
+    visible under another number is not: CUDA gives it an address that `device` must not read.
+    """
+    own = torch.cuda.current_device() if device.index is None else device.index
+    others = (i for i in range(torch.cuda.device_count()) if i != own)
+    if any(gpu_uuid(i) == handle.gpu for i in others):
+        raise CannotMap(f"GPU {handle.gpu} is visible to this process, which reads from {own}")
+    return own
 
 
 def gpu_uuid(index: int) -> str:

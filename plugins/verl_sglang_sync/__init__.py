@@ -1,9 +1,33 @@
-"""Trainer side of verl-sglang-sync: plans, packs and sends weights, stages the engine's memory.
+"""Fast weight sync and staged wake-up for verl with SGLang rollouts, switched on by Hydra flags.
 
-Importing this package imports neither verl nor sglang. verl loads `verl_plugin` through its entry
-point; scripts import `verl_sglang_sync.sharding_manager` directly.
+What is named here is public; everything else may change from release to release. Nothing is
+imported before it is used: verl loads this package in each of its processes.
 """
 
-__all__ = ["__version__"]
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from verl_sglang_sync.config import WeightSyncConfig
+    from verl_sglang_sync.export import WeightSyncError
+    from verl_sglang_sync.report import SyncReport
+    from verl_sglang_sync.sharding_manager import SGLangShardingManager
 
 __version__ = "0.1.0"
+
+__all__ = ["SGLangShardingManager", "SyncReport", "WeightSyncConfig", "WeightSyncError"]
+
+_MODULES = {
+    "SGLangShardingManager": "sharding_manager",
+    "SyncReport": "report",
+    "WeightSyncConfig": "config",
+    "WeightSyncError": "export",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -1,10 +1,10 @@
 """Which buckets of a sync are sent arranged: what the engine offered once, and what it holds today.
 
     known = KnownArrangements.of(encoded, buckets)     # after a good sync; for the next ones
-    turn = ArrangedTurn(known)                          # one sync
-    turn.of(0, first_bucket)                            # packed while the engine joins
-    turn.settle(session.arrangements)                   # `digest` is "": pack it again, whole
-    turn.of(1, second_bucket)                           # None: send it whole
+    arranged = ArrangedSync(known)                      # one sync
+    arranged.of(0, first_bucket)                        # packed while the engine joins
+    arranged.keep_if_held(session.arrangements)         # `digest` is "": pack it again, whole
+    arranged.of(1, second_bucket)                       # None: send it whole
 
 The first bucket that is not the one that was announced ends it: that one and all after it are sent
 whole.
@@ -48,21 +48,19 @@ class KnownArrangements:
         return [layout for layout, _ in self.buckets] == [bucket.digest for bucket in sent]
 
 
-class ArrangedTurn:
+class ArrangedSync:
     """One sync's use of arrangements; `known`: None where there are none."""
 
     def __init__(self, known: KnownArrangements | None) -> None:
         self._known = known
-        self.is_settled = False
 
     @property
     def digest(self) -> str:
         """Of the arrangements by which this sync's buckets are packed; "" for none."""
         return self._known.digest if self._known is not None else ""
 
-    def settle(self, held: str) -> None:
+    def keep_if_held(self, held: str) -> None:
         """The engine has said by which arrangements buckets may come; "" for none."""
-        self.is_settled = True
         if self.digest != held:
             self._known = None
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import time
 import traceback
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -34,18 +34,16 @@ from sglang_loader.broadcast_messages import (
 )
 from sglang_loader.load_plan import BucketLayout
 from sglang_loader.manifest import WIRE_VERSION, BucketManifest, TensorEntry
-from sglang_loader.manifest_verdict import ManifestVerdict
+from sglang_loader.session_folder import remove_orphans
 from sglang_loader.update_keys import UpdateKeys
 from verl_sglang_sync.bucket_stream import Batch, BucketStream
-from verl_sglang_sync.collective import RoundState
+from verl_sglang_sync.collective import Agreement
 from verl_sglang_sync.config import WeightSyncConfig
-from verl_sglang_sync.manifest_gate import Agree, Announcement, ManifestGate
-from verl_sglang_sync.packing import NamedTensor
-from verl_sglang_sync.report import SyncReport
-from verl_sglang_sync.server_client import operations, verdicts_of
+from verl_sglang_sync.export import Export, NamedTensor, WeightSyncError
+from verl_sglang_sync.report import SyncReport, log_remarks
+from verl_sglang_sync.server_client import operations
 from verl_sglang_sync.session_staging import StagingRing
-from verl_sglang_sync.update_groups import Member, Replica, UpdateGroup, UpdateGroups
-from verl_sglang_sync.weight_sync import Export, WeightSyncError
+from verl_sglang_sync.update_groups import Replica, UpdateGroup, UpdateGroups
 
 NUM_BUFFERS = 2
 
@@ -65,15 +63,14 @@ class BroadcastTransport:
         *,
         groups: UpdateGroups | None,
         settings: WeightSyncConfig,
-        agree: Agree,
+        agree: Callable[[str | None], Agreement],
         device: torch.device,
     ) -> None:
+        remove_orphans()  # as a session's trainer does when it makes a folder of its own
         self._groups = groups
         self._settings = settings
         self._agree = agree
         self._device = device
-        self._gate = ManifestGate(settings.manifest_check, agree)
-        self._checked_by: set[Replica] = set()
         self._stream = BucketStream(settings.bucket_bytes)
         self._ring = StagingRing(
             device, num_buffers=NUM_BUFFERS, bucket_bytes=settings.bucket_bytes
@@ -92,90 +89,40 @@ class BroadcastTransport:
         Raises:
             WeightSyncError: on every rank, if any rank failed; the message has rank and traceback.
         """
-        self._check_before(weights, replicas, report)
-        is_last_resort = self._gate.must_check_in_parts(weights, "at its end")
-        # A stream that is cut as the last one was is compared with that one anyway.
-        announced = self._gate.is_confirmed and bool(self._stream.cuts)
-        source = self._gate.export(weights, compared=not announced)
+        source = Export(weights)
+        sync: _BroadcastSync | None = None
         failure = None
         try:
             if self._groups is not None:
                 group = self._groups.with_replicas(replicas)
-                self._ask_newcomers(group)
-                self._send(source, group, version, report, announced=announced)
+                sync = _BroadcastSync(group, self._settings, version, report)
+                self._send(source, sync, report)
             else:
                 for _ in source:
                     pass
         except Exception:
             failure = traceback.format_exc()
+        source.drain()
+        result = self._agree(failure)
+        if sync is not None and not result.failures:  # the last bucket publishes
+            try:
+                sync.finish()
+            except Exception:
+                failure = traceback.format_exc()
+        if not result.failures:
+            result = self._agree(failure)
+        if result.failures:
             if self._groups is not None:
                 self._groups.abandon()
-        source.drain()
-        result = self._agree(RoundState.FAILED if failure else RoundState.END, failure)
-        if result.failures:
-            self._gate.forget()
-            self._checked_by.clear()
             reasons = "\n".join(result.failures)
             raise WeightSyncError(
                 f"weight sync failed; the engines' weights are incomplete\n{reasons}"
             )
-        if is_last_resort:
-            announcement = Announcement.of(source.specs)
-            answer = self._ask(announcement, replicas)
-            self._gate.settle(announcement, *answer, is_sent=True)
-        self._gate.confirm()
 
-    def _check_before(
-        self, weights: Iterable[NamedTensor], replicas: Sequence[Replica], report: SyncReport
-    ) -> None:
-        """Announce the manifest of a sync, unless it is known; all ranks call this."""
-        if not self._gate.must_ask(weights):
-            return
-        with report.stage("manifest"):
-            announcement = self._gate.announce(weights)
-            self._gate.settle(announcement, *self._ask(announcement, replicas))
-
-    def _ask(
-        self, announcement: Announcement, replicas: Sequence[Replica]
-    ) -> tuple[list[ManifestVerdict], str | None]:
-        """All replicas' verdicts, on the rank that broadcasts, or the traceback of asking."""
-        if self._groups is None or not announcement.specs:
-            return [], None
-        try:
-            group = self._groups.with_replicas(replicas)
-            verdicts = _verdicts(group.members, announcement)
-        except Exception:
-            return [], traceback.format_exc()
-        self._checked_by.update(group.replicas)
-        return verdicts, None
-
-    def _ask_newcomers(self, group: UpdateGroup) -> None:
-        """Replicas that have joined since the manifest was accepted.
-
-        Raises:
-            ValueError: it does not fit their model.
-        """
-        accepted = self._gate.accepted
-        members = [member for member in group.members if member[0] not in self._checked_by]
-        if accepted is None or not members:
-            return
-        problem = self._gate.problem_of(_verdicts(members, accepted))
-        if problem is not None:
-            raise ValueError(problem)
-        self._checked_by.update(replica for replica, _ in members)
-
-    def _send(
-        self,
-        source: Export,
-        group: UpdateGroup,
-        version: str | None,
-        report: SyncReport,
-        *,
-        announced: bool,
-    ) -> None:
-        sync = _BroadcastSync(group, self._settings, version, report)
+    def _send(self, source: Export, sync: _BroadcastSync, report: SyncReport) -> None:
+        """Send all buckets, and have all but the last one loaded."""
         self._ring.prepare(self._stream.cuts)
-        for batch in self._stream.batches(source, report, announced=announced):
+        for batch in self._stream.batches(source, report):
             sync.make_room(batch.index)
             with report.stage("pack"):
                 storage = self._ring.pack(batch)
@@ -183,13 +130,6 @@ class BroadcastTransport:
             flat = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
             sync.send(batch, flat[: batch.bucket.layout.nbytes])
             del batch
-        sync.finish()
-
-
-def _verdicts(members: Iterable[Member], announcement: Announcement) -> list[ManifestVerdict]:
-    call = operations.check_manifest(announcement.encoded)
-    replies = [client.submit(call) for _, client in members]
-    return [verdict for reply in replies for verdict in verdicts_of(reply.result())]
 
 
 @dataclass(frozen=True)
@@ -254,6 +194,7 @@ class _BroadcastSync:
                 manifest=_manifest(bucket, sync_id=self._id, last=last),
                 next_nbytes=following.flat.numel() if following is not None else 0,
                 timeout_s=self._settings.request_timeout_s,
+                manifest_check=self._settings.manifest_check if last else "off",
                 recheck_every_n_syncs=self._settings.recheck_every_n_syncs,
             )
         )
@@ -281,7 +222,7 @@ class _BroadcastSync:
         """Wait until all replicas have loaded what they were told of."""
         with self._report.stage("load"):
             for request in self._requests:
-                request.result()
+                log_remarks(request.result())
         self._requests = []
 
     def _wait_for(self, broadcast: Broadcast, index: int) -> None:

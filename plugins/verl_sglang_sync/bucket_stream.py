@@ -8,8 +8,7 @@ that the stream is the same, a bucket at a time:
     for batch in stream.batches(export, report):
         pack(batch.bucket, batch.tensors)
 
-Where the stream differs, what was not sent yet is planned anew, and so is the next sync; unless it
-was announced to be the same: then that is an error, before its bucket is sent.
+Where the stream differs, what was not sent yet is planned anew, and so is the next sync.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from sglang_loader.session_messages import digest_of, encode_layout
 from verl_sglang_sync.planner import BucketPlan, BucketPlanner
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.staging import spec_of
-from verl_sglang_sync.weight_sync import ExportChanged, Spec, describe_change
 
 NamedTensor = tuple[str, torch.Tensor]
 
@@ -103,35 +101,26 @@ class BucketStream:
         """How the next sync will be cut if its stream is the same; empty if unknown."""
         return self._cuts or []
 
-    def batches(
-        self, weights: Iterable[NamedTensor], report: SyncReport, *, announced: bool = False
-    ) -> Iterator[Batch]:
+    def batches(self, weights: Iterable[NamedTensor], report: SyncReport) -> Iterator[Batch]:
         """Yield the buckets of `weights` in order; one bucket and what closes it is held.
 
         Args:
             weights: the export.
             report: gets the counts and the seconds of "export".
-            announced: the stream must be that of the last sync.
-
-        Raises:
-            ExportChanged: it is not.
         """
         source = iter(weights)
         cuts, self._cuts = self._cuts, None  # stays None where the sync breaks off
         if cuts is None:
             batches = self._planned(source, [], 0, report)
         else:
-            batches = self._compared(source, cuts, report, announced)
+            batches = self._compared(source, cuts, report)
         for batch in batches:
             report.count_bucket(len(batch.tensors), batch.bucket.payload_bytes)
             yield batch
+            del batch  # the next bucket is exported when this one may be gone
 
     def _compared(
-        self,
-        source: Iterator[NamedTensor],
-        cuts: list[Cut],
-        report: SyncReport,
-        announced: bool,
+        self, source: Iterator[NamedTensor], cuts: list[Cut], report: SyncReport
     ) -> Iterator[Batch]:
         held: list[torch.Tensor | None] = []
         names: list[str] = []
@@ -139,16 +128,16 @@ class BucketStream:
             with report.stage("export"):
                 chunk = list(islice(source, cut.stop - len(held)))
                 came, tensors = map(list, zip(*chunk, strict=True)) if chunk else ([], [])
-                same = _is_same(came, tensors, cut)
-                if announced and not same:
-                    raise _change(len(held), cut, chunk)
+                is_same = _is_same(came, tensors, cut)
+                # What ended the export before may not end it now: only the end itself tells.
+                more = list(islice(source, 1)) if is_same and cut.bucket.is_last else []
             names += came
             held += tensors
             del chunk, tensors
-            if not same:
+            if not is_same or more:
                 unsent = [(n, t) for n, t in zip(names, held, strict=True) if t is not None]
                 del held
-                yield from self._planned(source, unsent, index, report)
+                yield from self._planned(source, unsent + more, index, report)
                 self._cuts = None
                 return
             batch = Batch(index, cut.bucket, [held[i] for i in cut.positions])  # type: ignore[misc]
@@ -156,14 +145,6 @@ class BucketStream:
                 held[position] = None
             yield batch
             del batch
-        with report.stage("export"):
-            more = list(islice(source, 1))
-        if more and announced:
-            raise _change(len(held), None, more)
-        if more:
-            yield from self._planned(source, more, len(cuts), report)
-            self._cuts = None
-            return
         self._cuts = cuts
 
     def _planned(
@@ -238,20 +219,4 @@ def _is_same(names: list[str], tensors: list[torch.Tensor], cut: Cut) -> bool:
         names == cut.names
         and [tensor.shape for tensor in tensors] == cut.shapes
         and [tensor.dtype for tensor in tensors] == cut.dtypes
-    )
-
-
-def _change(position: int, cut: Cut | None, chunk: list[NamedTensor]) -> ExportChanged:
-    """What is wrong with a chunk of the stream that `_is_same` refuses."""
-    wanted: list[Spec] = []
-    if cut is not None:
-        wanted = list(zip(cut.names, cut.dtypes, cut.shapes, strict=True))
-    found: list[Spec | None] = [(name, tensor.dtype, tensor.shape) for name, tensor in chunk]
-    found.append(None)
-    at = next(
-        (i for i, (want, have) in enumerate(zip(wanted, found, strict=False)) if want != have),
-        min(len(wanted), len(chunk)),
-    )
-    return ExportChanged(
-        describe_change(position + at, wanted[at] if at < len(wanted) else None, found[at])
     )

@@ -18,9 +18,9 @@ import torch
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 
 from verl_sglang_sync.broadcast_transport import BroadcastTransport
-from verl_sglang_sync.collective import agree_on_all_ranks
+from verl_sglang_sync.collective import TorchTrainerGroup
 from verl_sglang_sync.config import BROADCAST_BACKEND, WeightSyncConfig
-from verl_sglang_sync.packing import NamedTensor
+from verl_sglang_sync.export import NamedTensor
 from verl_sglang_sync.reexport import make_exports_repeatable
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.server_client.urls import server_url
@@ -167,8 +167,9 @@ class SGLangSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
                     timeout_s=self._settings.request_timeout_s,
                     timeouts_s=self._settings.timeouts_s,
                 )
+            ranks = TorchTrainerGroup(timeout_s=self._settings.request_timeout_s)
             self._transport = BroadcastTransport(
-                groups=groups, settings=self._settings, agree=agree_on_all_ranks, device=device
+                groups=groups, settings=self._settings, agree=ranks.agree, device=device
             )
         return self._transport
 

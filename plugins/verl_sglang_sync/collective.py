@@ -1,105 +1,261 @@
-"""The few collectives of a sync, on the CPU: agree on a round's outcome, gather handles."""
+"""The few collectives of a sync: the trainer's ranks agree on outcomes, or exchange small objects.
+
+They run on the CPU, in a gloo group of their own with the sync's time limit: torch's default group
+may wait for half an hour for a rank that was killed. After a failure the group is given up, so that
+every rank that still waits in it notices, and the ranks tell each other through torch's store that
+they live: those that do not are named in `RankLost`. The next collective forms a new group, which
+the store numbers: a rank that has missed some finds the others again.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from enum import IntEnum
+import asyncio
+import pickle
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import count
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
+from torch.distributed.distributed_c10d import _get_default_store
+
+from verl_sglang_sync.export import WeightSyncError
+
+STEP_S = 0.5
+"""How long a rank waits for its engine before it tells the other ranks that it still does."""
+MARGIN_S = 2.0
+"""A rank whose engine is silent for the whole limit says so itself before the others give it up."""
+ROLL_CALL_S = 2.0
+"""How long the survivors of a failed collective wait for each other's sign of life."""
+STORE_LOST = "the rank that serves torch's store (rank 0 as a rule)"
+STATE_WAITING, STATE_READY, STATE_FAILED = range(3)
 
 
-class RoundState(IntEnum):
-    """What a rank brings to a round of the sync; the worst of all ranks decides."""
-
-    BUCKET = 0
-    END = 1
-    FAILED = 2  # the rank can go on exporting
-    EXPORT_FAILED = 3  # the rank's export died: nobody may wait for its collectives
+class RankLost(WeightSyncError):
+    """A trainer rank did not take part in a collective; the message names it."""
 
 
 @dataclass(frozen=True)
-class RoundResult:
-    """All ranks' states and, where one failed, their messages.
+class Agreement:
+    """What all ranks brought to one agreement; the same on every rank.
 
     Attributes:
-        states: one per rank.
-        failures: "rank R: traceback" of every failed rank.
-        signatures: each rank's `BucketPlan.signature`, 0 where it has no bucket.
+        failures: "rank R: traceback" of every rank that failed.
+        is_ready: no rank has failed or asks to be waited for.
+        signatures: each rank's.
     """
 
-    states: tuple[RoundState, ...]
-    failures: tuple[str, ...] = field(default=())
-    signatures: tuple[int, ...] = field(default=())
-
-    @property
-    def worst(self) -> RoundState:
-        """The state that decides what every rank does next."""
-        return max(self.states)
-
-    @property
-    def same_bucket(self) -> bool:
-        """True if every rank has a bucket and all hold the same tensors."""
-        return self.worst is RoundState.BUCKET and len(set(self.signatures)) == 1
+    failures: tuple[str, ...] = ()
+    is_ready: bool = True
+    signatures: tuple[int, ...] = ()
 
 
 class TrainerGroup(Protocol):
-    """What the sync needs of the trainer's processes."""
+    """What the sync needs of the trainer's processes. Every rank makes the same calls in order."""
 
-    def agree(self, state: RoundState, failure: str | None, signature: int = 0) -> RoundResult:
-        """Exchange states with every trainer rank; all get the same result."""
+    def agree(
+        self, failure: str | None = None, *, is_ready: bool = True, signature: int = 0
+    ) -> Agreement:
+        """Exchange outcomes with every trainer rank.
+
+        Args:
+            failure: this rank's traceback, or None.
+            is_ready: False: this rank asks the others to agree again later.
+            signature: a number that should be equal on all ranks.
+
+        Raises:
+            RankLost: a rank is gone, or did not come within the limit.
+        """
 
     def gather(self, item: bytes) -> list[bytes] | None:
         """Collect one item of each TP rank of this replica on its leader; None elsewhere."""
+
+    def all_gather(self, item: Any) -> list[Any]:
+        """Every rank's item, by rank, on all of them."""
 
 
 class SingleProcess:
     """A `TrainerGroup` of one rank, for scripts."""
 
-    def agree(self, state: RoundState, failure: str | None, signature: int = 0) -> RoundResult:
+    def agree(
+        self, failure: str | None = None, *, is_ready: bool = True, signature: int = 0
+    ) -> Agreement:
         """See `TrainerGroup`."""
-        return RoundResult((state,), (f"rank 0: {failure}",) if failure else (), (signature,))
+        failures = (f"rank 0: {failure}",) if failure else ()
+        return Agreement(failures, is_ready and not failures, (signature,))
 
     def gather(self, item: bytes) -> list[bytes] | None:
         """See `TrainerGroup`."""
         return [item]
 
+    def all_gather(self, item: Any) -> list[Any]:
+        """See `TrainerGroup`."""
+        return [item]
 
-def agree_on_all_ranks(state: RoundState, failure: str | None, signature: int = 0) -> RoundResult:
-    """`TrainerGroup.agree` on torch's default group; messages travel only where a rank failed."""
-    rows = torch.zeros(dist.get_world_size(), 2, dtype=torch.int64)
-    rows[dist.get_rank()] = torch.tensor([int(state), signature])
-    dist.all_reduce(rows)
-    states = tuple(RoundState(value) for value in rows[:, 0].tolist())
-    signatures = tuple(rows[:, 1].tolist())
-    if max(states) < RoundState.FAILED:
-        return RoundResult(states, (), signatures)
-    messages: list[str | None] = [None] * len(states)
-    dist.all_gather_object(messages, failure)
-    failures = (f"rank {rank}: {text}" for rank, text in enumerate(messages) if text)
-    return RoundResult(states, tuple(failures), signatures)
+
+_ids = count()
 
 
 class TorchTrainerGroup:
-    """A `TrainerGroup` on torch.distributed; the default group must have a CPU backend.
+    """A `TrainerGroup` of all ranks of torch's default group.
 
     Args:
-        tp_mesh: one-dimensional device mesh of the ranks that share this replica
-            (verl's "infer_tp").
+        timeout_s: how long a rank waits for the others in one collective, in seconds.
+        tp_mesh: one-dimensional device mesh of the ranks that share this replica (verl's
+            "infer_tp"), the first of which is its leader; None where nothing is gathered.
     """
 
-    def __init__(self, tp_mesh: Any) -> None:
-        self._tp_group = tp_mesh.get_group()
-        self._tp_ranks: list[int] = tp_mesh.mesh.tolist()
-        self._is_leader: bool = tp_mesh.get_local_rank() == 0
+    def __init__(self, *, timeout_s: float, tp_mesh: Any = None) -> None:
+        self._timeout_s = timeout_s
+        self._tp_ranks: list[int] = [] if tp_mesh is None else tp_mesh.mesh.tolist()
+        self._group: Any = None
+        self._id = next(_ids)
+        self._number = 0
+        self._roll_call: threading.Thread | None = None
 
-    def agree(self, state: RoundState, failure: str | None, signature: int = 0) -> RoundResult:
-        """See `TrainerGroup`."""
-        return agree_on_all_ranks(state, failure, signature)
+    def agree(
+        self, failure: str | None = None, *, is_ready: bool = True, signature: int = 0
+    ) -> Agreement:
+        """See `TrainerGroup`; messages travel only where a rank failed."""
+        state = STATE_READY if is_ready else STATE_WAITING
+        rows = torch.zeros(dist.get_world_size(), 2, dtype=torch.int64)
+        rows[dist.get_rank()] = torch.tensor([STATE_FAILED if failure else state, signature])
+        self._run(lambda group: group.allreduce([rows]).wait())
+        states, signatures = rows[:, 0].tolist(), tuple(rows[:, 1].tolist())
+        if STATE_FAILED not in states:
+            return Agreement((), STATE_WAITING not in states, signatures)
+        messages = enumerate(self.all_gather(failure))
+        failures = tuple(f"rank {rank}: {text}" for rank, text in messages if text)
+        return Agreement(failures, False, signatures)
 
     def gather(self, item: bytes) -> list[bytes] | None:
         """See `TrainerGroup`."""
-        items: list[Any] | None = [None] * len(self._tp_ranks) if self._is_leader else None
-        dist.gather_object(item, items, dst=self._tp_ranks[0], group=self._tp_group)
-        return items
+        items = self.all_gather(item)
+        is_leader = dist.get_rank() == self._tp_ranks[0]
+        return [items[rank] for rank in self._tp_ranks] if is_leader else None
+
+    def all_gather(self, item: Any) -> list[Any]:
+        """See `TrainerGroup`."""
+        own = torch.frombuffer(bytearray(pickle.dumps(item)), dtype=torch.uint8)
+        sizes = torch.zeros(dist.get_world_size(), dtype=torch.int64)
+        sizes[dist.get_rank()] = own.numel()
+        self._run(lambda group: group.allreduce([sizes]).wait())
+        padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
+        padded[: own.numel()] = own
+        items = [torch.zeros_like(padded) for _ in sizes]
+        self._run(lambda group: group.allgather([items], [padded]).wait())
+        pairs = zip(items, sizes.tolist(), strict=True)
+        return [pickle.loads(data[:size].numpy().tobytes()) for data, size in pairs]
+
+    def _run(self, collective: Callable[[Any], object]) -> None:
+        if self._roll_call is not None and self._roll_call.is_alive():
+            raise RankLost(f"weight sync failed: {STORE_LOST} still does not answer")
+        try:
+            if self._group is None:
+                self._group = self._formed()
+            collective(self._group)
+        except RuntimeError as error:  # torch's own errors, of gloo and of the store, are such
+            self._group = None
+            lost = self._missing_ranks() or "a rank that has come back since"
+            raise RankLost(
+                f"weight sync failed: {lost} did not answer the other trainer ranks within "
+                f"{self._timeout_s:g} s, or has ended\nrank {dist.get_rank()}: {error}"
+            ) from None
+
+    def _formed(self) -> Any:
+        """The group after the last one that was given up; blocks until all ranks have come."""
+        store = self._store()
+        while store.add(f"lost/{self._number}", 0):
+            self._number += 1
+        return ProcessGroupGloo(
+            PrefixStore(str(self._number), store),
+            dist.get_rank(),
+            dist.get_world_size(),
+            timedelta(seconds=self._timeout_s + MARGIN_S),
+        )
+
+    def _missing_ranks(self) -> str:
+        """The ranks that do not say that they live, in words; "" if all do.
+
+        In a thread of its own: a store that is served by a stopped process never answers.
+        """
+        missing: list[int] | None = None
+
+        def call() -> None:
+            nonlocal missing
+            store = self._store()
+            store.add(f"lost/{self._number}", 1)
+            keys = {rank: f"alive/{self._number}/{rank}" for rank in range(dist.get_world_size())}
+            store.set(keys.pop(dist.get_rank()), "")
+            deadline = time.monotonic() + ROLL_CALL_S
+            while keys and time.monotonic() < deadline:
+                keys = {rank: key for rank, key in keys.items() if not store.check([key])}
+                time.sleep(0.02)
+            missing = list(keys)
+
+        def call_quietly() -> None:
+            with suppress(RuntimeError):
+                call()
+
+        self._roll_call = threading.Thread(target=call_quietly, daemon=True)
+        self._roll_call.start()
+        self._roll_call.join(2 * ROLL_CALL_S)
+        if missing is None:
+            return STORE_LOST
+        return ", ".join(f"rank {rank}" for rank in missing)
+
+    def _store(self) -> PrefixStore:
+        """Torch's store, for this group alone: every rank makes its groups in the same order."""
+        return PrefixStore(f"weight_sync/{self._id}", _get_default_store())
+
+
+async def wait_in_step(group: TrainerGroup, task: asyncio.Future[Any] | None) -> Agreement:
+    """Wait for a task that only some ranks have, all ranks in step; collective.
+
+    The ranks that have one tell the others in between that they still wait, so that nobody gives
+    them up, and nobody waits for a rank that is gone.
+
+    Args:
+        group: the trainer's ranks.
+        task: this rank's; None: it only takes part.
+
+    Returns:
+        All ranks' outcomes, once every task is done or one has failed.
+    """
+    while True:
+        failure, is_done = None, True
+        if task is not None:
+            is_done = bool((await asyncio.wait((task,), timeout=STEP_S))[0])
+            if is_done and (error := task.exception()) is not None:
+                failure = "".join(traceback.format_exception(error))
+        result = group.agree(failure, is_ready=is_done)
+        if result.is_ready or result.failures:
+            return result
+
+
+def holds_everywhere(group: TrainerGroup, holds: bool) -> bool:
+    """True if `holds` on every rank; collective."""
+    return group.agree(is_ready=holds).is_ready
+
+
+def common_reason(group: TrainerGroup, reason: str | None, signature: int = 0) -> str | None:
+    """The reasons of all ranks for doing without something; None if no rank has one; collective.
+
+    Args:
+        group: the trainer's ranks.
+        reason: this rank's.
+        signature: of what this rank traced; equal on all ranks, or that is a reason.
+    """
+    result = group.agree(reason, signature=signature)
+    if result.failures:
+        return "; ".join(result.failures)
+    if len(set(result.signatures)) > 1:
+        return "the ranks traced different exports"
+    return None

@@ -11,9 +11,10 @@ that the preset's mode obeys: an unknown key, or one of another mode, is an erro
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
+from sglang_loader.check_remarks import ManifestCheck
 from sglang_loader.host_backup.policy import POLICIES, Policy
 from sglang_loader.request_gate import STALE_REQUESTS, GatePolicy, StaleRequests
 from verl_sglang_sync.server_client.operations import LIMITS
@@ -22,7 +23,6 @@ from verl_sglang_sync.stages import SLEEP_ORDER, WAKE_ORDER, StageOrder
 
 Mode = Literal["bucketed", "flattened", "compiled"]
 MODES: tuple[str, ...] = get_args(Mode)
-ManifestCheck = Literal["error", "warn", "off"]
 MANIFEST_CHECKS: tuple[str, ...] = get_args(ManifestCheck)
 PRESETS = (*MODES, "disaggregated")
 
@@ -59,7 +59,8 @@ class WeightSyncConfig:
     """Validated settings of the weight sync of one rollout.
 
     Attributes:
-        mode: wire format, one of `MODES`.
+        mode: how the engine loads, one of `MODES`: by its own loader through one staging buffer
+            ("bucketed") or two ("flattened"), or by a load plan ("compiled").
         request_timeout_s: limit of one request to the SGLang server, in seconds.
         timeouts_s: other limits for some operations, by `server_client.operations.LIMITS`.
         report_file: JSON-lines file that gets one line per sync and replica, or None.
@@ -69,8 +70,9 @@ class WeightSyncConfig:
             needs half the memory.
         keep_staging_buffers: compiled: True keeps the buffers, and the engine's mapping of them,
             from sync to sync; False frees them for the KV cache.
-        read_in_place: compiled: True lets the engine read weights that lie in few large storages
-            from the trainer's memory, without packing.
+        read_in_place: compiled: True lets every engine rank read the trainer ranks' parameters
+            where they are, without an export, where the export can be traced to them, all ranks
+            are on one node, and it is proven bit for bit.
         plan_ordered: compiled: True sends an engine rank only the bytes that its load plan reads,
             in the plan's order, where that is less than the whole bucket.
         exchange_shards: compiled, with `plan_ordered`: True has ranks whose weights are sharded by
@@ -88,8 +90,9 @@ class WeightSyncConfig:
         stale_requests_timeout_s: after which a request that waits is refused too.
         router_url: SGLang's router, with which every server registers while it is up, or None.
         router_api_key: the router's own key, or None.
-        manifest_check: what happens where the trainer's names, shapes and dtypes do not fit the
-            engine's model: "error" before the first byte, "warn" in the log, "off" nobody looks.
+        manifest_check: what happens where the tensors that have come do not fit the engine's model,
+            or are not all of it: "error" nothing is published, "warn" it is logged, "off" nobody
+            looks.
         bucket_bytes: upper limit of one bucket, in bytes (verl's
             `checkpoint_engine.update_weights_bucket_megabytes`).
         multi_stage_wake_up: True resumes weights, syncs, lets the trainer free its memory and only
@@ -120,9 +123,30 @@ class WeightSyncConfig:
     free_cache_engine: bool
 
     @property
+    def uses_plan(self) -> bool:
+        """True in the mode whose engines replay a load plan; else they run `load_weights`."""
+        return self.mode == "compiled"
+
+    @property
     def effective_host_backup(self) -> Policy:
         """The host backup of this mode: only load plans prove anything that "auto" could use."""
-        return "on" if self.host_backup == "auto" and self.mode != "compiled" else self.host_backup
+        return "on" if self.host_backup == "auto" and not self.uses_plan else self.host_backup
+
+    def for_session(self) -> WeightSyncConfig:
+        """These settings without what needs a load plan, in the modes that have none.
+
+        `bucketed` makes do with one staging buffer, so that each bucket is loaded before the next
+        one is packed; `flattened` has two.
+        """
+        if self.uses_plan:
+            return self
+        return replace(
+            self,
+            num_staging_buffers=1 if self.mode == "bucketed" else 2,
+            read_in_place=False,
+            plan_ordered=False,
+            exchange_shards=False,
+        )
 
     @property
     def gate_policy(self) -> GatePolicy:

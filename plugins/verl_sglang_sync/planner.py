@@ -17,7 +17,6 @@ dtypes only, one at a time, because verl's trainers export weights as a generato
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -74,15 +73,6 @@ class BucketPlan:
     def payload_bytes(self) -> int:
         """Bytes of the tensors alone."""
         return sum(slot.spec.nbytes for slot in self.slots)
-
-    @property
-    def signature(self) -> int:
-        """The same on ranks that planned the same bucket: `num_tensors << 32 | checksum`.
-
-        The checksum covers the names in order and the size of the bucket.
-        """
-        names = "\0".join(slot.spec.name for slot in self.slots)
-        return len(self.slots) << 32 | zlib.crc32(names.encode(), self.nbytes & 0xFFFFFFFF)
 
 
 FusionGroup = tuple[str, ...]
@@ -165,10 +155,6 @@ class BucketPlanner:
         if self._open:
             closed.append(self._close(last=True))
         return closed
-
-    def group_of(self, name: str) -> tuple[str, int] | None:
-        """The fusion group of a tensor, as (prefix, number); None for most."""
-        return self._find_group(name)[0]
 
     def _find_group(self, name: str) -> tuple[tuple[str, int] | None, int]:
         if not name.endswith(self._suffixes):

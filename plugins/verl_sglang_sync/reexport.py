@@ -1,11 +1,11 @@
-"""Exports that can be started again: the manifest of a sync is known before its first byte.
+"""Exports that can be started again: a sync can be repeated, and traced.
 
-verl hands the rollout one generator of `(name, full tensor)`; what it will yield is known only when
-it has. But the call that made it can be made again. `make_exports_repeatable` has verl's training
-engines return a `Reexport`, which starts anew each time it is iterated over:
+verl hands the rollout one generator of `(name, full tensor)`. But the call that made it can be made
+again. `make_exports_repeatable` has verl's training engines return a `Reexport`, which starts anew
+each time it is iterated over:
 
-    for name, tensor in export: ...        # names, dtypes and shapes; collective over all ranks
-    for name, tensor in export: ...        # the weights
+    for name, tensor in export: ...        # the weights; collective over all ranks
+    for name, tensor in export: ...        # again, or traced without data
 
 Whether something can be started again is Python's own question: an iterator cannot, an iterable
 that is none (a list, a `Reexport`) can.

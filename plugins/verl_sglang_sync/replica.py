@@ -16,10 +16,10 @@ from verl.workers.rollout.replica import RolloutMode
 from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer, SGLangReplica
 
 from sglang_loader import request_gate
-from sglang_loader.bucket_loader import LOADERS
 from sglang_loader.gate_hooks import GRAPHS_VARIABLE
 from sglang_loader.host_backup.policy import ENVIRONMENT_VARIABLE
 from sglang_loader.http_hooks import release_stages
+from sglang_loader.session_messages import SESSION_FORMAT
 from sglang_loader.stage_costs import StageCosts
 from verl_sglang_sync.config import WeightSyncConfig
 from verl_sglang_sync.router_guard import Watch, start_guard
@@ -110,10 +110,8 @@ class WeightSyncHttpServer(SGLangHttpServer):  # type: ignore[misc]
         engine_kwargs = dict(self.config.engine_kwargs or {})
         sglang_kwargs = dict(engine_kwargs.get("sglang") or {})
         users = list(sglang_kwargs.get("custom_weight_loader") or [])
-        sglang_kwargs["custom_weight_loader"] = [
-            *users,
-            *(path for path in LOADERS if path not in users),
-        ]
+        if SESSION_FORMAT not in users:
+            sglang_kwargs["custom_weight_loader"] = [*users, SESSION_FORMAT]
         self.config.engine_kwargs = {**engine_kwargs, "sglang": sglang_kwargs}
 
 

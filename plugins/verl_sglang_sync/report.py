@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import time
@@ -9,7 +10,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
+from sglang_loader.check_remarks import REMARK, remarks_in
 from sglang_loader.stage_costs import StageCosts
 
 logger = logging.getLogger(__name__)
@@ -31,23 +34,23 @@ class SyncReport:
         num_replayed: buckets that the engine loaded by a compiled plan.
         num_eager: buckets that it loaded by its own loader in mode "compiled".
         eager_reason: why those were not replayed.
-        num_in_place: buckets that the engine read from the trainer's own memory.
-        num_unexported: those of them that needed no export: the parameters were where they were.
+        num_pulled: buckets that the engine read where the trainer's parameters are, without an
+            export.
         num_arranged: buckets that held only what this engine rank reads, as its plan has it.
         num_exchanged: buckets that were filled from the ranks' shards, without the full export.
         stages: what the engine did in "release", "resume_weights" and "resume_kv_cache", by tag:
             for each TP rank the seconds, the bytes unmapped from or mapped into its GPU, and the
             bytes that the host then holds (`sglang_loader.stage_costs`).
         seconds: host seconds by stage: "release" (the sleep before this sync), "resume_weights",
-            "manifest" (the check before the first byte, where there was one), "open" (until the
-            engine has joined the session), "export" (waiting for the trainer's generator),
+            "open" (until the engine has joined the session), "export" (waiting for the trainer's
+            generator),
             "confirm" (where it is left out: are the parameters where they were?), "gather" (the
             exchange of shards), "learn" (how the next sync can do without), "pack", "send"
             (waiting for a broadcast), "load" (waiting for the engine), "commit", "publish"
             (until all TP ranks have agreed), "reply" (where the request's had to be waited for),
             "resume_kv_cache"; "sync": all of a disaggregated sync.
         engine_seconds: mode "compiled": how this rank's engine spent the same time: "waiting" for
-            the trainer, "launching", "copying" (`Committed.seconds`).
+            the trainer, "launching", "copying" (`Loaded.seconds`).
     """
 
     mode: str
@@ -61,8 +64,7 @@ class SyncReport:
     num_replayed: int = 0
     num_eager: int = 0
     eager_reason: str | None = None
-    num_in_place: int = 0
-    num_unexported: int = 0
+    num_pulled: int = 0
     num_arranged: int = 0
     num_exchanged: int = 0
     stages: dict[str, StageCosts] = field(default_factory=dict)
@@ -119,6 +121,17 @@ class SyncReport:
             return ""
         exchanged = f", {self.num_exchanged} exchanged" if self.num_exchanged else ""
         return f", {self.num_arranged} arranged{exchanged}: {self.sent_bytes / 1e6:.1f} MB sent"
+
+
+def log_remarks(reply: Any) -> None:
+    """Log what an engine's reply to an update says of its manifest check; each remark once."""
+    for remark in remarks_in(str(reply.get("message"))):
+        _warn_once(f"{REMARK}{remark}")
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    logger.warning("%s", text)
 
 
 def _bytes_of(stages: Mapping[str, StageCosts]) -> str:

@@ -21,7 +21,7 @@ from verl.workers.rollout.sglang_rollout.sglang_rollout import (
 
 from verl_sglang_sync.collective import TorchTrainerGroup
 from verl_sglang_sync.config import BROADCAST_BACKEND, WeightSyncConfig
-from verl_sglang_sync.packing import NamedTensor
+from verl_sglang_sync.export import NamedTensor
 from verl_sglang_sync.quantized_export import quantized
 from verl_sglang_sync.reexport import make_exports_repeatable, transformed
 from verl_sglang_sync.server_client import SGLangServerClient
@@ -164,7 +164,9 @@ class WeightSyncServerAdapter(ServerAdapter):  # type: ignore[misc]
             self._manager = SGLangShardingManager(
                 engine=self._client(self._settings),
                 settings=self._settings,
-                group=TorchTrainerGroup(self.device_mesh["infer_tp"]),
+                group=TorchTrainerGroup(
+                    timeout_s=self._settings.request_timeout_s, tp_mesh=self.device_mesh["infer_tp"]
+                ),
                 device=current_device(),
                 replica=self.replica_rank,
             )

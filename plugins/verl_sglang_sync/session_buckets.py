@@ -1,32 +1,32 @@
-"""Mode "compiled": has the buckets of an export ready to be loaded, where they lie or packed.
+"""Where the buckets of one sync come from: of the full export, of the ranks' shards, or pulled.
 
-maker = BucketMaker(settings, device)
-buckets = maker.exported(export, report, turn, announced=False)
-ahead = maker.ahead(buckets, session.has_arrived)       # while the engine joins
-maker.settle(ahead, turn, report)                       # the engine has said how they may come
-...
-maker.choose_source(outcome, used)                      # after a good sync
+A source is chosen before the engine has joined, the same on all ranks, and used in this order:
+
+    source.start(session.has_arrived)      # while the engine joins
+    source.engine_joined(session.arrangements)  # the engine has said how buckets may come
+    for bucket in source: ...              # each is loaded
+    source.confirm()                       # before the engines may publish
+    source.drain()                         # in any case: no other rank waits for this one
+
+`ExportedBuckets` packs verl's full export. `ExchangedBuckets` (`session_exchange`) fills the same
+staging buffers from the ranks' shards. `PulledBuckets` packs nothing: see `pull`.
 """
 
 from __future__ import annotations
 
-import logging
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 
-from sglang_loader.session_messages import Committed
-from verl_sglang_sync.arranged_sending import ArrangedTurn
-from verl_sglang_sync.bucket_stream import Batch, BucketStream
-from verl_sglang_sync.config import WeightSyncConfig
+from sglang_loader.session_messages import BucketPiece
+from verl_sglang_sync.arranged_sending import ArrangedSync
+from verl_sglang_sync.bucket_stream import Batch, Bucket, BucketStream
+from verl_sglang_sync.export import Export, NamedTensor
+from verl_sglang_sync.pull import Pull
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.session_staging import StagingRing
-from verl_sglang_sync.source import Holders, InPlaceSource, LocatedBucket, SourceWatch
-from verl_sglang_sync.weight_sync import Export
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -34,132 +34,157 @@ class ReadyBucket:
     """A bucket that can be loaded.
 
     Attributes:
-        batch: with its tensors where they are read in place, or may have to be packed again.
-        located: where they lie.
-        holders: who holds that memory, where it is not the batch's own tensors.
-        storage: the staging buffer; None where the tensors are read in place.
+        index: position in the sync, from 0.
+        bucket: what it is.
+        storage: the staging buffer that holds it; None where it is pulled.
         arranged: digest of the arrangements by which it is packed; "": it is whole.
-        nbytes: of the arranged buffer; 0 where the bucket is whole.
+        nbytes: of what is packed.
+        pieces: where the trainer ranks' parameters hold it; None where it is packed.
     """
 
-    batch: Batch
-    located: LocatedBucket | None = None
-    holders: Holders | None = None
+    index: int
+    bucket: Bucket
     storage: torch.UntypedStorage | None = None
     arranged: str = ""
     nbytes: int = 0
+    pieces: list[BucketPiece] | None = None
 
 
-class BucketMaker:
-    """Of one trainer rank, for all its sessions.
+class SyncSource(Protocol):
+    """The buckets of one sync of one trainer rank; see the module."""
+
+    def start(self, has_arrived: Callable[[], bool]) -> None:
+        """Do what can be done while the engine joins, until it has."""
+
+    def engine_joined(self, held: str) -> None:
+        """The engine holds arrangements of this digest for the sync; "": none."""
+
+    def __iter__(self) -> Iterator[ReadyBucket]: ...
+
+    def confirm(self) -> None:
+        """Raise unless the buckets are what the export gives."""
+
+    def drain(self) -> None:
+        """Take part in what other ranks still need."""
+
+
+class ExportedBuckets:
+    """The full export, packed; a bucket takes the staging buffer of the one `num_buffers` before.
 
     Args:
-        settings: the preset.
-        device: of the engine's weights on this rank.
-
-    Attributes:
-        stream: cuts the export.
-        ring: staging buffers.
-        used: names of the blocks of the trainer's own memory that the last session read.
+        export: of this sync.
+        stream: cuts it.
+        ring: the staging buffers.
+        arranged: which buckets hold only what this rank's engine reads.
+        report: gets the counts and seconds.
     """
 
-    def __init__(self, settings: WeightSyncConfig, device: torch.device) -> None:
-        self._device = device
-        self.stream = BucketStream(settings.bucket_bytes)
-        self.ring = StagingRing(
-            device,
-            num_buffers=settings.num_staging_buffers,
-            bucket_bytes=settings.bucket_bytes,
-        )
-        self.used: frozenset[str] = frozenset()
-        self._watch = SourceWatch(device) if settings.read_in_place else None
-        self._in_place: InPlaceSource | None = None
+    def __init__(
+        self,
+        export: Export,
+        stream: BucketStream,
+        ring: StagingRing,
+        arranged: ArrangedSync,
+        report: SyncReport,
+    ) -> None:
+        self._export = export
+        self._ring = ring
+        self._arranged = arranged
+        self._report = report
+        ring.prepare(stream.cuts, arranged=arranged)
+        self._batches = stream.batches(export, report)
+        self._first: ReadyBucket | None = None
+        self._first_batch: Batch | None = None
 
-    @property
-    def in_place(self) -> InPlaceSource | None:
-        """Where buckets are expected to lie; None if they are packed."""
-        return self._in_place
+    def start(self, has_arrived: Callable[[], bool]) -> None:
+        """Pack the first bucket; where it is arranged, its tensors stay until that is settled."""
+        batch = next(self._batches, None)
+        if batch is not None:
+            self._first = self._packed(batch)
+            self._first_batch = batch if self._first.arranged else None
 
-    def exported(
-        self, source: Export, report: SyncReport, turn: ArrangedTurn, *, announced: bool
-    ) -> Iterator[ReadyBucket]:
-        """Export the buckets, and pack those that cannot be read in place.
+    def engine_joined(self, held: str) -> None:
+        """See `SyncSource`; the first bucket may have to be packed again."""
+        self._arranged.keep_if_held(held)
+        batch, self._first_batch = self._first_batch, None
+        if batch is not None and self._arranged.digest == "":
+            self._first = self._packed(batch)
 
-        A bucket takes the staging buffer of the one `num_buffers` before it.
-        """
-        in_place = () if self._in_place is None else self._in_place.indices
-        self.ring.prepare(self.stream.cuts, turn=turn, in_place=in_place)
-        for batch in self.stream.batches(source, report, announced=announced):
-            located = None if self._in_place is None else self._in_place.locate(batch)
-            if located is not None:
-                wait_for_export(self._device)
-                report.num_in_place += 1
-                # The engine reads the tensors themselves: they must live until it is done.
-                yield ReadyBucket(batch, located)
-                del batch
-                continue
-            if self._watch is not None:
-                self._watch.see(batch)
-            packed = self._packed(batch, turn, report)
+    def __iter__(self) -> Iterator[ReadyBucket]:
+        first, self._first = self._first, None
+        if first is not None:
+            yield first
+        for batch in self._batches:
+            packed = self._packed(batch)
             del batch
             yield packed
-            del packed
 
-    def ahead(
-        self, buckets: Iterator[ReadyBucket], has_arrived: Callable[[], bool]
-    ) -> deque[ReadyBucket]:
-        """While the engine joins: buckets in place, as many as are ready by then, or one packed."""
-        ahead: deque[ReadyBucket] = deque()
-        for bucket in buckets:
-            ahead.append(bucket)
-            if bucket.storage is not None or has_arrived():
-                break
-        return ahead
+    def confirm(self) -> None:
+        """Nothing to do: every tensor came from the export."""
 
-    def settle(self, ahead: deque[ReadyBucket], turn: ArrangedTurn, report: SyncReport) -> None:
-        """A bucket may have been packed before the engine said how it may come."""
-        if ahead and ahead[-1].arranged:
-            last = ahead.pop()
-            if last.arranged == turn.digest:
-                ahead.append(replace(last, batch=replace(last.batch, tensors=[])))
-            else:
-                ahead.append(self._packed(last.batch, turn, report))
+    def drain(self) -> None:
+        """Go on exporting: the export's collectives need every rank."""
+        self._first = self._first_batch = None
+        self._export.drain()
 
-    def choose_source(self, outcome: Committed, used: frozenset[str]) -> None:
-        """After a good sync: can the next ones be read in place?"""
-        before, self.used = self.used, used
-        if used and before and not used & before:
-            logger.info("the trainer's weights move between syncs: they are packed from now on")
-            self._in_place = None
-        watch, self._watch = self._watch, None
-        if watch is not None and outcome.may_read_in_place:
-            self._in_place = watch.finish()
-            if self._in_place is not None:
-                self.ring.free()
-
-    def _packed(self, batch: Batch, turn: ArrangedTurn, report: SyncReport) -> ReadyBucket:
-        """Pack a bucket, arranged where that was announced."""
-        arrangement = turn.of(batch.index, batch.bucket)
-        with report.stage("pack"):
+    def _packed(self, batch: Batch) -> ReadyBucket:
+        arrangement = self._arranged.of(batch.index, batch.bucket)
+        with self._report.stage("pack"):
             if arrangement is None:
-                storage = self.ring.pack(batch)
+                storage, nbytes = self._ring.pack(batch), batch.bucket.layout.nbytes
             else:
-                storage = self.ring.pack_arranged(batch, arrangement)
-        report.staging_bytes = max(report.staging_bytes, self.ring.nbytes)
-        if arrangement is None:
-            return ReadyBucket(replace(batch, tensors=[]), storage=storage)
-        if turn.is_settled:
-            batch = replace(batch, tensors=[])
-        return ReadyBucket(batch, storage=storage, arranged=turn.digest, nbytes=arrangement.nbytes)
+                storage, nbytes = self._ring.pack_arranged(batch, arrangement), arrangement.nbytes
+        self._report.staging_bytes = max(self._report.staging_bytes, self._ring.nbytes)
+        packed = ReadyBucket(batch.index, batch.bucket, storage=storage, nbytes=nbytes)
+        return packed if arrangement is None else replace(packed, arranged=self._arranged.digest)
 
 
-def wait_for_export(device: torch.device) -> None:
-    """What is read in place may still be written, by work that is ordered before this stream."""
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
+class PulledBuckets:
+    """Buckets that lie in the trainer ranks' parameters.
 
+    Args:
+        pull: prepared.
+        weights: the export that is left out.
+        stream: how it would have been cut.
+        device: of the parameters on this rank.
+        report: gets the counts and seconds.
+    """
 
-def emptied(buckets: deque[ReadyBucket]) -> Iterator[ReadyBucket]:
-    """Each once, and no longer held."""
-    while buckets:
-        yield buckets.popleft()
+    def __init__(
+        self,
+        pull: Pull,
+        weights: Iterable[NamedTensor],
+        stream: BucketStream,
+        device: torch.device,
+        report: SyncReport,
+    ) -> None:
+        self._pull = pull
+        self._device = device
+        self._report = report
+        self._checks = pull.confirm(weights, stream.cuts)
+
+    def start(self, has_arrived: Callable[[], bool]) -> None:
+        """Wait for what still writes the parameters: once all ranks have, any engine may read."""
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+        self._check(until=has_arrived)
+
+    def engine_joined(self, held: str) -> None:
+        """Nothing to do: what an engine does not need it does not read."""
+
+    def __iter__(self) -> Iterator[ReadyBucket]:
+        for index, pulled in enumerate(self._pull.buckets(self._report)):
+            yield ReadyBucket(index, pulled.bucket, pieces=pulled.pieces)
+
+    def confirm(self) -> None:
+        """The parameters are where the engines were told to read them."""
+        self._check()
+
+    def drain(self) -> None:
+        """Nothing to do: no rank waits for an export."""
+
+    def _check(self, until: Callable[[], bool] = lambda: False) -> None:
+        with self._report.stage("confirm"):
+            for _ in self._checks:
+                if until():
+                    break

@@ -1,35 +1,32 @@
 """How a session uses the exchange of shards: when, with which arrangements, and bucket by bucket.
 
-    turn = exchange.turn(weights, stream.cuts)            # while the engine joins
+    kind = exchange.choose_kind(weights, stream.cuts)     # while the engine joins
     buckets = exchange.buckets(...)                       # where all engines hold what was prepared
-    exchange.learn(weights, stream, arrangements, turn)   # after a good sync that was exported
+    exchange.learn(weights, stream, arrangements, kind)   # after a good sync that was exported
 
 Collective, all three, and so is each bucket; whoever fails drains the buckets that are left.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from sglang_loader.load_plan import BucketLayout
 from sglang_loader.load_plan.arrangement import Arrangement
-from verl_sglang_sync.arranged_sending import ArrangedTurn, KnownArrangements
-from verl_sglang_sync.bucket_stream import Batch, BucketStream, Cut
-from verl_sglang_sync.collective import TrainerGroup
+from verl_sglang_sync.arranged_sending import ArrangedSync, KnownArrangements
+from verl_sglang_sync.bucket_stream import BucketStream, Cut
+from verl_sglang_sync.collective import TrainerGroup, holds_everywhere
 from verl_sglang_sync.config import WeightSyncConfig
-from verl_sglang_sync.packing import NamedTensor
+from verl_sglang_sync.export import Export, NamedTensor
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.session_buckets import ReadyBucket
 from verl_sglang_sync.session_staging import StagingRing
-from verl_sglang_sync.shard_exchange import ShardExchange, Turn, whole_bucket
-from verl_sglang_sync.traced_export.agreement import holds_everywhere
+from verl_sglang_sync.shard_exchange import ShardExchange, SyncKind, whole_bucket
 from verl_sglang_sync.traced_export.known_sources import sources_of
-from verl_sglang_sync.weight_sync import Export
 
 PIECES_PER_BUCKET = 4
 """A rank sends, and receives, this part of a bucket at a time: the scratch, for two pieces each
@@ -61,29 +58,29 @@ class SessionExchange:
 
     @property
     def is_prepared(self) -> bool:
-        """False: `turn` has nothing to look at; equal on all ranks."""
+        """False: `choose_kind` has nothing to look at; equal on all ranks."""
         return self._exchange.is_prepared
 
-    def turn(self, weights: Iterable[NamedTensor], cuts: Sequence[Cut]) -> Turn:
+    def choose_kind(self, weights: Iterable[NamedTensor], cuts: Sequence[Cut]) -> SyncKind:
         """What all ranks do in this sync."""
         return self._exchange.ready(weights, [cut.bucket.layout for cut in cuts])
 
-    def holds(self, turn: ArrangedTurn) -> bool:
-        """True if this rank's buckets are still read as they were when all was prepared."""
-        return turn.digest == self._digest
+    def holds(self, held: str) -> bool:
+        """True if this rank's engine holds the arrangements for which all was prepared."""
+        return held == self._digest
 
     def buckets(
-        self, cuts: Sequence[Cut], turn: ArrangedTurn, ring: StagingRing, report: SyncReport
+        self, cuts: Sequence[Cut], arranged: ArrangedSync, ring: StagingRing, report: SyncReport
     ) -> ExchangedBuckets:
         """The buckets of this sync, filled one after the other."""
-        return ExchangedBuckets(self._exchange, cuts, turn, ring, report)
+        return ExchangedBuckets(self._exchange, cuts, arranged, ring, report)
 
     def learn(
         self,
         weights: Iterable[NamedTensor],
         stream: BucketStream,
         known: KnownArrangements | None,
-        turn: Turn,
+        kind: SyncKind,
         *,
         is_settled: bool,
     ) -> None:
@@ -93,23 +90,22 @@ class SessionExchange:
             weights: the export of the sync before.
             stream: its buckets.
             known: what this rank's engine reads; None: all of every bucket.
-            turn: of the sync before.
+            kind: of the sync before.
             is_settled: buckets are packed, and the engine will not say later what it reads.
         """
         # A check is due on all ranks, also where the engine has loaded this sync eagerly.
-        if turn is not Turn.CHECK and not holds_everywhere(self._group, is_settled):
+        if kind is not SyncKind.CHECK and not holds_everywhere(self._group, is_settled):
             return
         digest = "" if known is None else known.digest
         if not holds_everywhere(self._group, self._exchange.is_prepared and digest == self._digest):
             layouts = [cut.bucket.layout for cut in stream.cuts]
-            everyones: list[Any] = [None] * dist.get_world_size()
             own = [None] * len(layouts) if known is None else [read for _, read in known.buckets]
-            dist.all_gather_object(everyones, own)
+            everyones = self._group.all_gather(own)
             by_rank = [_completed(arrangements, layouts) for arrangements in everyones]
             self._digest = digest
             if self._exchange.prepare(weights, by_rank, layouts) is not None:
                 return
-        elif turn is not Turn.CHECK:
+        elif kind is not SyncKind.CHECK:
             return
         report = SyncReport(mode="compiled", replica=0)  # of no sync
         batches = stream.batches(Export(weights), report)
@@ -136,7 +132,7 @@ class ExchangedBuckets:
     Args:
         exchange: ready.
         cuts: the buckets.
-        turn: settled.
+        arranged: what the engines have said they hold.
         ring: of this rank's staging buffers.
         report: gets the counts and the seconds of "gather".
     """
@@ -145,22 +141,23 @@ class ExchangedBuckets:
         self,
         exchange: ShardExchange,
         cuts: Sequence[Cut],
-        turn: ArrangedTurn,
+        arranged: ArrangedSync,
         ring: StagingRing,
         report: SyncReport,
     ) -> None:
         self._exchange = exchange
         self._cuts = cuts
-        self._turn = turn
+        self._arranged = arranged
         self._ring = ring
         self._report = report
+        self._has_begun = False
 
     def __iter__(self) -> Iterator[ReadyBucket]:
         report = self._report
-        self._ring.prepare(self._cuts, turn=self._turn)
+        self._ring.prepare(self._cuts, arranged=self._arranged)
         for index, cut in enumerate(self._cuts):
             bucket = cut.bucket
-            arrangement = self._turn.of(index, bucket)
+            arrangement = self._arranged.of(index, bucket)
             nbytes = bucket.layout.nbytes if arrangement is None else arrangement.nbytes
             with report.stage("gather"):
                 storage = self._ring.fill(index, nbytes, partial(self._exchange.fill, index))
@@ -168,16 +165,24 @@ class ExchangedBuckets:
             report.num_exchanged += 1
             held = self._ring.nbytes + self._exchange.nbytes
             report.staging_bytes = max(report.staging_bytes, held)
-            batch = Batch(index, bucket, [])
-            if arrangement is None:
-                yield ReadyBucket(batch, storage=storage)
-            else:
-                digest = self._turn.digest
-                yield ReadyBucket(batch, storage=storage, arranged=digest, nbytes=nbytes)
+            arranged = "" if arrangement is None else self._arranged.digest
+            yield ReadyBucket(index, bucket, storage=storage, arranged=arranged, nbytes=nbytes)
+
+    def start(self, has_arrived: Callable[[], bool]) -> None:
+        """Nothing to do: how the buckets may come is not known yet."""
+
+    def engine_joined(self, held: str) -> None:
+        """See `SyncSource`; from here on the ranks wait for each other."""
+        self._arranged.keep_if_held(held)
+        self._has_begun = True
+
+    def confirm(self) -> None:
+        """Nothing to do: the shards were looked at when this was chosen."""
 
     def drain(self) -> None:
         """Send what the other ranks still wait for."""
-        self._exchange.drain()
+        if self._has_begun:
+            self._exchange.drain()
 
 
 def _completed(

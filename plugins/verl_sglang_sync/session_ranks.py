@@ -5,17 +5,42 @@ from __future__ import annotations
 import threading
 import traceback
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
 
 from sglang_loader.session_messages import SESSION_FORMAT, SessionError
-from sglang_loader.update_keys import UpdateKeys
+from sglang_loader.update_keys import UpdateKey, UpdateKeys
 from verl_sglang_sync.bucket_stream import Bucket
-from verl_sglang_sync.collective import RoundState, TrainerGroup
-from verl_sglang_sync.transport import Updater
+from verl_sglang_sync.collective import RankLost, TrainerGroup
+from verl_sglang_sync.export import WeightSyncError
+from verl_sglang_sync.report import log_remarks
 
 Result = TypeVar("Result")
+
+SEND_WAIT_S = 1.0
+MAY_BE_INCOMPLETE = "the engine's weights may be incomplete"
+MAY_SERVE = "the engine may serve the new weights already"
+
+
+class Updater(Protocol):
+    """The engine's update request; `SGLangServerClient` has it."""
+
+    def start_update(
+        self,
+        handles: Sequence[bytes],
+        *,
+        load_format: str,
+        flush_cache: bool,
+        weight_version: str | None,
+        key: UpdateKey | None = None,
+        sent: threading.Event | None = None,
+    ) -> Future[Any]:
+        """Open a session on every TP rank; on success drop the prefix cache, publish the version.
+
+        With a key the engine applies it once, however often it arrives. `sent` is set when the
+        request has left.
+        """
 
 
 class OpeningRequest:
@@ -28,7 +53,7 @@ class OpeningRequest:
     def __init__(self, engine: Updater | None, version: str | None) -> None:
         self._engine = engine
         self._version = version
-        self._reply: Future[None] | None = None
+        self._reply: Future[Any] | None = None
 
     def post(self, invitations: list[bytes]) -> None:
         """Send the request, and return when it has left; its reply is the outcome on all TP ranks.
@@ -46,7 +71,7 @@ class OpeningRequest:
             sent=sent,
         )
         self._reply.add_done_callback(lambda _: sent.set())  # also if it never left
-        sent.wait()
+        sent.wait(SEND_WAIT_S)
 
     @property
     def may_have_left(self) -> bool:
@@ -59,15 +84,19 @@ class OpeningRequest:
             self._reply.result()
             raise SessionError("the engine ended the update before its session")
 
-    def wait(self) -> None:
-        """Wait until there is a reply, good or bad."""
-        if self._reply is not None:
-            wait([self._reply])
+    def wait(self, limit_s: float) -> bool:
+        """Wait until there is a reply, good or bad; False if there is none after `limit_s`."""
+        return self._reply is None or bool(wait([self._reply], limit_s).done)
+
+    def give_up(self, limit_s: float) -> None:
+        """Wait for the reply to a failed session, `limit_s` at most; then nobody waits for it."""
+        if not self.wait(limit_s) and self._reply is not None:
+            self._reply.cancel()
 
     def result(self) -> None:
         """Wait until there is a reply; raise what went wrong on the engine's side."""
         if self._reply is not None:
-            self._reply.result()
+            log_remarks(self._reply.result())
 
 
 class RanksInStep:
@@ -75,6 +104,8 @@ class RanksInStep:
 
     Attributes:
         error: the message that all ranks raise; None while all is well.
+        cause: what went wrong first on this rank.
+        may_be_served: this rank has told its engine to publish, and not heard that it does not.
         num_buckets: sent by this rank in this sync.
         num_tensors: likewise.
     """
@@ -82,24 +113,23 @@ class RanksInStep:
     def __init__(self, group: TrainerGroup) -> None:
         self.error: str | None = None
         self._group = group
+        self.cause: Exception | None = None
+        self.may_be_served = False
         self._failure: str | None = None
+        self._is_rank_lost = False
         self.num_buckets = self.num_tensors = 0
         self._checksum = 0
 
-    @property
-    def is_well(self) -> bool:
-        """True if nothing has failed on this rank, or on another one that has told."""
-        return self._failure is None and self.error is None
-
-    def attempt(self, step: Callable[[], Result]) -> Result | None:
+    def run_if_ok(self, step: Callable[[], Result]) -> Result | None:
         """Run a step unless this rank has failed; keep the traceback if it fails now."""
-        return None if self._failure is not None else self.take_part(step)
+        return None if self._failure is not None else self.run_always(step)
 
-    def take_part(self, step: Callable[[], Result]) -> Result | None:
-        """As `attempt`, but also after a failure: others wait in the step's collectives."""
+    def run_always(self, step: Callable[[], Result]) -> Result | None:
+        """As `run_if_ok`, but also after a failure: others wait in the step's collectives."""
         try:
             return step()
-        except Exception:
+        except Exception as error:
+            self.cause = self.cause or error
             self._failure = self._failure or traceback.format_exc()
             return None
 
@@ -109,26 +139,43 @@ class RanksInStep:
         self.num_tensors += len(bucket.layout.tensors)
         self._checksum = zlib.crc32(bucket.names, self._checksum)
 
-    def agree(self, *, met: bool = True) -> bool:
-        """Exchange states and checksums with all ranks; False if the sync cannot go on.
+    def agree(self, *, is_ready: bool = True) -> bool:
+        """Exchange outcomes and checksums with all ranks; False if the sync cannot go on.
+
+        Nobody is asked any more once a rank is lost: the others have left, too.
 
         Args:
-            met: False: this rank still waits for its engine; then all ranks must ask again.
+            is_ready: False: this rank still waits for its engine; then all ranks must ask again.
         """
-        state = RoundState.END if self._failure is None else RoundState.FAILED
-        if not met and self._failure is None:
-            state = RoundState.BUCKET
+        if self._is_rank_lost:
+            return False
         signature = self.num_tensors << 32 | self._checksum
-        result = self._group.agree(state, self._failure, signature)
+        try:
+            result = self._group.agree(self._failure, is_ready=is_ready, signature=signature)
+        except RankLost as error:
+            self._is_rank_lost = True
+            told = (str(error), MAY_SERVE if self.may_be_served else None, self._failure)
+            self.error = self.error or "\n".join(filter(None, told))
+            return False
         if self.error is not None:
             return False
         if result.failures:
             reasons = "\n".join(result.failures)
-            self.error = f"weight sync failed; the engine's weights may be incomplete\n{reasons}"
+            state = MAY_SERVE if self.may_be_served else MAY_BE_INCOMPLETE
+            self.error = f"weight sync failed; {state}\n{reasons}"
         elif len(set(result.signatures)) > 1:
             self.error = (
                 "weight sync failed: the ranks exported different tensors; by rank, number: "
                 f"{[signature >> 32 for signature in result.signatures]}, checksum of their "
                 f"names: {[signature & 0xFFFFFFFF for signature in result.signatures]}"
             )
-        return self.error is None and RoundState.BUCKET not in result.states
+        return self.error is None and result.is_ready
+
+    def raise_error(self) -> None:
+        """Raise what all ranks agreed went wrong, if anything did.
+
+        Raises:
+            WeightSyncError: on every rank; `RankLost` where one of them did not answer.
+        """
+        if self.error is not None:
+            raise (RankLost if self._is_rank_lost else WeightSyncError)(self.error)

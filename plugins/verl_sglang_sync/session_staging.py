@@ -9,12 +9,15 @@ import torch
 from sglang_loader.load_plan import BucketLayout
 from sglang_loader.load_plan.arrangement import Arrangement
 from verl_sglang_sync.arranged_packing import ArrangedPacking
-from verl_sglang_sync.arranged_sending import ArrangedTurn
+from verl_sglang_sync.arranged_sending import ArrangedSync
 from verl_sglang_sync.bucket_stream import Batch, Cut
 from verl_sglang_sync.staging import StagingBuffer
 
 LARGE_BYTES = 8 << 20
 """One `copy_` moves 1.85 TB/s on an H200, the fused kernel 1.46 (benchmarks/copy_kernels.py)."""
+
+MAPPABLE_BYTES = 1
+"""A bucket of empty tensors has a buffer, too: no memory at all cannot be mapped."""
 
 _Groups = list[tuple[list[int], list[torch.Tensor]]]
 
@@ -49,14 +52,14 @@ class StagingRing:
         self,
         cuts: Sequence[Cut],
         *,
-        turn: ArrangedTurn | None = None,
+        arranged: ArrangedSync | None = None,
         in_place: Container[int] = (),
     ) -> None:
         """Make every buffer fit the buckets that are expected in it.
 
         Args:
             cuts: how the sync will be cut, as far as that is known.
-            turn: which of them are expected arranged.
+            arranged: which of them are expected arranged.
             in_place: indices of buckets that need no buffer.
         """
         num = len(self._buffers)
@@ -64,7 +67,7 @@ class StagingRing:
         self._packings = {key: kept for key, kept in self._packings.items() if key in expected}
         for slot in range(num):
             sizes = [
-                _nbytes(cut, turn.expected(i) if turn is not None else None)
+                _nbytes(cut, arranged.expected(i) if arranged is not None else None)
                 for i, cut in enumerate(cuts)
                 if i % num == slot and i not in in_place
             ]
@@ -74,9 +77,10 @@ class StagingRing:
         """Copy a bucket into its buffer, wait for it, and return the buffer's storage."""
         slot, bucket = batch.index % len(self._buffers), batch.bucket
         nbytes = bucket.layout.nbytes
-        if nbytes > self._buffers[slot].nbytes:
+        needed = max(nbytes, MAPPABLE_BYTES)
+        if needed > self._buffers[slot].nbytes:
             only = batch.index == 0 and bucket.is_last
-            self._reserve(slot, nbytes if only else max(nbytes, self._bucket_bytes))
+            self._reserve(slot, needed if only else max(needed, self._bucket_bytes))
         groups = self._views.get((bucket.digest, slot))
         if groups is None:
             flat = self._buffers[slot].filled(nbytes)
@@ -93,7 +97,7 @@ class StagingRing:
     def pack_arranged(self, batch: Batch, arrangement: Arrangement) -> torch.UntypedStorage:
         """`pack` for what the engine rank reads of a bucket."""
         slot, nbytes = batch.index % len(self._buffers), arrangement.nbytes
-        self._reserve(slot, nbytes)
+        self._reserve(slot, max(nbytes, MAPPABLE_BYTES))
         key, flat = batch.bucket.digest, self._buffers[slot].filled(nbytes)
         packing = self._packings.get(key)
         if packing is None or packing.arrangement is not arrangement:
@@ -106,7 +110,7 @@ class StagingRing:
     ) -> torch.UntypedStorage:
         """Have a bucket's buffer filled, wait for it, and return the buffer's storage."""
         slot = index % len(self._buffers)
-        self._reserve(slot, nbytes)
+        self._reserve(slot, max(nbytes, MAPPABLE_BYTES))
         fill(self._buffers[slot].filled(nbytes))
         return self._buffers[slot].filled(nbytes).untyped_storage()
 

@@ -12,7 +12,6 @@ there the trainer's worker frees its own memory between the sync and the KV cach
 from __future__ import annotations
 
 import asyncio
-import traceback
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Literal, Protocol
@@ -21,15 +20,14 @@ import torch
 from verl.utils.ulysses import BaseShardingManager
 
 from sglang_loader.stage_costs import StageCosts
-from verl_sglang_sync.collective import RoundState, TrainerGroup
+from verl_sglang_sync.collective import TrainerGroup, wait_in_step
 from verl_sglang_sync.config import WeightSyncConfig
-from verl_sglang_sync.packing import NamedTensor
+from verl_sglang_sync.export import NamedTensor, WeightSyncError
 from verl_sglang_sync.reexport import Reexport
 from verl_sglang_sync.report import SyncReport
+from verl_sglang_sync.session_ranks import Updater
 from verl_sglang_sync.session_transport import SessionTransport
 from verl_sglang_sync.stages import KV_CACHE, WEIGHTS
-from verl_sglang_sync.transport import BucketRequests, SyncTransport, Updater
-from verl_sglang_sync.weight_sync import WeightSyncError
 
 
 class Engine(Updater, Protocol):
@@ -81,9 +79,8 @@ class SGLangShardingManager(BaseShardingManager):  # type: ignore[misc]
         self._engine = engine
         self._settings = settings
         self._group = group
-        transport = SessionTransport if settings.mode == "compiled" else BucketRequests
-        self._transport: SyncTransport = transport(
-            engine=engine, settings=settings, group=group, device=device
+        self._transport = SessionTransport(
+            engine=engine, settings=settings.for_session(), group=group, device=device
         )
         self._replica = replica
         self._export = export
@@ -131,8 +128,7 @@ class SGLangShardingManager(BaseShardingManager):  # type: ignore[misc]
 
         Args:
             weights: `(name, full tensor)`, collective over the trainer's ranks; drained even if
-                the sync fails. What can be iterated over again (see `reexport`) is checked
-                against the engine's model before the first byte.
+                the sync fails. What can be iterated over again: see `reexport`.
             version: name of the new weights, such as verl's global step.
 
         Raises:
@@ -150,18 +146,20 @@ class SGLangShardingManager(BaseShardingManager):  # type: ignore[misc]
 
     async def _on_leader(self, stage: str, step: Callable[[Engine], Awaitable[StageCosts]]) -> None:
         """Run a step on the replica's leader; if it fails on any replica, every rank raises."""
-        failure = None
+        task: asyncio.Future[None] | None = None
         if self._engine is not None:
-            try:
-                with self._report.stage(stage):
-                    costs = await step(self._engine)
-                self._report.add_costs(stage, costs)
-                self._transport.settle(self._report)
-            except Exception:
-                failure = traceback.format_exc()
-        result = self._group.agree(RoundState.FAILED if failure else RoundState.END, failure)
+            task = asyncio.ensure_future(self._run_stage(stage, step(self._engine)))
+        result = await wait_in_step(self._group, task)
         if result.failures:
+            if task is not None:
+                task.cancel()
             raise WeightSyncError(f"stage {stage!r} failed\n" + "\n".join(result.failures))
+
+    async def _run_stage(self, stage: str, step: Awaitable[StageCosts]) -> None:
+        with self._report.stage(stage):
+            costs = await step
+        self._report.add_costs(stage, costs)
+        self._transport.check_reply(self._report)
 
     async def wake_up(self, *, version: str | None = None) -> None:
         """Go through all stages of a wake-up, with the callbacks given to the constructor."""

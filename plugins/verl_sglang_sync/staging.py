@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from verl_sglang_sync.planner import Slot, TensorSpec
+from verl_sglang_sync.planner import TensorSpec
 
 
 def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
@@ -44,13 +44,6 @@ class StagingBuffer:
         self._buffer = torch.empty(0, dtype=torch.uint8, device=self.device)  # free before growing
         buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         self._buffer = buffer.share_memory_() if self.device.type == "cpu" else buffer
-
-    def put(self, slot: Slot, tensor: torch.Tensor) -> None:
-        """Copy a tensor of any device or stride into its slot; asynchronous on a GPU."""
-        if not slot.spec.nbytes:
-            return
-        raw = self._buffer[slot.offset : slot.offset + slot.spec.nbytes]
-        raw.view(tensor.dtype).view(slot.spec.shape).copy_(tensor, non_blocking=True)
 
     def filled(self, nbytes: int) -> torch.Tensor:
         """The first `nbytes` bytes, once everything put there has arrived.

@@ -5,20 +5,20 @@ with TrainerSession(sockets, settings, names) as session:
     while not session.greet(watch, wait_s=1): ...
     slot = session.map_buffer(storage, keep=False)
     session.load(0, bucket, [BucketPiece(slot, 0, 0, nbytes)], read_only=False)
-    session.commit(num_buckets=1, num_tensors=3, arrangements=None)
+    session.finish(num_buckets=1, num_tensors=3, arrangements=None)
     session.wait_until_done(0)
     outcome = session.outcome()
+    session.commit()                      # once all ranks have come so far
     session.wait_until_published()
-    session.keep_socket()                 # once all ranks have come so far
+    session.keep_socket()                 # likewise
 """
 
 from __future__ import annotations
 
 import secrets
-import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from functools import partial
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -26,47 +26,63 @@ import torch
 
 from sglang_loader import session_messages as wire
 from sglang_loader.session_channel import Channel, KeptChannels, trainer_end
-from sglang_loader.session_messages import Committed, FromEngine, SessionDescriptor, SessionError
+from sglang_loader.session_folder import SessionFolder
+from sglang_loader.session_messages import FromEngine, Loaded, SessionDescriptor, SessionError
 from sglang_loader.shared_buffer import BufferHandle
 from verl_sglang_sync.bucket_stream import Bucket
 from verl_sglang_sync.config import WeightSyncConfig
 from verl_sglang_sync.memory_blocks import Block, BlockNames, share_block
-from verl_sglang_sync.source import Holders, LocatedBucket
 
 Message = TypeVar("Message", bound=wire.FromEngine)
 
 ABORT_WAIT_S = 5.0  # for an engine that was asked to join, and has not yet
-MAX_ENDPOINT_CHARS = 100  # a UNIX socket's path has 107
 
 
 class EngineFailed(RuntimeError):
     """The engine could not load; the text is its TP rank and traceback."""
 
 
+class EngineCannotMap(EngineFailed):
+    """The engine has read nothing: it cannot map the trainer's memory."""
+
+
+class BlockNotMapped(RuntimeError):
+    """The engine has let go of memory of which this rank has no new handle."""
+
+
+@dataclass(frozen=True)
+class SharedBlock:
+    """A block of a trainer rank's memory, as this rank's engine maps it.
+
+    Attributes:
+        name: of the block, for as long as it is allocated.
+        handle: for the engine; None once it was used.
+    """
+
+    name: str
+    handle: BufferHandle | None
+
+
 class SessionSockets:
-    """The sockets of this process's sessions, in a private folder (mode 0700)."""
+    """The sockets of this process's sessions, in a folder of its own."""
 
     def __init__(self) -> None:
         self._kept: KeptChannels[FromEngine] = KeptChannels()
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
-        self._num_sockets = 0
+        self._folder: SessionFolder | None = None
 
     def take(self) -> Channel[FromEngine]:
         """The socket of the session before, or a new one where that did not end well."""
-        return self._kept.take() or trainer_end(self._endpoint())
+        return self._kept.take() or trainer_end(self.folder.new_endpoint())
 
     def keep(self, channel: Channel[FromEngine]) -> None:
         """For the next session."""
         self._kept.keep(channel)
 
-    def _endpoint(self) -> str:
-        if self._folder is None:
-            self._folder = tempfile.TemporaryDirectory(prefix="weight-sync-")
-            if len(self._folder.name) > MAX_ENDPOINT_CHARS - 20:  # a long TMPDIR
-                self._folder.cleanup()
-                self._folder = tempfile.TemporaryDirectory(prefix="weight-sync-", dir="/tmp")
-        self._num_sockets += 1
-        return f"ipc://{self._folder.name}/{self._num_sockets}"
+    @property
+    def folder(self) -> SessionFolder:
+        """Made with the first session."""
+        self._folder = self._folder or SessionFolder()
+        return self._folder
 
 
 class TrainerSession:
@@ -76,7 +92,6 @@ class TrainerSession:
         sockets: of this process.
         settings: the preset.
         names: of this process's memory, the same for all its sessions.
-        used_before: `read_in_place` of the session before this one.
 
     Attributes:
         arrangements: digest of those that the engine holds for this sync, once they have met.
@@ -87,7 +102,6 @@ class TrainerSession:
         sockets: SessionSockets,
         settings: WeightSyncConfig,
         names: BlockNames,
-        used_before: frozenset[str] = frozenset(),
     ) -> None:
         token = secrets.token_hex(16)
         self._sockets = sockets
@@ -100,19 +114,18 @@ class TrainerSession:
                 endpoint=self._channel.endpoint,
                 token=token,
                 timeout_s=settings.request_timeout_s,
+                uses_plan=settings.uses_plan,
+                manifest_check=settings.manifest_check,
                 recheck_every_n_syncs=settings.recheck_every_n_syncs,
             )
         )
         self._watch: Callable[[], None] | None = None
         self._names = names
-        self._used_before = used_before
         self._known: set[str] = set()
         self._mapped: set[str] = set()
         self._slots: dict[str, int] = {}
-        self._read_in_place: set[str] = set()
         self._unsent: list[wire.SharedBuffer] = []
         self._num_done = 0
-        self._has_met = False
         self.arrangements = ""
 
     def greet(self, watch: Callable[[], None], *, wait_s: float) -> bool:
@@ -125,7 +138,6 @@ class TrainerSession:
         self._watch = watch
         if not self._channel.wait(wait_s, watch):
             return False
-        self._has_met = True
         hello = self._receive(wire.Hello)
         self._known, self._mapped = set(hello.layouts), set(hello.buffers)
         self.arrangements = hello.arrangements
@@ -135,11 +147,6 @@ class TrainerSession:
     def has_arrived(self) -> bool:
         """True if `greet` would return at once."""
         return self._channel.has_message()
-
-    @property
-    def read_in_place(self) -> frozenset[str]:
-        """Names of the blocks of the trainer's own memory that this session has used."""
-        return frozenset(self._read_in_place)
 
     def map_buffer(self, storage: torch.UntypedStorage, *, keep: bool) -> int:
         """Have the engine map a staging buffer with the next bucket, once; return its slot.
@@ -154,32 +161,33 @@ class TrainerSession:
         block = Block.of(storage)
         name = self._names.name_of(block, storage)
         if name not in self._slots:
-            self._announce(name, lambda: share_block(block, storage), keep=keep)
+            handle = None if name in self._mapped else share_block(block, storage)
+            if handle is not None:
+                self._sockets.folder.record(handle)
+            self._announce(name, handle, keep=keep)
         return self._slots[name]
 
-    def map_located(self, located: LocatedBucket, holders: Holders) -> list[wire.BucketPiece]:
-        """Have the engine map the trainer's own memory with the next bucket; where that is in it.
+    def map_blocks(self, blocks: Iterable[SharedBlock], *, keep: bool) -> None:
+        """Have the engine map the trainer ranks' parameters with the first bucket.
 
-        The memory stays mapped after the session if the session before this one used it, too.
+        The slots are the positions of `blocks`: nothing else is mapped in such a session.
 
         Args:
-            located: a bucket that is read in place.
-            holders: its tensors, or who else has their storages; at least for every block.
+            blocks: of all ranks.
+            keep: they stay mapped after this one.
 
         Raises:
-            ValueError: the memory cannot be shared.
+            BlockNotMapped: the engine has not mapped a block that has no handle.
         """
-        names, slots = located.names(holders, self._names), self._slots
-        for i, name in enumerate(names):
-            if name not in slots:
-                share = partial(_share_member, *located.blocks[i], holders)
-                self._announce(name, share, keep=name in self._used_before)
-                self._read_in_place.add(name)
-        return located.pieces([slots[name] for name in names])
+        for block in blocks:
+            is_mapped = block.name in self._mapped
+            if block.handle is None and not is_mapped:
+                raise BlockNotMapped(f"the engine does not have block {block.name} mapped any more")
+            self._announce(block.name, None if is_mapped else block.handle, keep=keep)
 
-    def _announce(self, name: str, share: Callable[[], BufferHandle], *, keep: bool) -> None:
+    def _announce(self, name: str, handle: BufferHandle | None, *, keep: bool) -> None:
+        """Name a buffer with the next bucket; its slot is the number of those before it."""
         slot = self._slots[name] = len(self._slots)
-        handle = None if name in self._mapped else share()
         self._unsent.append(wire.SharedBuffer(slot=slot, name=name, handle=handle, keep=keep))
 
     def load(
@@ -227,7 +235,7 @@ class TrainerSession:
                 raise SessionError(f"bucket {done.index} is done, expected {self._num_done}")
             self._num_done += 1
 
-    def commit(self, *, num_buckets: int, num_tensors: int, arrangements: str | None) -> None:
+    def finish(self, *, num_buckets: int, num_tensors: int, arrangements: str | None) -> None:
         """Declare that all was sent, while the engine may still be reading; it checks the counts.
 
         Args:
@@ -236,23 +244,27 @@ class TrainerSession:
             arrangements: digest of those that this rank knows; None: it wants none.
         """
         self._send(
-            wire.Commit,
+            wire.Finish,
             num_buckets=num_buckets,
             num_tensors=num_tensors,
             arrangements=arrangements,
         )
 
-    def outcome(self) -> Committed:
-        """Wait until this engine rank is complete; every bucket must have been waited for.
+    def outcome(self) -> Loaded:
+        """Wait until this engine rank has read all; every bucket must have been waited for.
 
         Raises:
             EngineFailed: with the engine's traceback.
             SessionError: the engine is gone, silent, or broke the protocol.
         """
-        return self._receive(wire.Committed)
+        return self._receive(wire.Loaded)
+
+    def commit(self) -> None:
+        """Have the weights published: every trainer rank's engine has read what it was to read."""
+        self._send(wire.Commit)
 
     def wait_until_published(self) -> None:
-        """Wait until the weights are complete on all ranks of the engine, after `outcome`.
+        """Wait until the weights are complete on all ranks of the engine, after `commit`.
 
         Raises:
             EngineFailed: with the engine's traceback, of any of its ranks.
@@ -272,10 +284,10 @@ class TrainerSession:
             reason: for the engine's log and reply.
             watch: called while waiting; raises to end it. None: no engine was asked to join.
         """
-        if not self._has_met and watch is None:
+        if not self._channel.has_heard and watch is None:
             return
         with suppress(Exception):  # there is nobody to tell
-            if self._has_met or self._channel.wait(ABORT_WAIT_S, watch):
+            if self._channel.has_heard or self._channel.wait(ABORT_WAIT_S, watch):
                 self._channel.send(wire.Abort, reason=reason)
 
     def _send(self, kind: type[Any], **fields: Any) -> None:
@@ -286,13 +298,13 @@ class TrainerSession:
             while self._channel.has_message():
                 message = self._channel.receive()
                 if isinstance(message, wire.Failed):
-                    raise EngineFailed(message.traceback) from None
+                    raise _failure(message) from None
             raise
 
     def _receive(self, kind: type[Message]) -> Message:
         message = self._channel.receive(watch=self._watch)
         if isinstance(message, wire.Failed):
-            raise EngineFailed(message.traceback)
+            raise _failure(message)
         if not isinstance(message, kind):
             raise SessionError(f"expected {kind.__name__}, got {type(message).__name__}")
         return message
@@ -312,6 +324,5 @@ class TrainerSession:
         self._channel.close()
 
 
-def _share_member(block: Block, member: int, holders: Holders) -> BufferHandle:
-    """A handle of the block in which a holder's storage lies; only asked for if it is new."""
-    return share_block(block, holders[member].untyped_storage())
+def _failure(message: wire.Failed) -> EngineFailed:
+    return (EngineCannotMap if message.cannot_map else EngineFailed)(message.traceback)

@@ -1,5 +1,5 @@
 """One rank of a tensor- or expert-parallel SGLang on the CPU: proves load plans for saved
-checkpoints, and checks manifests together with the other ranks.
+checkpoints, and checks syncs together with the other ranks.
 
     python -m contract.load_plan_rank FOLDER RANK TP_SIZE EP_SIZE NAME...
 
@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from contract.load_plan_proof import LAYOUTS, prove
-from contract.manifest_proof import check_on_ranks
 from contract.tiny_architecture_cases import CASES
 from contract.tiny_architectures import (
     CannotBuild,
@@ -29,6 +28,7 @@ from contract.tiny_architectures import (
     random_weights,
     read_checkpoint,
 )
+from contract.weight_check_proof import check_on_ranks
 from sglang_loader.load_plan.arrange import num_bytes_read
 from sglang_loader.load_plan.intervals import num_bytes
 
@@ -55,10 +55,10 @@ def main(folder: Path, rank: int, tp_size: int, ep_size: int, names: list[str]) 
         first, second = random_weights(like, 1), random_weights(like, 2)
         model.load_weights(iter(first))
         finish_loading(model)
-        manifest = check_on_ranks(model, first, every_rank)
+        checked = check_on_ranks(model, first, every_rank)
         plans = [prove(model, first, second, how) for how in LAYOUTS]
         results[name] = {
-            "manifest": manifest,
+            "checked": checked,
             "num_copies": plans[0].num_copies,
             "ignored": len(plans[0].ignored),
             "uncovered_parameters": list(plans[0].uncovered_parameters),

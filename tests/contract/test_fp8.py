@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from contract.load_plan_proof import LAYOUTS, load_eagerly, prove, split, sync
-from contract.manifest_proof import check, specs_of
 from contract.tiny_architectures import (
     NamedWeights,
     Ranks,
@@ -26,6 +25,7 @@ from contract.tiny_architectures import (
     start_world,
     stop_process_groups,
 )
+from contract.weight_check_proof import check, specs_of
 from sglang_loader.load_plan.destinations import collect_destinations
 from sglang_loader.load_plan.verify import differing, snapshot
 from sglang_loader.plan_store import ModelLoader, SyncOutcome

@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from contract.load_plan_proof import LAYOUTS, pack, prove
-from contract.manifest_proof import check, specs_of, untouched
 from contract.tiny_architecture_cases import CASES, case_named
 from contract.tiny_architectures import (
     CannotBuild,
@@ -31,10 +30,11 @@ from contract.tiny_architectures import (
     save_checkpoint,
     stop_process_groups,
 )
+from contract.weight_check_proof import check, specs_of, untouched
 from sglang_loader.load_plan import PlanBuilder
 from sglang_loader.load_plan.destinations import collect_destinations, first_difference
 from sglang_loader.load_plan.verify import differing
-from sglang_loader.manifest_verdict import ManifestVerdict
+from sglang_loader.rehearsal.findings import Verdict
 
 prepare_process()
 pytest.importorskip("sglang", reason="needs the SGLang that the plugin supports")
@@ -80,11 +80,11 @@ def built(
         pytest.skip(str(reason))
 
 
-def test_a_complete_manifest_fits_and_nothing_is_applied(built: Built) -> None:
+def test_a_complete_checkpoint_fits_and_nothing_is_applied(built: Built) -> None:
     specs = specs_of(built.first)
     before, expected = untouched(built.model)
     verdict = check(built.model, specs, published=specs)
-    assert verdict == ManifestVerdict()
+    assert verdict == Verdict()
     blind = check(built.model, specs, published=None)
     assert blind.not_checked is None
     assert blind.fits, blind

@@ -1,7 +1,7 @@
 """Load plans on two ranks: tensor parallel, and expert parallel, each rank with its own plan.
 
 Two gloo processes build the same tiny SGLang classes sharded, and each proves its own plans. Both
-together check manifests: each rank reads a part of a tensor, and only all of them know of a fault.
+together check syncs: each rank reads a part of a tensor, and only all of them know of a fault.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ def test_each_rank_replays_byte_identically(
         whole = (tmp_path / name / "model.safetensors").stat().st_size
         assert all(part["covered_bytes"] < 0.9 * whole for part in parts), "nothing is sharded"
         assert all(part["arranged_bytes"] < 0.9 * whole for part in parts), "all of it is read"
-        for manifest in (part["manifest"] for part in parts):
-            assert manifest == parts[0]["manifest"], "the ranks disagree"
-            assert (manifest["complete"], manifest["blind"]) == ("", ""), (name, manifest)
-            assert manifest["found"] == manifest["wanted"], name
-            assert manifest["changed"] == []
+        for checked in (part["checked"] for part in parts):
+            assert checked == parts[0]["checked"], "the ranks disagree"
+            assert (checked["complete"], checked["blind"]) == ("", ""), (name, checked)
+            assert checked["found"] == checked["wanted"], name
+            assert checked["changed"] == []
         if ep_size > 1:
             assert all(part["ignored"] > 0 for part in parts), "every rank loads every expert"
 

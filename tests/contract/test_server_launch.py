@@ -18,7 +18,7 @@ from unittest import mock
 import pytest
 from tiny_assets import make_assets
 
-from sglang_loader.bucket_loader import LOADERS
+from sglang_loader.session_messages import SESSION_FORMAT
 from support.captured_launch import (
     HTTP_PORT,
     MASTER_PORT,
@@ -122,7 +122,7 @@ class TestArguments:
                 assert set(reached) == set(given)
                 lost |= {name for name in given if reached[name] != given[name]}
                 users = given["custom_weight_loader"]
-                assert reached["custom_weight_loader"] == [*users, *LOADERS]
+                assert reached["custom_weight_loader"] == [*users, SESSION_FORMAT]
         assert lost == set(changed)
 
     def test_every_argument_is_given_a_value_that_tells(self) -> None:
@@ -133,7 +133,7 @@ class TestArguments:
     def test_without_engine_kwargs_nothing_of_them_arrives(self, model: Path) -> None:
         """Negative control: what arrives above is the recipe's, not verl's own."""
         reached = launch(model)[0].arguments
-        assert reached["custom_weight_loader"] == list(LOADERS)
+        assert reached["custom_weight_loader"] == [SESSION_FORMAT]
         given = {one.name: one.other(False) for one in arguments_of_sglang()}
         same = {name for name in given if reached[name] == given[name]}
         switches = {one.name for one in arguments_of_sglang() if one.kind is bool}
@@ -206,7 +206,7 @@ class TestTwoNodes:
             assert (node.host, arguments["node_rank"]) == (hosts[rank], rank)
             assert (arguments["nnodes"], arguments["tp_size"]) == (2, 2)
             assert arguments["dist_init_addr"] == master
-            assert arguments["custom_weight_loader"] == list(LOADERS)
+            assert arguments["custom_weight_loader"] == [SESSION_FORMAT]
         assert (first.http_servers, second.http_servers) == ([hosts[0]], [])
 
     def test_one_node_has_no_master(self, model: Path) -> None:

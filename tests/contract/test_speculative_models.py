@@ -16,7 +16,8 @@ from contract.tiny_architectures import prepare_process
 from sglang_loader import session_messages as wire
 from sglang_loader import weight_updater_hooks
 from sglang_loader.session_messages import SESSION_FORMAT
-from sglang_loader.weight_updater_hooks import SpeculationUnknown, models_of, update_on_all_ranks
+from sglang_loader.weight_update import SpeculationUnknown, models_of
+from sglang_loader.weight_updater_hooks import update_on_all_ranks
 
 prepare_process()
 pytest.importorskip("sglang", reason="needs the SGLang that the plugin supports")
@@ -93,14 +94,16 @@ def test_every_rank_serves_its_own_invitation(monkeypatch: pytest.MonkeyPatch) -
         return SimpleNamespace(conclude=lambda failures: served.append(failures))
 
     monkeypatch.setattr(weight_updater_hooks, "serve_session", serve)
-    update = SimpleNamespace(run=lambda load: load() or [], flush=None, begin=None)
-    monkeypatch.setattr(weight_updater_hooks, "_Update", lambda *_: update)
+    nothing = dict.fromkeys(("flush", "loading", "loaded"))
+    update: Any = SimpleNamespace(run=lambda load: load() or [], **nothing)
     descriptors = [
         wire.SessionDescriptor(
             version=wire.SESSION_VERSION,
             endpoint=f"ipc:///tmp/{rank}",
             token="t",
             timeout_s=1.0,
+            uses_plan=True,
+            manifest_check="off",
             recheck_every_n_syncs=0,
         )
         for rank in range(2)
@@ -108,7 +111,7 @@ def test_every_rank_serves_its_own_invitation(monkeypatch: pytest.MonkeyPatch) -
     handles = [base64.b64encode(wire.encode_descriptor(each)).decode() for each in descriptors]
     request = request_with(load_format=SESSION_FORMAT, serialized_named_tensors=handles)
     updater = SimpleNamespace(tp_worker=Target(tp_rank=1), draft_worker=None)
-    assert weight_updater_hooks._serve_session(updater, request) == []
+    assert weight_updater_hooks._serve_session(update, updater, request) == []
     assert served == [(descriptors[1], [TARGET]), []]
 
 

@@ -34,8 +34,8 @@ CONFIG = "verl_sglang_sync.config"
 CONTEXT = "sglang_loader.engine_context"
 CPU = "verl_sglang_sync.cpu_platform"
 HOOKS = "sglang_loader.weight_updater_hooks"
+UPDATE = "sglang_loader.weight_update"
 IPC = "sglang_loader.ipc"
-LOADER = "sglang_loader.bucket_loader"
 ALLOCATIONS = "sglang_loader.host_backup.allocations"
 MEMORY = "sglang_loader.memory_hooks"
 HTTP = "sglang_loader.http_hooks"
@@ -52,7 +52,7 @@ REEXPORT = "verl_sglang_sync.reexport"
 REPLICA = "verl_sglang_sync.replica"
 ROLLOUT = "verl_sglang_sync.rollout_adapter"
 SGLANG_PLUGIN = "sglang_loader.sglang_plugin"
-VERL_PROBE = "verl_sglang_sync.doctor.verl_probe"
+DOCTOR = "verl_sglang_sync.doctor.installation"
 
 VERL_ROLLOUT = "verl.workers.rollout"
 ADAPTER = f"{VERL_ROLLOUT}.sglang_rollout.sglang_rollout:ServerAdapter"
@@ -99,9 +99,9 @@ NEEDS = (
         ("backend", "init_method", "timeout", "world_size", "rank", "store", "group_name"),
     ),
     Need(f"{UPDATER}.update_weights_from_distributed", HOOKS, ("self", "recv_req")),
-    Need(EAGLE, HOOKS),
-    Need(f"{EAGLE}.update_weights_from_tensor", HOOKS, ("self", "recv_req")),
-    Need(f"{EAGLE}.draft_worker", HOOKS),
+    Need(EAGLE, UPDATE),
+    Need(f"{EAGLE}.update_weights_from_tensor", UPDATE, ("self", "recv_req")),
+    Need(f"{EAGLE}.draft_worker", UPDATE),
     Need(f"{IO}:UpdateWeightsFromDistributedReqOutput", HOOKS, ("success", "message")),
     Need(
         "sglang.srt.model_executor.model_runner:ModelRunner.init_weights_update_group",
@@ -177,12 +177,12 @@ NEEDS = (
         ("timeout_second", "backend"),
     ),
     # verl: the doctor
-    Need("verl.utils.config", VERL_PROBE),
-    Need("verl.workers.config:CheckpointEngineConfig", VERL_PROBE),
-    Need(f"{VERL_ROLLOUT}:base", VERL_PROBE),
-    Need(f"{VERL_ROLLOUT}:replica", VERL_PROBE),
-    Need(f"{VERL_ROLLOUT}.base:get_rollout_class", VERL_PROBE, ("rollout_name", "mode")),
-    Need(f"{REGISTRY}.get", VERL_PROBE, ("name",)),
+    Need("verl.utils.config", DOCTOR),
+    Need("verl.workers.config:CheckpointEngineConfig", DOCTOR),
+    Need(f"{VERL_ROLLOUT}:base", DOCTOR),
+    Need(f"{VERL_ROLLOUT}:replica", DOCTOR),
+    Need(f"{VERL_ROLLOUT}.base:get_rollout_class", DOCTOR, ("rollout_name", "mode")),
+    Need(f"{REGISTRY}.get", DOCTOR, ("name",)),
     # sglang: the hooks
     Need("sglang.srt.plugins.hook_registry:HookRegistry", SGLANG_PLUGIN),
     Need("sglang.srt.plugins.hook_registry:HookType", SGLANG_PLUGIN),
@@ -551,18 +551,24 @@ class TestSGLang:
         parameters = inspect.signature(torch.cuda.memory_snapshot).parameters
         assert {"mempool_id", "include_traces"} <= set(parameters), ALLOCATIONS
 
-    def test_custom_loader_gets_model_and_named_tensors(self) -> None:
+    def test_servers_of_ours_are_known_by_an_argument(self) -> None:
         server_args = resolve(Need("sglang.srt.server_args:ServerArgs", REPLICA))
         fields = {field.name for field in dataclasses.fields(server_args)}
-        assert "custom_weight_loader" in fields, f"{REPLICA} names {LOADER} there"
-        source = source_of(
-            "sglang.srt.model_executor.model_runner:ModelRunner.update_weights_from_tensor"
-        )
+        assert "custom_weight_loader" in fields, f"{REPLICA} names our sessions there"
+
+    @pytest.mark.parametrize("kind", ("tensor", "distributed"))
+    def test_updates_go_through_a_communicator_and_keep_their_replies(self, kind: str) -> None:
+        source = source_of(f"{TOKENIZER}.update_weights_from_{kind}")
         for text in (
-            "load_format in self.server_args.custom_weight_loader",
-            "custom_loader(self.model, named_tensors)",
+            f"results = await self.update_weights_from_{kind}_communicator(obj)",
+            "FanOutCommunicator.merge_results(results)",
         ):
-            assert text in source, f"{LOADER} is called in this way"
+            assert text in source, f"{GATE} stands in for the communicator"
+        output = f"{IO}:UpdateWeightsFrom{kind.capitalize()}ReqOutput"
+        reply = resolve(Need(output, HOOKS))(False, "busy")
+        reply.closed, reply.is_busy = "why", True
+        arrived = pickle.loads(pickle.dumps(reply))
+        assert (arrived.closed, arrived.is_busy) == ("why", True), f"{HOOKS} replies with them"
 
     def test_every_request_of_our_client_has_a_route_that_takes_it(self) -> None:
         app = resolve(Need("sglang.srt.entrypoints.http_server:app", CLIENT))
@@ -632,7 +638,8 @@ def requests_of_our_client() -> list[tuple[str, str, dict[str, Any]]]:
         make.model_info(),
         make.health(),
     ]
-    assert {call.operation.path for call in calls} == {op.path for op in make.OPERATIONS}, (
+    operations = [value for value in vars(make).values() if isinstance(value, make.Operation)]
+    assert {call.operation.path for call in calls} == {op.path for op in operations}, (
         "an operation of the client is not pinned"
     )
     return [

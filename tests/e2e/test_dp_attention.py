@@ -46,8 +46,8 @@ def test_every_scheduler_gets_the_weights(tmp_path: Path) -> None:
     first, second = eager[0]
     assert [name for name in first if name.endswith(attention) and first[name] == second[name]]
     assert not [name for name in first if name.endswith(experts) and first[name] == second[name]]
-    ways = [*seen["compiled"], *seen["sharded"], *seen["in_place"], *seen["unexported"]]
-    for way in [*ways, seen["moved"]]:
+    ways = [*seen["compiled"], *seen["sharded"], *seen["pulled"]]
+    for way in [*ways, *seen["moved"]]:
         assert [hashes for hashes, _ in way] == eager
     for way in ways:
         last = way[-1][1]

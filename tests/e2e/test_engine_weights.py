@@ -104,45 +104,38 @@ def test_the_sync_after_a_failed_one_is_right(case: Case, mode: str) -> None:
     assert case.leader[mode]["recovered"] == case.leader["reference"]
 
 
+def the_error(case: Case, mode: str, what: str) -> str:
+    """That of one sync, the same on all ranks."""
+    errors = {str(outcome.result["manifest"][mode][what]) for outcome in case.outcomes}
+    assert len(errors) == 1, errors
+    return errors.pop()
+
+
 @pytest.mark.parametrize("mode", MODES)
-def test_a_manifest_that_does_not_fit_is_refused_as_a_whole(case: Case, mode: str) -> None:
-    """Every fault in one message, the same on all ranks, and no byte of the engine touched."""
-    seen = [outcome.result["manifest"][mode] for outcome in case.outcomes]
-    messages = {rank["refused"] for rank in seen}
-    assert len(messages) == 1, messages
-    (message,) = messages
-    assert message.startswith("weight sync failed before its first byte")
-    assert f"1 mismatched: {DOUBLED} [128] (" in message
-    assert f"1 missing: {LOST}\n" in message
-    assert f"1 unexpected: {STRANGE}" in message
-    assert all(rank["untouched"] for rank in seen)
-    for rank in seen:
-        assert rank["good"] == [None, None]
-        assert rank["asked"] == [True, False], "once is enough"
-        assert rank["after"] is None
+def test_a_tensor_that_the_loader_refuses_is_named(case: Case, mode: str) -> None:
+    assert f"load_weights refuses {DOUBLED} [128] (" in the_error(case, mode, "refused")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_tensors_that_are_missing_or_dropped_are_named_and_not_published(
+    case: Case, mode: str
+) -> None:
+    """Also where they come again, or in an export that cannot be repeated."""
+    for what in ("dropped", "one shot", "less"):
+        error = the_error(case, mode, what)
+        assert "nothing is published: the weights do not fit the engine's model" in error
+        assert f"1 missing: {LOST}" in error
+        assert (f"1 unexpected: {STRANGE}" in error) == (what != "less")
+    assert "None" not in the_error(case, mode, "dropped")
+    assert the_error(case, mode, "good") == str([None] * 4)
     assert case.leader["manifest"][mode]["hashes"] == case.leader["reference"]
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_sync_that_differs_from_its_manifest_is_an_error(case: Case, mode: str) -> None:
-    for outcome in case.outcomes:
-        changed = outcome.result["manifest"][mode]["changed"]
-        assert "its manifest has" in changed
-        assert "of the export is none" in changed
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_an_export_that_cannot_be_repeated_is_checked_in_parts(case: Case, mode: str) -> None:
-    for outcome in case.outcomes:
-        seen = outcome.result["manifest"][mode]
-        assert "weight sync failed" in seen["one shot"]
-        if mode != "compiled":  # there at the sync's end, which this one does not reach
-            assert f"1 mismatched: {DOUBLED}" in seen["one shot"]
-        assert seen["one shot, good"] is None
-
-
-def test_a_warning_lets_the_sync_go_on(case: Case) -> None:
-    assert [outcome.result["manifest"]["warned"] for outcome in case.outcomes] == [None] * case.tp
+def test_a_warning_lets_the_sync_go_on_and_is_logged_once(case: Case) -> None:
+    seen = [outcome.result["manifest"] for outcome in case.outcomes]
+    assert [rank["warned"] for rank in seen] == [[None, None]] * case.tp
+    assert [len(rank["said"]) for rank in seen] == [1] + [0] * (case.tp - 1)
+    assert f"1 missing: {LOST}" in seen[0]["said"][0]
 
 
 def test_the_engine_survived_and_reports_the_last_version(case: Case) -> None:
@@ -210,53 +203,39 @@ def test_sharded_trainers_exchange_what_the_engines_read(case: Case) -> None:
         assert used == [False, True, False, True], "a check needs the full export"
 
 
-def test_weights_in_one_storage_are_read_in_place(case: Case) -> None:
-    syncs = case.leader["syncs"]
-    eager = [hashes for hashes, _ in syncs["eager"]]
-    for in_place in syncs["in_place"]:
-        assert [hashes for hashes, _ in in_place] == eager
-        reports = [report for _, report in in_place]
-        assert reports[0]["num_in_place"] == 0
-        for report in reports[1:]:
-            assert report["num_in_place"] == report["num_buckets"]
-            told = report["engine_seconds"]
-            assert told.keys() == {"waiting", "launching", "copying"}
-            assert min(told.values()) >= 0 < told["launching"] < 10
-        assert reports[-1]["num_replayed"] == reports[-1]["num_buckets"]
-        assert reports[-1]["staging_bytes"] == 0
-
-
-def test_weights_in_place_need_no_export(case: Case) -> None:
-    """Once traced, on all ranks, and wherever the trainer has written other values since."""
+def test_engines_pull_parameters_that_the_trainer_keeps(case: Case) -> None:
+    """Full tensors on every rank, or shards over all ranks, written anew before every sync."""
     for outcome in case.outcomes:
         syncs = outcome.result["syncs"]
         eager = [hashes for hashes, _ in syncs["eager"]]
-        for rows, left_out in zip(
-            syncs["unexported"],
-            ([False, True, True, True], [False, True, False, True]),  # a check needs the export
-            strict=True,
-        ):
+        every, rechecked = [False, True, True, True], [False, True, False, True]
+        for rows, pulled in zip(syncs["pulled"], (every, rechecked) * 2, strict=True):
             assert [hashes for hashes, _ in rows] == eager
             reports = [report for _, report in rows]
-            assert [report["num_unexported"] > 0 for report in reports] == left_out
-            for report in reports[1:]:
-                assert report["num_in_place"] == report["num_buckets"]
-                assert report["num_unexported"] in (0, report["num_buckets"])
+            assert [report["num_pulled"] > 0 for report in reports] == pulled
+            for report in reports:
+                assert report["num_pulled"] in (0, report["num_buckets"])
                 assert report["num_tensors"] == reports[0]["num_tensors"]
                 assert report["payload_bytes"] == reports[0]["payload_bytes"]
+                told = report["engine_seconds"]
+                assert told.keys() == {"waiting", "launching", "copying"}
+                assert min(told.values()) >= 0 < told["launching"] < 10
+            last = reports[-1]
+            assert last["num_replayed"] == last["num_buckets"]
+            assert last["staging_bytes"] == 0
+            assert "export" not in last["seconds"], "nobody gathered"
 
 
 def test_a_parameter_that_moved_is_noticed_before_the_commit(case: Case) -> None:
-    """On one rank alone, after the engine was told to read where it had been."""
+    """On one rank alone, after the engines were told to read where it had been."""
     for outcome in case.outcomes:
         syncs = outcome.result["syncs"]
-        moved = syncs["moved"]
-        assert [hashes for hashes, _ in moved] == [hashes for hashes, _ in syncs["eager"]]
-        reports = [report for _, report in moved]
-        left_out = [report["num_unexported"] > 0 for report in reports]
-        assert left_out == [False, True, False, False]
-        assert [report["num_tensors"] for report in reports] == [reports[0]["num_tensors"]] * 4
-        assert reports[2]["seconds"]["confirm"] > 0 < reports[2]["seconds"]["manifest"]
+        for moved in syncs["moved"]:
+            assert [hashes for hashes, _ in moved] == [hashes for hashes, _ in syncs["eager"]]
+            reports = [report for _, report in moved]
+            assert [report["num_pulled"] > 0 for report in reports] == [False, True, True, True]
+            assert [report["num_tensors"] for report in reports] == [reports[0]["num_tensors"]] * 4
+            assert reports[2]["seconds"]["confirm"] > 0
 
 
 def test_the_engine_survives_trainers_that_die_mid_session(case: Case) -> None:

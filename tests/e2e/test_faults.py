@@ -1,7 +1,7 @@
 """What happens between trainer and server is survived, or named on every rank, in bounded time.
 
 One real server with API keys, TP 2, two real trainer ranks, and a proxy that loses, holds and
-refuses. That nothing was applied twice or skipped is counted by the engine's own ranks.
+cuts. That nothing was applied twice or skipped is counted by the engine's own ranks.
 """
 
 from __future__ import annotations
@@ -16,15 +16,14 @@ import pytest
 from tiny_assets import make_assets
 
 from support.engine_hash import HASH_LOADER
-from support.engine_steps import MODES
 from support.fault_proxy import fault_proxy
 from support.fault_steps import (
     KEYS,
+    MODES,
     UPDATE_TIMEOUT_S,
     faults_that_fail,
     faults_that_heal,
     kill_between_buckets,
-    post_twice,
 )
 from support.load_counter import COUNT_LOADER
 from support.sglang_server import Server, free_port, sglang_server
@@ -79,30 +78,24 @@ def leader(case: Case) -> dict[str, Any]:
     return seen
 
 
-HEALED = [
-    *((mode, kind) for mode in MODES for kind in ("lose", "hold", "cut")),
-    *((mode, "refuse") for mode in ("bucketed", "flattened")),
-]
+HEALED = [(mode, kind) for mode in MODES for kind in ("lose", "hold", "cut")]
 
 
 @pytest.mark.parametrize(("mode", "kind"), HEALED)
-def test_a_fault_is_healed_and_every_bucket_applied_once(case: Case, mode: str, kind: str) -> None:
+def test_a_fault_is_healed_and_the_sync_applied_once(case: Case, mode: str, kind: str) -> None:
     result = leader(case)
     (fault,) = (f for f in result["faults"] if (f["mode"], f["kind"]) == (mode, kind))
     assert fault["error"] is None
-    assert fault["loads"] == [fault["num_requests"]] * TP  # the engine's own count
+    assert fault["loads"] == [1] * TP  # the engine's own count
     assert fault["hashes"] == result["reference" if fault["scale"] == 1.0 else "half"]
     requests = fault["requests"]
     hit = next(i for i, request in enumerate(requests) if request["fault"] == kind)
     keys = [request["key"] for request in requests]
-    if kind == "refuse":
-        assert len(set(keys)) == len(keys) == fault["num_requests"]
-        return
-    assert len(requests) == fault["num_requests"] + 1
+    assert len(requests) == 2
     assert keys[hit] == keys[hit + 1]
     assert (requests[hit + 1]["status"], requests[hit + 1]["replayed"]) == (200, "true")
     assert fault["seconds"] < 3 * UPDATE_TIMEOUT_S + 10
-    if (mode, kind) == ("compiled", "hold"):  # the weights have arrived, only the reply has not
+    if kind == "hold":  # the weights have arrived, only the reply has not
         assert fault["synced_s"] < UPDATE_TIMEOUT_S < fault["seconds"]
 
 
@@ -113,12 +106,6 @@ def test_the_weights_were_others_at_each_sync(case: Case) -> None:
         assert not [name for name in whole if whole[name] == half[name]]
     scales = [fault["scale"] for fault in result["faults"]]
     assert all(a != b for a, b in itertools.pairwise(scales))
-
-
-def test_the_same_update_twice_is_applied_once_with_a_key_and_twice_without(case: Case) -> None:
-    """The second is the negative control of every count above."""
-    result = case.run(post_twice, case.server.url, case.model, str(case.folder))[0]
-    assert result == {"with a key": [1] * TP, "without": [2] * TP}
 
 
 def test_what_does_not_heal_is_named_on_every_rank(case: Case) -> None:
@@ -145,7 +132,6 @@ def test_a_server_killed_between_two_buckets_is_named_on_every_rank(case: Case) 
     pid = case.server.process.pid
     results = case.run(kill_between_buckets, case.server.url, case.model, pid)
     (error,) = {result["error"] for result in results}
-    assert f"rank 0, replica 0: {case.server.url}/update_weights_from_tensor: " in error
-    assert "ServerUnreachable" in error
+    assert "the engine's process is gone" in error or "ServerUnreachable" in error
     assert max(result["seconds"] for result in results) < 3 * UPDATE_TIMEOUT_S + 10
     assert case.server.process.wait(10) < 0

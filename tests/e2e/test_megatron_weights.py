@@ -173,13 +173,6 @@ def test_the_parameters_were_offloaded_between_syncs(case: Case) -> None:
             assert [left for _, _, left in seen[mode]] == [0] * len(FACTORS[mode])
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_the_manifest_is_made_once_from_an_export_of_its_own(case: Case, mode: str) -> None:
-    for leader in case.leaders:
-        seconds = [report["seconds"] for _, report, _ in leader[mode]]
-        assert all(["manifest" in seconds[0], *("manifest" not in s for s in seconds[1:])])
-
-
 def test_compiled_syncs_are_replayed(case: Case) -> None:
     for leader in case.leaders:
         *_, (_, report, _) = leader["compiled"]

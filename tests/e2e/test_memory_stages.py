@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 from tiny_assets import make_assets
 
-from sglang_loader.bucket_loader import FLATTENED_LOADER
 from sglang_loader.request_gate import ENVIRONMENT_VARIABLE
-from support.engine_steps import sync_weights
+from support.engine_steps import broken_sync, sync_weights
 from support.http_requests import (
     answer_to,
     generate,
@@ -100,9 +99,8 @@ def test_after_a_failed_sync_the_cache_stays_asleep(served: tuple[Server, Path, 
     before = generate(url)
     assert release(url, "kv_cache", "weights")[0] == 200
     assert resume(url, "weights")[0] == 200
-    broken = {"serialized_named_tensors": ["AAAA"] * tp, "load_format": FLATTENED_LOADER}
-    status, text = post(url, "update_weights_from_tensor", broken)
-    assert status == 400, text
+    [broken, *_] = run_trainer(broken_sync, model.parent, str(model), urls=[url], tp=tp)
+    assert "weight sync failed" in broken.result
     status, text = resume(url, "kv_cache")
     assert status == 400
     assert "the last sync was not complete; sync the weights first" in text
@@ -125,7 +123,7 @@ def test_a_session_while_requests_are_paused_is_refused_before_its_first_byte(
         outcomes = run_trainer(*sync, urls=[url], tp=tp)
         assert post(url, "continue_generation", {})[0] == 200
     for outcome in outcomes:
-        assert "the prefix cache holds running requests" in str(outcome.error)
+        assert "requests are running; the weights are as they were" in str(outcome.error)
     assert generate(url) == before, "it serves the weights that it had"
     assert [outcome.error for outcome in run_trainer(*sync, urls=[url], tp=tp)] == [None] * tp
     assert generate(url) == before
@@ -147,8 +145,8 @@ def test_a_request_that_comes_in_the_gap_waits_for_a_good_sync(
         assert post(url, "abort_request", {"rid": "gone"})[0] == 200
         assert json.loads(gone.result(30)[1])["meta_info"]["finish_reason"]["type"] == "abort"
         assert resume(url, "weights")[0] == 200
-        broken = {"serialized_named_tensors": ["AAAA"] * tp, "load_format": FLATTENED_LOADER}
-        assert post(url, "update_weights_from_tensor", broken)[0] == 400
+        [broken, *_] = run_trainer(broken_sync, model.parent, str(model), urls=[url], tp=tp)
+        assert "weight sync failed" in broken.result
         [outcome, *_] = run_trainer(sync_weights, model.parent, str(model), urls=[url], tp=tp)
         assert outcome.error is None
         assert not held.done(), "the cache still sleeps"

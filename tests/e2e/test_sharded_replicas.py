@@ -38,6 +38,10 @@ def test_ranks_exchange_whole_buckets(tmp_path: Path) -> None:
     for outcome in outcomes:
         eager = [hashes for hashes, _ in outcome.result["eager"]]
         assert len({json.dumps(hashes) for hashes in eager}) == len(SCALES)
+        pulled = outcome.result["pulled"]
+        assert [hashes for hashes, _ in pulled] == eager
+        assert [report["num_pulled"] > 0 for _, report in pulled] == [False, True, True, True]
+        assert pulled[-1][1]["staging_bytes"] == 0
         plain, rechecked = outcome.result["sharded"]
         for rows in (plain, rechecked):
             assert [hashes for hashes, _ in rows] == eager

@@ -122,9 +122,6 @@ def test_the_weights_arrive_at_every_step(
     reports = [json.loads(line) for line in (tmp_path / "syncs.jsonl").read_text().splitlines()]
     replicas = run.workers // run.tp
     assert len(reports) == (len(steps) + 1) * replicas
-    # verl's export is gone through once for its manifest, and every engine takes that.
-    checked = ["manifest" in report["seconds"] for report in reports]
-    assert checked == [True] * replicas + [False] * len(steps) * replicas
     assert "manifest check:" not in (tmp_path / "run.log").read_text()
 
 

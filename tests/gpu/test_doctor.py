@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from verl_sglang_sync.doctor import hardware
-from verl_sglang_sync.doctor.check import Status
+from verl_sglang_sync.doctor import Status, hardware
 
 pytestmark = [
     pytest.mark.gpu,
@@ -15,11 +14,11 @@ pytestmark = [
 
 
 def test_cuda_ipc_and_memory_saver_really_work() -> None:
-    machine = hardware.look_at_machine()
+    gpus = hardware.visible_gpus()
     for check in (
-        hardware.gpu_check(machine),
-        hardware.cuda_ipc_check(machine),
-        hardware.memory_saver_check(machine),
-        hardware.nccl_check(machine),
+        hardware.gpu_check(gpus),
+        hardware.cuda_ipc_check(gpus),
+        hardware.memory_saver_check(gpus),
+        hardware.nccl_check(gpus),
     ):
         assert check.status is Status.OK, check

@@ -52,7 +52,7 @@ def test_sync_is_bit_exact_on_the_gpu(architecture: str, tp: int, tmp_path: Path
             assert seen[mode]["recovered"] == seen["reference"]
         syncs = seen["syncs"]
         eager = [hashes for hashes, _ in syncs["eager"]]
-        for compiled in [*syncs["compiled"], *syncs["in_place"]]:
+        for compiled in syncs["compiled"]:
             assert [hashes for hashes, _ in compiled] == eager
             last = compiled[-1][1]
             assert last["num_replayed"] == last["num_buckets"]
@@ -63,10 +63,9 @@ def test_sync_is_bit_exact_on_the_gpu(architecture: str, tp: int, tmp_path: Path
         for sharded in syncs["sharded"]:
             assert [hashes for hashes, _ in sharded] == eager
             assert sharded[-1][1]["num_exchanged"] == sharded[-1][1]["num_buckets"]
-        for in_place in syncs["in_place"]:
-            assert in_place[-1][1]["num_in_place"] == in_place[-1][1]["num_buckets"]
-        for unexported in syncs["unexported"]:
-            assert [hashes for hashes, _ in unexported] == eager
-            assert unexported[-1][1]["num_unexported"] == unexported[-1][1]["num_buckets"]
-        assert [hashes for hashes, _ in syncs["moved"]] == eager
+        for pulled in syncs["pulled"]:
+            assert [hashes for hashes, _ in pulled] == eager
+            assert pulled[-1][1]["num_pulled"] == pulled[-1][1]["num_buckets"]
+        for moved in syncs["moved"]:
+            assert [hashes for hashes, _ in moved] == eager
         assert server.process.poll() is None

@@ -66,4 +66,4 @@ def test_fp8_is_bit_exact(name: str, tp: int, tmp_path: Path) -> None:
         assert [hashes for hashes, _ in way] == eager
     for _, report in compiled[1:]:
         assert report["num_replayed"] == report["num_buckets"], report["eager_reason"]
-        assert report["num_unexported"] == 0, "what is sent is not in the trainer's memory"
+        assert report["num_pulled"] == 0, "what is sent is not in the trainer's memory"

@@ -38,7 +38,7 @@ def broadcast_syncs(
     rank: TrainerRank, model: str, folder: str, targets: list[list[Any]]
 ) -> dict[str, Any]:
     """Go through `PLAN`; returns hashes of all targets and the report after each sync."""
-    sender = _Sender(rank, [(url, tp) for url, tp in targets])
+    sender = Sender(rank, [(url, tp) for url, tp in targets])
     seen: dict[str, Any] = {"reference": sender.hashes(Path(folder)), "syncs": []}
     for what, scale, mode, members in PLAN:
         report = sender.sync(weights_of(Path(model), rank.device, scale=scale), mode, members)
@@ -58,8 +58,8 @@ def broadcast_faults(
 ) -> dict[str, Any]:
     """Faults that the engines survive, each followed by a good sync."""
     at = [(url, tp) for url, tp in targets]
-    sender = _Sender(rank, at, timeout_s=20)
-    blind = _Sender(rank, at, timeout_s=20, manifest_check="off")
+    sender = Sender(rank, at, timeout_s=20)
+    blind = Sender(rank, at, timeout_s=20, manifest_check="off")
     good = weights_of(Path(model), rank.device)
     doubled = [(n, torch.cat([t, t]) if n == "model.norm.weight" else t) for n, t in good]
     meta = [(n, t.to("meta") if n == "model.norm.weight" else t) for n, t in good]
@@ -71,11 +71,9 @@ def broadcast_faults(
         ("manifest", changed, sender),
         ("cannot pack", meta, sender),
     ):
-        if name != "manifest":
-            faulty.sync(good, "flattened", everyone)
+        faulty.sync(good, "flattened", everyone)
         seen[name] = faulty.attempt(bad, everyone)
-        if name != "manifest":
-            faulty.sync(good, "flattened", everyone)
+        faulty.sync(good, "flattened", everyone)
         seen[name]["hashes"] = sender.hashes(Path(folder))
     return seen
 
@@ -87,7 +85,7 @@ def broadcast_to_a_dying_server(
     import os
     import signal
 
-    sender = _Sender(rank, [(url, tp) for url, tp in targets], timeout_s=20)
+    sender = Sender(rank, [(url, tp) for url, tp in targets], timeout_s=20)
     weights = weights_of(Path(model), rank.device)
     sender.sync(weights, "flattened", (0, 1))
 
@@ -107,7 +105,7 @@ def broadcast_that_one_refuses(
     rank: TrainerRank, model: str, folder: str, targets: list[list[Any]]
 ) -> dict[str, Any]:
     """The second server has a group of the new one's name already, and refuses to join."""
-    sender = _Sender(rank, [(url, tp) for url, tp in targets])
+    sender = Sender(rank, [(url, tp) for url, tp in targets])
     good = weights_of(Path(model), rank.device)
     seen: dict[str, Any] = {}
 
@@ -155,7 +153,7 @@ ONE_REPLICA: tuple[tuple[float, str], ...] = (
 
 def syncs_to_one_replica(rank: TrainerRank, model: str, folder: str, url: str) -> dict[str, Any]:
     """Go through `ONE_REPLICA`, then a sync that fails and one that is good again."""
-    sender = _Sender(rank, [(url, 1)])
+    sender = Sender(rank, [(url, 1)])
     weights = {
         scale: weights_of(Path(model), rank.device, scale=scale) for scale in (0.5, 1.0, 2.0)
     }
@@ -177,7 +175,7 @@ def syncs_to_one_replica(rank: TrainerRank, model: str, folder: str, url: str) -
     return seen
 
 
-class _Sender:
+class Sender:
     """The disaggregated transports of one trainer rank, one for each mode."""
 
     def __init__(
@@ -193,7 +191,9 @@ class _Sender:
         self._timeout_s = timeout_s
         self._made: dict[str, tuple[Any, Any]] = {}
 
-    def sync(self, weights: Any, mode: str, members: Sequence[int]) -> dict[str, Any]:
+    def sync(
+        self, weights: Any, mode: str, members: Sequence[int], version: str = "v"
+    ) -> dict[str, Any]:
         from verl_sglang_sync.report import SyncReport
         from verl_sglang_sync.update_groups import Replica
 
@@ -203,12 +203,12 @@ class _Sender:
             for url, tp in (self._targets[i] for i in members)
         ]
         report = SyncReport(mode=mode, replica=None)
-        transport.sync(weights, replicas, version="v", report=report)
+        transport.sync(weights, replicas, version=version, report=report)
         return asdict(report)
 
     def attempt(self, weights: Any, members: Sequence[int]) -> dict[str, Any]:
         """Sync, by the eager loader; how it failed, if it did, and the seconds."""
-        from verl_sglang_sync.weight_sync import WeightSyncError
+        from verl_sglang_sync import WeightSyncError
 
         started = time.monotonic()
         try:
@@ -252,7 +252,7 @@ class _Sender:
 
     def _transport(self, mode: str) -> tuple[Any, Any]:
         from verl_sglang_sync.broadcast_transport import BroadcastTransport
-        from verl_sglang_sync.collective import agree_on_all_ranks
+        from verl_sglang_sync.collective import TorchTrainerGroup
         from verl_sglang_sync.config import WeightSyncConfig
         from verl_sglang_sync.update_groups import UpdateGroups
 
@@ -275,7 +275,7 @@ class _Sender:
             transport = BroadcastTransport(
                 groups=groups,
                 settings=settings,
-                agree=agree_on_all_ranks,
+                agree=TorchTrainerGroup(timeout_s=self._timeout_s).agree,
                 device=self._rank.device,
             )
             self._made[mode] = transport, groups

@@ -79,8 +79,11 @@ COMPILED_SETTINGS = (
 )
 
 
-UNEXPORTED_SETTINGS: tuple[dict[str, Any], ...] = ({}, {"recheck_every_n_syncs": 2})
-SHARDED_SETTINGS = ({"keep_staging_buffers": True}, {"recheck_every_n_syncs": 2})
+PULLED_SETTINGS: tuple[dict[str, Any], ...] = ({}, {"recheck_every_n_syncs": 2})
+SHARDED_SETTINGS: tuple[dict[str, Any], ...] = (
+    {"read_in_place": False, "keep_staging_buffers": True},
+    {"read_in_place": False, "recheck_every_n_syncs": 2},
+)
 
 
 def syncs_in_a_row(rank: TrainerRank, folder_of_model: str, folder: str) -> dict[str, Any]:
@@ -94,29 +97,27 @@ def syncs_in_a_row(rank: TrainerRank, folder_of_model: str, folder: str) -> dict
             run("compiled", export=sharded_export(weights_of(model, rank.device)), **settings)
             for settings in (SHARDED_SETTINGS if rank.tp > 1 else ())
         ],
-        "in_place": [
-            run("compiled", in_memory(weights_of(model, rank.device)), **settings)
-            for in_memory, settings in (
-                (in_one_storage, {"keep_staging_buffers": True}),
-                (in_storages_of_their_own, {}),
-            )
+        "pulled": [
+            run("compiled", export=export_of(weights_of(model, rank.device)), **settings)
+            for export_of in (kept_export, partial(sharded_export, is_shared=True))
+            for settings in PULLED_SETTINGS
         ],
-        "unexported": [
-            run("compiled", export=kept_export(weights_of(model, rank.device)), **settings)
-            for settings in UNEXPORTED_SETTINGS
+        "moved": [
+            run("compiled", export=export_of(weights_of(model, rank.device)), moves_after=2)
+            for export_of in (kept_export, partial(sharded_export, is_shared=True))
         ],
-        "moved": run("compiled", export=kept_export(weights_of(model, rank.device)), moves_after=2),
     }
 
 
 def sharded_replicas(rank: TrainerRank, model: str, folder: str) -> dict[str, Any]:
     """Shards over all ranks, and engines that each read all of every weight."""
     run = partial(_run_syncs, rank, Path(model), Path(folder) / f"replica{rank.replica}")
+    weights = weights_of(Path(model), rank.device)
     sharded = [
-        run("compiled", export=sharded_export(weights_of(Path(model), rank.device)), **settings)
-        for settings in SHARDED_SETTINGS
+        run("compiled", export=sharded_export(weights), **settings) for settings in SHARDED_SETTINGS
     ]
-    return {"eager": run("flattened"), "sharded": sharded}
+    pulled = run("compiled", export=sharded_export(weights, is_shared=True))
+    return {"eager": run("flattened"), "sharded": sharded, "pulled": pulled}
 
 
 def _run_syncs(
@@ -124,7 +125,6 @@ def _run_syncs(
     model: Path,
     folder: Path,
     mode: str,
-    arena: NamedTensors | None = None,
     export: Any = None,
     moves_after: int = -1,
     **settings: Any,
@@ -133,10 +133,6 @@ def _run_syncs(
     manager, seen = rank.manager(mode, **settings), []
     for scale in SCALES:
         weights = weights_of(model, rank.device, scale=scale)
-        if arena is not None:
-            for (_, target), (_, tensor) in zip(arena, weights, strict=True):
-                target.copy_(tensor)
-            weights = arena
         if export is not None:
             if len(seen) == moves_after and rank.rank == rank.tp - 1:
                 move_one(export.sources())
@@ -159,8 +155,13 @@ def sync_asleep(
     return engine_hashes(rank, folder), report
 
 
-def sharded_export(weights: NamedTensors) -> Any:
-    """The tensors in shards on all ranks, gathered at every export, as FSDP2's are."""
+def sharded_export(weights: NamedTensors, *, is_shared: bool = False) -> Any:
+    """The tensors in shards on all ranks, gathered at every export, as FSDP2's are.
+
+    Args:
+        weights: the full tensors.
+        is_shared: on a CPU, in memory that other processes can map, as a GPU's always is.
+    """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -168,6 +169,9 @@ def sharded_export(weights: NamedTensors) -> Any:
 
     mesh = init_device_mesh(weights[0][1].device.type, (torch.distributed.get_world_size(),))
     state = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in weights}
+    if is_shared and weights[0][1].device.type == "cpu":
+        for shard in state.values():
+            shard.to_local().untyped_storage().share_memory_()
     return Reexport(
         lambda: ((name, shard.full_tensor()) for name, shard in state.items()),
         sources=lambda: state,
@@ -187,7 +191,9 @@ def move_one(state: dict[str, torch.Tensor]) -> None:
     name = "model.norm.weight"
     old, state[name] = state[name], state[name].clone()
     if old.device.type == "cpu":
-        state[name].share_memory_()
+        moved: Any = state[name]
+        local = moved.to_local() if hasattr(moved, "to_local") else moved
+        local.untyped_storage().share_memory_()
     old.fill_(7)
 
 
@@ -202,16 +208,6 @@ def write_values(shard: Any, tensor: torch.Tensor) -> None:
         shard.to_local().copy_(rows[rank])
 
 
-def in_one_storage(weights: NamedTensors) -> NamedTensors:
-    """The same tensors as views of one flat storage that other processes can map."""
-    flat = torch.cat([tensor.reshape(-1) for _, tensor in weights])
-    if flat.device.type == "cpu":
-        flat.share_memory_()
-    parts = flat.split([tensor.numel() for _, tensor in weights])
-    pairs = zip(weights, parts, strict=True)
-    return [(name, part.view(tensor.shape)) for (name, tensor), part in pairs]
-
-
 def in_storages_of_their_own(weights: NamedTensors) -> NamedTensors:
     """The same tensors, each in memory of its own that other processes can map."""
     own = [(name, tensor.clone()) for name, tensor in weights]
@@ -223,7 +219,7 @@ def in_storages_of_their_own(weights: NamedTensors) -> NamedTensors:
 
 def _failing_sync(rank: TrainerRank, mode: str, weights: NamedTensors) -> str:
     """Send one tensor of twice its size; return the error."""
-    from verl_sglang_sync.weight_sync import WeightSyncError
+    from verl_sglang_sync import WeightSyncError
 
     bad = [
         (name, torch.cat([tensor, tensor]) if name == "model.norm.weight" else tensor)
@@ -245,6 +241,11 @@ def _repeated_stages(rank: TrainerRank) -> str:
         asyncio.run(manager.resume(("weights",)))
         asyncio.run(manager.resume(("kv_cache",)))
     return "ok"
+
+
+def broken_sync(rank: TrainerRank, model: str) -> str:
+    """A sync that fails when some tensors are loaded; the error."""
+    return _failing_sync(rank, "flattened", weights_of(Path(model), rank.device))
 
 
 def sync_weights(rank: TrainerRank, model: str, mode: str = "flattened") -> str:

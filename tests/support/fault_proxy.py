@@ -1,4 +1,4 @@
-"""An HTTP proxy in front of a real server that loses, holds and refuses what it is told to.
+"""An HTTP proxy in front of a real server that loses, holds and cuts what it is told to.
 
 The trainer ranks are other processes: they plan the next fault with `POST /__faults__` and read
 what passed with `GET /__seen__`. A fault concerns the n-th update request after it was planned.
@@ -11,7 +11,7 @@ import contextlib
 import json
 import threading
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import aiohttp
@@ -28,12 +28,11 @@ class Fault(msgspec.Struct, frozen=True):
     Attributes:
         kind: "lose": executed, then the connection is reset instead of a reply. "hold":
             executed, but the reply comes after `seconds`. "cut": both connections are closed
-            after `seconds`, while the server executes. "refuse": executed and answered, then
-            connections are refused for `seconds`.
+            after `seconds`, while the server executes.
         nth: which update request, from 1.
     """
 
-    kind: Literal["lose", "hold", "cut", "refuse"]
+    kind: Literal["lose", "hold", "cut"]
     nth: int
     seconds: float = 0.0
 
@@ -61,10 +60,14 @@ def seen(url: str) -> list[Seen]:
         return msgspec.json.decode(reply.read(), type=list[Seen])
 
 
+Rewrite = Callable[[str, bytes], bytes]
+"""Takes the path and the body of a request, returns the body that goes on."""
+
+
 @contextlib.contextmanager
-def fault_proxy(target: str) -> Iterator[str]:
+def fault_proxy(target: str, rewrite: Rewrite = lambda _, body: body) -> Iterator[str]:
     """Run a proxy to the server `target` until the block ends; its URL."""
-    proxy, started = _Proxy(target), threading.Event()
+    proxy, started = _Proxy(target, rewrite), threading.Event()
     loop = asyncio.new_event_loop()
     stopped = asyncio.Event()
 
@@ -86,15 +89,14 @@ def fault_proxy(target: str) -> Iterator[str]:
 
 
 class _Proxy:
-    def __init__(self, target: str) -> None:
+    def __init__(self, target: str, rewrite: Rewrite) -> None:
         self._target = target
+        self._rewrite = rewrite
         self._port = free_port()
         self.url = f"http://127.0.0.1:{self._port}"
         self._fault: Fault | None = None
         self._num_updates = 0
         self._seen: list[Seen] = []
-        self._site: web.TCPSite | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
         application = web.Application(client_max_size=1 << 30)
@@ -104,17 +106,11 @@ class _Proxy:
         self._runner = web.AppRunner(application, shutdown_timeout=0.1, handler_cancellation=False)
         await self._runner.setup()
         self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120))
-        await self._listen()
+        await web.TCPSite(self._runner, "127.0.0.1", self._port, reuse_address=True).start()
 
     async def stop(self) -> None:
-        for task in self._tasks:
-            task.cancel()
         await self._session.close()
         await self._runner.cleanup()
-
-    async def _listen(self) -> None:
-        self._site = web.TCPSite(self._runner, "127.0.0.1", self._port, reuse_address=True)
-        await self._site.start()
 
     async def _plan(self, request: web.Request) -> web.Response:
         self._fault = msgspec.json.decode(await request.read(), type=Fault | None)
@@ -125,7 +121,7 @@ class _Proxy:
         return web.Response(body=msgspec.json.encode(self._seen))
 
     async def _forward(self, request: web.Request) -> web.Response:
-        body = await request.read()
+        body = self._rewrite(request.path, await request.read())
         fault = None
         is_update = request.path in KEYED_PATHS and request.method == "POST"
         if is_update:
@@ -147,8 +143,6 @@ class _Proxy:
             return self._reset(request)
         if fault is not None and fault.kind == "hold":
             await asyncio.sleep(fault.seconds)
-        if fault is not None and fault.kind == "refuse":
-            await self._refuse(fault.seconds)
         kept = {
             name: value
             for name, value in reply.headers.items()
@@ -161,22 +155,13 @@ class _Proxy:
     async def _send(
         self, request: web.Request, body: bytes
     ) -> tuple[aiohttp.ClientResponse, bytes]:
-        headers = {k: v for k, v in request.headers.items() if k.lower() != "host"}
+        headers = {
+            k: v for k, v in request.headers.items() if k.lower() not in ("host", "content-length")
+        }
         async with self._session.request(
             request.method, f"{self._target}{request.path_qs}", data=body, headers=headers
         ) as reply:
             return reply, await reply.read()
-
-    async def _refuse(self, seconds: float) -> None:
-        assert self._site is not None
-        await self._site.stop()
-
-        async def listen_again() -> None:
-            await asyncio.sleep(seconds)
-            await self._listen()
-
-        task = asyncio.create_task(listen_again())
-        self._tasks.add(task)
 
     @staticmethod
     def _reset(request: web.Request) -> web.Response:

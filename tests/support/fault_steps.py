@@ -13,13 +13,14 @@ from typing import Any
 
 import torch
 
-from support.engine_steps import MODES, weights_of
+from support.engine_steps import weights_of
 from support.fault_proxy import Fault, as_json, plan, seen
 from support.load_counter import COUNT_LOADER
 from support.trainer import NamedTensors, TrainerRank, engine_hashes
 
 UPDATE_TIMEOUT_S = 3.0
 KEYS = {"api_key": "normal", "admin_api_key": "admin"}
+MODES = ("flattened", "compiled")  # "bucketed" differs from the first by one buffer
 BUCKET_BYTES = 128 << 10
 SLOW_S = 1.5
 DIES_AFTER = 6
@@ -60,21 +61,19 @@ def num_loads(
 
 def sync(rank: TrainerRank, mode: str, weights: NamedTensors) -> dict[str, Any]:
     """One sync and the stage after it: what was sent or how it failed, and how long it took."""
-    from verl_sglang_sync.weight_sync import WeightSyncError
+    from verl_sglang_sync import WeightSyncError
 
     # A fault strikes the n-th request: no other kind may come before.
     manager = rank.manager(mode, bucket_bytes=BUCKET_BYTES, manifest_check="off")
-    error, num_requests, synced_s, started = None, 0, 0.0, time.monotonic()
+    error, synced_s, started = None, 0.0, time.monotonic()
     try:
         asyncio.run(manager.sync(iter(weights), version="faulty"))
         synced_s = time.monotonic() - started
-        num_requests = 1 if mode == "compiled" else manager.report.num_buckets
         asyncio.run(manager.resume(("kv_cache",)))  # it is resident
     except WeightSyncError as failure:
         error = str(failure)
     return {
         "error": error,
-        "num_requests": num_requests,
         "seconds": time.monotonic() - started,
         "synced_s": synced_s,
     }
@@ -91,15 +90,13 @@ def faults_that_heal(rank: TrainerRank, url: str, model: str, folder: str) -> di
     result["half"] = engine_hashes(rank, where)
     scale = 0.5
     for mode in MODES:
-        nth = 1 if mode == "compiled" else 2
         for fault in (
-            Fault("lose", nth),
-            Fault("hold", nth, UPDATE_TIMEOUT_S + 2),
-            Fault("cut", nth, SLOW_S / 3),
-            *([] if mode == "compiled" else [Fault("refuse", nth, 1.5)]),
+            Fault("lose", 1),
+            Fault("hold", 1, UPDATE_TIMEOUT_S + 2),
+            Fault("cut", 1, SLOW_S / 3),
         ):
             scale = 1.5 - scale
-            num_loads(rank, where, slow_nth=nth if fault.kind == "cut" else 0, slow_s=SLOW_S)
+            num_loads(rank, where, slow_nth=1 if fault.kind == "cut" else 0, slow_s=SLOW_S)
             if rank.is_leader:
                 plan(url, fault)
             outcome = sync(rank, mode, weights[scale])
@@ -136,30 +133,6 @@ def faults_that_fail(
             good = sync(rank, mode, weights)
             hashes = engine_hashes(rank, Path(folder))
             result[f"{name}, {mode}"] = {"failed": failed, "good": good, "hashes": hashes}
-    return result
-
-
-def post_twice(rank: TrainerRank, url: str, model: str, folder: str) -> dict[str, Any]:
-    """The same update twice, with a key and without; loads by TP rank."""
-    from sglang_loader.bucket_loader import NAMED_LOADER
-    from sglang_loader.ipc import serialize_handles
-    from sglang_loader.update_keys import UpdateKeys
-
-    use_client(rank, url)
-    num_loads(rank, Path(folder))
-    if not rank.is_leader:
-        return {}
-    result = {}
-    for name, key in (("with a key", next(UpdateKeys())), ("without", None)):
-        # More handles than are used: every opening of one consumes a reference.
-        weight = dict(weights_of(Path(model), rank.device))["model.norm.weight"]
-        named = [[("model.norm.weight", weight.clone())] for _ in range(rank.tp)]
-        handles = [serialize_handles(pair) for pair in named]
-        spare = [serialize_handles(pair) for pair in named]
-        for _ in range(2):
-            asyncio.run(rank.client.update_weights(handles, load_format=NAMED_LOADER, key=key))
-        result[name] = num_loads(rank, Path(folder))
-        del spare
     return result
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from sglang_loader import bucket_loader, weight_updater_hooks
+from sglang_loader import weight_updater_hooks
 
 COUNT_LOADER = "support.load_counter.count_loads"
 _state = {"loads": 0, "nth": 0, "seconds": 0.0}
@@ -24,8 +24,6 @@ _state = {"loads": 0, "nth": 0, "seconds": 0.0}
 
 def count_loads(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
     """Report and start from zero."""
-    _wrap(bucket_loader, "load_flattened_bucket")
-    _wrap(bucket_loader, "load_named_tensors")
     _wrap(weight_updater_hooks, "serve_session")
     order = json.loads(named_tensors[0][0])
     rank = torch.distributed.get_rank()

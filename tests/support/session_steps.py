@@ -58,7 +58,7 @@ def die_mid_session(rank: TrainerRank, model: str) -> None:
 
 def fail_on_one_rank(rank: TrainerRank, model: str) -> str:
     """The last rank cannot pack one tensor; returns the error that this rank raised."""
-    from verl_sglang_sync.weight_sync import WeightSyncError
+    from verl_sglang_sync import WeightSyncError
 
     weights = weights_of(Path(model), rank.device)
     if rank.rank == rank.tp - 1:
@@ -74,11 +74,11 @@ def fail_on_one_rank(rank: TrainerRank, model: str) -> str:
 
 def wrong_token(rank: TrainerRank) -> str:
     """Invite the engine with a token that is not the session's; returns what came of it."""
+    from verl_sglang_sync import WeightSyncError
     from verl_sglang_sync.trainer_session import TrainerSession
-    from verl_sglang_sync.weight_sync import WeightSyncError
 
-    def forge(self: TrainerSession, *arguments: Any) -> None:
-        init(self, *arguments)
+    def forge(self: TrainerSession, *arguments: Any, **options: Any) -> None:
+        init(self, *arguments, **options)
         invitation = msgspec.json.decode(self.invitation)
         self.invitation = msgspec.json.encode({**invitation, "token": "0" * 32})
 
@@ -96,8 +96,8 @@ def wrong_token(rank: TrainerRank) -> str:
 
 def forged_arrangements(rank: TrainerRank, model: str, folder: str) -> dict[str, Any]:
     """Send buckets arranged in a way that the engine does not hold, then go on as before."""
-    from verl_sglang_sync.arranged_sending import ArrangedTurn, KnownArrangements
-    from verl_sglang_sync.weight_sync import WeightSyncError
+    from verl_sglang_sync import WeightSyncError
+    from verl_sglang_sync.arranged_sending import ArrangedSync, KnownArrangements
 
     manager = rank.manager("compiled", read_in_place=False)
     weights = weights_of(Path(model), rank.device)
@@ -110,18 +110,18 @@ def forged_arrangements(rank: TrainerRank, model: str, folder: str) -> dict[str,
     for _ in range(2):
         sync()
     transport = manager._transport
-    sent = [cut.bucket for cut in transport._maker.stream.cuts]
+    sent = [cut.bucket for cut in transport._stream.cuts]
     buckets = [(bucket.digest, _whole(bucket.layout)) for bucket in sent]
     transport._arrangements = KnownArrangements("0" * 64, tuple(buckets))
-    settle = ArrangedTurn.settle
-    ArrangedTurn.settle = lambda *_: None  # type: ignore[method-assign]
+    keep_if_held = ArrangedSync.keep_if_held
+    ArrangedSync.keep_if_held = lambda *_: None  # type: ignore[method-assign]
     error = "no error"
     try:
         sync()
     except WeightSyncError as raised:
         error = str(raised)
     finally:
-        ArrangedTurn.settle = settle  # type: ignore[method-assign]
+        ArrangedSync.keep_if_held = keep_if_held  # type: ignore[method-assign]
     for _ in range(2):
         sync()
     return {

@@ -16,8 +16,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from sglang_loader.bucket_loader import LOADERS
 from sglang_loader.host_backup.policy import ENVIRONMENT_VARIABLE, Policy
+from sglang_loader.session_messages import SESSION_FORMAT
 from verl_sglang_sync.server_client.urls import server_url
 
 START_TIMEOUT_S = 240
@@ -90,7 +90,7 @@ def sglang_server(
         ),
         *("--max-total-tokens", "1024", "--max-running-requests", "4", "--skip-server-warmup"),
         *(CPU_ARGUMENTS if device == "cpu" else GPU_ARGUMENTS),
-        *("--custom-weight-loader", *LOADERS, *loaders),
+        *("--custom-weight-loader", SESSION_FORMAT, *loaders),
         *extra,
     ]
     log = folder / "server.log"

@@ -93,16 +93,16 @@ class TrainerRank:
                 multi_stage_wake_up=multi_stage,
                 free_cache_engine=True,
             ),
-            group=self.group(),
+            group=self.group(timeout_s),
             device=self.device,
             replica=self.replica,
         )
 
-    def group(self) -> Any:
+    def group(self, timeout_s: float = 60) -> Any:
         """This rank's view of the trainer's processes."""
         from verl_sglang_sync.collective import TorchTrainerGroup
 
-        return TorchTrainerGroup(self.mesh["infer_tp"])
+        return TorchTrainerGroup(timeout_s=timeout_s, tp_mesh=self.mesh["infer_tp"])
 
 
 class LoneTrainer(TrainerRank):
@@ -117,7 +117,7 @@ class LoneTrainer(TrainerRank):
         self.url = url
         self.client = SGLangServerClient(url, timeout_s=60)
 
-    def group(self) -> Any:
+    def group(self, timeout_s: float = 60) -> Any:
         """There is nobody else."""
         from verl_sglang_sync.collective import SingleProcess
 

@@ -1,8 +1,22 @@
 """Processes that several test files share."""
 
 import pytest
+import torch
 
+from sglang_loader.session_folder import SessionFolder
 from unit.trainer_ranks import RankPool
+
+
+@pytest.fixture(scope="session", autouse=True)
+def memory_is_shared_by_name():
+    """As on any trainer on a CPU: torch's default moves a storage when it is shared by name."""
+    torch.multiprocessing.set_sharing_strategy("file_system")
+
+
+@pytest.fixture
+def new_endpoint():
+    """Makes addresses for sockets that an engine connects to."""
+    return SessionFolder().new_endpoint
 
 
 @pytest.fixture(scope="session")

@@ -98,8 +98,8 @@ def export_of(model):
 def batches_of(export):
     """The export in full, as buckets."""
     from verl_sglang_sync.bucket_stream import BucketStream
+    from verl_sglang_sync.export import Export
     from verl_sglang_sync.report import SyncReport
-    from verl_sglang_sync.weight_sync import Export
 
     stream, report = BucketStream(BUCKET_BYTES), SyncReport(mode="compiled", replica=0)
     return list(stream.batches(Export(export), report))
@@ -140,7 +140,7 @@ class Seen:
 
     Attributes:
         reason: of `prepare`, or of `prove`.
-        turns: of the syncs.
+        kinds: of the syncs.
         wrong: buckets that were not as the full export's, by sync.
         arranged_bytes: of this rank's buffers, without scratch.
         payload_bytes: of the export.
@@ -149,7 +149,7 @@ class Seen:
     """
 
     reason: str | None = None
-    turns: list[str] = field(default_factory=list)
+    kinds: list[str] = field(default_factory=list)
     wrong: list[list[int]] = field(default_factory=list)
     arranged_bytes: int = 0
     payload_bytes: int = 0
@@ -192,15 +192,15 @@ class Rank:
 
     def sync(self):
         """One sync as a transport would make it; what was exchanged is compared afterwards."""
-        from verl_sglang_sync.shard_exchange import Turn
+        from verl_sglang_sync.shard_exchange import SyncKind
         from verl_sglang_sync.shard_exchange.self_check import gather_arranged
 
-        turn = self.exchange.ready(self.export, self.layouts)
-        self.seen.turns.append(turn.name)
-        if turn is Turn.CHECK:
+        kind = self.exchange.ready(self.export, self.layouts)
+        self.seen.kinds.append(kind.name)
+        if kind is SyncKind.CHECK:
             batches = ((b.bucket.layout, b.tensors) for b in batches_of(self.export))
             self.seen.reason = self.exchange.prove(self.export, batches)
-        if turn is Turn.EXCHANGE:
+        if kind is SyncKind.EXCHANGE:
             buffers = [torch.zeros(a.nbytes, dtype=torch.uint8) for a in self.own]
             with mock.patch.object(DTensor, "full_tensor", autospec=True) as gather:
                 for index, buffer in enumerate(buffers):
@@ -216,7 +216,7 @@ class Rank:
             self.seen.wrong.append([i for i, (have, want) in pairs if not torch.equal(have, want)])
         self.seen.scratch_bytes = max(self.seen.scratch_bytes, self.exchange.nbytes)
         self.exchange.free()
-        return turn
+        return kind
 
     def step(self):
         """As an optimizer: in place, another value for each element."""
@@ -245,7 +245,7 @@ class _Ring:
     def __init__(self):
         self.filled = []
 
-    def prepare(self, cuts, *, turn):
+    def prepare(self, cuts, *, arranged):
         pass
 
     def fill(self, index, nbytes, fill):
@@ -255,12 +255,15 @@ class _Ring:
 
 
 class _Arranged:
-    """The turn of a rank that knows all arrangements."""
+    """One sync of a rank that knows all arrangements."""
 
     digest = "arranged"
 
     def __init__(self, arrangements):
         self._arrangements = arrangements
+
+    def keep_if_held(self, held):
+        assert held == self.digest
 
     def of(self, index, bucket):
         return self._arrangements[index]
@@ -275,20 +278,21 @@ def drain_on_rank_1():
     rank = Rank(sharded("dense"))
     rank.prepare()
     rank.sync()
-    turn = rank.exchange.ready(rank.export, rank.layouts)
+    kind = rank.exchange.ready(rank.export, rank.layouts)
     cuts = [types.SimpleNamespace(bucket=batch.bucket) for batch in rank.batches]
     ring, report = _Ring(), SyncReport(mode="compiled", replica=0)
     buckets = ExchangedBuckets(rank.exchange, cuts, _Arranged(rank.own), ring, report)
+    buckets.engine_joined(_Arranged.digest)
     for bucket in buckets:
         if dist.get_rank() == 1:
-            assert bucket.batch.index == 0
+            assert bucket.index == 0
             break
     buckets.drain()
     rank.exchange.free()
     full = batches_of(rank.export)
     expected = [gather_arranged(b.tensors, a, CPU) for b, a in zip(full, rank.own, strict=True)]
     right = [torch.equal(have, want) for have, want in zip(ring.filled, expected, strict=False)]
-    return turn.name, right, report.num_exchanged, report.num_tensors
+    return kind.name, right, report.num_exchanged, report.num_tensors
 
 
 @contextmanager
@@ -316,7 +320,7 @@ def fail_in_a_sync(piece, packing):
         rank.exchange.drain()
     rank.exchange.free()
     rank.sync()
-    return error, rank.seen.turns[-1], rank.seen.wrong[-1]
+    return error, rank.seen.kinds[-1], rank.seen.wrong[-1]
 
 
 def fail_in_the_proof(piece, packing):
@@ -326,7 +330,7 @@ def fail_in_the_proof(piece, packing):
     with _failing_on_rank_1(rank, piece, packing):
         rank.sync()
     rank.sync()
-    return rank.seen.reason, rank.seen.turns
+    return rank.seen.reason, rank.seen.kinds
 
 
 def _moved(rank, on):
@@ -503,9 +507,9 @@ def a_backend_that_cannot():
     prepared = rank.prepare()
     refusal = RuntimeError("this backend has no all-to-all")
     with mock.patch.object(dist, "all_to_all_single", side_effect=refusal):
-        turns = [rank.sync().name]
-    turns.append(rank.sync().name)
-    return prepared, turns, rank.exchange.off
+        kinds = [rank.sync().name]
+    kinds.append(rank.sync().name)
+    return prepared, kinds, rank.exchange.off
 
 
 def wrong_origins():
@@ -523,5 +527,5 @@ def wrong_origins():
 
     with mock.patch.object(shard_exchange, "trace_export", spoiled):
         prepared = rank.prepare()
-    turns = [rank.sync().name, rank.sync().name]
-    return prepared, turns, rank.seen.reason, rank.exchange.off
+    kinds = [rank.sync().name, rank.sync().name]
+    return prepared, kinds, rank.seen.reason, rank.exchange.off

@@ -15,7 +15,7 @@ from sglang_loader.load_plan import BucketLayout
 from sglang_loader.load_plan.arrangement import Arrangement, Read
 from sglang_loader.manifest import ManifestError
 from sglang_loader.session_messages import digest_of
-from verl_sglang_sync.arranged_sending import ArrangedTurn, KnownArrangements
+from verl_sglang_sync.arranged_sending import ArrangedSync, KnownArrangements
 from verl_sglang_sync.bucket_stream import Batch, Bucket, BucketStream, Cut
 from verl_sglang_sync.config import WeightSyncConfig
 from verl_sglang_sync.report import SyncReport
@@ -75,42 +75,41 @@ def known(*arrangements: Arrangement | None) -> KnownArrangements:
 
 
 def test_buckets_are_arranged_as_long_as_they_are_the_announced_ones() -> None:
-    turn = ArrangedTurn(known(HALF, None, HALF))
-    digest = turn.digest
+    arranged = ArrangedSync(known(HALF, None, HALF))
+    digest = arranged.digest
     assert len(digest) == 64
-    assert [turn.expected(i) for i in range(4)] == [HALF, None, HALF, None]
-    assert turn.of(0, BUCKETS[0]) == HALF
-    turn.settle(digest)
-    assert turn.of(1, BUCKETS[1]) is None, "nothing is won there"
-    assert turn.of(2, BUCKETS[2]) == HALF
-    assert turn.digest == digest
-    assert turn.of(3, BUCKETS[0]) is None, "there is no fourth"
-    assert turn.digest == ""
+    assert [arranged.expected(i) for i in range(4)] == [HALF, None, HALF, None]
+    assert arranged.of(0, BUCKETS[0]) == HALF
+    arranged.keep_if_held(digest)
+    assert arranged.of(1, BUCKETS[1]) is None, "nothing is won there"
+    assert arranged.of(2, BUCKETS[2]) == HALF
+    assert arranged.digest == digest
+    assert arranged.of(3, BUCKETS[0]) is None, "there is no fourth"
+    assert arranged.digest == ""
 
 
 def test_a_bucket_that_is_another_one_ends_it() -> None:
-    turn = ArrangedTurn(known(HALF, HALF, HALF))
-    turn.settle(turn.digest)
-    assert turn.of(0, BUCKETS[0]) == HALF
-    assert turn.of(1, BUCKETS[2]) is None
-    assert turn.of(2, BUCKETS[2]) is None
-    assert turn.digest == ""
+    arranged = ArrangedSync(known(HALF, HALF, HALF))
+    arranged.keep_if_held(arranged.digest)
+    assert arranged.of(0, BUCKETS[0]) == HALF
+    assert arranged.of(1, BUCKETS[2]) is None
+    assert arranged.of(2, BUCKETS[2]) is None
+    assert arranged.digest == ""
 
 
 @pytest.mark.parametrize("held", ["", "0" * 64])
 def test_an_engine_that_holds_others_gets_whole_buckets(held: str) -> None:
-    turn = ArrangedTurn(known(HALF))
-    assert turn.of(0, BUCKETS[0]) == HALF
-    turn.settle(held)
-    assert turn.is_settled
-    assert turn.digest == ""
-    assert turn.of(0, BUCKETS[0]) is None
+    arranged = ArrangedSync(known(HALF))
+    assert arranged.of(0, BUCKETS[0]) == HALF
+    arranged.keep_if_held(held)
+    assert arranged.digest == ""
+    assert arranged.of(0, BUCKETS[0]) is None
 
 
 def test_nothing_is_known_at_first() -> None:
-    turn = ArrangedTurn(None)
-    turn.settle("0" * 64)
-    assert (turn.digest, turn.expected(0), turn.of(0, BUCKETS[0])) == ("", None, None)
+    arranged = ArrangedSync(None)
+    arranged.keep_if_held("0" * 64)
+    assert (arranged.digest, arranged.expected(0), arranged.of(0, BUCKETS[0])) == ("", None, None)
 
 
 def stream_of(tensors: list[tuple[str, torch.Tensor]]) -> tuple[list[Cut], list[Batch]]:
@@ -125,9 +124,9 @@ def test_the_ring_has_room_for_what_is_sent() -> None:
     cuts, batches = stream_of(tensors)
     half = Arrangement((Read(0, 512, (), 512, 0),), 512)
     offer = encode_arrangements([(cut.bucket.digest, half) for cut in cuts])
-    turn = ArrangedTurn(KnownArrangements.of(offer, [cut.bucket for cut in cuts]))
+    arranged = ArrangedSync(KnownArrangements.of(offer, [cut.bucket for cut in cuts]))
     ring = StagingRing(CPU, num_buffers=2, bucket_bytes=1024)
-    ring.prepare(cuts, turn=turn)
+    ring.prepare(cuts, arranged=arranged)
     assert ring.nbytes == 2 * 512
     for _ in range(2):
         for batch, (_, tensor) in zip(batches, tensors, strict=True):
@@ -165,11 +164,11 @@ def test_a_transport_learns_what_it_may_use(
     transport = SessionTransport(engine=None, settings=settings, group=OneRank(), device=CPU)  # type: ignore[arg-type]
     assert transport._known_digest() is None, "there was no sync whose buckets it knows"
     report = SyncReport(mode="compiled", replica=0)
-    list(transport._maker.stream.batches(iter([("t", torch.zeros(256))]), report))
+    list(transport._stream.batches(iter([("t", torch.zeros(256))]), report))
     assert transport._known_digest() == ("" if plan_ordered else None)
     if not plan_ordered:
         return
-    (cut,) = transport._maker.stream.cuts
+    (cut,) = transport._stream.cuts
     offer = encode_arrangements([(cut.bucket.digest, HALF)])
     transport._learn(offer)
     assert transport._known_digest() == digest_of(offer)

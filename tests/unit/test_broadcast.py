@@ -7,19 +7,29 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from sglang_loader import broadcast, update_group, weight_updater_hooks
 from sglang_loader.broadcast import Broadcast, BroadcastError
 from sglang_loader.broadcast_messages import BroadcastBucket, decode_bucket
-from sglang_loader.broadcast_receiver import BroadcastReceiver
-from sglang_loader.manifest import WIRE_VERSION, BucketManifest
-from verl_sglang_sync import broadcast_transport, update_groups
+from sglang_loader.broadcast_receiver import BroadcastReceiver, layout_of
+from sglang_loader.check_remarks import with_remark
+from sglang_loader.load_plan import BucketLayout
+from sglang_loader.manifest import (
+    WIRE_VERSION,
+    BucketManifest,
+    ManifestError,
+    SyncSequence,
+    decode,
+    encode,
+)
+from verl_sglang_sync import WeightSyncError, broadcast_transport, update_groups
 from verl_sglang_sync.broadcast_transport import BroadcastTransport
 from verl_sglang_sync.collective import SingleProcess
 from verl_sglang_sync.config import WeightSyncConfig
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.update_groups import Replica, UpdateGroup, UpdateGroups
-from verl_sglang_sync.weight_sync import WeightSyncError
 
 CPU = torch.device("cpu")
 GROUP = object()
@@ -136,7 +146,35 @@ def test_a_receiver_gives_its_memory_back_with_the_group(work):
     assert [buffer.numel() for buffer in receiver._buffers] == [8, 8]
     receiver.left(GROUP)
     assert [buffer.numel() for buffer in receiver._buffers] == [0, 0]
-    receiver.check(bucket(0))  # of another sync: bucket 1 of this one is expected no more
+    receiver.check(bucket(0), GROUP)  # of another sync: bucket 1 of this one is expected no more
+
+
+def test_a_sync_in_another_group_begins_where_nobody_told_of_the_end_of_the_one_before(work):
+    receiver = BroadcastReceiver()
+    work.completed = True
+    receiver.receive(bucket(0), GROUP, CPU)
+    with pytest.raises(ManifestError, match="bucket 1 of sync"):
+        receiver.check(bucket(0), GROUP)
+    receiver.check(bucket(0), object())
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.text(min_size=1),
+            st.lists(st.integers(0, 5), max_size=3),
+            st.sampled_from((torch.bfloat16, torch.float8_e4m3fn, torch.bool)),
+        ),
+        unique_by=lambda entry: entry[0],
+    )
+)
+def test_a_layout_arrives_as_it_is(entries):
+    layout = BucketLayout.pack(entries)
+    packed = broadcast_transport._Packed(0, layout, len(entries), torch.empty(0))
+    manifest = broadcast_transport._manifest(packed, sync_id="s", last=True)
+    arrived = decode(encode(manifest))
+    SyncSequence().accept(arrived)
+    assert layout_of(arrived) == layout
 
 
 class Log(list):
@@ -144,11 +182,16 @@ class Log(list):
 
     is_done = staticmethod(lambda: True)
 
+    def __init__(self):
+        super().__init__()
+        self.checks = []
+
     def submit(self, call):
-        names = call.payload["names"]
-        self.append(("post", decode_bucket(names[0]).manifest.index))
+        bucket = decode_bucket(call.payload["names"][0])
+        self.append(("post", bucket.manifest.index))
+        self.checks.append(bucket.manifest_check)
         reply = Future()
-        reply.set_result(None)
+        reply.set_result({"message": with_remark(f"{bucket.manifest.index} is not the model's")})
         return reply
 
     def with_replicas(self, replicas):
@@ -159,7 +202,7 @@ class Log(list):
 
 
 @pytest.mark.parametrize("num_buckets", [1, 2, 5])
-def test_no_broadcast_begins_before_the_engines_are_told(monkeypatch, num_buckets):
+def test_no_broadcast_begins_before_the_engines_are_told(monkeypatch, num_buckets, caplog):
     """On a GPU it would wait there for the engines while the trainer's export goes on."""
     log = Log()
     started = iter(range(num_buckets))
@@ -174,7 +217,7 @@ def test_no_broadcast_begins_before_the_engines_are_told(monkeypatch, num_bucket
         bucket_bytes=512,
         multi_stage_wake_up=True,
         free_cache_engine=True,
-        manifest_check="off",
+        manifest_check="warn",
     )
     transport = BroadcastTransport(
         groups=log, settings=settings, agree=SingleProcess().agree, device=CPU
@@ -195,6 +238,8 @@ def test_no_broadcast_begins_before_the_engines_are_told(monkeypatch, num_bucket
         told = log.index(("post", max(i - 1, 0)))
         since = log[log.index(("broadcast", i)) : told]
         assert {what for what, _ in since} == {"broadcast"}  # told at once, or before
+    assert log.checks == ["off"] * (num_buckets - 1) + ["warn"]
+    assert f"manifest check: {num_buckets - 1} is not the model's" in caplog.text
 
 
 def test_a_group_that_is_not_formed_in_time_is_an_error_and_left(monkeypatch):

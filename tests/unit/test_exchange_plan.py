@@ -134,7 +134,7 @@ def run_ranks(plans, shards):
         assert [len(part) for part in arrived] == list(plan.recv_nbytes)
         buffer = np.zeros(plan.nbytes, dtype=np.int64)
         copied(plan.own, shards[rank], buffer)
-        copied(plan.landings, [np.concatenate(arrived)], buffer)
+        copied(plan.unpacks, [np.concatenate(arrived)], buffer)
         buffers.append(buffer)
     return buffers
 
@@ -187,7 +187,7 @@ def test_all_ranks_send_in_every_piece_and_words_stay_whole():
         for piece in pieces:
             assert sum(piece.send_nbytes) <= experts * row // 4 + 3 * exchange_plan.CUT_BYTES
             assert sum(piece.recv_nbytes) <= experts * row // 4 + 3 * exchange_plan.CUT_BYTES
-            for read in (*piece.own, *piece.sends, *piece.landings):
+            for read in (*piece.own, *piece.sends, *piece.unpacks):
                 assert (read.start % 2048, read.offset % 2048) == (0, 0)
 
 
@@ -198,8 +198,8 @@ def test_a_strided_part_is_cut_between_its_rows():
     first, second = pieces_of(plan_bucket(0, columns, [origin], [held]), 2)
     assert first.own == (Read(0, 0, ((2, 8),), 4, 0),)
     assert second.own == (Read(0, 16, ((2, 8),), 4, 8),)
-    assert first.landings == (Read(0, 0, (), 8, 16),)
-    assert second.landings == (Read(0, 0, (), 8, 24),)
+    assert first.unpacks == (Read(0, 0, (), 8, 16),)
+    assert second.unpacks == (Read(0, 0, (), 8, 24),)
 
 
 def test_chunks_are_torchs():
@@ -223,14 +223,14 @@ def test_a_rank_keeps_its_own_and_sends_nothing_that_nobody_reads():
     )
     rows = [Arrangement((Read(0, 16 * rank, (), 16, 0),), 16) for rank in range(2)]
     (plan,) = pieces_of(plan_bucket(0, rows, [origin], [held]), 1)
-    assert (plan.send_nbytes, plan.recv_nbytes, plan.landings) == ((0, 0), (0, 0), ())
+    assert (plan.send_nbytes, plan.recv_nbytes, plan.unpacks) == ((0, 0), (0, 0), ())
     assert plan.own == (Read(0, 0, (), 16, 0),)
     columns = [Arrangement((Read(0, 4 * rank, ((4, 8),), 4, 0),), 16) for rank in range(2)]
     (plan,) = pieces_of(plan_bucket(0, columns, [origin], [held]), 1)
     assert (plan.send_nbytes, plan.recv_nbytes) == ((0, 8), (0, 8))
     assert plan.own == (Read(0, 0, ((2, 8),), 4, 0),)
     assert plan.sends == (Read(0, 4, ((2, 8),), 4, 0),)
-    assert plan.landings == (Read(0, 0, (), 8, 8),)
+    assert plan.unpacks == (Read(0, 0, (), 8, 8),)
 
 
 def test_what_is_read_into_the_same_byte_twice_is_refused():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from verl_sglang_sync.weight_sync import Export
+from verl_sglang_sync.export import Export, TensorsDiffer
 
 EMBEDDING = "model.embed_tokens.weight"
 NORM = "model.norm.weight"
@@ -45,6 +45,41 @@ def test_a_copy_between_others_does_not_end_the_export():
 )
 def test_anything_else_is_passed_on(weights):
     assert names(weights) == [name for name, _ in weights]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda weight: weight.add_(1e-3),
+        lambda weight: weight[[1, 0]],
+        lambda weight: weight.neg_().nan_to_num_(0.0),  # negative zeros
+        lambda weight: weight.double(),
+    ],
+    ids=["values", "order", "bits", "dtype"],
+)
+@pytest.mark.parametrize("between", [[], [(NORM, torch.ones(2))]], ids=["at once", "later"])
+def test_an_embedding_that_comes_again_with_other_values_is_refused(change, between):
+    weight = torch.zeros(2, 4)
+    weight[0, 0] = 0.5
+    export = Export([(EMBEDDING, weight), *between, (EMBEDDING, change(weight.clone()))])
+    with pytest.raises(TensorsDiffer, match="exported twice, with different values"):
+        list(export)
+    assert not export.failed, "the rest can still be drained"
+
+
+def test_the_rest_is_drained_after_an_embedding_was_refused():
+    seen = []
+
+    def weights():
+        for name, value in ((EMBEDDING, 0.0), (EMBEDDING, 1.0), (NORM, 2.0)):
+            seen.append(value)
+            yield name, torch.full((2,), value)
+
+    export = Export(weights())
+    with pytest.raises(TensorsDiffer):
+        list(export)
+    export.drain()
+    assert seen == [0.0, 1.0, 2.0]
 
 
 def test_a_generator_that_dies_is_told_apart():

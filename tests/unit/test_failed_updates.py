@@ -5,22 +5,36 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from sglang_loader import weight_updater_hooks as hooks
+from sglang_loader import weight_update
+from sglang_loader.check_remarks import ManifestCheck
 from sglang_loader.host_backup import WeightsBackup, arm
 from sglang_loader.host_backup.allocations import reachable
+from sglang_loader.load_plan import BucketLayout
 from sglang_loader.plan_store import loader_of
+from sglang_loader.rehearsal.findings import Verdict
 from unit.released_memory import poison
-from unit.test_plan_store import Model, check_loaded, sync
+from unit.test_plan_store import NAMES, Model, check_loaded, sync
 
-Others = list[tuple[str | None, bool]]
+Others = list[tuple[str | None, bool, bool]]
+
+
+def layouts(names: tuple[str, ...]) -> list[BucketLayout]:
+    """Those of `test_plan_store.sync`."""
+    pairs = [names[i : i + 2] for i in range(0, len(names), 2)]
+    return [BucketLayout.pack([(n, (8,), torch.float32) for n in pair]) for pair in pairs]
 
 
 class Engine:
     """One TP rank with the real backup, loader and update; what the others say is given.
 
     Attributes:
-        others: of each other rank, what failed and whether it has overwritten weights.
+        others: of each other rank, what failed, whether it has overwritten weights, and whether the
+            set of tensors is new to it.
+        verdict: on every set of tensors.
+        known: what is remembered of it.
+        num_rehearsed: sets of tensors that were looked at.
         gate: what the gate was set to, in order.
         is_busy: requests are running.
         num_flushes: of the prefix cache.
@@ -31,31 +45,50 @@ class Engine:
         self.backup: WeightsBackup = arm(self.model, "auto", reachable)
         self.loader = loader_of(self.model)
         self.others: Others = []
+        self.verdict = Verdict()
+        self.known: Verdict | None = None
+        self.num_rehearsed = 0
         self.gate: list[str | None] = []
         self.is_busy = False
         self.num_flushes = 0
         self._updater = SimpleNamespace(
             tp_worker=SimpleNamespace(tp_rank=0, model_runner=SimpleNamespace(model=self.model)),
+            draft_worker=None,
             flush_cache=self._flush,
             offload_tags=set(),
         )
 
-    def session(self, value: float, *, fails: str | None = None) -> list[str]:
+    def session(
+        self,
+        value: float,
+        *,
+        names: tuple[str, ...] = NAMES,
+        fails: str | None = None,
+        check: ManifestCheck = "off",
+    ) -> list[str]:
         """As `_serve_session`, without the socket; `fails` once loading has begun."""
 
         def load(update: Any) -> None:
+            update.manifest_check = check
             update.flush()
-            update.begin()
-            if fails is not None:
-                raise RuntimeError(fails)
-            sync(self.loader, value)
+            for index, layout in enumerate(layouts(names)):
+                update.loading(layout, is_first=not index)
+                if fails is not None:
+                    raise RuntimeError(fails)
+            sync(self.loader, value, names=names)
 
         return self.update(load)
 
-    def update(self, load: Callable[[Any], None]) -> list[str]:
-        request = SimpleNamespace(flush_cache=True, torch_empty_cache=False)
-        update = hooks._Update(self._updater, request)
-        return update.run(lambda: load(update))
+    def update(self, load: Callable[[Any], None], *, is_last: bool = True) -> list[str]:
+        request = SimpleNamespace(
+            flush_cache=is_last, torch_empty_cache=False, disable_draft_model=False
+        )
+        self.last = weight_update.WeightUpdate(self._updater, request)
+        return self.last.run(lambda: load(self.last))
+
+    def rehearse(self, *_: Any) -> str:
+        self.num_rehearsed += 1
+        return "a view"
 
     def sleep_and_wake(self) -> None:
         self.backup.save(self.model)
@@ -74,8 +107,12 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
     def from_all(_: Any, item: Any) -> list[Any]:
         return [item, *(engine.others if isinstance(item, tuple) else [])]
 
-    monkeypatch.setattr(hooks, "from_all_ranks", from_all)
-    monkeypatch.setattr(hooks, "set_gate", engine.gate.append)
+    monkeypatch.setattr(weight_update, "known_verdict", lambda *_: engine.known)
+    monkeypatch.setattr(weight_update, "view_of_sync", engine.rehearse)
+    monkeypatch.setattr(weight_update, "judge_together", lambda *_: engine.verdict)
+
+    monkeypatch.setattr(weight_update, "from_all_ranks", from_all)
+    monkeypatch.setattr(weight_update, "set_gate", engine.gate.append)
     assert engine.session(1.0) == []
     engine.sleep_and_wake()
     assert engine.session(2.0) == []
@@ -109,7 +146,7 @@ def test_a_session_that_running_requests_refuse_changes_nothing(engine: Engine) 
 
 
 def test_a_rank_that_has_not_begun_is_stale_where_another_has(engine: Engine) -> None:
-    engine.others = [("TP rank 1: no memory", True)]
+    engine.others = [("TP rank 1: no memory", True, False)]
 
     def load(_: Any) -> None:
         raise ValueError("not an invitation")
@@ -133,3 +170,99 @@ def test_the_prefix_cache_is_dropped_once_whatever_happens(engine: Engine) -> No
     before = engine.num_flushes
     engine.update(load)
     assert engine.num_flushes == before + 1, "other TP ranks may have come to it"
+
+
+FEWER = ("a", "b")
+VERDICTS = {
+    "proven": (Verdict(), None),
+    "missing": (Verdict(missing=("c",)), "1 missing: c"),
+    "not checked": (Verdict(not_checked="quantised"), "earlier syncs brought c, d, too"),
+    "doubtful": (Verdict(doubtful=("c",)), "earlier syncs brought c, d, too"),
+}
+
+
+@pytest.mark.parametrize(("verdict", "reason"), VERDICTS.values(), ids=VERDICTS.keys())
+def test_after_a_failure_fewer_tensors_must_be_proven_to_be_all(
+    engine: Engine, verdict: Verdict, reason: str | None
+) -> None:
+    engine.verdict = verdict
+    assert engine.session(3.0, names=FEWER) == [], "nothing has failed yet"
+    engine.session(4.0, fails="half way")
+    failures = engine.session(5.0, names=FEWER)
+    assert [reason in text for text in failures] == ([] if reason is None else [True])
+    assert (engine.gate[-1] is None) == (reason is None)
+    assert engine.session(6.0) == [], "all that ever came"
+    assert engine.gate[-1] is None
+
+
+def test_the_first_sync_after_a_failed_first_one_is_checked(engine: Engine) -> None:
+    engine.backup = arm(engine.model, "auto", reachable)
+    engine.session(1.0, fails="half way")
+    engine.verdict = Verdict(missing=("e",))
+    [failure] = engine.session(2.0)
+    assert "after a failed sync nothing is published" in failure
+    assert "1 missing: e" in failure
+    engine.verdict = Verdict()
+    assert engine.session(3.0) == []
+
+
+def test_what_is_new_to_another_rank_is_checked_by_all(engine: Engine) -> None:
+    engine.others = [(None, True, False)]
+    assert engine.session(3.0) == []
+    assert not engine.num_rehearsed
+    engine.others = [(None, True, True)]
+    assert engine.session(4.0) == []
+    assert engine.num_rehearsed == 1
+
+
+def test_a_sync_that_broke_off_is_a_failed_one(engine: Engine) -> None:
+    """As a broadcast whose trainer died between two buckets."""
+    engine.verdict = Verdict(not_checked="quantised")
+    first, _ = layouts(NAMES)
+    assert engine.update(lambda update: update.loading(first, is_first=True), is_last=False) == []
+    assert "the last sync was not complete" in str(engine.gate[-1])
+    assert engine.session(3.0, names=FEWER) != []
+    assert engine.session(3.0) == []
+
+
+MISFIT = Verdict(mismatched=("a [2] (too long)",), missing=("e",), unexpected=("f", "g"))
+
+
+def test_what_does_not_fit_is_named_and_nothing_is_published(engine: Engine) -> None:
+    engine.verdict = MISFIT
+    for known in (None, MISFIT):  # what was refused before is not rehearsed again
+        engine.known = known
+        [failure] = engine.session(3.0, check="error")
+        for part in ("1 mismatched: a [2] (too long)", "1 missing: e", "2 unexpected: f, g"):
+            assert part in failure
+        assert "nothing is published" in failure
+        assert engine.gate[-1] is not None
+    assert engine.num_rehearsed == 1
+    engine.verdict, engine.known = Verdict(), None
+    assert engine.session(4.0, check="error") == []
+    assert engine.gate[-1] is None
+
+
+def test_a_warning_is_published_and_said(engine: Engine) -> None:
+    engine.verdict = MISFIT
+    assert engine.session(3.0, check="warn") == []
+    assert "1 missing: e" in engine.last.remark
+    assert engine.gate[-1] is None
+    engine.verdict = Verdict(not_checked="a quantised model")
+    assert engine.session(4.0, check="error") == []
+    assert engine.last.remark == "not checked: a quantised model"
+    engine.verdict = Verdict()
+    assert engine.session(5.0, check="error") == []
+    assert engine.last.remark == ""
+
+
+def test_off_looks_at_nothing(engine: Engine) -> None:
+    engine.verdict = MISFIT
+    assert engine.session(3.0) == []
+    assert (engine.num_rehearsed, engine.last.remark) == (0, "")
+
+
+def test_a_set_of_tensors_that_is_known_to_fit_is_not_looked_at_again(engine: Engine) -> None:
+    engine.verdict, engine.known = MISFIT, Verdict()
+    assert engine.session(3.0, check="error") == []
+    assert engine.num_rehearsed == 0

@@ -30,9 +30,12 @@ from sglang_loader.host_backup.allocations import (
 from sglang_loader.host_backup.backup import BRIDGED_BYTES, bridged
 from sglang_loader.host_backup.policy import ENVIRONMENT_VARIABLE, requested_policy, why_stock
 from sglang_loader.host_backup.saved_bytes import SavedBytes
+from sglang_loader.load_plan import BucketLayout
 from sglang_loader.load_plan.destinations import collect_destinations
 from sglang_loader.load_plan.intervals import merge, num_bytes, subtract
 from unit.released_memory import POISON, Residue, contents, overwrite, poison, size_of, whole
+
+LAYOUT = BucketLayout.pack([("low", (5, 3), torch.bfloat16)])
 
 
 @pytest.fixture
@@ -114,7 +117,7 @@ def test_released_again_while_stale_the_first_copy_is_kept(model):
     publish_coverage(model, covered)
     before = contents(destinations)
     release_and_resume(model, backup)
-    backup.sync_started()
+    backup.sync.loading(LAYOUT)
     destinations.bytes_of(0).fill_(1)
     model.rotary.fill_(7.0)  # the failed sync scribbles over residue
     backup.sync_failed("a test")
@@ -152,7 +155,7 @@ def test_after_a_withdrawal_everything_is_saved_again(model):
 def test_a_failed_sync_withdraws_the_coverage_and_is_stale_until_a_good_one(model):
     backup = arm(model, "auto", reachable)
     publish_coverage(model, whole(model, "linear.weight"))
-    backup.sync_started()
+    backup.sync.loading(LAYOUT)
     backup.sync_failed("a test")
     assert "not complete" in str(backup.stale)
     before = contents(collect_destinations(model))
@@ -286,7 +289,7 @@ def test_any_coverage_any_cycles_the_weights_are_right_after_a_sync(coverage, fa
             for name, data in contents(destinations).items():
                 for start, stop in subtract([(0, len(data))], covered.get(name, ())):
                     assert data[start:stop] == expected[name][start:stop]
-            backup.sync_started()
+            backup.sync.loading(LAYOUT)
             if failed:
                 backup.sync_failed("a test")
                 continue

@@ -16,8 +16,6 @@ from sglang_loader.manifest import (
     decode,
     encode,
 )
-from verl_sglang_sync.packing import manifest_of
-from verl_sglang_sync.planner import TensorSpec, plan_buckets
 
 ITEMSIZES = {"bfloat16": 2, "float32": 4, "float8_e4m3fn": 1, "bool": 1, "int64": 8}
 
@@ -47,22 +45,6 @@ def manifests(draw):
 @given(manifests())
 def test_round_trip(manifest):
     assert decode(encode(manifest)) == manifest
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.lists(st.sampled_from(sorted(ITEMSIZES)), min_size=1, max_size=20), st.integers(1, 4096))
-def test_what_the_planner_lays_out_is_accepted(dtypes, limit):
-    specs = [
-        TensorSpec(name=f"t{i}", shape=(i, 3), dtype=dtype, itemsize=ITEMSIZES[dtype])
-        for i, dtype in enumerate(dtypes)
-    ]
-    sequence, received, sent = SyncSequence(), [], 0
-    for plan in plan_buckets(specs, bucket_bytes=limit):
-        sent += len(plan.slots)
-        manifest = decode(encode(manifest_of(plan, sync_id="s", num_tensors=sent)))
-        sequence.accept(manifest)
-        received += [(e.name, e.dtype, e.shape, e.nbytes) for e in manifest.tensors]
-    assert received == [(s.name, s.dtype, s.shape, s.nbytes) for s in specs]
 
 
 def valid():

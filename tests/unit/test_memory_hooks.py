@@ -23,15 +23,18 @@ from sglang.srt.managers.io_struct import (
 )
 from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 
-from sglang_loader import gate_hooks, http_hooks
+from sglang_loader import gate_hooks, http_hooks, weight_update, weight_updater_hooks
 from sglang_loader import memory_hooks as hooks
-from sglang_loader.bucket_loader import LOADERS
 from sglang_loader.host_backup import arm, backup_of, publish_coverage
 from sglang_loader.host_backup.allocations import reachable
 from sglang_loader.host_backup.policy import ENVIRONMENT_VARIABLE
+from sglang_loader.load_plan import BucketLayout
 from sglang_loader.load_plan.destinations import collect_destinations
+from sglang_loader.session_messages import SESSION_FORMAT
 from sglang_loader.weight_updater_hooks import update_on_all_ranks
 from unit.released_memory import Residue, contents, overwrite, poison, size_of, whole
+
+LAYOUT = BucketLayout.pack([("linear.weight", (33, 7), torch.float32)])
 
 
 class LosingSaver:
@@ -52,17 +55,20 @@ class LosingSaver:
 
 
 class Worker:
-    """The part of a TP worker that the updater uses; `update` does what a loader does."""
+    """The part of a TP worker that the updater uses; `update` does what a session's loads do."""
 
     tp_rank = 0
 
     def __init__(self, model) -> None:
         self.model_runner = SimpleNamespace(model=model)
-        self.server_args = SimpleNamespace(custom_weight_loader=list(LOADERS))
-        self.update = lambda: (True, "Success")
+        self.server_args = SimpleNamespace(custom_weight_loader=[SESSION_FORMAT], dp_size=1)
+        self.update = lambda: None
 
-    def update_weights_from_tensor(self, request):
-        return self.update()
+    def serve_session(self, descriptor, models, *, once_joined, before_loading, once_loaded):
+        once_joined()
+        before_loading(LAYOUT, is_first=True)
+        self.update()
+        return SimpleNamespace(conclude=lambda failures: None)
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +85,7 @@ def group():
 
 
 @pytest.fixture
-def updater(group):
+def updater(group, monkeypatch):
     torch.manual_seed(0)
     model = Residue()
     arm(model, "auto", reachable)
@@ -90,6 +96,12 @@ def updater(group):
         memory_saver_adapter=LosingSaver(model),
         flush_cache=lambda **_: True,
         is_fully_idle=lambda: True,
+    )
+    monkeypatch.setattr(weight_updater_hooks, "serve_session", made.tp_worker.serve_session)
+    monkeypatch.setattr(
+        weight_updater_hooks,
+        "decode_descriptor",
+        lambda invitation: SimpleNamespace(manifest_check="off"),
     )
     return made
 
@@ -122,11 +134,24 @@ def resume(updater, *tags):
     return hooks.resume_tags(ORIGINAL["resume_memory_occupation"], updater, request)
 
 
-def update(updater, *, last=True):
+def update(updater):
     request = UpdateWeightsFromTensorReqInput(
-        serialized_named_tensors=[b""], load_format=LOADERS[0], flush_cache=last
+        serialized_named_tensors=[b""], load_format=SESSION_FORMAT, flush_cache=True
     )
     return update_on_all_ranks(None, updater, request)
+
+
+def broken_off(updater):
+    """A sync of which only the first bucket came, as in broadcasts."""
+    begun = weight_update.WeightUpdate(updater, SimpleNamespace(flush_cache=False))
+    assert begun.run(lambda: begun.loading(LAYOUT, is_first=True)) == []
+
+
+def raises(text):
+    def fail():
+        raise ValueError(text)
+
+    return fail
 
 
 def refusal(reply):
@@ -225,7 +250,6 @@ def covered_engine(updater):
 
     def load():
         overwrite(collect_destinations(model), covered)
-        return True, "Success"
 
     updater.tp_worker.update = load
     load()
@@ -273,15 +297,34 @@ def test_the_gate_is_closed_from_the_release_to_the_end_of_a_good_sync(updater, 
     assert gate.reason == "the engine's memory is released: kv_cache"
     assert resume(updater, "kv_cache").closed is None
     assert gate.reason is None
-    for _ in range(2):
-        assert update(updater, last=False).success
-        assert "the weights are not complete" in gate.reason, "between two buckets"
-    updater.tp_worker.update = lambda: (False, "no")
-    assert not update(updater).success
+    broken_off(updater)
+    assert "the weights are not complete" in gate.reason, "between two buckets"
+    updater.tp_worker.update = raises("no")
+    reply = update(updater)
+    assert not reply.success
+    assert reply.closed == gate.reason
     assert "the last sync was not complete" in gate.reason
     updater.tp_worker.update = good
-    assert update(updater).success
+    reply = update(updater)
+    assert reply.success
+    assert reply.closed is None
     assert gate.reason is None
+
+
+def test_an_update_while_requests_run_is_refused_as_busy(updater, monkeypatch):
+    gate = Gate()
+    monkeypatch.setattr(gate_hooks, "_gate", gate)
+    updater.is_fully_idle = lambda: False
+    updater.tp_worker.update = raises("never called")
+    reply = pickle.loads(pickle.dumps(update(updater)))
+    assert reply.is_busy
+    assert not reply.success
+    assert "requests are running" in reply.message
+    assert gate.reason is reply.closed is None
+    updater.is_fully_idle, updater.tp_worker.update = lambda: True, lambda: None
+    reply = update(updater)
+    assert reply.success
+    assert not reply.is_busy
 
 
 def test_weights_that_came_back_whole_may_be_served_without_a_sync(updater, monkeypatch):
@@ -310,14 +353,10 @@ def test_a_failed_sync_keeps_the_cache_asleep_until_a_good_one(updater):
     model = covered_engine(updater)
     good = updater.tp_worker.update
     before = contents(collect_destinations(model))
+    assert update(updater).success
     release(updater, "kv_cache", "weights")
     resume(updater, "weights")
-    assert update(updater, last=False).success
-
-    def breaks():
-        raise ValueError("a bad tensor")
-
-    updater.tp_worker.update = breaks
+    updater.tp_worker.update = raises("a bad tensor")
     assert "a bad tensor" in update(updater).message
     assert "TP rank 0: resume of ['kv_cache'] refused" in refusal(resume(updater, "kv_cache"))
     updater.tp_worker.update = good
@@ -326,9 +365,8 @@ def test_a_failed_sync_keeps_the_cache_asleep_until_a_good_one(updater):
     assert "undefined since the last resume" in reply.message
 
     def good_and_proven():
-        result = good()
+        good()
         publish_coverage(model, whole(model, "linear.weight", "low"))
-        return result
 
     updater.tp_worker.update = good_and_proven
     assert update(updater).success
@@ -338,12 +376,13 @@ def test_a_failed_sync_keeps_the_cache_asleep_until_a_good_one(updater):
 
 def test_a_failed_sync_of_saved_weights_needs_no_proof(updater):
     """Modes without a plan: everything was restored, so a complete sync is enough."""
+    assert update(updater).success
     release(updater, "kv_cache", "weights")
     resume(updater, "weights")
-    updater.tp_worker.update = lambda: (False, "no")
+    updater.tp_worker.update = raises("no")
     assert not update(updater).success
     assert refusal(resume(updater, "kv_cache"))
-    updater.tp_worker.update = lambda: (True, "Success")
+    updater.tp_worker.update = lambda: None
     assert update(updater).success
     assert refusal(resume(updater, "kv_cache")) is None
 
@@ -365,7 +404,7 @@ def test_other_servers_are_left_alone(updater):
 class Manager:
     """The part of a tokenizer manager that the hooks use."""
 
-    def __init__(self, *replies, loaders=LOADERS) -> None:
+    def __init__(self, *replies, loaders=(SESSION_FORMAT,)) -> None:
         self.server_args = SimpleNamespace(custom_weight_loader=list(loaders))
         self.auto_create_handle_loop = lambda: None
 
@@ -419,7 +458,7 @@ class Runner:
 
     def __init__(self, **arguments) -> None:
         self.server_args = SimpleNamespace(
-            custom_weight_loader=list(LOADERS),
+            custom_weight_loader=[SESSION_FORMAT],
             enable_memory_saver=True,
             enable_weights_cpu_backup=True,
             device="cuda",

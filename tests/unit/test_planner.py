@@ -241,19 +241,6 @@ def test_of_two_suffixes_that_fit_a_name_the_longest_counts():
     assert placed == [["l.nested.wkv", "l.nested.wz"], ["l.nested.wgate"]]
 
 
-def test_a_signature_tells_buckets_of_other_tensors_apart():
-    def signature(*specs):
-        (bucket,) = plan_buckets(specs, bucket_bytes=1 << 20)
-        return bucket.signature
-
-    a, b = spec("a"), spec("b")
-    assert signature(a, b) == signature(spec("a"), spec("b"))
-    others = [(b, a), (a,), (a, spec("c")), (a, spec("b", (100,))), (a, b, spec("c", (0,)))]
-    assert len({signature(a, b), *(signature(*other) for other in others)}) == 1 + len(others)
-    assert signature(a, b) >> 32 == 2
-    assert 0 <= signature(a, b) < 1 << 63  # travels as an int64
-
-
 @settings(max_examples=100, deadline=None)
 @given(exports(), limits)
 def test_incremental_planning_equals_the_whole_list(specs, limit):

@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import nn
 
+from sglang_loader.load_plan import BucketLayout
 from sglang_loader.load_plan.destinations import collect_destinations, first_difference
 from sglang_loader.load_plan.verify import differing, snapshot
-from sglang_loader.rehearsal import NotRehearsable, rehearse
+from sglang_loader.rehearsal import NotRehearsable, naming_refused, rehearse
 from sglang_loader.rehearsal.findings import unwritten_parameters
 
 BF16 = torch.bfloat16
@@ -200,3 +201,18 @@ def test_sources_take_no_memory():
     seen = rehearsed(load, [(f"big.{i}", BF16, (1 << 16, 1 << 16)) for i in range(8)])
     assert len(seen.uses) == 8  # 64 GiB
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10  # KiB
+
+
+def test_an_error_of_a_load_names_every_tensor_that_is_refused():
+    model = Toy(copy_all)
+    specs = [("a", BF16, (4, 5)), ("b", BF16, (4,)), ("strange", BF16, (2,))]
+    layout = BucketLayout.pack((name, shape, dtype) for name, dtype, shape in specs)
+    buffer = torch.zeros(layout.nbytes, dtype=torch.uint8)
+    with (
+        pytest.raises(RuntimeError, match="size of tensor") as caught,
+        naming_refused(model, layout),
+    ):
+        model.load_weights(layout.views(buffer))
+    first, second = caught.value.__notes__
+    assert first.startswith("load_weights refuses a [4, 5] (RuntimeError: ")
+    assert second.startswith("load_weights refuses strange [2] (AttributeError: ")

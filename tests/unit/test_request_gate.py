@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -18,13 +17,13 @@ from sglang.srt.managers import io_struct as io
 from sglang.srt.utils.aio_rwlock import RWLock
 
 from sglang_loader import gate_hooks
-from sglang_loader.bucket_loader import LOADERS
 from sglang_loader.request_gate import (
     ENVIRONMENT_VARIABLE,
     GatePolicy,
     RequestGate,
     policy_of_this_process,
 )
+from sglang_loader.session_messages import SESSION_FORMAT
 
 REASON = "the engine's memory is released: kv_cache"
 
@@ -38,6 +37,9 @@ def request(rid, kind=io.TokenizedGenerateReqInput):
 
 def update():
     return io.UpdateWeightsFromTensorReqInput(serialized_named_tensors=[b""])
+
+
+UPDATE = SimpleNamespace(load_format="sglang_loader.session")
 
 
 class Sender:
@@ -205,11 +207,11 @@ def process(monkeypatch, sender):
     """The state of a scheduler process; `process(loaders)` launches its scheduler."""
     monkeypatch.setattr(gate_hooks, "_gate", None)
     scheduler = SimpleNamespace(
-        server_args=SimpleNamespace(custom_weight_loader=list(LOADERS)),
+        server_args=SimpleNamespace(custom_weight_loader=[SESSION_FORMAT]),
         ipc_channels=SimpleNamespace(send_to_tokenizer=sender),
     )
 
-    def launch(loaders=LOADERS):
+    def launch(loaders=(SESSION_FORMAT,)):
         scheduler.server_args.custom_weight_loader = list(loaders)
         calls = []
         gate_hooks.init_receiver(calls.append, scheduler)
@@ -264,49 +266,96 @@ def test_why_the_gate_is_closed(monkeypatch, tags, stale, graphs, reason):
 # In the process that serves HTTP.
 
 
-class Manager:
-    """A tokenizer manager whose updates take SGLang's own lock, as upstream's do."""
+def reply(**told):
+    """One of the engine's; SGLang's own have neither attribute."""
+    return SimpleNamespace(success=True, **told)
 
-    def __init__(self, loaders=LOADERS):
+
+class Manager:
+    """A tokenizer manager whose updates take SGLang's own lock, as upstream's do.
+
+    Args:
+        answers: the engine's replies to one request after the other; the last one to all later.
+    """
+
+    def __init__(self, *answers, loaders=(SESSION_FORMAT,)):
         self.server_args = SimpleNamespace(custom_weight_loader=list(loaders))
         self.model_update_lock = RWLock()
-        self.succeeds = True
+        self.answers = list(answers)
+        self.asked = []
+        self.update_weights_from_tensor_communicator = self.ask
+        self.update_weights_from_distributed_communicator = self.ask
+
+    async def ask(self, request):
+        self.asked.append(request)
+        return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
 
     async def original(self, manager, obj, request):
         async with manager.model_update_lock.writer_lock:
-            return self.succeeds, ""
+            return await manager.update_weights_from_tensor_communicator(obj)
 
-    async def update(self, *, last, load_format=LOADERS[0]):
-        obj = SimpleNamespace(load_format=load_format, flush_cache=last)
-        return await asyncio.wait_for(gate_hooks.update(self.original, self, obj), 0.3)
+    async def update(self):
+        return await asyncio.wait_for(gate_hooks.update(self.original, self, UPDATE), 0.3)
 
 
 def test_a_request_that_waits_does_not_block_the_sync_that_it_waits_for():
     async def run():
-        manager = Manager()
-        gate_hooks.update_lock_of(manager).is_released = True
+        manager = Manager([reply(closed="half", is_busy=False)])
+        gate_hooks.note_gate(manager, [reply(closed=REASON)])
         async with manager.model_update_lock.reader_lock:
-            assert await manager.update(last=False) == (True, "")
-            gate_hooks.update_lock_of(manager).is_released = False
-            assert await manager.update(last=False) == (True, ""), "between two buckets"
-            manager.succeeds = False
-            assert await manager.update(last=True) == (False, "")
-            manager.succeeds = True
-            assert await manager.update(last=True) == (True, ""), "after a failed sync"
+            await manager.update()
+            await manager.update()  # between two buckets, and after a failed sync
+            manager.answers = [[reply(closed=None, is_busy=False)]]
+            await manager.update()
             with pytest.raises(TimeoutError):
-                await manager.update(last=True)
+                await manager.update()
             assert await manager.model_update_lock.is_locked()
 
     asyncio.run(run())
 
 
 @pytest.mark.parametrize(
-    ("loaders", "load_format"), ((LOADERS, None), (LOADERS, "my.loader"), ((), LOADERS[0]))
+    ("replies", "is_closed"),
+    (
+        ([reply(closed=None), reply(closed=REASON)], True),
+        ([reply(closed=None), reply(closed=None)], False),
+        ([reply()], None),
+        ([], None),
+    ),
 )
-def test_updates_of_others_are_not_followed(loaders, load_format):
+def test_the_gate_is_what_the_engine_last_said_of_it(replies, is_closed):
+    for before in (True, False):
+        manager = Manager([])
+        lock = gate_hooks.update_lock_of(manager)
+        assert gate_hooks.update_lock_of(manager) is lock
+        lock.is_closed = before
+        gate_hooks.note_gate(manager, replies)
+        assert lock.is_closed == (before if is_closed is None else is_closed)
+
+
+BUSY, GOOD = [reply(closed=None, is_busy=True)], [reply(closed=None, is_busy=False)]
+
+
+def test_a_busy_engine_is_asked_again():
+    manager = Manager(BUSY, [*GOOD, *BUSY], GOOD)
+    assert asyncio.run(manager.update()) == GOOD
+    assert manager.asked == [UPDATE] * 3
+    assert asyncio.run(manager.update()) == GOOD
+    assert len(manager.asked) == 4, "wrapped once, and good at once"
+
+
+def test_an_engine_that_stays_busy_is_given_up(monkeypatch):
+    monkeypatch.setattr(gate_hooks, "BUSY_WAIT_S", 0.03)
+    manager = Manager(BUSY)
+    assert asyncio.run(manager.update()) == BUSY
+    assert len(manager.asked) > 1
+
+
+def test_updates_of_other_servers_are_not_followed():
     async def run():
-        manager = Manager(loaders)
-        await manager.update(last=False, load_format=load_format)
-        assert not isinstance(manager.model_update_lock.writer_lock, nullcontext)
+        manager = Manager(BUSY, loaders=())
+        assert await manager.update() == BUSY
+        assert len(manager.asked) == 1
+        assert isinstance(manager.model_update_lock, RWLock)
 
     asyncio.run(run())

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import gc
+import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from sglang_loader import session_channel
 from sglang_loader import session_messages as wire
 from sglang_loader.session_channel import GRACE_MS, Channel, KeptChannels, engine_end, trainer_end
 from sglang_loader.session_messages import SessionError
@@ -18,6 +21,7 @@ from verl_sglang_sync.memory_blocks import BlockNames
 from verl_sglang_sync.trainer_session import SessionSockets, TrainerSession
 
 TOKEN = "t" * 32
+NewEndpoint = Callable[[], str]
 
 
 class ReplyCame(RuntimeError):
@@ -25,9 +29,9 @@ class ReplyCame(RuntimeError):
 
 
 @pytest.fixture
-def ends(tmp_path: Path) -> Iterator[tuple[Channel[Any], Channel[Any]]]:
+def ends(new_endpoint: NewEndpoint) -> Iterator[tuple[Channel[Any], Channel[Any]]]:
     """The trainer's and the engine's; one message has passed."""
-    endpoint = f"ipc://{tmp_path}/s"
+    endpoint = new_endpoint()
     trainer = trainer_end(endpoint)
     engine = engine_end(endpoint)
     for end in (trainer, engine):
@@ -63,6 +67,79 @@ def test_a_peer_that_says_nothing_ends_the_wait(ends: tuple[Channel[Any], Channe
     with pytest.raises(ReplyCame):
         trainer.receive(watch=watch)
     assert time.monotonic() - started < GRACE_MS / 1000 + 5
+
+
+def all_came(end: Channel[Any], num_messages: int) -> None:
+    """Wait until as many messages lie at this end."""
+    deadline = time.monotonic() + 10
+    while not end.has_message() or len(end._received) < num_messages:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_an_abort_overtakes_what_was_sent_before_it(
+    ends: tuple[Channel[Any], Channel[Any]],
+) -> None:
+    trainer, engine = ends
+    trainer.send(wire.Welcome)
+    trainer.send(wire.Commit)
+    trainer.send(wire.Abort, reason="another rank failed")
+    all_came(engine, 3)
+    kinds = [type(engine.receive()) for _ in range(3)]
+    assert kinds == [wire.Abort, wire.Welcome, wire.Commit], "else in order"
+
+
+def test_nothing_counts_that_a_dead_trainer_sent(ends: tuple[Channel[Any], Channel[Any]]) -> None:
+    trainer, engine = ends
+    trainer.send(wire.Commit)
+    all_came(engine, 1)
+    trainer.close()
+    while not engine._is_peer_gone:
+        engine._look_at_peer()
+    with pytest.raises(SessionError, match="is gone"):
+        engine.receive()
+
+
+def test_an_abort_of_a_dead_trainer_says_why(ends: tuple[Channel[Any], Channel[Any]]) -> None:
+    trainer, engine = ends
+    trainer.send(wire.Abort, reason="another rank failed")
+    trainer.close()
+    while not engine._is_peer_gone:
+        engine.has_message()
+    assert engine.receive().reason == "another rank failed"
+
+
+def test_an_engine_does_not_wait_where_nobody_listens(
+    new_endpoint: NewEndpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert session_channel.CONNECT_TIMEOUT_S <= 5
+    monkeypatch.setattr(session_channel, "CONNECT_TIMEOUT_S", 0.5)
+    endpoint = new_endpoint()
+    with socket.socket(socket.AF_UNIX) as deaf:
+        deaf.bind(endpoint.removeprefix("ipc://"))
+        engine, started = engine_end(endpoint), time.monotonic()
+        engine.begin(TOKEN, timeout_s=20)
+        with engine, pytest.raises(SessionError, match="nobody listens"):
+            engine.receive()
+    assert time.monotonic() - started < 5
+
+
+def test_channels_that_nobody_closed_do_not_block_the_others(new_endpoint: NewEndpoint) -> None:
+    """zmq's one thread blocks in an event for a monitor that was closed before its socket."""
+    gc.freeze()  # only what is made from here on has to be looked at
+    for _ in range(20):
+        endpoint = new_endpoint()
+        trainer = trainer_end(endpoint)
+        engine = engine_end(endpoint)
+        for end in (trainer, engine):
+            end.begin(TOKEN, timeout_s=10)
+        engine.send(wire.BucketDone, index=0)
+        assert trainer.receive().index == 0
+        loop: list[Any] = [trainer, engine]
+        loop.append(loop)
+        del trainer, engine, end, loop
+        gc.collect()
+    gc.unfreeze()
 
 
 def test_a_kept_channel_serves_the_next_session(
@@ -112,11 +189,11 @@ def test_a_channel_whose_peer_died_is_not_used_again(
     assert not Path(trainer.endpoint.removeprefix("ipc://")).exists()
 
 
-def test_an_engine_keeps_the_channels_of_a_few_trainers(tmp_path: Path) -> None:
+def test_an_engine_keeps_the_channels_of_a_few_trainers(new_endpoint: NewEndpoint) -> None:
     kept: KeptChannels[Any] = KeptChannels(2)
     pairs = []
-    for i in range(3):
-        endpoint = f"ipc://{tmp_path}/{i}"
+    for _ in range(3):
+        endpoint = new_endpoint()
         trainer = trainer_end(endpoint)
         engine = engine_end(endpoint)
         engine.begin(TOKEN, timeout_s=20)
@@ -135,7 +212,9 @@ def test_an_engine_keeps_the_channels_of_a_few_trainers(tmp_path: Path) -> None:
         end.close()
 
 
-SETTINGS: Any = SimpleNamespace(request_timeout_s=20.0, recheck_every_n_syncs=0)
+SETTINGS: Any = SimpleNamespace(
+    request_timeout_s=20.0, uses_plan=True, manifest_check="off", recheck_every_n_syncs=0
+)
 
 
 def test_a_session_that_ends_well_leaves_its_socket_to_the_next() -> None:

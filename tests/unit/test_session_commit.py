@@ -1,8 +1,9 @@
-"""A whole session in one process: commits while buckets are in flight, outcomes of all ranks."""
+"""A whole session in one process: what it takes until an engine serves what was sent."""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -11,14 +12,25 @@ import torch
 from torch import nn
 
 from sglang_loader import session, session_state
+from sglang_loader.load_plan import BucketLayout
 from sglang_loader.session_messages import BucketPiece, decode_descriptor
-from verl_sglang_sync.arranged_sending import ArrangedTurn
+from sglang_loader.shared_buffer import CpuHandle
+from verl_sglang_sync.arranged_sending import ArrangedSync
+from verl_sglang_sync.bucket_stream import BucketStream
 from verl_sglang_sync.config import WeightSyncConfig
+from verl_sglang_sync.export import Export
 from verl_sglang_sync.memory_blocks import BlockNames
 from verl_sglang_sync.report import SyncReport
-from verl_sglang_sync.session_buckets import BucketMaker
-from verl_sglang_sync.trainer_session import EngineFailed, SessionSockets, TrainerSession
-from verl_sglang_sync.weight_sync import Export
+from verl_sglang_sync.session_buckets import ExportedBuckets
+from verl_sglang_sync.session_staging import StagingRing
+from verl_sglang_sync.trainer_session import (
+    BlockNotMapped,
+    EngineCannotMap,
+    EngineFailed,
+    SessionSockets,
+    SharedBlock,
+    TrainerSession,
+)
 
 CPU = torch.device("cpu")
 SETTINGS = WeightSyncConfig(
@@ -80,11 +92,12 @@ class Engine(threading.Thread):
         invitation: the trainer's.
         model: to be loaded.
         others: what went wrong on other TP ranks.
-        once_joined: as for `serve_session`.
+        once_joined: as for `serve_session`; `once_loaded` likewise.
 
     Attributes:
         error: what it raised.
         has_begun: the first bucket has come.
+        has_served: the session ended well on this rank.
     """
 
     def __init__(
@@ -93,15 +106,16 @@ class Engine(threading.Thread):
         model: Model,
         others: Sequence[str] = (),
         once_joined: Callable[[], None] = lambda: None,
+        once_loaded: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__()
         self._descriptor, self._model = decode_descriptor(invitation), model
-        self._others, self._once_joined = others, once_joined
+        self._others, self._once_joined, self._once_loaded = others, once_joined, once_loaded
         self.error: Exception | None = None
-        self.has_begun = False
+        self.has_begun = self.has_served = False
 
-    def begin(self) -> None:
-        assert not self.has_begun
+    def begin(self, layout: BucketLayout, *, is_first: bool) -> None:
+        assert is_first != self.has_begun
         self.has_begun = True
 
     def run(self) -> None:
@@ -111,21 +125,19 @@ class Engine(threading.Thread):
                 [self._model],
                 once_joined=self._once_joined,
                 before_loading=self.begin,
+                once_loaded=self._once_loaded,
             )
         except Exception as error:
             self.error = error
             return
+        self.has_served = True
         served.conclude(self._others)
 
 
 @pytest.fixture
 def trainer() -> Iterator[TrainerSession]:
-    # As on any trainer on a CPU: torch's default moves a storage when it is shared by name.
-    before = torch.multiprocessing.get_sharing_strategy()
-    torch.multiprocessing.set_sharing_strategy("file_system")
-    with TrainerSession(SessionSockets(), SETTINGS, BlockNames(), frozenset()) as opened:
+    with TrainerSession(SessionSockets(), SETTINGS, BlockNames()) as opened:
         yield opened
-    torch.multiprocessing.set_sharing_strategy(before)
 
 
 def joined(trainer: TrainerSession, model: Model, **options: Any) -> Engine:
@@ -141,62 +153,153 @@ def meet(trainer: TrainerSession) -> None:
         pass
 
 
-def send_all(trainer: TrainerSession, maker: BucketMaker) -> None:
-    """Both buckets, and the commit, without a look at what the engine says."""
+def staging_ring() -> StagingRing:
+    return StagingRing(CPU, num_buffers=2, bucket_bytes=SETTINGS.bucket_bytes)
+
+
+def send_all(trainer: TrainerSession, ring: StagingRing) -> None:
+    """Both buckets, and that they are all, without a look at what the engine says."""
     report = SyncReport(mode="compiled", replica=0)
-    export = Export(list(WEIGHTS.items()))
-    for bucket in maker.exported(export, report, ArrangedTurn(None), announced=False):
-        planned = bucket.batch.bucket
-        assert bucket.storage is not None
-        slot = trainer.map_buffer(bucket.storage, keep=True)
-        piece = BucketPiece(slot, 0, 0, planned.layout.nbytes)
-        trainer.load(bucket.batch.index, planned, [piece], read_only=False)
+    export, stream = Export(list(WEIGHTS.items())), BucketStream(SETTINGS.bucket_bytes)
+    arranged = ArrangedSync(None)
+    for ready in ExportedBuckets(export, stream, ring, arranged, report):
+        assert ready.storage is not None
+        slot = trainer.map_buffer(ready.storage, keep=True)
+        trainer.load(
+            ready.index, ready.bucket, [BucketPiece(slot, 0, 0, ready.nbytes)], read_only=False
+        )
     assert report.num_buckets == 2
-    trainer.commit(num_buckets=2, num_tensors=2, arrangements=None)
+    trainer.finish(num_buckets=2, num_tensors=2, arrangements=None)
 
 
-def test_buckets_in_flight_are_done_before_the_commit(
-    event: Event, trainer: TrainerSession
-) -> None:
-    model, maker = Model(tuple(WEIGHTS)), BucketMaker(SETTINGS, CPU)
+def check_not_served(engine: Engine, *texts: str) -> None:
+    engine.join(20)
+    assert not engine.is_alive()
+    assert not engine.has_served
+    for text in texts:
+        assert text in str(engine.error)
+
+
+def test_what_was_committed_is_published(event: Event, trainer: TrainerSession) -> None:
+    model, ring = Model(tuple(WEIGHTS)), staging_ring()
     engine = joined(trainer, model)
-    send_all(trainer, maker)
+    send_all(trainer, ring)
     trainer.wait_until_done(1)
     assert event.waited, "told to be done while the device was at it"
     outcome = trainer.outcome()
+    trainer.commit()
     trainer.wait_until_published()
     engine.join()
     assert engine.error is None
     assert engine.has_begun
+    assert engine.has_served
     assert outcome.num_replayed + outcome.num_eager == 2
     assert not trainer.has_arrived(), "the next session would read it"
     for name, tensor in WEIGHTS.items():
         assert torch.equal(model.get_parameter(name).detach(), tensor)
 
 
-def test_an_engine_that_fails_after_the_commit_was_sent_is_heard(
-    event: Event, trainer: TrainerSession
-) -> None:
-    engine, maker = joined(trainer, Model(("first",))), BucketMaker(SETTINGS, CPU)
-    with pytest.raises(EngineFailed, match="second"):
-        send_all(trainer, maker)
-        trainer.wait_until_done(1)
-    engine.join()
-    assert engine.error is not None
-
-
-def test_what_failed_on_another_tp_rank_is_heard_after_this_one_has_committed(
-    event: Event, trainer: TrainerSession
-) -> None:
-    model, maker = Model(tuple(WEIGHTS)), BucketMaker(SETTINGS, CPU)
-    engine = joined(trainer, model, others=["TP rank 1: no memory"])
-    send_all(trainer, maker)
+def all_loaded(trainer: TrainerSession) -> Engine:
+    """An engine that has read everything, and waits for the commit."""
+    engine = joined(trainer, Model(tuple(WEIGHTS)))
+    send_all(trainer, staging_ring())
     trainer.wait_until_done(1)
     trainer.outcome()
+    return engine
+
+
+def test_nothing_is_served_that_the_trainer_has_not_committed(
+    event: Event, trainer: TrainerSession
+) -> None:
+    engine = all_loaded(trainer)
+    engine.join(0.5)
+    assert engine.is_alive()
+    assert not engine.has_served
+    trainer.abort("another rank failed", None)
+    check_not_served(engine, "the trainer aborted the sync: another rank failed")
+
+
+def test_a_trainer_that_dies_before_its_commit_is_not_served(
+    event: Event, trainer: TrainerSession
+) -> None:
+    engine = all_loaded(trainer)
+    trainer._channel.close()
+    check_not_served(engine, "the trainer's process is gone")
+
+
+@pytest.mark.parametrize("then", ["aborts", "dies"])
+def test_an_engine_that_was_held_up_does_not_act_on_a_commit_that_was_given_up(
+    event: Event, trainer: TrainerSession, then: str
+) -> None:
+    held_up = threading.Event()
+    model = Model(tuple(WEIGHTS))
+    load_weights = model.load_weights
+
+    def load_late(weights: Any) -> None:
+        assert held_up.wait(20)
+        load_weights(weights)
+
+    model.load_weights = load_late  # type: ignore[method-assign]
+    engine = joined(trainer, model)
+    send_all(trainer, staging_ring())
+    trainer.commit()  # all that it takes lies in the engine's socket
+    if then == "aborts":
+        trainer.abort("given up", None)
+    else:
+        trainer._channel.close()
+    time.sleep(0.3)
+    held_up.set()
+    check_not_served(engine, "given up" if then == "aborts" else "the trainer's process is gone")
+
+
+def test_a_commit_that_comes_early_is_found_where_nobody_gives_up(
+    event: Event, trainer: TrainerSession
+) -> None:
+    """The control of the test above."""
+    engine = joined(trainer, Model(tuple(WEIGHTS)))
+    send_all(trainer, staging_ring())
+    trainer.commit()
+    engine.join(20)
+    assert engine.has_served
+
+
+def test_an_engine_that_fails_after_all_was_sent_is_heard(
+    event: Event, trainer: TrainerSession
+) -> None:
+    engine, ring = joined(trainer, Model(("first",))), staging_ring()
+    with pytest.raises(EngineFailed, match="second"):
+        send_all(trainer, ring)
+        trainer.wait_until_done(1)
+    check_not_served(engine)
+
+
+def test_what_failed_on_another_tp_rank_is_heard_after_the_commit(
+    event: Event, trainer: TrainerSession
+) -> None:
+    model, ring = Model(tuple(WEIGHTS)), staging_ring()
+    engine = joined(trainer, model, others=["TP rank 1: no memory"])
+    send_all(trainer, ring)
+    trainer.wait_until_done(1)
+    trainer.outcome()
+    trainer.commit()
     with pytest.raises(EngineFailed, match="TP rank 1: no memory"):
         trainer.wait_until_published()
     engine.join()
     assert session._kept.take(trainer._channel.endpoint) is None
+
+
+def test_what_is_found_once_all_is_loaded_is_heard_instead_of_that(
+    event: Event, trainer: TrainerSession
+) -> None:
+    def refuse() -> None:
+        raise RuntimeError("1 missing: third")
+
+    engine = joined(trainer, Model(tuple(WEIGHTS)), once_loaded=refuse)
+    with pytest.raises(EngineFailed, match="1 missing: third"):
+        send_all(trainer, staging_ring())
+        trainer.wait_until_done(1)
+        trainer.outcome()
+    check_not_served(engine, "1 missing: third")
 
 
 def test_what_must_be_done_before_ends_the_session_before_the_first_byte(
@@ -205,15 +308,15 @@ def test_what_must_be_done_before_ends_the_session_before_the_first_byte(
     def refuse() -> None:
         raise RuntimeError("requests are running")
 
-    model, maker = Model(tuple(WEIGHTS)), BucketMaker(SETTINGS, CPU)
+    model, ring = Model(tuple(WEIGHTS)), staging_ring()
     engine = Engine(trainer.invitation, model, once_joined=refuse)
     engine.start()
     engine.join()  # the trainer greets too late: what was said is heard all the same
     with pytest.raises(EngineFailed, match="requests are running"):
         meet(trainer)
-        send_all(trainer, maker)
+        send_all(trainer, ring)
         trainer.wait_until_done(1)
-    assert str(engine.error) == "requests are running"
+    check_not_served(engine, "requests are running")
     assert not engine.has_begun
     assert not any(parameter.any() for parameter in model.parameters())
 
@@ -223,6 +326,34 @@ def test_a_session_that_is_aborted_before_its_first_bucket_has_not_begun(
 ) -> None:
     engine = joined(trainer, Model(tuple(WEIGHTS)))
     trainer.abort("another replica failed", None)
-    engine.join()
-    assert "another replica failed" in str(engine.error)
+    check_not_served(engine, "another replica failed")
     assert not engine.has_begun
+
+
+def test_memory_that_the_engine_cannot_map_is_told_apart(
+    event: Event, trainer: TrainerSession
+) -> None:
+    engine = joined(trainer, Model(tuple(WEIGHTS)))
+    gone = CpuHandle(nbytes=64, manager=b"", name=b"/torch_nobody_has_this")
+    trainer.map_blocks([SharedBlock("gone", gone)], keep=True)
+    [bucket] = [
+        batch.bucket
+        for batch in BucketStream(1 << 20).batches(
+            list(WEIGHTS.items()), SyncReport(mode="compiled", replica=0)
+        )
+    ]
+    trainer.load(0, bucket, [BucketPiece(0, 0, 0, 64)], read_only=True)
+    with pytest.raises(EngineCannotMap, match="64 bytes of the CPU cannot be mapped"):
+        trainer.wait_until_done(0)
+    check_not_served(engine, "cannot be mapped")
+    assert not engine.has_begun
+
+
+def test_memory_that_is_not_mapped_and_has_no_handle_is_refused_by_the_trainer(
+    event: Event, trainer: TrainerSession
+) -> None:
+    engine = joined(trainer, Model(tuple(WEIGHTS)))
+    with pytest.raises(BlockNotMapped, match="block used"):
+        trainer.map_blocks([SharedBlock("used", None)], keep=True)
+    trainer.abort("not mapped", None)
+    check_not_served(engine)

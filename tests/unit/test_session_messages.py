@@ -30,13 +30,14 @@ FROM_TRAINER = [
         read_only=True,
         arranged="a",
     ),
-    wire.Commit(token=TOKEN, num_buckets=2, num_tensors=3, arrangements=None),
+    wire.Finish(token=TOKEN, num_buckets=2, num_tensors=3, arrangements=None),
+    wire.Commit(token=TOKEN),
     wire.Abort(token=TOKEN, reason="why"),
 ]
 FROM_ENGINE = [
     wire.Hello(token=TOKEN, layouts=["d"], buffers=["b"], arrangements="a"),
     wire.BucketDone(token=TOKEN, index=1),
-    wire.Committed(
+    wire.Loaded(
         token=TOKEN,
         num_replayed=1,
         num_eager=2,
@@ -137,6 +138,8 @@ def test_a_descriptor_of_another_version_is_refused():
         endpoint="ipc:///x",
         token=TOKEN,
         timeout_s=1,
+        uses_plan=True,
+        manifest_check="error",
         recheck_every_n_syncs=0,
     )
     with pytest.raises(SessionError, match="different releases"):
@@ -145,8 +148,7 @@ def test_a_descriptor_of_another_version_is_refused():
         wire.decode_descriptor(b"model.norm.weight")
 
 
-def channels(tmp_path, trainer_token=TOKEN, timeout_s=5.0):
-    endpoint = f"ipc://{tmp_path}/socket"
+def channels(endpoint, trainer_token=TOKEN, timeout_s=5.0):
     trainer = trainer_end(endpoint)
     engine = engine_end(endpoint)
     trainer.begin(trainer_token, timeout_s=timeout_s)
@@ -154,8 +156,8 @@ def channels(tmp_path, trainer_token=TOKEN, timeout_s=5.0):
     return trainer, engine
 
 
-def test_a_channel_carries_messages_both_ways(tmp_path):
-    trainer, engine = channels(tmp_path)
+def test_a_channel_carries_messages_both_ways(new_endpoint):
+    trainer, engine = channels(new_endpoint())
     with trainer, engine:
         engine.send(wire.Hello, layouts=[], buffers=[], arrangements="")
         hello = wire.Hello(token=TOKEN, layouts=[], buffers=[], arrangements="")
@@ -164,22 +166,22 @@ def test_a_channel_carries_messages_both_ways(tmp_path):
         assert engine.receive() == wire.Welcome(token=TOKEN)
 
 
-def test_a_wrong_token_is_refused(tmp_path):
-    trainer, engine = channels(tmp_path, trainer_token="cd" * 16)
+def test_a_wrong_token_is_refused(new_endpoint):
+    trainer, engine = channels(new_endpoint(), trainer_token="cd" * 16)
     with trainer, engine:
         engine.send(wire.Hello, layouts=[], buffers=[], arrangements="")
         with pytest.raises(SessionError, match="wrong token"):
             trainer.receive()
 
 
-def test_silence_ends_after_the_timeout(tmp_path):
-    trainer, engine = channels(tmp_path, timeout_s=0.3)
+def test_silence_ends_after_the_timeout(new_endpoint):
+    trainer, engine = channels(new_endpoint(), timeout_s=0.3)
     with trainer, engine, pytest.raises(SessionError, match=r"no message .* within 0.3 s"):
         trainer.receive()
 
 
-def test_a_peer_that_left_is_noticed_after_its_last_message(tmp_path):
-    trainer, engine = channels(tmp_path)
+def test_a_peer_that_left_is_noticed_after_its_last_message(new_endpoint):
+    trainer, engine = channels(new_endpoint())
     with trainer:
         engine.send(wire.Failed, traceback="last words")
         engine.close()
@@ -191,7 +193,6 @@ def test_a_peer_that_left_is_noticed_after_its_last_message(tmp_path):
 
 
 def test_shared_memory_is_the_same_memory():
-    torch.multiprocessing.set_sharing_strategy("file_system")
     tensor = torch.zeros(16, dtype=torch.uint8).share_memory_()
     mapped = map_buffer(share_storage(tensor.untyped_storage()), torch.device("cpu"))
     tensor[3] = 7

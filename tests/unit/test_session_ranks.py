@@ -11,11 +11,11 @@ import torch
 
 from unit.lost_replies import LosesReplies, lost_reply
 from unit.test_session_commit import SETTINGS
-from verl_sglang_sync.collective import RoundResult, RoundState, SingleProcess
+from verl_sglang_sync import WeightSyncError
+from verl_sglang_sync.collective import Agreement, RankLost, SingleProcess
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.session_ranks import RanksInStep
 from verl_sglang_sync.session_transport import SessionTransport
-from verl_sglang_sync.weight_sync import WeightSyncError
 
 
 class Group(SingleProcess):
@@ -24,9 +24,11 @@ class Group(SingleProcess):
     def __init__(self, events: list[str]) -> None:
         self._events = events
 
-    def agree(self, state: RoundState, failure: str | None, signature: int = 0) -> RoundResult:
+    def agree(
+        self, failure: str | None = None, *, is_ready: bool = True, signature: int = 0
+    ) -> Agreement:
         self._events.append("agree")
-        return super().agree(state, failure, signature)
+        return super().agree(failure, is_ready=is_ready, signature=signature)
 
 
 def test_a_rank_whose_last_reply_was_lost_exports_before_it_agrees() -> None:
@@ -53,18 +55,61 @@ def test_a_rank_whose_last_reply_was_lost_exports_before_it_agrees() -> None:
     assert transport._unanswered is None, "said once"
 
 
+@pytest.mark.parametrize(
+    ("may_be_served", "text"),
+    [(False, "weights may be incomplete"), (True, "may serve the new weights already")],
+)
+def test_a_failure_says_what_the_engine_may_serve(may_be_served: bool, text: str) -> None:
+    def fail() -> None:
+        raise ValueError("too late")
+
+    ranks = RanksInStep(SingleProcess())
+    ranks.may_be_served = may_be_served
+    ranks.run_if_ok(fail)
+    assert not ranks.agree()
+    with pytest.raises(WeightSyncError, match=text):
+        ranks.raise_error()
+
+
 def test_the_first_failure_is_kept() -> None:
     def fail(text: str) -> None:
         raise ValueError(text)
 
     ranks = RanksInStep(SingleProcess())
-    assert ranks.is_well
-    assert ranks.take_part(lambda: 1) == ranks.attempt(lambda: 1) == 1
-    ranks.attempt(lambda: fail("the first"))
-    assert not ranks.is_well
-    assert ranks.attempt(lambda: 1) is None
-    assert ranks.take_part(lambda: 1) == 1
-    ranks.take_part(lambda: fail("the second"))
+    assert ranks.run_always(lambda: 1) == ranks.run_if_ok(lambda: 1) == 1
+    ranks.run_if_ok(lambda: fail("the first"))
+    assert str(ranks.cause) == "the first"
+    assert ranks.run_if_ok(lambda: 1) is None
+    assert ranks.run_always(lambda: 1) == 1
+    ranks.run_always(lambda: fail("the second"))
     assert not ranks.agree()
     assert "the first" in str(ranks.error)
     assert "the second" not in str(ranks.error)
+
+
+class Losing(Group):
+    """Loses a rank at the first call."""
+
+    def agree(
+        self, failure: str | None = None, *, is_ready: bool = True, signature: int = 0
+    ) -> Agreement:
+        super().agree(failure, is_ready=is_ready, signature=signature)
+        raise RankLost("rank 2 did not answer")
+
+
+def test_nobody_is_asked_once_a_rank_is_lost() -> None:
+    events: list[str] = []
+    ranks = RanksInStep(Losing(events))
+    ranks.run_if_ok(lambda: [][0])
+    assert not ranks.agree()
+    assert not ranks.agree()
+    assert events == ["agree"]
+    with pytest.raises(RankLost, match=r"(?s)rank 2 did not answer.*IndexError"):
+        ranks.raise_error()
+
+
+def test_a_rank_that_waits_is_no_failure() -> None:
+    ranks = RanksInStep(SingleProcess())
+    assert not ranks.agree(is_ready=False)
+    assert ranks.agree()
+    ranks.raise_error()

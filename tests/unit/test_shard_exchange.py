@@ -14,7 +14,7 @@ NUM_RANKS = 4
 def test_the_buffers_are_those_of_the_full_export(pool, kind, dtype):
     for seen in pool.run(exchange_ranks.exchange_model, kind, dtype):
         assert seen["reason"] is None
-        assert seen["turns"] == ["CHECK", "EXCHANGE", "EXCHANGE"]
+        assert seen["kinds"] == ["CHECK", "EXCHANGE", "EXCHANGE"]
         assert seen["wrong"] == [[], []]
         assert seen["num_gathers"] == 0
         assert seen["num_buckets"] > 1
@@ -23,9 +23,9 @@ def test_the_buffers_are_those_of_the_full_export(pool, kind, dtype):
 
 
 def test_a_shard_that_moves_on_one_rank_sends_all_back_to_the_full_export(pool):
-    turns = ["CHECK", "EXCHANGE", "FULL"]
+    kinds = ["CHECK", "EXCHANGE", "FULL"]
     for seen, off in pool.run(exchange_ranks.move_storages):
-        assert seen["turns"] == turns * 3
+        assert seen["kinds"] == kinds * 3
         assert not any(seen["wrong"])
         assert off[:2] == [None, None]
         assert "rank 2: model.embed_tokens.weight is not where or what it was" in off[2]
@@ -33,11 +33,11 @@ def test_a_shard_that_moves_on_one_rank_sends_all_back_to_the_full_export(pool):
 
 def test_the_comparison_is_repeated_when_it_is_due(pool):
     for seen in pool.run(exchange_ranks.recheck):
-        assert seen["turns"] == ["CHECK", "CHECK", "EXCHANGE", "CHECK", "EXCHANGE"]
+        assert seen["kinds"] == ["CHECK", "CHECK", "EXCHANGE", "CHECK", "EXCHANGE"]
         assert not any(seen["wrong"])
 
 
-PACKINGS = ("own", "sends", "landings")
+PACKINGS = ("own", "sends", "unpacks")
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
@@ -51,9 +51,9 @@ def test_a_rank_that_cannot_pack_fails_alone_and_the_next_sync_is_right(pool, pi
 
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_a_rank_that_cannot_pack_ends_the_proof_on_all_ranks(pool, packing):
-    for reason, turns in pool.run(exchange_ranks.fail_in_the_proof, 0, packing):
+    for reason, kinds in pool.run(exchange_ranks.fail_in_the_proof, 0, packing):
         assert "rank 1: " in reason and "no room to pack" in reason
-        assert turns == ["CHECK", "FULL"]
+        assert kinds == ["CHECK", "FULL"]
 
 
 def test_an_export_that_computes_is_not_traced(pool):
@@ -72,9 +72,9 @@ def test_an_export_that_computes_is_not_traced(pool):
     answers = pool.run(exchange_ranks.refused_exports)
     assert answers == [answers[0]] * NUM_RANKS
     assert answers[0].keys() == words.keys()
-    for name, (reason, turn) in answers[0].items():
+    for name, (reason, kind) in answers[0].items():
         assert words[name] in reason
-        assert turn == "FULL"
+        assert kind == "FULL"
 
 
 def test_parameters_that_are_laid_out_otherwise_are_refused(pool):
@@ -101,24 +101,24 @@ def test_views_and_copies_of_what_is_gathered_are_followed(pool):
 
 
 def test_a_wrong_origin_never_reaches_the_engine(pool):
-    for prepared, turns, reason, off in pool.run(exchange_ranks.wrong_origins):
+    for prepared, kinds, reason, off in pool.run(exchange_ranks.wrong_origins):
         assert prepared
-        assert turns == ["CHECK", "FULL"]
+        assert kinds == ["CHECK", "FULL"]
         assert "experts.2.up_proj.weight differs from the full export" in reason
         assert off == reason
 
 
 def test_a_backend_without_an_all_to_all_means_the_full_export(pool):
-    for prepared, turns, off in pool.run(exchange_ranks.a_backend_that_cannot):
+    for prepared, kinds, off in pool.run(exchange_ranks.a_backend_that_cannot):
         assert prepared
-        assert turns == ["CHECK", "FULL"]
+        assert kinds == ["CHECK", "FULL"]
         assert "this backend has no all-to-all" in off
 
 
 def test_a_rank_that_gives_up_still_sends_what_the_others_wait_for(pool):
     outcomes = pool.run(exchange_ranks.drain_on_rank_1)
-    for rank, (turn, right, num_exchanged, num_tensors) in enumerate(outcomes):
-        assert turn == "EXCHANGE"
+    for rank, (kind, right, num_exchanged, num_tensors) in enumerate(outcomes):
+        assert kind == "EXCHANGE"
         assert all(right)
         assert num_exchanged == len(right)
         assert (len(right) == 1) == (rank == 1)

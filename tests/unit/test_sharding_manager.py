@@ -7,17 +7,15 @@ import pytest
 import torch
 
 from unit.lost_replies import lost_reply
-from unit.trainer_ranks import WORLD_SIZE, RecordingEngine, StageCase, costs_of, stages
+from unit.serving_engine import ServingEngine, costs_of
+from unit.trainer_ranks import WORLD_SIZE, StageCase, stages
+from verl_sglang_sync import WeightSyncError
 from verl_sglang_sync.collective import SingleProcess
 from verl_sglang_sync.config import WeightSyncConfig
 from verl_sglang_sync.report import SyncReport
-from verl_sglang_sync.weight_sync import WeightSyncError
 
-CHECK = ("check",)
-UPDATES = [
-    ("update", "load_flattened_bucket", False, None),
-    ("update", "load_flattened_bucket", True, "1"),
-]
+UPDATE = ("update", "1")
+SYNC = {"open", "export", "pack", "load", "commit", "publish", "reply"}
 HANDOVER = [("free trainer",), ("barrier",)]
 SLEEP = ("release", "kv_cache", "weights")
 
@@ -38,7 +36,7 @@ def make_manager(events, *, fails=None, export=two_tensors, **settings):
         "free_cache_engine": True,
         **settings,
     }
-    engine = RecordingEngine(events, fails)
+    engine = ServingEngine(events, fails)
     manager = SGLangShardingManager(
         engine=engine,
         settings=WeightSyncConfig(**chosen),
@@ -55,14 +53,13 @@ def make_manager(events, *, fails=None, export=two_tensors, **settings):
 STAGES = {
     "multi-stage": (
         {"multi_stage_wake_up": True},
-        [("resume weights",), CHECK, *UPDATES, *HANDOVER, ("resume kv_cache",), ("body",), SLEEP],
+        [("resume weights",), UPDATE, *HANDOVER, ("resume kv_cache",), ("body",), SLEEP],
     ),
     "one stage": (
         {"multi_stage_wake_up": False},
         [
             ("resume weights kv_cache",),
-            CHECK,
-            *UPDATES,
+            UPDATE,
             *HANDOVER,
             ("resume kv_cache",),
             ("body",),
@@ -71,11 +68,11 @@ STAGES = {
     ),
     "resident, multi-stage": (
         {"multi_stage_wake_up": True, "free_cache_engine": False},
-        [CHECK, *UPDATES, *HANDOVER, ("body",)],
+        [UPDATE, *HANDOVER, ("body",)],
     ),
     "resident, one stage": (
         {"multi_stage_wake_up": False, "free_cache_engine": False},
-        [CHECK, *UPDATES, *HANDOVER, ("body",)],
+        [UPDATE, *HANDOVER, ("body",)],
     ),
 }
 
@@ -90,18 +87,6 @@ def test_order_of_the_stages(settings, wanted):
     assert events == wanted
 
 
-def test_named_tensors_go_to_their_loader():
-    events = []
-    manager, _ = make_manager(events, mode="bucketed")
-    with manager:
-        pass
-    updates = [event for event in events if event[0] == "update"]
-    assert updates == [
-        ("update", "load_named_tensors", False, None),
-        ("update", "load_named_tensors", True, "1"),
-    ]
-
-
 def test_the_stages_as_verl_drives_them():
     events = []
     manager, _ = make_manager(events)
@@ -113,18 +98,12 @@ def test_the_stages_as_verl_drives_them():
         await manager.release(("kv_cache",))
 
     asyncio.run(wake_and_sleep())
-    assert (
-        events
-        == [
-            ("resume weights",),
-            CHECK,  # of what cannot be exported twice, bucket by bucket
-            UPDATES[0],
-            CHECK,
-            (*UPDATES[1][:3], "41"),
-            ("resume kv_cache",),
-            ("release", "kv_cache"),
-        ]
-    )
+    assert events == [
+        ("resume weights",),
+        ("update", "41"),
+        ("resume kv_cache",),
+        ("release", "kv_cache"),
+    ]
 
 
 @pytest.mark.parametrize("multi_stage", (True, False))
@@ -138,7 +117,7 @@ def test_graphs_sleep_and_wake_where_the_orders_say(multi_stage):
         pass
     first = "resume weights" if multi_stage else "resume weights cuda_graph kv_cache"
     rest = ("resume cuda_graph kv_cache",)
-    assert events == [(first,), CHECK, *UPDATES, *HANDOVER, rest, ("release", *sleep)]
+    assert events == [(first,), UPDATE, *HANDOVER, rest, ("release", *sleep)]
 
 
 def test_it_is_a_sharding_manager_of_verls():
@@ -148,8 +127,7 @@ def test_it_is_a_sharding_manager_of_verls():
     assert isinstance(manager, BaseShardingManager)
     with manager:
         pass
-    sync = {"manifest", "export", "pack", "load"}
-    assert set(manager.timing) == {"resume_weights", *sync, "resume_kv_cache"}
+    assert set(manager.timing) == {"resume_weights", *SYNC, "resume_kv_cache"}
 
 
 def test_the_engine_sleeps_after_an_exception_in_the_body():
@@ -221,6 +199,7 @@ def test_a_report_line_per_wake_up(tmp_path, free_cache_engine):
         seconds = line.pop("seconds")
         assert all(spent >= 0 for spent in seconds.values())
         line.pop("weight_version")
+        assert set(line.pop("engine_seconds")) == {"waiting", "launching", "copying"}
         told = line.pop("stages")
         assert told.keys() == {"release", "resume_weights", "resume_kv_cache"} & seconds.keys()
         tags_of = {"release": ("kv_cache", "weights")}
@@ -233,21 +212,18 @@ def test_a_report_line_per_wake_up(tmp_path, free_cache_engine):
             "num_buckets": 2,
             "payload_bytes": 512,
             "sent_bytes": 512,
-            "staging_bytes": 256,
+            "staging_bytes": 512,
             "num_replayed": 0,
-            "num_eager": 0,
+            "num_eager": 2,
             "eager_reason": None,
-            "num_in_place": 0,
-            "num_unexported": 0,
+            "num_pulled": 0,
             "num_arranged": 0,
             "num_exchanged": 0,
-            "engine_seconds": {},
         }
     stages_of = [set(line) for line in (json.loads(raw)["seconds"] for raw in path.open())]
-    sync = {"export", "pack", "load"}
     staged = {"resume_weights", "resume_kv_cache"} if free_cache_engine else set()
     slept = {"release"} if free_cache_engine else set()
-    assert stages_of == [sync | staged | {"manifest"}, sync | staged | slept]
+    assert stages_of == [SYNC | staged, SYNC | staged | slept]
 
 
 def test_the_log_line_has_bytes_of_the_gpus_and_of_the_host():

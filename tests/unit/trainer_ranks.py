@@ -1,4 +1,4 @@
-"""Trainer ranks as real processes on gloo, with an engine that records, for the tests of a sync.
+"""Trainer ranks as real processes on gloo, each replica with an engine, for the tests of a sync.
 
     outcomes = pool.run(sync, SyncCase(tp=2, load_fails=(0, 1)))  # one outcome per rank
 
@@ -9,29 +9,27 @@ anew.
 
 import asyncio
 import hashlib
-import tempfile
+import socket
 import time
 import traceback
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import wait
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from sglang_loader.manifest_verdict import ManifestVerdict
-from sglang_loader.weight_manifest import decode_manifest
+from unit.serving_engine import ServingEngine
 
 WORLD_SIZE = 4
-LIMIT_S = 30.0
+LIMIT_S = 60.0
+TIMEOUT_S = 20.0
 # The ranks are forked from a server that has imported these, which take 12 s, once.
 PRELOADED = [
-    "sglang.srt.utils",
     "verl.utils.ulysses",
     "verl.workers.engine.fsdp.transformer_impl",
-    "verl_sglang_sync.weight_sync",
+    "verl_sglang_sync.session_transport",
     "unit.exchange_ranks",
 ]
 
@@ -47,10 +45,9 @@ class RankPool:
         self._context = mp.get_context("forkserver")
         self._context.set_forkserver_preload(PRELOADED)
         self._ranks = []
-        self._folder = None
 
-    def run(self, function, *args, limit_s=LIMIT_S):
-        """Call `function(*args)` on every rank; return the results by rank.
+    def run(self, function, *args, limit_s=LIMIT_S, lost=()):
+        """Call `function(*args)` on every rank; return the results by rank, None of the `lost`.
 
         Raises:
             RanksHang: a rank took longer than `limit_s`; all are ended.
@@ -59,7 +56,7 @@ class RankPool:
             self._start()
         for _, connection in self._ranks:
             connection.send((function, args))
-        waiting = {connection: rank for rank, (_, connection) in enumerate(self._ranks)}
+        waiting = {c: rank for rank, (_, c) in enumerate(self._ranks) if rank not in lost}
         deadline, results = time.monotonic() + limit_s, {}
         while waiting:
             ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
@@ -70,30 +67,29 @@ class RankPool:
                 results[waiting.pop(connection)] = connection.recv()
         errors = [f"rank {rank}: {error}" for rank, (error, _) in results.items() if error]
         assert not errors, "\n".join(errors)
-        return [results[rank][1] for rank in range(WORLD_SIZE)]
+        return [results[rank][1] if rank in results else None for rank in range(WORLD_SIZE)]
 
     def close(self):
         """End the processes."""
         for process, connection in self._ranks:
             connection.close()
-            process.terminate()
+            process.kill()  # also where it is stopped
             process.join()
-        if self._folder is not None:
-            self._folder.cleanup()
-        self._ranks, self._folder = [], None
+        self._ranks = []
 
     def _start(self):
-        self._folder = tempfile.TemporaryDirectory()
-        rendezvous = Path(self._folder.name) / "rendezvous"
+        with socket.socket() as probe:  # rank 0 serves torch's store there, as in a trainer
+            probe.bind(("127.0.0.1", 0))
+            rendezvous = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
         for rank in range(WORLD_SIZE):
             ours, theirs = self._context.Pipe()
             process = self._context.Process(
-                target=_serve, args=(rank, rendezvous.as_uri(), theirs), daemon=True
+                target=_serve, args=(rank, rendezvous, theirs), daemon=True
             )
             process.start()
             theirs.close()
             self._ranks.append((process, ours))
-        self.run(dist.barrier, limit_s=90)  # imports and rendezvous are not what tests time
+        self.run(dist.barrier, limit_s=150)  # imports and rendezvous are not what tests time
 
 
 def _serve(rank, rendezvous, connection):
@@ -112,7 +108,7 @@ def _serve(rank, rendezvous, connection):
         connection.send(answer)
 
 
-_meshes = {}
+_groups = {}
 
 
 def trainer_group(tp):
@@ -121,11 +117,13 @@ def trainer_group(tp):
 
     from verl_sglang_sync.collective import TorchTrainerGroup
 
-    if tp not in _meshes:
-        _meshes[tp] = init_device_mesh(
-            "cpu", (WORLD_SIZE // tp, tp), mesh_dim_names=("dp", "infer_tp")
-        )["infer_tp"]
-    return TorchTrainerGroup(_meshes[tp]), _meshes[tp].get_local_rank() == 0
+    if tp not in _groups:
+        mesh = init_device_mesh("cpu", (WORLD_SIZE // tp, tp), mesh_dim_names=("dp", "infer_tp"))[
+            "infer_tp"
+        ]
+        group = TorchTrainerGroup(timeout_s=TIMEOUT_S, tp_mesh=mesh)
+        _groups[tp] = group, mesh.get_local_rank() == 0
+    return _groups[tp]
 
 
 def barrier_of(ranks):
@@ -139,8 +137,8 @@ class SyncCase:
     """One sync: `num_tensors` tensors, four to a bucket.
 
     Attributes:
-        load_fails: (leader's rank, bucket) pairs at which the engine refuses.
-        bad_tensor: (rank, tensor, kind): a `Spoiled` tensor is exported there.
+        load_fails: (leader's rank, TP rank, bucket): its engine refuses.
+        bad_tensor: (rank, tensor): one that cannot be packed is exported there.
         export_fails: (rank, tensor) at which the trainer's generator raises; rank -1 is all.
         num_tensors_on: ranks that export another number of tensors.
         collective: gather each tensor's shards from all ranks, as FSDP's export does.
@@ -152,8 +150,8 @@ class SyncCase:
     tp: int = 2
     num_tensors: int = 12
     seed: int = 0
-    load_fails: tuple[tuple[int, int], ...] = ()
-    bad_tensor: tuple[int, int, str] | None = None
+    load_fails: tuple[int, int, int] | None = None
+    bad_tensor: tuple[int, int] | None = None
     export_fails: tuple[int, int] | None = None
     num_tensors_on: dict[int, int] = field(default_factory=dict)
     collective: bool = True
@@ -170,14 +168,16 @@ class SyncOutcome:
         exported: tensors the generator gave.
         drained: the generator was run to its end.
         loaded: by TP rank: digest by name, on the leader; in loading order.
-        num_loads: buckets that reached the engine, refused ones included.
+        num_loads: buckets that reached each TP rank, refused ones included.
+        num_published: syncs that the leader's engine took as good.
     """
 
     error: str | None = None
     exported: int = 0
     drained: bool = False
     loaded: list[dict[str, str]] = field(default_factory=list)
-    num_loads: int = 0
+    num_loads: list[int] = field(default_factory=list)
+    num_published: int = 0
     seconds: float = 0.0
 
 
@@ -202,27 +202,6 @@ def expected(case):
     return {name_of(i): digest(full_tensor(case.seed, i)) for i in range(case.num_tensors)}
 
 
-class Unshareable(torch.Tensor):
-    """Cannot be turned into a handle."""
-
-    def detach(self):
-        raise RuntimeError("this tensor cannot be shared")
-
-
-class Unclonable(torch.Tensor):
-    """Stands for a clone that runs out of memory."""
-
-    def clone(self, *args, **kwargs):
-        raise RuntimeError("out of memory while cloning")
-
-
-SPOIL = {
-    "without data": lambda tensor: tensor.to("meta"),
-    "unshareable": lambda tensor: tensor.as_subclass(Unshareable),
-    "unclonable": lambda tensor: torch.stack([tensor, tensor])[0].as_subclass(Unclonable),
-}
-
-
 def _export(case, outcome, group):
     rank = dist.get_rank()
     for index in range(case.num_tensors_on.get(rank, case.num_tensors)):
@@ -233,110 +212,58 @@ def _export(case, outcome, group):
             shards = [torch.empty_like(shard) for shard in tensor.chunk(WORLD_SIZE)]
             dist.all_gather(shards, tensor.chunk(WORLD_SIZE)[rank].contiguous(), group=group)
             tensor = torch.cat(shards)
-        if case.bad_tensor and case.bad_tensor[:2] == (rank, index):
-            tensor = SPOIL[case.bad_tensor[2]](tensor)
+        if case.bad_tensor == (rank, index):
+            tensor = tensor.to("meta")
         outcome.exported += 1
         yield name_of(index), tensor
     outcome.drained = True
 
 
-def _open(handle, load_format):
-    """Map one TP rank's handles as the engine's process does."""
-    from sglang.srt.utils import MultiprocessingSerializer
-
-    from sglang_loader.bucket_loader import FLATTENED_LOADER, tensor_views
-    from sglang_loader.manifest import decode
-
-    named_tensors = MultiprocessingSerializer.deserialize(handle)
-    if load_format != FLATTENED_LOADER:
-        return named_tensors
-    ((text, flat),) = named_tensors
-    return tensor_views(decode(text), flat)
-
-
 def sync(case):
     """Run one sync on this rank."""
-    from verl_sglang_sync.packing import FlattenedPacker, NamedTensorPacker
+    from verl_sglang_sync import WeightSyncError
+    from verl_sglang_sync.config import WeightSyncConfig
     from verl_sglang_sync.report import SyncReport
-    from verl_sglang_sync.weight_sync import WeightSyncError, run_sync
+    from verl_sglang_sync.session_transport import SessionTransport
 
     group, is_leader = trainer_group(case.tp)
     export_group = None
     if case.export_timeout_s is not None:
         export_group = dist.new_group(timeout=timedelta(seconds=case.export_timeout_s))
-    outcome = SyncOutcome()
-
-    async def load(handles, parcel):
-        assert is_leader
-        assert len(handles) == case.tp
-        outcome.num_loads += 1
-        await asyncio.sleep(case.load_takes_s)
-        if (dist.get_rank(), parcel.plan.index) in case.load_fails:
-            raise RuntimeError(f"the engine refused bucket {parcel.plan.index}")
-        outcome.loaded = outcome.loaded or [{} for _ in handles]
-        for loaded, handle in zip(outcome.loaded, handles, strict=True):
-            for name, tensor in _open(handle, parcel.load_format):
-                assert name not in loaded
-                loaded[name] = digest(tensor)
-
-    report = SyncReport(mode=case.mode, replica=0)
-    packer = FlattenedPacker if case.mode == "flattened" else NamedTensorPacker
+    outcome, engine = SyncOutcome(), ServingEngine(tp=case.tp)
+    for model in engine.models:
+        model.load_takes_s = case.load_takes_s
+    if case.load_fails is not None and case.load_fails[0] == dist.get_rank():
+        engine.models[case.load_fails[1]].fails_at = case.load_fails[2]
+    settings = WeightSyncConfig(
+        mode=case.mode,
+        bucket_bytes=4 * 256,
+        request_timeout_s=TIMEOUT_S,
+        manifest_check="off",
+        multi_stage_wake_up=True,
+        free_cache_engine=False,
+    )
+    transport = SessionTransport(
+        engine=engine if is_leader else None,
+        settings=settings.for_session(),
+        group=group,
+        device=torch.device("cpu"),
+    )
+    weights, report = _export(case, outcome, export_group), SyncReport(mode=case.mode, replica=0)
     started = time.monotonic()
     try:
-        asyncio.run(
-            run_sync(
-                _export(case, outcome, export_group),
-                packer=packer(device=torch.device("cpu"), bucket_bytes=4 * 256, report=report),
-                group=group,
-                load=load,
-                report=report,
-            )
-        )
+        asyncio.run(transport.sync(weights, version="1", report=report))
     except WeightSyncError as error:
         outcome.error = str(error)
     outcome.seconds = time.monotonic() - started
+    if is_leader:
+        outcome.loaded = [
+            {name: digest(tensor) for name, tensor in model.loaded.items()}
+            for model in engine.models
+        ]
+        outcome.num_loads = [model.num_loads for model in engine.models]
+        outcome.num_published = engine.num_published
     return outcome
-
-
-class RecordingEngine:
-    """An `Engine` that writes down what it is asked, and fails where told.
-
-    Args:
-        events: gets (operation, details).
-        fails: operation that raises: "release", "resume weights", "resume kv_cache", "update".
-    """
-
-    def __init__(self, events, fails=None):
-        self._events = events
-        self.fails = fails
-        self.verdict = ManifestVerdict()
-        self.announced = []
-
-    def _record(self, operation, *details):
-        self._events.append((operation, *details))
-        if self.fails == operation:
-            raise RuntimeError(f"the engine cannot {operation}")
-
-    async def release_memory(self, tags):
-        self._record("release", *tags)
-        return costs_of(tags)
-
-    async def resume_memory(self, tags):
-        self._record(" ".join(("resume", *tags)))
-        return costs_of(tags)
-
-    async def check_manifest(self, encoded):
-        self.announced.append(decode_manifest(encoded))
-        self._record("check")
-        return [self.verdict]
-
-    async def update_weights(self, handles, *, load_format, flush_cache, weight_version, key):
-        self._record("update", load_format.rpartition(".")[2], flush_cache, weight_version)
-
-
-def costs_of(tags):
-    """What a stage costs in a `RecordingEngine` of two ranks."""
-    return {tag: {"seconds": [1, 2], "gpu_bytes": [5, 5], "host_bytes": [0, 3]} for tag in tags}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -357,15 +284,15 @@ class StageCase:
 
 def stages(case):
     """Go through a sharding manager's stages on this rank; return (events, error)."""
+    from verl_sglang_sync import WeightSyncError
     from verl_sglang_sync.config import WeightSyncConfig
     from verl_sglang_sync.sharding_manager import SGLangShardingManager
-    from verl_sglang_sync.weight_sync import WeightSyncError
 
     group, is_leader = trainer_group(case.tp)
     events = []
     fails = case.fails[1] if case.fails and case.fails[0] == dist.get_rank() else None
     manager = SGLangShardingManager(
-        engine=RecordingEngine(events, fails) if is_leader else None,
+        engine=ServingEngine(events, fails, tp=case.tp) if is_leader else None,
         settings=WeightSyncConfig(
             mode=case.mode,
             report_file=case.report_file,

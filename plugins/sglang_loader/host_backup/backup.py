@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
+from sglang_loader.completeness import Completeness
 from sglang_loader.host_backup.allocations import Allocations
 from sglang_loader.host_backup.policy import Policy
 from sglang_loader.host_backup.saved_bytes import SavedBytes, synchronize
@@ -36,6 +37,9 @@ class WeightsBackup:
         policy: "auto" saves all but the published coverage; "off" saves nothing as long as none
             is published; "on" leaves saving to SGLang and only keeps track of syncs.
         allocations: what a release loses, asked at each release.
+
+    Attributes:
+        sync: the sync in progress, and whether the last one was complete.
     """
 
     def __init__(self, policy: Policy, allocations: Callable[[nn.Module], Allocations]) -> None:
@@ -48,7 +52,7 @@ class WeightsBackup:
         self._released = False
         self._lost: list[Interval] = []  # by the release under way
         self._undefined: list[Interval] = []
-        self._half_written = False
+        self.sync = Completeness()
         self._known: list[Interval] = []  # allocated under the tag at the first release
 
     @property
@@ -57,7 +61,7 @@ class WeightsBackup:
         if self._undefined:
             size = num_bytes(self._undefined)
             return f"{size} bytes of the weights are undefined since the last resume"
-        return "the last sync was not complete" if self._half_written else None
+        return "the last sync was not complete" if self.sync.is_half_written else None
 
     @property
     def host_bytes(self) -> int:
@@ -150,13 +154,9 @@ class WeightsBackup:
             logger.warning("weights backup: all weights are saved again: %s", reason)
         self._destinations, self._written, self._covered = None, None, []
 
-    def sync_started(self) -> None:
-        """The weights are about to be overwritten."""
-        self._half_written = True
-
     def sync_failed(self, reason: str) -> None:
         """The weights are half written, and the coverage is not to be trusted."""
-        self._half_written = True
+        self.sync.fail()
         self.withdraw(reason)
 
     def sync_completed(self) -> None:
@@ -164,7 +164,7 @@ class WeightsBackup:
 
         Without a proven coverage that proves nothing under "auto"; "off" takes it as it is.
         """
-        self._half_written = False
+        self.sync.complete()
         trusted = self.policy == "off" and self._destinations is None
         self._undefined = [] if trusted else subtract(self._undefined, self._covered)
         self._free_if_defined()

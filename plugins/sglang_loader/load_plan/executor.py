@@ -120,17 +120,48 @@ def _bind(plan: BucketPlan, destinations: Destinations, source: BucketSource) ->
             targets.append(target)
             origins.append(origin)
 
+        gathered = _Gathered(source)
+
         def resolve(ref: TensorRef) -> torch.Tensor:
             if ref.space is Space.BUCKET:
-                memory, shift = source.locate(*ref.region.bounds())
+                memory, shift = gathered.locate(*ref.region.bounds())
                 return view_of(memory, replace(ref, region=replace(ref.region, offset=shift)))
             if ref.space is Space.DESTINATION:
                 return view_of(bases[ref.index], ref)
             return view_of(plan.constants[ref.index], ref)
 
         tape = tuple(_bind_step(step, resolve) for step in plan.tape)
-        copies = tuple(_bind_copies(*group) for group in grouped.values())
+        groups = [*grouped.values(), *gathered.copies]
+        copies = tuple(_bind_copies(targets, sources) for targets, sources in groups)
     return _Binding(copies, tape)
+
+
+class _Gathered:
+    """What operators of a tape read from a source; what lies in several pieces is copied together.
+
+    Args:
+        source: the bucket.
+
+    Attributes:
+        copies: targets and sources of the copies that must run before the tape does.
+    """
+
+    def __init__(self, source: BucketSource) -> None:
+        self._source = source
+        self._known: dict[tuple[int, int], torch.Tensor] = {}
+        self.copies: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
+
+    def locate(self, start: int, stop: int) -> tuple[torch.Tensor, int]:
+        """As `BucketSource.locate`."""
+        parts = self._source.parts(start, stop)
+        if len(parts) < 2:
+            return self._source.locate(start, stop)
+        if (start, stop) not in self._known:
+            buffer = torch.empty(stop - start, dtype=torch.uint8, device=parts[0].device)
+            targets = list(buffer.split([part.numel() for part in parts]))
+            self.copies.append((targets, parts))
+            self._known[start, stop] = buffer
+        return self._known[start, stop], 0
 
 
 def _bind_copies(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> Callable[[], object]:

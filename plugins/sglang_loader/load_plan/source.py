@@ -6,8 +6,8 @@ are read in place, `BucketSource` says which memory stands behind which bytes of
     source = BucketSource([Piece(0, mapped[4096:8192]), Piece(4096, other[:512])])
     memory, offset = source.locate(4096, 4608)      # other, 0
 
-A plan is made for the layout alone; copies that were joined across two pieces are split again when
-they are bound (`split_copy`).
+A plan is made for the layout alone, and a piece may end within a tensor, where a shard does. Copies
+are split at the ends of pieces when they are bound (`split_copy`).
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ class BucketSource:
         return cls([Piece(0, buffer)])
 
     def check(self, layout: BucketLayout) -> None:
-        """Raise ValueError unless every tensor of the layout lies within one piece."""
+        """Raise ValueError unless the pieces hold every byte of every tensor of the layout."""
         for tensor in layout.tensors:
             if tensor.nbytes:
-                self.locate(tensor.offset, tensor.offset + tensor.nbytes)
+                self.parts(tensor.offset, tensor.offset + tensor.nbytes)
 
     def locate(self, start: int, stop: int) -> tuple[torch.Tensor, int]:
         """The memory that holds bytes [start, stop) of the bucket, and where in it they begin.
@@ -82,11 +82,28 @@ class BucketSource:
                 return piece.memory, start - piece.start
         raise ValueError(f"bytes {start} to {stop} of the bucket are in no piece of its source")
 
+    def parts(self, start: int, stop: int) -> list[torch.Tensor]:
+        """The memory that holds bytes [start, stop) of the bucket, piece by piece.
+
+        Raises:
+            ValueError: no piece holds one of them.
+        """
+        found, at = [], start
+        while at < stop:
+            i = bisect_right(self.starts, at) - 1
+            piece = self._pieces[i] if i >= 0 else None
+            end = piece.start + piece.memory.numel() if piece is not None else at
+            if piece is None or end <= at:
+                raise ValueError(f"byte {at} of the bucket is in no piece of its source")
+            found.append(piece.memory[at - piece.start : min(end, stop) - piece.start])
+            at = end
+        return found
+
     def packed(self, layout: BucketLayout) -> torch.Tensor:
         """The bucket as one buffer: the source's own memory if that is one, else a copy.
 
         Raises:
-            ValueError: the source does not hold every tensor of the layout.
+            ValueError: the source does not hold every byte of every tensor of the layout.
         """
         nbytes = layout.nbytes
         if len(self._pieces) == 1 and self._pieces[0].start == 0:

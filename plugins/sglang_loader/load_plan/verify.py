@@ -252,6 +252,12 @@ def digest(
     return result
 
 
+def tensor_digest(tensor: torch.Tensor) -> torch.Tensor:
+    """As `digest`, of one tensor's elements: int64 of shape `[2]` on its device; not waited for."""
+    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return _digest_bytes(data, _weights(min(data.numel() // 8, CHUNK_WORDS), data.device))
+
+
 def scramble(layout: BucketLayout, buffer: torch.Tensor) -> torch.Tensor:
     """A copy of a bucket in which every tensor differs in every element.
 

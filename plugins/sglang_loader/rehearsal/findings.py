@@ -1,4 +1,4 @@
-"""From rehearsals to findings: what of a manifest does not fit the model. Pure.
+"""From rehearsals to findings: what of a sync's tensors does not fit the model. Pure.
 
 A rank of a tensor-parallel engine reads its part of a tensor, an expert-parallel one its experts
 alone. So each rank makes a `RankView` of its own rehearsal, and `judge` puts all of them together:
@@ -20,7 +20,6 @@ import torch
 from sglang_loader.load_plan.destinations import TensorEntry
 from sglang_loader.load_plan.geometry import Region, region_runs
 from sglang_loader.load_plan.intervals import Interval, contains, intersects, merge_runs, subtract
-from sglang_loader.manifest_verdict import ManifestVerdict
 from sglang_loader.rehearsal.published import Published
 from sglang_loader.rehearsal.recorder import Use
 from sglang_loader.rehearsal.rehearse import Refusal, Rehearsal, region_of
@@ -30,12 +29,13 @@ _TIED_HEAD = "lm_head.weight"
 _EMBEDDING = "embed_tokens.weight"
 _SCALED = frozenset((torch.float8_e4m3fn, torch.float8_e5m2))
 """Weights in these are numbers of which the value is elsewhere: in their scale."""
+MAX_NAMED = 20
 _ROTARY = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 
 
 @dataclass(frozen=True)
 class RankView:
-    """What one rank says of a manifest.
+    """What one rank says of a sync's tensors.
 
     Attributes:
         errors: what `load_weights` raised, by tensor.
@@ -43,7 +43,7 @@ class RankView:
         idle: tensors that this rank makes nothing of.
         partial: of the others, what was read, where that is not all.
         clashes: tensors of another kind of number than their destination, with the reason.
-        missing: what nothing in the manifest writes on this rank.
+        missing: what nothing in the sync writes on this rank.
         doubtful: parameters that are not written, where it is unknown whether they should be.
     """
 
@@ -54,6 +54,52 @@ class RankView:
     clashes: Mapping[str, str] = field(default_factory=dict)
     missing: tuple[str, ...] = ()
     doubtful: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What of a sync's tensors does not fit the model.
+
+    Attributes:
+        not_checked: why the check means nothing; None if it does.
+        unexpected: tensors that the model drops, or does not know.
+        mismatched: tensors whose shape or dtype it cannot take, each with the reason.
+        missing: weights that nothing in the sync writes.
+        doubtful: not errors: what cannot be told without the names of a published checkpoint.
+    """
+
+    not_checked: str | None = None
+    unexpected: tuple[str, ...] = ()
+    mismatched: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    doubtful: tuple[str, ...] = ()
+
+    @property
+    def fits(self) -> bool:
+        """Nothing speaks against these tensors."""
+        return not (self.unexpected or self.mismatched or self.missing)
+
+    def text(self) -> str:
+        """What does not fit, in words, long lists cut short."""
+        parts = [
+            f"{len(found)} {kind}: {_listed(found)}"
+            for kind, found in (
+                ("mismatched", self.mismatched),
+                ("missing", self.missing),
+                ("unexpected", self.unexpected),
+            )
+            if found
+        ]
+        return "; ".join(parts)
+
+    def remark(self) -> str:
+        """What a user should know though it is no error, in one line; "": nothing."""
+        parts = [
+            f"not checked: {self.not_checked}" if self.not_checked is not None else "",
+            "" if self.fits else f"the weights do not fit the engine's model: {self.text()}",
+            f"not sent, or not used: {_listed(self.doubtful)}" if self.doubtful else "",
+        ]
+        return " ".join("; ".join(filter(None, parts)).split())
 
 
 def view_of(specs: Sequence[Spec], seen: Rehearsal) -> RankView:
@@ -79,10 +125,10 @@ def view_of(specs: Sequence[Spec], seen: Rehearsal) -> RankView:
 def missing_tensors(
     specs: Sequence[Spec], seen: Rehearsal, published: Published, whole: Rehearsal
 ) -> tuple[str, ...]:
-    """Tensors of the published checkpoint that are not in the manifest and leave a gap.
+    """Tensors of the published checkpoint that were not sent and leave a gap.
 
     Args:
-        specs: the manifest.
+        specs: what was sent.
         seen: its rehearsal.
         published: the checkpoint.
         whole: the rehearsal of that checkpoint.
@@ -128,9 +174,7 @@ def unscaled_tensors(specs: Sequence[Spec], seen: Rehearsal) -> tuple[str, ...]:
     return tuple(_described(spec, clash, None) for spec, clash in clashes if clash)
 
 
-def judge(
-    specs: Sequence[Spec], views: Sequence[RankView], published: Published | None
-) -> ManifestVerdict:
+def judge(specs: Sequence[Spec], views: Sequence[RankView], published: Published | None) -> Verdict:
     """All ranks' views as one verdict; the same on every rank."""
     normal = {spec[0] for spec in specs if published and _is_normal(spec, published)}
     embeddings = {shape for name, _, shape in specs if name.endswith(_EMBEDDING)}
@@ -154,7 +198,7 @@ def judge(
                 mismatched.append(_described(spec, "not used like this", known))
         elif name not in normal and (reason := _mismatch(spec, views, known)):
             mismatched.append(_described(spec, reason, known))
-    return ManifestVerdict(
+    return Verdict(
         unexpected=tuple(unexpected),
         mismatched=tuple(mismatched),
         missing=_union(view.missing for view in views),
@@ -239,6 +283,11 @@ def _is_written(tensor: TensorEntry, written: Sequence[Interval]) -> bool:
     if contains(written, region.bounds()):
         return True
     return all(contains(written, run) for run in merge_runs([region_runs(region)]))
+
+
+def _listed(found: Sequence[str]) -> str:
+    more = f", and {len(found) - MAX_NAMED} more" if len(found) > MAX_NAMED else ""
+    return ", ".join(found[:MAX_NAMED]) + more
 
 
 def _pattern(name: str) -> str:

@@ -5,6 +5,9 @@
     outcome.uses          # what it did with each tensor
     outcome.written       # which bytes of the model it would have written
 
+    with naming_refused(model, layout):     # an error of the load itself names the tensors
+        model.load_weights(...)
+
 Why run it: which names an SGLang model takes, in which shapes, cut and fused how, is written down
 nowhere but in its `load_weights`. The sources take no memory (`sources`), writes are noted and not
 made (`recorder`), and what the loader binds is unbound again (`model_state`). Afterwards the model
@@ -14,8 +17,10 @@ is compared with what it was, by identity and by content.
 from __future__ import annotations
 
 import gc
+import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -31,11 +36,14 @@ from sglang_loader.load_plan.destinations import (
 )
 from sglang_loader.load_plan.geometry import Region, region_runs
 from sglang_loader.load_plan.intervals import Interval, merge_runs
+from sglang_loader.load_plan.layout import BucketLayout
 from sglang_loader.load_plan.tracer import inline_thread_pools
 from sglang_loader.load_plan.verify import digest
 from sglang_loader.rehearsal.model_state import ModelState
 from sglang_loader.rehearsal.recorder import NotRehearsable, Recorder, Use
 from sglang_loader.rehearsal.sources import Sources, Spec
+
+logger = logging.getLogger(__name__)
 
 MAX_SECONDS = 30.0
 """No further attempt begins after this time; what was found by then is reported."""
@@ -103,6 +111,26 @@ def rehearse(model: Any, specs: Sequence[Spec]) -> Rehearsal:
         if collects:
             gc.enable()
         _check_unchanged(model, before, content)
+
+
+@contextmanager
+def naming_refused(model: Any, layout: BucketLayout) -> Iterator[None]:
+    """Have an error of loading a bucket say which of its tensors `load_weights` refuses, and why.
+
+    What it raises itself is often an assertion about two shapes, of one tensor of several.
+    """
+    try:
+        yield
+    except Exception as error:
+        try:
+            refused = rehearse(model, [(t.name, t.dtype, t.shape) for t in layout.tensors]).errors
+        except Exception as reason:
+            logger.warning("which tensors were refused is not known: %r", reason)
+            refused = {}
+        shapes = {tensor.name: list(tensor.shape) for tensor in layout.tensors}
+        for name, refusal in refused.items():
+            error.add_note(f"load_weights refuses {name} {shapes[name]} ({refusal.text})")
+        raise
 
 
 def _attempts(model: Any, sources: Sources, before: Destinations, state: ModelState) -> Rehearsal:

@@ -1,10 +1,10 @@
-"""`verl-sglang-sync doctor`: is this installation complete, loaded, tested, and what would it do?
+"""`verl-sglang-sync doctor`: is this installation complete and loaded, and what would it do here?
 
-Importing this package imports neither verl nor sglang; what needs them is looked at in processes of
-its own (`*_probe.py`), because that is how verl and SGLang load the plugins.
+A check is one function that returns a `Check`. What needs verl, sglang or the GPU is looked at in
+a process of its own (`run_probe`), so that it starts as verl's and SGLang's processes do.
 """
 
 from verl_sglang_sync.doctor.check import Check, Status
-from verl_sglang_sync.doctor.diagnosis import diagnose
+from verl_sglang_sync.doctor.report import diagnose
 
 __all__ = ["Check", "Status", "diagnose"]

@@ -1,11 +1,26 @@
-"""One line of the doctor's report."""
+"""The result of a check, and probes: functions that look at something in a process of their own."""
 
 from __future__ import annotations
 
-import traceback
-from collections.abc import Callable, Iterable
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TypeVar, get_type_hints
+
+import msgspec
+
+PROBE_TIMEOUT_S = 300.0
+STDERR_CHARS = 4000
+RUN_PROBE = """
+import importlib, sys, msgspec
+facts = getattr(importlib.import_module(sys.argv[1]), sys.argv[2])()
+sys.stdout.write("\\n" + msgspec.json.encode(facts).decode() + "\\n")
+"""
+
+Facts = TypeVar("Facts")
 
 
 class Status(StrEnum):
@@ -14,6 +29,9 @@ class Status(StrEnum):
     OK = "ok"
     WARN = "warn"
     FAIL = "fail"
+
+
+OK, WARN, FAIL = Status
 
 
 @dataclass(frozen=True)
@@ -33,37 +51,50 @@ class Check:
     advice: str = ""
 
 
-def passed(name: str, detail: str) -> Check:
-    """A check that found what it should."""
-    return Check(name, Status.OK, detail)
+class ProbeError(RuntimeError):
+    """A probe's process ended without a result; the message ends with its stderr."""
 
 
-def warned(name: str, detail: str, advice: str = "") -> Check:
-    """A check that found something worth knowing."""
-    return Check(name, Status.WARN, detail, advice)
+def run_probe(
+    probe: Callable[[], Facts],
+    environment: Mapping[str, str] | None = None,
+    *,
+    timeout_s: float = PROBE_TIMEOUT_S,
+) -> Facts:
+    """Call a function in a new process that has this interpreter and the user's environment.
 
+    Args:
+        probe: a module's function; its annotated result must be JSON-serialisable by msgspec.
+        environment: variables to set on top of this process's.
+        timeout_s: limit of the process, in seconds.
 
-def failed(name: str, detail: str, advice: str = "") -> Check:
-    """A check that found something broken."""
-    return Check(name, Status.FAIL, detail, advice)
-
-
-def worst(checks: Iterable[Check]) -> Status:
-    """The status of the whole report."""
-    order = list(Status)
-    return max((check.status for check in checks), key=order.index, default=Status.OK)
-
-
-def guarded(name: str, look: Callable[[], list[Check]]) -> list[Check]:
-    """Run some checks; if they themselves break, that is a failed check, not the report's end."""
+    Raises:
+        ProbeError: the process failed, hung, or returned something else.
+    """
+    name = f"{probe.__module__}.{probe.__name__}"
     try:
-        return look()
-    except Exception as error:
-        reason = last_line(traceback.format_exc())
-        return [failed(name, f"could not be checked: {reason}", str(error))]
+        result = subprocess.run(
+            [sys.executable, "-c", RUN_PROBE, probe.__module__, probe.__name__],
+            env={**os.environ, **(environment or {})},
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise ProbeError(f"{name}: no answer within {timeout_s:g} s") from None
+    lines = result.stdout.splitlines()
+    if result.returncode != 0 or not lines:
+        stderr = result.stderr.strip()[-STDERR_CHARS:]
+        raise ProbeError(f"{name}: exit status {result.returncode}\n{stderr}")
+    try:
+        facts: Facts = msgspec.json.decode(lines[-1], type=get_type_hints(probe)["return"])
+        return facts
+    except msgspec.MsgspecError as error:
+        raise ProbeError(f"{name}: {error}; got {lines[-1][:200]!r}") from None
 
 
 def last_line(text: str) -> str:
-    """The last line of a traceback or a log that says something."""
+    """The last non-empty line of a traceback or a log."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1] if lines else "no output"

@@ -1,17 +1,71 @@
-"""The doctor's report, as a table for people or JSON for scripts."""
+"""Runs all checks, and shows their results as a table for people or as JSON for scripts."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 
 from rich.markup import escape
 from rich.table import Table
 
-from verl_sglang_sync.doctor.check import Check, Status, worst
+from sglang_loader.probe import collect as look_at_sglang
+from verl_sglang_sync.doctor import hardware, installation, presets
+from verl_sglang_sync.doctor.check import FAIL, OK, Check, Status, last_line, run_probe
 
 STYLES = {Status.OK: "green", Status.WARN: "yellow", Status.FAIL: "bold red"}
+
+
+def diagnose() -> list[Check]:
+    """Run all checks, in the order of the report; takes about 20 seconds.
+
+    The probes that import verl, sglang and Hydra run side by side, and end before the GPU's
+    memory is measured.
+    """
+    gpus = hardware.visible_gpus()
+    environment = {} if gpus else {"SGLANG_USE_CPU_ENGINE": "1"}  # sglang's import needs it
+    with ThreadPoolExecutor(max_workers=3) as pool:
+        verl = pool.submit(run_probe, installation.look_at_verl, environment)
+        sglang = pool.submit(run_probe, look_at_sglang, environment)
+        hydra = pool.submit(run_probe, presets.look_at_hydra)
+        checks: tuple[tuple[str, Callable[[], Check | list[Check]]], ...] = (
+            ("versions", installation.version_checks),
+            ("entry points", installation.entry_point_checks),
+            ("verl plugin", lambda: installation.verl_checks(verl.result())),
+            ("SGLang plugin", lambda: installation.sglang_checks(sglang.result())),
+            ("Hydra config group", lambda: presets.hydra_check(hydra.result())),
+            ("GPU", lambda: hardware.gpu_check(gpus)),
+            ("CUDA IPC", lambda: hardware.cuda_ipc_check(gpus)),
+            ("torch_memory_saver", lambda: hardware.memory_saver_check(gpus)),
+            ("NCCL", lambda: hardware.nccl_check(gpus)),
+            (str(hardware.SHM), hardware.shared_memory_check),
+            (
+                "presets",
+                lambda: presets.preset_checks(
+                    hydra.result().sections,
+                    has_gpu=bool(gpus),
+                    bucket_megabytes=verl.result().bucket_megabytes,
+                ),
+            ),
+        )
+        return [result for name, check in checks for result in guarded(name, check)]
+
+
+def guarded(name: str, check: Callable[[], Check | list[Check]]) -> list[Check]:
+    """Results of a check; one that raises is a failed check, and not the report's end."""
+    try:
+        results = check()
+    except Exception as error:
+        reason = last_line(traceback.format_exc())
+        return [Check(name, FAIL, f"could not be checked: {reason}", str(error))]
+    return [results] if isinstance(results, Check) else results
+
+
+def worst(checks: Iterable[Check]) -> Status:
+    """The status of the whole report."""
+    return max((check.status for check in checks), key=list(Status).index, default=OK)
 
 
 def as_json(checks: Sequence[Check]) -> str:
@@ -44,4 +98,4 @@ def summary(checks: Sequence[Check]) -> str:
 
 def exit_status(checks: Sequence[Check]) -> int:
     """0 if nothing failed, 1 otherwise."""
-    return 1 if worst(checks) is Status.FAIL else 0
+    return 1 if worst(checks) is FAIL else 0

@@ -1,17 +1,13 @@
-"""HTTP client of an SGLang server's control endpoints: one core, used asynchronously or not.
+"""HTTP clients of an SGLang server's control endpoints, asynchronous and synchronous.
 
 async with SGLangServerClient("http://[::1]:30000", timeout_s=600) as client:
     await client.release_memory(["kv_cache", "weights"])
 
 with SyncSGLangServerClient("http://10.0.0.1:30000", timeout_s=600) as client:
-    client.run(operations.health())
+    client.run(operations.release_memory(["kv_cache", "weights"]))
 """
 
-from verl_sglang_sync.server_client.client import (
-    SGLangServerClient,
-    SyncSGLangServerClient,
-    verdicts_of,
-)
+from verl_sglang_sync.server_client.client import SGLangServerClient, SyncSGLangServerClient
 from verl_sglang_sync.server_client.errors import (
     ConnectionBroken,
     NoReply,
@@ -32,5 +28,4 @@ __all__ = [
     "ServerError",
     "ServerUnreachable",
     "SyncSGLangServerClient",
-    "verdicts_of",
 ]

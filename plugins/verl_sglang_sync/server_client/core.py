@@ -1,10 +1,10 @@
-"""Sends calls to one server: sessions, keys, timeouts, repetitions. The clients share it.
+"""Sends calls to one server: connections, API keys, timeouts, repetitions. All clients use it.
 
 What is sent again, and how often:
 
 - no connection: any operation, `CONNECT_ATTEMPTS` times; nothing was executed;
 - no reply in time, or a broken connection: idempotent operations, and updates with a key if the
-  server keeps keys, `ATTEMPTS` times; others may have been executed, and never are;
+  server keeps keys, `ATTEMPTS` times; others never, because they may have been executed;
 - a reply, good or bad: never.
 
 So an operation ends within `ATTEMPTS` x its timeout, plus a few seconds for the connections.
@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
@@ -48,7 +48,7 @@ class ServerAccess:
     Attributes:
         base_url: such as "http://10.0.0.1:30000" or "http://[::1]:30000".
         timeout_s: limit of one request, in seconds.
-        timeouts_s: other limits, by `operations.LIMITS`.
+        timeouts_s: other limits for some operations, by `operations.LIMITS`.
         api_key: SGLang's `api_key`.
         admin_api_key: SGLang's `admin_api_key`; its control endpoints want this one if it is set.
         rank: the trainer's rank, for errors.
@@ -57,11 +57,11 @@ class ServerAccess:
 
     base_url: str
     timeout_s: float
-    timeouts_s: Mapping[str, float]
-    api_key: str | None
-    admin_api_key: str | None
-    rank: int | None
-    replica: int | None
+    timeouts_s: Mapping[str, float] = field(default_factory=dict)
+    api_key: str | None = None
+    admin_api_key: str | None = None
+    rank: int | None = None
+    replica: int | None = None
 
     def timeout_of(self, operation: Operation) -> float:
         """Seconds that one attempt may take."""
@@ -153,7 +153,7 @@ class ServerCore:
         return content
 
     async def _may_repeat(self, call: Call) -> bool:
-        """Would sending it again do no harm, even if it was executed?"""
+        """True if sending it again does no harm, even if it was executed."""
         if call.operation.idempotent:
             return True
         if call.key is None:
@@ -163,7 +163,7 @@ class ServerCore:
         return bool(self._keeps_keys)
 
     async def _ask_for_keys(self, call: Call) -> bool | None:
-        """Does the server keep keys? None if it does not answer."""
+        """True if the server keeps idempotency keys, None if it does not answer."""
         try:
             async with self._open_session().request(
                 "OPTIONS",
@@ -179,7 +179,7 @@ class ServerCore:
         if self._session is None:
             connector = aiohttp.TCPConnector(keepalive_timeout=KEEP_ALIVE_S)
             self._session = aiohttp.ClientSession(
-                connector=connector, trace_configs=[_tells_when_sent()]
+                connector=connector, trace_configs=[_setting_sent()]
             )
         return self._session
 
@@ -225,8 +225,8 @@ class ServerCore:
         )
 
 
-def _tells_when_sent() -> aiohttp.TraceConfig:
-    """Sets the event of a call when its body has been written."""
+def _setting_sent() -> aiohttp.TraceConfig:
+    """Makes a session set the event of a call when its body has been written."""
 
     async def chunk_sent(_: Any, context: Any, __: Any) -> None:
         if context.trace_request_ctx is not None:  # called just before the write

@@ -1,4 +1,4 @@
-"""What can become of a request to a server; every error says where, what and for which rank."""
+"""Errors of a request to a server; each names the endpoint, the failure, rank and replica."""
 
 from __future__ import annotations
 

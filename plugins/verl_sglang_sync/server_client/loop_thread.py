@@ -1,7 +1,7 @@
-"""An event loop in a thread of its own: one session for callers of any loop, or of none.
+"""An event loop in a thread of its own, so that all callers share the connections.
 
-A trainer calls from short-lived loops (`asyncio.run` for each stage), from a loop that it blocks
-meanwhile, and from plain threads; a connection belongs to one loop.
+A connection belongs to one event loop, but a trainer calls from many: from short-lived ones
+(`asyncio.run` for each stage), from one that it blocks meanwhile, and from threads without one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Result = TypeVar("Result")
 
 
 class LoopThread:
-    """Runs coroutines; the thread starts with the first, and again after `stop`.
+    """Runs coroutines in one thread, which starts with the first coroutine, and again after `stop`.
 
     Args:
         name: of the thread.
@@ -44,7 +44,7 @@ class LoopThread:
             return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def stop(self) -> threading.Thread | None:
-        """Have the loop cancel what it runs, run `last` and end, without waiting.
+        """Make the loop cancel its coroutines, await `last` and end; does not wait for that.
 
         Returns:
             The thread, if there is one.

@@ -1,72 +1,54 @@
-"""The table of operations, and the requests that they become. Pure: nothing is sent here."""
+"""The server's operations, and the requests that they become. Pure: nothing is sent here."""
 
 from __future__ import annotations
 
 import base64
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, Literal, get_args
 
-from sglang_loader.manifest_verdict import MANIFEST_CHECK
 from sglang_loader.update_keys import UpdateKey
 
 Limit = Literal["update", "release", "resume", "group", "info"]
 LIMITS: tuple[str, ...] = get_args(Limit)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Operation:
     """One endpoint.
 
     Attributes:
         path: without the leading slash.
         method: HTTP method.
-        idempotent: it may be sent again although it may have been executed.
         limit: which timeout holds.
+        idempotent: it may be sent again although it may have been executed.
         admin: SGLang wants the admin key, if one is set.
         confirmed: it has succeeded only if the reply says `"success": true`.
     """
 
     path: str
     method: Literal["GET", "POST", "DELETE"] = "POST"
-    idempotent: bool
+    _: KW_ONLY
     limit: Limit
+    idempotent: bool
     admin: bool = True
     confirmed: bool = False
 
 
 # Releasing and resuming by tag are idempotent through our hooks in the engine.
-RELEASE = Operation(path="release_memory_occupation", idempotent=True, limit="release")
-RESUME = Operation(path="resume_memory_occupation", idempotent=True, limit="resume")
-UPDATE = Operation(
-    path="update_weights_from_tensor", idempotent=False, limit="update", confirmed=True
-)
-# The same endpoint, which applies nothing then.
-CHECK = Operation(
-    path="update_weights_from_tensor", idempotent=True, limit="update", confirmed=True
-)
-UPDATE_DISTRIBUTED = Operation(
-    path="update_weights_from_distributed", idempotent=False, limit="update", confirmed=True
-)
-INIT_GROUP = Operation(
-    path="init_weights_update_group", idempotent=False, limit="group", confirmed=True
-)
-DESTROY_GROUP = Operation(
-    path="destroy_weights_update_group", idempotent=False, limit="group", confirmed=True
-)
-FLUSH_CACHE = Operation(path="flush_cache", idempotent=True, limit="info")
-PAUSE = Operation(path="pause_generation", idempotent=True, limit="info")
-CONTINUE = Operation(path="continue_generation", idempotent=True, limit="info")
-SERVER_INFO = Operation(
-    path="server_info", method="GET", idempotent=True, limit="info", admin=False
-)
-MODEL_INFO = Operation(path="model_info", method="GET", idempotent=True, limit="info", admin=False)
-HEALTH = Operation(path="health", method="GET", idempotent=True, limit="info", admin=False)
-OPERATIONS = (
-    *(RELEASE, RESUME, UPDATE, CHECK, UPDATE_DISTRIBUTED, INIT_GROUP, DESTROY_GROUP),
-    *(FLUSH_CACHE, PAUSE, CONTINUE, SERVER_INFO, MODEL_INFO, HEALTH),
-)
+RELEASE = Operation("release_memory_occupation", limit="release", idempotent=True)
+RESUME = Operation("resume_memory_occupation", limit="resume", idempotent=True)
+UPDATE = Operation("update_weights_from_tensor", limit="update", idempotent=False, confirmed=True)
+UPDATE_DISTRIBUTED = replace(UPDATE, path="update_weights_from_distributed")
+INIT_GROUP = Operation("init_weights_update_group", limit="group", idempotent=False, confirmed=True)
+DESTROY_GROUP = replace(INIT_GROUP, path="destroy_weights_update_group")
+FLUSH_CACHE = Operation("flush_cache", limit="info", idempotent=True)
+PAUSE = Operation("pause_generation", limit="info", idempotent=True)
+CONTINUE = Operation("continue_generation", limit="info", idempotent=True)
+SERVER_INFO = Operation("server_info", "GET", limit="info", idempotent=True, admin=False)
+MODEL_INFO = replace(SERVER_INFO, path="model_info")
+HEALTH = replace(SERVER_INFO, path="health")
 
 
 @dataclass(frozen=True)
@@ -97,8 +79,9 @@ def update_weights(
     flush_cache: bool = False,
     weight_version: str | None = None,
     key: UpdateKey | None = None,
+    sent: threading.Event | None = None,
 ) -> Call:
-    """Load one bucket, or a session's; with the last, drop the prefix cache, publish the version.
+    """Load one bucket, or those of one session.
 
     Args:
         handles: one entry per TP rank, made by `sglang_loader.ipc.serialize_handles`, or
@@ -107,6 +90,8 @@ def update_weights(
         flush_cache: drop the prefix cache; fails where requests run.
         weight_version: what `/model_info` reports from then on; None leaves it as it is.
         key: makes a repetition harmless; without one the request is never repeated.
+        sent: set when the request has left. A caller that goes on computing holds Python's lock,
+            and would keep the client's thread from sending it.
     """
     payload = {
         "serialized_named_tensors": [base64.b64encode(item).decode() for item in handles],
@@ -114,21 +99,7 @@ def update_weights(
         "flush_cache": flush_cache,
         "weight_version": weight_version,
     }
-    return Call(UPDATE, payload, key)
-
-
-def check_manifest(encoded: bytes) -> Call:
-    """Ask whether the tensors of a manifest fit the engine's model; nothing is loaded.
-
-    Args:
-        encoded: by `sglang_loader.weight_manifest.encode_manifest`.
-    """
-    payload = {
-        "serialized_named_tensors": [base64.b64encode(encoded).decode()],
-        "load_format": MANIFEST_CHECK,
-        "flush_cache": False,
-    }
-    return Call(CHECK, payload)
+    return Call(UPDATE, payload, key, sent=sent)
 
 
 def update_from_distributed(
@@ -142,7 +113,7 @@ def update_from_distributed(
     weight_version: str | None = None,
     key: UpdateKey | None = None,
 ) -> Call:
-    """Load one bucket that the trainer broadcasts in `group_name`; else as `update_weights`."""
+    """Load one bucket that the trainer broadcasts in `group_name`; the rest as `update_weights`."""
     payload = {
         "names": list(names),
         "dtypes": list(dtypes),
@@ -165,15 +136,7 @@ def init_update_group(
     backend: str,
 ) -> Call:
     """Have the engine's TP ranks join a process group with the trainer; returns when all have."""
-    payload = {
-        "master_address": master_address,
-        "master_port": master_port,
-        "rank_offset": rank_offset,
-        "world_size": world_size,
-        "group_name": group_name,
-        "backend": backend,
-    }
-    return Call(INIT_GROUP, payload)
+    return Call(INIT_GROUP, locals())  # SGLang names its fields as the arguments above
 
 
 def destroy_update_group(group_name: str) -> Call:
@@ -186,8 +149,8 @@ def flush_cache() -> Call:
     return Call(FLUSH_CACHE)
 
 
-def pause_generation(mode: str) -> Call:
-    """Pause generation; `mode`: "abort", "retract" or "in_place"."""
+def pause_generation(mode: str = "abort") -> Call:
+    """Pause generation; `mode` is "abort", "retract" or "in_place"."""
     return Call(PAUSE, {"mode": mode})
 
 

@@ -1,9 +1,9 @@
-"""SGLang's router: puts a server among its workers, and takes it out again.
+"""Client of SGLang's router: adds a server to its workers, and removes it.
 
-Routers in use speak three dialects, and this speaks them all:
+Routers in use have three protocols; the client uses whichever the router has:
 
-- sglang-router 0.3: `POST /workers` queues the server under a UUID; `GET /workers/{id}` tells how
-  the queued job fares; `DELETE /workers/{id}` queues the removal;
+- sglang-router 0.3: `POST /workers` queues the server under a UUID; `GET /workers/{id}` reports the
+  state of the queued job; `DELETE /workers/{id}` queues the removal;
 - 0.2: the same, but the id is the server's URL;
 - 0.1: `POST /add_worker?url=...` answers when the server is healthy; `POST /remove_worker?url=...`.
 
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from types import TracebackType
 from typing import Any, Self
 from urllib.parse import quote
 
@@ -60,26 +59,17 @@ class RouterClient:
     def __init__(self, url: str, *, timeout_s: float, api_key: str | None = None) -> None:
         self._url = url.rstrip("/")
         self._timeout_s = timeout_s
-        self._core = ServerCore(
-            ServerAccess(
-                base_url=self._url,
-                timeout_s=timeout_s,
-                timeouts_s={},
-                api_key=api_key,
-                admin_api_key=None,
-                rank=None,
-                replica=None,
-            )
-        )
+        access = ServerAccess(base_url=self._url, timeout_s=timeout_s, api_key=api_key)
+        self._core = ServerCore(access)
 
     async def add(self, url: str, *, api_key: str | None = None) -> Worker:
-        """Put the server at `url` among the workers; returns when the router sends it requests.
+        """Add the server at `url` to the workers; returns when the router sends it requests.
 
-        A server that the router has already is left as it is.
+        A server that is among them already stays as it is.
 
         Args:
             url: of the server, as the router reaches it.
-            api_key: the server's own, with which the router shall ask it.
+            api_key: the server's own, which the router must send to it.
 
         Raises:
             RouterError: the router did not take it; names router, endpoint, status and message.
@@ -100,7 +90,7 @@ class RouterClient:
         return worker
 
     async def remove(self, worker: Worker) -> None:
-        """Take a server out; one that the router does not know any more is fine.
+        """Take a server out; it is no error if the router does not know it any more.
 
         Raises:
             RouterError: as with `add`.
@@ -122,16 +112,11 @@ class RouterClient:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc_value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def _add_by_query(self, query: dict[str, str]) -> Worker:
-        """Out and in again: this dialect refuses a URL that it has, of a server that was there."""
+        """Remove and add it: this protocol refuses to add a URL that the router has already."""
         await self._core.send(Call(_operation("remove_worker"), query={"url": query["url"]}))
         await self._core.send(Call(_operation("add_worker"), query=query))
         return Worker(query["url"], None)
@@ -155,7 +140,7 @@ class RouterClient:
             await asyncio.sleep(POLL_S)
 
     async def _look_up(self, operation: Operation) -> dict[str, Any]:
-        """What the router says of a worker; nothing before its job has begun."""
+        """What the router reports of a worker; empty before its job has begun."""
         try:
             reply = await self._core.send(Call(operation))
         except RequestFailed as error:
@@ -165,7 +150,7 @@ class RouterClient:
         return reply if isinstance(reply, dict) else {}
 
     async def _has(self, url: str) -> bool:
-        """A job that failed because the server was there already did no harm."""
+        """True if the server is among the workers: then a failed job did no harm."""
         reply = await self._core.send(Call(_operation("workers", "GET")))
         return url in [worker.get("url") for worker in reply.get("workers", ())]
 
@@ -179,7 +164,7 @@ class RouterClient:
 
 
 def _operation(path: str, method: Any = "POST") -> Operation:
-    return Operation(path=path, method=method, idempotent=True, limit="info", admin=False)
+    return Operation(path, method, limit="info", idempotent=True, admin=False)
 
 
 def _path(worker_id: str) -> str:

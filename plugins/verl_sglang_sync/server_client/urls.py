@@ -1,4 +1,4 @@
-"""URLs of servers, from addresses as they come: names, IPv4, and IPv6 with brackets or without."""
+"""Base URLs of servers, from names and IPv4 or IPv6 addresses, or as a user wrote them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ def server_url(host: str, port: int) -> str:
     """Base URL of the HTTP server at `host`: "http://10.0.0.1:30000", "http://[::1]:30000".
 
     Args:
-        host: a name or an address; one of IPv6 may have its brackets already.
+        host: a name or an address; an IPv6 address may be in brackets.
         port: of the server.
     """
     bare = host.removeprefix("[").removesuffix("]")
@@ -21,7 +21,7 @@ def checked_base_url(key: str, value: object) -> str:
     """The base URL that a user gave, without a slash at its end.
 
     Raises:
-        ValueError: it is not one; the message names the key, the value and what is allowed.
+        ValueError: it is no such URL; the message names the key, the value and what is allowed.
     """
     allowed = "expected a URL such as http://10.0.0.1:30000 or https://[::1]:30000"
     if not isinstance(value, str):

@@ -153,7 +153,7 @@ class Exchange:
             if work is not None:
                 work.wait()
         if buffer is not None:
-            piece.landings.pack([scratch.of(piece.plan)[1]], buffer)
+            piece.unpacks.pack([scratch.of(piece.plan)[1]], buffer)
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ class _Piece:
     bucket: int
     own: ArrangedPacking
     sends: ArrangedPacking
-    landings: ArrangedPacking
+    unpacks: ArrangedPacking
 
     @classmethod
     def of(cls, plan: PieceExchange, bucket: int, device: torch.device) -> _Piece:
@@ -173,7 +173,7 @@ class _Piece:
             bucket,
             own=_copies(plan.own, plan.nbytes, device),
             sends=_copies(plan.sends, sum(plan.send_nbytes), device),
-            landings=_copies(plan.landings, plan.nbytes, device),
+            unpacks=_copies(plan.unpacks, plan.nbytes, device),
         )
 
 

@@ -5,8 +5,8 @@ parameter (`Origin`), and a parameter lies in shards on the ranks (`Owners`). `p
 the bytes back, cuts them where shards end, and keeps what one rank has to do with them:
 
     own        a shard of this rank -> its arranged buffer
-    leaving    shards of this rank  -> the other ranks
-    arriving   the other ranks      -> its arranged buffer
+    sends    shards of this rank  -> the other ranks
+    receives   the other ranks      -> its arranged buffer
 
 Both ends of a pair list the same parts in the same order, so nothing but bytes travels. A bucket
 travels in pieces (`pieces_of`): an equal part of what each pair exchanges, so that all ranks send
@@ -40,20 +40,20 @@ class BucketExchange:
     Attributes:
         own: parts of this rank's shards; `Read.tensor` is the parameter, `Read.offset` a byte of
             the shard, `Read.start` a byte of the arranged buffer.
-        leaving: by destination: likewise, but `Read.start` is a byte of the destination's buffer.
-        arriving: by source: parts of its shards; `Read.start` is a byte of this rank's buffer.
+        sends: by destination: likewise, but `Read.start` is a byte of the destination's buffer.
+        receives: by source: parts of its shards; `Read.start` is a byte of this rank's buffer.
         nbytes: of the arranged buffer.
     """
 
     own: tuple[Read, ...]
-    leaving: tuple[tuple[Read, ...], ...]
-    arriving: tuple[tuple[Read, ...], ...]
+    sends: tuple[tuple[Read, ...], ...]
+    receives: tuple[tuple[Read, ...], ...]
     nbytes: int
 
     @property
     def scratch_nbytes(self) -> int:
         """Bytes that leave, or that arrive, whichever are more."""
-        return max(sum(map(_nbytes, side)) for side in (self.leaving, self.arriving))
+        return max(sum(map(_nbytes, side)) for side in (self.sends, self.receives))
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class PieceExchange:
         own: as in `BucketExchange`.
         sends: likewise, but `Read.start` is a byte of the send scratch.
         send_nbytes: of the send scratch, by destination; the parts of each are consecutive.
-        landings: out of the receive scratch; `Read.offset` is a byte of that, `Read.start` one of
+        unpacks: out of the receive scratch; `Read.offset` is a byte of that, `Read.start` one of
             the arranged buffer.
         recv_nbytes: of the receive scratch, by source.
         nbytes: of the arranged buffer.
@@ -73,7 +73,7 @@ class PieceExchange:
     own: tuple[Read, ...]
     sends: tuple[Read, ...]
     send_nbytes: tuple[int, ...]
-    landings: tuple[Read, ...]
+    unpacks: tuple[Read, ...]
     recv_nbytes: tuple[int, ...]
     nbytes: int
 
@@ -109,8 +109,8 @@ def plan_bucket(
         ValueError: the parts do not fill what the rank's arrangement reads exactly once.
     """
     own: list[Read] = []
-    arriving: list[list[Read]] = [[] for _ in arrangements]
-    leaving: list[list[Read]] = [[] for _ in arrangements]
+    receives: list[list[Read]] = [[] for _ in arrangements]
+    sends: list[list[Read]] = [[] for _ in arrangements]
     for destination, arrangement in enumerate(arrangements):
         mine = destination == rank
         for part in parts_of(arrangement, origins, owners, None if mine else rank):
@@ -118,14 +118,14 @@ def plan_bucket(
             if mine and owner == rank:
                 own.append(part.read)
             elif mine:
-                arriving[owner].append(part.read)
+                receives[owner].append(part.read)
             elif owner == rank:
-                leaving[destination].append(part.read)
-    _check_filled_once(arrangements[rank], [*own, *(read for some in arriving for read in some)])
+                sends[destination].append(part.read)
+    _check_filled_once(arrangements[rank], [*own, *(read for some in receives for read in some)])
     return BucketExchange(
         tuple(own),
-        tuple(map(tuple, leaving)),
-        tuple(map(tuple, arriving)),
+        tuple(map(tuple, sends)),
+        tuple(map(tuple, receives)),
         arrangements[rank].nbytes,
     )
 
@@ -138,18 +138,18 @@ def pieces_of(bucket: BucketExchange, num_pieces: int) -> list[PieceExchange]:
         num_pieces: the same on all ranks, at least 1.
     """
     own = _cut(bucket.own, num_pieces)
-    leaving = [_cut(reads, num_pieces) for reads in bucket.leaving]
-    arriving = [_cut(reads, num_pieces) for reads in bucket.arriving]
+    sends = [_cut(reads, num_pieces) for reads in bucket.sends]
+    receives = [_cut(reads, num_pieces) for reads in bucket.receives]
     pieces = []
     for i in range(num_pieces):
-        sent, send_nbytes = _laid_out([parts[i] for parts in leaving])
-        received, recv_nbytes = _laid_out([parts[i] for parts in arriving])
+        sent, send_nbytes = _laid_out([parts[i] for parts in sends])
+        received, recv_nbytes = _laid_out([parts[i] for parts in receives])
         pieces.append(
             PieceExchange(
                 tuple(own[i]),
                 tuple(replace(read, start=place) for pairs in sent for read, place in pairs),
                 tuple(send_nbytes),
-                tuple(landing for pairs in received for landing in _landings(pairs)),
+                tuple(unpack for pairs in received for unpack in _unpacks(pairs)),
                 tuple(recv_nbytes),
                 bucket.nbytes,
             )
@@ -273,21 +273,21 @@ def _laid_out(
     return placed, sizes
 
 
-def _landings(pairs: Sequence[tuple[Read, int]]) -> list[Read]:
+def _unpacks(pairs: Sequence[tuple[Read, int]]) -> list[Read]:
     """Received parts, those that continue each other as one."""
-    landings: list[Read] = []
+    unpacks: list[Read] = []
     for read, scratch in pairs:
         start, nbytes = read.start, read.nbytes
-        last = landings[-1] if landings else None
+        last = unpacks[-1] if unpacks else None
         if (
             last is not None
             and last.offset + last.run == scratch
             and last.start + last.run == start
         ):
-            landings[-1] = Read(0, last.offset, (), last.run + nbytes, last.start)
+            unpacks[-1] = Read(0, last.offset, (), last.run + nbytes, last.start)
         else:
-            landings.append(Read(0, scratch, (), nbytes, start))
-    return landings
+            unpacks.append(Read(0, scratch, (), nbytes, start))
+    return unpacks
 
 
 def _nbytes(reads: Sequence[Read]) -> int:

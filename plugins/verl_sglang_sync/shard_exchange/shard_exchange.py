@@ -3,8 +3,8 @@
     exchange = ShardExchange(group, device, piece_nbytes=512 << 20)
     reason = exchange.prepare(export, arrangements, layouts)      # once; None: it can be done
     reason = exchange.prove(export, batches)                      # after a good sync
-    turn = exchange.ready(export, layouts)                        # in every sync
-    if turn is Turn.EXCHANGE:
+    kind = exchange.ready(export, layouts)                        # in every sync
+    if kind is SyncKind.EXCHANGE:
         exchange.fill(index, buffer)                              # instead of the export
         exchange.drain()                                          # also after a failure
     exchange.free()
@@ -29,11 +29,10 @@ import torch.distributed as dist
 
 from sglang_loader.load_plan.arrangement import Arrangement
 from sglang_loader.load_plan.layout import BucketLayout
-from verl_sglang_sync.collective import TrainerGroup
+from verl_sglang_sync.collective import TrainerGroup, common_reason
 from verl_sglang_sync.shard_exchange.exchange import Exchange
 from verl_sglang_sync.shard_exchange.exchange_plan import BucketExchange, pieces_of, plan_bucket
 from verl_sglang_sync.shard_exchange.self_check import first_difference, gather_arranged
-from verl_sglang_sync.traced_export.agreement import common_reason
 from verl_sglang_sync.traced_export.export_trace import (
     NamedTensor,
     NotTraceable,
@@ -45,7 +44,7 @@ from verl_sglang_sync.traced_export.known_sources import (
     Sources,
     SourcesChanged,
     memory_of,
-    sources_of,
+    require_sources,
 )
 
 logger = logging.getLogger(__name__)
@@ -62,7 +61,7 @@ class TraceableExport(Protocol):
     def __iter__(self) -> Any: ...
 
 
-class Turn(Enum):
+class SyncKind(Enum):
     """What all ranks do in a sync."""
 
     FULL = "export in full"
@@ -134,8 +133,8 @@ class ShardExchange:
             reason = str(error)
         except Exception:
             reason = traceback.format_exc()
-        needs: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(needs, draft and [bucket.scratch_nbytes for bucket in draft.buckets])
+        own = draft and [bucket.scratch_nbytes for bucket in draft.buckets]
+        needs = self._group.all_gather(own)
         try:
             if draft is not None and None not in needs:
                 largest = [max(of_bucket) for of_bucket in zip(*needs, strict=True)]
@@ -150,7 +149,7 @@ class ShardExchange:
 
     def ready(
         self, export: TraceableExport | Iterable[NamedTensor], layouts: Sequence[BucketLayout]
-    ) -> Turn:
+    ) -> SyncKind:
         """What all ranks do in this sync.
 
         Args:
@@ -158,15 +157,15 @@ class ShardExchange:
             layouts: of its buckets, as far as they are known.
         """
         if self._prepared is None:
-            return Turn.FULL
+            return SyncKind.FULL
         if not self._take_shards(export, layouts):
-            return Turn.FULL
+            return SyncKind.FULL
         self._num_syncs += 1
         every = self._recheck_every_n_syncs
         if not self._is_proven or (every and self._num_syncs % every == 0):
             self.free()
-            return Turn.CHECK
-        return Turn.EXCHANGE
+            return SyncKind.CHECK
+        return SyncKind.EXCHANGE
 
     def fill(self, index: int, buffer: torch.Tensor | None) -> None:
         """Fill one bucket's arranged buffer, asynchronously on the current stream.
@@ -249,7 +248,7 @@ class ShardExchange:
         try:
             if tuple(layouts) != self._prepared.known.layouts:
                 raise SourcesChanged("the export is cut into other buckets")
-            shards = self._prepared.known.shards(_named_sources(export))
+            shards = self._prepared.known.shards(require_sources(export))
             self._prepared.exchange.begin(shards)
         except Exception as error:
             reason = str(error)
@@ -270,7 +269,7 @@ class ShardExchange:
         layouts: Sequence[BucketLayout],
     ) -> _Draft:
         rank, world_size = dist.get_rank(), dist.get_world_size()
-        sources = _named_sources(export)
+        sources = require_sources(export)
         traced = trace_export(export, sources=sources, world_size=world_size, device=self._device)
         owners = [parameter.owners for parameter in traced.parameters]
         buckets = []
@@ -383,17 +382,9 @@ class _Shards:
         return found
 
 
-def _named_sources(export: TraceableExport | Iterable[NamedTensor]) -> Sources:
-    sources = sources_of(export)
-    if sources is None:
-        raise NotTraceable("the export does not say which tensors it reads")
-    return sources
-
-
 def _signature(traced: TracedExport, arrangements: Sequence[Sequence[Arrangement]]) -> int:
     """Equal on ranks that traced the same and were given the same arrangements."""
-    checksum = zlib.crc32(repr(traced.parameters).encode())
-    checksum = zlib.crc32(repr(list(traced.tensors.items())).encode(), checksum)
+    checksum = traced.checksum
     for arranged in arrangements:
         checksum = zlib.crc32(repr(arranged).encode(), checksum)
     return checksum

@@ -17,7 +17,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from verl_sglang_sync.traced_export.module_tree import ModuleState, ModuleTree
-from verl_sglang_sync.traced_export.tensor_marks import TensorMarks, locals_of
+from verl_sglang_sync.traced_export.tensor_marks import TensorMarks, kinds_of, locals_of
 
 STEP = 16
 
@@ -33,6 +33,18 @@ def sources_of(export: object) -> Sources | None:
 
 class SourcesChanged(ValueError):
     """A source is not what or where it was; names it."""
+
+
+def require_sources(export: object) -> Sources:
+    """What an export reads.
+
+    Raises:
+        SourcesChanged: it does not say.
+    """
+    sources = sources_of(export)
+    if sources is None:
+        raise SourcesChanged("the export does not say which tensors it reads")
+    return sources
 
 
 class KnownSources:
@@ -82,16 +94,31 @@ class KnownSources:
             yield
 
 
+class SourceKinds:
+    """What tensors are, wherever they lie: a trace holds for others of the same kinds.
+
+    Args:
+        now: by name.
+    """
+
+    def __init__(self, now: Mapping[str, torch.Tensor]) -> None:
+        self._kinds = dict(zip(now, kinds_of(list(now.values())), strict=True))
+
+    def first_other(self, now: Mapping[str, torch.Tensor]) -> str | None:
+        """The first tensor that is of another kind now: dtype, shape, strides, placement, or which
+        of the others share its memory. None: all are as then, though perhaps elsewhere.
+        """
+        if list(now) != list(self._kinds):
+            return "the set of the trainer's tensors"
+        pairs = zip(self._kinds.items(), kinds_of(list(now.values())), strict=True)
+        return next((name for (name, then), kind in pairs if then != kind), None)
+
+
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:
     """A shard's bytes; of a tensor that is not sharded, its storage's. Flat uint8."""
-    local = local_of(tensor)
+    [local] = locals_of([tensor])
     whole = torch.empty(0, dtype=torch.uint8, device=local.device).set_(local.untyped_storage())
     if not isinstance(tensor, DTensor):
         return whole
     start, size = int(local.storage_offset()), local.element_size()
     return whole[start * size : (start + local.numel()) * size]
-
-
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank has of a tensor."""
-    return locals_of([tensor])[0]

@@ -66,6 +66,14 @@ def _marks(
     return (
         [local.untyped_storage()._cdata for local in locals_],
         list(map(torch.Tensor.data_ptr, locals_)),
+        *_kind_columns(tensors, locals_),
+    )
+
+
+def _kind_columns(
+    tensors: Sequence[torch.Tensor], locals_: Sequence[torch.Tensor]
+) -> tuple[list[Any], ...]:
+    return (
         list(map(torch.Tensor.stride, locals_)),
         [local.shape for local in locals_],
         [local.dtype for local in locals_],
@@ -75,3 +83,12 @@ def _marks(
             for t in tensors
         ],
     )
+
+
+def kinds_of(tensors: Sequence[torch.Tensor]) -> list[Any]:
+    """What each tensor is but for its address and values: two of them in one storage stay so."""
+    locals_ = locals_of(tensors)
+    first: dict[int, int] = {}
+    storages = [first.setdefault(t.untyped_storage()._cdata, i) for i, t in enumerate(locals_)]
+    offsets = [int(local.storage_offset()) for local in locals_]
+    return list(zip(storages, offsets, *_kind_columns(tensors, locals_), strict=True))

@@ -8,7 +8,7 @@ from torch import nn
 
 from sglang_loader.load_plan import BucketLayout, BucketTensor, DestinationProbe
 from sglang_loader.load_plan.destinations import AddressIndex, collect_destinations
-from sglang_loader.load_plan.guard import Fingerprint, layouts_digest
+from sglang_loader.load_plan.guard import Fingerprint
 
 LAYOUT = BucketLayout.pack([("a", (4, 2), torch.float32), ("b", (3,), torch.bfloat16)])
 CONTEXT = {"tp_rank": 0, "expert_map": torch.tensor([0, 1]), "quantization": None}
@@ -54,6 +54,9 @@ def test_another_context_is_named(change: dict, reason: str) -> None:
     assert said is not None and reason in said
 
 
+CHANGED = "was rebound, or has another shape, stride or dtype"
+
+
 def test_probe_notices_moved_and_new_tensors() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     probe = DestinationProbe(model, collect_destinations(model))
@@ -68,7 +71,7 @@ def test_probe_notices_moved_and_new_tensors() -> None:
     model[1].weight.data = model[1].weight.data.clone()
     said = probe.mismatch()
     assert said is not None and "1.weight was rebound" in said
-    assert probe.quick_mismatch() == "1.weight was rebound"
+    assert probe.quick_mismatch() == f"1.weight {CHANGED}"
     model[1] = nn.Identity()
     assert probe.mismatch() == "1.weight is gone"
     assert probe.quick_mismatch() == "module 1 was replaced"
@@ -84,7 +87,29 @@ def test_quick_probe_notices_what_is_gone_or_exchanged() -> None:
     model.cache.append(last)
     assert probe.quick_mismatch() is None
     model.bias = nn.Parameter(model.bias.data)
-    assert probe.quick_mismatch() == "bias was rebound"
+    assert probe.quick_mismatch() == f"bias {CHANGED}"
+
+
+CHANGES = {
+    "transposed": lambda data: data.t(),
+    "other dtype": lambda data: data.view(torch.int32),
+    "other shape": lambda data: data.view(2, 8),
+    "other stride": lambda data: data.as_strided((4, 4), (2, 1)),
+    "other offset": lambda data: torch.cat([data, data])[1:5],
+    "other memory": lambda data: data.clone(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+def test_quick_probe_notices_data_that_lies_otherwise(change) -> None:
+    """A square weight: its transpose has the same address, shape and dtype."""
+    model = nn.Linear(4, 4).requires_grad_(False)
+    probe = DestinationProbe(model, collect_destinations(model))
+    before = model.weight.data
+    model.weight.data = change(before)
+    assert probe.quick_mismatch() == f"weight {CHANGED}"
+    model.weight.data = before
+    assert probe.quick_mismatch() is None
 
 
 def test_quick_probe_notices_modules_and_what_is_registered_later() -> None:
@@ -109,12 +134,34 @@ def test_quick_probe_notices_modules_and_what_is_registered_later() -> None:
     assert probe.quick_mismatch() == "1.scale is gone"
 
 
-def test_layout_digests_name_layouts() -> None:
-    again = BucketLayout.pack([("a", (4, 2), torch.float32), ("b", (3,), torch.bfloat16)])
-    assert layouts_digest([LAYOUT]) == layouts_digest([again])
-    assert layouts_digest([LAYOUT]) != layouts_digest([LAYOUT, LAYOUT])
-    other = BucketLayout.pack([("a", (4, 2), torch.float32), ("b", (3,), torch.float16)])
-    assert layouts_digest([LAYOUT]) != layouts_digest([other])
+def from_another_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as a storage of its own, in which the tensor begins at 0."""
+    return torch.from_numpy(tensor.numpy())
+
+
+GEOMETRIES = {
+    "shape": lambda tensor: tensor.view(2, 8),
+    "stride": lambda tensor: tensor.t(),
+    "dtype": lambda tensor: tensor.view(torch.int32),
+    "storage offset": from_another_storage,
+}
+
+
+@pytest.mark.parametrize("change", GEOMETRIES)
+def test_quick_probe_notices_another_geometry_at_the_same_address(change: str) -> None:
+    """A plan writes bytes: it would fill the same memory in the wrong order or format."""
+    model = nn.Linear(4, 4)
+    whole = torch.zeros(8, 4)
+    model.weight = nn.Parameter(whole[4:], requires_grad=False)
+    probe = DestinationProbe(model, collect_destinations(model))
+    assert probe.quick_mismatch() is None
+    address, first = model.weight.data_ptr(), model.weight.data
+    model.weight.data = GEOMETRIES[change](first)
+    assert model.weight.data_ptr() == address
+    said = probe.quick_mismatch()
+    assert said is not None and said.startswith("weight ")
+    model.weight.data = first
+    assert probe.quick_mismatch() is None
 
 
 def test_tied_and_viewed_tensors_are_one_destination() -> None:

@@ -1,0 +1,27 @@
+"""The setting of the manifest check, and what it found, in the reply to an update; both sides.
+
+SGLang appends words of its own to a reply's message, and joins those of its data-parallel ranks, so
+a remark is a line of its own that begins with `REMARK`.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+ManifestCheck = Literal["error", "warn", "off"]
+"""What becomes of a sync whose tensors do not fit the engine's model, or are not all of it."""
+
+REMARK = "manifest check: "
+SUCCESS = "Success"
+
+
+def with_remark(remark: str) -> str:
+    """The message of a good update; "": nothing is to be said."""
+    line = f"\n{REMARK}{remark}\n" if remark else ""
+    return SUCCESS + line
+
+
+def remarks_in(message: str) -> list[str]:
+    """The remarks of all data-parallel ranks, each once."""
+    lines = (line for line in message.splitlines() if line.startswith(REMARK))
+    return list(dict.fromkeys(line.removeprefix(REMARK) for line in lines))

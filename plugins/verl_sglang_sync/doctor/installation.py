@@ -1,0 +1,233 @@
+"""Checks of the installation: versions, entry points, and what verl and SGLang load by them."""
+
+from __future__ import annotations
+
+import os
+import platform
+import traceback
+from collections.abc import Callable, Iterable
+from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, requires, version
+
+import msgspec
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+from sglang_loader.probe import SGLangFacts
+from verl_sglang_sync.doctor.check import FAIL, OK, WARN, Check, last_line
+
+DISTRIBUTION = "verl-sglang-sync"
+TESTED = {
+    "verl": "0.9.1",
+    "sglang": "0.5.14",
+    "torch": "2.11.0",
+    "transformers": "5.8.1",
+    "torch-memory-saver": "0.0.10",
+    "ray": "2.60.0",
+    "hydra-core": "1.3.8",
+    "TransferQueue": "0.1.11",
+}
+TESTED_WITH_MEGATRON = {"megatron-core": "0.16.1", "mbridge": "0.15.1"}
+TESTED_PYTHONS = ("3.11", "3.12")
+
+NAME = "verl_sglang_sync"
+ENTRY_POINT_GROUPS = ("verl.plugins", "sglang.srt.plugins", "hydra.plugins")
+REINSTALL = "reinstall: pip install --force-reinstall --no-deps verl-sglang-sync"
+REPLACED = "another plugin replaced ours, or ours did not load"
+
+# Kept as strings: importing these classes means importing verl and sglang.
+ROLLOUT_CLASS = "verl_sglang_sync.rollout_adapter.WeightSyncServerAdapter"
+REPLICA_CLASS = "verl_sglang_sync.replica.WeightSyncReplica"
+
+
+def installed_version(name: str) -> str | None:
+    """Version of an installed distribution, None if there is none."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def version_checks(installed: Callable[[str], str | None] = installed_version) -> list[Check]:
+    """Compare Python and every package that the weight sync depends on with the tested versions."""
+    declared = map(Requirement, requires(DISTRIBUTION) or ())
+    allowed = {
+        requirement.name.lower(): requirement
+        for requirement in declared
+        if requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+    }
+    checks = [python_check(platform.python_version())]
+    for name, tested in (TESTED | TESTED_WITH_MEGATRON).items():
+        found = installed(name)
+        if found is None and name in TESTED_WITH_MEGATRON:
+            detail = f"not installed; for Megatron trainers: pip install {DISTRIBUTION}[megatron]"
+            checks.append(Check(f"version of {name}", OK, detail))
+        else:
+            checks.append(version_check(name, tested, found, allowed.get(name.lower())))
+    return checks
+
+
+def python_check(found: str) -> Check:
+    """Judge Python's version by its first two numbers."""
+    if found.rpartition(".")[0] in TESTED_PYTHONS:
+        return Check("version of Python", OK, f"{found}, as tested")
+    return Check("version of Python", WARN, f"{found}; tested with {', '.join(TESTED_PYTHONS)}")
+
+
+def version_check(
+    name: str, tested: str, found: str | None, allowed: Requirement | None = None
+) -> Check:
+    """Judge one package: an untested version that our requirements allow is a warning.
+
+    A local suffix such as "+cu130" makes no difference.
+    """
+    title, install = f"version of {name}", f'pip install "{name}=={tested}"'
+    if found is None:
+        return Check(title, FAIL, f"not installed; tested with {tested}", install)
+    if Version(found).public == Version(tested).public:
+        return Check(title, OK, f"{found}, as tested")
+    if allowed is not None and not allowed.specifier.contains(found, prereleases=True):
+        return Check(title, FAIL, f"{found}; allowed: {allowed.specifier}", install)
+    return Check(title, WARN, f"{found}; tested with {tested}", install)
+
+
+def entry_point_checks() -> list[Check]:
+    """Look for our entry points in the installed metadata."""
+    groups = ENTRY_POINT_GROUPS
+    return [entry_point_check(group, entry_points(group=group, name=NAME)) for group in groups]
+
+
+def entry_point_check(group: str, found: Iterable[EntryPoint]) -> Check:
+    """Judge what one group holds under our name: one target, from one installation."""
+    title = f"entry point {group}"
+    values = sorted({entry_point.value for entry_point in found})
+    if not values:
+        return Check(title, FAIL, f"no entry {NAME!r} in the installed metadata", REINSTALL)
+    if len(values) > 1:
+        several = f"several targets: {', '.join(values)}"
+        return Check(title, WARN, several, "remove the old installation")
+    return Check(title, OK, values[0])
+
+
+class VerlFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """State of a process that has imported verl.
+
+    Attributes:
+        policy: verl's `VERL_USE_EXTERNAL_PLUGINS`.
+        load_error: traceback of our entry point, which verl hides; None if it loads.
+        rollout_class: dotted path registered for SGLang rollouts.
+        replica_class: dotted path of the class that verl's replica registry returns.
+        import_error: traceback of importing these two classes.
+        checks_recipes: verl's `validate_config` runs our checks first.
+        bucket_megabytes: verl's default bucket size, in MiB.
+    """
+
+    policy: str
+    load_error: str | None
+    rollout_class: str
+    replica_class: str | None
+    import_error: str | None
+    checks_recipes: bool
+    bucket_megabytes: int
+
+
+def look_at_verl() -> VerlFacts:
+    """Probe: import verl and its rollout classes, and with them our entry point and sglang."""
+    import verl.utils.config
+    from verl.workers.config import CheckpointEngineConfig
+    from verl.workers.rollout import base, replica
+
+    policy = os.environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto")
+    load_error = replica_class = import_error = None
+    if policy.strip().lower() != "none":
+        try:  # again: a module that failed to import fails in the same way
+            for entry_point in entry_points(group="verl.plugins", name=NAME):
+                entry_point.load()
+        except Exception:
+            load_error = traceback.format_exc()
+    try:
+        base.get_rollout_class("sglang", "async")
+        found = replica.RolloutReplicaRegistry.get("sglang")
+        replica_class = f"{found.__module__}.{found.__qualname__}"
+    except Exception:
+        import_error = traceback.format_exc()
+    return VerlFacts(
+        policy=policy,
+        load_error=load_error,
+        rollout_class=base._ROLLOUT_REGISTRY[("sglang", "async")],
+        replica_class=replica_class,
+        import_error=import_error,
+        checks_recipes=verl.utils.config.validate_config.__module__ == f"{NAME}.preflight",
+        bucket_megabytes=CheckpointEngineConfig().update_weights_bucket_megabytes,
+    )
+
+
+def verl_checks(facts: VerlFacts) -> list[Check]:
+    """Judge a process that has imported verl."""
+    return [
+        verl_plugin_check(facts),
+        verl_class_check("verl rollout class", facts.rollout_class, ROLLOUT_CLASS, facts),
+        verl_class_check("verl replica class", facts.replica_class, REPLICA_CLASS, facts),
+        recipe_check(facts),
+    ]
+
+
+def verl_plugin_check(facts: VerlFacts) -> Check:
+    """Does verl load our entry point?"""
+    title = "verl plugin"
+    if facts.load_error is not None:
+        return Check(title, FAIL, last_line(facts.load_error), facts.load_error)
+    if facts.policy.strip().lower() != "auto" and not names_us(facts.policy):
+        detail = f"VERL_USE_EXTERNAL_PLUGINS={facts.policy!r} keeps verl from loading it"
+        return Check(title, FAIL, detail, f"unset it, or add {NAME} to the list")
+    return Check(title, OK, "verl loads it")
+
+
+def verl_class_check(title: str, found: str | None, ours: str, facts: VerlFacts) -> Check:
+    """Is the class in verl's registry ours, and can it be imported?"""
+    if found is None or (facts.import_error is not None and found == ours):
+        error = facts.import_error or "nothing registered"
+        return Check(title, FAIL, last_line(error), error)
+    if found != ours:
+        return Check(title, FAIL, f"verl's registry holds {found}, not {ours}", REPLACED)
+    return Check(title, OK, found)
+
+
+def recipe_check(facts: VerlFacts) -> Check:
+    """Does verl check recipes with our preflight?"""
+    title = "recipe checks"
+    if facts.checks_recipes:
+        return Check(title, OK, "verl's validate_config runs our checks before Ray starts")
+    return Check(title, FAIL, "verl's validate_config does not run our checks", REPLACED)
+
+
+def sglang_checks(facts: SGLangFacts) -> list[Check]:
+    """Judge a process that has loaded SGLang's plugins."""
+    return [sglang_plugin_check(facts), sglang_hooks_check(facts)]
+
+
+def sglang_plugin_check(facts: SGLangFacts) -> Check:
+    """Does SGLang load our entry point?"""
+    title = "SGLang plugin"
+    if facts.load_errors:
+        return Check(title, FAIL, last_line(facts.load_errors[0]), "\n".join(facts.load_errors))
+    if facts.policy and not names_us(facts.policy):
+        detail = f"SGLANG_PLUGINS={facts.policy!r} keeps SGLang from loading it"
+        return Check(title, FAIL, detail, f"unset it, or add {NAME} to the list")
+    return Check(title, OK, "SGLang loads it")
+
+
+def sglang_hooks_check(facts: SGLangFacts) -> Check:
+    """Are all our hooks in place?"""
+    title, advice = "SGLang hooks", "see the SGLang plugin's error"
+    hooks = sorted((path.rpartition(".")[2], applied) for path, applied in facts.hooks.items())
+    missing = [method for method, applied in hooks if not applied]
+    if missing:
+        return Check(title, FAIL, f"not applied: {', '.join(missing)}", advice)
+    if not hooks:
+        return Check(title, FAIL, "none registered", advice)
+    return Check(title, OK, f"in place: {', '.join(method for method, _ in hooks)}")
+
+
+def names_us(policy: str) -> bool:
+    """Is our plugin in a comma-separated list of plugins?"""
+    return NAME in {name.strip() for name in policy.split(",")}

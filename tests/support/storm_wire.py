@@ -1,0 +1,290 @@
+"""What goes over the wire during a storm: recorded, replayed, mutated and forged.
+
+A `Wire` sees every request that passes the fault proxy. While it is told to tamper, it also stands
+between each trainer rank's session socket and its engine rank. Nothing here knows the messages: a
+session is opened by base64 of JSON with an `endpoint`, a frame is bytes, or any msgpack.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import random
+import socket
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+
+TO_ENGINE, TO_TRAINER = "to the engine", "to the trainer"
+NUM_RECORDED = 40
+JUNK: tuple[Any, ...] = (
+    None,
+    -1,
+    0,
+    1,
+    2**31,
+    2**63 - 1,
+    1e308,
+    "",
+    "x",
+    "../../etc",
+    [],
+    {},
+    True,
+)
+
+Descriptor = dict[str, Any]
+Change = Callable[[Descriptor], Descriptor]
+
+
+def with_descriptors(payload: dict[str, Any], change: Change) -> bytes | None:
+    """The body with each session descriptor changed; None: it opens no session."""
+    try:
+        old = [json.loads(base64.b64decode(t)) for t in payload["serialized_named_tensors"]]
+        new = [change(dict(descriptor)) for descriptor in old if "endpoint" in descriptor]
+    except (KeyError, TypeError, ValueError):
+        return None
+    encoded = [base64.b64encode(json.dumps(descriptor).encode()).decode() for descriptor in new]
+    return json.dumps({**payload, "serialized_named_tensors": encoded}).encode() if new else None
+
+
+@dataclass
+class Recorded:
+    """A session as it passed: the request that opened it, and each rank's frames to the engine."""
+
+    payload: dict[str, Any]
+    frames: dict[int, list[bytes]] = field(default_factory=dict)
+
+
+@dataclass
+class Tamper:
+    """Does something to one frame of one rank's session, and passes on the others.
+
+    Attributes:
+        kind: one of `KINDS`.
+        direction: `TO_ENGINE` or `TO_TRAINER`.
+        rank: whose session.
+        at: which frame, from 0.
+        rng: for the mutation.
+        old: frames of an earlier session.
+        late_s: how long a late frame is held.
+    """
+
+    KINDS = ("none", "drop", "twice", "swap", "flip", "cut", "garbage", "field", "replay", "late")
+
+    kind: str
+    direction: str
+    rank: int
+    at: int
+    rng: random.Random
+    old: list[bytes]
+    late_s: float
+    struck: bool = False
+    _kept: bytes | None = None
+
+    def __call__(self, direction: str, rank: int, index: int, frame: bytes) -> list[bytes]:
+        """What goes on in the frame's place."""
+        if (direction, rank) != (self.direction, self.rank):
+            return [frame]
+        if self._kept is not None:
+            kept, self._kept = self._kept, None
+            return [frame, kept]
+        if index != self.at or self.kind == "none":
+            return [frame]
+        self.struck = True
+        if self.kind == "swap":
+            self._kept = frame
+        if self.kind == "late":
+            time.sleep(self.late_s)
+        changed = {
+            "drop": [],
+            "swap": [],
+            "twice": [frame, frame],
+            "flip": [flipped(self.rng, frame)],
+            "cut": [frame[: self.rng.randrange(len(frame))]],
+            "garbage": [self.rng.randbytes(self.rng.randrange(200))],
+            "field": [with_a_wrong_field(self.rng, frame)],
+            "replay": [self.rng.choice(self.old or [b"?"]), frame],
+        }
+        return changed.get(self.kind, [frame])
+
+
+def flipped(rng: random.Random, data: bytes) -> bytes:
+    """The bytes with one bit changed."""
+    bits = bytearray(data or b"\0")
+    bits[rng.randrange(len(bits))] ^= 1 << rng.randrange(8)
+    return bytes(bits)
+
+
+def with_a_wrong_field(rng: random.Random, frame: bytes) -> bytes:
+    """The msgpack message with one value, anywhere in it, replaced by junk."""
+    try:
+        return msgspec.msgpack.encode(mutated(rng, msgspec.msgpack.decode(frame)))
+    except msgspec.MsgspecError:
+        return flipped(rng, frame)
+
+
+def emptied(frame: bytes) -> bytes:
+    """The msgpack message with every count in it 0."""
+    message = msgspec.msgpack.decode(frame)
+    numbers = {k: 0 for k, v in message.items() if type(v) is int and k != "version"}
+    return msgspec.msgpack.encode({**message, **numbers})
+
+
+def mutated(rng: random.Random, value: Any, depth: int = 0) -> Any:
+    """A deep copy with one value replaced, dropped, repeated or made huge."""
+    if isinstance(value, dict) and value and (depth == 0 or rng.random() < 0.8):
+        key = rng.choice(sorted(value, key=str))
+        changed = dict(value)
+        if rng.random() < 0.1:
+            del changed[key]
+        else:
+            changed[key] = mutated(rng, value[key], depth + 1)
+        return changed
+    if isinstance(value, list) and value and rng.random() < 0.8:
+        at = rng.randrange(len(value))
+        if rng.random() < 0.2:
+            return value[:at]
+        if rng.random() < 0.2:
+            return value * rng.choice((2, 300))
+        return [*value[:at], mutated(rng, value[at], depth + 1), *value[at + 1 :]]
+    if isinstance(value, str) and value and rng.random() < 0.5:
+        at = rng.randrange(len(value))
+        return rng.choice((value[:at], value[:at] + "\u00e9" + value[at + 1 :], value * 50))
+    if type(value) is int and rng.random() < 0.5:
+        return value + rng.choice((-1, 1, 4, 1 << 20, 1 << 40))
+    return rng.choice(JUNK)
+
+
+class Wire:
+    """See the module. Called by the fault proxy with each request's path and body.
+
+    Args:
+        folder: where session sockets may be bound; short, because a UNIX socket's path is.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="relay-", dir=folder))
+        self._context = zmq.Context()
+        self._num_sockets = 0
+        self._tamper: Tamper | None = None
+        self._relays: list[_Relay] = []
+        self.bodies: dict[str, deque[bytes]] = {}
+        self.sessions: deque[Recorded] = deque(maxlen=NUM_RECORDED)
+
+    def __call__(self, path: str, body: bytes) -> bytes:
+        """Record the body; lead its sessions through relays, if they are to be tampered with."""
+        if body.startswith(b"{"):
+            self.bodies.setdefault(path.strip("/"), deque(maxlen=NUM_RECORDED)).append(body)
+        if self._tamper is None or not path.endswith("update_weights_from_tensor"):
+            return body
+        payload, tamper = json.loads(body), self._tamper
+        recorded = Recorded(payload)
+
+        def lead(descriptor: Descriptor) -> Descriptor:
+            endpoint, rank = self.new_endpoint(), len(recorded.frames)
+            frames = recorded.frames[rank] = []
+            self._relays.append(
+                _Relay(self._context, descriptor["endpoint"], endpoint, tamper, rank, frames)
+            )
+            return {**descriptor, "endpoint": endpoint}
+
+        rewritten = with_descriptors(payload, lead)
+        if rewritten is not None:
+            self.sessions.append(recorded)
+        return rewritten or body
+
+    @contextlib.contextmanager
+    def tampered(self, tamper: Tamper) -> Iterator[None]:
+        """Sessions that are opened meanwhile, through the proxy, pass `tamper`."""
+        self._tamper = tamper
+        try:
+            yield
+        finally:
+            self._tamper = None
+            for relay in self._relays:
+                relay.close()
+            self._relays.clear()
+
+    def new_endpoint(self) -> str:
+        """An address at which nobody listens yet."""
+        self._num_sockets += 1
+        return f"ipc://{self._folder}/{self._num_sockets}"
+
+    def listen(self) -> tuple[str, zmq.Socket[bytes]]:
+        """A socket that stands for a trainer's, and its address."""
+        endpoint = self.new_endpoint()
+        listener = self._context.socket(zmq.PAIR)
+        listener.setsockopt(zmq.LINGER, 0)
+        listener.bind(endpoint)
+        return endpoint, listener
+
+    def intrude(self, path: Path, frames: list[bytes], *, raw: bool) -> None:
+        """Send frames, or their bare bytes, to a trainer's socket that is not ours."""
+        with contextlib.suppress(OSError, zmq.ZMQError):
+            if raw:
+                with socket.socket(socket.AF_UNIX) as link:
+                    link.settimeout(0.5)
+                    link.connect(str(path))
+                    link.sendall(b"".join(frames))
+                return
+            intruder = self._context.socket(zmq.PAIR)
+            intruder.setsockopt(zmq.LINGER, 50)
+            intruder.connect(f"ipc://{path}")
+            for frame in frames:
+                intruder.send(frame, zmq.NOBLOCK)
+            time.sleep(0.02)
+            intruder.close()
+
+
+class _Relay(threading.Thread):
+    """Between a trainer rank's socket and its engine rank, until it is closed."""
+
+    def __init__(
+        self,
+        context: zmq.Context[Any],
+        trainer: str,
+        engine: str,
+        tamper: Tamper,
+        rank: int,
+        frames: list[bytes],
+    ) -> None:
+        super().__init__(daemon=True)
+        self._tamper, self._rank, self._frames = tamper, rank, frames
+        self._ends = {TO_TRAINER: context.socket(zmq.PAIR), TO_ENGINE: context.socket(zmq.PAIR)}
+        for end in self._ends.values():
+            end.setsockopt(zmq.LINGER, 0)
+        self._ends[TO_ENGINE].bind(engine)
+        self._ends[TO_TRAINER].connect(trainer)
+        self._closing = threading.Event()
+        self.start()
+
+    def run(self) -> None:
+        """Pass frames on."""
+        counts = {TO_ENGINE: 0, TO_TRAINER: 0}
+        while not self._closing.is_set():
+            for source, direction in ((TO_TRAINER, TO_ENGINE), (TO_ENGINE, TO_TRAINER)):
+                while self._ends[source].poll(1):
+                    frame = self._ends[source].recv()
+                    if direction == TO_ENGINE:
+                        self._frames.append(frame)
+                    for out in self._tamper(direction, self._rank, counts[direction], frame):
+                        with contextlib.suppress(zmq.Again):
+                            self._ends[direction].send(out, zmq.NOBLOCK)
+                    counts[direction] += 1
+        for end in self._ends.values():
+            end.close()
+
+    def close(self) -> None:
+        """Both ends see that their peer is gone."""
+        self._closing.set()
+        self.join(10)

@@ -1,0 +1,91 @@
+"""What each of the pool's ranks does in a test of the trainer's collectives."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from typing import Any
+
+import torch.distributed as dist
+
+from unit.trainer_ranks import trainer_group
+from verl_sglang_sync import WeightSyncError
+from verl_sglang_sync.collective import (
+    Agreement,
+    RankLost,
+    TorchTrainerGroup,
+    common_reason,
+    holds_everywhere,
+    wait_in_step,
+)
+
+TIMEOUT_S = 2.0
+
+
+def each_agrees(failures: dict[int, str], waiting: tuple[int, ...]) -> Agreement:
+    rank = dist.get_rank()
+    group = trainer_group(2)[0]
+    return group.agree(failures.get(rank), is_ready=rank not in waiting, signature=rank << 40)
+
+
+def each_asks() -> tuple[Any, ...]:
+    rank, (group, _) = dist.get_rank(), trainer_group(2)
+    return (
+        group.gather(bytes([rank])),
+        group.all_gather({"rank": rank}),
+        [holds_everywhere(group, rank != absent) for absent in (2, None)],
+        [
+            common_reason(group, None),
+            common_reason(group, "slow" if rank == 3 else None),
+            common_reason(group, None, signature=int(rank == 1)),
+        ],
+    )
+
+
+def each_waits(takes_s: dict[int, float], fails: int | None) -> tuple[Agreement, float]:
+    """Wait in step for the tasks that some ranks have."""
+
+    async def work() -> None:
+        await asyncio.sleep(takes_s[rank])
+        if rank == fails:
+            raise ValueError("the engine refused")
+
+    async def main() -> Agreement:
+        task = asyncio.ensure_future(work()) if rank in takes_s else None
+        return await wait_in_step(trainer_group(2)[0], task)
+
+    rank, started = dist.get_rank(), time.monotonic()
+    return asyncio.run(main()), time.monotonic() - started
+
+
+def agree_without(victim: int, how: signal.Signals) -> list[tuple[Any, float]]:
+    """One good agreement; then the victim is gone, and the others try two more."""
+    group = TorchTrainerGroup(timeout_s=TIMEOUT_S)
+    assert group.agree().is_ready
+    if dist.get_rank() == victim:
+        os.kill(os.getpid(), how)
+    errors, started = [], time.monotonic()
+    for _ in range(2):
+        try:
+            group.agree()
+        except WeightSyncError as error:
+            errors.append((type(error) is RankLost and str(error), time.monotonic() - started))
+        started = time.monotonic()
+    return errors
+
+
+def come_late(victim: int) -> list[str | None]:
+    """The victim sleeps through an agreement; how that one ended, and the two after it."""
+    group = TorchTrainerGroup(timeout_s=1.0)
+    assert group.agree().is_ready
+    if dist.get_rank() == victim:
+        time.sleep(1.0 + 2.0 + 1.0)  # the limit, `MARGIN_S`, half of `ROLL_CALL_S`
+    ends: list[str | None] = []
+    for _ in range(3):
+        try:
+            ends.append(None if group.agree().is_ready else "not ready")
+        except RankLost as error:
+            ends.append(str(error))
+    return ends

@@ -1,0 +1,189 @@
+"""An engine's server in this process: each of its TP ranks is a thread that serves real sessions.
+
+engine = ServingEngine(tp=2)
+transport = SessionTransport(engine=engine, ...)
+engine.models[1].loaded             # what TP rank 1 got in the last sync, by name
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+from torch import nn
+
+from sglang_loader import session
+from sglang_loader.check_remarks import with_remark
+from sglang_loader.session_messages import SESSION_FORMAT, decode_descriptor
+from sglang_loader.session_state import Layouts, Mappings, Sources
+
+_thread = threading.local()
+
+
+class _OfEachRank:
+    """What is global in an engine's process, for threads that stand in for processes."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make, self._elsewhere = make, make()
+
+    def __getattr__(self, name: str) -> Any:
+        state = getattr(_thread, "state", None)
+        made = self._elsewhere if state is None else state.setdefault(self, self._make())
+        return getattr(made, name)
+
+
+def _serve_in_threads() -> None:
+    if isinstance(session._mappings, _OfEachRank):
+        return
+    engine_context, tp_rank = session.engine_context, session.tp_rank
+    module: Any = session
+    module._kept = _OfEachRank(lambda: session.KeptChannels(session.NUM_TRAINERS))
+    module._layouts = _OfEachRank(Layouts)
+    module._mappings = _OfEachRank(Mappings)
+    module._sources = _OfEachRank(Sources)
+    is_ours = lambda: hasattr(_thread, "rank")  # noqa: E731
+    module.engine_context = lambda model: {} if is_ours() else engine_context(model)
+    module.tp_rank = lambda: _thread.rank if is_ours() else tp_rank()
+
+
+class RecordingModel(nn.Module):
+    """Keeps copies of what it is given.
+
+    Attributes:
+        loaded: the last sync's tensors by name, in order.
+        num_loads: calls of `load_weights` in that sync.
+        fails_at: the call that raises; None: none does.
+        load_takes_s: every call waits as long before it reads.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+        self.load_takes_s = 0.0
+        self.fails_at: int | None = None
+        self.begin()
+
+    def begin(self) -> None:
+        self.loaded: dict[str, torch.Tensor] = {}
+        self.num_loads = 0
+
+    def load_weights(self, weights: Any) -> None:
+        call, self.num_loads = self.num_loads, self.num_loads + 1
+        time.sleep(self.load_takes_s)
+        if call == self.fails_at:
+            raise RuntimeError(f"the engine refused bucket {call}")
+        for name, tensor in weights:
+            assert name not in self.loaded
+            self.loaded[name] = tensor.clone()
+
+
+class ServingEngine:
+    """A server that writes down what it is asked, serves sessions, and fails where told.
+
+    Args:
+        events: gets (operation, details).
+        fails: operation that raises: "release", "resume weights", "resume kv_cache", "update".
+        tp: number of TP ranks.
+
+    Attributes:
+        models: one for each TP rank.
+        refuses: why it publishes nothing when all is loaded; None: it does.
+        remark: of its manifest check, in every reply.
+        checks: the setting that each TP rank was given in the last sync.
+        num_published: syncs that were good on all TP ranks.
+    """
+
+    def __init__(
+        self, events: list[Any] | None = None, fails: str | None = None, *, tp: int = 1
+    ) -> None:
+        _serve_in_threads()
+        self._events = [] if events is None else events
+        self.fails = fails
+        self.refuses: str | None = None
+        self.remark = ""
+        self.checks: list[str] = []
+        self.models: list[Any] = [RecordingModel() for _ in range(tp)]
+        self.num_published = 0
+        self._states: list[dict[Any, Any]] = [{} for _ in range(tp)]
+
+    def _record(self, operation: str, *details: Any) -> None:
+        self._events.append((operation, *details))
+        if self.fails == operation:
+            raise RuntimeError(f"the engine cannot {operation}")
+
+    async def release_memory(self, tags: Sequence[str]) -> Any:
+        self._record("release", *tags)
+        return costs_of(tags)
+
+    async def resume_memory(self, tags: Sequence[str]) -> Any:
+        self._record(" ".join(("resume", *tags)))
+        return costs_of(tags)
+
+    def start_update(
+        self,
+        handles: Sequence[bytes],
+        *,
+        load_format: str,
+        flush_cache: bool,
+        weight_version: str | None,
+        key: Any = None,
+        sent: threading.Event | None = None,
+    ) -> Future[Any]:
+        assert (load_format, flush_cache, len(handles)) == (SESSION_FORMAT, True, len(self.models))
+        reply: Future[Any] = Future()
+        try:
+            self._record("update", weight_version)
+        except RuntimeError as error:
+            reply.set_exception(error)
+            return reply
+        failures: list[str] = []
+        self.checks = [decode_descriptor(handle).manifest_check for handle in handles]
+        agreed = threading.Barrier(len(handles), action=lambda: self._answer(reply, failures))
+        for rank, handle in enumerate(handles):
+            arguments = (rank, handle, failures, agreed)
+            threading.Thread(target=self._serve, args=arguments, daemon=True).start()
+        if sent is not None:
+            sent.set()
+        return reply
+
+    def _serve(
+        self, rank: int, handle: bytes, failures: list[str], agreed: threading.Barrier
+    ) -> None:
+        _thread.state, _thread.rank = self._states[rank], rank
+        model, served = self.models[rank], None
+        if isinstance(model, RecordingModel):
+            model.begin()
+        try:
+            served = session.serve_session(
+                decode_descriptor(handle),
+                [model],
+                once_joined=lambda: None,
+                before_loading=lambda layout, *, is_first: None,
+                once_loaded=lambda: None,
+            )
+            if self.refuses is not None:
+                failures.append(f"TP rank {rank}: {self.refuses}")
+        except Exception:
+            failures.append(f"TP rank {rank}: {traceback.format_exc()}")
+        agreed.wait()
+        if served is not None:
+            served.conclude(failures)
+
+    def _answer(self, reply: Future[Any], failures: list[str]) -> None:
+        if reply.cancelled():
+            return
+        if failures:
+            reply.set_exception(RuntimeError("\n".join(failures)))
+            return
+        self.num_published += 1
+        reply.set_result({"success": True, "message": with_remark(self.remark)})
+
+
+def costs_of(tags: Sequence[str]) -> Any:
+    """What a stage costs in a `ServingEngine` of two ranks."""
+    return {tag: {"seconds": [1, 2], "gpu_bytes": [5, 5], "host_bytes": [0, 3]} for tag in tags}

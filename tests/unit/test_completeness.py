@@ -1,0 +1,99 @@
+"""A model's weights are complete after a sync that is known to have brought all of them."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_loader.completeness import Completeness
+from sglang_loader.load_plan import BucketLayout
+
+ALL = frozenset("abc")
+
+
+def layout(names: frozenset[str]) -> BucketLayout:
+    return BucketLayout.pack([(name, (1,), torch.uint8) for name in sorted(names)])
+
+
+def load(state: Completeness, *buckets: str) -> None:
+    for names in buckets:
+        state.loading(layout(frozenset(names)))
+
+
+def test_a_sync_is_half_written_from_its_first_bucket_to_its_end() -> None:
+    state = Completeness()
+    assert not state.is_half_written
+    load(state, "ab", "c")
+    assert state.is_half_written
+    assert state.layouts == (layout(frozenset("ab")), layout(frozenset("c")))
+    state.complete()
+    assert not state.is_half_written
+    assert state.has_completed
+    assert state.layouts == ()
+
+
+def test_a_failure_is_ended_by_a_sync_of_all_that_ever_came() -> None:
+    state = Completeness()
+    load(state, "ab")
+    state.complete()
+    load(state, "c")
+    state.fail()
+    assert state.is_half_written and state.is_broken
+    assert state.missing() == ["a", "b", "c"], "nothing has come since"
+    load(state, "ab")
+    assert state.missing() == ["c"], "of the sync that failed"
+    state.fail()
+    load(state, "a", "bc")
+    assert state.missing() == []
+    state.complete()
+    assert not state.is_half_written and not state.is_broken
+
+
+def test_fewer_tensors_than_before_are_no_failure_of_their_own() -> None:
+    """As when only an adapter is sent."""
+    state = Completeness()
+    load(state, "abc")
+    state.complete()
+    load(state, "a")
+    assert state.missing() == []
+    state.complete()
+    assert not state.is_half_written
+    state.fail()
+    load(state, "a")
+    assert state.missing() == ["b", "c"]
+
+
+def test_what_a_proven_sync_did_not_bring_is_not_asked_for_again() -> None:
+    """The hooks complete a sync with missing tensors where a rehearsal proves that it is whole."""
+    state = Completeness()
+    load(state, "abc")
+    state.fail()
+    load(state, "ab")
+    state.complete()
+    state.fail()
+    load(state, "ab")
+    assert state.missing() == []
+
+
+@given(st.lists(st.tuples(st.lists(st.frozensets(st.sampled_from("abc"))), st.booleans())))
+def test_after_a_failure_only_all_that_came_before_makes_the_weights_complete(
+    syncs: list[tuple[list[frozenset[str]], bool]],
+) -> None:
+    state, ever, is_good = Completeness(), frozenset[str](), True
+    for buckets, fails in syncs:
+        brought = frozenset[str]().union(*buckets)
+        for names in buckets:
+            state.loading(layout(names))
+        if is_good:
+            assert state.missing() == []
+        else:
+            assert state.missing() == sorted(ever - brought)
+        if fails or state.missing():
+            state.fail()
+            ever, is_good = ever | brought, False
+        else:
+            state.complete()
+            ever = brought if not is_good else ever | brought
+            is_good = True
+        assert state.is_half_written == state.is_broken == (not is_good)

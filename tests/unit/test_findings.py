@@ -1,0 +1,106 @@
+"""The headers of a published checkpoint, the ranks' verdict, and how a reply carries it."""
+
+import json
+import struct
+
+import pytest
+import torch
+
+from sglang_loader.check_remarks import remarks_in, with_remark
+from sglang_loader.load_plan.geometry import Region
+from sglang_loader.rehearsal.findings import RankView, Verdict, judge
+from sglang_loader.rehearsal.published import published_tensors
+
+
+def test_a_remark_comes_back_though_sglang_adds_words_of_its_own():
+    remark = Verdict(missing=("a", "b"), doubtful=("c\nd",)).remark()
+    assert "2 missing: a, b" in remark
+    both = " | ".join([with_remark(remark)] * 2) + " Weight version updated to 3."
+    assert remarks_in(both) == [remark]
+    assert with_remark(Verdict().remark()) == "Success"
+    assert remarks_in("Success") == []
+    assert "not checked: quantised" in Verdict(not_checked="quantised").remark()
+
+
+def test_long_lists_are_cut_short_with_their_number():
+    verdict = Verdict(missing=tuple(f"layer.{i}" for i in range(500)))
+    assert verdict.text().startswith("500 missing: layer.0, layer.1,")
+    assert verdict.text().endswith(", and 480 more")
+
+
+def save(path, tensors):
+    header = json.dumps(tensors).encode()
+    path.write_bytes(struct.pack("<Q", len(header)) + header)
+
+
+def test_the_headers_of_a_checkpoint(tmp_path):
+    assert published_tensors("some/name-on-the-hub") is None
+    assert published_tensors(tmp_path) is None
+    a = {"dtype": "BF16", "shape": [2, 3], "data_offsets": [0, 12]}
+    b = {"dtype": "F32", "shape": [], "data_offsets": [0, 4]}
+    save(tmp_path / "one.safetensors", {"a": a, "__metadata__": {"format": "pt"}})
+    save(tmp_path / "two.safetensors", {"b": b})
+    assert published_tensors(tmp_path) == {
+        "a": ("a", torch.bfloat16, (2, 3)),
+        "b": ("b", torch.float32, ()),
+    }
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"b": "two.safetensors"}}))
+    assert published_tensors(tmp_path) == {"b": ("b", torch.float32, ())}
+    index.write_text(json.dumps({"weight_map": {"b": "lost.safetensors"}}))
+    assert published_tensors(tmp_path) is None
+    index.unlink()
+    for broken in (b"", struct.pack("<Q", 1 << 60), struct.pack("<Q", 2) + b"[]"):
+        (tmp_path / "two.safetensors").write_bytes(broken)
+        assert published_tensors(tmp_path) is None
+    save(tmp_path / "two.safetensors", {"b": {**b, "dtype": "F4"}})
+    assert published_tensors(tmp_path) is None
+
+
+SPEC = ("w", torch.float32, (8, 4))
+
+
+def part(row, rows):
+    return Region(row * 16, (rows, 4), (4, 1), 4)
+
+
+@pytest.mark.parametrize(
+    ("views", "fits"),
+    [
+        ([RankView(), RankView(idle=frozenset({"w"}))], True),
+        ([RankView(idle=frozenset({"w"}))] * 2, False),
+        ([RankView(partial={"w": frozenset({part(r, 4)})}) for r in (0, 4)], True),
+        ([RankView(partial={"w": frozenset({part(r, 2)})}) for r in (0, 2)], False),
+        ([RankView(partial={"w": frozenset({part(0, 4)})})] * 2, False),
+        ([RankView(partial={"w": frozenset({part(0, 4)})}), RankView()], True),
+        (
+            [
+                RankView(partial={"w": frozenset({part(0, 4), part(4, 4)})}),
+                RankView(idle=frozenset({"w"})),
+            ],
+            True,
+        ),
+        ([RankView(), RankView(clashes={"w": "int32"})], False),
+        ([RankView(), RankView(missing=("v",))], False),
+        ([RankView(), RankView(failure="ValueError")], False),
+    ],
+    ids=[
+        *("one expert's rank", "no rank", "halves", "quarters", "the same half", "half and all"),
+        *("two parts on one", "dtype", "missing", "failure"),
+    ],
+)
+def test_the_ranks_are_judged_together(views, fits):
+    assert judge([SPEC], views, {}).fits is fits
+
+
+def test_what_the_published_checkpoint_has_is_never_unexpected():
+    idle = [RankView(idle=frozenset({"w", "lm_head.weight"}))]
+    assert judge([SPEC], idle, {}).unexpected == ("w",)
+    assert judge([SPEC], idle, {"w": SPEC}).fits
+    blind = judge([SPEC], idle, None)
+    assert blind.fits
+    assert blind.doubtful == ("w",)
+    embedding = ("model.embed_tokens.weight", torch.float32, (8, 4))
+    head = ("lm_head.weight", torch.float32, (8, 4))
+    assert judge([embedding, head], idle, {}).fits
+    assert not judge([head], idle, {}).fits

@@ -1,0 +1,147 @@
+"""Engines read the trainer ranks' parameters: real FSDP2 and verl's export, four ranks on gloo."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_loader.load_plan import BucketLayout, BucketTensor
+from unit import pull_ranks
+from verl_sglang_sync.shard_memory import pieces_of
+from verl_sglang_sync.traced_export.export_trace import (
+    NotTraceable,
+    TracedExport,
+    TracedParameter,
+    TracedTensor,
+)
+from verl_sglang_sync.traced_export.origins import ByteMap, Origin
+from verl_sglang_sync.traced_export.owners import everyone, shards_of_rows
+
+
+@pytest.mark.parametrize("kind", ["dense", "tied", "moe", "vl"])
+def test_what_is_pulled_is_what_the_export_would_give(pool: Any, kind: str) -> None:
+    for seen in pool.run(pull_ranks.pull_model, kind):
+        assert seen["routes"] == ["export", "export", "pull", "pull", "pull"]
+        assert seen["wrong"] == [[], [], []]
+        assert seen["num_gathers"] == 0
+        assert seen["off"] is None
+
+
+def test_parameters_that_come_back_elsewhere_are_pulled_from_there(pool: Any) -> None:
+    for seen in pool.run(pull_ranks.pull_offloaded):
+        assert seen["routes"] == ["export", "pull", "pull", "pull"]
+        assert seen["recoveries"] == ["PULL"], "from then on they are located before each sync"
+        assert seen["wrong"] == [[], [], []]
+        assert not seen["keeps"]
+
+
+def test_a_shard_that_moved_on_one_rank_is_pulled_from_where_it_is(pool: Any) -> None:
+    for seen in pool.run(pull_ranks.pull_moved, 2):
+        assert seen["routes"] == ["export", "pull", "pull", "pull"]
+        assert seen["recoveries"] == ["PULL"]
+        assert seen["wrong"] == [[]]
+
+
+def test_other_parameters_are_exported_and_traced_again(pool: Any) -> None:
+    for seen in pool.run(pull_ranks.pull_other_parameters):
+        assert seen["routes"] == ["export", "pull", "pull", "export", "pull"]
+        assert seen["recoveries"] == ["EXPORT"]
+        assert seen["wrong"] == [[]]
+
+
+def test_an_engine_that_has_nothing_mapped_gets_new_handles(pool: Any) -> None:
+    for seen in pool.run(pull_ranks.pull_engine_forgot):
+        assert seen["routes"] == ["export", "pull", "pull", "pull"]
+        assert seen["recoveries"] == ["PULL"]
+        assert seen["wrong"] == [[]]
+        assert seen["keeps"], "the parameters have not moved"
+
+
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [
+        ("private", "cannot be mapped by other processes"),
+        ("hosts", "several nodes"),
+        ("wrong trace", "is exported with other bytes than its parameter has"),
+        ("mapping", "rank 1: no access"),
+    ],
+)
+def test_what_cannot_be_pulled_is_exported(pool: Any, case: str, reason: str) -> None:
+    for seen in pool.run(pull_ranks.pull_refused, case):
+        assert seen["routes"] == ["export", "export"]
+        assert seen["recoveries"] == (["EXPORT"] if case == "mapping" else [])
+        assert reason in seen["off"]
+
+
+def test_every_nth_sync_goes_through_the_export(pool: Any) -> None:
+    for seen in pool.run(pull_ranks.pull_rechecked):
+        assert seen["routes"] == ["export", "pull", "export", "pull", "export"]
+
+
+def test_other_failures_are_raised(pool: Any) -> None:
+    assert pool.run(pull_ranks.pull_other_failure) == [["RAISE"]] * 4
+
+
+@st.composite
+def _sharded_exports(draw: st.DrawFn) -> tuple[BucketLayout, TracedExport, list[torch.Tensor]]:
+    """Tensors that are parts of parameters, whose rows are spread over some ranks."""
+    world = draw(st.integers(1, 5))
+    parameters, full, tensors, traced = [], [], [], {}
+    end = 0
+    for number in range(draw(st.integers(1, 4))):
+        rows, row_bytes = draw(st.integers(1, 9)), draw(st.integers(1, 7))
+        nbytes = rows * row_bytes
+        owners = shards_of_rows(rows, row_bytes, list(range(world)))
+        if draw(st.booleans()):
+            owners = everyone(nbytes)
+        parameters.append(TracedParameter(f"p{number}", owners))
+        full.append(torch.randint(0, 255, (nbytes,), dtype=torch.uint8))
+        for part in range(draw(st.integers(0, 3))):
+            first = draw(st.integers(0, nbytes))
+            size = draw(st.integers(0, nbytes - first))
+            end += draw(st.integers(0, 5))
+            name = f"t{number}.{part}"
+            tensors.append(BucketTensor(name, (size,), torch.uint8, end))
+            origin = Origin(number, ByteMap(first, ((max(size, 1), 1),)))
+            traced[name] = TracedTensor(torch.uint8, (size,), origin)
+            end += size
+    return BucketLayout(tuple(tensors), end), TracedExport(tuple(parameters), traced), full
+
+
+@given(_sharded_exports(), st.data())
+def test_the_pieces_are_the_bytes_of_the_tensors(
+    case: tuple[BucketLayout, TracedExport, list[torch.Tensor]], data: st.DataObject
+) -> None:
+    layout, traced, full = case
+    rank = data.draw(st.integers(0, 4))
+    bucket, stop = torch.zeros(layout.nbytes, dtype=torch.uint8), 0
+    for piece in pieces_of(layout, traced, rank):
+        assert piece.start >= stop, "ascending, and apart"
+        stop = piece.start + piece.nbytes
+        owners = traced.parameters[piece.parameter].owners
+        first = 0
+        if owners.ranks:
+            first, _ = owners.range_of(owners.ranks.index(piece.rank))
+        else:
+            assert piece.rank == rank
+        at = first + piece.offset
+        bucket[piece.start : stop] = full[piece.parameter][at : at + piece.nbytes]
+    for tensor in layout.tensors:
+        origin = traced.tensors[tensor.name].origin
+        first = origin.bytes.offset
+        expected = full[origin.parameter][first : first + tensor.nbytes]
+        assert torch.equal(bucket[tensor.offset : tensor.offset + tensor.nbytes], expected)
+
+
+def test_a_tensor_whose_bytes_are_spread_is_refused() -> None:
+    traced = TracedExport(
+        (TracedParameter("p", everyone(16)),),
+        {"t": TracedTensor(torch.uint8, (8,), Origin(0, ByteMap(0, ((8, 2),))))},
+    )
+    layout = BucketLayout((BucketTensor("t", (8,), torch.uint8, 0),), 8)
+    with pytest.raises(NotTraceable, match="the bytes of t are not consecutive in p"):
+        pieces_of(layout, traced, 0)
