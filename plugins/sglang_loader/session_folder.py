@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TextIO
 
 from sglang_loader.session_messages import SessionError
-from sglang_loader.shared_buffer import BufferHandle, CpuHandle
+from sglang_loader.shared_buffer import SHARED_MEMORY, BufferHandle, CpuHandle
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,6 @@ PREFIX = "weight-sync-"
 MAX_PARENT_CHARS = 70  # a UNIX socket's path has 107
 _LOCK = "owner"
 _SHARED_MEMORY = "shared-memory"
-_MEMORY_FOLDER = Path("/dev/shm")
 
 
 class SessionFolder:
@@ -58,7 +57,7 @@ class SessionFolder:
     def record(self, handle: BufferHandle) -> None:
         """Note the shared memory of a handle, so that it can be removed if this process cannot."""
         name = handle.name if isinstance(handle, CpuHandle) else handle.counter_file
-        self._names.write(f"{name.decode()}\n")
+        self._names.write(f"{name}\n")
         self._names.flush()
 
 
@@ -72,7 +71,7 @@ def remove_orphans() -> None:
             if lock is None:
                 continue
             for name in (path / _SHARED_MEMORY).read_text().split():
-                (_MEMORY_FOLDER / Path(name).name).unlink(missing_ok=True)
+                (SHARED_MEMORY / Path(name).name).unlink(missing_ok=True)
             shutil.rmtree(path)
             lock.close()
             logger.info("removed %s, which a process left behind that was killed", path)

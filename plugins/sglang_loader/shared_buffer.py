@@ -1,17 +1,22 @@
 """A buffer's handle, typed: lets the engine's process map memory of the trainer's process.
 
 torch shares storages between processes through `torch.multiprocessing`, which pickles them. The
-fields that travel are the same here, without the pickle: a CUDA IPC handle with torch's own
-reference counter (the owner's memory is not reused before the receiver let go of it), or the name
-of a shared-memory file for CPU tensors.
+fields of a CUDA tensor that travel are the same here, without the pickle: an IPC handle with
+torch's own reference counter (the owner's memory is not reused before the receiver let go of it).
+Of a CPU tensor, only the name of its shared-memory file travels. Torch's own way of mapping that
+removes a file that nobody else uses, and ends the process where the file is gone already, as it is
+when a trainer was killed; so the file is mapped directly, and stays its owner's.
 
     handle = share_storage(tensor.untyped_storage())    # trainer; each handle for one receiver
     flat = map_buffer(handle, device)                   # engine: uint8 of shape [handle.nbytes]
 
-Mapping a handle of memory that this process still has mapped gives the same addresses.
+Mapping a CUDA handle of memory that this process still has mapped gives the same addresses.
 """
 
 from __future__ import annotations
+
+import mmap
+from pathlib import Path
 
 import msgspec
 import torch
@@ -19,11 +24,15 @@ from torch.multiprocessing import reductions
 
 
 class CpuHandle(msgspec.Struct, frozen=True, kw_only=True, tag="cpu", forbid_unknown_fields=True):
-    """Shared memory by name (`UntypedStorage._share_filename_cpu_`)."""
+    """Shared memory by name (`UntypedStorage._share_filename_cpu_`), as in `shm_open(3)`."""
 
     nbytes: int
-    manager: bytes
-    name: bytes
+    name: str
+
+
+SHARED_MEMORY = Path("/dev/shm")
+HEADER_NBYTES = 64
+"""Torch's own counter in front of the bytes of a shared-memory file."""
 
 
 class CudaHandle(msgspec.Struct, frozen=True, kw_only=True, tag="cuda", forbid_unknown_fields=True):
@@ -44,7 +53,7 @@ class CudaHandle(msgspec.Struct, frozen=True, kw_only=True, tag="cuda", forbid_u
     gpu: str
     allocation: bytes
     offset: int
-    counter_file: bytes
+    counter_file: str
     counter_offset: int
     event: bytes
     event_sync_required: bool
@@ -71,9 +80,8 @@ def share_storage(storage: torch.UntypedStorage) -> BufferHandle:
                 "torch's sharing strategy is 'file_descriptor', with which memory moves when it is "
                 "shared by name: call torch.multiprocessing.set_sharing_strategy('file_system')"
             )
-        manager, name, nbytes = storage._share_filename_cpu_()
-        storage._shared_incref()
-        return CpuHandle(nbytes=nbytes, manager=manager, name=name)
+        _, name, nbytes = storage._share_filename_cpu_()
+        return CpuHandle(nbytes=nbytes, name=name.decode())
     typed = torch.storage.TypedStorage(wrap_storage=storage, dtype=torch.uint8, _internal=True)
     device, allocation, nbytes, offset, counter, counter_offset, event, sync = typed._share_cuda_()
     return CudaHandle(
@@ -81,7 +89,7 @@ def share_storage(storage: torch.UntypedStorage) -> BufferHandle:
         gpu=gpu_uuid(device),
         allocation=allocation,
         offset=offset,
-        counter_file=counter,
+        counter_file=counter.decode(),
         counter_offset=counter_offset,
         event=event,
         event_sync_required=sync,
@@ -103,17 +111,18 @@ def map_buffer(handle: BufferHandle, device: torch.device) -> torch.Tensor:
     with torch.inference_mode(False), torch.no_grad():
         try:
             return _mapped(handle, device)
-        except RuntimeError as error:  # torch's own errors, of CUDA and of files, are such
+        except (OSError, RuntimeError, ValueError) as error:  # torch's own are RuntimeErrors
             where = f"on GPU {handle.gpu}" if isinstance(handle, CudaHandle) else "of the CPU"
             raise CannotMap(f"{handle.nbytes} bytes {where} cannot be mapped: {error}") from error
 
 
 def _mapped(handle: BufferHandle, device: torch.device) -> torch.Tensor:
     if isinstance(handle, CpuHandle):
-        storage = reductions.rebuild_storage_filename(
-            torch.UntypedStorage, handle.manager, handle.name, handle.nbytes
-        )
-        return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (handle.nbytes,), (1,))
+        if not handle.nbytes:
+            return torch.empty(0, dtype=torch.uint8)
+        with (SHARED_MEMORY / Path(handle.name).name).open("r+b") as file:
+            memory = mmap.mmap(file.fileno(), HEADER_NBYTES + handle.nbytes)
+        return torch.frombuffer(memory, dtype=torch.uint8, offset=HEADER_NBYTES)
     mapped: torch.Tensor = reductions.rebuild_cuda_tensor(
         torch.Tensor,
         (handle.nbytes,),
@@ -126,7 +135,7 @@ def _mapped(handle: BufferHandle, device: torch.device) -> torch.Tensor:
         handle.nbytes,
         handle.offset,
         False,
-        handle.counter_file,
+        handle.counter_file.encode(),
         handle.counter_offset,
         handle.event,
         handle.event_sync_required,

@@ -8,6 +8,7 @@ to the forming of the group and not to the first sync, in which the ranks do not
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import threading
@@ -78,6 +79,11 @@ class MeetingPoint:
             wait_for_workers=False,
             timeout=self._timeout,
         )
+
+
+def import_helpers() -> None:
+    """Import what `join_as_source` needs of SGLang: ten seconds for which no engine should wait."""
+    importlib.import_module("sglang.srt.utils")
 
 
 def join_as_source(

@@ -29,6 +29,7 @@ from sglang_loader.update_group import (
     GROUP_PREFIX,
     MeetingPoint,
     backend_of,
+    import_helpers,
     join_as_source,
     leave,
 )
@@ -174,6 +175,7 @@ class UpdateGroups:
             self._clients.pop(replica).close()
 
     def _form(self, members: Members) -> UpdateGroup:
+        import_helpers()
         name = f"{GROUP_PREFIX}{secrets.token_hex(4)}"
         world_size = 1 + sum(replica.num_ranks for replica, _ in members)
         meeting = MeetingPoint(self._address, world_size, self._form_timeout_s)

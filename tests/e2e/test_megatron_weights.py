@@ -7,7 +7,6 @@ is verl's own engine class; between the syncs its weights change, and move to th
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,18 +108,14 @@ def case(
     architecture, tied, layout = world.other
     other = make_model(folder / "other", architecture, tied=tied)
     with ExitStack() as stack:
-        # The threads stay: a server ends with the thread that started it.
-        threads = stack.enter_context(ThreadPoolExecutor(NUM_REPLICAS))
-
-        def serve(replica: int) -> str:
+        urls = []
+        for replica in range(NUM_REPLICAS):
             own = folder / f"server{replica}"
             own.mkdir()
             server = sglang_server(
                 model, own, tp=world.tp, loaders=(HASH_LOADER,), extra=("--dtype", "bfloat16")
             )
-            return stack.enter_context(server).url
-
-        urls = list(threads.map(serve, range(NUM_REPLICAS)))
+            urls.append(stack.enter_context(server).url)
         outcomes = run_trainer(
             exercise_engine,
             folder,

@@ -7,7 +7,6 @@ purpose: the same check must fail there.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,13 +69,13 @@ class Run:
 
 
 def train(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Step]:
-    """Train two steps; return them with their syncs."""
+    """Train; return the steps with their syncs."""
     run_training(run, folder, monkeypatch)
     return read_steps(folder)
 
 
 def run_training(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Train two steps."""
+    """Train two steps, or more by the run's overrides."""
     make_assets(folder, architecture=run.architecture, tied=run.tied)
     monkeypatch.setenv("WORKERS", str(run.workers))
     monkeypatch.setenv("ROLLOUT_TP", str(run.tp))
@@ -86,17 +85,24 @@ def run_training(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert status == 0, (folder / "run.log").read_text()[-6000:]
 
 
+def check_arrival(steps: list[Step]) -> None:
+    for step in steps:
+        assert step.arrived, step.metrics
+        assert step.metrics["actor/grad_norm"] > 0.1, "the weights must have moved"
+        assert step.sync["num_buckets"] >= 1
+
+
+def num_reports(folder: Path) -> int:
+    """Of all syncs and replicas; the last sync follows the last step."""
+    return len((folder / "syncs.jsonl").read_text().splitlines())
+
+
 @pytest.mark.parametrize(
     "run",
     [
         pytest.param(
-            Run("bucketed", workers=2, tp=2, tied=True),
-            id="grpo-tp2-bucketed",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            Run("flattened", workers=2, architecture="qwen3_moe"),
-            id="grpo-2replicas-moe-flattened",
+            Run("compiled", workers=2, tp=2, tied=True),
+            id="grpo-tp2-compiled",
             marks=pytest.mark.slow,
         ),
         pytest.param(Run("compiled", overrides=PPO), id="ppo-tp1-compiled"),
@@ -112,16 +118,11 @@ def test_the_weights_arrive_at_every_step(
 ) -> None:
     steps = train(run, tmp_path, monkeypatch)
     assert len(steps) == 2
-    for step in steps:
-        assert step.arrived, step.metrics
-        assert step.metrics["actor/grad_norm"] > 0.1, "the weights must have moved"
-        assert step.sync["num_buckets"] >= 1
+    check_arrival(steps)
     if run.preset == "compiled":
         assert steps[0].sync["num_eager"] == steps[0].sync["num_buckets"]
         assert steps[1].sync["num_replayed"] == steps[1].sync["num_buckets"]
-    reports = [json.loads(line) for line in (tmp_path / "syncs.jsonl").read_text().splitlines()]
-    replicas = run.workers // run.tp
-    assert len(reports) == (len(steps) + 1) * replicas
+    assert num_reports(tmp_path) == len(steps) + 1
     assert "manifest check:" not in (tmp_path / "run.log").read_text()
 
 
@@ -147,13 +148,10 @@ def test_weights_of_another_checkpoint_engine_arrive_verls_own_way(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("preset", ["flattened", "compiled"])
-def test_merged_adapters_arrive(
-    preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_merged_adapters_arrive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """verl takes them out of its weights again when the export is through; without them the
     correlation is about 0."""
-    steps = train(Run(preset, overrides=MERGED_LORA), tmp_path, monkeypatch)
+    steps = train(Run("flattened", overrides=MERGED_LORA), tmp_path, monkeypatch)
     for step in steps:
         assert step.metrics["actor/grad_norm"] > 0.1, "the adapters must have moved"
         pearson = step.metrics["training/rollout_actor_probs_pearson_corr"]
@@ -161,8 +159,15 @@ def test_merged_adapters_arrive(
 
 
 @pytest.mark.slow
-def test_a_lost_sync_fails_the_proof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_arrive_on_two_replicas_and_a_lost_sync_fails_the_proof(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "support.drop_sync")
     monkeypatch.setenv("PYTHONPATH", str(TESTS))
-    steps = train(Run("flattened"), tmp_path, monkeypatch)
-    assert [step.arrived for step in steps] == [True, False]
+    overrides = ("trainer.total_training_steps=3",)
+    run = Run("bucketed", workers=2, architecture="qwen3_moe", overrides=overrides)
+    *steps, last = train(run, tmp_path, monkeypatch)
+    assert len(steps) == 2
+    check_arrival(steps)
+    assert not last.arrived
+    assert num_reports(tmp_path) == 2 * (len(steps) + 2)

@@ -1,6 +1,6 @@
 """Negative control: verl imports this module (VERL_USE_EXTERNAL_MODULES) and loses one sync.
 
-The second sync of the run is exported and drained but never reaches the engine, which then samples
+The third sync of the run is exported and drained but never reaches the engine, which then samples
 from stale weights; the proof of arrival must notice.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from verl_sglang_sync.sharding_manager import SGLangShardingManager
 
-DROPPED = 2
+DROPPED = 3
 _sync = SGLangShardingManager.sync
 _numbers = itertools.count(1)
 

@@ -20,8 +20,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from support.forks import TESTS, die_with_parent
 from support.hosts import Host
-from support.sglang_server import TESTS, die_with_parent
 
 
 class HostActors:
@@ -69,7 +69,7 @@ class HostActor:
         with log.open("wb") as output:
             self.process = subprocess.Popen(
                 [*host.prefix, *command, host.address],
-                env={**environment, "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])},
+                env={**environment, "PYTHONPATH": os.pathsep.join([TESTS, *sys.path])},
                 pass_fds=(requests, replies),
                 stdout=output,
                 stderr=subprocess.STDOUT,

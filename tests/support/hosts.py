@@ -12,7 +12,7 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from support.sglang_server import die_with_parent
+from support.forks import die_with_parent
 
 INTERFACE = "weightsync"
 KEEPER = "mount -t tmpfs weightsync /dev/shm && ip link set lo up && echo up && exec sleep infinity"

@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 from aiohttp import web
 
-from support.sglang_server import TESTS, die_with_parent
+from support.forks import TESTS, die_with_parent
 from verl_sglang_sync.server_client.urls import server_url
 
 Dialect = Literal["0.1", "0.2", "0.3"]
@@ -166,7 +166,7 @@ def router_process(
         listens_at = f"[{host}]" if ":" in host else host
         command[2:] = ["sglang_router.launch_router", "--host", listens_at, "--port", str(port)]
         command += ["--prometheus-port", str(port + 1), "--worker-startup-check-interval", "1"]
-    path = os.pathsep.join([str(TESTS), *filter(None, sys.path)])
+    path = os.pathsep.join([TESTS, *filter(None, sys.path)])
     with (folder / "router.log").open("wb") as log:
         process = subprocess.Popen(
             [*prefix, *command],

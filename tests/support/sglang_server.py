@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import random
 import signal
@@ -18,11 +17,10 @@ from pathlib import Path
 
 from sglang_loader.host_backup.policy import ENVIRONMENT_VARIABLE, Policy
 from sglang_loader.session_messages import SESSION_FORMAT
+from support.forks import CPU_ENVIRONMENT, TESTS, Fork, die_with_parent, serve
 from verl_sglang_sync.server_client.urls import server_url
 
 START_TIMEOUT_S = 240
-PR_SET_PDEATHSIG = 1  # prctl(2)
-TESTS = Path(__file__).resolve().parents[1]
 
 
 @dataclass(frozen=True)
@@ -31,7 +29,7 @@ class Server:
 
     url: str
     log: Path
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | Fork
 
 
 CPU_ARGUMENTS = (
@@ -48,17 +46,11 @@ GPU_ARGUMENTS = (
 def environment(device: str, tp: int) -> dict[str, str]:
     """Environment of an engine with `tp` ranks on "cpu" or "cuda"."""
     common = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    common["PYTHONPATH"] = os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))
+    common["PYTHONPATH"] = os.pathsep.join(filter(None, (TESTS, os.environ.get("PYTHONPATH"))))
     if device != "cpu":
         return common
-    return {
-        **common,
-        "SGLANG_USE_CPU_ENGINE": "1",
-        "SGLANG_NCCL_SO_PATH": "/nonexistent",
-        "SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(rank) for rank in range(tp)),
-        "TORCHDYNAMO_DISABLE": "1",
-        "OMP_NUM_THREADS": "1",
-    }
+    cores = "|".join(str(rank) for rank in range(tp))
+    return {**common, **CPU_ENVIRONMENT, "SGLANG_CPU_OMP_THREADS_BIND": cores}
 
 
 @contextlib.contextmanager
@@ -76,37 +68,33 @@ def sglang_server(
 ) -> Iterator[Server]:
     """Serve `model` until the block ends; the log goes to `folder/server.log`."""
     port = free_port()
-    command = [
-        *(sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)),
-        *(
-            "--host",
-            host,
-            "--port",
-            str(port),
-            "--tp-size",
-            str(tp),
-            "--sampling-backend",
-            "pytorch",
-        ),
-        *("--max-total-tokens", "1024", "--max-running-requests", "4", "--skip-server-warmup"),
+    arguments = [
+        *("--model-path", str(model), "--host", host, "--port", str(port), "--tp-size", str(tp)),
+        *("--sampling-backend", "pytorch", "--skip-server-warmup"),
+        *("--max-total-tokens", "1024", "--max-running-requests", "4"),
         *(CPU_ARGUMENTS if device == "cpu" else GPU_ARGUMENTS),
         *("--custom-weight-loader", SESSION_FORMAT, *loaders),
         *extra,
     ]
     log = folder / "server.log"
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command,
-            env={
-                **environment(device, tp),
-                ENVIRONMENT_VARIABLE: host_backup,
-                **(variables or {}),
-            },
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            preexec_fn=die_with_parent,
-        )
+    variables = {
+        **environment(device, tp),
+        ENVIRONMENT_VARIABLE: host_backup,
+        **(variables or {}),
+    }
+    process: subprocess.Popen[bytes] | Fork
+    if device == "cpu":
+        process = Fork(serve, *arguments, environment=variables, log=log)
+    else:
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "sglang.launch_server", *arguments],
+                env=variables,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=die_with_parent,
+            )
     server = Server(server_url(host, port), log, process)
     try:
         _wait(server)
@@ -133,11 +121,6 @@ def free_port() -> int:
             probe.bind(("127.0.0.1", port))
             return port
     raise RuntimeError("no free port between 20000 and 30000")
-
-
-def die_with_parent() -> None:
-    """Runs in the child: the kernel ends it if this process is killed before it can clean up."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _wait(server: Server) -> None:

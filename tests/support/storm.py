@@ -118,7 +118,7 @@ class Storm:
         self._factory.__exit__()
         deadline = time.monotonic() + STRAYS_S
         while time.monotonic() < deadline:
-            if not (left := [*strays(self._mark), *shared_memory_of(self._pids)]):
+            if not (left := [*strays(self._mark, self.folder), *shared_memory_of(self._pids)]):
                 return
             time.sleep(0.5)
         self._find(Violation("leak", f"left behind: {left[:20]}"))
@@ -358,8 +358,6 @@ class Storm:
         if left := sorted(before & set(self.temporary.glob("weight-sync-*"))):
             self._find(Violation("leak", f"{len(left)} folders of dead trainers: {left[:3]}"))
         grown = {key: self.resources[-1][key] - self.resources[0][key] for key in BOUNDS}
-        # torch's shared memory on a CPU: one socket per dead trainer rank and engine rank
-        grown["fds"] -= self.tp * len(self._pids)
         if any(grown[key] > BOUNDS[key] for key in BOUNDS):
             self._find(Violation("leak", f"the server's processes grew by {grown}"))
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
-import os
 import threading
 import time
 import urllib.error
@@ -316,14 +315,18 @@ def shared_memory_of(pids: set[int]) -> list[str]:
     return [str(path) for path, pid in named if pid.isdigit() and int(pid) in pids]
 
 
-def strays(mark: str) -> list[str]:
-    """Processes whose environment has the storm's mark."""
+def strays(mark: str, folder: Path) -> list[str]:
+    """Processes whose environment has the storm's mark, or whose output goes to its folder.
+
+    A fork's environment is the one that it was forked with; of what it executes, it is its own.
+    """
     found = []
     for process in psutil.process_iter(["pid", "name"]):
+        entry = Path(f"/proc/{process.pid}")
         try:
-            environment = Path(f"/proc/{process.pid}/environ").read_bytes()
+            is_marked = mark.encode() in (entry / "environ").read_bytes()
+            if is_marked or (entry / "fd" / "1").readlink().is_relative_to(folder):
+                found.append(f"{process.pid} {process.name()}")
         except OSError:
             continue
-        if mark.encode() in environment and process.pid != os.getpid():
-            found.append(f"{process.pid} {process.name()}")
     return found

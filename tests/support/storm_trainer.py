@@ -1,26 +1,20 @@
 """Trainer ranks that live for many syncs, and that a driver commands, kills and replaces.
 
-    with TrainerFactory(folder, environment) as factory:
-        world = factory.start(model_folders, url=..., proxy=..., tp=2)
-        world.begin({"preset": "bucketed", "label": 7})     # every rank starts the sync
-        replies = world.replies(limit_s=20)                 # by rank; None: died, or still busy
-        world.end()
-
-A rank is forked from one process that has imported everything: that takes a tenth of a second where
-a new interpreter takes ten.
+with TrainerFactory(folder, environment) as factory:
+    world = factory.start(model_folders, url=..., proxy=..., tp=2)
+    world.begin({"preset": "bucketed", "label": 7})     # every rank starts the sync
+    replies = world.replies(limit_s=20)                 # by rank; None: died, or still busy
+    world.end()
 """
 
 from __future__ import annotations
 
 import asyncio
-import importlib
 import json
 import os
 import select
 import signal
 import socket
-import subprocess
-import sys
 import time
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -34,7 +28,7 @@ import torch.distributed as dist
 
 from support.broadcast_steps import Sender
 from support.engine_steps import in_storages_of_their_own, kept_export, weights_of, write_values
-from support.sglang_server import die_with_parent
+from support.forks import Fork
 from support.trainer import NamedTensors, TrainerRank
 from verl_sglang_sync.reexport import Reexport
 from verl_sglang_sync.server_client import SGLangServerClient
@@ -48,15 +42,6 @@ PRESETS = ("bucketed", "flattened", "packed", "in_place", "broadcast", "broadcas
 BUCKET_BYTES = 32 << 10
 NUM_VERSIONS = 3
 VICTIM = "model.norm.weight"  # the tensor that a bad export spoils
-
-PRELOADED = (
-    "sglang.srt.utils",
-    "torch.distributed.device_mesh",
-    "verl_sglang_sync.broadcast_transport",
-    "verl_sglang_sync.sharding_manager",
-    "verl_sglang_sync.update_groups",
-)
-"""What a first sync would import."""
 
 Reply = dict[str, Any]
 """`error`: what the rank raised, or None; `seconds`: how long its sync took."""
@@ -130,44 +115,29 @@ class World:
 
 
 class TrainerFactory:
-    """The process from which ranks are forked. A context manager."""
+    """Starts trainers whose ranks connect to it. A context manager."""
 
     def __init__(self, folder: Path, environment: Mapping[str, str]) -> None:
         self._folder = folder
+        self._environment = {**os.environ, **environment}
         self._num_worlds = 0
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._listener.settimeout(START_S)
-        tests = str(Path(__file__).resolve().parents[1])
-        self._log = (folder / "trainers.log").open("wb")
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "support.storm_trainer"],
-            env={
-                **os.environ,
-                **environment,
-                "SGLANG_USE_CPU_ENGINE": "1",
-                "OMP_NUM_THREADS": "1",
-                "PYTHONPATH": os.pathsep.join(filter(None, (tests, os.environ.get("PYTHONPATH")))),
-            },
-            stdin=subprocess.PIPE,
-            stdout=self._log,
-            stderr=self._log,
-            preexec_fn=die_with_parent,
-        )
 
     def start(self, models: Sequence[Path], *, url: str, proxy: str, tp: int) -> World:
         """Start the ranks of a trainer; `models` are the checkpoints of the versions."""
         self._num_worlds += 1
+        store = self._folder / f"store-{self._num_worlds}"
         launch = {
             "address": self._listener.getsockname(),
-            "store": str(self._folder / f"store-{self._num_worlds}"),
+            "store": str(store),
             "models": [str(model) for model in models],
             "urls": {"direct": url, "proxy": proxy},
             "tp": tp,
         }
-        assert self._process.stdin is not None
         for rank in range(tp):
-            self._process.stdin.write(json.dumps({**launch, "rank": rank}).encode() + b"\n")
-        self._process.stdin.flush()
+            log = Path(f"{store}-{rank}.log")
+            Fork(_serve, {**launch, "rank": rank}, environment=self._environment, log=log)
         joined: dict[int, tuple[socket.socket, int]] = {}
         while len(joined) < tp:
             link, _ = self._listener.accept()
@@ -180,10 +150,7 @@ class TrainerFactory:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.wait()
         self._listener.close()
-        self._log.close()
 
 
 class _Rank:
@@ -310,10 +277,6 @@ def _slowly(named: NamedTensors, seconds: float) -> Iterator[Any]:
 
 def _serve(launch: dict[str, Any]) -> None:
     """A rank's process."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    log = os.open(f"{launch['store']}-{launch['rank']}.log", os.O_CREAT | os.O_WRONLY)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
     torch.set_num_threads(1)
     torch.multiprocessing.set_sharing_strategy("file_system")
     rank = _Rank(launch)
@@ -322,23 +285,3 @@ def _serve(launch: dict[str, Any]) -> None:
         for line in file:
             file.write(json.dumps(rank.sync(json.loads(line))) + "\n")
             file.flush()
-
-
-def main() -> None:
-    """Fork a rank for every line of standard input."""
-    for name in PRELOADED:
-        importlib.import_module(name)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ranks are not waited for
-    for line in iter(sys.stdin.readline, ""):
-        if os.fork() == 0:
-            die_with_parent()
-            try:
-                _serve(json.loads(line))
-            except Exception:
-                traceback.print_exc()
-            finally:
-                os._exit(0)
-
-
-if __name__ == "__main__":
-    main()

@@ -23,6 +23,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from support.forks import TESTS, Fork
 from support.hosts import Host
 
 ON_GPUS = {"NCCL_CUMEM_ENABLE": "0"}
@@ -161,8 +162,7 @@ def run_trainer(
 
     With `hosts`, the n-th rank runs on the n-th of them.
 
-    Plain subprocesses: torch's helper for shared memory outlives a rank and would keep the
-    sentinel pipe of a `multiprocessing` child open for ever.
+    Each is a process of its own, on this machine's CPU a fork.
     """
     world_size = tp * len(urls)
     name = os.urandom(4).hex()
@@ -177,21 +177,21 @@ def run_trainer(
         device=device,
         backend=backend,
     )
-    processes = []
+    variables = {**os.environ, **(environment or {}), "PYTHONPATH": _python_path()}
+    processes: list[subprocess.Popen[bytes] | Fork] = []
     for rank in range(world_size):
+        log = folder / f"trainer-{name}-{rank}.log"
+        if device == "cpu" and not hosts:
+            processes.append(Fork(main, rank, launch, environment=variables, log=log))
+            continue
         there = hosts[rank] if hosts else None
-        with (folder / f"trainer-{name}-{rank}.log").open("wb") as log:
-            command = [*(there.prefix if there else ()), sys.executable, "-m", "support.trainer"]
+        command = [*(there.prefix if there else ()), sys.executable, "-m", "support.trainer"]
+        with log.open("wb") as output:
             processes.append(
                 subprocess.Popen(
                     [*command, str(rank), msgspec.json.encode(launch).decode()],
-                    env={
-                        **os.environ,
-                        **(environment or {}),
-                        **(there.environment if there else {}),
-                        "PYTHONPATH": _python_path(),
-                    },
-                    stdout=log,
+                    env={**variables, **(there.environment if there else {})},
+                    stdout=output,
                     stderr=subprocess.STDOUT,
                 )
             )
@@ -231,8 +231,7 @@ class Launch(msgspec.Struct, kw_only=True):
 
 
 def _python_path() -> str:
-    tests = str(Path(__file__).resolve().parents[1])
-    return os.pathsep.join(filter(None, (tests, os.environ.get("PYTHONPATH"))))
+    return os.pathsep.join(filter(None, (TESTS, os.environ.get("PYTHONPATH"))))
 
 
 def main(rank: int, launch: Launch) -> None:

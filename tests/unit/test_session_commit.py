@@ -153,7 +153,9 @@ def meet(trainer: TrainerSession) -> None:
         pass
 
 
-def staging_ring() -> StagingRing:
+@pytest.fixture
+def ring() -> StagingRing:
+    """The trainer's buffers, which live until the engine has let go of them."""
     return StagingRing(CPU, num_buffers=2, bucket_bytes=SETTINGS.bucket_bytes)
 
 
@@ -180,8 +182,10 @@ def check_not_served(engine: Engine, *texts: str) -> None:
         assert text in str(engine.error)
 
 
-def test_what_was_committed_is_published(event: Event, trainer: TrainerSession) -> None:
-    model, ring = Model(tuple(WEIGHTS)), staging_ring()
+def test_what_was_committed_is_published(
+    event: Event, trainer: TrainerSession, ring: StagingRing
+) -> None:
+    model = Model(tuple(WEIGHTS))
     engine = joined(trainer, model)
     send_all(trainer, ring)
     trainer.wait_until_done(1)
@@ -199,19 +203,19 @@ def test_what_was_committed_is_published(event: Event, trainer: TrainerSession) 
         assert torch.equal(model.get_parameter(name).detach(), tensor)
 
 
-def all_loaded(trainer: TrainerSession) -> Engine:
+def all_loaded(trainer: TrainerSession, ring: StagingRing) -> Engine:
     """An engine that has read everything, and waits for the commit."""
     engine = joined(trainer, Model(tuple(WEIGHTS)))
-    send_all(trainer, staging_ring())
+    send_all(trainer, ring)
     trainer.wait_until_done(1)
     trainer.outcome()
     return engine
 
 
 def test_nothing_is_served_that_the_trainer_has_not_committed(
-    event: Event, trainer: TrainerSession
+    event: Event, trainer: TrainerSession, ring: StagingRing
 ) -> None:
-    engine = all_loaded(trainer)
+    engine = all_loaded(trainer, ring)
     engine.join(0.5)
     assert engine.is_alive()
     assert not engine.has_served
@@ -220,16 +224,16 @@ def test_nothing_is_served_that_the_trainer_has_not_committed(
 
 
 def test_a_trainer_that_dies_before_its_commit_is_not_served(
-    event: Event, trainer: TrainerSession
+    event: Event, trainer: TrainerSession, ring: StagingRing
 ) -> None:
-    engine = all_loaded(trainer)
+    engine = all_loaded(trainer, ring)
     trainer._channel.close()
     check_not_served(engine, "the trainer's process is gone")
 
 
 @pytest.mark.parametrize("then", ["aborts", "dies"])
 def test_an_engine_that_was_held_up_does_not_act_on_a_commit_that_was_given_up(
-    event: Event, trainer: TrainerSession, then: str
+    event: Event, trainer: TrainerSession, ring: StagingRing, then: str
 ) -> None:
     held_up = threading.Event()
     model = Model(tuple(WEIGHTS))
@@ -241,7 +245,7 @@ def test_an_engine_that_was_held_up_does_not_act_on_a_commit_that_was_given_up(
 
     model.load_weights = load_late  # type: ignore[method-assign]
     engine = joined(trainer, model)
-    send_all(trainer, staging_ring())
+    send_all(trainer, ring)
     trainer.commit()  # all that it takes lies in the engine's socket
     if then == "aborts":
         trainer.abort("given up", None)
@@ -253,20 +257,20 @@ def test_an_engine_that_was_held_up_does_not_act_on_a_commit_that_was_given_up(
 
 
 def test_a_commit_that_comes_early_is_found_where_nobody_gives_up(
-    event: Event, trainer: TrainerSession
+    event: Event, trainer: TrainerSession, ring: StagingRing
 ) -> None:
     """The control of the test above."""
     engine = joined(trainer, Model(tuple(WEIGHTS)))
-    send_all(trainer, staging_ring())
+    send_all(trainer, ring)
     trainer.commit()
     engine.join(20)
     assert engine.has_served
 
 
 def test_an_engine_that_fails_after_all_was_sent_is_heard(
-    event: Event, trainer: TrainerSession
+    event: Event, trainer: TrainerSession, ring: StagingRing
 ) -> None:
-    engine, ring = joined(trainer, Model(("first",))), staging_ring()
+    engine = joined(trainer, Model(("first",)))
     with pytest.raises(EngineFailed, match="second"):
         send_all(trainer, ring)
         trainer.wait_until_done(1)
@@ -274,9 +278,9 @@ def test_an_engine_that_fails_after_all_was_sent_is_heard(
 
 
 def test_what_failed_on_another_tp_rank_is_heard_after_the_commit(
-    event: Event, trainer: TrainerSession
+    event: Event, trainer: TrainerSession, ring: StagingRing
 ) -> None:
-    model, ring = Model(tuple(WEIGHTS)), staging_ring()
+    model = Model(tuple(WEIGHTS))
     engine = joined(trainer, model, others=["TP rank 1: no memory"])
     send_all(trainer, ring)
     trainer.wait_until_done(1)
@@ -289,26 +293,26 @@ def test_what_failed_on_another_tp_rank_is_heard_after_the_commit(
 
 
 def test_what_is_found_once_all_is_loaded_is_heard_instead_of_that(
-    event: Event, trainer: TrainerSession
+    event: Event, trainer: TrainerSession, ring: StagingRing
 ) -> None:
     def refuse() -> None:
         raise RuntimeError("1 missing: third")
 
     engine = joined(trainer, Model(tuple(WEIGHTS)), once_loaded=refuse)
     with pytest.raises(EngineFailed, match="1 missing: third"):
-        send_all(trainer, staging_ring())
+        send_all(trainer, ring)
         trainer.wait_until_done(1)
         trainer.outcome()
     check_not_served(engine, "1 missing: third")
 
 
 def test_what_must_be_done_before_ends_the_session_before_the_first_byte(
-    event: Event, trainer: TrainerSession
+    event: Event, trainer: TrainerSession, ring: StagingRing
 ) -> None:
     def refuse() -> None:
         raise RuntimeError("requests are running")
 
-    model, ring = Model(tuple(WEIGHTS)), staging_ring()
+    model = Model(tuple(WEIGHTS))
     engine = Engine(trainer.invitation, model, once_joined=refuse)
     engine.start()
     engine.join()  # the trainer greets too late: what was said is heard all the same
@@ -334,7 +338,7 @@ def test_memory_that_the_engine_cannot_map_is_told_apart(
     event: Event, trainer: TrainerSession
 ) -> None:
     engine = joined(trainer, Model(tuple(WEIGHTS)))
-    gone = CpuHandle(nbytes=64, manager=b"", name=b"/torch_nobody_has_this")
+    gone = CpuHandle(nbytes=64, name="/torch_nobody_has_this")
     trainer.map_blocks([SharedBlock("gone", gone)], keep=True)
     [bucket] = [
         batch.bucket

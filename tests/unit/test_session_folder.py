@@ -78,7 +78,7 @@ def memory() -> Iterator[Path]:
 def test_what_a_killed_process_left_is_removed_by_the_next(parent: Path, memory: Path) -> None:
     def work() -> bytes:
         folder = SessionFolder()
-        folder.record(CpuHandle(nbytes=7, manager=b"m", name=f"/{memory.name}".encode()))
+        folder.record(CpuHandle(nbytes=7, name=f"/{memory.name}"))
         kept.append(folder)
         return str(folder.path).encode()
 

@@ -14,7 +14,7 @@ from sglang_loader.session_messages import SessionError
 from sglang_loader.shared_buffer import CpuHandle, map_buffer, share_storage
 
 TOKEN = "ab" * 16
-HANDLE = CpuHandle(nbytes=4, manager=b"m", name=b"n")
+HANDLE = CpuHandle(nbytes=4, name="n")
 FROM_TRAINER = [
     wire.Welcome(token=TOKEN),
     wire.LoadBucket(

@@ -1,0 +1,28 @@
+"""What `support.forks` imports before it forks."""
+
+import importlib
+
+import setproctitle
+
+from support.forks import die_with_parent
+
+for module in (
+    "sglang.launch_server",
+    "sglang.srt.entrypoints.http_server",
+    "sglang.srt.managers.data_parallel_controller",
+    "sglang.srt.managers.detokenizer_manager",
+    "sglang.srt.managers.scheduler",
+    "sglang.srt.models.registry",
+    "sglang_loader.sglang_plugin",
+    "support.trainer",
+    "torch.distributed.tensor",
+    "verl.workers.engine.megatron.transformer_impl",
+    "verl_sglang_sync.broadcast_transport",
+    "verl_sglang_sync.sharding_manager",
+    "verl_sglang_sync.update_groups",
+):
+    importlib.import_module(module)
+
+die_with_parent()
+# Where the process's title goes must be found before the environment changes.
+setproctitle.setproctitle("tests")
