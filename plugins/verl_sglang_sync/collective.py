@@ -259,3 +259,13 @@ def common_reason(group: TrainerGroup, reason: str | None, signature: int = 0) -
     if len(set(result.signatures)) > 1:
         return "the ranks traced different exports"
     return None
+
+
+def world_size() -> int:
+    """Number of ranks in torch's default group; 1 where there is none."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def own_rank() -> int:
+    """In torch's default group; 0 where there is none."""
+    return dist.get_rank() if dist.is_initialized() else 0

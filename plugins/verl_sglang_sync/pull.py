@@ -27,12 +27,17 @@ from enum import Enum
 from itertools import accumulate
 
 import torch
-import torch.distributed as dist
 
 from sglang_loader.session_messages import BucketPiece
 from sglang_loader.shared_buffer import BufferHandle
 from verl_sglang_sync.bucket_stream import Bucket, Cut
-from verl_sglang_sync.collective import TrainerGroup, common_reason, holds_everywhere
+from verl_sglang_sync.collective import (
+    TrainerGroup,
+    common_reason,
+    holds_everywhere,
+    own_rank,
+    world_size,
+)
 from verl_sglang_sync.export import NamedTensor
 from verl_sglang_sync.memory_blocks import BlockNames
 from verl_sglang_sync.report import SyncReport
@@ -326,7 +331,7 @@ class Pull:
                 raise SourcesChanged(f"{other} is not what it was when the export was traced")
             known = KnownSources(now, sources)
             shards = locate(self._plan.names, now, self._device)
-            table = shards.share(self._names, self._mapped, _world_size(), self._record)
+            table = shards.share(self._names, self._mapped, world_size(), self._record)
         except (NotTraceable, SourcesChanged) as error:
             reason = str(error)
         except Exception:
@@ -377,8 +382,8 @@ def _planned(
     Raises:
         NotTraceable: not every byte of it lies in a parameter, in the same order.
     """
-    sources, rank = require_sources(weights), _rank()
-    traced = trace_export(weights, sources=sources, world_size=_world_size(), device=device)
+    sources, rank = require_sources(weights), own_rank()
+    traced = trace_export(weights, sources=sources, world_size=world_size(), device=device)
     pieces = tuple(pieces_of(bucket.layout, traced, rank) for bucket in buckets)
     return _Plan(traced, SourceKinds(sources()), buckets, pieces)
 
@@ -391,7 +396,7 @@ def _located(plan: _Plan, known: KnownSources, tables: Sequence[MemoryTable]) ->
         known: recognises this rank's parameters.
         tables: of all ranks.
     """
-    rank = _rank()
+    rank = own_rank()
     blocks = [
         SharedBlock(name, handle)
         for table in tables
@@ -424,18 +429,10 @@ def _difference(
     owners = traced.parameters[found.origin.parameter].owners
     shard = located.shards[found.origin.parameter]
     for part in shard_parts(found.origin.bytes.offset, flat.numel(), owners):
-        if part.owner not in (None, _rank()):
+        if part.owner not in (None, own_rank()):
             continue
         own = shard[part.offset : part.offset + part.nbytes]
         whole = flat[part.start : part.start + part.nbytes]
         if own.data_ptr() != whole.data_ptr() and not torch.equal(own, whole):
             return f"{name} is exported with other bytes than its parameter has"
     return None
-
-
-def _world_size() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0

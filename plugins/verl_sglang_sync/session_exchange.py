@@ -13,13 +13,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 import torch
-import torch.distributed as dist
 
 from sglang_loader.load_plan import BucketLayout
 from sglang_loader.load_plan.arrangement import Arrangement
 from verl_sglang_sync.arranged_sending import ArrangedSync, KnownArrangements
 from verl_sglang_sync.bucket_stream import BucketStream, Cut
-from verl_sglang_sync.collective import TrainerGroup, holds_everywhere
+from verl_sglang_sync.collective import TrainerGroup, holds_everywhere, world_size
 from verl_sglang_sync.config import WeightSyncConfig
 from verl_sglang_sync.export import Export, NamedTensor
 from verl_sglang_sync.report import SyncReport
@@ -121,8 +120,7 @@ class SessionExchange:
             self._is_wanted
             and self._exchange.off is None
             and sources_of(weights) is not None
-            and dist.is_initialized()
-            and dist.get_world_size() > 1
+            and world_size() > 1
         )
 
 

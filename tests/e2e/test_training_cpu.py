@@ -15,9 +15,10 @@ from quickstart import Step, read_metrics, read_steps, run_recipe
 from rich.console import Console
 from tiny_assets import make_assets
 
+from support.forks import TESTS
+
 pytestmark = pytest.mark.e2e
 
-TESTS = Path(__file__).resolve().parents[1]
 PPO = (
     "critic.model.path={folder}/model",
     "algorithm.adv_estimator=gae",
@@ -131,7 +132,7 @@ def test_weights_of_another_checkpoint_engine_arrive_verls_own_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a backend that hands them over as they come in, such as `nccl`; the log says so."""
-    monkeypatch.setenv("PYTHONPATH", str(TESTS))
+    monkeypatch.setenv("PYTHONPATH", TESTS)
     backend = "actor_rollout_ref.rollout.checkpoint_engine"
     overrides = (
         *SEPARATE,
@@ -163,7 +164,7 @@ def test_weights_arrive_on_two_replicas_and_a_lost_sync_fails_the_proof(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "support.drop_sync")
-    monkeypatch.setenv("PYTHONPATH", str(TESTS))
+    monkeypatch.setenv("PYTHONPATH", TESTS)
     overrides = ("trainer.total_training_steps=3",)
     run = Run("bucketed", workers=2, architecture="qwen3_moe", overrides=overrides)
     *steps, last = train(run, tmp_path, monkeypatch)

@@ -36,6 +36,7 @@ CPU_ENVIRONMENT = {
 
 IMPORTED = "support.imported"
 _FORKS = multiprocessing.get_context("forkserver")
+_FORKS.set_forkserver_preload([IMPORTED])
 _starting = threading.Lock()
 
 
@@ -53,12 +54,12 @@ class Fork:
     def __init__(
         self, call: Callable[..., Any], *args: Any, environment: Mapping[str, str], log: Path
     ) -> None:
-        with _starting, mock.patch.dict(os.environ, {**CPU_ENVIRONMENT, "PYTHONPATH": TESTS}):
-            _FORKS.set_forkserver_preload([IMPORTED])
+        with (
+            _starting,
+            mock.patch.dict(os.environ, {**CPU_ENVIRONMENT, "PYTHONPATH": python_path()}),
+        ):
             forkserver.ensure_running()
-        self._process = _FORKS.Process(
-            target=_run, args=(call, args, dict(environment), str(log)), daemon=False
-        )
+        self._process = _FORKS.Process(target=_run, args=(call, args, dict(environment), str(log)))
         self._process.start()
         assert self._process.pid is not None
         self.pid: int = self._process.pid
@@ -78,6 +79,11 @@ class Fork:
     def kill(self) -> None:
         """SIGKILL, if it runs."""
         self._process.kill()
+
+
+def python_path() -> str:
+    """The `PYTHONPATH` with which other processes find the tests' modules."""
+    return os.pathsep.join(filter(None, (TESTS, os.environ.get("PYTHONPATH"))))
 
 
 def die_with_parent() -> None:

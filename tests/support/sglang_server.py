@@ -17,7 +17,7 @@ from pathlib import Path
 
 from sglang_loader.host_backup.policy import ENVIRONMENT_VARIABLE, Policy
 from sglang_loader.session_messages import SESSION_FORMAT
-from support.forks import CPU_ENVIRONMENT, TESTS, Fork, die_with_parent, serve
+from support.forks import CPU_ENVIRONMENT, Fork, die_with_parent, python_path, serve
 from verl_sglang_sync.server_client.urls import server_url
 
 START_TIMEOUT_S = 240
@@ -45,8 +45,7 @@ GPU_ARGUMENTS = (
 
 def environment(device: str, tp: int) -> dict[str, str]:
     """Environment of an engine with `tp` ranks on "cpu" or "cuda"."""
-    common = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    common["PYTHONPATH"] = os.pathsep.join(filter(None, (TESTS, os.environ.get("PYTHONPATH"))))
+    common = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": python_path()}
     if device != "cpu":
         return common
     cores = "|".join(str(rank) for rank in range(tp))

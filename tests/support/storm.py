@@ -44,7 +44,6 @@ RECOVERY_TRIES = 3
 RECOVERY_S = 60.0
 STRAYS_S = 20.0
 GATES = {1: "refuse 600", 2: "wait 600"}
-MARK = "FAULT_STORM"
 VERBOSE = bool(os.environ.get("STORM_VERBOSE"))
 BOUNDS = {"fds": 60, "threads": 40, "rss_mb": 300}
 """How much more of each the server's processes may have after a storm than after its start."""
@@ -106,9 +105,7 @@ class Storm:
         torch.multiprocessing.set_sharing_strategy("file_system")  # as the engine's, for hashes
         self.temporary.mkdir()
         self._models = [_version(self.folder, slot) for slot in range(NUM_VERSIONS)]
-        self._mark = f"{MARK}={self.seed}-{self.tp}-{time.time_ns()}"
-        name, _, value = self._mark.partition("=")
-        self._environment = {"TMPDIR": str(self.temporary), name: value}
+        self._environment = {"TMPDIR": str(self.temporary)}
         self._factory = TrainerFactory(self.folder, self._environment).__enter__()
         self.start_engine()
         return self
@@ -118,7 +115,7 @@ class Storm:
         self._factory.__exit__()
         deadline = time.monotonic() + STRAYS_S
         while time.monotonic() < deadline:
-            if not (left := [*strays(self._mark, self.folder), *shared_memory_of(self._pids)]):
+            if not (left := [*strays(self.folder), *shared_memory_of(self._pids)]):
                 return
             time.sleep(0.5)
         self._find(Violation("leak", f"left behind: {left[:20]}"))

@@ -315,8 +315,8 @@ def shared_memory_of(pids: set[int]) -> list[str]:
     return [str(path) for path, pid in named if pid.isdigit() and int(pid) in pids]
 
 
-def strays(mark: str, folder: Path) -> list[str]:
-    """Processes whose environment has the storm's mark, or whose output goes to its folder.
+def strays(folder: Path) -> list[str]:
+    """Processes whose environment names the storm's folder, or whose output goes there.
 
     A fork's environment is the one that it was forked with; of what it executes, it is its own.
     """
@@ -324,8 +324,8 @@ def strays(mark: str, folder: Path) -> list[str]:
     for process in psutil.process_iter(["pid", "name"]):
         entry = Path(f"/proc/{process.pid}")
         try:
-            is_marked = mark.encode() in (entry / "environ").read_bytes()
-            if is_marked or (entry / "fd" / "1").readlink().is_relative_to(folder):
+            is_told = str(folder).encode() in (entry / "environ").read_bytes()
+            if is_told or (entry / "fd" / "1").readlink().is_relative_to(folder):
                 found.append(f"{process.pid} {process.name()}")
         except OSError:
             continue

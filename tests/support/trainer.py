@@ -23,7 +23,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from support.forks import TESTS, Fork
+from support.forks import Fork, python_path
 from support.hosts import Host
 
 ON_GPUS = {"NCCL_CUMEM_ENABLE": "0"}
@@ -177,7 +177,7 @@ def run_trainer(
         device=device,
         backend=backend,
     )
-    variables = {**os.environ, **(environment or {}), "PYTHONPATH": _python_path()}
+    variables = {**os.environ, **(environment or {}), "PYTHONPATH": python_path()}
     processes: list[subprocess.Popen[bytes] | Fork] = []
     for rank in range(world_size):
         log = folder / f"trainer-{name}-{rank}.log"
@@ -228,10 +228,6 @@ class Launch(msgspec.Struct, kw_only=True):
             log = Path(self.folder, f"trainer-{self.name}-{rank}.log")
             return Outcome(None, log.read_text(errors="replace")[-4000:])
         return msgspec.json.decode(self.outcome_file(rank).read_bytes(), type=Outcome)
-
-
-def _python_path() -> str:
-    return os.pathsep.join(filter(None, (TESTS, os.environ.get("PYTHONPATH"))))
 
 
 def main(rank: int, launch: Launch) -> None:
