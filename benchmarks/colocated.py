@@ -136,8 +136,8 @@ class OurSync:
     def __init__(self, url: str, arm: Arm, device: torch.device) -> None:
         from verl_sglang_sync.collective import SingleProcess
         from verl_sglang_sync.config import WeightSyncConfig
-        from verl_sglang_sync.server_client import SGLangServerClient
-        from verl_sglang_sync.sharding_manager import SGLangShardingManager
+        from verl_sglang_sync.engine.server_client import SGLangServerClient
+        from verl_sglang_sync.sync.sharding_manager import SGLangShardingManager
 
         self._manager = SGLangShardingManager(
             engine=SGLangServerClient(url, timeout_s=600),
@@ -316,7 +316,7 @@ def prepare(device: torch.device) -> None:
     if device.type == "cpu":
         os.environ.update(SGLANG_USE_CPU_ENGINE="1", TORCHDYNAMO_DISABLE="1")
         os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "0")
-        from verl_sglang_sync.cpu_platform import _share_tensors_by_name
+        from verl_sglang_sync.verl.cpu_platform import _share_tensors_by_name
 
         _share_tensors_by_name()
     else:

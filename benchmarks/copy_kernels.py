@@ -5,7 +5,7 @@
 Cases: dense copies of the sizes of an 8 B model; a 30 B mixture of experts into fused tensors, as
 a plan coalesces it at TP 1; and the same at TP 4, where `down_proj` is cut along its rows. Arms:
 `foreach` is `torch._foreach_copy_`, `each` one `copy_` per copy, `triton` is
-`sglang_loader.load_plan.batched_copy`. All views are of 64-bit words.
+`sglang_loader.common.copy_kernel`. All views are of 64-bit words.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch  # noqa: E402
 
 from benchmarks.model_shapes import MODELS, tensor_shapes  # noqa: E402
 from benchmarks.results_file import hardware, write_results  # noqa: E402
-from sglang_loader.load_plan.batched_copy import BatchedCopy  # noqa: E402
+from sglang_loader.common.copy_kernel import BatchedCopy  # noqa: E402
 
 LAYERS = 12  # of the mixture of experts: a quarter of its bytes
 Pairs = tuple[list[torch.Tensor], list[torch.Tensor]]

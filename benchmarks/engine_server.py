@@ -14,8 +14,8 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+from sglang_loader.common.session.messages import SESSION_FORMAT
 from sglang_loader.host_backup.policy import ENVIRONMENT_VARIABLE, Policy
-from sglang_loader.session_messages import SESSION_FORMAT
 
 START_TIMEOUT_S = 240
 PR_SET_PDEATHSIG = 1  # prctl(2)

@@ -34,7 +34,7 @@ def measure_rank(
 ) -> None:
     """Measure every arm; rank 0 appends what it saw to `lines`, one arm after the other."""
     if rank.device.type == "cpu":
-        from verl_sglang_sync.cpu_platform import _share_tensors_by_name
+        from verl_sglang_sync.verl.cpu_platform import _share_tensors_by_name
 
         _share_tensors_by_name()  # for `native`
     sharded = ShardedModel(model, rank.device)

@@ -39,8 +39,8 @@ def main() -> None:
     """Make the weights, wait for the server, and measure."""
     args = child_arguments(__doc__.splitlines()[0])
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    import verl_sglang_sync.broadcast_transport  # noqa: F401  imports while the server starts
-    from verl_sglang_sync.update_groups import UpdateGroups
+    import verl_sglang_sync.routes.broadcast  # noqa: F401  imports while the server starts
+    from verl_sglang_sync.engine.update_groups import UpdateGroups
 
     device = torch.device("cuda", 0) if args.device == "cuda" else torch.device("cpu")
     if device.type == "cuda":
@@ -77,7 +77,7 @@ def main() -> None:
 
 
 def _replica(url: str) -> Any:
-    from verl_sglang_sync.update_groups import Replica
+    from verl_sglang_sync.engine.update_groups import Replica
 
     return Replica(identity=url, base_url=url, num_ranks=1)
 
@@ -94,10 +94,10 @@ def _ours(
     bucket_bytes: int,
 ) -> Made:
     """The transport that verl's trainer uses with `+weight_sync=disaggregated`."""
-    from verl_sglang_sync.broadcast_transport import BroadcastTransport
     from verl_sglang_sync.collective import SingleProcess
     from verl_sglang_sync.config import WeightSyncConfig
     from verl_sglang_sync.report import SyncReport
+    from verl_sglang_sync.routes.broadcast import BroadcastTransport
 
     settings = WeightSyncConfig(
         mode=mode,  # type: ignore[arg-type]
@@ -132,7 +132,7 @@ def _stock(
     bucket_bytes: int,
 ) -> Made:
     """SGLang's own endpoint, one request per batch; nothing overlaps, as its users write it."""
-    from verl_sglang_sync.server_client import operations
+    from verl_sglang_sync.engine.server_client import operations
 
     limit = 0 if arm == "per_tensor" else bucket_bytes
     batches = list(_batches(weights, limit))

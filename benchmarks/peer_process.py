@@ -26,8 +26,8 @@ import triton
 import triton.language as tl
 
 from benchmarks import cuda_ipc
-from sglang_loader.load_plan import batched_copy
-from sglang_loader.load_plan.batched_copy import BatchedCopy
+from sglang_loader.common import copy_kernel as batched_copy
+from sglang_loader.common.copy_kernel import BatchedCopy
 
 NUM_WARM_UPS = 2
 FACTOR = -7046029254386353131  # odd: every word of the pattern differs

@@ -10,8 +10,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from benchmarks.model_shapes import MODELS, tensor_shapes
-from verl_sglang_sync.reexport import Reexport
-from verl_sglang_sync.traced_export.module_tree import ModuleState
+from verl_sglang_sync.sources.module_tree import ModuleState
+from verl_sglang_sync.verl.reexport import Reexport
 
 NamedTensor = tuple[str, torch.Tensor]
 NamedTensors = list[NamedTensor]

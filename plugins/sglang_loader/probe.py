@@ -12,10 +12,10 @@ import traceback
 import msgspec
 
 HOOK_MODULES = (
-    "sglang_loader.gate_hooks",
-    "sglang_loader.http_hooks",
-    "sglang_loader.memory_hooks",
-    "sglang_loader.weight_updater_hooks",
+    "sglang_loader.hooks.requests",
+    "sglang_loader.hooks.http",
+    "sglang_loader.hooks.memory",
+    "sglang_loader.hooks.weights",
 )
 
 

@@ -28,10 +28,10 @@ def activate() -> None:
     try:
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-        from sglang_loader import gate_hooks as gate
-        from sglang_loader import http_hooks as http
-        from sglang_loader import memory_hooks as memory
-        from sglang_loader import weight_updater_hooks as weights
+        from sglang_loader.hooks import http as http
+        from sglang_loader.hooks import memory as memory
+        from sglang_loader.hooks import requests as gate
+        from sglang_loader.hooks import weights as weights
 
         for target, hook in (
             (f"{_UPDATER}.update_weights_from_tensor", weights.update_on_all_ranks),

@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from verl_sglang_sync.config import WeightSyncConfig
-    from verl_sglang_sync.export import WeightSyncError
     from verl_sglang_sync.report import SyncReport
-    from verl_sglang_sync.sharding_manager import SGLangShardingManager
+    from verl_sglang_sync.sources.export import WeightSyncError
+    from verl_sglang_sync.sync.sharding_manager import SGLangShardingManager
 
 __version__ = "0.1.0"
 
 __all__ = ["SGLangShardingManager", "SyncReport", "WeightSyncConfig", "WeightSyncError"]
 
 _MODULES = {
-    "SGLangShardingManager": "sharding_manager",
+    "SGLangShardingManager": "sync.sharding_manager",
     "SyncReport": "report",
     "WeightSyncConfig": "config",
-    "WeightSyncError": "export",
+    "WeightSyncError": "sources.export",
 }
 
 

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
 from torch.distributed.distributed_c10d import _get_default_store
 
-from verl_sglang_sync.export import WeightSyncError
+from verl_sglang_sync.sources.export import WeightSyncError
 
 STEP_S = 0.5
 """How long a rank waits for its engine before it tells the other ranks that it still does."""

@@ -14,11 +14,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
-from sglang_loader.check_remarks import ManifestCheck
+from sglang_loader.common.check_remarks import ManifestCheck
+from sglang_loader.hooks.request_gate import STALE_REQUESTS, GatePolicy, StaleRequests
 from sglang_loader.host_backup.policy import POLICIES, Policy
-from sglang_loader.request_gate import STALE_REQUESTS, GatePolicy, StaleRequests
-from verl_sglang_sync.server_client.operations import LIMITS
-from verl_sglang_sync.server_client.urls import checked_base_url
+from verl_sglang_sync.engine.server_client.operations import LIMITS
+from verl_sglang_sync.engine.server_client.urls import checked_base_url
 from verl_sglang_sync.stages import SLEEP_ORDER, WAKE_ORDER, StageOrder
 
 Mode = Literal["bucketed", "flattened", "compiled"]

@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from sglang_loader.check_remarks import REMARK, remarks_in
-from sglang_loader.stage_costs import StageCosts
+from sglang_loader.common.check_remarks import REMARK, remarks_in
+from sglang_loader.common.stage_costs import StageCosts
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class SyncReport:
         num_exchanged: buckets that were filled from the ranks' shards, without the full export.
         stages: what the engine did in "release", "resume_weights" and "resume_kv_cache", by tag:
             for each TP rank the seconds, the bytes unmapped from or mapped into its GPU, and the
-            bytes that the host then holds (`sglang_loader.stage_costs`).
+            bytes that the host then holds (`sglang_loader.common.stage_costs`).
         seconds: host seconds by stage: "release" (the sleep before this sync), "resume_weights",
             "open" (until the engine has joined the session), "export" (waiting for the trainer's
             generator),

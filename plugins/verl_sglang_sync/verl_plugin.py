@@ -12,20 +12,19 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-ROLLOUT_CLASS = "verl_sglang_sync.rollout_adapter.WeightSyncServerAdapter"
+ROLLOUT_CLASS = "verl_sglang_sync.verl.rollout.WeightSyncServerAdapter"
 
 
 def register() -> None:
     """Put our classes into verl's registries; each is verl's own until a preset is chosen."""
     if os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu":
-        from verl_sglang_sync import cpu_platform
+        from verl_sglang_sync.verl import cpu_platform
 
         cpu_platform.install()
 
     import verl.utils.config
     from verl.workers.rollout import base, replica
 
-    from verl_sglang_sync import checkpoint_engine  # noqa: F401  registers its backend
     from verl_sglang_sync.preflight import checking
 
     base._ROLLOUT_REGISTRY[("sglang", "async")] = ROLLOUT_CLASS
@@ -33,7 +32,7 @@ def register() -> None:
 
     def load_replica() -> type[Any]:
         verls_loader()  # verl prepares the process for SGLang here
-        from verl_sglang_sync.replica import WeightSyncReplica
+        from verl_sglang_sync.verl.replica import WeightSyncReplica
 
         return WeightSyncReplica
 

@@ -50,7 +50,7 @@ def test_this_installation_is_healthy(tmp_path: Path) -> None:
 
 
 def test_broken_plugins_fail_with_their_traceback(tmp_path: Path) -> None:
-    broken = ("verl_sglang_sync.preflight", "sglang_loader.weight_updater_hooks")
+    broken = ("verl_sglang_sync.preflight", "sglang_loader.hooks.weights")
     status, checks, overall = run_doctor(tmp_path, break_imports(tmp_path / "site", *broken))
     assert (status, overall) == (1, "fail")
     for name, module in zip(("verl plugin", "SGLang plugin"), broken, strict=True):

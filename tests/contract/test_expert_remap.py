@@ -26,7 +26,7 @@ from contract.tiny_architectures import (
 )
 from sglang_loader.load_plan.destinations import collect_destinations
 from sglang_loader.load_plan.verify import differing, snapshot
-from sglang_loader.plan_store import ModelLoader, SyncOutcome
+from sglang_loader.session.model_loader import ModelLoader, SyncOutcome
 
 prepare_process()
 pytest.importorskip("sglang", reason="needs the SGLang that the plugin supports")

@@ -28,7 +28,7 @@ from contract.tiny_architectures import (
 from contract.weight_check_proof import check, specs_of
 from sglang_loader.load_plan.destinations import collect_destinations
 from sglang_loader.load_plan.verify import differing, snapshot
-from sglang_loader.plan_store import ModelLoader, SyncOutcome
+from sglang_loader.session.model_loader import ModelLoader, SyncOutcome
 from support.fp8_models import case_of, model_override, quantizer
 
 prepare_process()
@@ -51,7 +51,7 @@ def quantize(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], A
     """The export in fp8; verl's Triton kernel needs a GPU, its other way does not."""
     from verl.utils.kernel import fp8_kernel
 
-    from verl_sglang_sync.quantized_export import quantized
+    from verl_sglang_sync.verl.quantized_export import quantized
 
     monkeypatch.setattr(fp8_kernel, "_DISABLE_TRITON_FP8", True)
     return lambda weights: quantized(weights, quantizer(), torch.bfloat16)
@@ -99,7 +99,7 @@ def test_what_is_sent_is_what_verl_makes(quantize: Callable[[Any], Any]) -> None
 
 def test_a_weight_that_verl_fails_to_quantise_is_not_sent(ranks: Ranks) -> None:
     """verl's kernel fails without a GPU; it logs that, and goes on with the weight as it is."""
-    from verl_sglang_sync.quantized_export import NotQuantized, quantized
+    from verl_sglang_sync.verl.quantized_export import NotQuantized, quantized
 
     exported = iter(weights())
     with pytest.raises(NotQuantized, match=r"q_proj\.weight is still torch\.bfloat16"):
@@ -122,8 +122,8 @@ def test_the_rollout_sends_fp8_and_names_no_source(quantize: Callable[[Any], Any
     """What the engine gets is not in the trainer's memory: it is exported at every sync."""
     from verl.utils.sglang.sglang_fp8_utils import build_sglang_fp8_quant_config
 
-    from verl_sglang_sync.reexport import Reexport
-    from verl_sglang_sync.rollout_adapter import WeightSyncServerAdapter
+    from verl_sglang_sync.verl.reexport import Reexport
+    from verl_sglang_sync.verl.rollout import WeightSyncServerAdapter
 
     state = dict(weights())
     adapter = WeightSyncServerAdapter.__new__(WeightSyncServerAdapter)
@@ -144,7 +144,7 @@ def test_the_rollout_sends_fp8_and_names_no_source(quantize: Callable[[Any], Any
 
 def test_weights_that_are_broadcast_are_not_quantised() -> None:
     """The recipe is refused; a trainer that does not validate its recipe fails in the workers."""
-    from verl_sglang_sync.rollout_adapter import WeightSyncServerAdapter
+    from verl_sglang_sync.verl.rollout import WeightSyncServerAdapter
 
     adapter = WeightSyncServerAdapter.__new__(WeightSyncServerAdapter)
     adapter.config, adapter.rollout_rank = {"quantization": "fp8"}, 0

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch_memory_saver
 
-from sglang_loader.memory_saver_mode import choose_preload
+from sglang_loader.hooks.memory_saver_mode import choose_preload
 
 STOCK = """
 import os
@@ -15,7 +15,7 @@ os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
 import sglang.srt.model_executor.model_runner
 from torch_memory_saver import torch_memory_saver as saver
 print("before", saver._impl_ctor_kwargs.get("hook_mode"))
-from sglang_loader.memory_saver_mode import choose_preload
+from sglang_loader.hooks.memory_saver_mode import choose_preload
 choose_preload()
 print("after", saver._impl_ctor_kwargs.get("hook_mode"))
 """

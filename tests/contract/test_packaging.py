@@ -30,7 +30,7 @@ from verl.utils.config import validate_config
 from verl.workers.rollout import base, replica
 
 assert base._ROLLOUT_REGISTRY[("sglang", "async")] == (
-    "verl_sglang_sync.rollout_adapter.WeightSyncServerAdapter"
+    "verl_sglang_sync.verl.rollout.WeightSyncServerAdapter"
 ), base._ROLLOUT_REGISTRY
 assert replica.RolloutReplicaRegistry._registry["sglang"].__module__ == (
     "verl_sglang_sync.verl_plugin"
@@ -219,7 +219,7 @@ class TestLoudFailure:
         broken = break_imports(
             tmp_path / "site",
             "verl_sglang_sync.preflight",
-            "sglang_loader.weight_updater_hooks",
+            "sglang_loader.hooks.weights",
         )
         code = (
             "import verl; print('verl goes on')\n"
@@ -233,7 +233,7 @@ class TestLoudFailure:
             "verl-sglang-sync failed to load; +weight_sync=... would have no effect",
             "ImportError: verl_sglang_sync.preflight is broken on purpose",
             "verl-sglang-sync could not register its SGLang hooks; weight sync is off",
-            "ImportError: sglang_loader.weight_updater_hooks is broken on purpose",
+            "ImportError: sglang_loader.hooks.weights is broken on purpose",
         ):
             assert text in result.stderr
         assert result.stderr.count("Traceback") >= 2

@@ -88,7 +88,7 @@ def calls() -> dict[str, list[Call]]:
 
 
 def ours(kind: str) -> type[Any]:
-    from verl_sglang_sync.replica import WeightSyncHttpServer, WeightSyncReplica
+    from verl_sglang_sync.verl.replica import WeightSyncHttpServer, WeightSyncReplica
 
     return {"actor": WeightSyncHttpServer, "replica": WeightSyncReplica}[kind]
 

@@ -18,7 +18,7 @@ from unittest import mock
 import pytest
 from tiny_assets import make_assets
 
-from sglang_loader.session_messages import SESSION_FORMAT
+from sglang_loader.common.session.messages import SESSION_FORMAT
 from support.captured_launch import (
     HTTP_PORT,
     MASTER_PORT,
@@ -28,7 +28,7 @@ from support.captured_launch import (
 )
 from support.router import Router, serving
 from unit.composed_recipe import ROLLOUT, SECTION, compose
-from verl_sglang_sync.router_guard import Watch
+from verl_sglang_sync.verl.router_guard import Watch
 
 os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")  # sglang reads it while it is imported
 
@@ -230,7 +230,7 @@ class TestRouter:
                 recipe = recipe_of(model, url, *overrides, num_hosts=2)
                 with (
                     captured_launch(hosts) as launched,
-                    mock.patch("verl_sglang_sync.replica.start_guard", watched.append),
+                    mock.patch("verl_sglang_sync.verl.replica.start_guard", watched.append),
                 ):
                     await launch_replica(recipe, nnodes=2)
                 return launched
@@ -253,13 +253,13 @@ class TestRouter:
         assert watch.worker.url == url and watch.worker.id in router.workers
 
     def test_a_router_that_refuses_ends_the_launch(self, model: Path) -> None:
-        from verl_sglang_sync.server_client import RouterError
+        from verl_sglang_sync.engine.server_client import RouterError
 
         with pytest.raises(RouterError, match=r"did not take the server http://\[fd00::1\].*: no$"):
             self.launch_with(model, Router(failure="no"))
 
     def test_the_routers_health_checks_do_not_generate(self, model: Path) -> None:
-        from verl_sglang_sync.replica import HEALTH_GENERATES
+        from verl_sglang_sync.verl.replica import HEALTH_GENERATES
 
         with_router = self.launch_with(model, Router())[0][0].environment
         assert with_router[HEALTH_GENERATES] == "false"

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from contract.tiny_architectures import prepare_process
-from sglang_loader import session_messages as wire
-from sglang_loader import weight_updater_hooks
-from sglang_loader.session_messages import SESSION_FORMAT
-from sglang_loader.weight_update import SpeculationUnknown, models_of
-from sglang_loader.weight_updater_hooks import update_on_all_ranks
+from sglang_loader.common.session import messages as wire
+from sglang_loader.common.session.messages import SESSION_FORMAT
+from sglang_loader.hooks import weights as weight_updater_hooks
+from sglang_loader.hooks.weights import update_on_all_ranks
+from sglang_loader.session.weight_update import SpeculationUnknown, models_of
 
 prepare_process()
 pytest.importorskip("sglang", reason="needs the SGLang that the plugin supports")

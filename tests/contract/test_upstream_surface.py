@@ -28,29 +28,29 @@ if not torch.cuda.is_available():
 PLUGINS = Path(__file__).parents[2] / "plugins"
 OURS = ("verl_sglang_sync", "sglang_loader", "hydra_plugins")
 
-CHECKPOINT_ENGINE = "verl_sglang_sync.checkpoint_engine"
-CLIENT = "verl_sglang_sync.server_client"
+CHECKPOINT_ENGINE = "verl_sglang_sync.verl.checkpoint_engine"
+CLIENT = "verl_sglang_sync.engine.server_client"
 CONFIG = "verl_sglang_sync.config"
-CONTEXT = "sglang_loader.engine_context"
-CPU = "verl_sglang_sync.cpu_platform"
-HOOKS = "sglang_loader.weight_updater_hooks"
-UPDATE = "sglang_loader.weight_update"
+CONTEXT = "sglang_loader.hooks.upstream"
+CPU = "verl_sglang_sync.verl.cpu_platform"
+HOOKS = "sglang_loader.hooks.weights"
+UPDATE = "sglang_loader.session.weight_update"
 IPC = "sglang_loader.ipc"
 ALLOCATIONS = "sglang_loader.host_backup.allocations"
-MEMORY = "sglang_loader.memory_hooks"
-HTTP = "sglang_loader.http_hooks"
-GATE = "sglang_loader.gate_hooks"
+MEMORY = "sglang_loader.hooks.memory"
+HTTP = "sglang_loader.hooks.http"
+GATE = "sglang_loader.hooks.requests"
 RECEIVER = "sglang.srt.managers.scheduler_components.request_receiver:SchedulerRequestReceiver"
 STAGES = "verl_sglang_sync.stages"
 GRAPHS = "sglang.srt.model_executor.runner_backend.full_cuda_graph_backend"
 POLICY = "sglang_loader.host_backup.policy"
-MANAGER = "verl_sglang_sync.sharding_manager"
+MANAGER = "verl_sglang_sync.sync.sharding_manager"
 PLUGIN = "verl_sglang_sync.verl_plugin"
 PREFLIGHT = "verl_sglang_sync.preflight"
 PROBE = "sglang_loader.probe"
-REEXPORT = "verl_sglang_sync.reexport"
-REPLICA = "verl_sglang_sync.replica"
-ROLLOUT = "verl_sglang_sync.rollout_adapter"
+REEXPORT = "verl_sglang_sync.verl.reexport"
+REPLICA = "verl_sglang_sync.verl.replica"
+ROLLOUT = "verl_sglang_sync.verl.rollout"
 SGLANG_PLUGIN = "sglang_loader.sglang_plugin"
 DOCTOR = "verl_sglang_sync.doctor.installation"
 
@@ -63,7 +63,7 @@ REGISTRY = f"{VERL_ROLLOUT}.replica:RolloutReplicaRegistry"
 FP8 = "verl.utils.sglang.sglang_fp8_utils:SGLangFP8QuantizerHelper"
 IO = "sglang.srt.managers.io_struct"
 ENGINES = "verl.checkpoint_engine.base"
-GROUP = "sglang_loader.update_group"
+GROUP = "sglang_loader.common.broadcast.update_group"
 UPDATER = "sglang.srt.managers.scheduler_components.weight_updater:SchedulerWeightUpdaterManager"
 WORKER = "sglang.srt.managers.tp_worker:BaseTpWorker"
 EXPERTS = "sglang.srt.eplb.expert_location"
@@ -377,7 +377,7 @@ class TestVerl:
             f"{ROLLOUT} is driven through {marks}, in this order; found at {positions}"
         )
         assert "set_expandable_segments(False)" in source[: positions[0]], (
-            "verl_sglang_sync.staging relies on it: expandable segments cannot be shared"
+            "verl_sglang_sync.sources.staging relies on it: expandable segments cannot be shared"
         )
 
     def test_sharding_manager_is_a_context_manager(self) -> None:
@@ -387,7 +387,7 @@ class TestVerl:
             assert method in vars(base), f"{MANAGER} overrides {method}"
 
     def test_cpu_platform_implements_the_whole_interface(self) -> None:
-        from verl_sglang_sync.cpu_platform import CpuPlatform
+        from verl_sglang_sync.verl.cpu_platform import CpuPlatform
 
         missing = CpuPlatform.__abstractmethods__
         assert not missing, f"{CPU} must implement {sorted(missing)}"
@@ -501,7 +501,7 @@ class TestSGLang:
             assert field in names, f"{by} uses {request_class}.{field}"
 
     def test_memory_tags(self) -> None:
-        from sglang_loader.memory_hooks import RELEASE_ORDER, RESUME_ORDER
+        from sglang_loader.hooks.memory import RELEASE_ORDER, RESUME_ORDER
         from verl_sglang_sync.stages import TAGS
 
         tags = resolve(Need("sglang.srt.constants:GPU_MEMORY_ALL_TYPES", HOOKS))
@@ -537,7 +537,7 @@ class TestSGLang:
             assert "return success, message" in source, f"{GATE} reads it"
 
     def test_the_graphs_tag(self) -> None:
-        from sglang_loader.gate_hooks import GRAPHS_VARIABLE
+        from sglang_loader.hooks.requests import GRAPHS_VARIABLE
 
         backend = source_of(f"{GRAPHS}:FullCudaGraphBackend")
         assert f'get_bool_env_var("{GRAPHS_VARIABLE}")' in backend, f"{REPLICA} sets it"
@@ -594,7 +594,7 @@ class TestSGLang:
         assert "obj.weight_version is not None" in source, f"{CLIENT} publishes versions with it"
 
     def test_health_checks_can_be_kept_from_generating(self) -> None:
-        from verl_sglang_sync.replica import HEALTH_GENERATES
+        from verl_sglang_sync.verl.replica import HEALTH_GENERATES
 
         source = source_of("sglang.srt.entrypoints.http_server:health_generate")
         asked = source.index(f"not envs.{HEALTH_GENERATES}.get()")
@@ -614,7 +614,7 @@ class TestSGLang:
 
 def requests_of_our_client() -> list[tuple[str, str, dict[str, Any]]]:
     """Method, path and payload of every operation of our client, unsent."""
-    from verl_sglang_sync.server_client import operations as make
+    from verl_sglang_sync.engine.server_client import operations as make
 
     tensors: Any = (["x"], ["uint8"], [[1]])
     calls = [

@@ -30,7 +30,7 @@ from sglang_loader.load_plan.destinations import collect_destinations, first_dif
 from sglang_loader.load_plan.verify import differing
 from sglang_loader.rehearsal import Spec
 from sglang_loader.rehearsal.findings import Verdict
-from sglang_loader.weight_check import known_verdict
+from sglang_loader.session.weight_check import known_verdict
 
 prepare_process()
 pytest.importorskip("sglang", reason="needs the SGLang that the plugin supports")

@@ -156,7 +156,7 @@ def test_without_a_preset_the_requests_are_verls_own(
     from verl.workers.rollout.base import get_rollout_class
     from verl.workers.rollout.sglang_rollout import sglang_rollout
 
-    from verl_sglang_sync.rollout_adapter import WeightSyncServerAdapter
+    from verl_sglang_sync.verl.rollout import WeightSyncServerAdapter
 
     monkeypatch.setattr(sglang_rollout, "get_device_id", lambda: "cpu")
     assert get_rollout_class("sglang") is WeightSyncServerAdapter, "the plugin is installed"

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from contract.tiny_architectures import NamedWeights
-from sglang_loader.load_plan import BucketLayout
+from sglang_loader.common.layout import BucketLayout
 from sglang_loader.load_plan.destinations import Destinations, collect_destinations
 from sglang_loader.load_plan.verify import differing, snapshot
 from sglang_loader.rehearsal import Spec
 from sglang_loader.rehearsal.findings import Verdict
-from sglang_loader.weight_check import Gather, judge_together, view_of_sync
+from sglang_loader.session.weight_check import Gather, judge_together, view_of_sync
 
 
 def specs_of(weights: NamedWeights) -> list[Spec]:

@@ -20,7 +20,7 @@ from support.broadcast_steps import PLAN, broadcast_syncs, syncs_and_faults
 from support.engine_hash import HASH_LOADER
 from support.sglang_server import Server, loopback, sglang_server
 from support.trainer import Outcome, Step, run_trainer
-from verl_sglang_sync.server_client import SyncSGLangServerClient, operations
+from verl_sglang_sync.engine.server_client import SyncSGLangServerClient, operations
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

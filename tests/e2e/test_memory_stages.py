@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tiny_assets import make_assets
 
-from sglang_loader.request_gate import ENVIRONMENT_VARIABLE
+from sglang_loader.hooks.request_gate import ENVIRONMENT_VARIABLE
 from support.engine_steps import broken_sync, sync_weights
 from support.http_requests import (
     answer_to,

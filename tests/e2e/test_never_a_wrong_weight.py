@@ -24,7 +24,7 @@ import psutil
 import pytest
 from tiny_assets import make_assets
 
-from sglang_loader.request_gate import ENVIRONMENT_VARIABLE
+from sglang_loader.hooks.request_gate import ENVIRONMENT_VARIABLE
 from support.engine_hash import HASH_LOADER
 from support.engine_stop import STOP_LOADER
 from support.hostile_steps import (

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from support.forks import TESTS
 from support.router import router_process, wait_until_up, workers_of
-from support.sglang_server import TESTS, free_port
+from support.sglang_server import free_port
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -23,8 +24,8 @@ import time
 import ray
 
 from support.router import workers_of
-from verl_sglang_sync.router_guard import Watch, start_guard
-from verl_sglang_sync.server_client.router import RouterClient
+from verl_sglang_sync.verl.router_guard import Watch, start_guard
+from verl_sglang_sync.engine.server_client.router import RouterClient
 
 
 class Server:

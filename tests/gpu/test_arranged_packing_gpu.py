@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sglang_loader.load_plan.batched_copy import is_available
+from sglang_loader.common.copy_kernel import is_available
 from unit.test_arranged_packing import check_kernel
 
 pytestmark = [

@@ -17,7 +17,7 @@ from support.engine_hash import HASH_LOADER
 from support.engine_steps import weights_of
 from support.sglang_server import free_port, loopback
 from support.trainer import NamedTensors, TrainerRank
-from verl_sglang_sync.server_client import SyncSGLangServerClient, operations
+from verl_sglang_sync.engine.server_client import SyncSGLangServerClient, operations
 
 Target = tuple[str, int]
 """A server's URL and its number of TP ranks."""
@@ -194,8 +194,8 @@ class Sender:
     def sync(
         self, weights: Any, mode: str, members: Sequence[int], version: str = "v"
     ) -> dict[str, Any]:
+        from verl_sglang_sync.engine.update_groups import Replica
         from verl_sglang_sync.report import SyncReport
-        from verl_sglang_sync.update_groups import Replica
 
         transport, _ = self._transport(mode)
         replicas = [
@@ -230,7 +230,7 @@ class Sender:
     def hashes(self, folder: Path) -> list[list[dict[str, str]]]:
         """By target and TP rank, taken in the engines' processes; empty on other ranks."""
         from sglang_loader.ipc import serialize_handles
-        from verl_sglang_sync.server_client import SGLangServerClient
+        from verl_sglang_sync.engine.server_client import SGLangServerClient
 
         if self._rank.rank:
             return []
@@ -251,10 +251,10 @@ class Sender:
         return seen
 
     def _transport(self, mode: str) -> tuple[Any, Any]:
-        from verl_sglang_sync.broadcast_transport import BroadcastTransport
         from verl_sglang_sync.collective import TorchTrainerGroup
         from verl_sglang_sync.config import WeightSyncConfig
-        from verl_sglang_sync.update_groups import UpdateGroups
+        from verl_sglang_sync.engine.update_groups import UpdateGroups
+        from verl_sglang_sync.routes.broadcast import BroadcastTransport
 
         if mode not in self._made:
             settings = WeightSyncConfig(

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from sglang_loader.common.intervals import Interval, num_bytes, subtract
 from sglang_loader.host_backup import backup_of
 from sglang_loader.host_backup.allocations import (
     Allocations,
@@ -29,7 +30,6 @@ from sglang_loader.host_backup.allocations import (
 )
 from sglang_loader.host_backup.saved_bytes import synchronize
 from sglang_loader.load_plan.destinations import collect_destinations
-from sglang_loader.load_plan.intervals import Interval, num_bytes, subtract
 
 LOOK_LOADER = "support.cycle_loader.look"
 POISON_LOADER = "support.cycle_loader.poison_all_but_the_restored"

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterable
 from typing import Any
 
-from verl_sglang_sync.sharding_manager import SGLangShardingManager
+from verl_sglang_sync.sync.sharding_manager import SGLangShardingManager
 
 DROPPED = 3
 _sync = SGLangShardingManager.sync

@@ -18,7 +18,7 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from sglang_loader.update_keys import KEY_HEADER, KEYED_PATHS, REPLAYED_HEADER
+from sglang_loader.common.update_keys import KEY_HEADER, KEYED_PATHS, REPLAYED_HEADER
 from support.sglang_server import free_port
 
 

@@ -28,7 +28,7 @@ DIES_AFTER = 6
 
 def use_client(rank: TrainerRank, url: str, **access: Any) -> None:
     """Have the rank talk to `url` from now on."""
-    from verl_sglang_sync.server_client import SGLangServerClient
+    from verl_sglang_sync.engine.server_client import SGLangServerClient
 
     rank.client = SGLangServerClient(
         url,

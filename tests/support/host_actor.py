@@ -125,7 +125,7 @@ async def _serve(requests: BinaryIO, replies: BinaryIO, address: str) -> None:
     """The process: makes the server, then runs its methods until the pipe ends."""
     from verl.workers.rollout.sglang_rollout import async_sglang_server as verls
 
-    from verl_sglang_sync.replica import WeightSyncHttpServer
+    from verl_sglang_sync.verl.replica import WeightSyncHttpServer
 
     verls.ray.util.get_node_ip_address = lambda: address  # Ray's, of the node
     server: Any = None

@@ -26,7 +26,7 @@ import psutil
 import torch
 import zmq
 
-from sglang_loader.session_messages import SESSION_FORMAT
+from sglang_loader.common.session.messages import SESSION_FORMAT
 from support.engine_steps import in_storages_of_their_own, weights_of, write_values
 from support.engine_stop import STOP_LOADER
 from support.http_requests import get, post, running_generation
@@ -47,7 +47,7 @@ GARBAGE = 7.0
 
 def use_limits(rank: TrainerRank, timeout_s: float) -> None:
     """Have the rank's requests end after `timeout_s`, in up to three attempts."""
-    from verl_sglang_sync.server_client import SGLangServerClient
+    from verl_sglang_sync.engine.server_client import SGLangServerClient
 
     rank.client = SGLangServerClient(
         rank.url, timeout_s=timeout_s, rank=rank.rank, replica=rank.replica
@@ -90,7 +90,7 @@ class KeptExport:
 
     def reexport(self) -> Any:
         """What a manager gets."""
-        from verl_sglang_sync.reexport import Reexport
+        from verl_sglang_sync.verl.reexport import Reexport
 
         return Reexport(self._export, sources=self._sources)
 

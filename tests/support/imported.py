@@ -17,9 +17,9 @@ for module in (
     "support.trainer",
     "torch.distributed.tensor",
     "verl.workers.engine.megatron.transformer_impl",
-    "verl_sglang_sync.broadcast_transport",
-    "verl_sglang_sync.sharding_manager",
-    "verl_sglang_sync.update_groups",
+    "verl_sglang_sync.routes.broadcast",
+    "verl_sglang_sync.sync.sharding_manager",
+    "verl_sglang_sync.engine.update_groups",
 ):
     importlib.import_module(module)
 

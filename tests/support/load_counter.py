@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from sglang_loader import weight_updater_hooks
+from sglang_loader.hooks import weights as weight_updater_hooks
 
 COUNT_LOADER = "support.load_counter.count_loads"
 _state = {"loads": 0, "nth": 0, "seconds": 0.0}

@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
-from sglang_loader.load_plan import BucketLayout
-from sglang_loader.load_plan.arrangement import Arrangement, Read
+from sglang_loader.common.arrangement import Arrangement, Read
+from sglang_loader.common.layout import BucketLayout
 from support.engine_steps import weights_of
 from support.trainer import NamedTensors, TrainerRank, engine_hashes
 
@@ -75,7 +75,7 @@ def fail_on_one_rank(rank: TrainerRank, model: str) -> str:
 def wrong_token(rank: TrainerRank) -> str:
     """Invite the engine with a token that is not the session's; returns what came of it."""
     from verl_sglang_sync import WeightSyncError
-    from verl_sglang_sync.trainer_session import TrainerSession
+    from verl_sglang_sync.engine.session import TrainerSession
 
     def forge(self: TrainerSession, *arguments: Any, **options: Any) -> None:
         init(self, *arguments, **options)
@@ -97,7 +97,7 @@ def wrong_token(rank: TrainerRank) -> str:
 def forged_arrangements(rank: TrainerRank, model: str, folder: str) -> dict[str, Any]:
     """Send buckets arranged in a way that the engine does not hold, then go on as before."""
     from verl_sglang_sync import WeightSyncError
-    from verl_sglang_sync.arranged_sending import ArrangedSync, KnownArrangements
+    from verl_sglang_sync.routes.arranged_sending import ArrangedSync, KnownArrangements
 
     manager = rank.manager("compiled", read_in_place=False)
     weights = weights_of(Path(model), rank.device)

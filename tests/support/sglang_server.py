@@ -15,10 +15,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from sglang_loader.common.session.messages import SESSION_FORMAT
 from sglang_loader.host_backup.policy import ENVIRONMENT_VARIABLE, Policy
-from sglang_loader.session_messages import SESSION_FORMAT
 from support.forks import CPU_ENVIRONMENT, Fork, die_with_parent, python_path, serve
-from verl_sglang_sync.server_client.urls import server_url
+from verl_sglang_sync.engine.server_client.urls import server_url
 
 START_TIMEOUT_S = 240
 

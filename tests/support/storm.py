@@ -28,14 +28,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_assets import make_assets
 
-from sglang_loader.request_gate import ENVIRONMENT_VARIABLE
+from sglang_loader.hooks.request_gate import ENVIRONMENT_VARIABLE
 from support.engine_hash import HASH_LOADER
 from support.fault_proxy import fault_proxy
 from support.sglang_server import sglang_server
 from support.storm_checks import PROMPTS, StormEngine, Stream, Violation, shared_memory_of, strays
 from support.storm_trainer import NUM_VERSIONS, PRESETS, TIMEOUT_S, TrainerFactory, World
 from support.storm_wire import Wire
-from verl_sglang_sync.session_ranks import MAY_SERVE
+from verl_sglang_sync.sync.ranks_in_step import MAY_SERVE
 
 LEAVE_S = 3 * TIMEOUT_S + 10
 """All ranks have left a failed sync by then: three attempts of one request, and a margin."""

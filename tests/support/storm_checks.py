@@ -152,7 +152,7 @@ class StormEngine:
         import torch
 
         from sglang_loader.ipc import serialize_handles
-        from verl_sglang_sync.server_client import SGLangServerClient
+        from verl_sglang_sync.engine.server_client import SGLangServerClient
 
         files = [self._folder / f"rank{rank}.json" for rank in range(self.tp)]
         for file in files:

@@ -54,7 +54,7 @@ class TrainerRank:
     ) -> None:
         from torch.distributed.device_mesh import init_device_mesh
 
-        from verl_sglang_sync.server_client import SGLangServerClient
+        from verl_sglang_sync.engine.server_client import SGLangServerClient
 
         self.rank = rank
         self.replica = rank // tp
@@ -82,7 +82,7 @@ class TrainerRank:
     ) -> Any:
         """A new sharding manager of this rank; `settings` are keys of the preset."""
         from verl_sglang_sync.config import WeightSyncConfig
-        from verl_sglang_sync.sharding_manager import SGLangShardingManager
+        from verl_sglang_sync.sync.sharding_manager import SGLangShardingManager
 
         return SGLangShardingManager(
             engine=self.client if self.is_leader else None,
@@ -110,7 +110,7 @@ class LoneTrainer(TrainerRank):
     """A trainer of one rank, in the caller's own process."""
 
     def __init__(self, url: str, device: torch.device) -> None:
-        from verl_sglang_sync.server_client import SGLangServerClient
+        from verl_sglang_sync.engine.server_client import SGLangServerClient
 
         self.rank = self.replica = 0
         self.tp = 1

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sglang_loader.session_folder import SessionFolder
+from sglang_loader.common.session.folder import SessionFolder
 from unit.trainer_ranks import RankPool
 
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-from sglang_loader.load_plan.arrangement import Arrangement, Read
+from sglang_loader.common.arrangement import Arrangement, Read
 from unit.trainer_ranks import trainer_group
 
 CPU = torch.device("cpu")
@@ -79,7 +79,7 @@ def export_of(model):
     """What verl's FSDP engine exports, as our adapter gets it."""
     from verl.workers.engine.fsdp import transformer_impl
 
-    from verl_sglang_sync.reexport import _repeatable
+    from verl_sglang_sync.verl.reexport import _repeatable
 
     # In these processes verl finds no accelerator, and each iteration asks for it again.
     transformer_impl.get_device_id = lambda: CPU
@@ -97,9 +97,9 @@ def export_of(model):
 
 def batches_of(export):
     """The export in full, as buckets."""
-    from verl_sglang_sync.bucket_stream import BucketStream
-    from verl_sglang_sync.export import Export
     from verl_sglang_sync.report import SyncReport
+    from verl_sglang_sync.sources.bucket_stream import BucketStream
+    from verl_sglang_sync.sources.export import Export
 
     stream, report = BucketStream(BUCKET_BYTES), SyncReport(mode="compiled", replica=0)
     return list(stream.batches(Export(export), report))
@@ -162,8 +162,8 @@ class Rank:
     """An exchange of one model on this rank."""
 
     def __init__(self, model, change=None, recheck=0):
-        from verl_sglang_sync.reexport import transformed
-        from verl_sglang_sync.shard_exchange import ShardExchange
+        from verl_sglang_sync.routes.shard_exchange import ShardExchange
+        from verl_sglang_sync.verl.reexport import transformed
 
         self.model = model
         self.group = trainer_group(2)[0]
@@ -192,8 +192,8 @@ class Rank:
 
     def sync(self):
         """One sync as a transport would make it; what was exchanged is compared afterwards."""
-        from verl_sglang_sync.shard_exchange import SyncKind
-        from verl_sglang_sync.shard_exchange.self_check import gather_arranged
+        from verl_sglang_sync.routes.shard_exchange import SyncKind
+        from verl_sglang_sync.routes.shard_exchange.self_check import gather_arranged
 
         kind = self.exchange.ready(self.export, self.layouts)
         self.seen.kinds.append(kind.name)
@@ -272,8 +272,8 @@ class _Arranged:
 def drain_on_rank_1():
     """Rank 1 gives up after one bucket; whether what this rank filled is right."""
     from verl_sglang_sync.report import SyncReport
-    from verl_sglang_sync.session_exchange import ExchangedBuckets
-    from verl_sglang_sync.shard_exchange.self_check import gather_arranged
+    from verl_sglang_sync.routes.exchange import ExchangedBuckets
+    from verl_sglang_sync.routes.shard_exchange.self_check import gather_arranged
 
     rank = Rank(sharded("dense"))
     rank.prepare()
@@ -423,7 +423,7 @@ def unsupported_parameters():
     """Parameters whose bytes are not in rows on one line of ranks; by what is wrong with them."""
     from torch.distributed.tensor import Shard
 
-    from verl_sglang_sync.traced_export.export_trace import NotTraceable, trace_export
+    from verl_sglang_sync.sources.export_trace import NotTraceable, trace_export
 
     world_size = dist.get_world_size()
     line = init_device_mesh("cpu", (world_size,))
@@ -457,7 +457,7 @@ def unsupported_parameters():
 
 def views_and_copies():
     """Slices, transposes and copies of copies: each is found, or refused."""
-    from verl_sglang_sync.traced_export.export_trace import NotTraceable, trace_export
+    from verl_sglang_sync.sources.export_trace import NotTraceable, trace_export
 
     world_size = dist.get_world_size()
     full = torch.arange(6 * 4 * 8, dtype=torch.float32).view(6, 4, 8)
@@ -514,7 +514,7 @@ def a_backend_that_cannot():
 
 def wrong_origins():
     """The traced origins are spoiled: the comparison must see it; returns what it says."""
-    from verl_sglang_sync.shard_exchange import shard_exchange
+    from verl_sglang_sync.routes.shard_exchange import shard_exchange
 
     rank = Rank(sharded("moe"))
     trace = shard_exchange.trace_export

@@ -5,7 +5,7 @@ from __future__ import annotations
 from concurrent.futures import Future
 from typing import Any
 
-from verl_sglang_sync.session_ranks import OpeningRequest
+from verl_sglang_sync.sync.ranks_in_step import OpeningRequest
 
 
 class LosesReplies:

@@ -10,9 +10,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from sglang_loader.load_plan import BucketSource
-from sglang_loader.load_plan.source import Piece
-from sglang_loader.shared_buffer import map_buffer
+from sglang_loader.common.bucket_source import BucketSource, Piece
+from sglang_loader.common.shared_memory import map_buffer
 from unit.exchange_ranks import CPU, export_of, sharded
 from unit.trainer_ranks import trainer_group
 
@@ -42,8 +41,8 @@ class Rank:
     """The syncs of one model on this rank, and an engine that maps what it is told to."""
 
     def __init__(self, kind: str, *, is_shared: bool = True, recheck: int = 0) -> None:
-        from verl_sglang_sync.bucket_stream import BucketStream
-        from verl_sglang_sync.pull import Pull
+        from verl_sglang_sync.routes.pull import Pull
+        from verl_sglang_sync.sources.bucket_stream import BucketStream
 
         self.model = sharded(kind)
         if is_shared:
@@ -69,7 +68,7 @@ class Rank:
         """One sync as a transport would make it, again where a pull does not hold."""
         from torch.distributed.tensor import DTensor
 
-        from verl_sglang_sync.pull import Recovery
+        from verl_sglang_sync.routes.pull import Recovery
 
         if not self.pull.prepare(self.export):
             self._export(may_read)
@@ -94,8 +93,8 @@ class Rank:
             self._export(may_read)
 
     def _export(self, may_read: bool) -> None:
-        from verl_sglang_sync.export import Export
         from verl_sglang_sync.report import SyncReport
+        from verl_sglang_sync.sources.export import Export
 
         for _ in self.stream.batches(Export(self.export), SyncReport(mode="compiled", replica=0)):
             pass
@@ -223,7 +222,7 @@ def pull_other_parameters() -> dict[str, Any]:
 
 def pull_engine_forgot() -> dict[str, Any]:
     """One rank's engine was started anew: it has nothing mapped, and the handles are used."""
-    from verl_sglang_sync.trainer_session import BlockNotMapped
+    from verl_sglang_sync.engine.session import BlockNotMapped
 
     rank = Rank("dense")
     for _ in range(3):
@@ -244,9 +243,8 @@ def pull_engine_forgot() -> dict[str, Any]:
 
 def pull_refused(case: str) -> dict[str, Any]:
     """What cannot be pulled is exported, on all ranks, for a reason that all ranks say."""
-    from verl_sglang_sync import shard_memory
-    from verl_sglang_sync.traced_export import export_trace
-    from verl_sglang_sync.trainer_session import EngineCannotMap
+    from verl_sglang_sync.engine.session import EngineCannotMap
+    from verl_sglang_sync.sources import export_trace, shard_memory
 
     rank = Rank("moe", is_shared=case != "private")
     if case == "hosts":
@@ -254,7 +252,7 @@ def pull_refused(case: str) -> dict[str, Any]:
             rank.sync()
     elif case == "wrong trace":
         spoiled = _spoiled_on_rank_1(export_trace.trace_export)
-        with mock.patch("verl_sglang_sync.pull.trace_export", spoiled):
+        with mock.patch("verl_sglang_sync.routes.pull.trace_export", spoiled):
             rank.sync()
     else:
         rank.sync()

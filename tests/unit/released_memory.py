@@ -7,9 +7,9 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from sglang_loader.common.intervals import Interval, num_bytes
 from sglang_loader.host_backup.allocations import bytes_at, reachable
 from sglang_loader.load_plan.destinations import Destinations, collect_destinations
-from sglang_loader.load_plan.intervals import Interval, num_bytes
 
 POISON = 0xFF  # NaN in every float type, -1 in every integer
 

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from sglang_loader import session
-from sglang_loader.check_remarks import with_remark
-from sglang_loader.session_messages import SESSION_FORMAT, decode_descriptor
-from sglang_loader.session_state import Layouts, Mappings, Sources
+from sglang_loader.common.check_remarks import with_remark
+from sglang_loader.common.session.messages import SESSION_FORMAT, decode_descriptor
+from sglang_loader.session import serve as session
+from sglang_loader.session.state import Layouts, Mappings, Sources
 
 _thread = threading.local()
 

@@ -13,12 +13,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_loader.load_plan import BucketLayout
-from sglang_loader.load_plan.arrangement import Arrangement, Read
-from sglang_loader.load_plan.batched_copy import TILE_WORDS
+from sglang_loader.common.arrangement import Arrangement, Read
+from sglang_loader.common.copy_kernel import TILE_WORDS
+from sglang_loader.common.layout import BucketLayout
 from sglang_loader.load_plan.verify import gather
-from verl_sglang_sync import arranged_packing
-from verl_sglang_sync.arranged_packing import WORD_BYTES, ArrangedPacking, GatherTable
+from verl_sglang_sync.routes import arranged_packing
+from verl_sglang_sync.routes.arranged_packing import WORD_BYTES, ArrangedPacking, GatherTable
 
 CPU = torch.device("cpu")
 FILL = 0x5A

@@ -10,17 +10,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_loader.arrangement_messages import decode_arrangements, encode_arrangements
-from sglang_loader.load_plan import BucketLayout
-from sglang_loader.load_plan.arrangement import Arrangement, Read
-from sglang_loader.manifest import ManifestError
-from sglang_loader.session_messages import digest_of
-from verl_sglang_sync.arranged_sending import ArrangedSync, KnownArrangements
-from verl_sglang_sync.bucket_stream import Batch, Bucket, BucketStream, Cut
+from sglang_loader.common.arrangement import Arrangement, Read
+from sglang_loader.common.arrangement_messages import decode_arrangements, encode_arrangements
+from sglang_loader.common.layout import BucketLayout
+from sglang_loader.common.manifest import ManifestError
+from sglang_loader.common.session.messages import digest_of
 from verl_sglang_sync.config import WeightSyncConfig
 from verl_sglang_sync.report import SyncReport
-from verl_sglang_sync.session_staging import StagingRing
-from verl_sglang_sync.session_transport import SessionTransport
+from verl_sglang_sync.routes.arranged_sending import ArrangedSync, KnownArrangements
+from verl_sglang_sync.routes.staging_ring import StagingRing
+from verl_sglang_sync.sources.bucket_stream import Batch, Bucket, BucketStream, Cut
+from verl_sglang_sync.sync.transport import SessionTransport
 
 CPU = torch.device("cpu")
 LAYOUT = BucketLayout.pack([("a", (16, 8), torch.float32), ("b", (8,), torch.bfloat16)])

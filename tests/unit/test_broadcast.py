@@ -10,13 +10,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_loader import broadcast, update_group, weight_updater_hooks
-from sglang_loader.broadcast import Broadcast, BroadcastError
-from sglang_loader.broadcast_messages import BroadcastBucket, decode_bucket
-from sglang_loader.broadcast_receiver import BroadcastReceiver, layout_of
-from sglang_loader.check_remarks import with_remark
-from sglang_loader.load_plan import BucketLayout
-from sglang_loader.manifest import (
+from sglang_loader.common.broadcast import broadcast, update_group
+from sglang_loader.common.broadcast.broadcast import Broadcast, BroadcastError
+from sglang_loader.common.broadcast.messages import BroadcastBucket, decode_bucket
+from sglang_loader.common.check_remarks import with_remark
+from sglang_loader.common.layout import BucketLayout
+from sglang_loader.common.manifest import (
     WIRE_VERSION,
     BucketManifest,
     ManifestError,
@@ -24,12 +23,16 @@ from sglang_loader.manifest import (
     decode,
     encode,
 )
-from verl_sglang_sync import WeightSyncError, broadcast_transport, update_groups
-from verl_sglang_sync.broadcast_transport import BroadcastTransport
+from sglang_loader.hooks import weights as weight_updater_hooks
+from sglang_loader.session.broadcast_receiver import BroadcastReceiver, layout_of
+from verl_sglang_sync import WeightSyncError
 from verl_sglang_sync.collective import SingleProcess
 from verl_sglang_sync.config import WeightSyncConfig
+from verl_sglang_sync.engine import update_groups
+from verl_sglang_sync.engine.update_groups import Replica, UpdateGroup, UpdateGroups
 from verl_sglang_sync.report import SyncReport
-from verl_sglang_sync.update_groups import Replica, UpdateGroup, UpdateGroups
+from verl_sglang_sync.routes import broadcast as broadcast_transport
+from verl_sglang_sync.routes.broadcast import BroadcastTransport
 
 CPU = torch.device("cpu")
 GROUP = object()
@@ -363,7 +366,7 @@ def test_leaving_ends_though_a_peer_is_dead(monkeypatch, caplog):
 
 @pytest.mark.parametrize("value", [None, "1"])
 def test_a_trainer_with_another_nccl_setting_than_sglangs_is_refused(monkeypatch, value):
-    from verl_sglang_sync.checkpoint_engine import _check_nccl
+    from verl_sglang_sync.verl.checkpoint_engine import _check_nccl
 
     monkeypatch.delenv("NCCL_CUMEM_ENABLE", raising=False)
     if value is not None:

@@ -5,10 +5,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl_sglang_sync.bucket_stream import BucketStream
-from verl_sglang_sync.planner import plan_buckets
 from verl_sglang_sync.report import SyncReport
-from verl_sglang_sync.staging import spec_of
+from verl_sglang_sync.sources.bucket_stream import BucketStream
+from verl_sglang_sync.sources.planner import plan_buckets
+from verl_sglang_sync.sources.staging import spec_of
 
 LIMIT = 1024
 FUSED = ("l.self_attn.q_a_proj.weight", "l.self_attn.kv_a_proj_with_mqa.weight")

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_loader.completeness import Completeness
-from sglang_loader.load_plan import BucketLayout
+from sglang_loader.common.layout import BucketLayout
+from sglang_loader.session.completeness import Completeness
 
 ALL = frozenset("abc")
 

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_loader.load_plan.arrangement import Arrangement, Read
-from sglang_loader.load_plan.geometry import Region
-from verl_sglang_sync.shard_exchange import exchange_plan
-from verl_sglang_sync.shard_exchange.exchange_plan import pieces_of, plan_bucket
-from verl_sglang_sync.traced_export.origins import ByteMap, Origin, compose
-from verl_sglang_sync.traced_export.owners import everyone, shards_of_rows
+from sglang_loader.common.arrangement import Arrangement, Read
+from sglang_loader.common.geometry import Region
+from verl_sglang_sync.routes.shard_exchange import exchange_plan
+from verl_sglang_sync.routes.shard_exchange.exchange_plan import pieces_of, plan_bucket
+from verl_sglang_sync.sources.origins import ByteMap, Origin, compose
+from verl_sglang_sync.sources.owners import everyone, shards_of_rows
 
 
 def indices(offset, dims, run):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from verl_sglang_sync.export import Export, TensorsDiffer
+from verl_sglang_sync.sources.export import Export, TensorsDiffer
 
 EMBEDDING = "model.embed_tokens.weight"
 NORM = "model.norm.weight"

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_loader import weight_update
-from sglang_loader.check_remarks import ManifestCheck
+from sglang_loader.common.check_remarks import ManifestCheck
+from sglang_loader.common.layout import BucketLayout
 from sglang_loader.host_backup import WeightsBackup, arm
 from sglang_loader.host_backup.allocations import reachable
-from sglang_loader.load_plan import BucketLayout
-from sglang_loader.plan_store import loader_of
 from sglang_loader.rehearsal.findings import Verdict
+from sglang_loader.session import weight_update
+from sglang_loader.session.model_loader import loader_of
 from unit.released_memory import poison
 from unit.test_plan_store import NAMES, Model, check_loaded, sync
 

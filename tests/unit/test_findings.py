@@ -6,8 +6,8 @@ import struct
 import pytest
 import torch
 
-from sglang_loader.check_remarks import remarks_in, with_remark
-from sglang_loader.load_plan.geometry import Region
+from sglang_loader.common.check_remarks import remarks_in, with_remark
+from sglang_loader.common.geometry import Region
 from sglang_loader.rehearsal.findings import RankView, Verdict, judge
 from sglang_loader.rehearsal.published import published_tensors
 

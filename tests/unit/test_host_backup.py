@@ -12,6 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from sglang_loader.common.intervals import merge, num_bytes, subtract
+from sglang_loader.common.layout import BucketLayout
 from sglang_loader.host_backup import (
     WeightsBackup,
     arm,
@@ -30,9 +32,7 @@ from sglang_loader.host_backup.allocations import (
 from sglang_loader.host_backup.backup import BRIDGED_BYTES, bridged
 from sglang_loader.host_backup.policy import ENVIRONMENT_VARIABLE, requested_policy, why_stock
 from sglang_loader.host_backup.saved_bytes import SavedBytes
-from sglang_loader.load_plan import BucketLayout
 from sglang_loader.load_plan.destinations import collect_destinations
-from sglang_loader.load_plan.intervals import merge, num_bytes, subtract
 from unit.released_memory import POISON, Residue, contents, overwrite, poison, size_of, whole
 
 LAYOUT = BucketLayout.pack([("low", (5, 3), torch.bfloat16)])

@@ -14,8 +14,7 @@ from fastapi.responses import JSONResponse
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from sglang_loader.idempotency import IdempotencyMiddleware, install
-from sglang_loader.update_keys import (
+from sglang_loader.common.update_keys import (
     KEY_HEADER,
     KEYED_PATHS,
     REPLAYED_HEADER,
@@ -23,7 +22,8 @@ from sglang_loader.update_keys import (
     UpdateKey,
     UpdateKeys,
 )
-from sglang_loader.update_record import MAX_PAST_SYNCS, KeyConflict, Reply, UpdateRecord
+from sglang_loader.hooks.idempotency import IdempotencyMiddleware, install
+from sglang_loader.hooks.update_record import MAX_PAST_SYNCS, KeyConflict, Reply, UpdateRecord
 
 PATH = KEYED_PATHS[0]
 OK, FAILED = Reply(200, (), b""), Reply(400, (), b"")

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_loader.manifest import (
+from sglang_loader.common.manifest import (
     WIRE_VERSION,
     BucketManifest,
     ManifestError,

@@ -11,7 +11,7 @@ from unit.trainer_ranks import full_tensor, name_of
 from verl_sglang_sync import WeightSyncError
 from verl_sglang_sync.collective import SingleProcess
 from verl_sglang_sync.config import WeightSyncConfig
-from verl_sglang_sync.sharding_manager import SGLangShardingManager
+from verl_sglang_sync.sync.sharding_manager import SGLangShardingManager
 
 WEIGHTS = [(name_of(i), full_tensor(0, i)) for i in range(6)]
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from verl_sglang_sync.memory_blocks import Block, BlockNames, share_block
+from verl_sglang_sync.sources.memory_blocks import Block, BlockNames, share_block
 
 
 def test_a_block_gets_a_new_name_when_its_storage_is_gone():

@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from verl_sglang_sync.traced_export.known_sources import KnownSources, SourcesChanged
-from verl_sglang_sync.traced_export.module_tree import STEP, ModuleState, ModuleTree
+from verl_sglang_sync.sources.known_sources import KnownSources, SourcesChanged
+from verl_sglang_sync.sources.module_tree import STEP, ModuleState, ModuleTree
 
 
 @pytest.fixture(autouse=True)

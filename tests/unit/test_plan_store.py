@@ -7,20 +7,21 @@ import pytest
 import torch
 from torch import nn
 
-from sglang_loader import arranged_plan
-from sglang_loader.arrangement_messages import decode_arrangements
-from sglang_loader.load_plan import BucketLayout, BucketSource
-from sglang_loader.load_plan.arrangement import Arrangement
+from sglang_loader.common.arrangement import Arrangement
+from sglang_loader.common.arrangement_messages import decode_arrangements
+from sglang_loader.common.bucket_source import BucketSource
+from sglang_loader.common.layout import BucketLayout
+from sglang_loader.common.session.messages import digest_of, encode_layout
 from sglang_loader.load_plan.verify import CheckResult, gather
-from sglang_loader.plan_store import (
+from sglang_loader.session import arranged_plan
+from sglang_loader.session.model_loader import (
     MAX_RECORDINGS,
     ArrangementError,
     ModelLoader,
     SyncOutcome,
     loader_of,
 )
-from sglang_loader.session import common_arrangements, load_into_all
-from sglang_loader.session_messages import digest_of, encode_layout
+from sglang_loader.session.serve import common_arrangements, load_into_all
 
 CONTEXT = {"tp_rank": 0, "expert_map": torch.arange(4)}
 NAMES = ("a", "b", "c", "d")

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from verl_sglang_sync.planner import (
+from verl_sglang_sync.sources.planner import (
     ALIGNMENT_BYTES,
     FUSION_GROUPS,
     BucketPlan,
@@ -316,7 +316,7 @@ def test_a_group_larger_than_a_bucket_travels_whole_and_alone():
 PURITY = """
 import sys
 {before}
-import verl_sglang_sync.planner
+import verl_sglang_sync.sources.planner
 found = sorted({{"ray", "verl", "sglang", "torch"}} & set(sys.modules))
 print("found", *found)
 """

@@ -9,17 +9,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_loader.load_plan import BucketLayout, BucketTensor
+from sglang_loader.common.layout import BucketLayout, BucketTensor
 from unit import pull_ranks
-from verl_sglang_sync.shard_memory import pieces_of
-from verl_sglang_sync.traced_export.export_trace import (
+from verl_sglang_sync.sources.export_trace import (
     NotTraceable,
     TracedExport,
     TracedParameter,
     TracedTensor,
 )
-from verl_sglang_sync.traced_export.origins import ByteMap, Origin
-from verl_sglang_sync.traced_export.owners import everyone, shards_of_rows
+from verl_sglang_sync.sources.origins import ByteMap, Origin
+from verl_sglang_sync.sources.owners import everyone, shards_of_rows
+from verl_sglang_sync.sources.shard_memory import pieces_of
 
 
 @pytest.mark.parametrize("kind", ["dense", "tied", "moe", "vl"])

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from sglang_loader.load_plan import BucketLayout
+from sglang_loader.common.layout import BucketLayout
 from sglang_loader.load_plan.destinations import collect_destinations, first_difference
 from sglang_loader.load_plan.verify import differing, snapshot
 from sglang_loader.rehearsal import NotRehearsable, naming_refused, rehearse

@@ -16,14 +16,14 @@ from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers import io_struct as io
 from sglang.srt.utils.aio_rwlock import RWLock
 
-from sglang_loader import gate_hooks
-from sglang_loader.request_gate import (
+from sglang_loader.common.session.messages import SESSION_FORMAT
+from sglang_loader.hooks import requests as gate_hooks
+from sglang_loader.hooks.request_gate import (
     ENVIRONMENT_VARIABLE,
     GatePolicy,
     RequestGate,
     policy_of_this_process,
 )
-from sglang_loader.session_messages import SESSION_FORMAT
 
 REASON = "the engine's memory is released: kv_cache"
 

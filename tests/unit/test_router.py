@@ -10,10 +10,10 @@ import psutil
 import pytest
 
 from support.router import Router, serving
-from verl_sglang_sync.router_guard import Watch, start_guard
-from verl_sglang_sync.server_client import RouterError, core, router
-from verl_sglang_sync.server_client.router import RouterClient, Worker
-from verl_sglang_sync.server_client.urls import checked_base_url, server_url
+from verl_sglang_sync.engine.server_client import RouterError, core, router
+from verl_sglang_sync.engine.server_client.router import RouterClient, Worker
+from verl_sglang_sync.engine.server_client.urls import checked_base_url, server_url
+from verl_sglang_sync.verl.router_guard import Watch, start_guard
 
 SERVER = "http://10.0.0.1:30000"
 SERVER6 = "http://[fd00::1]:30000"
@@ -145,7 +145,7 @@ def test_the_guard_removes_the_server_when_its_parent_ends(how):
 
 PARENT = """
 import sys, time, msgspec
-from verl_sglang_sync.router_guard import Watch, start_guard
+from verl_sglang_sync.verl.router_guard import Watch, start_guard
 guard = start_guard(msgspec.json.decode(sys.argv[1], type=Watch))
 print("started", flush=True)
 time.sleep(60)
@@ -180,7 +180,7 @@ def test_a_guard_that_finds_no_router_says_so(capfd):
 
 
 def test_the_guard_imports_no_engine():
-    code = "import sys, verl_sglang_sync.router_guard; print([*sys.modules])"
+    code = "import sys, verl_sglang_sync.verl.router_guard; print([*sys.modules])"
     command = [sys.executable, "-c", code]
     modules = subprocess.run(command, capture_output=True, check=True, text=True).stdout
     assert "'aiohttp'" in modules

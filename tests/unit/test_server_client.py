@@ -12,8 +12,8 @@ from concurrent.futures import CancelledError
 import pytest
 from aiohttp import web
 
-from sglang_loader.update_keys import KEY_HEADER, SUPPORTED_HEADER, UpdateKey
-from verl_sglang_sync.server_client import (
+from sglang_loader.common.update_keys import KEY_HEADER, SUPPORTED_HEADER, UpdateKey
+from verl_sglang_sync.engine.server_client import (
     ConnectionBroken,
     NoReply,
     NotAuthorized,
@@ -25,8 +25,8 @@ from verl_sglang_sync.server_client import (
     core,
     operations,
 )
-from verl_sglang_sync.server_client.core import ATTEMPTS, CONNECT_ATTEMPTS
-from verl_sglang_sync.server_client.loop_thread import LoopThread
+from verl_sglang_sync.engine.server_client.core import ATTEMPTS, CONNECT_ATTEMPTS
+from verl_sglang_sync.engine.server_client.loop_thread import LoopThread
 
 SUCCESS = '{"success": true, "message": "Success"}'
 

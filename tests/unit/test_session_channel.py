@@ -13,12 +13,18 @@ from typing import Any
 
 import pytest
 
-from sglang_loader import session_channel
-from sglang_loader import session_messages as wire
-from sglang_loader.session_channel import GRACE_MS, Channel, KeptChannels, engine_end, trainer_end
-from sglang_loader.session_messages import SessionError
-from verl_sglang_sync.memory_blocks import BlockNames
-from verl_sglang_sync.trainer_session import SessionSockets, TrainerSession
+from sglang_loader.common.session import channel as session_channel
+from sglang_loader.common.session import messages as wire
+from sglang_loader.common.session.channel import (
+    GRACE_MS,
+    Channel,
+    KeptChannels,
+    engine_end,
+    trainer_end,
+)
+from sglang_loader.common.session.messages import SessionError
+from verl_sglang_sync.engine.session import SessionSockets, TrainerSession
+from verl_sglang_sync.sources.memory_blocks import BlockNames
 
 TOKEN = "t" * 32
 NewEndpoint = Callable[[], str]

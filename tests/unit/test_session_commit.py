@@ -11,19 +11,13 @@ import pytest
 import torch
 from torch import nn
 
-from sglang_loader import session, session_state
-from sglang_loader.load_plan import BucketLayout
-from sglang_loader.session_messages import BucketPiece, decode_descriptor
-from sglang_loader.shared_buffer import CpuHandle
-from verl_sglang_sync.arranged_sending import ArrangedSync
-from verl_sglang_sync.bucket_stream import BucketStream
+from sglang_loader.common.layout import BucketLayout
+from sglang_loader.common.session.messages import BucketPiece, decode_descriptor
+from sglang_loader.common.shared_memory import CpuHandle
+from sglang_loader.session import serve as session
+from sglang_loader.session import state as session_state
 from verl_sglang_sync.config import WeightSyncConfig
-from verl_sglang_sync.export import Export
-from verl_sglang_sync.memory_blocks import BlockNames
-from verl_sglang_sync.report import SyncReport
-from verl_sglang_sync.session_buckets import ExportedBuckets
-from verl_sglang_sync.session_staging import StagingRing
-from verl_sglang_sync.trainer_session import (
+from verl_sglang_sync.engine.session import (
     BlockNotMapped,
     EngineCannotMap,
     EngineFailed,
@@ -31,6 +25,13 @@ from verl_sglang_sync.trainer_session import (
     SharedBlock,
     TrainerSession,
 )
+from verl_sglang_sync.report import SyncReport
+from verl_sglang_sync.routes.arranged_sending import ArrangedSync
+from verl_sglang_sync.routes.staging_ring import StagingRing
+from verl_sglang_sync.routes.sync_source import ExportedBuckets
+from verl_sglang_sync.sources.bucket_stream import BucketStream
+from verl_sglang_sync.sources.export import Export
+from verl_sglang_sync.sources.memory_blocks import BlockNames
 
 CPU = torch.device("cpu")
 SETTINGS = WeightSyncConfig(

@@ -12,11 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from sglang_loader import session_folder
-from sglang_loader.session_channel import engine_end, trainer_end
-from sglang_loader.session_folder import PREFIX, SessionFolder, check_endpoint, remove_orphans
-from sglang_loader.session_messages import SessionError
-from sglang_loader.shared_buffer import CpuHandle
+from sglang_loader.common.session import folder as session_folder
+from sglang_loader.common.session.channel import engine_end, trainer_end
+from sglang_loader.common.session.folder import (
+    PREFIX,
+    SessionFolder,
+    check_endpoint,
+    remove_orphans,
+)
+from sglang_loader.common.session.messages import SessionError
+from sglang_loader.common.shared_memory import CpuHandle
 
 
 @pytest.fixture

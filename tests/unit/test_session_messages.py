@@ -6,12 +6,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_loader import session_messages as wire
-from sglang_loader.load_plan import BucketLayout
-from sglang_loader.manifest import ManifestError
-from sglang_loader.session_channel import engine_end, trainer_end
-from sglang_loader.session_messages import SessionError
-from sglang_loader.shared_buffer import CpuHandle, map_buffer, share_storage
+from sglang_loader.common.layout import BucketLayout
+from sglang_loader.common.manifest import ManifestError
+from sglang_loader.common.session import messages as wire
+from sglang_loader.common.session.channel import engine_end, trainer_end
+from sglang_loader.common.session.messages import SessionError
+from sglang_loader.common.shared_memory import CpuHandle, map_buffer, share_storage
 
 TOKEN = "ab" * 16
 HANDLE = CpuHandle(nbytes=4, name="n")

@@ -14,8 +14,8 @@ from unit.test_session_commit import SETTINGS
 from verl_sglang_sync import WeightSyncError
 from verl_sglang_sync.collective import Agreement, RankLost, SingleProcess
 from verl_sglang_sync.report import SyncReport
-from verl_sglang_sync.session_ranks import RanksInStep
-from verl_sglang_sync.session_transport import SessionTransport
+from verl_sglang_sync.sync.ranks_in_step import RanksInStep
+from verl_sglang_sync.sync.transport import SessionTransport
 
 
 class Group(SingleProcess):

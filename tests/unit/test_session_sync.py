@@ -16,7 +16,7 @@ from verl_sglang_sync import WeightSyncError
 from verl_sglang_sync.collective import SingleProcess
 from verl_sglang_sync.config import WeightSyncConfig
 from verl_sglang_sync.report import SyncReport
-from verl_sglang_sync.session_transport import SessionTransport
+from verl_sglang_sync.sync.transport import SessionTransport
 
 MODES = ("bucketed", "flattened")
 FIRST, LAST = 0, 2  # the buckets of a case: three of four tensors each

@@ -27,7 +27,7 @@ def two_tensors():
 
 def make_manager(events, *, fails=None, export=two_tensors, **settings):
     """A manager of one process; returns it and its engine."""
-    from verl_sglang_sync.sharding_manager import SGLangShardingManager
+    from verl_sglang_sync.sync.sharding_manager import SGLangShardingManager
 
     chosen = {
         "mode": "flattened",

@@ -9,8 +9,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from sglang_loader.stage_costs import StageMeter, by_rank, joined, stage_costs_in
-from sglang_loader.stage_reply import install, leave_costs
+from sglang_loader.common.stage_costs import StageMeter, by_rank, joined, stage_costs_in
+from sglang_loader.hooks.stage_reply import install, leave_costs
 
 COSTS = {"weights": {"seconds": [0.5], "gpu_bytes": [3], "host_bytes": [2]}}
 

@@ -12,10 +12,10 @@ import torch
 from aiohttp import web
 from torch._C._distributed_c10d import TCPStore
 
-from sglang_loader import update_group
-from sglang_loader.update_group import MeetingPoint
-from verl_sglang_sync import update_groups
-from verl_sglang_sync.update_groups import Replica, UpdateGroupError, UpdateGroups
+from sglang_loader.common.broadcast import update_group
+from sglang_loader.common.broadcast.update_group import MeetingPoint
+from verl_sglang_sync.engine import update_groups
+from verl_sglang_sync.engine.update_groups import Replica, UpdateGroupError, UpdateGroups
 
 LIMIT_S = 60
 CPU = torch.device("cpu")

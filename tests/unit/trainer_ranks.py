@@ -29,7 +29,7 @@ TIMEOUT_S = 20.0
 PRELOADED = [
     "verl.utils.ulysses",
     "verl.workers.engine.fsdp.transformer_impl",
-    "verl_sglang_sync.session_transport",
+    "verl_sglang_sync.sync.transport",
     "unit.exchange_ranks",
 ]
 
@@ -224,7 +224,7 @@ def sync(case):
     from verl_sglang_sync import WeightSyncError
     from verl_sglang_sync.config import WeightSyncConfig
     from verl_sglang_sync.report import SyncReport
-    from verl_sglang_sync.session_transport import SessionTransport
+    from verl_sglang_sync.sync.transport import SessionTransport
 
     group, is_leader = trainer_group(case.tp)
     export_group = None
@@ -286,7 +286,7 @@ def stages(case):
     """Go through a sharding manager's stages on this rank; return (events, error)."""
     from verl_sglang_sync import WeightSyncError
     from verl_sglang_sync.config import WeightSyncConfig
-    from verl_sglang_sync.sharding_manager import SGLangShardingManager
+    from verl_sglang_sync.sync.sharding_manager import SGLangShardingManager
 
     group, is_leader = trainer_group(case.tp)
     events = []

@@ -10,7 +10,7 @@ they are resumed (61 GB: 17 s and 5 s), although a sync overwrites nearly all of
     withdraw_coverage(model, "why")           # its guard failed: everything again
     sync_completed(model)                     # every byte of the coverage was written
 
-Nothing here imports sglang; `memory_hooks` connects it to the scheduler.
+Nothing here imports sglang; `hooks.memory` connects it to the scheduler.
 """
 
 from sglang_loader.host_backup.backup import (

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from sglang_loader.common.intervals import Interval, merge
 from sglang_loader.load_plan.destinations import collect_destinations
-from sglang_loader.load_plan.intervals import Interval, merge
 
 WEIGHTS_TAG = "weights"
 

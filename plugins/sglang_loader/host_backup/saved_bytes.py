@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
+from sglang_loader.common.intervals import Interval, num_bytes
 from sglang_loader.host_backup.allocations import bytes_at
-from sglang_loader.load_plan.intervals import Interval, num_bytes
 
 PINNED_LIMIT_BYTES = 32 << 20
 CHUNK_BYTES = 4 << 20

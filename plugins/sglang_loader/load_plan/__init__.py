@@ -21,21 +21,15 @@ imports sglang.
 from sglang_loader.load_plan.builder import PlanBuilder
 from sglang_loader.load_plan.executor import PlanExecutor
 from sglang_loader.load_plan.guard import DestinationProbe
-from sglang_loader.load_plan.layout import BucketLayout, BucketTensor
 from sglang_loader.load_plan.plan import BucketPlan, LoadPlan, PlanRefused
-from sglang_loader.load_plan.source import BucketSource, Piece
 from sglang_loader.load_plan.verify import CheckResult, KnownDigests, check_bucket, self_check
 
 __all__ = [
-    "BucketLayout",
     "BucketPlan",
-    "BucketSource",
-    "BucketTensor",
     "CheckResult",
     "DestinationProbe",
     "KnownDigests",
     "LoadPlan",
-    "Piece",
     "PlanBuilder",
     "PlanExecutor",
     "PlanRefused",

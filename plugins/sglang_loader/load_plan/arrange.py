@@ -21,12 +21,12 @@ from typing import Any
 
 from torch.utils._pytree import tree_map
 
-from sglang_loader.load_plan.arrangement import Arrangement, Read
+from sglang_loader.common.arrangement import Arrangement, Read
+from sglang_loader.common.bucket_source import split_copy
+from sglang_loader.common.geometry import BYTES, Dim, StridedCopy, collapse
+from sglang_loader.common.layout import ALIGNMENT_BYTES, BucketLayout
 from sglang_loader.load_plan.coalesce import coalesce
-from sglang_loader.load_plan.geometry import BYTES, Dim, StridedCopy, collapse
-from sglang_loader.load_plan.layout import ALIGNMENT_BYTES, BucketLayout
 from sglang_loader.load_plan.plan import BucketPlan, TapeStep
-from sglang_loader.load_plan.source import split_copy
 from sglang_loader.load_plan.trace import Space, TensorRef
 
 UNIT_ALIGNMENT = 16

@@ -20,16 +20,8 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from sglang_loader.load_plan.compiler import compile_bucket
-from sglang_loader.load_plan.destinations import (
-    Destinations,
-    TensorEntry,
-    collect_destinations,
-    first_difference,
-)
-from sglang_loader.load_plan.geometry import Region, region_runs
-from sglang_loader.load_plan.guard import Fingerprint
-from sglang_loader.load_plan.intervals import (
+from sglang_loader.common.geometry import Region, region_runs
+from sglang_loader.common.intervals import (
     Interval,
     contains,
     intersects,
@@ -37,7 +29,15 @@ from sglang_loader.load_plan.intervals import (
     merge_runs,
     subtract,
 )
-from sglang_loader.load_plan.layout import BucketLayout
+from sglang_loader.common.layout import BucketLayout
+from sglang_loader.load_plan.compiler import compile_bucket
+from sglang_loader.load_plan.destinations import (
+    Destinations,
+    TensorEntry,
+    collect_destinations,
+    first_difference,
+)
+from sglang_loader.load_plan.guard import Fingerprint
 from sglang_loader.load_plan.plan import BucketPlan, LoadPlan, LoadWeights, PlanRefused
 from sglang_loader.load_plan.trace import Trace
 from sglang_loader.load_plan.tracer import record

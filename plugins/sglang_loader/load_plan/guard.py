@@ -17,13 +17,13 @@ from operator import attrgetter, is_
 import torch
 from torch import nn
 
+from sglang_loader.common.layout import BucketLayout
 from sglang_loader.load_plan.destinations import (
     Destinations,
     collect_destinations,
     first_difference,
     iterate_tensors,
 )
-from sglang_loader.load_plan.layout import BucketLayout
 
 
 @dataclass(frozen=True, slots=True)

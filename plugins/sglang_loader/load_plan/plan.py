@@ -23,11 +23,11 @@ from typing import Any, TypeAlias
 import torch
 from torch.utils._pytree import tree_leaves
 
+from sglang_loader.common.geometry import StridedCopy
+from sglang_loader.common.intervals import Interval
+from sglang_loader.common.layout import BucketLayout
 from sglang_loader.load_plan.destinations import Destinations
-from sglang_loader.load_plan.geometry import StridedCopy
 from sglang_loader.load_plan.guard import Fingerprint
-from sglang_loader.load_plan.intervals import Interval
-from sglang_loader.load_plan.layout import BucketLayout
 from sglang_loader.load_plan.trace import Space, TensorRef
 
 LoadWeights: TypeAlias = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from sglang_loader.load_plan.geometry import Region
+from sglang_loader.common.geometry import Region
 
 _OVERWRITING_OPS = frozenset({"aten::copy_", "aten::fill_", "aten::zero_", "aten::_foreach_copy_"})
 _COLLECTIVE_NAMESPACES = frozenset({"c10d", "_c10d_functional", "c10d_functional", "symm_mem"})

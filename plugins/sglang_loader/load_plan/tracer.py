@@ -28,8 +28,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
+from sglang_loader.common.geometry import Region
 from sglang_loader.load_plan.destinations import AddressIndex, Destinations
-from sglang_loader.load_plan.geometry import Region
 from sglang_loader.load_plan.host_reads import HostReadWatch
 from sglang_loader.load_plan.trace import (
     HostRead,

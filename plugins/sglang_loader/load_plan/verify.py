@@ -26,7 +26,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from sglang_loader.load_plan.arrangement import Arrangement
+from sglang_loader.common.arrangement import Arrangement
+from sglang_loader.common.intervals import subtract
+from sglang_loader.common.layout import BucketLayout
 from sglang_loader.load_plan.destinations import (
     Destinations,
     StorageEntry,
@@ -34,8 +36,6 @@ from sglang_loader.load_plan.destinations import (
     first_difference,
 )
 from sglang_loader.load_plan.executor import replay_once
-from sglang_loader.load_plan.intervals import subtract
-from sglang_loader.load_plan.layout import BucketLayout
 from sglang_loader.load_plan.plan import BucketPlan, LoadPlan, LoadWeights
 from sglang_loader.load_plan.trace import Space
 

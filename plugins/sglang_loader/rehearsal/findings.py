@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from sglang_loader.common.geometry import Region, region_runs
+from sglang_loader.common.intervals import Interval, contains, intersects, merge_runs, subtract
 from sglang_loader.load_plan.destinations import TensorEntry
-from sglang_loader.load_plan.geometry import Region, region_runs
-from sglang_loader.load_plan.intervals import Interval, contains, intersects, merge_runs, subtract
 from sglang_loader.rehearsal.published import Published
 from sglang_loader.rehearsal.recorder import Use
 from sglang_loader.rehearsal.rehearse import Refusal, Rehearsal, region_of

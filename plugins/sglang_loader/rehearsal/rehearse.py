@@ -27,6 +27,9 @@ from typing import Any
 
 import torch
 
+from sglang_loader.common.geometry import Region, region_runs
+from sglang_loader.common.intervals import Interval, merge_runs
+from sglang_loader.common.layout import BucketLayout
 from sglang_loader.load_plan.destinations import (
     Destinations,
     TensorEntry,
@@ -34,9 +37,6 @@ from sglang_loader.load_plan.destinations import (
     first_difference,
     iterate_tensors,
 )
-from sglang_loader.load_plan.geometry import Region, region_runs
-from sglang_loader.load_plan.intervals import Interval, merge_runs
-from sglang_loader.load_plan.layout import BucketLayout
 from sglang_loader.load_plan.tracer import inline_thread_pools
 from sglang_loader.load_plan.verify import digest
 from sglang_loader.rehearsal.model_state import ModelState

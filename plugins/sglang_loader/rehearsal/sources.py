@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 import torch
 
-from sglang_loader.load_plan import BucketLayout, BucketTensor
+from sglang_loader.common.layout import BucketLayout, BucketTensor
 
 _MAP_NORESERVE = 0x4000  # Linux; Python has a name for it from 3.13 on
 _ALIGNMENT_BYTES = 64

@@ -35,8 +35,8 @@ REINSTALL = "reinstall: pip install --force-reinstall --no-deps verl-sglang-sync
 REPLACED = "another plugin replaced ours, or ours did not load"
 
 # Kept as strings: importing these classes means importing verl and sglang.
-ROLLOUT_CLASS = "verl_sglang_sync.rollout_adapter.WeightSyncServerAdapter"
-REPLICA_CLASS = "verl_sglang_sync.replica.WeightSyncReplica"
+ROLLOUT_CLASS = "verl_sglang_sync.verl.rollout.WeightSyncServerAdapter"
+REPLICA_CLASS = "verl_sglang_sync.verl.replica.WeightSyncReplica"
 
 
 def installed_version(name: str) -> str | None:

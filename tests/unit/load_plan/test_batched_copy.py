@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from sglang_loader.load_plan import batched_copy
-from sglang_loader.load_plan.batched_copy import TILE_WORDS, BatchedCopy, rows_of
+from sglang_loader.common import copy_kernel as batched_copy
+from sglang_loader.common.copy_kernel import TILE_WORDS, BatchedCopy, rows_of
 
 pytest.importorskip("triton")
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_loader.load_plan.geometry import (
+from sglang_loader.common.geometry import (
     BYTES,
     Region,
     StridedCopy,

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from sglang_loader.load_plan import BucketLayout, BucketTensor, DestinationProbe
+from sglang_loader.common.layout import BucketLayout, BucketTensor
+from sglang_loader.load_plan import DestinationProbe
 from sglang_loader.load_plan.destinations import AddressIndex, collect_destinations
 from sglang_loader.load_plan.guard import Fingerprint
 

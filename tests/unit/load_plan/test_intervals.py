@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_loader.load_plan.intervals import (
+from sglang_loader.common.intervals import (
     Interval,
     contains,
     intersects,

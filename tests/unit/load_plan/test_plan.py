@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
+from sglang_loader.common.bucket_source import BucketSource
+from sglang_loader.common.layout import BucketLayout
 from sglang_loader.load_plan import (
-    BucketLayout,
-    BucketSource,
     LoadPlan,
     PlanBuilder,
     PlanExecutor,

@@ -10,13 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from sglang_loader.load_plan import (
-    BucketLayout,
-    BucketSource,
-    Piece,
-    PlanBuilder,
-    PlanExecutor,
-)
+from sglang_loader.common.bucket_source import BucketSource, Piece
+from sglang_loader.common.layout import BucketLayout
+from sglang_loader.load_plan import PlanBuilder, PlanExecutor
 
 SHAPES = [("q", (4, 8)), ("k", (2, 8)), ("v", (2, 8)), ("o", (8, 4)), ("n", (8,))]
 LAYOUT = BucketLayout.pack([(name, shape, torch.float32) for name, shape in SHAPES])

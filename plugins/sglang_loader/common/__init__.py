@@ -1,0 +1,1 @@
+"""What both sides share: numbers and messages. Imports neither verl nor SGLang."""

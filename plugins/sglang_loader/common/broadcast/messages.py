@@ -1,0 +1,65 @@
+"""What travels with a bucket that is broadcast to the engines: its manifest, and what comes next.
+
+Disaggregated mode sends one `update_weights_from_distributed` request per bucket and replica; the
+bytes go over the process group that trainer and engines form. The request's one "tensor" is the
+flat bucket, and its name is the encoded `BroadcastBucket`.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from sglang_loader.common.check_remarks import ManifestCheck
+from sglang_loader.common.manifest import BucketManifest, ManifestError, checked
+
+BROADCAST_EAGER = "sglang_loader.broadcast.eager"
+BROADCAST_COMPILED = "sglang_loader.broadcast.compiled"
+BROADCAST_FORMATS = (BROADCAST_EAGER, BROADCAST_COMPILED)
+"""Values of `load_format`: how the engine loads the bucket, see `broadcast_receiver`."""
+
+
+class BroadcastBucket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One bucket of one sync.
+
+    Attributes:
+        manifest: what the bucket holds.
+        next_nbytes: length of the next bucket, in bytes, whose broadcast has begun too; 0 if this
+            is the last. The engine receives it while it loads this one.
+        timeout_s: longest time to wait for the bytes, in seconds.
+        manifest_check: see `session.messages.SessionDescriptor`; of the last bucket.
+        recheck_every_n_syncs: see `session.model_loader.ModelLoader.start`.
+    """
+
+    manifest: BucketManifest
+    next_nbytes: int
+    timeout_s: float
+    manifest_check: ManifestCheck = "off"
+    recheck_every_n_syncs: int = 0
+
+
+_decoder = msgspec.json.Decoder(BroadcastBucket)
+_encoder = msgspec.json.Encoder()
+
+
+def encode_bucket(bucket: BroadcastBucket) -> str:
+    """Serialise; `decode_bucket(encode_bucket(b)) == b`."""
+    return _encoder.encode(bucket).decode()
+
+
+def decode_bucket(text: str) -> BroadcastBucket:
+    """Parse and check.
+
+    Raises:
+        ManifestError: not such a message, another wire version, or an impossible layout.
+    """
+    try:
+        bucket = _decoder.decode(text)
+    except msgspec.MsgspecError as error:
+        raise ManifestError(f"not a broadcast bucket: {error}; got {text[:120]!r}") from None
+    checked(bucket.manifest)
+    if bucket.next_nbytes < 0 or (bucket.manifest.last and bucket.next_nbytes):
+        raise ManifestError(
+            f"bucket {bucket.manifest.index}: next_nbytes={bucket.next_nbytes}, "
+            f"last={bucket.manifest.last}"
+        )
+    return bucket

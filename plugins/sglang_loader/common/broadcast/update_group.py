@@ -1,0 +1,208 @@
+"""The process group over which a trainer broadcasts weights to engines, as SGLang forms it.
+
+SGLang's `init_weights_update_group` calls a function of its own in every engine rank; the trainer,
+rank 0, has to call the same one to meet them. Then all ranks connect: NCCL makes its communicator
+in a group's first collective and blocks there until all ranks have come, so that collective belongs
+to the forming of the group and not to the first sync, in which the ranks do not start together.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed.distributed_c10d import _get_process_group_store
+
+from sglang_loader.common.broadcast.broadcast import Broadcast
+
+logger = logging.getLogger(__name__)
+
+GROUP_PREFIX = "weight_sync_"
+"""How the names of our groups begin; the engine treats those as this module says."""
+
+CONNECT_TIMEOUT_S = 120.0
+LEAVE_TIMEOUT_S = 10.0
+_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+
+
+class MeetingPoint:
+    """The store where a group's ranks meet, served by this process at a free port.
+
+    A rank that waits here for another one, in a process that nobody can interrupt, is sent away by
+    `close`. One that finds the port closed would try again for as long as torch's default timeout
+    (30 minutes); `reopen` lets it in, so that the next `close` sends it away as well.
+
+    Args:
+        address: of this host, as the engines reach it.
+        world_size: this process and all engine ranks.
+        timeout_s: how long this process waits for another rank, in seconds.
+    """
+
+    def __init__(self, address: str, world_size: int, timeout_s: float) -> None:
+        self._address = address
+        self._world_size = world_size
+        self._timeout = timedelta(seconds=timeout_s)
+        self._server: TCPStore | None = self._store(0, is_master=True)
+        self.port = self._server.port
+
+    def connect(self) -> TCPStore:
+        """A connection of this process's own; it does not keep the store open."""
+        return self._store(self.port, is_master=False)
+
+    def close(self) -> None:
+        """Close the store; whoever waits in it gets an error at once."""
+        self._server = None
+
+    def reopen(self) -> None:
+        """Open it again, empty, at the same port.
+
+        Raises:
+            torch.distributed.DistNetworkError: the port is taken.
+        """
+        self._server = self._store(self.port, is_master=True)
+
+    def _store(self, port: int, *, is_master: bool) -> TCPStore:
+        return TCPStore(
+            self._address,
+            port,
+            self._world_size,
+            is_master=is_master,
+            wait_for_workers=False,
+            timeout=self._timeout,
+        )
+
+
+def import_helpers() -> None:
+    """Import what `join_as_source` needs of SGLang: ten seconds for which no engine should wait."""
+    importlib.import_module("sglang.srt.utils")
+
+
+def join_as_source(
+    store: TCPStore, *, device: torch.device, world_size: int, name: str, timeout_s: float
+) -> Any:
+    """Become rank 0; returns the connected process group once all engine ranks have come.
+
+    Args:
+        store: a connection to the meeting point.
+        device: of the buffers that will be broadcast; decides between NCCL and gloo.
+        world_size: this process and all engine ranks.
+        name: the group's, starts with `GROUP_PREFIX`.
+        timeout_s: how long to wait for another rank, in seconds.
+    """
+    from sglang.srt.utils import init_custom_process_group
+
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # each thread has its own, and starts with GPU 0
+    with errors_left_to_us():
+        group = init_custom_process_group(
+            backend=backend_of(device),
+            store=PrefixStore(name, store),
+            world_size=world_size,
+            rank=0,
+            group_name=name,
+            timeout=timedelta(seconds=timeout_s),
+        )
+    try:
+        connect(group, device, timeout_s)
+    except Exception:
+        leave(group, broken=True)
+        raise
+    return group
+
+
+def backend_of(device: torch.device) -> str:
+    """ "gloo" on a CPU, else "nccl"."""
+    return "gloo" if device.type == "cpu" else "nccl"
+
+
+@contextmanager
+def errors_left_to_us() -> Iterator[None]:
+    """A NCCL group made in the body does not end the process when a peer dies or takes long.
+
+    torch's watchdog does that otherwise; here whoever waits for a broadcast finds out, and the
+    group is aborted.
+    """
+    before = os.environ.get(_ERROR_HANDLING)
+    os.environ[_ERROR_HANDLING] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_ERROR_HANDLING]
+        else:
+            os.environ[_ERROR_HANDLING] = before
+
+
+def connect(group: Any, device: torch.device, timeout_s: float = CONNECT_TIMEOUT_S) -> None:
+    """The group's first collective; every rank calls this right after it joined.
+
+    Nothing ends a rank's wait for the others in NCCL, so all wait in the store before: closing it
+    sends them away.
+
+    Raises:
+        BroadcastError: a rank did not come.
+        torch.distributed.DistError: the store was closed; a rank did not join at all.
+    """
+    _meet(group)
+    Broadcast(torch.zeros(1, dtype=torch.uint8, device=device), group).wait(
+        timeout_s, "the first byte of the update group"
+    )
+
+
+def _meet(group: Any) -> None:
+    """Wait in the store until all ranks are there."""
+    store = _get_process_group_store(group)
+    if store.add("here", 1) == group.size():
+        store.set("all here", "")
+    store.wait(["all here"])
+
+
+def leave(group: Any, *, broken: bool) -> None:
+    """End this process's part in the group; returns after `LEAVE_TIMEOUT_S` at the latest.
+
+    NCCL may wait there for the other ranks on this host, and one of them may be dead. So all ranks
+    should leave at the same time, and each does it in a thread.
+
+    Args:
+        group: of `join_as_source`, or what SGLang made of `init_weights_update_group`.
+        broken: True if a broadcast may be outstanding: it is aborted, not waited for.
+    """
+
+    def step() -> None:
+        if broken:
+            group.abort()
+        dist.destroy_process_group(group)
+
+    _run_for_a_while(step, "leave the update group")
+
+
+def abort(group: Any) -> None:
+    """End all broadcasts of the group, as far as this process is concerned; it is no more use."""
+    _run_for_a_while(group.abort, "abort the update group")
+
+
+def _run_for_a_while(step: Callable[[], None], what: str) -> None:
+    gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+    def run() -> None:
+        if gpu is not None:
+            torch.cuda.set_device(gpu)
+        try:
+            step()
+        except Exception:
+            logger.exception("failed to %s", what)
+
+    thread = threading.Thread(target=run, daemon=True, name="weight-sync-leave")
+    thread.start()
+    thread.join(LEAVE_TIMEOUT_S)
+    if thread.is_alive():
+        logger.warning("it takes more than %g s to %s; going on", LEAVE_TIMEOUT_S, what)

@@ -1,0 +1,273 @@
+"""One end of the sessions' socket: typed messages, bounded waits, and the peer's death noticed.
+
+A zmq PAIR over `ipc://`: the trainer binds in a folder that only its user may enter, the engine
+connects. A monitor on the socket reports when the peer's process is gone, at once and also across
+PID namespaces; a child that it forked meanwhile keeps its end open, and delays that. Both ends keep
+the socket of a session that ended well for the next one (`KeptChannels`): to connect takes a
+millisecond.
+
+The two ends differ in what a dead peer's last messages are worth. The trainer wants to read why its
+engine failed. The engine must not act on what a trainer sent that has given up since: on its end an
+Abort comes before all messages that wait, and nothing counts once the trainer is gone.
+"""
+
+from __future__ import annotations
+
+import hmac
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Generic, TypeVar
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from sglang_loader.common.session import messages as wire
+from sglang_loader.common.session.folder import check_endpoint
+from sglang_loader.common.session.messages import FromEngine, FromTrainer, SessionError
+
+LINGER_MS = 2000
+SLICE_MS = 100
+CONNECT_TIMEOUT_S = 5.0
+GRACE_MS = 1000
+
+Received = TypeVar("Received", bound=FromTrainer | FromEngine)
+
+
+class Channel(Generic[Received]):
+    """Sends and receives the messages of one session after the other. A context manager.
+
+    Args:
+        endpoint: zmq address.
+        bind: True on the trainer's end.
+        decode: `decode_from_trainer` or `decode_from_engine`.
+        peer: "trainer" or "engine", for messages.
+
+    Attributes:
+        has_heard: the peer has said something in this session, even if that was refused.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        bind: bool,
+        decode: Callable[[bytes], Received],
+        peer: str,
+    ) -> None:
+        self.endpoint = endpoint
+        self._bind = bind
+        self._token = ""
+        self._timeout_s = 0.0
+        self._decode = decode
+        self._peer = peer
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
+        self._socket.setsockopt(zmq.LINGER, LINGER_MS)
+        self._socket.setsockopt(zmq.SNDHWM, 0)  # a send never waits for the peer to read
+        self._received: deque[Received] = deque()
+        self._is_peer_gone = False
+        self.has_heard = False
+        self._connect_deadline: float | None = None  # None: connected, or nobody to connect to
+        events = zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED
+        self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(events)
+        path = Path(endpoint.removeprefix("ipc://")) if bind else None
+        self._close = weakref.finalize(self, _close, self._socket, self._monitor, path)
+        self._close.atexit = False
+        try:
+            if bind:
+                self._socket.bind(endpoint)
+            else:
+                self._connect_deadline = time.monotonic() + CONNECT_TIMEOUT_S
+                self._socket.connect(endpoint)
+        except zmq.ZMQError as error:
+            self.close()
+            raise SessionError(f"{endpoint}: {error}") from None
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._monitor, zmq.POLLIN)
+
+    def begin(self, token: str, *, timeout_s: float) -> None:
+        """Begin a session.
+
+        Args:
+            token: the session's; added to what is sent, expected of what is received.
+            timeout_s: longest wait for a message, in seconds.
+        """
+        self._token, self._timeout_s, self.has_heard = token, timeout_s, False
+
+    @property
+    def is_quiet(self) -> bool:
+        """True if nothing came since the last message: another session can begin."""
+        self._look_at_peer()
+        return not (self._is_peer_gone or self._received or self._socket.poll(0))
+
+    def send(self, kind: type[Any], **fields: Any) -> None:
+        """Send `kind(**fields)` with the session's token; never waits.
+
+        Raises:
+            SessionError: there is no peer.
+        """
+        try:
+            self._socket.send(wire.encode(kind(token=self._token, **fields)), zmq.NOBLOCK)
+        except zmq.Again:
+            raise SessionError(f"{kind.__name__} was not sent: the {self._peer} is gone") from None
+
+    def receive(
+        self, *, timeout_s: float | None = None, watch: Callable[[], None] | None = None
+    ) -> Received:
+        """The peer's next message.
+
+        Args:
+            timeout_s: another limit than the session's.
+            watch: called every `SLICE_MS`; ends the wait by raising.
+
+        Raises:
+            SessionError: silence, a dead peer, a wrong token or version, or not a message.
+        """
+        limit = self._timeout_s if timeout_s is None else min(timeout_s, self._timeout_s)
+        if not self.wait(limit, watch):
+            raise SessionError(f"no message from the {self._peer} within {limit:g} s")
+        return self._received.popleft()
+
+    def wait(self, limit_s: float, watch: Callable[[], None] | None = None) -> bool:
+        """Wait for a message; False if there is none after `limit_s`. `watch`: as for `receive`.
+
+        Raises:
+            SessionError: a dead peer, or as for `receive`.
+        """
+        deadline = time.monotonic() + limit_s
+        while not self.has_message():
+            if self._is_peer_gone:
+                raise SessionError(f"the {self._peer}'s process is gone")
+            if watch is not None:
+                try:
+                    watch()
+                except Exception:
+                    # What the peer said before comes first, though another way was faster.
+                    if self._socket.poll(GRACE_MS) and self.has_message():
+                        return True
+                    raise
+            now = time.monotonic()
+            if self._connect_deadline is not None and now > self._connect_deadline:
+                raise SessionError(f"nobody listens at {self.endpoint}")
+            if now > deadline:
+                return False
+            self._poller.poll(SLICE_MS)
+        return True
+
+    def has_message(self) -> bool:
+        """True if `receive` would return at once.
+
+        Raises:
+            SessionError: a wrong token or version, or not a message; the engine's end: a dead peer.
+        """
+        self._look_at_peer()
+        while self._socket.poll(0):
+            data = self._socket.recv()
+            self.has_heard = True
+            message = self._checked(data)
+            if isinstance(message, wire.Abort):
+                self._received.appendleft(message)
+            else:
+                self._received.append(message)
+        if self._is_peer_gone and not self._bind and not self._is_aborted:
+            raise SessionError(f"the {self._peer}'s process is gone")
+        return bool(self._received)
+
+    @property
+    def _is_aborted(self) -> bool:
+        return bool(self._received) and isinstance(self._received[0], wire.Abort)
+
+    def _look_at_peer(self) -> None:
+        """Take note of what the monitor has seen."""
+        while self._monitor.poll(0):
+            event = recv_monitor_message(self._monitor)["event"]
+            if event == zmq.EVENT_CONNECTED:
+                self._connect_deadline = None
+            else:
+                self._is_peer_gone = True
+
+    def _checked(self, data: bytes) -> Received:
+        message = self._decode(data)
+        wire.check_version(message.version)
+        if not hmac.compare_digest(message.token.encode(), self._token.encode()):
+            raise SessionError(f"a message of the {self._peer} has a wrong token: refused")
+        return message
+
+    def close(self) -> None:
+        """Close the socket; what was sent still leaves for `LINGER_MS`."""
+        self._close()
+
+    def __enter__(self) -> Channel[Received]:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _close(socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes], bound_at: Path | None) -> None:
+    """Also of a channel that nobody has closed: the garbage collector might close the monitor
+    first, and the next event for a monitor that nobody reads blocks zmq's thread for good, and with
+    it every socket of the process.
+    """
+    socket.disable_monitor()
+    socket.close()
+    monitor.close()
+    if bound_at is not None:
+        bound_at.unlink(missing_ok=True)
+
+
+def trainer_end(endpoint: str) -> Channel[FromEngine]:
+    """Bind a new socket; `endpoint` is a free zmq address."""
+    return Channel(endpoint, bind=True, decode=wire.decode_from_engine, peer="engine")
+
+
+def engine_end(endpoint: str) -> Channel[FromTrainer]:
+    """Connect to a trainer's socket.
+
+    Raises:
+        SessionError: the address is not one.
+    """
+    check_endpoint(endpoint)
+    return Channel(endpoint, bind=False, decode=wire.decode_from_trainer, peer="trainer")
+
+
+class KeptChannels(Generic[Received]):
+    """The channels of sessions that ended well, for one end.
+
+    Args:
+        limit: as many are kept; the engine's end has one for each trainer.
+    """
+
+    def __init__(self, limit: int = 1) -> None:
+        self._channels: list[Channel[Received]] = []
+        self._limit = limit
+
+    def take(self, endpoint: str | None = None) -> Channel[Received] | None:
+        """One that can be used once more; None if there is none. The others that cannot are closed.
+
+        Args:
+            endpoint: the only one that is wanted; None: any.
+        """
+        for channel in [channel for channel in self._channels if not channel.is_quiet]:
+            self._channels.remove(channel)
+            channel.close()
+        for channel in self._channels:
+            if endpoint in (None, channel.endpoint):
+                self._channels.remove(channel)
+                return channel
+        return None
+
+    def keep(self, channel: Channel[Received]) -> None:
+        """Have it for the next session; of too many, the oldest is closed."""
+        self._channels.append(channel)
+        while len(self._channels) > self._limit:
+            self._channels.pop(0).close()

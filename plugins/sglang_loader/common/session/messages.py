@@ -1,0 +1,355 @@
+"""Messages of one sync session between a trainer rank and the engine rank on the same device.
+
+A descriptor is all that the `update_weights_from_tensor` request has that opens the session;
+everything else goes over a socket that the trainer binds in a private folder:
+
+    engine                                   trainer
+    Hello(what it has and holds)      ->
+                                      <-     Welcome
+                                      <-     LoadBucket(index, buffers, pieces, digest, layout)
+    BucketDone(index)                 ->     its memory may be written again
+                                      ...
+                                      <-     Finish(counts)
+    BucketDone(what was in flight)    ->
+    Loaded(how)                       ->     this rank has read every byte
+                                      <-     Commit, when every trainer rank has heard Loaded
+    Published                         ->     all TP ranks serve the weights; the prefix cache is
+                                             dropped
+                                      <-     Abort(reason), at any time
+    Failed(traceback), at any time    ->
+
+Nothing is published that the trainer has not confirmed: its memory held what it was to hold until
+the engine had read it, on every rank. Nor is a set of tensors that the engine finds not to fit its
+model: each TP rank rehearses it before Loaded, and all judge it together after the Commit. An
+Abort, or the trainer's death, overtakes whatever was sent before it: an engine that was held up
+must not act on what its trainer has given up meanwhile.
+
+Before anything is packed, Hello names the arrangements by which buckets may come in this sync
+(`arrangement_messages`). Any bucket may come whole; one that comes arranged by anything else ends
+the session. Loaded brings the trainer arrangements that it does not know.
+
+Every message carries the version and the session's token. msgspec rejects a missing field, a wrong
+type or an unknown one; nothing is unpickled. The version changes whenever a field does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from typing import Any
+
+import msgspec
+import torch
+
+from sglang_loader.common.check_remarks import ManifestCheck
+from sglang_loader.common.layout import BucketLayout, BucketTensor
+from sglang_loader.common.manifest import ManifestError
+from sglang_loader.common.shared_memory import CpuHandle, CudaHandle
+
+SESSION_VERSION = 8
+SESSION_FORMAT = "sglang_loader.session"
+"""`load_format` of the request that opens a session: one descriptor for each TP rank."""
+
+
+class SessionError(RuntimeError):
+    """The session broke: protocol violated, peer gone or silent."""
+
+
+class SessionDescriptor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Invites one engine rank to a session.
+
+    Attributes:
+        version: `SESSION_VERSION` of the trainer.
+        endpoint: zmq address that the trainer rank has bound.
+        token: random; each message must carry it.
+        timeout_s: longest silence that either side tolerates, in seconds.
+        uses_plan: replay a load plan, or make one; False: every bucket goes through the model's
+            own loader.
+        manifest_check: publish nothing ("error"), or say so ("warn"), if the tensors that came do
+            not fit the model or are not all of it; "off": nobody looks.
+        recheck_every_n_syncs: check the load plan against the model's own loader in every n-th
+            sync; 0: only when it is made.
+    """
+
+    version: int
+    endpoint: str
+    token: str
+    timeout_s: float
+    uses_plan: bool
+    manifest_check: ManifestCheck
+    recheck_every_n_syncs: int
+
+
+class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    version: int = SESSION_VERSION
+    token: str = ""
+
+
+class Hello(_Message, frozen=True, kw_only=True):
+    """Engine: here I am.
+
+    Attributes:
+        layouts: digests whose layouts need not be sent.
+        buffers: those that are still mapped from an earlier session.
+        arrangements: digest of those by which buckets may come arranged; "": all must be whole.
+    """
+
+    layouts: list[str]
+    buffers: list[str]
+    arrangements: str
+
+
+class Welcome(_Message, frozen=True, kw_only=True):
+    """Trainer: go on."""
+
+
+class SharedBuffer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A buffer of the trainer, which `slot` names from now on.
+
+    Attributes:
+        slot: number within this session.
+        name: of one block of memory for as long as it is allocated.
+        handle: None where the engine still has the buffer mapped: torch counts the receivers of a
+            handle, so each handle is sent once.
+        keep: keep the buffer mapped after the session.
+    """
+
+    slot: int
+    name: str
+    handle: CpuHandle | CudaHandle | None
+    keep: bool
+
+
+class BucketPiece(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Consecutive bytes of a bucket, and where they are.
+
+    Attributes:
+        slot: the buffer.
+        offset: of the piece's first byte in that buffer.
+        start: of the piece's first byte in the bucket's layout.
+        nbytes: length.
+    """
+
+    slot: int
+    offset: int
+    start: int
+    nbytes: int
+
+
+class LoadBucket(_Message, frozen=True, kw_only=True):
+    """Trainer: load a bucket.
+
+    Attributes:
+        index: position in the session, from 0.
+        buffers: those that its pieces are the first to lie in.
+        pieces: where its bytes are, by ascending `start`: one piece where it was packed.
+        digest: names the layout.
+        layout: the encoded layout, None where the engine knows the digest.
+        read_only: the pieces are trainer ranks' own memory, and may part a tensor anywhere.
+        arranged: digest of the arrangements by which the only piece, which begins at 0, is
+            arranged; "": the pieces are the bucket as its layout says.
+    """
+
+    index: int
+    buffers: list[SharedBuffer]
+    pieces: list[BucketPiece]
+    digest: str
+    layout: bytes | None
+    read_only: bool
+    arranged: str
+
+
+class Finish(_Message, frozen=True, kw_only=True):
+    """Trainer: everything was sent; the counts of the whole session. Buckets may be in flight yet.
+
+    Attributes:
+        num_buckets: sent.
+        num_tensors: sent.
+        arrangements: digest of those that the trainer knows; None: it wants none.
+    """
+
+    num_buckets: int
+    num_tensors: int
+    arrangements: str | None
+
+
+class Commit(_Message, frozen=True, kw_only=True):
+    """Trainer: every rank's engine has read what it was to read; publish it."""
+
+
+class Abort(_Message, frozen=True, kw_only=True):
+    """Trainer: the sync failed elsewhere."""
+
+    reason: str
+
+
+class BucketDone(_Message, frozen=True, kw_only=True):
+    """Engine: the device has finished with the bucket."""
+
+    index: int
+
+
+class Loaded(_Message, frozen=True, kw_only=True):
+    """Engine: all weights of this rank are in place, and no memory of the trainer's is read more.
+
+    Attributes:
+        num_replayed: buckets loaded by the compiled plan.
+        num_eager: buckets loaded by the model's own loader.
+        reason: why not all were replayed.
+        may_read_in_place: a plan holds and changes no source: buckets may be the trainer's memory.
+        arrangements: encoded, for later syncs; None where there is nothing that the trainer wants.
+        seconds: how the engine rank spent the session: "waiting" for the trainer with nothing to
+            do, "launching" (its own Python, and whatever is loaded eagerly), "copying" (the device
+            had yet to finish).
+    """
+
+    num_replayed: int
+    num_eager: int
+    reason: str | None
+    may_read_in_place: bool
+    arrangements: bytes | None
+    seconds: dict[str, float]
+
+
+class Published(_Message, frozen=True, kw_only=True):
+    """Engine: the weights are in place on all TP ranks, and what was cached of the old is gone.
+
+    The reply to the request that opened the session says the same, later.
+    """
+
+
+class Failed(_Message, frozen=True, kw_only=True):
+    """Engine: loading failed here, or on another TP rank.
+
+    Attributes:
+        traceback: with the TP rank.
+        cannot_map: nothing was read, because this process cannot map the trainer's memory.
+    """
+
+    traceback: str
+    cannot_map: bool = False
+
+
+FromTrainer = Welcome | LoadBucket | Finish | Commit | Abort
+FromEngine = Hello | BucketDone | Loaded | Published | Failed
+
+_encoder = msgspec.msgpack.Encoder()
+_from_trainer = msgspec.msgpack.Decoder(FromTrainer)
+_from_engine = msgspec.msgpack.Decoder(FromEngine)
+_descriptor = msgspec.json.Decoder(SessionDescriptor)
+
+
+def encode(message: FromTrainer | FromEngine) -> bytes:
+    """Serialise a message."""
+    return _encoder.encode(message)
+
+
+def decode_from_trainer(data: bytes) -> FromTrainer:
+    """Parse what an engine received.
+
+    Raises:
+        SessionError: not a message of the trainer.
+    """
+    return _decode(_from_trainer, data)  # type: ignore[no-any-return]
+
+
+def decode_from_engine(data: bytes) -> FromEngine:
+    """Parse what a trainer received.
+
+    Raises:
+        SessionError: not a message of the engine.
+    """
+    return _decode(_from_engine, data)  # type: ignore[no-any-return]
+
+
+def encode_descriptor(descriptor: SessionDescriptor) -> bytes:
+    """Serialise a descriptor."""
+    return msgspec.json.encode(descriptor)
+
+
+def decode_descriptor(data: bytes) -> SessionDescriptor:
+    """Parse a descriptor.
+
+    Raises:
+        SessionError: not a descriptor, or of another version.
+    """
+    try:
+        descriptor = _descriptor.decode(data)
+    except msgspec.MsgspecError as error:
+        raise SessionError(f"not a session descriptor: {error}; got {data[:120]!r}") from None
+    check_version(descriptor.version)
+    return descriptor
+
+
+def check_version(version: int) -> None:
+    """Raise SessionError unless the peer speaks our version."""
+    if version != SESSION_VERSION:
+        raise SessionError(
+            f"session version {version}, this side speaks {SESSION_VERSION}: the trainer and the "
+            "engine have different releases of verl-sglang-sync installed"
+        )
+
+
+def _decode(decoder: Any, data: bytes) -> Any:
+    try:
+        return decoder.decode(data)
+    except msgspec.MsgspecError as error:
+        raise SessionError(f"not a session message: {error}; got {data[:60]!r}") from None
+
+
+class _LayoutTensor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+
+class _Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    nbytes: int
+    tensors: tuple[_LayoutTensor, ...]
+
+
+_layout_decoder = msgspec.msgpack.Decoder(_Layout)
+
+
+def encode_layout(layout: BucketLayout) -> bytes:
+    """Serialise a layout; `decode_layout(encode_layout(x), digest_of(...)) == x`."""
+    tensors = tuple(
+        _LayoutTensor(t.name, str(t.dtype).removeprefix("torch."), t.shape, t.offset)
+        for t in layout.tensors
+    )
+    return _encoder.encode(_Layout(layout.nbytes, tensors))
+
+
+def digest_of(encoded: bytes) -> str:
+    """Names an encoded layout: 64 hexadecimal digits, the same in every process."""
+    return hashlib.sha256(encoded).hexdigest()
+
+
+def decode_layout(encoded: bytes, digest: str) -> BucketLayout:
+    """Parse and check a layout.
+
+    Raises:
+        ManifestError: not a layout, another digest, an unknown dtype, a negative dimension, or a
+            tensor that leaves the bucket.
+    """
+    if digest_of(encoded) != digest:
+        raise ManifestError(f"the layout is not the one that digest {digest} names")
+    try:
+        layout = _layout_decoder.decode(encoded)
+    except msgspec.MsgspecError as error:
+        raise ManifestError(f"not a bucket layout: {error}") from None
+    tensors = []
+    for entry in layout.tensors:
+        dtype = getattr(torch, entry.dtype, None)
+        if not isinstance(dtype, torch.dtype):
+            raise ManifestError(f"tensor {entry.name!r}: unknown dtype {entry.dtype!r}")
+        if min(entry.shape, default=0) < 0 or math.prod(entry.shape) > layout.nbytes:
+            raise ManifestError(
+                f"tensor {entry.name!r}: shape {entry.shape} in a bucket of {layout.nbytes} bytes"
+            )
+        tensors.append(BucketTensor(entry.name, entry.shape, dtype, entry.offset))
+    try:
+        return BucketLayout(tuple(tensors), layout.nbytes)
+    except ValueError as error:
+        raise ManifestError(str(error)) from None

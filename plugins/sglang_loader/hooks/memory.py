@@ -1,0 +1,256 @@
+"""What the hooks on release and resume of SGLang's memory do, by tag (sglang 0.5.14).
+
+Stock behaviour that they mend, only for servers that were launched with our loaders:
+
+- resuming a tag that is resident raises KeyError, an unknown tag does too, a release while
+  requests run fails an assertion, and resuming more than there is room for aborts: each ends the
+  scheduler process. Here the first is a no-op and the others are refused, with a reason;
+- releasing a released tag unmaps it twice: here it is a no-op;
+- the reply cannot say that something went wrong, or what was done: a `refusal` and the `costs`
+  of the stage travel on it to the process that serves HTTP, see `hooks.http`;
+- requests are served on memory that is not there: `hooks.requests` hold them back meanwhile;
+- the tags of one request are released in an order of SGLang's: here in the order that was asked;
+- all weights are copied to the host before a release: see `host_backup`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import traceback
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+
+from sglang_loader.common.stage_costs import StageMeter, by_rank
+from sglang_loader.hooks.memory_saver_mode import choose_preload
+from sglang_loader.hooks.requests import (
+    CUDA_GRAPH_TAG,
+    graphs_are_released_by_tag,
+    set_gate,
+    why_closed,
+)
+from sglang_loader.hooks.upstream import is_ours
+from sglang_loader.host_backup import arm, backup_of
+from sglang_loader.host_backup.allocations import (
+    WEIGHTS_TAG,
+    host_nbytes_under,
+    nbytes_in_pool,
+    nbytes_under,
+    under_weights_tag,
+    why_not_enumerable,
+)
+from sglang_loader.host_backup.policy import Policy, requested_policy, why_stock
+from sglang_loader.session.weight_update import failures_on_any_rank, from_all_ranks
+
+logger = logging.getLogger(__name__)
+
+KV_CACHE_TAG = "kv_cache"
+# The orders that SGLang has where a request names no tags.
+RELEASE_ORDER = (KV_CACHE_TAG, WEIGHTS_TAG, CUDA_GRAPH_TAG)
+RESUME_ORDER = (CUDA_GRAPH_TAG, WEIGHTS_TAG, KV_CACHE_TAG)
+
+Original = Callable[..., Any]
+
+
+def load_model(original: Original, runner: Any) -> None:
+    """AROUND `ModelRunner.load_model`: without SGLang's own backup where ours takes its place."""
+    arguments = runner.server_args
+    if not is_ours(arguments) or runner.is_draft_worker:
+        original(runner)
+        return
+    if arguments.enable_memory_saver and graphs_are_released_by_tag():
+        choose_preload()
+    policy = requested_policy()
+    if policy == "on":
+        original(runner)
+        arm(runner.model, "on", under_weights_tag)
+        return
+    reason = why_stock(arguments, why_not_enumerable())
+    if reason is not None:
+        logger.info("host_backup=%s: SGLang's own behaviour, because %s", policy, reason)
+        original(runner)
+        arm(runner.model, "on", under_weights_tag)
+        return
+    arguments.enable_weights_cpu_backup = False  # read by the original, and nowhere else
+    try:
+        original(runner)
+    finally:
+        arguments.enable_weights_cpu_backup = True
+    _tell(policy, under_weights_tag(runner.model).ranges)
+    arm(runner.model, policy, under_weights_tag)
+
+
+def _tell(policy: Policy, ranges: Sequence[tuple[int, int]]) -> None:
+    size = sum(stop - start for start, stop in ranges) / 1e6
+    if policy == "auto":
+        logger.info(
+            "host_backup=auto: %.1f MB of weights, saved on release except for what a sync is "
+            "proven to rewrite",
+            size,
+        )
+    else:
+        logger.warning(
+            "host_backup=off: %.1f MB of weights are lost on release except for named buffers; "
+            "whatever a sync does not rewrite holds garbage afterwards, until a load plan has "
+            "proven what that is",
+            size,
+        )
+
+
+def release_tags(original: Original, updater: Any, request: Any) -> Any:
+    """AROUND `release_memory_occupation`: saves, then releases the tags that are resident."""
+    if not is_ours(updater.tp_worker.server_args):
+        return original(updater, request)
+    from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqOutput
+
+    asked = request.tags or RELEASE_ORDER
+    tags, failure = _split(asked, lambda tag: tag not in updater.offload_tags)
+    if not tags and failure is None:
+        return ReleaseMemoryOccupationReqOutput()
+    if failure is None and not updater.is_fully_idle():
+        failure = f"release of {tags} refused: requests are running"
+    model = updater.tp_worker.model_runner.model
+    backup = backup_of(model) if WEIGHTS_TAG in tags else None
+    meter = _meter(updater)
+    if failure is None and backup is not None:
+        try:
+            with meter.step(WEIGHTS_TAG):
+                backup.save(model)
+        except Exception:
+            failure = f"release of {tags} refused: no backup: {traceback.format_exc()}"
+    if failures := _by_rank(updater, failure):
+        if backup is not None:
+            backup.release_refused()
+        return _refused(ReleaseMemoryOccupationReqOutput(), failures)
+    return _one_by_one(original, updater, request, tags, meter)
+
+
+def resume_tags(original: Original, updater: Any, request: Any) -> Any:
+    """AROUND `resume_memory_occupation`: resumes the tags that are released, then restores."""
+    if not is_ours(updater.tp_worker.server_args):
+        return original(updater, request)
+    from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqOutput
+
+    tags, failure = _split(request.tags or RESUME_ORDER, lambda tag: tag in updater.offload_tags)
+    if not tags and failure is None:
+        return ResumeMemoryOccupationReqOutput()
+    backup = backup_of(updater.tp_worker.model_runner.model)
+    meter = _meter(updater)
+    failure = failure or _lack_of_memory(meter, tags)
+    alone = KV_CACHE_TAG in tags and WEIGHTS_TAG not in tags
+    if failure is None and backup is not None and backup.stale and alone:
+        failure = f"resume of {tags} refused: {backup.stale}; sync the weights first"
+    if failures := _by_rank(updater, failure):
+        return _refused(ResumeMemoryOccupationReqOutput(), failures)
+    return _one_by_one(original, updater, request, tags, meter, restored=backup)
+
+
+def _one_by_one(
+    original: Original,
+    updater: Any,
+    request: Any,
+    tags: Sequence[str],
+    meter: StageMeter,
+    restored: Any = None,
+) -> Any:
+    """Upstream's step for one tag after the other; its reply with what they cost on every rank.
+
+    Args:
+        restored: the backup that brings back the weights as soon as they are mapped, or None.
+    """
+    failure: str | None = None
+    reply: Any = None
+    for tag in tags:
+        with meter.step(tag):
+            reply = original(updater, dataclasses.replace(request, tags=[tag]))
+            if tag == WEIGHTS_TAG and restored is not None:
+                try:
+                    restored.restore()
+                except Exception:
+                    text = f"the weights could not be restored: {traceback.format_exc()}"
+                    failure = f"TP rank {updater.tp_worker.tp_rank}: {text}"
+    closed = failure or why_closed(updater)
+    costs = {tag: meter.costs[tag] for tag in tags}  # saving comes first, and is the weights'
+    told = from_all_ranks(updater, (costs, failure, closed))
+    reply.costs = by_rank([each for each, _, _ in told])
+    reply.closed = next((reason for _, _, reason in told if reason), None)
+    set_gate(reply.closed)
+    failures = [text for _, text, _ in told if text]
+    return _refused(reply, failures) if failures else reply
+
+
+def _refused(reply: Any, failures: Sequence[str]) -> Any:
+    """Upstream's reply has no field for a failure; it is pickled with its attributes."""
+    reply.refusal = "\n".join(failures)
+    logger.error("%s", reply.refusal)
+    return reply
+
+
+def _by_rank(updater: Any, failure: str | None) -> list[str]:
+    """The failures of all TP ranks, each with its rank, on all of them."""
+    text = f"TP rank {updater.tp_worker.tp_rank}: {failure}" if failure else None
+    return failures_on_any_rank(updater, text)
+
+
+def _split(asked: Sequence[str], wanted: Callable[[str], bool]) -> tuple[list[str], str | None]:
+    """The tags that need something done, and what is wrong with those that were asked for."""
+    from sglang.srt.constants import GPU_MEMORY_ALL_TYPES
+
+    unknown = [tag for tag in dict.fromkeys(asked) if tag not in GPU_MEMORY_ALL_TYPES]
+    if unknown:
+        allowed = ", ".join(GPU_MEMORY_ALL_TYPES)
+        return [], f"unknown memory tags {unknown}; allowed: {allowed}"
+    return [tag for tag in dict.fromkeys(asked) if wanted(tag)], None
+
+
+def _lack_of_memory(meter: StageMeter, tags: Sequence[str]) -> str | None:
+    """Why `tags` cannot be mapped now, or None; the memory saver would end the process."""
+    if not torch.cuda.is_available():
+        return None
+    needed = sum(meter.gpu_bytes(tag) for tag in tags)
+    free = torch.cuda.mem_get_info()[0]
+    if needed > free:
+        torch.cuda.empty_cache()
+        free = torch.cuda.mem_get_info()[0]
+    if needed <= free:
+        return None
+    return (
+        f"resume of {list(tags)} refused: it needs {needed / 1e6:.0f} MB of GPU memory, "
+        f"{(needed - free) / 1e6:.0f} MB more than are free"
+    )
+
+
+def _meter(updater: Any) -> StageMeter:
+    return StageMeter(
+        gpu_bytes=cache(lambda tag: _gpu_bytes(updater, tag)),  # a snapshot of the allocator
+        host_bytes=lambda tag: _host_bytes(updater, tag),
+    )
+
+
+def _gpu_bytes(updater: Any, tag: str) -> int:
+    """Device memory under `tag` on this rank, whether it is mapped or not."""
+    if not torch.cuda.is_available():
+        return 0
+    device = torch.cuda.current_device()
+    if tag != CUDA_GRAPH_TAG:
+        return nbytes_under([tag], device)
+    if not graphs_are_released_by_tag():
+        return 0
+    # The graphs' pool is torch's own; the memory saver marks what is allocated during a capture.
+    runner = getattr(updater.tp_worker.model_runner, "decode_cuda_graph_runner", None)
+    pool_id = getattr(getattr(runner, "backend", None), "_pool", None)
+    return 0 if pool_id is None else nbytes_in_pool(pool_id, device)
+
+
+def _host_bytes(updater: Any, tag: str) -> int:
+    """Host memory that keeps the content of `tag` now."""
+    if tag != WEIGHTS_TAG:
+        return 0
+    backup = backup_of(updater.tp_worker.model_runner.model)
+    ours = 0 if backup is None else backup.host_bytes
+    if not torch.cuda.is_available() or tag not in updater.offload_tags:
+        return ours
+    return ours + host_nbytes_under(tag, torch.cuda.current_device())

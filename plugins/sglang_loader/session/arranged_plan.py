@@ -1,0 +1,122 @@
+"""The arrangements of one load plan: made and proved bucket by bucket, replayed and offered whole.
+
+    making = ArrangementMaker(model)
+    for bucket, buffer in recorded:                  # plans that have proved themselves
+        making.add(bucket, destinations, buffer)
+    arranged = making.finish(plan)                   # None: nothing would be won
+    arranged.digest, arranged.encoded                # what the trainer is offered
+    arranged.executor.replay(index, source)
+
+An arrangement that does not prove itself is dropped: its bucket is sent as it is, and the plan
+stays.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from sglang_loader.common.arrangement import Arrangement
+from sglang_loader.common.arrangement_messages import encode_arrangements
+from sglang_loader.common.session.messages import digest_of, encode_layout
+from sglang_loader.load_plan import BucketPlan, LoadPlan, PlanExecutor
+from sglang_loader.load_plan.arrange import arrange, num_bytes_read
+from sglang_loader.load_plan.destinations import Destinations
+from sglang_loader.load_plan.verify import check_arranged
+
+logger = logging.getLogger(__name__)
+
+MAX_PART = 0.9
+"""A bucket of which more is read is sent as it is: there is next to nothing to win."""
+
+_Arranged = tuple[Arrangement, BucketPlan]
+
+
+class ArrangedPlan:
+    """What a plan's buckets are like when they come arranged.
+
+    Args:
+        plan: of the whole buckets.
+        buckets: arrangement and rebased plan of each; None: it comes as it is.
+
+    Attributes:
+        encoded: for the trainer; see `arrangement_messages`.
+        digest: names it.
+        executor: replays arranged buckets.
+        changes_buffer: a replay changes what it reads.
+    """
+
+    def __init__(self, plan: LoadPlan, buckets: Sequence[_Arranged | None]) -> None:
+        self._plan = plan
+        self._buckets = list(buckets)
+        layouts = [digest_of(encode_layout(layout)) for layout in plan.layouts]
+        arrangements = [bucket[0] if bucket else None for bucket in buckets]
+        self.encoded = encode_arrangements(list(zip(layouts, arrangements, strict=True)))
+        self.digest = digest_of(self.encoded)
+        rebased = [
+            arranged[1] if arranged else whole
+            for arranged, whole in zip(buckets, plan.buckets, strict=True)
+        ]
+        self.executor = PlanExecutor(replace(plan, buckets=tuple(rebased)))
+        self.changes_buffer = any(bucket.changes_buffer for bucket in rebased)
+
+    def nbytes(self, index: int) -> int | None:
+        """Size of an arranged bucket; None if it comes as it is, or there is none."""
+        bucket = self._buckets[index] if index < len(self._buckets) else None
+        return bucket[0].nbytes if bucket else None
+
+    def rechecked(self, model: Any, index: int, buffer: torch.Tensor) -> ArrangedPlan | None:
+        """This, or what is left of it if the bucket's arrangement no longer proves itself."""
+        bucket = self._buckets[index]
+        if bucket is None or _is_proven(model, bucket, self._plan.destinations, buffer):
+            return self
+        return _if_any(self._plan, [*self._buckets[:index], None, *self._buckets[index + 1 :]])
+
+
+class ArrangementMaker:
+    """Makes the arrangements of a plan while it is recorded.
+
+    Args:
+        model: whose loader they are proved against.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._buckets: list[_Arranged | None] = []
+
+    def add(self, bucket: BucketPlan, destinations: Destinations, buffer: torch.Tensor) -> None:
+        """The next bucket, whose own plan has just been proved with what is in `buffer`."""
+        limit = MAX_PART * sum(tensor.nbytes for tensor in bucket.layout.tensors)
+        arranged = arrange(bucket) if num_bytes_read(bucket) < limit else None
+        if arranged is not None and arranged[0].nbytes >= limit:
+            arranged = None
+        if arranged is not None and not _is_proven(self._model, arranged, destinations, buffer):
+            arranged = None
+        self._buckets.append(arranged)
+
+    def finish(self, plan: LoadPlan) -> ArrangedPlan | None:
+        """The arrangements of `plan`; None if no bucket has one."""
+        return _if_any(plan, self._buckets)
+
+
+def _if_any(plan: LoadPlan, buckets: Sequence[_Arranged | None]) -> ArrangedPlan | None:
+    return ArrangedPlan(plan, buckets) if any(buckets) else None
+
+
+def _is_proven(
+    model: Any, arranged: _Arranged, destinations: Destinations, buffer: torch.Tensor
+) -> bool:
+    arrangement, plan = arranged
+    result = check_arranged(plan, arrangement, destinations, model.load_weights, buffer)
+    if not result.ok:
+        logger.warning(
+            "%s: a bucket of %d tensors is sent whole, its arrangement is wrong: %s",
+            type(model).__name__,
+            len(plan.layout.tensors),
+            result.reason,
+        )
+    return result.ok

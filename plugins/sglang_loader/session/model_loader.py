@@ -1,0 +1,414 @@
+"""One model's way from eager loading to replayed plans, and back where a plan does not hold.
+
+    loader = loader_of(model)
+    loader.start(context, recheck_every_n_syncs=0, uses_plan=True)
+    for index, (layout, source) in enumerate(sync):
+        loader.load(index, layout, source, read_only=False)
+    outcome = loader.finish()
+
+The first sync loads eagerly while its plan is recorded and checked, bucket by bucket; later syncs
+replay. Whatever speaks against the plan (another layout, another expert map, a moved parameter, a
+failed check) means the model's own `load_weights` for the rest of that sync; the reason is logged
+once. Weights are right in either case.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+
+from sglang_loader.common.bucket_source import BucketSource
+from sglang_loader.common.layout import BucketLayout
+from sglang_loader.host_backup import publish_coverage, withdraw_coverage
+from sglang_loader.load_plan import (
+    DestinationProbe,
+    KnownDigests,
+    LoadPlan,
+    PlanBuilder,
+    PlanExecutor,
+    PlanRefused,
+    check_bucket,
+)
+from sglang_loader.load_plan.guard import Fingerprint
+from sglang_loader.rehearsal import naming_refused
+from sglang_loader.session.arranged_plan import ArrangedPlan, ArrangementMaker
+
+logger = logging.getLogger(__name__)
+
+MAX_RECORDINGS = 3
+"""Plans made in a row without one sync replayed in full; then the model stays eager."""
+
+_ATTRIBUTE = "_verl_sglang_sync_loader"
+
+
+@dataclass(frozen=True)
+class SyncOutcome:
+    """How one sync was loaded.
+
+    Attributes:
+        num_replayed: buckets loaded by the plan.
+        num_eager: buckets loaded by `load_weights`.
+        reason: why some were eager; None where all were replayed.
+        may_read_in_place: a plan holds, and it leaves the sources as they are.
+    """
+
+    num_replayed: int
+    num_eager: int
+    reason: str | None
+    may_read_in_place: bool
+
+
+class ArrangementError(RuntimeError):
+    """A bucket came arranged that cannot be loaded so; the text says why."""
+
+
+class _LoadMode(Enum):
+    RECORD = "record"
+    REPLAY = "replay"
+    CHECK = "check"
+    EAGER = "eager"
+
+
+@dataclass
+class _Compiled:
+    """A plan that proved itself, with what runs and guards it; `arranged` where that wins."""
+
+    plan: LoadPlan
+    executor: PlanExecutor
+    probe: DestinationProbe
+    arranged: ArrangedPlan | None
+
+
+class ModelLoader:
+    """Loads the syncs of one model; one per model and process.
+
+    Args:
+        model: an SGLang model.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._compiled: _Compiled | None = None
+        self._builder: PlanBuilder | None = None
+        self._maker = ArrangementMaker(model)
+        self._load_mode = _LoadMode.EAGER
+        self._context: Mapping[str, object] = {}
+        self._first: BucketLayout | None = None
+        self._reason: str | None = None
+        self._logged: set[str] = set()
+        self._unfit: tuple[Fingerprint, str] | None = None
+        self._num_recordings = 0
+        self._syncs_since_check = 0
+        self._num_replayed = self._num_eager = 0
+        self._known: KnownDigests | None = None
+        self._has_looked = False
+
+    def start(
+        self, context: Mapping[str, object], *, recheck_every_n_syncs: int, uses_plan: bool = True
+    ) -> None:
+        """Begin a sync; one that broke off before is forgotten.
+
+        Args:
+            context: see `hooks.upstream`.
+            recheck_every_n_syncs: check the plan against `load_weights` in every n-th sync that it
+                serves; 0: never again after it was made.
+            uses_plan: False: every bucket goes through `load_weights`, whatever plan there is.
+        """
+        self._builder, self._context, self._reason = None, context, None
+        self._num_replayed = self._num_eager = 0
+        self._known = None  # whatever was loaded in between
+        self._has_looked = not uses_plan
+        if not uses_plan:
+            self._load_mode = _LoadMode.EAGER
+            return
+        if self._compiled is not None and (mismatch := self._context_mismatch(self._compiled)):
+            self._drop_plan(mismatch)
+        if self._compiled is None:
+            self._start_recording()
+            return
+        self._syncs_since_check += 1
+        due = recheck_every_n_syncs and self._syncs_since_check >= recheck_every_n_syncs
+        self._load_mode = _LoadMode.CHECK if due else _LoadMode.REPLAY
+        if self.arranged is not None:
+            self.look()
+
+    def look(self) -> None:
+        """Are the model's tensors where the plan writes? Once a sync: before buckets are promised
+        to be loaded arranged, and before the first one is loaded, or whenever there is time.
+        """
+        if self._has_looked:
+            return
+        self._has_looked = True
+        if self._compiled is not None and (mismatch := self._compiled.probe.quick_mismatch()):
+            self._drop_plan(mismatch)
+            self._start_recording()
+
+    @property
+    def arranged(self) -> ArrangedPlan | None:
+        """What buckets are like that may come arranged in a later sync; see `arranged_now`."""
+        return self._compiled.arranged if self._compiled is not None else None
+
+    @property
+    def arranged_now(self) -> ArrangedPlan | None:
+        """`arranged`, once the sync has started; None where it needs whole buckets."""
+        return self.arranged if self._load_mode is _LoadMode.REPLAY else None
+
+    def load_arranged(self, index: int, layout: BucketLayout, source: BucketSource) -> None:
+        """Load one bucket that came arranged; asynchronous on a GPU, on the current stream.
+
+        It cannot be loaded eagerly: the other bytes are not there.
+
+        Args:
+            index: position in the sync, from 0.
+            layout: of the whole bucket.
+            source: the arranged buffer.
+
+        Raises:
+            ArrangementError: no plan holds for it.
+            Exception: what a replay raises.
+        """
+        if self.arranged_now is None:
+            raise ArrangementError(self._reason or "this sync needs whole buckets")
+        if not self._fits(index, layout, read_only=False):
+            self._load_mode = _LoadMode.EAGER
+            raise ArrangementError(self._reason or "the plan does not hold")
+        arranged = self.arranged_now
+        if arranged is None or arranged.nbytes(index) is None:
+            raise ArrangementError(f"bucket {index} has no arrangement")
+        arranged.executor.replay(index, source)
+        self._num_replayed += 1
+
+    def load(
+        self, index: int, layout: BucketLayout, source: BucketSource, *, read_only: bool
+    ) -> bool:
+        """Load one bucket; asynchronous on a GPU.
+
+        Args:
+            index: position in the sync, from 0.
+            layout: what the source holds.
+            source: the bucket.
+            read_only: the loader may not change the source.
+
+        Returns:
+            True if the plan was replayed: then all work is on the current stream.
+
+        Raises:
+            Exception: what `load_weights` raises.
+        """
+        self.look()
+        if self._load_mode in (_LoadMode.REPLAY, _LoadMode.CHECK) and not self._fits(
+            index, layout, read_only
+        ):
+            self._load_mode = _LoadMode.EAGER
+            if index == 0 and self._compiled is None:  # nothing is lost: a plan for the new layout
+                self._start_recording()
+        if index == 0 and self._load_mode is _LoadMode.RECORD and self._is_unfit(layout):
+            self._load_mode = _LoadMode.EAGER
+        if self._load_mode is _LoadMode.REPLAY and self._replay(index, source):
+            return True
+        buffer = source.packed(layout)
+        with naming_refused(self._model, layout):
+            if self._load_mode is _LoadMode.CHECK:
+                self._check(index, buffer)
+            elif self._load_mode is _LoadMode.RECORD:
+                self._record(index, layout, buffer)
+            else:
+                self._load_eagerly(layout, buffer, read_only)
+        return False
+
+    def finish(self) -> SyncOutcome:
+        """End a sync whose buckets all came."""
+        if self._load_mode is _LoadMode.RECORD:
+            self._compile()
+            self._note("the plan is being made", log=False)  # unless there is a worse reason
+        elif self._load_mode is _LoadMode.CHECK:
+            self._syncs_since_check = 0
+            self._note("the plan was due for a check")
+        elif self._load_mode is _LoadMode.REPLAY:
+            self._num_recordings = 0
+        self._builder = None
+        compiled = self._compiled
+        if compiled is not None and self._has_loaded_all(compiled.plan):
+            # Also after a failed sync, which withdrew it.
+            publish_coverage(self._model, compiled.plan.coverage, compiled.plan.destinations)
+        return SyncOutcome(
+            num_replayed=self._num_replayed,
+            num_eager=self._num_eager,
+            reason=self._reason,
+            may_read_in_place=compiled is not None
+            and not any(bucket.changes_buffer for bucket in compiled.plan.buckets),
+        )
+
+    def unbind(self) -> None:
+        """Let go of the memory that replays have read from."""
+        if self._compiled is not None:
+            self._compiled.executor.unbind()
+        if self.arranged is not None:
+            self.arranged.executor.unbind()
+
+    def _has_loaded_all(self, plan: LoadPlan) -> bool:
+        """True if this sync has written what the plan writes, by the plan or proven to be it."""
+        return self._load_mode is not _LoadMode.EAGER and (
+            self._num_replayed + self._num_eager == len(plan.buckets)
+        )
+
+    def _context_mismatch(self, compiled: _Compiled) -> str | None:
+        layouts = compiled.plan.layouts  # the sync's own are compared bucket by bucket
+        return compiled.plan.fingerprint.mismatch(layouts, self._context)
+
+    def _start_recording(self) -> None:
+        if self._num_recordings >= MAX_RECORDINGS:
+            self._load_mode = _LoadMode.EAGER
+            self._note(f"{MAX_RECORDINGS} plans in a row did not last for one sync")
+            return
+        self._load_mode = _LoadMode.RECORD
+        self._builder = PlanBuilder(self._model, self._model.load_weights, self._context)
+        self._maker = ArrangementMaker(self._model)
+
+    def _is_unfit(self, first: BucketLayout) -> bool:
+        """True if this kind of sync was refused a plan before."""
+        if self._unfit is None or self._unfit[0] != Fingerprint.of([first], self._context):
+            return False
+        self._note(self._unfit[1], log=False)
+        return True
+
+    def _fits(self, index: int, layout: BucketLayout, read_only: bool) -> bool:
+        assert self._compiled is not None
+        buckets = self._compiled.plan.buckets
+        if index >= len(buckets):
+            self._drop_plan(f"the plan has {len(buckets)} buckets, the sync more")
+        elif buckets[index].layout is not layout and buckets[index].layout != layout:
+            self._drop_plan(f"bucket {index} has another layout than the plan's")
+        elif read_only and buckets[index].changes_buffer:
+            self._note(f"the plan of bucket {index} changes its source, which is read-only")
+            return False
+        return self._compiled is not None
+
+    def _replay(self, index: int, source: BucketSource) -> bool:
+        """False if it failed: load the bucket, and the rest of the sync, eagerly."""
+        assert self._compiled is not None
+        bucket = self._compiled.plan.buckets[index]
+        try:
+            self._compiled.executor.replay(index, source)
+        except Exception as error:
+            if bucket.changes_buffer:
+                raise  # the sources are no longer what was sent
+            self._drop_plan(f"the replay of bucket {index} failed: {error!r}")
+            self._load_mode = _LoadMode.EAGER
+            return False
+        self._num_replayed += 1
+        return True
+
+    def _check(self, index: int, buffer: torch.Tensor) -> None:
+        assert self._compiled is not None
+        plan = self._compiled.plan
+        self._num_eager += 1
+        result = check_bucket(
+            self._model,
+            plan.buckets[index],
+            plan.destinations,
+            self._model.load_weights,
+            buffer,
+            self._known,
+        )
+        self._known = result.known
+        if not result.ok:
+            self._drop_plan(f"bucket {index}: {result.reason}")
+            self._load_mode = _LoadMode.EAGER
+        elif self._compiled.arranged is not None:
+            arranged = self._compiled.arranged
+            self._compiled.arranged = arranged.rechecked(self._model, index, buffer)
+
+    def _record(self, index: int, layout: BucketLayout, buffer: torch.Tensor) -> None:
+        assert self._builder is not None
+        if index == 0:
+            self._first = layout
+        self._num_eager += 1
+        try:
+            bucket = self._builder.add_bucket(layout, buffer)
+        except PlanRefused as refused:
+            self._refuse(refused.reason)
+            return
+        result = check_bucket(
+            self._model,
+            bucket,
+            self._builder.destinations,
+            self._model.load_weights,
+            buffer,
+            self._known,
+        )
+        self._known = result.known
+        if not result.ok:
+            self._refuse(f"bucket {index}: {result.reason}")
+            return
+        self._maker.add(bucket, self._builder.destinations, buffer)
+
+    def _compile(self) -> None:
+        assert self._builder is not None
+        try:
+            plan = self._builder.finish()
+        except PlanRefused as refused:
+            self._refuse(refused.reason)
+            return
+        self._compiled = _Compiled(
+            plan,
+            PlanExecutor(plan),
+            DestinationProbe(self._model, plan.destinations),
+            self._maker.finish(plan),
+        )
+        self._num_recordings += 1
+        self._syncs_since_check = 0
+        self._unfit = None
+        logger.info(
+            "load plan of %s: %d copies (%d traced) and %d other steps in %d buckets; ignored "
+            "tensors: %s",
+            type(self._model).__name__,
+            plan.num_copies,
+            plan.num_traced_copies,
+            plan.num_tape_steps,
+            len(plan.buckets),
+            ", ".join(plan.ignored[:5]) or "none",
+        )
+
+    def _load_eagerly(self, layout: BucketLayout, buffer: torch.Tensor, read_only: bool) -> None:
+        source = buffer[: layout.nbytes].clone() if read_only else buffer
+        self._model.load_weights(layout.views(source))
+        self._num_eager += 1
+
+    def _refuse(self, reason: str) -> None:
+        """No plan for syncs like this one: the rest of it, and the next ones, are eager."""
+        self._note(reason)
+        assert self._first is not None
+        self._unfit = (Fingerprint.of([self._first], self._context), reason)
+        self._builder, self._load_mode = None, _LoadMode.EAGER
+
+    def _drop_plan(self, reason: str) -> None:
+        self._note(reason)
+        self._compiled = None
+        withdraw_coverage(self._model, reason)
+
+    def _note(self, reason: str, *, log: bool = True) -> None:
+        self._reason = self._reason or reason
+        if log and reason not in self._logged:
+            self._logged.add(reason)
+            logger.warning(
+                "%s: eager load_weights instead of the plan: %s", type(self._model).__name__, reason
+            )
+
+
+def loader_of(model: Any) -> ModelLoader:
+    """The loader of a model, the same for as long as the model lives.
+
+    Speculative decoding has two models in one process: the draft and the target.
+    """
+    # An attribute, because a loader holds its model: a global table would keep both for ever.
+    loader = vars(model).get(_ATTRIBUTE)
+    if loader is None:
+        loader = vars(model)[_ATTRIBUTE] = ModelLoader(model)
+    assert isinstance(loader, ModelLoader)
+    return loader

@@ -1,0 +1,333 @@
+"""Serves a whole sync: one request, buckets over a private socket.
+
+`hooks.weights` calls `serve_session` in each TP worker for the one request that opens a
+session; it returns when the device has every byte and the trainer has confirmed them, or raises.
+When all TP ranks have agreed on the outcome, `ServedSession.conclude` tells the trainer.
+The trainer may write into a buffer again as soon as it gets `BucketDone`: that is sent after the
+stream has finished.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import traceback
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any, Protocol
+
+import torch
+
+from sglang_loader.common.bucket_source import BucketSource
+from sglang_loader.common.layout import BucketLayout
+from sglang_loader.common.session import messages as wire
+from sglang_loader.common.session.channel import Channel, KeptChannels, engine_end
+from sglang_loader.common.session.messages import FromTrainer, SessionDescriptor, SessionError
+from sglang_loader.common.shared_memory import CannotMap
+from sglang_loader.hooks.upstream import device_of, engine_context, synchronize, tp_rank
+from sglang_loader.session.arranged_plan import ArrangedPlan
+from sglang_loader.session.model_loader import ArrangementError, ModelLoader, SyncOutcome, loader_of
+from sglang_loader.session.state import InFlight, Layouts, Mappings, Sources
+
+logger = logging.getLogger(__name__)
+
+HANDSHAKE_TIMEOUT_S = 120.0  # all replicas of the trainer have to be asked
+DEVICE_POLL_S = 0.0001
+NUM_TRAINERS = 4
+"""So many sockets, and update groups, are kept."""
+
+
+class BeforeLoading(Protocol):
+    """Learns of each bucket before it overwrites anything."""
+
+    def __call__(self, layout: BucketLayout, *, is_first: bool) -> None: ...
+
+
+def serve_session(
+    descriptor: SessionDescriptor,
+    models: Sequence[Any],
+    *,
+    once_joined: Callable[[], None],
+    before_loading: BeforeLoading,
+    once_loaded: Callable[[], None],
+) -> ServedSession:
+    """Serve the session that the request invites to.
+
+    Args:
+        descriptor: the trainer's.
+        models: SGLang's models that are to be loaded; with speculative decoding two, the target
+            last.
+        once_joined: what must be done before any byte is overwritten; called while the trainer is
+            waited for, whether it will send anything or not. Ends the session by raising.
+        before_loading: called with the layout of each bucket before it is loaded.
+        once_loaded: called when all are, before the trainer hears of it.
+
+    Raises:
+        SessionError: the trainer is gone, silent, aborted, or broke the protocol.
+        Exception: what `once_joined`, `once_loaded` or a model's `load_weights` raised; the trainer
+            gets the traceback too.
+    """
+    session = _Session(descriptor, models, once_joined, before_loading, once_loaded)
+    return ServedSession(session.run())
+
+
+class ServedSession:
+    """A session after which this rank has every byte; its trainer waits for the other ranks.
+
+    Args:
+        channel: to the trainer.
+    """
+
+    def __init__(self, channel: Channel[FromTrainer]) -> None:
+        self._channel = channel
+
+    def conclude(self, failures: Sequence[str]) -> None:
+        """Tell the trainer the outcome on all TP ranks: what went wrong, or nothing."""
+        with suppress(SessionError):  # the reply to the request says it, too
+            if not failures:
+                self._channel.send(wire.Published)
+                _kept.keep(self._channel)
+                return
+            self._channel.send(wire.Failed, traceback="\n".join(failures))
+        self._channel.close()
+
+
+_kept: KeptChannels[FromTrainer] = KeptChannels(NUM_TRAINERS)
+_layouts = Layouts()
+_mappings = Mappings()
+_sources = Sources()
+
+
+class _Session:
+    """The engine's part of one session."""
+
+    def __init__(
+        self,
+        descriptor: SessionDescriptor,
+        models: Sequence[Any],
+        once_joined: Callable[[], None],
+        before_loading: BeforeLoading,
+        once_loaded: Callable[[], None],
+    ) -> None:
+        self._descriptor = descriptor
+        self._once_joined = once_joined
+        self._once_loaded = once_loaded
+        self._before_loading = before_loading
+        self._loaders: list[ModelLoader] = [loader_of(model) for model in models]
+        self._models = models
+        self._device = device_of(models[0])
+        self._slots: dict[int, torch.Tensor] = {}
+        self._digests: list[str] = []
+        self._num_tensors = 0
+        self._in_flight = InFlight(self._device)
+        self._arranged: ArrangedPlan | None = None
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._has_let_go = False
+
+    def run(self) -> Channel[FromTrainer]:
+        """Serve until commit; tell the trainer of a failure before raising it."""
+        endpoint = self._descriptor.endpoint
+        channel = _kept.take(endpoint) or engine_end(endpoint)
+        channel.begin(self._descriptor.token, timeout_s=self._descriptor.timeout_s)
+        with ExitStack() as stack:
+            stack.enter_context(channel)
+            try:
+                self._serve(channel)
+            except Exception as error:
+                text = f"TP rank {tp_rank()}: {traceback.format_exc()}"
+                cannot_map = isinstance(error, CannotMap)
+                with suppress(SessionError):  # the trainer may be what is gone
+                    channel.send(wire.Failed, traceback=text, cannot_map=cannot_map)
+                raise
+            finally:
+                self._let_go()
+            stack.pop_all()
+        return channel
+
+    def _serve(self, channel: Channel[FromTrainer]) -> None:
+        for model, loader in zip(self._models, self._loaders, strict=True):
+            loader.start(
+                engine_context(model),
+                recheck_every_n_syncs=self._descriptor.recheck_every_n_syncs,
+                uses_plan=self._descriptor.uses_plan,
+            )
+        # The trainer packs what this says: the guards have spoken before.
+        self._arranged = common_arrangements([loader.arranged_now for loader in self._loaders])
+        channel.send(
+            wire.Hello,
+            layouts=_layouts.digests,
+            buffers=_mappings.names,
+            arrangements=_digest(self._arranged),
+        )
+        self._once_joined()
+        for loader in self._loaders:
+            loader.look()
+        _expect(wire.Welcome, channel.receive(timeout_s=HANDSHAKE_TIMEOUT_S))
+        while True:
+            message = self._next_message(channel)
+            if isinstance(message, wire.LoadBucket):
+                with self._spending("launching"):
+                    self._load(message)
+            elif isinstance(message, wire.Finish):
+                self._finish_buckets(channel)
+                outcome = self._finish(message)
+                self._once_loaded()
+                channel.send(
+                    wire.Loaded,
+                    num_replayed=outcome.num_replayed,
+                    num_eager=outcome.num_eager,
+                    reason=outcome.reason,
+                    may_read_in_place=outcome.may_read_in_place,
+                    arrangements=self._offer(message.arrangements),
+                    seconds=dict(self._seconds),
+                )
+                self._let_go()  # while the trainer's ranks agree
+                _expect(wire.Commit, channel.receive())
+                return
+            else:
+                _expect(wire.LoadBucket, message)
+
+    def _next_message(self, channel: Channel[FromTrainer]) -> FromTrainer:
+        """Wait for the trainer and for the device at once: buckets are launched as they come, and
+        told to be done as soon as they are.
+        """
+        with self._spending("copying"):
+            while self._in_flight:
+                for index in self._in_flight.finished():
+                    channel.send(wire.BucketDone, index=index)
+                if not self._in_flight.is_full and channel.has_message():
+                    break
+                if self._in_flight:
+                    time.sleep(DEVICE_POLL_S)
+        with self._spending("waiting"):
+            return channel.receive()
+
+    def _finish_buckets(self, channel: Channel[FromTrainer]) -> None:
+        """Wait until the device has read all that was launched, and tell the trainer."""
+        if self._in_flight:
+            with self._spending("copying"):
+                synchronize(self._device)
+            for index in self._in_flight.finished():
+                channel.send(wire.BucketDone, index=index)
+
+    @contextmanager
+    def _spending(self, what: str) -> Iterator[None]:
+        """Count the body's time; see `Loaded.seconds`."""
+        started = time.perf_counter()
+        yield
+        self._seconds[what] += time.perf_counter() - started
+
+    def _load(self, message: wire.LoadBucket) -> None:
+        if message.index != len(self._digests):
+            raise SessionError(f"got bucket {message.index}, expected {len(self._digests)}")
+        layout = _layouts.get(message.digest, message.layout)
+        for buffer in message.buffers:
+            self._slots[buffer.slot] = _mappings.get(buffer, self._device)
+        self._before_loading(layout, is_first=not self._digests)
+        replayed = [True]
+        if message.arranged:
+            self._load_arranged(message, layout)
+        else:
+            source = _sources.get(message, self._slots, layout.nbytes)
+            replayed = load_into_all(
+                self._loaders, message.index, layout, source, read_only=message.read_only
+            )
+        self._digests.append(message.digest)
+        self._num_tensors += len(layout.tensors)
+        self._in_flight.add(message.index, on_current_stream=all(replayed))
+
+    def _load_arranged(self, message: wire.LoadBucket, layout: BucketLayout) -> None:
+        """Load a bucket of which only the arranged bytes came."""
+        index, held = message.index, _digest(self._arranged)
+        nbytes = self._arranged.nbytes(index) if self._arranged is not None else None
+        if message.arranged != held or nbytes is None or message.read_only:
+            raise SessionError(
+                f"bucket {index} came arranged by {message.arranged[:80]!r}; for this sync the "
+                f"engine holds {held or 'no arrangements'!r}"
+            )
+        source = _sources.get(message, self._slots, nbytes)
+        for loader in self._loaders:
+            try:
+                loader.load_arranged(index, layout, source)
+            except ArrangementError as error:
+                raise SessionError(
+                    f"bucket {index} came arranged and cannot be loaded so: {error}"
+                ) from error
+
+    def _offer(self, known: str | None) -> bytes | None:
+        """The arrangements for later syncs, unless the trainer has them or wants none."""
+        arranged = common_arrangements([loader.arranged for loader in self._loaders])
+        if known is None or arranged is None or arranged.digest == known:
+            return None
+        return arranged.encoded
+
+    def _finish(self, finish: wire.Finish) -> SyncOutcome:
+        """Every announced tensor came exactly once, and the device has finished with all."""
+        if (finish.num_buckets, finish.num_tensors) != (len(self._digests), self._num_tensors):
+            raise SessionError(
+                f"{self._num_tensors} tensors in {len(self._digests)} buckets came, the trainer "
+                f"sent {finish.num_tensors} in {finish.num_buckets}"
+            )
+        if not self._digests:
+            raise SessionError("the trainer sent no tensor")
+        _layouts.check_distinct(self._digests)
+        outcomes = [loader.finish() for loader in self._loaders]
+        synchronize(self._device)
+        return min(outcomes, key=lambda outcome: outcome.num_replayed)
+
+    def _let_go(self) -> None:
+        """Unmap the trainer's memory but for what later sessions use again; once."""
+        if self._has_let_go:
+            return
+        self._has_let_go = True
+        self._slots.clear()
+        if self._in_flight:  # a failure: nothing is unmapped while the device may read it
+            synchronize(self._device)
+        if _mappings.end_session():
+            _sources.forget()
+            for loader in self._loaders:
+                loader.unbind()
+
+
+def _expect(kind: type[wire.FromTrainer], message: wire.FromTrainer) -> None:
+    """Raise SessionError unless the trainer sent a message of this kind."""
+    if isinstance(message, wire.Abort):
+        raise SessionError(f"the trainer aborted the sync: {message.reason}")
+    if not isinstance(message, kind):
+        raise SessionError(f"expected {kind.__name__}, got {type(message).__name__}")
+
+
+def load_into_all(
+    loaders: Sequence[ModelLoader],
+    index: int,
+    layout: BucketLayout,
+    source: BucketSource,
+    *,
+    read_only: bool,
+) -> list[bool]:
+    """Load a bucket into every model; all but the last leave the source as it came.
+
+    Returns:
+        For each whether its plan was replayed.
+    """
+    last = loaders[-1]
+    return [
+        loader.load(index, layout, source, read_only=read_only or loader is not last)
+        for loader in loaders
+    ]
+
+
+def common_arrangements(arranged: Sequence[ArrangedPlan | None]) -> ArrangedPlan | None:
+    """The arrangements of all models; None where one has none, or other ones, or changes a bucket
+    that the others are to load, too.
+    """
+    first = arranged[0]
+    if first is None or len({_digest(one) for one in arranged}) > 1:
+        return None
+    changes = any(one is not None and one.changes_buffer for one in arranged)
+    return None if len(arranged) > 1 and changes else first
+
+
+def _digest(arranged: ArrangedPlan | None) -> str:
+    return "" if arranged is None else arranged.digest

@@ -1,0 +1,191 @@
+"""What an engine process keeps between sessions, and what is in flight within one.
+
+Layouts and mapped buffers outlive a session, so that a later one need not send and map them again.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from sglang_loader.common.bucket_source import BucketSource, Piece
+from sglang_loader.common.layout import BucketLayout
+from sglang_loader.common.session import messages as wire
+from sglang_loader.common.session.messages import SessionError
+from sglang_loader.common.shared_memory import map_buffer
+from sglang_loader.hooks.upstream import synchronize
+
+MAX_LAYOUTS = 4096
+MAX_IN_FLIGHT = 64
+"""Buckets launched ahead of the device; the trainer's staging buffers are fewer as a rule."""
+
+
+class Layouts:
+    """Layouts by digest, so that a known one need not travel again."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[str, BucketLayout] = OrderedDict()
+        self._distinct: tuple[str, ...] = ()
+
+    @property
+    def digests(self) -> list[str]:
+        return list(self._known)
+
+    def get(self, digest: str, encoded: bytes | None) -> BucketLayout:
+        """The layout; remembered if it came along."""
+        if encoded is not None and digest not in self._known:
+            self._known[digest] = wire.decode_layout(encoded, digest)
+            while len(self._known) > MAX_LAYOUTS:
+                self._known.popitem(last=False)
+        if digest not in self._known:
+            raise SessionError(f"the layout with digest {digest} was never sent")
+        self._known.move_to_end(digest)
+        return self._known[digest]
+
+    def check_distinct(self, digests: Sequence[str]) -> None:
+        """Raise SessionError if a tensor came twice; the same layouts are looked at once."""
+        if tuple(digests) == self._distinct:
+            return
+        names = [tensor.name for digest in digests for tensor in self._known[digest].tensors]
+        if len(set(names)) != len(names):
+            raise SessionError(f"{len(names)} tensors came, but only {len(set(names))} names")
+        self._distinct = tuple(digests)
+
+
+class Mappings:
+    """The trainer's buffers in this process, by name; some outlive the session."""
+
+    def __init__(self) -> None:
+        self._mapped: dict[str, torch.Tensor] = {}
+        self._kept: set[str] = set()
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._mapped)
+
+    def get(self, buffer: wire.SharedBuffer, device: torch.device) -> torch.Tensor:
+        """Map the memory, or find it mapped; keep it after the session, or not."""
+        name = buffer.name
+        if buffer.handle is not None:
+            self._mapped[name] = map_buffer(buffer.handle, device)
+        if name not in self._mapped:
+            raise SessionError(f"buffer {name} is not mapped, and no handle came with it")
+        if buffer.keep:
+            self._kept.add(name)
+        return self._mapped[name]
+
+    def end_session(self) -> bool:
+        """Unmap all that the session did not ask to keep; True if anything was dropped."""
+        kept = {name: self._mapped[name] for name in self._kept}
+        dropped = len(kept) < len(self._mapped)
+        self._mapped, self._kept = kept, set()
+        return dropped
+
+
+class Sources:
+    """Sources of the buckets of the last sessions: a bucket may have thousands of pieces."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[tuple[int, str], _KnownSource] = OrderedDict()
+
+    def get(
+        self, message: wire.LoadBucket, slots: Mapping[int, torch.Tensor], nbytes: int
+    ) -> BucketSource:
+        """The memory that a message speaks of.
+
+        Args:
+            message: with the pieces.
+            slots: the session's buffers.
+            nbytes: of the bucket as it came.
+
+        Raises:
+            SessionError: a piece lies in no mapped buffer, or leaves it or the bucket.
+        """
+        key = message.pieces[0].slot if message.pieces else -1, message.digest
+        known = self._known.get(key)
+        if known is None or not known.holds(message.pieces, slots):
+            known = self._known[key] = _KnownSource.of(message, slots, nbytes)
+            while len(self._known) > MAX_LAYOUTS:
+                self._known.popitem(last=False)
+        return known.source
+
+    def forget(self) -> None:
+        """Let go of all memory."""
+        self._known.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class _KnownSource:
+    pieces: list[wire.BucketPiece]
+    buffers: dict[int, torch.Tensor]
+    source: BucketSource
+
+    def holds(self, pieces: list[wire.BucketPiece], slots: Mapping[int, torch.Tensor]) -> bool:
+        return self.pieces == pieces and all(
+            slots.get(slot) is buffer for slot, buffer in self.buffers.items()
+        )
+
+    @classmethod
+    def of(
+        cls, message: wire.LoadBucket, slots: Mapping[int, torch.Tensor], nbytes: int
+    ) -> _KnownSource:
+        used = {}
+        for piece in message.pieces:
+            if piece.slot not in slots:
+                raise SessionError(f"bucket {message.index} lies in slot {piece.slot}: not mapped")
+            used[piece.slot] = slots[piece.slot]
+        pieces = [
+            _piece(piece, used[piece.slot], nbytes, message.index) for piece in message.pieces
+        ]
+        return cls(message.pieces, used, BucketSource(pieces))
+
+
+def _piece(piece: wire.BucketPiece, buffer: torch.Tensor, bucket_nbytes: int, index: int) -> Piece:
+    offset, start, nbytes = piece.offset, piece.start, piece.nbytes
+    if not 0 <= offset <= offset + nbytes <= buffer.numel():
+        raise SessionError(
+            f"bucket {index} at bytes {offset}+{nbytes} leaves the buffer of {buffer.numel()}"
+        )
+    if not 0 <= start <= start + nbytes <= bucket_nbytes:
+        raise SessionError(
+            f"a piece of bucket {index} at bytes {start}+{nbytes} leaves the bucket's "
+            f"{bucket_nbytes}"
+        )
+    return Piece(start, buffer[offset : offset + nbytes])
+
+
+class InFlight:
+    """Buckets that were launched, in order; the device may still be reading them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._launched: deque[tuple[int, torch.cuda.Event | None]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._launched)
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._launched) >= MAX_IN_FLIGHT
+
+    def add(self, index: int, *, on_current_stream: bool) -> None:
+        """Note a launched bucket; a loader that may use other streams is waited for at once."""
+        event = None
+        if self._device.type == "cuda" and on_current_stream:
+            event = torch.cuda.Event()
+            event.record()
+        else:
+            synchronize(self._device)
+        self._launched.append((index, event))
+
+    def finished(self) -> Iterator[int]:
+        """Let go of the oldest buckets with which the device is done; yields their indices."""
+        while self._launched:
+            index, event = self._launched[0]
+            if event is not None and not event.query():
+                return
+            self._launched.popleft()
+            yield index

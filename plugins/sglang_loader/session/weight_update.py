@@ -1,0 +1,246 @@
+"""One update of the weights on this TP rank, in step with the others.
+
+    update = WeightUpdate(updater, request)
+    failures = update.run(load)          # on every TP rank; the same list on all of them
+
+`load` loads a session or a bucket; an exception ends neither the process nor the other ranks. With
+a sync's last bucket all ranks agree that it is complete and fits the model, and only then are
+requests served again.
+"""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from sglang_loader.common.check_remarks import ManifestCheck
+from sglang_loader.common.layout import BucketLayout
+from sglang_loader.hooks.requests import set_gate, why_closed
+from sglang_loader.host_backup import backup_of
+from sglang_loader.rehearsal.findings import Verdict
+from sglang_loader.session.completeness import Completeness
+from sglang_loader.session.weight_check import SyncView, judge_together, known_verdict, view_of_sync
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+
+class PrefixCacheInUse(RuntimeError):
+    """The prefix cache cannot be dropped; its entries would be of the old weights."""
+
+
+class DoesNotFit(RuntimeError):
+    """The tensors that came are not those of the model."""
+
+
+class SpeculationUnknown(RuntimeError):
+    """A kind of speculative decoding whose models are not known."""
+
+
+class WeightUpdate:
+    """One update request on this TP rank; see the module.
+
+    Args:
+        updater: SGLang's.
+        request: what it was asked.
+
+    Attributes:
+        manifest_check: what the trainer asks for; see `SessionDescriptor`.
+    """
+
+    def __init__(self, updater: Any, request: Any) -> None:
+        self.manifest_check: ManifestCheck = "off"
+        self._updater = updater
+        self._request = request
+        self._backup = backup_of(updater.tp_worker.model_runner.model)
+        self._has_begun = self._has_flushed = False
+        self._verdict: Verdict | None = None
+        self._view: SyncView | None = None
+
+    def loading(self, layout: BucketLayout, *, is_first: bool) -> None:
+        """A bucket is about to be loaded: weights are overwritten from now on.
+
+        Args:
+            layout: of the bucket.
+            is_first: of its sync.
+        """
+        self._has_begun = True
+        if self._backup is None:
+            return
+        if is_first and self._backup.sync.is_half_written:
+            self._backup.sync_failed("the sync before broke off")
+        self._backup.sync.loading(layout)
+
+    def loaded(self) -> None:
+        """All buckets of a sync are loaded on this rank; what takes time is done now, so that
+        nothing but an exchange of views lies between a trainer's Commit and the publication.
+
+        Raises:
+            DoesNotFit: these tensors were refused before.
+        """
+        if not self._needs_verdict or self._verdict is not None or self._view is not None:
+            return
+        model = self._updater.tp_worker.model_runner.model
+        self._verdict = known_verdict(self._layouts, model)
+        if self._verdict is None:
+            self._view = self._rehearsed()
+        elif (refusal := self._refusal(self._verdict)) is not None:
+            raise DoesNotFit(refusal)
+
+    def flush(self) -> None:
+        """Drop the prefix cache, if this update is a sync's last.
+
+        Raises:
+            PrefixCacheInUse: requests are running, on all TP ranks: their queues are in step.
+        """
+        if not self._request.flush_cache or self._has_flushed:
+            return
+        self._has_flushed = self._updater.flush_cache(empty_cache=self._request.torch_empty_cache)
+        if not self._has_flushed:
+            raise PrefixCacheInUse("the prefix cache holds running requests")
+
+    def run(self, load: Callable[[], None]) -> list[str]:
+        """Load on every TP rank, agree on the outcome, end the sync with its last bucket.
+
+        Args:
+            load: loads on this rank; calls `loading` before it does, and may call `loaded`.
+
+        Returns:
+            What went wrong, the same on all ranks.
+        """
+        _, failure = attempt(self._updater, load)
+        if failure is None:
+            _, failure = attempt(self._updater, self.loaded)
+        # After a failure, too: the prefix caches of all TP ranks must stay equal.
+        _, unflushed = attempt(self._updater, self.flush)
+        backup, is_last = self._backup, self._request.flush_cache
+        is_new = self._view is not None
+        outcomes = from_all_ranks(self._updater, (failure or unflushed, self._has_begun, is_new))
+        failures = [text for text, _, _ in outcomes if text]
+        is_touched = any(has_begun for _, has_begun, _ in outcomes)
+        if not failures and any(is_new for _, _, is_new in outcomes):
+            failures = self._judge()
+        if backup is not None:
+            if failures and is_touched:
+                backup.sync_failed("a weight update failed")
+            elif not failures and is_last:
+                backup.sync_completed()
+                failures = failures_on_any_rank(self._updater, backup.stale)
+        if is_touched:  # else all is as it was
+            set_gate(why_closed(self._updater) or next(iter(failures), None))
+        return failures
+
+    @property
+    def _needs_verdict(self) -> bool:
+        """Whether it matters if the tensors of this sync fit the model, and are all of it: where
+        the trainer wants to know, and after a failed sync where this one has brought fewer tensors
+        than others before it, or is the first.
+        """
+        backup = self._backup
+        if backup is None or not self._request.flush_cache:
+            return False
+        return self.manifest_check != "off" or _may_be_incomplete(backup.sync)
+
+    @property
+    def _layouts(self) -> Sequence[BucketLayout]:
+        assert self._backup is not None, "nobody judges what is not kept track of"
+        return self._backup.sync.layouts
+
+    def _rehearsed(self) -> SyncView:
+        return view_of_sync(self._layouts, models_of(self._updater, self._request))
+
+    @property
+    def remark(self) -> str:
+        """What the trainer should know of the check though the sync is good; "": nothing."""
+        if self.manifest_check == "off" or self._verdict is None:
+            return ""
+        return self._verdict.remark()
+
+    def _judge(self) -> list[str]:
+        """Judge the tensors together; why nothing is published, the same on all ranks."""
+        view, reason = attempt(self._updater, lambda: self._view or self._rehearsed())
+        if reasons := failures_on_any_rank(self._updater, reason):
+            return reasons
+        assert view is not None, "a rank that could not rehearse has failed"
+        self._verdict = judge_together(view, lambda item: from_all_ranks(self._updater, item))
+        if (refusal := self._refusal(self._verdict)) is not None:
+            reason = f"TP rank {self._updater.tp_worker.tp_rank}: {refusal}"
+        return failures_on_any_rank(self._updater, reason)
+
+    def _refusal(self, verdict: Verdict) -> str | None:
+        """Why this sync must not be published."""
+        assert self._backup is not None, "nobody judges what is not kept track of"
+        sync = self._backup.sync
+        nothing = f"{'after a failed sync ' if sync.is_broken else ''}nothing is published"
+        is_gap = bool(verdict.missing) and _may_be_incomplete(sync)
+        if is_gap or (self.manifest_check == "error" and not verdict.fits):
+            return f"{nothing}: the weights do not fit the engine's model: {verdict.text()}"
+        missing = sync.missing()
+        if missing and (verdict.not_checked or verdict.doubtful):
+            return f"{nothing}: earlier syncs brought {', '.join(missing[:20])}, too"
+        return None
+
+
+def _may_be_incomplete(sync: Completeness) -> bool:
+    return sync.is_broken and (not sync.has_completed or bool(sync.missing()))
+
+
+def attempt(updater: Any, step: Callable[[], Result]) -> tuple[Result | None, str | None]:
+    """The step's result, or this rank's traceback."""
+    try:
+        return step(), None
+    except Exception:
+        failure = f"TP rank {updater.tp_worker.tp_rank}: {traceback.format_exc()}"
+        logger.error("weight update failed: %s", failure)
+        return None, failure
+
+
+def _worker_for(updater: Any, request: Any) -> Any:
+    """Whom SGLang asks to update the weights."""
+    if updater.draft_worker is not None and not request.disable_draft_model:
+        return updater.draft_worker
+    return updater.tp_worker
+
+
+def models_of(updater: Any, request: Any) -> list[Any]:
+    """The models that SGLang's own update would load, in its order: a draft, then the target.
+
+    Raises:
+        SpeculationUnknown: the worker may have others.
+    """
+    worker, target = _worker_for(updater, request), updater.tp_worker.model_runner.model
+    if worker is updater.tp_worker:
+        return [target]
+    update = getattr(worker, "update_weights_from_tensor", None)
+    if getattr(update, "__self__", None) is updater.tp_worker or (
+        update is not None and worker.draft_worker is None
+    ):
+        return [target]  # DFLASH and NGRAM hand the update on
+    from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2
+
+    own = EAGLEWorkerV2.update_weights_from_tensor
+    if getattr(type(worker), "update_weights_from_tensor", None) is own:
+        return [worker.draft_worker.draft_runner.model, target]
+    raise SpeculationUnknown(
+        f"{type(worker).__name__} loads its models in a way that is not known here: weights "
+        "cannot be synced with this kind of speculative decoding"
+    )
+
+
+def failures_on_any_rank(updater: Any, failure: str | None) -> list[str]:
+    """What went wrong on the TP ranks, the same list on all of them; each must call this."""
+    return [text for text in from_all_ranks(updater, failure) if text]
+
+
+def from_all_ranks(updater: Any, item: Result) -> list[Result]:
+    """Every TP rank's `item`, by rank, on all of them; each must call this."""
+    group = updater.tp_cpu_group
+    items: list[Any] = [item] * torch.distributed.get_world_size(group=group)
+    if len(items) > 1:
+        torch.distributed.all_gather_object(items, item, group=group)
+    return items

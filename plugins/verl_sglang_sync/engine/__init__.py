@@ -1,0 +1,1 @@
+"""The trainer's end of what it says to engines: HTTP, sessions, update groups."""

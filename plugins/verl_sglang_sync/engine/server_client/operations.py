@@ -1,0 +1,174 @@
+"""The server's operations, and the requests that they become. Pure: nothing is sent here."""
+
+from __future__ import annotations
+
+import base64
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field, replace
+from typing import Any, Literal, get_args
+
+from sglang_loader.common.update_keys import UpdateKey
+
+Limit = Literal["update", "release", "resume", "group", "info"]
+LIMITS: tuple[str, ...] = get_args(Limit)
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One endpoint.
+
+    Attributes:
+        path: without the leading slash.
+        method: HTTP method.
+        limit: which timeout holds.
+        idempotent: it may be sent again although it may have been executed.
+        admin: SGLang wants the admin key, if one is set.
+        confirmed: it has succeeded only if the reply says `"success": true`.
+    """
+
+    path: str
+    method: Literal["GET", "POST", "DELETE"] = "POST"
+    _: KW_ONLY
+    limit: Limit
+    idempotent: bool
+    admin: bool = True
+    confirmed: bool = False
+
+
+# Releasing and resuming by tag are idempotent through our hooks in the engine.
+RELEASE = Operation("release_memory_occupation", limit="release", idempotent=True)
+RESUME = Operation("resume_memory_occupation", limit="resume", idempotent=True)
+UPDATE = Operation("update_weights_from_tensor", limit="update", idempotent=False, confirmed=True)
+UPDATE_DISTRIBUTED = replace(UPDATE, path="update_weights_from_distributed")
+INIT_GROUP = Operation("init_weights_update_group", limit="group", idempotent=False, confirmed=True)
+DESTROY_GROUP = replace(INIT_GROUP, path="destroy_weights_update_group")
+FLUSH_CACHE = Operation("flush_cache", limit="info", idempotent=True)
+PAUSE = Operation("pause_generation", limit="info", idempotent=True)
+CONTINUE = Operation("continue_generation", limit="info", idempotent=True)
+SERVER_INFO = Operation("server_info", "GET", limit="info", idempotent=True, admin=False)
+MODEL_INFO = replace(SERVER_INFO, path="model_info")
+HEALTH = replace(SERVER_INFO, path="health")
+
+
+@dataclass(frozen=True)
+class Call:
+    """One operation with its arguments, as it goes out; `sent` is set once it has."""
+
+    operation: Operation
+    payload: Mapping[str, Any] | None = None
+    key: UpdateKey | None = None
+    query: Mapping[str, str] = field(default_factory=dict)
+    sent: threading.Event | None = field(default=None, compare=False)
+
+
+def release_memory(tags: Sequence[str]) -> Call:
+    """Free the engine's memory of `tags` ("kv_cache", "weights", "cuda_graph")."""
+    return Call(RELEASE, {"tags": list(tags)})
+
+
+def resume_memory(tags: Sequence[str]) -> Call:
+    """Map the engine's memory of `tags` again; weights come back with undefined content."""
+    return Call(RESUME, {"tags": list(tags)})
+
+
+def update_weights(
+    handles: Sequence[bytes],
+    *,
+    load_format: str,
+    flush_cache: bool = False,
+    weight_version: str | None = None,
+    key: UpdateKey | None = None,
+    sent: threading.Event | None = None,
+) -> Call:
+    """Load one bucket, or those of one session.
+
+    Args:
+        handles: one entry per TP rank, made by `sglang_loader.ipc.serialize_handles`, or
+            a session's descriptors.
+        load_format: names the loader in the engine.
+        flush_cache: drop the prefix cache; fails where requests run.
+        weight_version: what `/model_info` reports from then on; None leaves it as it is.
+        key: makes a repetition harmless; without one the request is never repeated.
+        sent: set when the request has left. A caller that goes on computing holds Python's lock,
+            and would keep the client's thread from sending it.
+    """
+    payload = {
+        "serialized_named_tensors": [base64.b64encode(item).decode() for item in handles],
+        "load_format": load_format,
+        "flush_cache": flush_cache,
+        "weight_version": weight_version,
+    }
+    return Call(UPDATE, payload, key, sent=sent)
+
+
+def update_from_distributed(
+    names: Sequence[str],
+    dtypes: Sequence[str],
+    shapes: Sequence[Sequence[int]],
+    *,
+    group_name: str,
+    load_format: str | None = None,
+    flush_cache: bool = False,
+    weight_version: str | None = None,
+    key: UpdateKey | None = None,
+) -> Call:
+    """Load one bucket that the trainer broadcasts in `group_name`; the rest as `update_weights`."""
+    payload = {
+        "names": list(names),
+        "dtypes": list(dtypes),
+        "shapes": [list(shape) for shape in shapes],
+        "group_name": group_name,
+        "load_format": load_format,
+        "flush_cache": flush_cache,
+        "weight_version": weight_version,
+    }
+    return Call(UPDATE_DISTRIBUTED, payload, key)
+
+
+def init_update_group(
+    *,
+    master_address: str,
+    master_port: int,
+    rank_offset: int,
+    world_size: int,
+    group_name: str,
+    backend: str,
+) -> Call:
+    """Have the engine's TP ranks join a process group with the trainer; returns when all have."""
+    return Call(INIT_GROUP, locals())  # SGLang names its fields as the arguments above
+
+
+def destroy_update_group(group_name: str) -> Call:
+    """Have the engine leave a process group."""
+    return Call(DESTROY_GROUP, {"group_name": group_name})
+
+
+def flush_cache() -> Call:
+    """Drop the prefix cache; fails while requests run."""
+    return Call(FLUSH_CACHE)
+
+
+def pause_generation(mode: str = "abort") -> Call:
+    """Pause generation; `mode` is "abort", "retract" or "in_place"."""
+    return Call(PAUSE, {"mode": mode})
+
+
+def continue_generation() -> Call:
+    """End a pause."""
+    return Call(CONTINUE, {})
+
+
+def server_info() -> Call:
+    """The server's arguments and state."""
+    return Call(SERVER_INFO)
+
+
+def model_info() -> Call:
+    """The model, and the version of its weights as `weight_version`."""
+    return Call(MODEL_INFO)
+
+
+def health() -> Call:
+    """Succeeds if the server is up."""
+    return Call(HEALTH)

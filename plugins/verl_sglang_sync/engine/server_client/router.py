@@ -1,0 +1,171 @@
+"""Client of SGLang's router: adds a server to its workers, and removes it.
+
+Routers in use have three protocols; the client uses whichever the router has:
+
+- sglang-router 0.3: `POST /workers` queues the server under a UUID; `GET /workers/{id}` reports the
+  state of the queued job; `DELETE /workers/{id}` queues the removal;
+- 0.2: the same, but the id is the server's URL;
+- 0.1: `POST /add_worker?url=...` answers when the server is healthy; `POST /remove_worker?url=...`.
+
+async with RouterClient("http://10.0.0.9:30000", timeout_s=600) as router:
+    worker = await router.add("http://[fd00::1]:30000")
+    ...
+    await router.remove(worker)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any, Self
+from urllib.parse import quote
+
+import msgspec
+
+from verl_sglang_sync.engine.server_client.core import ServerAccess, ServerCore
+from verl_sglang_sync.engine.server_client.errors import (
+    NotAuthorized,
+    RequestFailed,
+    RouterError,
+    ServerError,
+)
+from verl_sglang_sync.engine.server_client.operations import Call, Operation
+
+POLL_S = 0.25
+NO_SUCH_ROUTE = (404, 405)
+
+
+class Worker(msgspec.Struct, frozen=True):
+    """A server that is among a router's workers.
+
+    Attributes:
+        url: of the server.
+        id: the router's; None if the router knows it by its URL alone (0.1).
+    """
+
+    url: str
+    id: str | None
+
+
+class RouterClient:
+    """Asynchronous client of one router; belongs to one event loop.
+
+    Args:
+        url: of the router, such as "http://10.0.0.9:30000" or "http://[::1]:30000".
+        timeout_s: limit of one request, and of the wait until the router has taken a server.
+        api_key: the router's.
+    """
+
+    def __init__(self, url: str, *, timeout_s: float, api_key: str | None = None) -> None:
+        self._url = url.rstrip("/")
+        self._timeout_s = timeout_s
+        access = ServerAccess(base_url=self._url, timeout_s=timeout_s, api_key=api_key)
+        self._core = ServerCore(access)
+
+    async def add(self, url: str, *, api_key: str | None = None) -> Worker:
+        """Add the server at `url` to the workers; returns when the router sends it requests.
+
+        A server that is among them already stays as it is.
+
+        Args:
+            url: of the server, as the router reaches it.
+            api_key: the server's own, which the router must send to it.
+
+        Raises:
+            RouterError: the router did not take it; names router, endpoint, status and message.
+        """
+        payload = {"url": url} | ({} if api_key is None else {"api_key": api_key})
+        try:
+            try:
+                reply = await self._core.send(Call(_operation("workers"), payload))
+            except RequestFailed as error:
+                if error.status not in NO_SUCH_ROUTE:
+                    raise
+                return await self._add_by_query(payload)
+            known = reply.get("worker_id") if isinstance(reply, dict) else None
+            worker = Worker(url, known or url)
+            await self._wait_until_healthy(worker)
+        except ServerError as error:
+            raise self._named(f"did not take the server {url}", error) from error
+        return worker
+
+    async def remove(self, worker: Worker) -> None:
+        """Take a server out; it is no error if the router does not know it any more.
+
+        Raises:
+            RouterError: as with `add`.
+        """
+        try:
+            if worker.id is None:
+                await self._core.send(Call(_operation("remove_worker"), query={"url": worker.url}))
+            else:
+                await self._core.send(Call(_operation(_path(worker.id), "DELETE")))
+        except ServerError as error:
+            if error.status != 404:
+                what = f"did not let the server {worker.url} go"
+                raise self._named(what, error) from error
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._core.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def _add_by_query(self, query: dict[str, str]) -> Worker:
+        """Remove and add it: this protocol refuses to add a URL that the router has already."""
+        await self._core.send(Call(_operation("remove_worker"), query={"url": query["url"]}))
+        await self._core.send(Call(_operation("add_worker"), query=query))
+        return Worker(query["url"], None)
+
+    async def _wait_until_healthy(self, worker: Worker) -> None:
+        assert worker.id is not None
+        look_up = _operation(_path(worker.id), "GET")
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            seen = await self._look_up(look_up)
+            if seen.get("is_healthy"):
+                return
+            job = seen.get("job_status") or {}
+            reason = None
+            if job.get("status") == "failed" and not await self._has(worker.url):
+                reason = str(job.get("message"))
+            elif time.monotonic() > deadline:
+                reason = f"not healthy within {self._timeout_s:g} s; the router's last word: {seen}"
+            if reason is not None:
+                raise RouterError(reason, endpoint=f"{self._url}/{look_up.path}", status=200)
+            await asyncio.sleep(POLL_S)
+
+    async def _look_up(self, operation: Operation) -> dict[str, Any]:
+        """What the router reports of a worker; empty before its job has begun."""
+        try:
+            reply = await self._core.send(Call(operation))
+        except RequestFailed as error:
+            if error.status == 404:
+                return {}
+            raise
+        return reply if isinstance(reply, dict) else {}
+
+    async def _has(self, url: str) -> bool:
+        """True if the server is among the workers: then a failed job did no harm."""
+        reply = await self._core.send(Call(_operation("workers", "GET")))
+        return url in [worker.get("url") for worker in reply.get("workers", ())]
+
+    def _named(self, what: str, error: ServerError) -> RouterError:
+        hint = " (see router_api_key)" if isinstance(error, NotAuthorized) else ""
+        return RouterError(
+            f"the router {self._url} {what}: {error.message}{hint}",
+            endpoint=error.endpoint,
+            status=error.status,
+        )
+
+
+def _operation(path: str, method: Any = "POST") -> Operation:
+    return Operation(path, method, limit="info", idempotent=True, admin=False)
+
+
+def _path(worker_id: str) -> str:
+    return f"workers/{quote(worker_id, safe='')}"

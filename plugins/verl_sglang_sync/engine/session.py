@@ -1,0 +1,333 @@
+"""The trainer rank's end of a session with the engine rank on its device.
+
+with TrainerSession(sockets, settings, names) as session:
+    ...                                   # session.invitation travels with the HTTP request
+    while not session.greet(watch, wait_s=1): ...
+    slot = session.map_buffer(storage, keep=False)
+    session.load(0, bucket, [BucketPiece(slot, 0, 0, nbytes)], read_only=False)
+    session.finish(num_buckets=1, num_tensors=3, arrangements=None)
+    session.wait_until_done(0)
+    outcome = session.outcome()
+    session.commit()                      # once all ranks have come so far
+    session.wait_until_published()
+    session.keep_socket()                 # likewise
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+
+from sglang_loader.common.session import messages as wire
+from sglang_loader.common.session.channel import Channel, KeptChannels, trainer_end
+from sglang_loader.common.session.folder import SessionFolder
+from sglang_loader.common.session.messages import (
+    FromEngine,
+    Loaded,
+    SessionDescriptor,
+    SessionError,
+)
+from sglang_loader.common.shared_memory import BufferHandle
+from verl_sglang_sync.config import WeightSyncConfig
+from verl_sglang_sync.sources.bucket_stream import Bucket
+from verl_sglang_sync.sources.memory_blocks import Block, BlockNames, share_block
+
+Message = TypeVar("Message", bound=wire.FromEngine)
+
+ABORT_WAIT_S = 5.0  # for an engine that was asked to join, and has not yet
+
+
+class EngineFailed(RuntimeError):
+    """The engine could not load; the text is its TP rank and traceback."""
+
+
+class EngineCannotMap(EngineFailed):
+    """The engine has read nothing: it cannot map the trainer's memory."""
+
+
+class BlockNotMapped(RuntimeError):
+    """The engine has let go of memory of which this rank has no new handle."""
+
+
+@dataclass(frozen=True)
+class SharedBlock:
+    """A block of a trainer rank's memory, as this rank's engine maps it.
+
+    Attributes:
+        name: of the block, for as long as it is allocated.
+        handle: for the engine; None once it was used.
+    """
+
+    name: str
+    handle: BufferHandle | None
+
+
+class SessionSockets:
+    """The sockets of this process's sessions, in a folder of its own."""
+
+    def __init__(self) -> None:
+        self._kept: KeptChannels[FromEngine] = KeptChannels()
+        self._folder: SessionFolder | None = None
+
+    def take(self) -> Channel[FromEngine]:
+        """The socket of the session before, or a new one where that did not end well."""
+        return self._kept.take() or trainer_end(self.folder.new_endpoint())
+
+    def keep(self, channel: Channel[FromEngine]) -> None:
+        """For the next session."""
+        self._kept.keep(channel)
+
+    @property
+    def folder(self) -> SessionFolder:
+        """Made with the first session."""
+        self._folder = self._folder or SessionFolder()
+        return self._folder
+
+
+class TrainerSession:
+    """Speaks the trainer's part of the protocol. A context manager.
+
+    Args:
+        sockets: of this process.
+        settings: the preset.
+        names: of this process's memory, the same for all its sessions.
+
+    Attributes:
+        arrangements: digest of those that the engine holds for this sync, once they have met.
+    """
+
+    def __init__(
+        self,
+        sockets: SessionSockets,
+        settings: WeightSyncConfig,
+        names: BlockNames,
+    ) -> None:
+        token = secrets.token_hex(16)
+        self._sockets = sockets
+        self._channel = sockets.take()
+        self._channel.begin(token, timeout_s=settings.request_timeout_s)
+        self._is_kept = False
+        self.invitation = wire.encode_descriptor(
+            SessionDescriptor(
+                version=wire.SESSION_VERSION,
+                endpoint=self._channel.endpoint,
+                token=token,
+                timeout_s=settings.request_timeout_s,
+                uses_plan=settings.uses_plan,
+                manifest_check=settings.manifest_check,
+                recheck_every_n_syncs=settings.recheck_every_n_syncs,
+            )
+        )
+        self._watch: Callable[[], None] | None = None
+        self._names = names
+        self._known: set[str] = set()
+        self._mapped: set[str] = set()
+        self._slots: dict[str, int] = {}
+        self._unsent: list[wire.SharedBuffer] = []
+        self._num_done = 0
+        self.arrangements = ""
+
+    def greet(self, watch: Callable[[], None], *, wait_s: float) -> bool:
+        """Meet the engine; False if it has not joined within `wait_s`: call again.
+
+        Args:
+            watch: called while waiting for the engine, here and later; raises to end the wait.
+            wait_s: in seconds.
+        """
+        self._watch = watch
+        if not self._channel.wait(wait_s, watch):
+            return False
+        hello = self._receive(wire.Hello)
+        self._known, self._mapped = set(hello.layouts), set(hello.buffers)
+        self.arrangements = hello.arrangements
+        self._send(wire.Welcome)
+        return True
+
+    def has_arrived(self) -> bool:
+        """True if `greet` would return at once."""
+        return self._channel.has_message()
+
+    def map_buffer(self, storage: torch.UntypedStorage, *, keep: bool) -> int:
+        """Have the engine map a staging buffer with the next bucket, once; return its slot.
+
+        Args:
+            storage: all of the buffer.
+            keep: it stays mapped after the session.
+
+        Raises:
+            ValueError: the memory cannot be shared.
+        """
+        block = Block.of(storage)
+        name = self._names.name_of(block, storage)
+        if name not in self._slots:
+            handle = None if name in self._mapped else share_block(block, storage)
+            if handle is not None:
+                self._sockets.folder.record(handle)
+            self._announce(name, handle, keep=keep)
+        return self._slots[name]
+
+    def map_blocks(self, blocks: Iterable[SharedBlock], *, keep: bool) -> None:
+        """Have the engine map the trainer ranks' parameters with the first bucket.
+
+        The slots are the positions of `blocks`: nothing else is mapped in such a session.
+
+        Args:
+            blocks: of all ranks.
+            keep: they stay mapped after this one.
+
+        Raises:
+            BlockNotMapped: the engine has not mapped a block that has no handle.
+        """
+        for block in blocks:
+            is_mapped = block.name in self._mapped
+            if block.handle is None and not is_mapped:
+                raise BlockNotMapped(f"the engine does not have block {block.name} mapped any more")
+            self._announce(block.name, None if is_mapped else block.handle, keep=keep)
+
+    def _announce(self, name: str, handle: BufferHandle | None, *, keep: bool) -> None:
+        """Name a buffer with the next bucket; its slot is the number of those before it."""
+        slot = self._slots[name] = len(self._slots)
+        self._unsent.append(wire.SharedBuffer(slot=slot, name=name, handle=handle, keep=keep))
+
+    def load(
+        self,
+        index: int,
+        bucket: Bucket,
+        pieces: list[wire.BucketPiece],
+        *,
+        read_only: bool,
+        arranged: str = "",
+    ) -> None:
+        """Have a bucket loaded; its memory must stay as it is until it is done.
+
+        Args:
+            index: position in the sync, from 0.
+            bucket: what it is.
+            pieces: where its bytes are.
+            read_only: the engine must leave them as they are.
+            arranged: digest of the arrangements by which they are arranged; "": not at all.
+        """
+        is_known = bucket.digest in self._known
+        buffers, self._unsent = self._unsent, []
+        self._send(
+            wire.LoadBucket,
+            index=index,
+            buffers=buffers,
+            pieces=pieces,
+            digest=bucket.digest,
+            layout=None if is_known else bucket.encoded,
+            read_only=read_only,
+            arranged=arranged,
+        )
+        self._known.add(bucket.digest)
+
+    def wait_until_done(self, index: int) -> None:
+        """Wait until the engine has read bucket `index` and those before it.
+
+        Raises:
+            EngineFailed: with the engine's traceback.
+            SessionError: the engine is gone, silent, or broke the protocol.
+        """
+        while self._num_done <= index:
+            done = self._receive(wire.BucketDone)
+            if done.index != self._num_done:
+                raise SessionError(f"bucket {done.index} is done, expected {self._num_done}")
+            self._num_done += 1
+
+    def finish(self, *, num_buckets: int, num_tensors: int, arrangements: str | None) -> None:
+        """Declare that all was sent, while the engine may still be reading; it checks the counts.
+
+        Args:
+            num_buckets: sent.
+            num_tensors: sent.
+            arrangements: digest of those that this rank knows; None: it wants none.
+        """
+        self._send(
+            wire.Finish,
+            num_buckets=num_buckets,
+            num_tensors=num_tensors,
+            arrangements=arrangements,
+        )
+
+    def outcome(self) -> Loaded:
+        """Wait until this engine rank has read all; every bucket must have been waited for.
+
+        Raises:
+            EngineFailed: with the engine's traceback.
+            SessionError: the engine is gone, silent, or broke the protocol.
+        """
+        return self._receive(wire.Loaded)
+
+    def commit(self) -> None:
+        """Have the weights published: every trainer rank's engine has read what it was to read."""
+        self._send(wire.Commit)
+
+    def wait_until_published(self) -> None:
+        """Wait until the weights are complete on all ranks of the engine, after `commit`.
+
+        Raises:
+            EngineFailed: with the engine's traceback, of any of its ranks.
+            SessionError: the engine is gone, silent, or broke the protocol.
+        """
+        self._receive(wire.Published)
+
+    def keep_socket(self) -> None:
+        """The sync ended well for both sides: the next session may use the socket, too."""
+        self._is_kept = True
+
+    def abort(self, reason: str, watch: Callable[[], None] | None) -> None:
+        """Tell the engine to give up, if it still listens; one that is yet to join is waited for,
+        `ABORT_WAIT_S` at most.
+
+        Args:
+            reason: for the engine's log and reply.
+            watch: called while waiting; raises to end it. None: no engine was asked to join.
+        """
+        if not self._channel.has_heard and watch is None:
+            return
+        with suppress(Exception):  # there is nobody to tell
+            if self._channel.has_heard or self._channel.wait(ABORT_WAIT_S, watch):
+                self._channel.send(wire.Abort, reason=reason)
+
+    def _send(self, kind: type[Any], **fields: Any) -> None:
+        """Send; an engine that has failed said why before it left."""
+        try:
+            self._channel.send(kind, **fields)
+        except SessionError:
+            while self._channel.has_message():
+                message = self._channel.receive()
+                if isinstance(message, wire.Failed):
+                    raise _failure(message) from None
+            raise
+
+    def _receive(self, kind: type[Message]) -> Message:
+        message = self._channel.receive(watch=self._watch)
+        if isinstance(message, wire.Failed):
+            raise _failure(message)
+        if not isinstance(message, kind):
+            raise SessionError(f"expected {kind.__name__}, got {type(message).__name__}")
+        return message
+
+    def __enter__(self) -> TrainerSession:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._is_kept:
+            self._sockets.keep(self._channel)
+            return
+        self._channel.close()
+
+
+def _failure(message: wire.Failed) -> EngineFailed:
+    return (EngineCannotMap if message.cannot_map else EngineFailed)(message.traceback)

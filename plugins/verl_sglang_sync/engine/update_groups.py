@@ -1,0 +1,298 @@
+"""Disaggregated mode: the replicas, and the process group that the trainer forms with them.
+
+A group is kept from sync to sync. It is formed anew when replicas have joined or left, and after a
+failure, because a collective may be outstanding in it.
+
+    groups = UpdateGroups(address="10.0.0.1", device=torch.device("cuda", 0), timeout_s=600)
+    group = groups.with_replicas(replicas)
+    ...
+    groups.abandon()        # after a failure
+    groups.close()
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from dataclasses import dataclass
+from typing import Any, TypeAlias, TypeVar
+
+import torch
+from torch.distributed import DistNetworkError
+
+from sglang_loader.common.broadcast.broadcast import BroadcastError
+from sglang_loader.common.broadcast.update_group import (
+    GROUP_PREFIX,
+    MeetingPoint,
+    backend_of,
+    import_helpers,
+    join_as_source,
+    leave,
+)
+from verl_sglang_sync.engine.server_client import ServerError, SyncSGLangServerClient, operations
+
+logger = logging.getLogger(__name__)
+
+SEND_AWAY_S = 30.0
+WINDOW_S = 1.0
+REPLY_S = 2.0
+
+Result = TypeVar("Result")
+
+
+class UpdateGroupError(BroadcastError):
+    """A group was not formed; names the replica that is to blame."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replica:
+    """A rollout replica that takes part in a sync.
+
+    Attributes:
+        identity: differs for a server that was restarted at the same address.
+        base_url: of its server, such as "http://10.0.0.1:30000".
+        num_ranks: tensor-parallel ranks of its engine.
+        api_key: SGLang's `api_key`.
+        admin_api_key: SGLang's `admin_api_key`.
+    """
+
+    identity: str
+    base_url: str
+    num_ranks: int
+    api_key: str | None = None
+    admin_api_key: str | None = None
+
+
+Member: TypeAlias = tuple[Replica, SyncSGLangServerClient]
+"""A replica that is in the group, and the client of its server."""
+
+Members: TypeAlias = tuple[Member, ...]
+
+
+@dataclass(frozen=True)
+class UpdateGroup:
+    """A formed group.
+
+    Attributes:
+        name: by which the engines know it.
+        process_group: torch's; the trainer is rank 0.
+        members: the replicas, in rank order, with the clients of their servers.
+        meeting: the store through which NCCL's ranks connect at their first collective.
+    """
+
+    name: str
+    process_group: Any
+    members: Members
+    meeting: MeetingPoint
+
+    @property
+    def replicas(self) -> tuple[Replica, ...]:
+        """In rank order."""
+        return tuple(replica for replica, _ in self.members)
+
+
+class UpdateGroups:
+    """Keeps the current group; lives in the trainer's first rank.
+
+    Args:
+        address: of this host, as the replicas reach it.
+        device: of the buffers that are broadcast; a CPU's go over gloo, a GPU's over NCCL.
+        timeout_s: limit of one request and of the wait for a rank, in seconds.
+        timeouts_s: other limits for some operations, see `server_client`.
+    """
+
+    def __init__(
+        self,
+        *,
+        address: str,
+        device: torch.device,
+        timeout_s: float,
+        timeouts_s: Mapping[str, float] | None = None,
+    ) -> None:
+        self._address = address
+        self._device = device
+        self._timeout_s = timeout_s
+        self._timeouts_s = timeouts_s
+        self._form_timeout_s = (timeouts_s or {}).get("group", timeout_s)
+        self._group: UpdateGroup | None = None
+        self._clients: dict[Replica, SyncSGLangServerClient] = {}
+        self._left: list[str] = []  # names of groups that the engines still know
+        self.num_formed = 0
+
+    def with_replicas(self, replicas: Sequence[Replica]) -> UpdateGroup:
+        """The group of exactly these replicas.
+
+        Raises:
+            ValueError: no replicas.
+            ServerError: a server does not answer.
+            UpdateGroupError: a replica did not join; the others have left.
+        """
+        if not replicas:
+            raise ValueError("a sync needs at least one replica, got none")
+        if self._group is not None and self._group.replicas == tuple(replicas):
+            return self._group
+        members = tuple((replica, self._client(replica)) for replica in replicas)
+        for _, client in members:
+            client.run(operations.model_info())  # nobody waits for a server that is gone
+        if self._group is not None:
+            self._dissolve(self._group)
+        self._forget_left_groups(members)
+        self._close_clients_but(replicas)
+        self._group = self._form(members)
+        self.num_formed += 1
+        return self._group
+
+    def abandon(self) -> None:
+        """Give up the group after a failure; the next sync forms another."""
+        group, self._group = self._group, None
+        if group is not None:
+            self._left.append(group.name)
+            leave(group.process_group, broken=True)
+
+    def close(self) -> None:
+        """Leave the group, together with the replicas; they give the memory of it back."""
+        if self._group is not None:
+            self._dissolve(self._group)
+        self._close_clients_but(())
+
+    def _client(self, replica: Replica) -> SyncSGLangServerClient:
+        if replica not in self._clients:
+            self._clients[replica] = SyncSGLangServerClient(
+                replica.base_url,
+                timeout_s=self._timeout_s,
+                timeouts_s=self._timeouts_s,
+                api_key=replica.api_key,
+                admin_api_key=replica.admin_api_key,
+            )
+        return self._clients[replica]
+
+    def _close_clients_but(self, replicas: Sequence[Replica]) -> None:
+        for replica in self._clients.keys() - set(replicas):
+            self._clients.pop(replica).close()
+
+    def _form(self, members: Members) -> UpdateGroup:
+        import_helpers()
+        name = f"{GROUP_PREFIX}{secrets.token_hex(4)}"
+        world_size = 1 + sum(replica.num_ranks for replica, _ in members)
+        meeting = MeetingPoint(self._address, world_size, self._form_timeout_s)
+        joined: list[Future[Any]] = []
+        rank_offset = 1
+        for replica, client in members:
+            joined.append(
+                client.submit(
+                    operations.init_update_group(
+                        master_address=self._address,
+                        master_port=meeting.port,
+                        rank_offset=rank_offset,
+                        world_size=world_size,
+                        group_name=name,
+                        backend=backend_of(self._device),
+                    )
+                )
+            )
+            rank_offset += replica.num_ranks
+        own = _in_thread(
+            lambda: join_as_source(
+                meeting.connect(),
+                device=self._device,
+                world_size=world_size,
+                name=name,
+                timeout_s=self._form_timeout_s,
+            )
+        )
+        wait([own, *joined], timeout=self._form_timeout_s, return_when=FIRST_EXCEPTION)
+        replicas = [replica for replica, _ in members]
+        if problem := _why_not_formed(replicas, joined, own, self._form_timeout_s):
+            self._left.append(name)  # some engine may have joined
+            _send_away(meeting, [own, *joined])
+            own.add_done_callback(_leave_late)
+            raise UpdateGroupError(f"{name} was not formed: {problem}")
+        logger.info("formed %s of %d replicas, %d ranks", name, len(members), world_size)
+        return UpdateGroup(name, own.result(), members, meeting)
+
+    def _dissolve(self, group: UpdateGroup) -> None:
+        """Leave a healthy group together with whoever is still there."""
+        self._group = None
+        _leave_servers(
+            group.members, [group.name], meanwhile=lambda: leave(group.process_group, broken=False)
+        )
+
+    def _forget_left_groups(self, members: Members) -> None:
+        names, self._left = self._left, []
+        _leave_servers(members, names)
+
+
+def _leave_late(joined: Future[Any]) -> None:
+    """Of a group that some rank did not join, though this process did."""
+    if joined.exception() is None:
+        leave(joined.result(), broken=True)
+
+
+def _why_not_formed(
+    replicas: Sequence[Replica], joined: Sequence[Future[Any]], own: Future[Any], timeout_s: float
+) -> str | None:
+    """The replica that failed to join, or whom this process waited for in vain; None: all came."""
+    failure = own.exception() if own.done() else None
+    if failure is not None:
+        wait(joined, timeout=REPLY_S, return_when=FIRST_EXCEPTION)  # a replica may know better
+    for number, (replica, future) in enumerate(zip(replicas, joined, strict=True)):
+        if future.done() and (error := future.exception()) is not None:
+            return f"replica {number} ({replica.base_url}) did not join the update group: {error}"
+    silent = [r.base_url for r, future in zip(replicas, joined, strict=True) if not future.done()]
+    if own.done() and failure is None and not silent:
+        return None
+    reason = failure or f"not all ranks came within {timeout_s:g} s"
+    return f"{reason}; no word of: {', '.join(silent) or 'nobody'}"
+
+
+def _send_away(meeting: MeetingPoint, waiting: Sequence[Future[Any]]) -> None:
+    """Have all who wait for a rank that does not come leave, the engines' ranks too.
+
+    They wait in calls that nothing else ends before torch's default timeout, 30 minutes.
+    """
+    deadline = time.monotonic() + SEND_AWAY_S
+    meeting.close()
+    while wait(waiting, timeout=WINDOW_S).not_done and time.monotonic() < deadline:
+        try:
+            meeting.reopen()  # for ranks that were still on their way
+        except DistNetworkError as error:
+            logger.warning("cannot send waiting ranks away: %s", error)
+            return
+        wait(waiting, timeout=WINDOW_S)
+        meeting.close()
+
+
+def _leave_servers(
+    members: Members, names: Sequence[str], meanwhile: Callable[[], None] | None = None
+) -> None:
+    """Have the engines destroy their part; a server that is gone, or has done so, is fine."""
+    futures = [
+        (replica, name, client.submit(operations.destroy_update_group(name)))
+        for replica, client in members
+        for name in names
+    ]
+    if meanwhile is not None:
+        meanwhile()
+    for replica, name, future in futures:
+        try:
+            future.result()
+        except ServerError as error:
+            logger.info("%s did not leave %s: %s", replica.base_url, name, error)
+
+
+def _in_thread(step: Callable[[], Result]) -> Future[Result]:
+    """Run a step in a daemon thread: one that waits for a rank that never comes ends no process."""
+    future: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(step())
+        except Exception as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True, name="weight-sync-join").start()
+    return future

@@ -1,0 +1,78 @@
+"""Which buckets of a sync are sent arranged: what the engine offered once, and what it holds today.
+
+    known = KnownArrangements.of(encoded, buckets)     # after a good sync; for the next ones
+    arranged = ArrangedSync(known)                      # one sync
+    arranged.of(0, first_bucket)                        # packed while the engine joins
+    arranged.keep_if_held(session.arrangements)         # `digest` is "": pack it again, whole
+    arranged.of(1, second_bucket)                       # None: send it whole
+
+The first bucket that is not the one that was announced ends it: that one and all after it are sent
+whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from sglang_loader.common.arrangement import Arrangement
+from sglang_loader.common.arrangement_messages import decode_arrangements
+from sglang_loader.common.session.messages import digest_of
+from verl_sglang_sync.sources.bucket_stream import Bucket
+
+
+@dataclass(frozen=True)
+class KnownArrangements:
+    """What the engine rank on this device reads of each bucket.
+
+    Attributes:
+        digest: names them on the wire.
+        buckets: (digest of the layout, arrangement) by index; None: the bucket is sent whole.
+    """
+
+    digest: str
+    buckets: tuple[tuple[str, Arrangement | None], ...]
+
+    @classmethod
+    def of(cls, encoded: bytes, sent: Iterable[Bucket]) -> KnownArrangements:
+        """Parse and check what the engine offers for the buckets that were sent.
+
+        Raises:
+            ManifestError: it does not fit them.
+        """
+        layouts = {bucket.digest: bucket.layout for bucket in sent}
+        return cls(digest_of(encoded), decode_arrangements(encoded, layouts))
+
+    def fits(self, sent: Iterable[Bucket]) -> bool:
+        """True if these are the buckets that it speaks of, in their order."""
+        return [layout for layout, _ in self.buckets] == [bucket.digest for bucket in sent]
+
+
+class ArrangedSync:
+    """One sync's use of arrangements; `known`: None where there are none."""
+
+    def __init__(self, known: KnownArrangements | None) -> None:
+        self._known = known
+
+    @property
+    def digest(self) -> str:
+        """Of the arrangements by which this sync's buckets are packed; "" for none."""
+        return self._known.digest if self._known is not None else ""
+
+    def keep_if_held(self, held: str) -> None:
+        """The engine has said by which arrangements buckets may come; "" for none."""
+        if self.digest != held:
+            self._known = None
+
+    def expected(self, index: int) -> Arrangement | None:
+        """The arrangement of a bucket that has yet to come."""
+        known = self._known.buckets if self._known is not None else ()
+        return known[index][1] if index < len(known) else None
+
+    def of(self, index: int, bucket: Bucket) -> Arrangement | None:
+        """How to pack the bucket; None: whole."""
+        known = self._known.buckets if self._known is not None else ()
+        if index >= len(known) or known[index][0] != bucket.digest:
+            self._known = None
+            return None
+        return known[index][1]

@@ -1,0 +1,254 @@
+"""Disaggregated mode: one rank packs the export and broadcasts it to all replicas.
+
+Every trainer rank exports (that is collective); the first one packs buckets into two staging
+buffers, broadcasts them, and tells each replica's server what is coming. A bucket's broadcast
+begins before the one before it is loaded, and the next bucket is packed meanwhile:
+
+    trainer   pack 0 | pack 1 | pack 2          | pack 3     |
+    group                     | send 0 | send 1 | send 2     |
+    engines                            | load 0 | load 1     |
+
+No broadcast begins before the engines are told of it: on a GPU it would wait there for them, and
+whatever of the trainer waits for the whole GPU meanwhile (freeing memory, its own collectives'
+set-up) would wait for ever.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sglang_loader.common.broadcast.broadcast import POLL_S, Broadcast, BroadcastError
+from sglang_loader.common.broadcast.messages import (
+    BROADCAST_COMPILED,
+    BROADCAST_EAGER,
+    BroadcastBucket,
+    encode_bucket,
+)
+from sglang_loader.common.layout import BucketLayout
+from sglang_loader.common.manifest import WIRE_VERSION, BucketManifest, TensorEntry
+from sglang_loader.common.session.folder import remove_orphans
+from sglang_loader.common.update_keys import UpdateKeys
+from verl_sglang_sync.collective import Agreement
+from verl_sglang_sync.config import WeightSyncConfig
+from verl_sglang_sync.engine.server_client import operations
+from verl_sglang_sync.engine.update_groups import Replica, UpdateGroup, UpdateGroups
+from verl_sglang_sync.report import SyncReport, log_remarks
+from verl_sglang_sync.routes.staging_ring import StagingRing
+from verl_sglang_sync.sources.bucket_stream import Batch, BucketStream
+from verl_sglang_sync.sources.export import Export, NamedTensor, WeightSyncError
+
+NUM_BUFFERS = 2
+
+
+class BroadcastTransport:
+    """Sends syncs to the replicas; lives in every trainer process, for all its syncs.
+
+    Args:
+        groups: on the rank that broadcasts; None on the others.
+        settings: the preset.
+        agree: collective over the trainer's ranks.
+        device: of the staging buffers and of the group.
+    """
+
+    def __init__(
+        self,
+        *,
+        groups: UpdateGroups | None,
+        settings: WeightSyncConfig,
+        agree: Callable[[str | None], Agreement],
+        device: torch.device,
+    ) -> None:
+        remove_orphans()  # as a session's trainer does when it makes a folder of its own
+        self._groups = groups
+        self._settings = settings
+        self._agree = agree
+        self._device = device
+        self._stream = BucketStream(settings.bucket_bytes)
+        self._ring = StagingRing(
+            device, num_buffers=NUM_BUFFERS, bucket_bytes=settings.bucket_bytes
+        )
+
+    def sync(
+        self,
+        weights: Iterable[NamedTensor],
+        replicas: Sequence[Replica],
+        *,
+        version: str | None,
+        report: SyncReport,
+    ) -> None:
+        """Send all of `weights` to all `replicas`; every trainer rank calls this.
+
+        Raises:
+            WeightSyncError: on every rank, if any rank failed; the message has rank and traceback.
+        """
+        source = Export(weights)
+        sync: _BroadcastSync | None = None
+        failure = None
+        try:
+            if self._groups is not None:
+                group = self._groups.with_replicas(replicas)
+                sync = _BroadcastSync(group, self._settings, version, report)
+                self._send(source, sync, report)
+            else:
+                for _ in source:
+                    pass
+        except Exception:
+            failure = traceback.format_exc()
+        source.drain()
+        result = self._agree(failure)
+        if sync is not None and not result.failures:  # the last bucket publishes
+            try:
+                sync.finish()
+            except Exception:
+                failure = traceback.format_exc()
+        if not result.failures:
+            result = self._agree(failure)
+        if result.failures:
+            if self._groups is not None:
+                self._groups.abandon()
+            reasons = "\n".join(result.failures)
+            raise WeightSyncError(
+                f"weight sync failed; the engines' weights are incomplete\n{reasons}"
+            )
+
+    def _send(self, source: Export, sync: _BroadcastSync, report: SyncReport) -> None:
+        """Send all buckets, and have all but the last one loaded."""
+        self._ring.prepare(self._stream.cuts)
+        for batch in self._stream.batches(source, report):
+            sync.make_room(batch.index)
+            with report.stage("pack"):
+                storage = self._ring.pack(batch)
+            report.staging_bytes = max(report.staging_bytes, self._ring.nbytes)
+            flat = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
+            sync.send(batch, flat[: batch.bucket.layout.nbytes])
+            del batch
+
+
+@dataclass(frozen=True)
+class _Packed:
+    """A bucket that lies in its staging buffer; `num_tensors` counts from the sync's first."""
+
+    index: int
+    layout: BucketLayout
+    num_tensors: int
+    flat: torch.Tensor
+
+
+class _BroadcastSync:
+    """The buckets of one sync, in flight."""
+
+    def __init__(
+        self,
+        group: UpdateGroup,
+        settings: WeightSyncConfig,
+        version: str | None,
+        report: SyncReport,
+    ) -> None:
+        self._group = group
+        self._settings = settings
+        self._version = version
+        self._report = report
+        self._id = uuid.uuid4().hex
+        self._keys = [UpdateKeys() for _ in group.members]
+        self._broadcasts: list[Broadcast] = []
+        self._requests: list[Future[Any]] = []
+        self._waiting: _Packed | None = None
+        self._num_tensors = 0
+
+    def make_room(self, index: int) -> None:
+        """Wait until the staging buffer of bucket `index` has been sent."""
+        if index >= NUM_BUFFERS:
+            with self._report.stage("send"):
+                self._wait_for(self._broadcasts[index - NUM_BUFFERS], index - NUM_BUFFERS)
+
+    def send(self, batch: Batch, flat: torch.Tensor) -> None:
+        """Have the bucket before this one loaded, and begin this one's broadcast."""
+        self._num_tensors += len(batch.tensors)
+        self._report.sent_bytes += batch.bucket.payload_bytes
+        before = self._waiting
+        self._waiting = _Packed(batch.index, batch.bucket.layout, self._num_tensors, flat)
+        if before is not None:
+            self._post(before, following=self._waiting)
+
+    def finish(self) -> None:
+        """Have the last bucket loaded, the prefix caches dropped and the version published."""
+        if self._waiting is None:
+            raise ValueError("the trainer exported no tensor")
+        self._post(self._waiting, following=None)
+        self._wait_for_requests()
+
+    def _post(self, bucket: _Packed, *, following: _Packed | None) -> None:
+        """Tell the servers of a bucket and of the one that follows; both broadcasts have begun."""
+        self._wait_for_requests()
+        last = following is None
+        text = encode_bucket(
+            BroadcastBucket(
+                manifest=_manifest(bucket, sync_id=self._id, last=last),
+                next_nbytes=following.flat.numel() if following is not None else 0,
+                timeout_s=self._settings.request_timeout_s,
+                manifest_check=self._settings.manifest_check if last else "off",
+                recheck_every_n_syncs=self._settings.recheck_every_n_syncs,
+            )
+        )
+        compiled = self._settings.mode == "compiled"
+        for packed in (bucket, following)[bucket.index > 0 :]:
+            if packed is not None:
+                self._broadcasts.append(Broadcast(packed.flat, self._group.process_group))
+        self._requests = [
+            client.submit(
+                operations.update_from_distributed(
+                    [text],
+                    ["uint8"],
+                    [[bucket.layout.nbytes]],
+                    group_name=self._group.name,
+                    load_format=BROADCAST_COMPILED if compiled else BROADCAST_EAGER,
+                    flush_cache=last,
+                    weight_version=self._version if last else None,
+                    key=next(keys),
+                )
+            )
+            for (_, client), keys in zip(self._group.members, self._keys, strict=True)
+        ]
+
+    def _wait_for_requests(self) -> None:
+        """Wait until all replicas have loaded what they were told of."""
+        with self._report.stage("load"):
+            for request in self._requests:
+                log_remarks(request.result())
+        self._requests = []
+
+    def _wait_for(self, broadcast: Broadcast, index: int) -> None:
+        """Wait for a broadcast, unless a replica fails meanwhile: then it would never end."""
+        deadline = time.monotonic() + self._settings.request_timeout_s
+        while not broadcast.is_done():
+            for request in self._requests:
+                if request.done():
+                    request.result()
+            if time.monotonic() > deadline:
+                raise BroadcastError(
+                    f"bucket {index} was not received within {self._settings.request_timeout_s:g} s"
+                )
+            time.sleep(POLL_S)
+
+
+def _manifest(bucket: _Packed, *, sync_id: str, last: bool) -> BucketManifest:
+    return BucketManifest(
+        version=WIRE_VERSION,
+        sync_id=sync_id,
+        index=bucket.index,
+        last=last,
+        num_tensors=bucket.num_tensors,
+        nbytes=bucket.layout.nbytes,
+        tensors=tuple(
+            TensorEntry(t.name, str(t.dtype).removeprefix("torch."), t.shape, t.offset, t.nbytes)
+            for t in bucket.layout.tensors
+        ),
+    )

@@ -1,0 +1,191 @@
+"""How a session uses the exchange of shards: when, with which arrangements, and bucket by bucket.
+
+    kind = exchange.choose_kind(weights, stream.cuts)     # while the engine joins
+    buckets = exchange.buckets(...)                       # where all engines hold what was prepared
+    exchange.learn(weights, stream, arrangements, kind)   # after a good sync that was exported
+
+Collective, all three, and so is each bucket; whoever fails drains the buckets that are left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+
+import torch
+
+from sglang_loader.common.arrangement import Arrangement
+from sglang_loader.common.layout import BucketLayout
+from verl_sglang_sync.collective import TrainerGroup, holds_everywhere, world_size
+from verl_sglang_sync.config import WeightSyncConfig
+from verl_sglang_sync.report import SyncReport
+from verl_sglang_sync.routes.arranged_sending import ArrangedSync, KnownArrangements
+from verl_sglang_sync.routes.shard_exchange import ShardExchange, SyncKind, whole_bucket
+from verl_sglang_sync.routes.staging_ring import StagingRing
+from verl_sglang_sync.routes.sync_source import ReadyBucket
+from verl_sglang_sync.sources.bucket_stream import BucketStream, Cut
+from verl_sglang_sync.sources.export import Export, NamedTensor
+from verl_sglang_sync.sources.known_sources import sources_of
+
+PIECES_PER_BUCKET = 4
+"""A rank sends, and receives, this part of a bucket at a time: the scratch, for two pieces each
+way, is no larger than a bucket.
+"""
+
+
+class SessionExchange:
+    """Of one trainer rank, for all its sessions.
+
+    Args:
+        settings: the preset.
+        group: the trainer's ranks.
+        device: of the engine on this rank.
+    """
+
+    def __init__(
+        self, settings: WeightSyncConfig, group: TrainerGroup, device: torch.device
+    ) -> None:
+        self._is_wanted = settings.exchange_shards and settings.plan_ordered
+        self._group = group
+        self._exchange = ShardExchange(
+            group,
+            device,
+            piece_nbytes=settings.bucket_bytes // PIECES_PER_BUCKET,
+            recheck_every_n_syncs=settings.recheck_every_n_syncs,
+        )
+        self._digest: str | None = None
+
+    @property
+    def is_prepared(self) -> bool:
+        """False: `choose_kind` has nothing to look at; equal on all ranks."""
+        return self._exchange.is_prepared
+
+    def choose_kind(self, weights: Iterable[NamedTensor], cuts: Sequence[Cut]) -> SyncKind:
+        """What all ranks do in this sync."""
+        return self._exchange.ready(weights, [cut.bucket.layout for cut in cuts])
+
+    def holds(self, held: str) -> bool:
+        """True if this rank's engine holds the arrangements for which all was prepared."""
+        return held == self._digest
+
+    def buckets(
+        self, cuts: Sequence[Cut], arranged: ArrangedSync, ring: StagingRing, report: SyncReport
+    ) -> ExchangedBuckets:
+        """The buckets of this sync, filled one after the other."""
+        return ExchangedBuckets(self._exchange, cuts, arranged, ring, report)
+
+    def learn(
+        self,
+        weights: Iterable[NamedTensor],
+        stream: BucketStream,
+        known: KnownArrangements | None,
+        kind: SyncKind,
+        *,
+        is_settled: bool,
+    ) -> None:
+        """Prepare, and prove, that the next syncs exchange shards.
+
+        Args:
+            weights: the export of the sync before.
+            stream: its buckets.
+            known: what this rank's engine reads; None: all of every bucket.
+            kind: of the sync before.
+            is_settled: buckets are packed, and the engine will not say later what it reads.
+        """
+        # A check is due on all ranks, also where the engine has loaded this sync eagerly.
+        if kind is not SyncKind.CHECK and not holds_everywhere(self._group, is_settled):
+            return
+        digest = "" if known is None else known.digest
+        if not holds_everywhere(self._group, self._exchange.is_prepared and digest == self._digest):
+            layouts = [cut.bucket.layout for cut in stream.cuts]
+            own = [None] * len(layouts) if known is None else [read for _, read in known.buckets]
+            everyones = self._group.all_gather(own)
+            by_rank = [_completed(arrangements, layouts) for arrangements in everyones]
+            self._digest = digest
+            if self._exchange.prepare(weights, by_rank, layouts) is not None:
+                return
+        elif kind is not SyncKind.CHECK:
+            return
+        report = SyncReport(mode="compiled", replica=0)  # of no sync
+        batches = stream.batches(Export(weights), report)
+        self._exchange.prove(weights, ((b.bucket.layout, b.tensors) for b in batches))
+
+    def free(self) -> None:
+        """Give the scratch back."""
+        self._exchange.free()
+
+    def can_learn(self, weights: Iterable[NamedTensor]) -> bool:
+        """False if shards are never exchanged; equal on all ranks, whose exports are of a kind."""
+        return (
+            self._is_wanted
+            and self._exchange.off is None
+            and sources_of(weights) is not None
+            and world_size() > 1
+        )
+
+
+class ExchangedBuckets:
+    """The buckets of one sync, out of the ranks' shards; each step is collective.
+
+    Args:
+        exchange: ready.
+        cuts: the buckets.
+        arranged: what the engines have said they hold.
+        ring: of this rank's staging buffers.
+        report: gets the counts and the seconds of "gather".
+    """
+
+    def __init__(
+        self,
+        exchange: ShardExchange,
+        cuts: Sequence[Cut],
+        arranged: ArrangedSync,
+        ring: StagingRing,
+        report: SyncReport,
+    ) -> None:
+        self._exchange = exchange
+        self._cuts = cuts
+        self._arranged = arranged
+        self._ring = ring
+        self._report = report
+        self._has_begun = False
+
+    def __iter__(self) -> Iterator[ReadyBucket]:
+        report = self._report
+        self._ring.prepare(self._cuts, arranged=self._arranged)
+        for index, cut in enumerate(self._cuts):
+            bucket = cut.bucket
+            arrangement = self._arranged.of(index, bucket)
+            nbytes = bucket.layout.nbytes if arrangement is None else arrangement.nbytes
+            with report.stage("gather"):
+                storage = self._ring.fill(index, nbytes, partial(self._exchange.fill, index))
+            report.count_bucket(len(bucket.layout.tensors), bucket.payload_bytes)
+            report.num_exchanged += 1
+            held = self._ring.nbytes + self._exchange.nbytes
+            report.staging_bytes = max(report.staging_bytes, held)
+            arranged = "" if arrangement is None else self._arranged.digest
+            yield ReadyBucket(index, bucket, storage=storage, arranged=arranged, nbytes=nbytes)
+
+    def start(self, has_arrived: Callable[[], bool]) -> None:
+        """Nothing to do: how the buckets may come is not known yet."""
+
+    def engine_joined(self, held: str) -> None:
+        """See `SyncSource`; from here on the ranks wait for each other."""
+        self._arranged.keep_if_held(held)
+        self._has_begun = True
+
+    def confirm(self) -> None:
+        """Nothing to do: the shards were looked at when this was chosen."""
+
+    def drain(self) -> None:
+        """Send what the other ranks still wait for."""
+        if self._has_begun:
+            self._exchange.drain()
+
+
+def _completed(
+    arrangements: Sequence[Arrangement | None], layouts: Sequence[BucketLayout]
+) -> list[Arrangement]:
+    """With a whole bucket where the engine has no arrangement."""
+    pairs = zip(arrangements, layouts, strict=True)
+    return [whole_bucket(layout) if found is None else found for found, layout in pairs]

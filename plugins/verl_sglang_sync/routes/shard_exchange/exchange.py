@@ -1,0 +1,212 @@
+"""Fills arranged buffers from the ranks' shards: pack, all-to-all, unpack, piece after piece.
+
+    exchange = Exchange(plans, device)
+    exchange.begin(shards)
+    for index, buffer in enumerate(buffers):
+        exchange.fill(index, buffer)    # all ranks, in the same order
+    exchange.drain()                    # whoever stopped before
+    exchange.end()
+
+While a piece travels, the next is packed, what a rank owns itself goes straight into its buffer,
+and the piece before is unpacked. On a GPU all of it is queued; the scratch is used again in stream
+order.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from sglang_loader.common.arrangement import Arrangement, Read
+from verl_sglang_sync.routes.arranged_packing import ArrangedPacking, ByPosition
+from verl_sglang_sync.routes.shard_exchange.exchange_plan import ALIGNMENT_BYTES, PieceExchange
+
+logger = logging.getLogger(__name__)
+
+NUM_TRAVELLING = 2
+"""Pieces on their way at a time; each needs scratch of its own."""
+
+_WORD = torch.int64
+
+
+class Exchange:
+    """Executes this rank's plans, on torch's default group.
+
+    Args:
+        plans: by bucket, then by piece.
+        device: of the shards and the buffers.
+    """
+
+    def __init__(self, plans: Sequence[Sequence[PieceExchange]], device: torch.device) -> None:
+        self._device = device
+        self._pieces = [
+            _Piece.of(plan, bucket, device) for bucket, some in enumerate(plans) for plan in some
+        ]
+        plans_of_pieces = [piece.plan for piece in self._pieces]
+        self._scratch = [_Scratch(plans_of_pieces, device) for _ in range(NUM_TRAVELLING)]
+        self._shards: ByPosition = ()
+        self._num_started = self._num_finished = 0
+        self._travelling: deque[dist.Work | None] = deque()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of scratch held at present."""
+        return sum(scratch.nbytes for scratch in self._scratch)
+
+    def begin(self, shards: ByPosition) -> None:
+        """Start anew; the scratch is allocated here, lest a rank fail within a collective.
+
+        Args:
+            shards: this rank's, flat bytes by parameter.
+        """
+        for scratch in self._scratch:
+            scratch.reserve()
+        self._shards = shards
+        self._num_started = self._num_finished = 0
+        self._travelling.clear()
+
+    def fill(self, index: int, buffer: torch.Tensor | None) -> None:
+        """Fill one bucket's buffer; collective.
+
+        Args:
+            index: of the bucket.
+            buffer: flat uint8 of the arranged size; None: send what the others need, keep nothing.
+
+        Raises:
+            Exception: the first that went wrong; the other ranks got their turn all the same.
+        """
+        failed: Exception | None = None
+        while not self._is_done and self._pieces[self._num_finished].bucket <= index:
+            is_wanted = failed is None and self._pieces[self._num_finished].bucket == index
+            try:
+                self._advance(buffer if is_wanted else None)
+            except Exception as error:
+                failed = failed or error
+        if failed is not None:
+            raise failed
+
+    def drain(self) -> None:
+        """Send all that the other ranks still wait for, whatever happens."""
+        if self._is_done:
+            return
+        try:
+            self.fill(self._pieces[-1].bucket, None)
+        except Exception:
+            logger.warning("what other ranks wait for could not be sent", exc_info=True)
+
+    def end(self) -> None:
+        """Give the scratch back and let go of the shards; what is queued must be done."""
+        self._shards = ()
+        for scratch in self._scratch:
+            scratch.free()
+
+    @property
+    def _is_done(self) -> bool:
+        return self._num_finished == len(self._pieces)
+
+    def _advance(self, buffer: torch.Tensor | None) -> None:
+        """Have the next pieces on their way, and finish the oldest; it is counted in any case."""
+        number, self._num_finished = self._num_finished, self._num_finished + 1
+        failed: Exception | None = None
+        while self._num_started < min(number + NUM_TRAVELLING, len(self._pieces)):
+            try:
+                self._start()
+            except Exception as error:
+                failed = failed or error
+        try:
+            self._finish(number, buffer if failed is None else None)
+        finally:
+            if failed is not None:
+                raise failed
+
+    def _start(self) -> None:
+        number, self._num_started = self._num_started, self._num_started + 1
+        piece, scratch = self._pieces[number], self._scratch[number % NUM_TRAVELLING]
+        send, recv = scratch.of(piece.plan)
+        work = None
+        try:
+            piece.sends.pack(self._shards, send)
+        finally:  # without these bytes the other ranks would hang: that they fail is agreed later
+            try:
+                work = dist.all_to_all_single(
+                    recv.view(_WORD),
+                    send.view(_WORD),
+                    [nbytes // ALIGNMENT_BYTES for nbytes in piece.plan.recv_nbytes],
+                    [nbytes // ALIGNMENT_BYTES for nbytes in piece.plan.send_nbytes],
+                    async_op=True,
+                )
+            finally:
+                self._travelling.append(work)
+
+    def _finish(self, number: int, buffer: torch.Tensor | None) -> None:
+        piece, scratch = self._pieces[number], self._scratch[number % NUM_TRAVELLING]
+        work = self._travelling.popleft()
+        try:
+            if buffer is not None:
+                piece.own.pack(self._shards, buffer)
+        finally:
+            if work is not None:
+                work.wait()
+        if buffer is not None:
+            piece.unpacks.pack([scratch.of(piece.plan)[1]], buffer)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A piece and the copies that it takes."""
+
+    plan: PieceExchange
+    bucket: int
+    own: ArrangedPacking
+    sends: ArrangedPacking
+    unpacks: ArrangedPacking
+
+    @classmethod
+    def of(cls, plan: PieceExchange, bucket: int, device: torch.device) -> _Piece:
+        return cls(
+            plan,
+            bucket,
+            own=_copies(plan.own, plan.nbytes, device),
+            sends=_copies(plan.sends, sum(plan.send_nbytes), device),
+            unpacks=_copies(plan.unpacks, plan.nbytes, device),
+        )
+
+
+class _Scratch:
+    """What one travelling piece is sent from and received into."""
+
+    def __init__(self, plans: Sequence[PieceExchange], device: torch.device) -> None:
+        self._send_nbytes = max((sum(plan.send_nbytes) for plan in plans), default=0)
+        self._recv_nbytes = max((sum(plan.recv_nbytes) for plan in plans), default=0)
+        self._device = device
+        self._send = self._recv = self._empty(0)
+
+    @property
+    def nbytes(self) -> int:
+        return self._send.numel() + self._recv.numel()
+
+    def reserve(self) -> None:
+        """Have room for any of the pieces."""
+        if self._send.numel() < self._send_nbytes:
+            self._send = self._empty(self._send_nbytes)
+        if self._recv.numel() < self._recv_nbytes:
+            self._recv = self._empty(self._recv_nbytes)
+
+    def of(self, plan: PieceExchange) -> tuple[torch.Tensor, torch.Tensor]:
+        """The bytes to send and those to receive."""
+        return self._send[: sum(plan.send_nbytes)], self._recv[: sum(plan.recv_nbytes)]
+
+    def free(self) -> None:
+        self._send = self._recv = self._empty(0)
+
+    def _empty(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
+
+def _copies(reads: Sequence[Read], nbytes: int, device: torch.device) -> ArrangedPacking:
+    return ArrangedPacking(Arrangement(tuple(reads), nbytes), device)

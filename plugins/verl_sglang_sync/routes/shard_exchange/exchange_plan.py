@@ -1,0 +1,332 @@
+"""Which bytes each trainer rank sends to which, so that every rank's arranged buffer is filled.
+
+An engine rank reads a part of every exported tensor (`Arrangement`), a tensor is a part of a
+parameter (`Origin`), and a parameter lies in shards on the ranks (`Owners`). `plan_bucket` follows
+the bytes back, cuts them where shards end, and keeps what one rank has to do with them:
+
+    own        a shard of this rank -> its arranged buffer
+    sends    shards of this rank  -> the other ranks
+    receives   the other ranks      -> its arranged buffer
+
+Both ends of a pair list the same parts in the same order, so nothing but bytes travels. A bucket
+travels in pieces (`pieces_of`): an equal part of what each pair exchanges, so that all ranks send
+at a time, and through scratch that only has to hold pieces. Pure.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from sglang_loader.common.arrangement import Arrangement, Read
+from sglang_loader.common.bucket_source import split_copy
+from sglang_loader.common.geometry import StridedCopy
+from sglang_loader.common.layout import BucketLayout
+from verl_sglang_sync.sources.origins import Origin, compose
+from verl_sglang_sync.sources.owners import Owners
+
+ALIGNMENT_BYTES = 8
+"""A part lies in the scratch as it does in the arranged buffer, modulo this: one word size."""
+
+CUT_BYTES = 4096
+"""A part is cut at multiples of this: the words on both sides stay whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class BucketExchange:
+    """What one rank does for one bucket.
+
+    Attributes:
+        own: parts of this rank's shards; `Read.tensor` is the parameter, `Read.offset` a byte of
+            the shard, `Read.start` a byte of the arranged buffer.
+        sends: by destination: likewise, but `Read.start` is a byte of the destination's buffer.
+        receives: by source: parts of its shards; `Read.start` is a byte of this rank's buffer.
+        nbytes: of the arranged buffer.
+    """
+
+    own: tuple[Read, ...]
+    sends: tuple[tuple[Read, ...], ...]
+    receives: tuple[tuple[Read, ...], ...]
+    nbytes: int
+
+    @property
+    def scratch_nbytes(self) -> int:
+        """Bytes that leave, or that arrive, whichever are more."""
+        return max(sum(map(_nbytes, side)) for side in (self.sends, self.receives))
+
+
+@dataclass(frozen=True, slots=True)
+class PieceExchange:
+    """What one rank does for one piece of a bucket.
+
+    Attributes:
+        own: as in `BucketExchange`.
+        sends: likewise, but `Read.start` is a byte of the send scratch.
+        send_nbytes: of the send scratch, by destination; the parts of each are consecutive.
+        unpacks: out of the receive scratch; `Read.offset` is a byte of that, `Read.start` one of
+            the arranged buffer.
+        recv_nbytes: of the receive scratch, by source.
+        nbytes: of the arranged buffer.
+    """
+
+    own: tuple[Read, ...]
+    sends: tuple[Read, ...]
+    send_nbytes: tuple[int, ...]
+    unpacks: tuple[Read, ...]
+    recv_nbytes: tuple[int, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ShardRead:
+    """A part of a destination's arranged buffer that lies in one shard.
+
+    Attributes:
+        owner: who sends it; None where every rank has it.
+        read: `tensor` is the parameter, `offset` a byte of the shard, `start` in the buffer.
+    """
+
+    owner: int | None
+    read: Read
+
+
+def plan_bucket(
+    rank: int,
+    arrangements: Sequence[Arrangement],
+    origins: Sequence[Origin],
+    owners: Sequence[Owners],
+) -> BucketExchange:
+    """What `rank` does for one bucket.
+
+    Args:
+        rank: whose plan.
+        arrangements: of the bucket, by trainer rank.
+        origins: of the bucket's tensors, by position in its layout.
+        owners: by parameter.
+
+    Raises:
+        ValueError: the parts do not fill what the rank's arrangement reads exactly once.
+    """
+    own: list[Read] = []
+    receives: list[list[Read]] = [[] for _ in arrangements]
+    sends: list[list[Read]] = [[] for _ in arrangements]
+    for destination, arrangement in enumerate(arrangements):
+        mine = destination == rank
+        for part in parts_of(arrangement, origins, owners, None if mine else rank):
+            owner = destination if part.owner is None else part.owner
+            if mine and owner == rank:
+                own.append(part.read)
+            elif mine:
+                receives[owner].append(part.read)
+            elif owner == rank:
+                sends[destination].append(part.read)
+    _check_filled_once(arrangements[rank], [*own, *(read for some in receives for read in some)])
+    return BucketExchange(
+        tuple(own),
+        tuple(map(tuple, sends)),
+        tuple(map(tuple, receives)),
+        arrangements[rank].nbytes,
+    )
+
+
+def pieces_of(bucket: BucketExchange, num_pieces: int) -> list[PieceExchange]:
+    """The bucket in pieces, of about the same size for each pair of ranks.
+
+    Args:
+        bucket: of this rank.
+        num_pieces: the same on all ranks, at least 1.
+    """
+    own = _cut(bucket.own, num_pieces)
+    sends = [_cut(reads, num_pieces) for reads in bucket.sends]
+    receives = [_cut(reads, num_pieces) for reads in bucket.receives]
+    pieces = []
+    for i in range(num_pieces):
+        sent, send_nbytes = _laid_out([parts[i] for parts in sends])
+        received, recv_nbytes = _laid_out([parts[i] for parts in receives])
+        pieces.append(
+            PieceExchange(
+                tuple(own[i]),
+                tuple(replace(read, start=place) for pairs in sent for read, place in pairs),
+                tuple(send_nbytes),
+                tuple(unpack for pairs in received for unpack in _unpacks(pairs)),
+                tuple(recv_nbytes),
+                bucket.nbytes,
+            )
+        )
+    return pieces
+
+
+def parts_of(
+    arrangement: Arrangement,
+    origins: Sequence[Origin],
+    owners: Sequence[Owners],
+    only: int | None = None,
+) -> Iterator[ShardRead]:
+    """An arrangement's reads, cut into shards, in the order of the reads.
+
+    Args:
+        arrangement: of the destination.
+        origins: of the bucket's tensors.
+        owners: by parameter.
+        only: leave out what this rank does not own, where that is quickly known.
+    """
+    for read in arrangement.reads:
+        nbytes = read.nbytes
+        if not nbytes:
+            continue
+        origin = origins[read.tensor]
+        held = owners[origin.parameter]
+        source = origin.bytes
+        if source.is_dense:
+            first = source.offset + read.offset
+            stop = first + read.run
+            for count, stride in read.dims:
+                stop += (count - 1) * stride
+            shard = bisect_right(held.starts, first) - 1
+            start, end = held.range_of(shard)
+            if stop <= end:
+                owner = held.ranks[shard] if held.ranks else None
+                if only is None or owner == only:
+                    local = Read(origin.parameter, first - start, read.dims, read.run, read.start)
+                    yield ShardRead(owner, local)
+                continue
+        for part in compose(source, read.offset, read.dims, read.run, read.start):
+            dims, step = [], part.nbytes
+            for count, stride in part.dims:
+                step //= count
+                dims.append((count, stride, step))
+            whole = StridedCopy(0, part.offset, part.start, tuple(dims), part.run)
+            for copy in split_copy(whole, held.starts):
+                yield _shard_read(copy, origin.parameter, held)
+
+
+def _shard_read(copy: StridedCopy, parameter: int, held: Owners) -> ShardRead:
+    shard = held.shard_of(copy.src)
+    dims = tuple((count, stride) for count, stride, _ in copy.dims)
+    read = Read(parameter, copy.src - held.starts[shard], dims, copy.run, copy.dst)
+    return ShardRead(held.ranks[shard] if held.ranks else None, read)
+
+
+def _cut(reads: Sequence[Read], num_pieces: int) -> list[list[Read]]:
+    """Reads in their order, divided where they reach the next `num_pieces`-th of their bytes.
+
+    Depends on sizes alone: both ends of a pair cut alike.
+    """
+    total, stop = _nbytes(reads), 0
+    pieces: list[list[Read]] = [[] for _ in range(num_pieces)]
+    piece = 0
+    for read in reads:
+        rest: Read | None = read
+        while rest is not None:
+            end = total * (piece + 1) // num_pieces
+            if stop >= end and piece < num_pieces - 1:
+                piece += 1
+                continue
+            head, rest = _cut_one(rest, end - stop)
+            pieces[piece].append(head)
+            stop += head.nbytes
+    return pieces
+
+
+def _cut_one(read: Read, nbytes: int) -> tuple[Read, Read | None]:
+    """The first `nbytes` of a read, or a little more, and the rest, if any."""
+    if not read.dims:
+        size = -(-nbytes // CUT_BYTES) * CUT_BYTES
+        if size >= read.run:
+            return read, None
+        start, offset = read.start + size, read.offset + size
+        return replace(read, run=size), replace(
+            read, offset=offset, run=read.run - size, start=start
+        )
+    (count, stride), *inner = read.dims
+    step = read.nbytes // count
+    rows = -(-nbytes // step)
+    if rows >= count:
+        return read, None
+    tail = replace(
+        read,
+        offset=read.offset + rows * stride,
+        dims=((count - rows, stride), *inner),
+        start=read.start + rows * step,
+    )
+    return replace(read, dims=((rows, stride), *inner)), tail
+
+
+def _laid_out(
+    by_rank: Sequence[Sequence[Read]],
+) -> tuple[list[list[tuple[Read, int]]], list[int]]:
+    """For each other rank its parts with their places in the scratch, and its bytes there.
+
+    Within the bytes of a pair of ranks it is the same on both ends.
+    """
+    placed: list[list[tuple[Read, int]]] = []
+    sizes: list[int] = []
+    for reads in by_rank:
+        offset, at, pairs = sum(sizes), 0, []
+        for read in reads:
+            at += (read.start - at) % ALIGNMENT_BYTES
+            pairs.append((read, offset + at))
+            at += read.nbytes
+        placed.append(pairs)
+        sizes.append(-(-at // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
+    return placed, sizes
+
+
+def _unpacks(pairs: Sequence[tuple[Read, int]]) -> list[Read]:
+    """Received parts, those that continue each other as one."""
+    unpacks: list[Read] = []
+    for read, scratch in pairs:
+        start, nbytes = read.start, read.nbytes
+        last = unpacks[-1] if unpacks else None
+        if (
+            last is not None
+            and last.offset + last.run == scratch
+            and last.start + last.run == start
+        ):
+            unpacks[-1] = Read(0, last.offset, (), last.run + nbytes, last.start)
+        else:
+            unpacks.append(Read(0, scratch, (), nbytes, start))
+    return unpacks
+
+
+def _nbytes(reads: Sequence[Read]) -> int:
+    return sum(read.nbytes for read in reads)
+
+
+def _check_filled_once(arrangement: Arrangement, filling: Sequence[Read]) -> None:
+    """Conservation: what is read is filled, nothing twice, nothing else."""
+    wanted = _joined([(read.start, read.nbytes) for read in arrangement.reads])
+    filled = _joined([(read.start, read.nbytes) for read in filling])
+    if wanted != filled or (wanted and wanted[-1][1] > arrangement.nbytes):
+        missing = next(
+            (w for w, f in zip(wanted, [*filled, None], strict=False) if w != f), "something else"
+        )
+        raise ValueError(f"the shards do not fill bytes {missing} of the arranged buffer as read")
+
+
+def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """`(start, nbytes)` as ascending `(start, stop)` that do not touch.
+
+    Raises:
+        ValueError: two of them share a byte.
+    """
+    joined: list[tuple[int, int]] = []
+    for start, nbytes in sorted(ranges):
+        if not nbytes:
+            continue
+        if joined and start < joined[-1][1]:
+            raise ValueError(f"byte {start} of the arranged buffer is filled twice")
+        if joined and start == joined[-1][1]:
+            joined[-1] = (joined[-1][0], start + nbytes)
+        else:
+            joined.append((start, start + nbytes))
+    return joined
+
+
+def whole_bucket(layout: BucketLayout) -> Arrangement:
+    """For a bucket that is not arranged: all of its tensors, where its layout has them."""
+    reads = tuple(
+        Read(i, 0, (), tensor.nbytes, tensor.offset) for i, tensor in enumerate(layout.tensors)
+    )
+    return Arrangement(reads, layout.nbytes)

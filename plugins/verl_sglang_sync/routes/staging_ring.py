@@ -1,0 +1,145 @@
+"""Staging buffers of a session: buckets take turns in them, each packed by a few fused copies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Sequence
+
+import torch
+
+from sglang_loader.common.arrangement import Arrangement
+from sglang_loader.common.layout import BucketLayout
+from verl_sglang_sync.routes.arranged_packing import ArrangedPacking
+from verl_sglang_sync.routes.arranged_sending import ArrangedSync
+from verl_sglang_sync.sources.bucket_stream import Batch, Cut
+from verl_sglang_sync.sources.staging import StagingBuffer
+
+LARGE_BYTES = 8 << 20
+"""One `copy_` moves 1.85 TB/s on an H200, the fused kernel 1.46 (benchmarks/copy_kernels.py)."""
+
+MAPPABLE_BYTES = 1
+"""A bucket of empty tensors has a buffer, too: no memory at all cannot be mapped."""
+
+_Groups = list[tuple[list[int], list[torch.Tensor]]]
+
+
+class StagingRing:
+    """`num_buffers` staging buffers, kept from sync to sync or freed in between.
+
+    Args:
+        device: where the engine of this rank runs.
+        num_buffers: with two, a bucket is packed while the engine loads the one before.
+        bucket_bytes: size of a buffer while the largest bucket is not known.
+    """
+
+    def __init__(self, device: torch.device, *, num_buffers: int, bucket_bytes: int) -> None:
+        self._device = device
+        self._bucket_bytes = bucket_bytes
+        self._buffers = [StagingBuffer(device) for _ in range(num_buffers)]
+        self._views: dict[tuple[str, int], _Groups] = {}
+        self._packings: dict[str, ArrangedPacking] = {}
+
+    @property
+    def num_buffers(self) -> int:
+        """Buckets that can be in flight at a time."""
+        return len(self._buffers)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held at present."""
+        return sum(buffer.nbytes for buffer in self._buffers)
+
+    def prepare(
+        self,
+        cuts: Sequence[Cut],
+        *,
+        arranged: ArrangedSync | None = None,
+        in_place: Container[int] = (),
+    ) -> None:
+        """Make every buffer fit the buckets that are expected in it.
+
+        Args:
+            cuts: how the sync will be cut, as far as that is known.
+            arranged: which of them are expected arranged.
+            in_place: indices of buckets that need no buffer.
+        """
+        num = len(self._buffers)
+        expected = {cut.bucket.digest for cut in cuts}
+        self._packings = {key: kept for key, kept in self._packings.items() if key in expected}
+        for slot in range(num):
+            sizes = [
+                _nbytes(cut, arranged.expected(i) if arranged is not None else None)
+                for i, cut in enumerate(cuts)
+                if i % num == slot and i not in in_place
+            ]
+            self._reserve(slot, max(sizes, default=0))
+
+    def pack(self, batch: Batch) -> torch.UntypedStorage:
+        """Copy a bucket into its buffer, wait for it, and return the buffer's storage."""
+        slot, bucket = batch.index % len(self._buffers), batch.bucket
+        nbytes = bucket.layout.nbytes
+        needed = max(nbytes, MAPPABLE_BYTES)
+        if needed > self._buffers[slot].nbytes:
+            only = batch.index == 0 and bucket.is_last
+            self._reserve(slot, needed if only else max(needed, self._bucket_bytes))
+        groups = self._views.get((bucket.digest, slot))
+        if groups is None:
+            flat = self._buffers[slot].filled(nbytes)
+            groups = self._views[bucket.digest, slot] = _grouped_views(bucket.layout, flat)
+        with torch.no_grad():
+            for members, targets in groups:
+                sources = [batch.tensors[i] for i in members]
+                if len(sources) == 1:
+                    targets[0].copy_(sources[0], non_blocking=True)
+                else:
+                    torch._foreach_copy_(targets, sources, non_blocking=True)
+        return self._buffers[slot].filled(nbytes).untyped_storage()
+
+    def pack_arranged(self, batch: Batch, arrangement: Arrangement) -> torch.UntypedStorage:
+        """`pack` for what the engine rank reads of a bucket."""
+        slot, nbytes = batch.index % len(self._buffers), arrangement.nbytes
+        self._reserve(slot, max(nbytes, MAPPABLE_BYTES))
+        key, flat = batch.bucket.digest, self._buffers[slot].filled(nbytes)
+        packing = self._packings.get(key)
+        if packing is None or packing.arrangement is not arrangement:
+            packing = self._packings[key] = ArrangedPacking(arrangement, self._device)
+        packing.pack(batch.tensors, flat)
+        return self._buffers[slot].filled(nbytes).untyped_storage()
+
+    def fill(
+        self, index: int, nbytes: int, fill: Callable[[torch.Tensor], None]
+    ) -> torch.UntypedStorage:
+        """Have a bucket's buffer filled, wait for it, and return the buffer's storage."""
+        slot = index % len(self._buffers)
+        self._reserve(slot, max(nbytes, MAPPABLE_BYTES))
+        fill(self._buffers[slot].filled(nbytes))
+        return self._buffers[slot].filled(nbytes).untyped_storage()
+
+    def free(self) -> None:
+        """Give the memory back, but for small tables; the engine must have let go of it."""
+        self._views.clear()
+        self._buffers = [StagingBuffer(self._device) for _ in self._buffers]
+
+    def _reserve(self, slot: int, nbytes: int) -> None:
+        if nbytes > self._buffers[slot].nbytes:
+            for key in [key for key in self._views if key[1] == slot]:
+                del self._views[key]
+            self._buffers[slot].reserve(nbytes)
+
+
+def _nbytes(cut: Cut, arrangement: Arrangement | None) -> int:
+    return cut.bucket.layout.nbytes if arrangement is None else arrangement.nbytes
+
+
+def _grouped_views(layout: BucketLayout, flat: torch.Tensor) -> _Groups:
+    """Views of the buffer by dtype: the fused copy takes one dtype at a time.
+
+    A large tensor is a group of its own: a plain copy of it is faster than the fused kernel.
+    """
+    by_dtype: dict[object, tuple[list[int], list[torch.Tensor]]] = {}
+    for i, (_, view) in enumerate(layout.views(flat)):
+        if view.numel():
+            key = i if view.nbytes >= LARGE_BYTES else view.dtype
+            members, views = by_dtype.setdefault(key, ([], []))
+            members.append(i)
+            views.append(view)
+    return list(by_dtype.values())

@@ -1,0 +1,1 @@
+"""Where bytes come from: the export, and the parameters behind it."""

@@ -1,0 +1,304 @@
+"""Runs an export without moving a byte, to learn where each exported tensor comes from.
+
+    traced = trace_export(export, sources=module_state, world_size=4, device=device)
+    traced.tensors["model.layers.0.mlp.experts.3.up_proj.weight"].origin    # bytes of a parameter
+
+While the export runs, `DTensor.full_tensor` gives a tensor of the full shape without memory, and a
+dispatch mode follows its views and plain copies. Nothing travels between ranks: a collective is
+refused like everything else that the mode does not know, so ranks that trace together cannot wait
+for each other. What is traced must not depend on values, and change nothing; who makes the export
+vouches for that by naming its sources.
+"""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from collections.abc import Iterable, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NoReturn
+from unittest import mock
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_iter, tree_map_only
+
+from sglang_loader.common.geometry import Region
+from sglang_loader.common.layout import BucketTensor
+from sglang_loader.load_plan.trace import read_traits
+from verl_sglang_sync.sources.known_sources import Sources
+from verl_sglang_sync.sources.origins import ByteMap, Origin, compose
+from verl_sglang_sync.sources.owners import NotOwned, Owners, everyone, owners_of
+
+NamedTensor = tuple[str, torch.Tensor]
+
+_COLLECTIVES = frozenset(
+    ("c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "symm_mem")
+)
+_COPIES = frozenset(("aten::clone", "aten::_to_copy"))
+_OF_SHARDS = frozenset(("aten::detach", "aten::alias"))
+
+
+class NotTraceable(Exception):
+    """Why an export's tensors are not bytes of its sources."""
+
+
+@dataclass(frozen=True)
+class TracedTensor:
+    """One exported tensor."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    origin: Origin
+
+
+@dataclass(frozen=True)
+class TracedParameter:
+    """A tensor that the export read.
+
+    Attributes:
+        source: its name among the sources.
+        owners: which rank has which bytes.
+    """
+
+    source: str
+    owners: Owners
+
+
+@dataclass(frozen=True)
+class TracedExport:
+    """Where every exported tensor comes from; equal on all ranks."""
+
+    parameters: tuple[TracedParameter, ...]
+    tensors: Mapping[str, TracedTensor]
+
+    @property
+    def checksum(self) -> int:
+        """Equal on ranks that traced the same."""
+        checksum = zlib.crc32(repr(self.parameters).encode())
+        return zlib.crc32(repr(list(self.tensors.items())).encode(), checksum)
+
+    def find(self, tensor: BucketTensor) -> TracedTensor:
+        """What a tensor of a bucket is.
+
+        Raises:
+            NotTraceable: it was not traced as it was exported.
+        """
+        found = self.tensors.get(tensor.name)
+        if found is None or (found.dtype, found.shape) != (tensor.dtype, tensor.shape):
+            raise NotTraceable(f"{tensor.name} was not traced as it was exported before")
+        return found
+
+
+def trace_export(
+    export: Iterable[NamedTensor], *, sources: Sources, world_size: int, device: torch.device
+) -> TracedExport:
+    """Run `export` once, without its data.
+
+    Args:
+        export: `(name, tensor)`; starts anew when it is iterated over.
+        sources: of its tensors.
+        world_size: ranks of the trainer; every one must call this.
+        device: where the full export's tensors are on this rank.
+
+    Raises:
+        NotTraceable: a tensor is computed, moved, or comes from elsewhere.
+    """
+    names = {_identity(tensor): name for name, tensor in reversed(list(sources().items()))}
+    follower = _Follower(names, world_size, device)
+    tensors: dict[str, TracedTensor] = {}
+    try:
+        with torch.no_grad(), follower, follower.instead_of_gathering():
+            for name, tensor in export:
+                if name not in tensors:  # a tied embedding comes twice
+                    tensors[name] = follower.describe(name, tensor)
+    except Exception as error:
+        reason = follower.problem or f"the export failed while it was traced: {error!r}"
+        raise NotTraceable(reason) from error
+    if follower.problem is not None:
+        raise NotTraceable(follower.problem)
+    return TracedExport(tuple(follower.parameters), tensors)
+
+
+@dataclass(frozen=True)
+class _Known:
+    """Memory that holds bytes of a parameter in order: `bytes` of them, byte 0 first."""
+
+    parameter: int
+    bytes: ByteMap
+
+
+class _Follower(TorchDispatchMode):
+    """Knows of every storage in the export which parameter's bytes it holds."""
+
+    def __init__(
+        self, names: Mapping[tuple[Any, ...], str], world_size: int, device: torch.device
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.parameters: list[TracedParameter] = []
+        self.problem: str | None = None
+        self._names = names
+        self._world_size = world_size
+        self._device = device
+        self._known: dict[int, _Known] = {}
+        self._computed: dict[int, str] = {}
+        self._kept: list[torch.UntypedStorage] = []  # or others could take their identity
+
+    @contextmanager
+    def instead_of_gathering(self) -> Any:
+        """`DTensor.full_tensor` of this thread gives a tensor without memory."""
+        thread, gather = threading.get_ident(), DTensor.full_tensor
+
+        def full_tensor(tensor: DTensor, **kwargs: Any) -> torch.Tensor:
+            if threading.get_ident() != thread:
+                return gather(tensor, **kwargs)
+            with _disable_current_modes():
+                return self._stand_in(tensor)
+
+        with mock.patch.object(DTensor, "full_tensor", full_tensor):
+            yield
+
+    def describe(self, name: str, tensor: torch.Tensor) -> TracedTensor:
+        """Where an exported tensor comes from."""
+        if isinstance(tensor, DTensor):
+            self._refuse(f"{name} is exported as a shard")
+        storage = tensor.untyped_storage()
+        if storage._cdata in self._computed:
+            self._refuse(f"{name} is computed by {self._computed[storage._cdata]}")
+        known = self._known.get(storage._cdata) or self._plain(name, tensor)
+        origin = Origin(known.parameter, self._within(known, tensor, name))
+        return TracedTensor(tensor.dtype, tuple(tensor.shape), origin)
+
+    def _stand_in(self, parameter: DTensor) -> torch.Tensor:
+        local = parameter.to_local()
+        source = self._names.get(_identity(parameter))
+        if source is None:
+            self._refuse("a tensor is gathered that is none of the trainer's own")
+        if (cause := self._computed.get(local.untyped_storage()._cdata)) is not None:
+            self._refuse(f"{source} is computed by {cause}")
+        if local.device.type != self._device.type:
+            self._refuse(f"{source} is on {local.device}, the engine on {self._device}")
+        try:
+            owners = owners_of(parameter, self._world_size)
+        except NotOwned as error:
+            self._refuse(f"{source}: {error}")
+        full = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+        everything = ByteMap.of(Region(0, (max(owners.nbytes, 1),), (1,), 1))
+        self._keep(full, _Known(self._add(source, owners), everything))
+        return full
+
+    def _plain(self, name: str, tensor: torch.Tensor) -> _Known:
+        """A tensor that is not sharded: every rank has all of its storage."""
+        source = self._names.get(_identity(tensor))
+        if source is None:
+            self._refuse(f"{name} is none of the trainer's own tensors, nor part of one")
+        if tensor.device.type != self._device.type:
+            self._refuse(f"{name} is on {tensor.device}, the engine on {self._device}")
+        nbytes = tensor.untyped_storage().nbytes()
+        everything = ByteMap.of(Region(0, (max(nbytes, 1),), (1,), 1))
+        known = _Known(self._add(source, everyone(nbytes)), everything)
+        self._keep(tensor, known)
+        return known
+
+    def _add(self, source: str, owners: Owners) -> int:
+        self.parameters.append(TracedParameter(source, owners))
+        return len(self.parameters) - 1
+
+    def _keep(self, tensor: torch.Tensor, known: _Known) -> None:
+        storage = tensor.untyped_storage()
+        self._kept.append(storage)
+        self._known[storage._cdata] = known
+
+    def _within(self, known: _Known, tensor: torch.Tensor, name: str) -> ByteMap:
+        """The bytes of a view of known memory, as bytes of the parameter."""
+        size = tensor.element_size()
+        offset = int(tensor.storage_offset()) * size
+        view = ByteMap.of(Region(offset, tuple(tensor.shape), tuple(tensor.stride()), size))
+        if known.bytes.is_dense:
+            return ByteMap(known.bytes.offset + view.offset, view.dims)
+        *outer, (run, stride) = view.dims
+        if stride != 1:
+            outer, run = [*view.dims], 1
+        parts = list(compose(known.bytes, view.offset, tuple(outer), run)) if view.nbytes else []
+        if len(parts) != 1:
+            self._refuse(f"{name} is a view of a copy that is no view of its parameter")
+        return ByteMap(parts[0].offset, (*parts[0].dims, (parts[0].run, 1)))
+
+    def _refuse(self, reason: str) -> NoReturn:
+        self.problem = self.problem or reason
+        raise NotTraceable(reason)
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace in _COLLECTIVES:
+            self._refuse(f"the export communicates: {func}")
+        tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if self.problem is not None:  # the export is cleaning up
+            return func(*args, **kwargs)
+        name = func._schema.name
+        if any(isinstance(tensor, DTensor) for tensor in tensors):
+            if name not in _OF_SHARDS:
+                what = "moves or converts" if name in _COPIES else "computes with"
+                self._refuse(f"the export {what} shards: {func}")
+            return func(*args, **kwargs)
+        if not any(tensor.is_meta for tensor in tensors):
+            return self._computed_here(func, args, kwargs)
+        if name in _COPIES:
+            return self._copied(func, tensors[0], args, kwargs)
+        out = None
+        if not func._schema.is_mutable and read_traits(func).view:
+            out = func(*args, **kwargs)
+        known = {tensor.untyped_storage()._cdata for tensor in tensors}
+        made = [leaf for leaf in tree_iter(out) if isinstance(leaf, torch.Tensor)]
+        if not made or any(leaf.untyped_storage()._cdata not in known for leaf in made):
+            self._refuse(f"the export computes with what it gathered: {func}")
+        return out
+
+    def _computed_here(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Ordinary tensors: remember which ones an operator made or changed."""
+        out = func(*args, **kwargs)
+        given = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        known = {tensor.untyped_storage()._cdata for tensor in given}
+        written = read_traits(func).written_in(args, kwargs)
+        made = [leaf.untyped_storage() for leaf in tree_iter(out) if isinstance(leaf, torch.Tensor)]
+        made = [storage for storage in made if storage._cdata not in known]
+        made += [x.untyped_storage() for x in tree_iter(written) if isinstance(x, torch.Tensor)]
+        for storage in made:
+            self._kept.append(storage)
+            self._computed[storage._cdata] = str(func)
+        return out
+
+    def _copied(self, func: Any, source: torch.Tensor, args: Any, kwargs: dict[str, Any]) -> Any:
+        """A copy holds the same bytes, in the order of its own memory."""
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type not in ("meta", self._device.type):
+            self._refuse(f"the export moves tensors to {device}, the engine is on {self._device}")
+        copy = func(*args, **tree_map_only(torch.device, lambda _: torch.device("meta"), kwargs))
+        if copy.dtype != source.dtype:
+            self._refuse(f"the export converts {source.dtype} to {copy.dtype}")
+        order = sorted(range(copy.dim()), key=lambda d: (-copy.stride(d), d))
+        ordered = copy.permute(order)
+        if not ordered.is_contiguous():
+            self._refuse(f"the export spreads tensors: {func}")
+        known = self._known.get(source.untyped_storage()._cdata)
+        if known is None:
+            self._refuse(f"the export copies a tensor that it did not gather: {func}")
+        bytes_ = self._within(known, source.permute(order), "a copy")
+        self._keep(copy, _Known(known.parameter, bytes_))
+        return copy
+
+
+def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Equal for a tensor and its detached self; of a plain one the storage."""
+    if isinstance(tensor, DTensor):
+        local = tensor.to_local()
+        return local.untyped_storage()._cdata, int(local.storage_offset()), tuple(tensor.shape)
+    return (tensor.untyped_storage()._cdata,)

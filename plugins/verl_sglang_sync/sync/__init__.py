@@ -1,0 +1,1 @@
+"""One sync from start to end, and the stages around it."""

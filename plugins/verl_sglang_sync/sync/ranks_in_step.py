@@ -1,0 +1,181 @@
+"""What the ranks of a session share: the request that opens it, and what they agree on."""
+
+from __future__ import annotations
+
+import threading
+import traceback
+import zlib
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from typing import Any, Protocol, TypeVar
+
+from sglang_loader.common.session.messages import SESSION_FORMAT, SessionError
+from sglang_loader.common.update_keys import UpdateKey, UpdateKeys
+from verl_sglang_sync.collective import RankLost, TrainerGroup
+from verl_sglang_sync.report import log_remarks
+from verl_sglang_sync.sources.bucket_stream import Bucket
+from verl_sglang_sync.sources.export import WeightSyncError
+
+Result = TypeVar("Result")
+
+SEND_WAIT_S = 1.0
+MAY_BE_INCOMPLETE = "the engine's weights may be incomplete"
+MAY_SERVE = "the engine may serve the new weights already"
+
+
+class Updater(Protocol):
+    """The engine's update request; `SGLangServerClient` has it."""
+
+    def start_update(
+        self,
+        handles: Sequence[bytes],
+        *,
+        load_format: str,
+        flush_cache: bool,
+        weight_version: str | None,
+        key: UpdateKey | None = None,
+        sent: threading.Event | None = None,
+    ) -> Future[Any]:
+        """Open a session on every TP rank; on success drop the prefix cache, publish the version.
+
+        With a key the engine applies it once, however often it arrives. `sent` is set when the
+        request has left.
+        """
+
+
+class OpeningRequest:
+    """The update request, sent by another thread: this one waits on the session's socket.
+
+    The session's socket says what the reply does, and a millisecond or two before: nobody whose
+    session ended well has to wait for the reply, but it must be looked at, later (`result`).
+    """
+
+    def __init__(self, engine: Updater | None, version: str | None) -> None:
+        self._engine = engine
+        self._version = version
+        self._reply: Future[Any] | None = None
+
+    def post(self, invitations: list[bytes]) -> None:
+        """Send the request, and return when it has left; its reply is the outcome on all TP ranks.
+
+        What this thread computes next would keep the client's thread from sending it.
+        """
+        assert self._engine is not None, "only the leader gathers invitations"
+        sent = threading.Event()
+        self._reply = self._engine.start_update(
+            invitations,
+            load_format=SESSION_FORMAT,
+            flush_cache=True,
+            weight_version=self._version,
+            key=next(UpdateKeys()),
+            sent=sent,
+        )
+        self._reply.add_done_callback(lambda _: sent.set())  # also if it never left
+        sent.wait(SEND_WAIT_S)
+
+    @property
+    def may_have_left(self) -> bool:
+        """False if no engine was asked to join; only the leader knows."""
+        return self._engine is None or self._reply is not None
+
+    def check(self) -> None:
+        """Raise if the engine has answered already: nobody is left to talk to."""
+        if self._reply is not None and self._reply.done():
+            self._reply.result()
+            raise SessionError("the engine ended the update before its session")
+
+    def wait(self, limit_s: float) -> bool:
+        """Wait until there is a reply, good or bad; False if there is none after `limit_s`."""
+        return self._reply is None or bool(wait([self._reply], limit_s).done)
+
+    def give_up(self, limit_s: float) -> None:
+        """Wait for the reply to a failed session, `limit_s` at most; then nobody waits for it."""
+        if not self.wait(limit_s) and self._reply is not None:
+            self._reply.cancel()
+
+    def result(self) -> None:
+        """Wait until there is a reply; raise what went wrong on the engine's side."""
+        if self._reply is not None:
+            log_remarks(self._reply.result())
+
+
+class RanksInStep:
+    """This rank's success so far, and what all ranks agreed on.
+
+    Attributes:
+        error: the message that all ranks raise; None while all is well.
+        cause: what went wrong first on this rank.
+        may_be_served: this rank has told its engine to publish, and not heard that it does not.
+        num_buckets: sent by this rank in this sync.
+        num_tensors: likewise.
+    """
+
+    def __init__(self, group: TrainerGroup) -> None:
+        self.error: str | None = None
+        self._group = group
+        self.cause: Exception | None = None
+        self.may_be_served = False
+        self._failure: str | None = None
+        self._is_rank_lost = False
+        self.num_buckets = self.num_tensors = 0
+        self._checksum = 0
+
+    def run_if_ok(self, step: Callable[[], Result]) -> Result | None:
+        """Run a step unless this rank has failed; keep the traceback if it fails now."""
+        return None if self._failure is not None else self.run_always(step)
+
+    def run_always(self, step: Callable[[], Result]) -> Result | None:
+        """As `run_if_ok`, but also after a failure: others wait in the step's collectives."""
+        try:
+            return step()
+        except Exception as error:
+            self.cause = self.cause or error
+            self._failure = self._failure or traceback.format_exc()
+            return None
+
+    def sent(self, bucket: Bucket) -> None:
+        """Count a bucket into what the ranks compare."""
+        self.num_buckets += 1
+        self.num_tensors += len(bucket.layout.tensors)
+        self._checksum = zlib.crc32(bucket.names, self._checksum)
+
+    def agree(self, *, is_ready: bool = True) -> bool:
+        """Exchange outcomes and checksums with all ranks; False if the sync cannot go on.
+
+        Nobody is asked any more once a rank is lost: the others have left, too.
+
+        Args:
+            is_ready: False: this rank still waits for its engine; then all ranks must ask again.
+        """
+        if self._is_rank_lost:
+            return False
+        signature = self.num_tensors << 32 | self._checksum
+        try:
+            result = self._group.agree(self._failure, is_ready=is_ready, signature=signature)
+        except RankLost as error:
+            self._is_rank_lost = True
+            told = (str(error), MAY_SERVE if self.may_be_served else None, self._failure)
+            self.error = self.error or "\n".join(filter(None, told))
+            return False
+        if self.error is not None:
+            return False
+        if result.failures:
+            reasons = "\n".join(result.failures)
+            state = MAY_SERVE if self.may_be_served else MAY_BE_INCOMPLETE
+            self.error = f"weight sync failed; {state}\n{reasons}"
+        elif len(set(result.signatures)) > 1:
+            self.error = (
+                "weight sync failed: the ranks exported different tensors; by rank, number: "
+                f"{[signature >> 32 for signature in result.signatures]}, checksum of their "
+                f"names: {[signature & 0xFFFFFFFF for signature in result.signatures]}"
+            )
+        return self.error is None and result.is_ready
+
+    def raise_error(self) -> None:
+        """Raise what all ranks agreed went wrong, if anything did.
+
+        Raises:
+            WeightSyncError: on every rank; `RankLost` where one of them did not answer.
+        """
+        if self.error is not None:
+            raise (RankLost if self._is_rank_lost else WeightSyncError)(self.error)

@@ -1,0 +1,207 @@
+"""The sharding manager: owns the stages in which an engine wakes, is updated, and sleeps.
+
+    manager = SGLangShardingManager(engine=client, settings=cfg, group=group, device=gpu, export=f)
+    with manager:          # resume weights -> sync -> trainer frees -> barrier -> resume kv_cache
+        generate(...)
+                           # on leaving: release kv_cache and weights
+
+verl's rollout adapter drives the same object step by step (`resume`, `sync`, `release`), because
+there the trainer's worker frees its own memory between the sync and the KV cache.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from types import TracebackType
+from typing import Literal, Protocol
+
+import torch
+from verl.utils.ulysses import BaseShardingManager
+
+from sglang_loader.common.stage_costs import StageCosts
+from verl_sglang_sync.collective import TrainerGroup, wait_in_step
+from verl_sglang_sync.config import WeightSyncConfig
+from verl_sglang_sync.report import SyncReport
+from verl_sglang_sync.sources.export import NamedTensor, WeightSyncError
+from verl_sglang_sync.stages import KV_CACHE, WEIGHTS
+from verl_sglang_sync.sync.ranks_in_step import Updater
+from verl_sglang_sync.sync.transport import SessionTransport
+from verl_sglang_sync.verl.reexport import Reexport
+
+
+class Engine(Updater, Protocol):
+    """The engine's control operations; `SGLangServerClient` is one."""
+
+    async def release_memory(self, tags: Sequence[str]) -> StageCosts:
+        """Free the memory of `tags`, in their order; what that cost."""
+
+    async def resume_memory(self, tags: Sequence[str]) -> StageCosts:
+        """Map the memory of `tags` again, in their order; what that cost."""
+
+
+def _nothing() -> None:
+    """Stands in for a callback that was not given."""
+
+
+class SGLangShardingManager(BaseShardingManager):  # type: ignore[misc]
+    """Wakes, updates and puts to sleep the engine of one rollout replica.
+
+    Lives in every trainer process; only the replica's leader has an engine to talk to, the other
+    ranks take part in the sync's collectives.
+
+    Args:
+        engine: the replica's server on its leader, None on the other ranks.
+        settings: the preset.
+        group: the trainer's ranks.
+        device: device of the engine's weights on this rank.
+        replica: rank of the replica, for the report.
+        export: for the context manager: returns the trainer's `(name, full tensor)` generator, a
+            new one at each call.
+        free_trainer: for the context manager: frees what the trainer does not need while the
+            engine generates.
+        barrier: for the context manager: waits for all trainer ranks.
+    """
+
+    def __init__(
+        self,
+        *,
+        engine: Engine | None,
+        settings: WeightSyncConfig,
+        group: TrainerGroup,
+        device: torch.device,
+        replica: int = 0,
+        export: Callable[[], Iterable[NamedTensor]] | None = None,
+        free_trainer: Callable[[], None] = _nothing,
+        barrier: Callable[[], None] = _nothing,
+    ) -> None:
+        super().__init__()
+        self._engine = engine
+        self._settings = settings
+        self._group = group
+        self._transport = SessionTransport(
+            engine=engine, settings=settings.for_session(), group=group, device=device
+        )
+        self._replica = replica
+        self._export = export
+        self._free_trainer = free_trainer
+        self._barrier = barrier
+        self._report = self._new_report()
+        self._syncs = 0
+
+    @property
+    def report(self) -> SyncReport:
+        """Accounting of the wake-up in progress; a new one starts when it is published."""
+        return self._report
+
+    async def resume(self, tags: Sequence[str]) -> None:
+        """Resume the stages that `tags` ("weights", "kv_cache") stand for.
+
+        "weights" is all that `wake_order` names before the sync, "kv_cache" all after it. In a
+        one-stage wake-up the first call resumes everything. Resuming what is resident is a no-op
+        in the engine, so that the caller may go through verl's stages in either setting.
+        """
+        if not self._settings.free_cache_engine:
+            return
+        order = self._settings.stages
+        one_stage = WEIGHTS in tags and not self._settings.multi_stage_wake_up
+        wanted = (
+            *(order.before_sync if WEIGHTS in tags else ()),
+            *(order.after_sync if KV_CACHE in tags or one_stage else ()),
+        )
+        name = "resume_" + "_and_".join(
+            tag for tag in (WEIGHTS, KV_CACHE) if tag in tags or one_stage
+        )
+        await self._on_leader(name, lambda engine: engine.resume_memory(wanted))
+        if KV_CACHE in tags:
+            self._publish()
+
+    async def release(self, tags: Sequence[str] | None = None) -> None:
+        """Release memory, by default in `sleep_order`; what is released already stays so."""
+        if not self._settings.free_cache_engine:
+            return
+        wanted = self._settings.stages.sleep if tags is None else tags
+        await self._on_leader("release", lambda engine: engine.release_memory(wanted))
+
+    async def sync(self, weights: Iterable[NamedTensor], *, version: str | None = None) -> None:
+        """Send all weights; the engine drops its prefix cache, and publishes the version.
+
+        Args:
+            weights: `(name, full tensor)`, collective over the trainer's ranks; drained even if
+                the sync fails. What can be iterated over again: see `reexport`.
+            version: name of the new weights, such as verl's global step.
+
+        Raises:
+            WeightSyncError: on every rank, if any rank failed; the engine must not serve.
+        """
+
+        try:
+            await self._transport.sync(weights, version=version, report=self._report)
+        except WeightSyncError:
+            self._report = self._new_report()  # the next sync counts from zero
+            raise
+        self._report.weight_version = version
+        if not self._settings.free_cache_engine:
+            self._publish()
+
+    async def _on_leader(self, stage: str, step: Callable[[Engine], Awaitable[StageCosts]]) -> None:
+        """Run a step on the replica's leader; if it fails on any replica, every rank raises."""
+        task: asyncio.Future[None] | None = None
+        if self._engine is not None:
+            task = asyncio.ensure_future(self._run_stage(stage, step(self._engine)))
+        result = await wait_in_step(self._group, task)
+        if result.failures:
+            if task is not None:
+                task.cancel()
+            raise WeightSyncError(f"stage {stage!r} failed\n" + "\n".join(result.failures))
+
+    async def _run_stage(self, stage: str, step: Awaitable[StageCosts]) -> None:
+        with self._report.stage(stage):
+            costs = await step
+        self._report.add_costs(stage, costs)
+        self._transport.check_reply(self._report)
+
+    async def wake_up(self, *, version: str | None = None) -> None:
+        """Go through all stages of a wake-up, with the callbacks given to the constructor."""
+        if self._export is None:
+            raise ValueError("wake_up needs export=..., which returns the trainer's weights")
+        await self.resume((WEIGHTS,))
+        await self.sync(Reexport(self._export), version=version)
+        self._free_trainer()
+        self._barrier()
+        await self.resume((KV_CACHE,))
+
+    def __enter__(self) -> SGLangShardingManager:
+        """Wake the engine with the trainer's current weights."""
+        self._syncs += 1
+        _run(self.wake_up(version=str(self._syncs)))
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> Literal[False]:
+        """Put the engine to sleep, also after an exception."""
+        _run(self.release())
+        return False
+
+    def _new_report(self) -> SyncReport:
+        return SyncReport(mode=self._settings.mode, replica=self._replica)
+
+    def _publish(self) -> None:
+        has_synced = self._report.num_buckets or self._report.weight_version is not None
+        if self._engine is not None and has_synced:  # else it was an adapter that verl sent
+            self._report.publish(self._settings.report_file)
+        self.timing = dict(self._report.seconds)
+        self._report = self._new_report()
+
+
+def _run(step: Awaitable[None]) -> None:
+    """Run one step to its end from synchronous code."""
+
+    async def main() -> None:
+        await step
+
+    asyncio.run(main())

@@ -1,0 +1,1 @@
+"""Adapters to verl's rollout, replica, checkpoint engine and exports."""

@@ -1,0 +1,199 @@
+"""verl's checkpoint engine `sglang_sync`: weight sync to rollouts on GPUs of their own.
+
+verl has one of these in every trainer process and in every rollout worker. Around a sync it calls
+`prepare`, `build_topology`, `init_process_group`, `send_weights` / `receive_weights`, `finalize`.
+Here the bytes go from the trainer straight into SGLang's TP workers; a rollout worker only tells
+the trainer which server is its own.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncGenerator, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+import torch
+from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
+
+from verl_sglang_sync.collective import TorchTrainerGroup
+from verl_sglang_sync.config import BROADCAST_BACKEND, WeightSyncConfig
+from verl_sglang_sync.engine.server_client.urls import server_url
+from verl_sglang_sync.engine.update_groups import Replica, UpdateGroups
+from verl_sglang_sync.report import SyncReport
+from verl_sglang_sync.routes.broadcast import BroadcastTransport
+from verl_sglang_sync.sources.export import NamedTensor
+from verl_sglang_sync.verl.reexport import make_exports_repeatable
+
+WIRE_FORMAT = "sglang_sync"
+NCCL_VARIABLE = "NCCL_CUMEM_ENABLE"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutServer:
+    """What a replica's first rollout worker tells the trainer.
+
+    Attributes:
+        actor_name: of the Ray actor around the replica's server.
+        num_ranks: tensor-parallel ranks of the engine.
+        settings: the preset, as the rollout was configured.
+        api_key: SGLang's `api_key`.
+        admin_api_key: SGLang's `admin_api_key`.
+    """
+
+    actor_name: str
+    num_ranks: int
+    settings: WeightSyncConfig
+    api_key: str | None
+    admin_api_key: str | None
+
+
+@CheckpointEngineRegistry.register(BROADCAST_BACKEND)
+class SGLangSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
+    """Trainer or rollout end of disaggregated weight sync.
+
+    Args:
+        bucket_size: verl's bucket size, in bytes; the preset has it too.
+        is_master: True on the trainer's first rank, False on its others; None in a rollout worker.
+
+    Raises:
+        ValueError: `checkpoint_engine.engine_kwargs.sglang_sync` holds anything.
+    """
+
+    wire_format = WIRE_FORMAT
+
+    def __init__(self, bucket_size: int, is_master: bool | None = None, **unknown: Any) -> None:
+        if unknown:
+            raise ValueError(
+                f"checkpoint_engine.engine_kwargs.{BROADCAST_BACKEND}={unknown}: allowed: nothing; "
+                "settings belong under actor_rollout_ref.rollout.custom.weight_sync"
+            )
+        self._is_source = bool(is_master)
+        self._is_rollout = is_master is None
+        self._servers: list[RolloutServer] = []
+        self._transport: BroadcastTransport | None = None
+        if not self._is_rollout:
+            make_exports_repeatable()
+
+    def prepare(self) -> RolloutServer | None:
+        """Tell which server this process leads; None in trainers and on other ranks."""
+        if not self._is_rollout:
+            return None
+        from verl_sglang_sync.verl.rollout import adapter_of_this_process
+
+        return adapter_of_this_process().rollout_server()
+
+    @classmethod
+    def build_topology(
+        cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[RolloutServer | None]
+    ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
+        """Hand the replicas' servers to every trainer rank."""
+        servers = [server for server in metadata[actor_wg_world_size:] if server is not None]
+        return (
+            {"servers": [servers] * actor_wg_world_size},
+            {"servers": [[]] * rollout_world_size},
+        )
+
+    def init_process_group(self, servers: list[RolloutServer]) -> None:
+        """Remember the servers; the group itself is formed, or reused, when weights are sent."""
+        self._servers = servers
+
+    def finalize(self) -> None:
+        """Nothing to do: group and staging buffers serve the next sync."""
+
+    async def send_weights(
+        self, weights: Iterable[NamedTensor], global_steps: int | None = None
+    ) -> dict[str, float]:
+        """Send all weights to all replicas; every trainer rank calls this.
+
+        Args:
+            weights: the trainer's export of `(name, full tensor)`.
+            global_steps: becomes the version of the weights.
+
+        Returns:
+            Seconds and bytes of the sync, as metrics of the step; empty on all ranks but the first.
+
+        Raises:
+            WeightSyncError: on every rank, if any rank or replica failed.
+        """
+        transport = self._broadcast_transport()
+        actors = [ray.get_actor(server.actor_name) for server in self._servers]
+        replicas = []
+        if self._is_source:
+            for server, actor in zip(self._servers, actors, strict=True):
+                replicas.append(_replica(server, actor, await actor.get_server_address.remote()))
+        version = None if global_steps is None else str(global_steps)
+        report = SyncReport(mode=f"{WIRE_FORMAT}/{self._settings.mode}", replica=None)
+        with report.stage("sync"):
+            transport.sync(weights, replicas, version=version, report=report)
+        if not self._is_source:
+            return {}
+        report.weight_version = version
+        report.publish(self._settings.report_file)
+        if global_steps is not None:
+            for actor in actors:  # the V1 trainer reads it back with every sample
+                await actor.set_global_steps.remote(global_steps)
+        return {
+            "weight_sync/seconds": report.seconds["sync"],
+            "weight_sync/gigabytes": report.payload_bytes / 1e9,
+        }
+
+    async def receive_weights(
+        self, global_steps: int | None = None
+    ) -> AsyncGenerator[NamedTensor, None]:
+        """Yield nothing: the engine's processes have received the weights themselves."""
+        nothing: tuple[NamedTensor, ...] = ()
+        for item in nothing:
+            yield item
+
+    @property
+    def _settings(self) -> WeightSyncConfig:
+        if not self._servers:
+            raise ValueError("no rollout replica takes part in the weight sync")
+        return self._servers[0].settings
+
+    def _broadcast_transport(self) -> BroadcastTransport:
+        if self._transport is None:
+            from verl_sglang_sync.verl.rollout import current_device
+
+            device = current_device()
+            groups = None
+            if self._is_source:
+                _check_nccl(device)
+                groups = UpdateGroups(
+                    address=ray.util.get_node_ip_address().strip("[]"),
+                    device=device,
+                    timeout_s=self._settings.request_timeout_s,
+                    timeouts_s=self._settings.timeouts_s,
+                )
+            ranks = TorchTrainerGroup(timeout_s=self._settings.request_timeout_s)
+            self._transport = BroadcastTransport(
+                groups=groups, settings=self._settings, agree=ranks.agree, device=device
+            )
+        return self._transport
+
+
+def _check_nccl(device: torch.device) -> None:
+    """Refuse a trainer whose NCCL allocates otherwise than the engines' does.
+
+    verl sets the variable in SGLang's processes; between processes that differ in it NCCL fails
+    with an unhandled CUDA error. It is read once, so it must be there before the process starts.
+    """
+    value = os.environ.get(NCCL_VARIABLE)
+    if device.type == "cuda" and value != "0":
+        raise ValueError(
+            f"{NCCL_VARIABLE}={value!r} in the trainer's processes: allowed: '0', as in SGLang's; "
+            f"set ray_kwargs.ray_init.runtime_env.env_vars.{NCCL_VARIABLE}='0' as "
+            "+weight_sync=disaggregated does, or the variable where a running Ray cluster starts"
+        )
+
+
+def _replica(server: RolloutServer, actor: Any, address: tuple[str, int]) -> Replica:
+    return Replica(
+        identity=actor._actor_id.hex(),
+        base_url=server_url(*address),
+        num_ranks=server.num_ranks,
+        api_key=server.api_key,
+        admin_api_key=server.admin_api_key,
+    )

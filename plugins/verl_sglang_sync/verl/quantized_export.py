@@ -1,0 +1,71 @@
+"""An export in fp8, quantised by verl's own helper, tensor by tensor as the sync asks for them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable, Iterator
+from typing import Protocol
+
+import torch
+
+from verl_sglang_sync.verl.reexport import NamedTensor
+
+
+class Quantizer(Protocol):
+    """verl's `SGLangFP8QuantizerHelper`."""
+
+    def should_quantize_param(self, param_name: str) -> bool:
+        """True if the engine has this weight in fp8."""
+
+    def quant_weights_by_name(
+        self, weights: Iterable[NamedTensor], dtype: torch.dtype
+    ) -> AsyncIterator[NamedTensor]:
+        """Yield each weight, quantised ones followed by their scales."""
+
+
+class NotQuantized(ValueError):
+    """A weight that verl quantises stayed as it was."""
+
+
+def quantized(
+    weights: Iterable[NamedTensor], quantizer: Quantizer, dtype: torch.dtype
+) -> Iterator[NamedTensor]:
+    """`weights` with those that `quantizer` picks in fp8, each followed by its `_scale_inv`.
+
+    Args:
+        weights: `(name, tensor)`.
+        quantizer: verl's. It logs an error of its kernel and passes the weight on in its own dtype,
+            which the engine would round to fp8, and multiply by the scale of the weight before.
+        dtype: in which scales are computed.
+
+    Raises:
+        NotQuantized: a weight was passed on like that; after the last one, because the other ranks
+            need this one until then, in the collectives of the export.
+    """
+    failure: NotQuantized | None = None
+    for name, tensor in _steps(quantizer.quant_weights_by_name(weights, dtype=dtype)):
+        if quantizer.should_quantize_param(name) and tensor.dtype != torch.float8_e4m3fn:
+            failure = failure or NotQuantized(
+                f"{name} is still {tensor.dtype}: verl could not quantise it to fp8, and has "
+                "logged why"
+            )
+        yield name, tensor
+        del tensor  # the next one is made when this one may be gone
+    if failure is not None:
+        raise failure
+
+
+def _steps(stream: AsyncIterator[NamedTensor]) -> Iterator[NamedTensor]:
+    """An asynchronous generator of verl that has nothing to wait for, in plain code.
+
+    It must run where a sync pulls its tensors: inside an event loop, between two collectives.
+    """
+    while True:
+        step = stream.__anext__()
+        try:
+            step.__await__().send(None)
+        except StopIteration as done:
+            yield done.value
+        except StopAsyncIteration:
+            return
+        else:
+            raise RuntimeError("verl's quantisation waits for something; expected plain steps")

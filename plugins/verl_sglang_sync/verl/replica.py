@@ -1,0 +1,124 @@
+"""verl's replica and server for rollout name "sglang": launch the engine with our loaders.
+
+Without a `+weight_sync` preset both are verl's own, launched with verl's own arguments.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from typing import IO, Any
+
+import ray
+from verl.workers.rollout.replica import RolloutMode
+from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer, SGLangReplica
+
+from sglang_loader.common.session.messages import SESSION_FORMAT
+from sglang_loader.common.stage_costs import StageCosts
+from sglang_loader.hooks import request_gate
+from sglang_loader.hooks.http import release_stages
+from sglang_loader.hooks.requests import GRAPHS_VARIABLE
+from sglang_loader.host_backup.policy import ENVIRONMENT_VARIABLE
+from verl_sglang_sync.config import WeightSyncConfig
+from verl_sglang_sync.engine.server_client.router import RouterClient
+from verl_sglang_sync.engine.server_client.urls import server_url
+from verl_sglang_sync.verl.router_guard import Watch, start_guard
+
+logger = logging.getLogger(__name__)
+
+# SGLang answers GET /health by generating a token, unless this variable says "false". A router asks
+# every server again and again, and an engine that sleeps has no memory to generate with.
+HEALTH_GENERATES = "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"
+
+
+class WeightSyncHttpServer(SGLangHttpServer):  # type: ignore[misc]
+    """Ray actor around one SGLang server; our loaders, accounts of its sleep, the router."""
+
+    _last_sleep: tuple[float, StageCosts | None] | None = None
+    _router_guard: IO[bytes] | None = None  # closed with this process
+
+    async def launch_server(
+        self, master_address: str | None = None, master_port: int | None = None
+    ) -> None:
+        """Launch SGLang as verl does, with our loaders in `custom_weight_loader` and our backup."""
+        self._register_loaders()
+        settings = self._settings
+        if settings.host_backup == "off":
+            logger.warning(
+                "weight_sync.host_backup=off: released weights are lost except for named buffers; "
+                "what a sync does not rewrite holds garbage until a load plan has proven it"
+            )
+        # SGLang's processes inherit these.
+        os.environ[ENVIRONMENT_VARIABLE] = settings.effective_host_backup
+        os.environ[request_gate.ENVIRONMENT_VARIABLE] = str(settings.gate_policy)
+        if settings.stages.releases_graphs:
+            os.environ[GRAPHS_VARIABLE] = "true"
+        if settings.router_url is not None:
+            os.environ[HEALTH_GENERATES] = "false"
+        await super().launch_server(master_address, master_port)
+        if settings.router_url is not None and self.node_rank == 0:
+            await self._join_router(settings, settings.router_url)
+
+    async def sleep(self) -> None:
+        """Release the engine's memory in `sleep_order`, and remember what it cost.
+
+        Only a hybrid engine, whose weights sleep too, has that order; else as verl does.
+        """
+        started, costs = time.perf_counter(), None
+        if self._sleeps_in_order:
+            costs = await release_stages(self.tokenizer_manager, self._settings.stages.sleep)
+        else:
+            await super().sleep()
+        self._last_sleep = time.perf_counter() - started, costs
+
+    async def take_sleep(self) -> tuple[float, StageCosts | None] | None:
+        """Seconds and costs of the last sleep, once; None if there was none since the last call."""
+        sleep, self._last_sleep = self._last_sleep, None
+        return sleep
+
+    @property
+    def _sleeps_in_order(self) -> bool:
+        return bool(
+            self.node_rank == 0
+            and self.config.free_cache_engine
+            and self.rollout_mode == RolloutMode.HYBRID
+            and not self.lora_as_adapter
+        )
+
+    @property
+    def _settings(self) -> WeightSyncConfig:
+        settings = WeightSyncConfig.from_rollout(self.config)
+        assert settings is not None, "launched only where a preset is chosen"
+        return settings
+
+    async def _join_router(self, settings: WeightSyncConfig, router_url: str) -> None:
+        """Register the server; a guard takes it out when this process ends."""
+        async with RouterClient(
+            router_url, timeout_s=settings.request_timeout_s, api_key=settings.router_api_key
+        ) as router:
+            sglang_kwargs = (self.config.engine_kwargs or {}).get("sglang") or {}
+            worker = await router.add(
+                server_url(*self.get_server_address()), api_key=sglang_kwargs.get("api_key")
+            )
+        watch = Watch(router_url=router_url, router_api_key=settings.router_api_key, worker=worker)
+        self._router_guard = await asyncio.to_thread(start_guard, watch)
+        logger.info("router %s sends requests to %s", router_url, worker.url)
+
+    def _register_loaders(self) -> None:
+        engine_kwargs = dict(self.config.engine_kwargs or {})
+        sglang_kwargs = dict(engine_kwargs.get("sglang") or {})
+        users = list(sglang_kwargs.get("custom_weight_loader") or [])
+        if SESSION_FORMAT not in users:
+            sglang_kwargs["custom_weight_loader"] = [*users, SESSION_FORMAT]
+        self.config.engine_kwargs = {**engine_kwargs, "sglang": sglang_kwargs}
+
+
+class WeightSyncReplica(SGLangReplica):  # type: ignore[misc]
+    """`SGLangReplica` that launches `WeightSyncHttpServer` where a preset is chosen."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if WeightSyncConfig.from_rollout(self.config) is not None:
+            self.server_class = ray.remote(WeightSyncHttpServer)

@@ -1,0 +1,215 @@
+"""verl's rollout class for `("sglang", "async")`: delegates its stages to the sharding manager.
+
+Resides in every trainer worker. Without a `+weight_sync` preset it is verl's own `ServerAdapter`,
+method for method.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from verl.utils.device import get_device_id, get_device_name
+from verl.workers.rollout.sglang_rollout.sglang_rollout import (
+    ServerAdapter,
+    _strip_lora_base_layer,
+)
+
+from verl_sglang_sync.collective import TorchTrainerGroup
+from verl_sglang_sync.config import BROADCAST_BACKEND, WeightSyncConfig
+from verl_sglang_sync.engine.server_client import SGLangServerClient
+from verl_sglang_sync.engine.server_client.urls import server_url
+from verl_sglang_sync.sources.export import NamedTensor
+from verl_sglang_sync.stages import KV_CACHE
+from verl_sglang_sync.sync.sharding_manager import SGLangShardingManager
+from verl_sglang_sync.verl.quantized_export import quantized
+from verl_sglang_sync.verl.reexport import make_exports_repeatable, transformed
+
+if TYPE_CHECKING:
+    from verl_sglang_sync.verl.checkpoint_engine import RolloutServer
+
+logger = logging.getLogger(__name__)
+
+LORA_SLEEP_LEVEL = 1  # verl: only the KV cache sleeps where a LoRA adapter is served
+
+
+class WeightSyncServerAdapter(ServerAdapter):  # type: ignore[misc]
+    """`ServerAdapter` with our stages and wire formats; same arguments as verl's."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._settings = WeightSyncConfig.from_rollout(self.config)
+        self._manager: SGLangShardingManager | None = None
+        self._has_said_received = False
+        if self._settings is not None:
+            make_exports_repeatable()
+        global _adapter
+        _adapter = weakref.ref(self)
+
+    def rollout_server(self) -> RolloutServer | None:
+        """The server that this rollout worker leads, for a trainer elsewhere; None on others."""
+        from verl_sglang_sync.verl.checkpoint_engine import RolloutServer
+
+        if self._settings is None:
+            raise ValueError(
+                "checkpoint_engine.backend=sglang_sync needs a preset: +weight_sync=disaggregated"
+            )
+        if (quantization := self.config.get("quantization", None)) is not None:
+            raise ValueError(
+                f"rollout.quantization={quantization!r} with checkpoint_engine.backend="
+                f"{BROADCAST_BACKEND!r}: allowed: null (weights are broadcast as they are exported)"
+            )
+        if self.rollout_rank != 0:
+            return None
+        kwargs = _sglang_kwargs(self.config)
+        return RolloutServer(
+            actor_name=f"sglang_server_{self.replica_rank}_0",
+            num_ranks=self.config.tensor_model_parallel_size * self.config.data_parallel_size,
+            settings=self._settings,
+            api_key=kwargs.get("api_key"),
+            admin_api_key=kwargs.get("admin_api_key"),
+        )
+
+    async def resume(self, tags: list[str]) -> None:
+        """Resume the engine's memory of `tags` ("weights", "kv_cache")."""
+        if self._settings is None:
+            await super().resume(tags)
+            return
+        manager = await self._sharding_manager()
+        await self._account_for_sleep(manager)
+        await manager.resume(tags)
+
+    async def release(self) -> None:
+        """Put the engine to sleep."""
+        if self._settings is None:
+            await super().release()
+            return
+        manager = await self._sharding_manager()
+        await manager.release((KV_CACHE,) if self.sleep_level == LORA_SLEEP_LEVEL else None)
+
+    async def update_weights(
+        self,
+        weights: Any,
+        global_steps: int | None = None,
+        wire_format: str = "named_tensors",
+        **kwargs: Any,
+    ) -> None:
+        """Send `weights` to the engine; every trainer rank must call this.
+
+        `weights` is the export of `(name, full tensor)`. LoRA adapters and delta flushes keep
+        verl's own way: they are not full weights.
+        """
+        if wire_format == BROADCAST_BACKEND:
+            async for _ in weights:  # the trainer has sent them straight to the engine
+                raise AssertionError("a broadcast sync yields no tensors")
+            return
+        is_adapter = bool(kwargs.get("peft_config")) and kwargs.get("base_sync_done", False)
+        if (
+            self._settings is None
+            or is_adapter
+            or wire_format != "named_tensors"
+            or self._is_received(weights)
+        ):
+            await super().update_weights(weights, global_steps, wire_format, **kwargs)
+            return
+        manager = await self._sharding_manager()
+        version = None if global_steps is None else str(global_steps)
+        await manager.sync(self._for_engine(weights), version=version)
+        if self._engine is not None and global_steps is not None:
+            # The V1 trainer reads it back with every sample.
+            await self.server_actor.set_global_steps.remote(global_steps)
+
+    def _is_received(self, weights: Any) -> bool:
+        """True if another checkpoint engine brings the weights as they arrive; said once."""
+        if not hasattr(weights, "__aiter__"):
+            return False
+        if not self._has_said_received:
+            self._has_said_received = True
+            logger.warning(
+                "checkpoint_engine.backend=%r hands the weights over as they arrive: verl's own "
+                "update is used; backend=%r with +weight_sync=disaggregated broadcasts them "
+                "straight to the engine",
+                self.config.checkpoint_engine.backend,
+                BROADCAST_BACKEND,
+            )
+        return True
+
+    def _for_engine(self, weights: Iterable[NamedTensor]) -> Iterable[NamedTensor]:
+        """Names and dtypes as SGLang expects them."""
+        if self.config.get("quantization", None) == "fp8":
+            from verl.utils.sglang.sglang_fp8_utils import SGLangFP8QuantizerHelper
+
+            hf_config = self.model_config.hf_config
+            quantizer = SGLangFP8QuantizerHelper(hf_config.quantization_config)
+            quantize = partial(quantized, quantizer=quantizer, dtype=hf_config.dtype)
+            weights = transformed(weights, quantize, computes=True)
+        return transformed(weights, _without_base_layer)
+
+    async def _account_for_sleep(self, manager: SGLangShardingManager) -> None:
+        """Add what the sleep cost that the server actor went through on its own."""
+        if self._engine is not None and "release" not in manager.report.seconds:
+            sleep = await self.server_actor.take_sleep.remote()
+            if sleep is not None:
+                manager.report.seconds["release"], costs = sleep
+                manager.report.add_costs("release", costs)
+
+    async def _sharding_manager(self) -> SGLangShardingManager:
+        await self._init_server_adapter()
+        if self._manager is None:
+            assert self._settings is not None
+            self._manager = SGLangShardingManager(
+                engine=self._client(self._settings),
+                settings=self._settings,
+                group=TorchTrainerGroup(
+                    timeout_s=self._settings.request_timeout_s, tp_mesh=self.device_mesh["infer_tp"]
+                ),
+                device=current_device(),
+                replica=self.replica_rank,
+            )
+        return self._manager
+
+    def _client(self, settings: WeightSyncConfig) -> SGLangServerClient | None:
+        if self._engine is None:
+            return None
+        server = self._engine.server_args
+        kwargs = _sglang_kwargs(self.config)
+        return SGLangServerClient(
+            server_url(server.host, server.port),
+            timeout_s=settings.request_timeout_s,
+            timeouts_s=settings.timeouts_s,
+            api_key=kwargs.get("api_key"),
+            admin_api_key=kwargs.get("admin_api_key"),
+            rank=torch.distributed.get_rank(),
+            replica=self.replica_rank,
+        )
+
+
+def _without_base_layer(weights: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
+    """The names of merged LoRA modules as SGLang knows them."""
+    return ((_strip_lora_base_layer(name), tensor) for name, tensor in weights)
+
+
+def _sglang_kwargs(config: Any) -> dict[str, Any]:
+    """The user's `engine_kwargs.sglang`."""
+    return dict((config.get("engine_kwargs", None) or {}).get("sglang", None) or {})
+
+
+_adapter: weakref.ref[WeightSyncServerAdapter] | None = None
+
+
+def adapter_of_this_process() -> WeightSyncServerAdapter:
+    """The adapter that verl made in this rollout worker; it makes one."""
+    adapter = _adapter() if _adapter is not None else None
+    if adapter is None:
+        raise RuntimeError("this process has no rollout adapter of ours")
+    return adapter
+
+
+def current_device() -> torch.device:
+    """The device that verl runs this process on; its CPU platform has no index."""
+    index = get_device_id()
+    return torch.device(get_device_name(), index) if isinstance(index, int) else torch.device(index)
