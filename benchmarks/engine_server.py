@@ -14,8 +14,8 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+from sglang_loader.common.engine_settings import HOST_BACKUP_VARIABLE, HostBackup
 from sglang_loader.common.session.messages import SESSION_FORMAT
-from sglang_loader.host_backup.policy import ENVIRONMENT_VARIABLE, Policy
 
 START_TIMEOUT_S = 240
 PR_SET_PDEATHSIG = 1  # prctl(2)
@@ -41,7 +41,7 @@ def engine_server(
     config: Path,
     *,
     device: str,
-    host_backup: Policy,
+    host_backup: HostBackup,
     is_moe: bool,
     log: Path,
     tp: int = 1,
@@ -73,7 +73,7 @@ def engine_server(
         *(("--enable-weights-cpu-backup",) if device != "cpu" else ()),  # as verl launches it
         *("--custom-weight-loader", SESSION_FORMAT, *loaders),
     ]
-    common = {**os.environ, "HF_HUB_OFFLINE": "1", ENVIRONMENT_VARIABLE: host_backup}
+    common = {**os.environ, "HF_HUB_OFFLINE": "1", HOST_BACKUP_VARIABLE: host_backup}
     if device == "cpu" and tp > 1:
         cores = "|".join(str(rank) for rank in range(tp))
         common |= {"SGLANG_CPU_OMP_THREADS_BIND": cores, "SGLANG_NCCL_SO_PATH": "/nonexistent"}

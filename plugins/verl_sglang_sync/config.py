@@ -15,8 +15,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from sglang_loader.common.check_remarks import ManifestCheck
-from sglang_loader.hooks.request_gate import STALE_REQUESTS, GatePolicy, StaleRequests
-from sglang_loader.host_backup.policy import POLICIES, Policy
+from sglang_loader.common.engine_settings import (
+    HOST_BACKUPS,
+    STALE_REQUESTS,
+    GatePolicy,
+    HostBackup,
+    StaleRequests,
+)
 from verl_sglang_sync.engine.server_client.operations import LIMITS
 from verl_sglang_sync.engine.server_client.urls import checked_base_url
 from verl_sglang_sync.stages import SLEEP_ORDER, WAKE_ORDER, StageOrder
@@ -110,7 +115,7 @@ class WeightSyncConfig:
     read_in_place: bool = True
     plan_ordered: bool = True
     exchange_shards: bool = True
-    host_backup: Policy = "auto"
+    host_backup: HostBackup = "auto"
     sleep_order: tuple[str, ...] = SLEEP_ORDER
     wake_order: tuple[str, ...] = WAKE_ORDER
     stale_requests: StaleRequests = "wait"
@@ -128,7 +133,7 @@ class WeightSyncConfig:
         return self.mode == "compiled"
 
     @property
-    def effective_host_backup(self) -> Policy:
+    def effective_host_backup(self) -> HostBackup:
         """The host backup of this mode: only load plans prove anything that "auto" could use."""
         return "on" if self.host_backup == "auto" and not self.uses_plan else self.host_backup
 
@@ -240,10 +245,10 @@ def _mode(keys: Mapping[str, Any]) -> Mode:
     return mode  # type: ignore[no-any-return]
 
 
-def _host_backup(value: Any) -> Policy:
+def _host_backup(value: Any) -> HostBackup:
     value = {True: "on", False: "off"}[value] if isinstance(value, bool) else value  # YAML 1.1
-    if value not in POLICIES:
-        raise ValueError(f"{SECTION}.host_backup={value!r}: allowed: {', '.join(POLICIES)}")
+    if value not in HOST_BACKUPS:
+        raise ValueError(f"{SECTION}.host_backup={value!r}: allowed: {', '.join(HOST_BACKUPS)}")
     return value  # type: ignore[no-any-return]
 
 

@@ -44,8 +44,8 @@ IN_SGLANG = """
 from sglang.srt.plugins import load_plugins
 load_plugins()
 from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
-from sglang_loader import memory_hooks as memory
-from sglang_loader import weight_updater_hooks as hooks
+from sglang_loader.hooks import memory
+from sglang_loader.hooks import weights as hooks
 
 for method, hook in {
     "update_weights_from_tensor": hooks.update_on_all_ranks,

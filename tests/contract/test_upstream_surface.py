@@ -537,7 +537,7 @@ class TestSGLang:
             assert "return success, message" in source, f"{GATE} reads it"
 
     def test_the_graphs_tag(self) -> None:
-        from sglang_loader.hooks.requests import GRAPHS_VARIABLE
+        from sglang_loader.common.engine_settings import GRAPHS_VARIABLE
 
         backend = source_of(f"{GRAPHS}:FullCudaGraphBackend")
         assert f'get_bool_env_var("{GRAPHS_VARIABLE}")' in backend, f"{REPLICA} sets it"

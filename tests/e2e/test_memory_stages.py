@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tiny_assets import make_assets
 
-from sglang_loader.hooks.request_gate import ENVIRONMENT_VARIABLE
+from sglang_loader.common.engine_settings import STALE_REQUESTS_VARIABLE
 from support.engine_steps import broken_sync, sync_weights
 from support.http_requests import (
     answer_to,
@@ -46,7 +46,7 @@ def served(
         folder,
         tp=request.param,
         host_backup="auto",
-        variables={ENVIRONMENT_VARIABLE: GATES[request.param]},
+        variables={STALE_REQUESTS_VARIABLE: GATES[request.param]},
     ) as server:
         yield server, folder / "model", request.param
         assert server.process.poll() is None, "the engine died"

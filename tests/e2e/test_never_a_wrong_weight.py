@@ -24,7 +24,7 @@ import psutil
 import pytest
 from tiny_assets import make_assets
 
-from sglang_loader.hooks.request_gate import ENVIRONMENT_VARIABLE
+from sglang_loader.common.engine_settings import STALE_REQUESTS_VARIABLE
 from support.engine_hash import HASH_LOADER
 from support.engine_stop import STOP_LOADER
 from support.hostile_steps import (
@@ -87,7 +87,7 @@ def case(
     tp, policy = request.param
     folder = tmp_path_factory.mktemp("hostile")
     make_assets(folder)
-    variables = {ENVIRONMENT_VARIABLE: policy}
+    variables = {STALE_REQUESTS_VARIABLE: policy}
     with sglang_server(
         folder / "model", folder, tp=tp, loaders=LOADERS, variables=variables
     ) as server:

@@ -16,7 +16,7 @@ import pytest
 import torch
 from tiny_assets import make_assets
 
-from sglang_loader.host_backup.policy import Policy
+from sglang_loader.common.engine_settings import HostBackup
 from support.backup_steps import engine_state, occupy, poison, publish
 from support.coverage_loader import COVERAGE_LOADERS
 from support.engine_steps import sync_weights
@@ -82,7 +82,7 @@ def auto_engine(tmp_path: Path) -> Iterator[Engine]:
     yield from serve(tmp_path, "auto")
 
 
-def serve(folder: Path, policy: Policy, *extra: str) -> Iterator[Engine]:
+def serve(folder: Path, policy: HostBackup, *extra: str) -> Iterator[Engine]:
     """A server on `folder/model`, made where it is missing."""
     if not (folder / "model").exists():
         make_assets(folder, architecture="qwen3_moe")

@@ -15,8 +15,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from sglang_loader.common.engine_settings import HOST_BACKUP_VARIABLE, HostBackup
 from sglang_loader.common.session.messages import SESSION_FORMAT
-from sglang_loader.host_backup.policy import ENVIRONMENT_VARIABLE, Policy
 from support.forks import CPU_ENVIRONMENT, Fork, die_with_parent, python_path, serve
 from verl_sglang_sync.engine.server_client.urls import server_url
 
@@ -61,7 +61,7 @@ def sglang_server(
     device: str = "cpu",
     loaders: tuple[str, ...] = (),
     extra: tuple[str, ...] = (),
-    host_backup: Policy = "on",
+    host_backup: HostBackup = "on",
     variables: Mapping[str, str] | None = None,
     host: str = "127.0.0.1",
 ) -> Iterator[Server]:
@@ -78,7 +78,7 @@ def sglang_server(
     log = folder / "server.log"
     variables = {
         **environment(device, tp),
-        ENVIRONMENT_VARIABLE: host_backup,
+        HOST_BACKUP_VARIABLE: host_backup,
         **(variables or {}),
     }
     process: subprocess.Popen[bytes] | Fork

@@ -28,7 +28,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_assets import make_assets
 
-from sglang_loader.hooks.request_gate import ENVIRONMENT_VARIABLE
+from sglang_loader.common.engine_settings import STALE_REQUESTS_VARIABLE
 from support.engine_hash import HASH_LOADER
 from support.fault_proxy import fault_proxy
 from support.sglang_server import sglang_server
@@ -133,7 +133,7 @@ class Storm:
                 own,
                 tp=self.tp,
                 loaders=(HASH_LOADER,),
-                variables={**self._environment, ENVIRONMENT_VARIABLE: GATES[self.tp]},
+                variables={**self._environment, STALE_REQUESTS_VARIABLE: GATES[self.tp]},
             )
         )
         self.wire = Wire(self.temporary)

@@ -12,8 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from sglang_loader.common.engine_settings import HOST_BACKUP_VARIABLE, requested_host_backup
 from sglang_loader.common.intervals import merge, num_bytes, subtract
 from sglang_loader.common.layout import BucketLayout
+from sglang_loader.hooks.upstream import why_stock_backup
 from sglang_loader.host_backup import (
     WeightsBackup,
     arm,
@@ -30,7 +32,6 @@ from sglang_loader.host_backup.allocations import (
     reachable,
 )
 from sglang_loader.host_backup.backup import BRIDGED_BYTES, bridged
-from sglang_loader.host_backup.policy import ENVIRONMENT_VARIABLE, requested_policy, why_stock
 from sglang_loader.host_backup.saved_bytes import SavedBytes
 from sglang_loader.load_plan.destinations import collect_destinations
 from unit.released_memory import POISON, Residue, contents, overwrite, poison, size_of, whole
@@ -400,20 +401,20 @@ class Arguments:
 )
 def test_launches_that_keep_the_stock_backup(name, value, reason):
     arguments = Arguments()
-    assert why_stock(arguments, None) is None
+    assert why_stock_backup(arguments, None) is None
     setattr(arguments, name, value)
-    assert reason in why_stock(arguments, None)
+    assert reason in why_stock_backup(arguments, None)
 
 
 def test_memory_that_cannot_be_enumerated_keeps_the_stock_backup():
-    assert why_stock(Arguments(), "a reason") == "a reason"
+    assert why_stock_backup(Arguments(), "a reason") == "a reason"
 
 
 def test_the_setting_is_read_from_the_environment(monkeypatch):
-    monkeypatch.delenv(ENVIRONMENT_VARIABLE, raising=False)
-    assert requested_policy() == "on"
-    monkeypatch.setenv(ENVIRONMENT_VARIABLE, "auto")
-    assert requested_policy() == "auto"
-    monkeypatch.setenv(ENVIRONMENT_VARIABLE, "yes")
+    monkeypatch.delenv(HOST_BACKUP_VARIABLE, raising=False)
+    assert requested_host_backup() == "on"
+    monkeypatch.setenv(HOST_BACKUP_VARIABLE, "auto")
+    assert requested_host_backup() == "auto"
+    monkeypatch.setenv(HOST_BACKUP_VARIABLE, "yes")
     with pytest.raises(ValueError, match="'yes': allowed: auto, on, off"):
-        requested_policy()
+        requested_host_backup()

@@ -23,6 +23,7 @@ from sglang.srt.managers.io_struct import (
 )
 from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 
+from sglang_loader.common.engine_settings import HOST_BACKUP_VARIABLE
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.session.messages import SESSION_FORMAT
 from sglang_loader.hooks import http as http_hooks
@@ -32,7 +33,6 @@ from sglang_loader.hooks import weights as weight_updater_hooks
 from sglang_loader.hooks.weights import update_on_all_ranks
 from sglang_loader.host_backup import arm, backup_of, publish_coverage
 from sglang_loader.host_backup.allocations import reachable
-from sglang_loader.host_backup.policy import ENVIRONMENT_VARIABLE
 from sglang_loader.load_plan.destinations import collect_destinations
 from sglang_loader.session import weight_update
 from unit.released_memory import Residue, contents, overwrite, poison, size_of, whole
@@ -431,12 +431,7 @@ def test_costs_come_back_from_all_groups_of_ranks():
     reply = ReleaseMemoryOccupationReqOutput()
     reply.costs = {"weights": {"seconds": [0.25]}}
     manager = Manager(reply, reply)
-
-    async def release_memory_occupation(obj, request):
-        return await http_hooks.release_or_raise(None, manager, obj, request)
-
-    manager.release_memory_occupation = release_memory_occupation
-    costs = asyncio.run(http_hooks.release_stages(manager, ("weights",)))
+    costs = asyncio.run(http_hooks.release_or_raise(None, manager, "request"))
     assert costs == {"weights": {"seconds": [0.25, 0.25]}}
 
 
@@ -477,7 +472,7 @@ class Runner:
 
 @contextmanager
 def policy(monkeypatch, value):
-    monkeypatch.setenv(ENVIRONMENT_VARIABLE, value)
+    monkeypatch.setenv(HOST_BACKUP_VARIABLE, value)
     monkeypatch.setattr(hooks, "under_weights_tag", reachable)
     yield
 
@@ -515,6 +510,6 @@ def test_a_draft_model_is_left_alone(monkeypatch):
 def test_memory_that_is_not_found_after_loading_is_an_error(monkeypatch):
     """Neither SGLang nor we would save it."""
     runner = Runner()
-    monkeypatch.setenv(ENVIRONMENT_VARIABLE, "auto")
+    monkeypatch.setenv(HOST_BACKUP_VARIABLE, "auto")
     with pytest.raises(RuntimeError, match="host_backup=on"):
         hooks.load_model(Runner.load, runner)

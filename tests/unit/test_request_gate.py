@@ -16,13 +16,16 @@ from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers import io_struct as io
 from sglang.srt.utils.aio_rwlock import RWLock
 
+from sglang_loader.common.engine_settings import (
+    GRAPHS_VARIABLE,
+    STALE_REQUESTS_VARIABLE,
+    GatePolicy,
+    requested_gate_policy,
+)
 from sglang_loader.common.session.messages import SESSION_FORMAT
 from sglang_loader.hooks import requests as gate_hooks
 from sglang_loader.hooks.request_gate import (
-    ENVIRONMENT_VARIABLE,
-    GatePolicy,
     RequestGate,
-    policy_of_this_process,
 )
 
 REASON = "the engine's memory is released: kv_cache"
@@ -184,19 +187,21 @@ def test_a_closed_gate_gives_signs_of_life(sender, clock, kind):
     ),
 )
 def test_the_policy_travels_in_the_environment(monkeypatch, text, policy):
-    monkeypatch.delenv(ENVIRONMENT_VARIABLE, raising=False)
+    monkeypatch.delenv(STALE_REQUESTS_VARIABLE, raising=False)
     if text is not None:
-        monkeypatch.setenv(ENVIRONMENT_VARIABLE, text)
-    assert policy_of_this_process() == policy
-    monkeypatch.setenv(ENVIRONMENT_VARIABLE, str(policy))
-    assert policy_of_this_process() == policy
+        monkeypatch.setenv(STALE_REQUESTS_VARIABLE, text)
+    assert requested_gate_policy() == policy
+    monkeypatch.setenv(STALE_REQUESTS_VARIABLE, str(policy))
+    assert requested_gate_policy() == policy
 
 
 @pytest.mark.parametrize("text", ("", "wait", "hold 3", "wait x", "wait 0", "wait 1 2"))
 def test_another_policy_is_an_error(monkeypatch, text):
-    monkeypatch.setenv(ENVIRONMENT_VARIABLE, text)
-    with pytest.raises(ValueError, match=f"{ENVIRONMENT_VARIABLE}='{text}': expected one of wait"):
-        policy_of_this_process()
+    monkeypatch.setenv(STALE_REQUESTS_VARIABLE, text)
+    with pytest.raises(
+        ValueError, match=f"{STALE_REQUESTS_VARIABLE}='{text}': expected one of wait"
+    ):
+        requested_gate_policy()
 
 
 # The hooks around it.
@@ -259,7 +264,7 @@ def updater(*tags, stale=None, monkeypatch):
     ),
 )
 def test_why_the_gate_is_closed(monkeypatch, tags, stale, graphs, reason):
-    monkeypatch.setenv(gate_hooks.GRAPHS_VARIABLE, graphs)
+    monkeypatch.setenv(GRAPHS_VARIABLE, graphs)
     assert gate_hooks.why_closed(updater(*tags, stale=stale, monkeypatch=monkeypatch)) == reason
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 from sglang_loader.common.stage_costs import StageCosts, joined
@@ -33,19 +33,6 @@ def launch_with_middleware(original: Original, cls: Any, *args: Any, **kwargs: A
         idempotency.install(app)
         stage_reply.install(app)
     return original(cls, *args, **kwargs)
-
-
-async def release_stages(manager: Any, tags: Sequence[str]) -> StageCosts | None:
-    """Release `tags` through a tokenizer manager of this process; what that cost.
-
-    Raises:
-        MemoryRequestRefused: the engine refused.
-    """
-    from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
-
-    request = ReleaseMemoryOccupationReqInput(tags=list(tags))
-    costs: StageCosts | None = await manager.release_memory_occupation(request, None)
-    return costs
 
 
 async def release_or_raise(original: Original, manager: Any, obj: Any, request: Any = None) -> Any:

@@ -24,15 +24,19 @@ from typing import Any
 
 import torch
 
+from sglang_loader.common.engine_settings import (
+    CUDA_GRAPH_TAG,
+    HostBackup,
+    graphs_are_released_by_tag,
+    requested_host_backup,
+)
 from sglang_loader.common.stage_costs import StageMeter, by_rank
 from sglang_loader.hooks.memory_saver_mode import choose_preload
 from sglang_loader.hooks.requests import (
-    CUDA_GRAPH_TAG,
-    graphs_are_released_by_tag,
     set_gate,
     why_closed,
 )
-from sglang_loader.hooks.upstream import is_ours
+from sglang_loader.hooks.upstream import is_ours, why_stock_backup
 from sglang_loader.host_backup import arm, backup_of
 from sglang_loader.host_backup.allocations import (
     WEIGHTS_TAG,
@@ -42,7 +46,6 @@ from sglang_loader.host_backup.allocations import (
     under_weights_tag,
     why_not_enumerable,
 )
-from sglang_loader.host_backup.policy import Policy, requested_policy, why_stock
 from sglang_loader.session.weight_update import failures_on_any_rank, from_all_ranks
 
 logger = logging.getLogger(__name__)
@@ -63,12 +66,12 @@ def load_model(original: Original, runner: Any) -> None:
         return
     if arguments.enable_memory_saver and graphs_are_released_by_tag():
         choose_preload()
-    policy = requested_policy()
+    policy = requested_host_backup()
     if policy == "on":
         original(runner)
         arm(runner.model, "on", under_weights_tag)
         return
-    reason = why_stock(arguments, why_not_enumerable())
+    reason = why_stock_backup(arguments, why_not_enumerable())
     if reason is not None:
         logger.info("host_backup=%s: SGLang's own behaviour, because %s", policy, reason)
         original(runner)
@@ -83,7 +86,7 @@ def load_model(original: Original, runner: Any) -> None:
     arm(runner.model, policy, under_weights_tag)
 
 
-def _tell(policy: Policy, ranges: Sequence[tuple[int, int]]) -> None:
+def _tell(policy: HostBackup, ranges: Sequence[tuple[int, int]]) -> None:
     size = sum(stop - start for start, stop in ranges) / 1e6
     if policy == "auto":
         logger.info(

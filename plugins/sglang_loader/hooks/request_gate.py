@@ -13,57 +13,15 @@ request is in none of SGLang's queues, so that the engine is idle for releases a
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Protocol
+
+from sglang_loader.common.engine_settings import GatePolicy
 
 logger = logging.getLogger(__name__)
-
-StaleRequests = Literal["wait", "refuse"]
-STALE_REQUESTS: tuple[str, ...] = get_args(StaleRequests)
-ENVIRONMENT_VARIABLE = "VERL_SGLANG_SYNC_STALE_REQUESTS"
-
-
-@dataclass(frozen=True)
-class GatePolicy:
-    """What happens to a request that comes while the gate is closed.
-
-    Attributes:
-        kind: "wait" holds it until the gate opens; "refuse" answers it at once, with the reason.
-        timeout_s: after which a request that waits is refused too.
-    """
-
-    kind: StaleRequests = "wait"
-    timeout_s: float = 600.0
-
-    def __str__(self) -> str:
-        """As it stands in the environment variable."""
-        return f"{self.kind} {self.timeout_s:g}"
-
-
-def policy_of_this_process() -> GatePolicy:
-    """The setting that this process was launched with; the default where there is none.
-
-    Raises:
-        ValueError: the variable is set to something else.
-    """
-    text = os.environ.get(ENVIRONMENT_VARIABLE)
-    if text is None:
-        return GatePolicy()
-    try:
-        kind, seconds = text.split()
-        policy = GatePolicy(kind, float(seconds))  # type: ignore[arg-type]
-    except ValueError:
-        policy = None
-    if policy is None or policy.kind not in STALE_REQUESTS or not policy.timeout_s > 0:
-        raise ValueError(
-            f"{ENVIRONMENT_VARIABLE}={text!r}: expected one of {', '.join(STALE_REQUESTS)}, and a "
-            "number of seconds"
-        )
-    return policy
 
 
 class Traffic(Protocol):

@@ -11,14 +11,18 @@ request waits for.
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from http import HTTPStatus
 from typing import Any
 
-from sglang_loader.hooks.request_gate import RequestGate, policy_of_this_process
+from sglang_loader.common.engine_settings import (
+    CUDA_GRAPH_TAG,
+    graphs_are_released_by_tag,
+    requested_gate_policy,
+)
+from sglang_loader.hooks.request_gate import RequestGate
 from sglang_loader.hooks.upstream import is_ours
 from sglang_loader.host_backup import backup_of
 
@@ -26,11 +30,6 @@ Original = Callable[..., Any]
 
 BUSY_WAIT_S = 5.0
 BUSY_POLL_S = 0.005
-
-CUDA_GRAPH_TAG = "cuda_graph"
-GRAPHS_VARIABLE = "SGLANG_MEMORY_SAVER_CUDA_GRAPH"
-"""With it SGLang captures the graphs of decoding under the tag "cuda_graph"; else they are under
-no tag, and releasing that tag frees nothing."""
 
 _gate: RequestGate | None = None
 
@@ -40,7 +39,7 @@ def init_receiver(original: Original, scheduler: Any) -> None:
     original(scheduler)
     if is_ours(scheduler.server_args):
         global _gate
-        _gate = RequestGate(policy_of_this_process(), SGLangTraffic(scheduler.ipc_channels))
+        _gate = RequestGate(requested_gate_policy(), SGLangTraffic(scheduler.ipc_channels))
 
 
 def pull(original: Original, receiver: Any) -> Any:
@@ -81,11 +80,6 @@ def set_gate(reason: str | None) -> None:
 def gate_reason() -> str | None:
     """Why this process's gate is closed, or None."""
     return None if _gate is None else _gate.reason
-
-
-def graphs_are_released_by_tag() -> bool:
-    """True if this process captures its CUDA graphs under their tag."""
-    return os.environ.get(GRAPHS_VARIABLE, "").lower() in ("1", "true", "yes", "on", "y", "t")
 
 
 class SGLangTraffic:

@@ -83,3 +83,23 @@ def checkpoint_folder() -> str:
 
     path: str = get_global_server_args().model_path
     return path
+
+
+def why_stock_backup(server_args: Any, problem: str | None) -> str | None:
+    """Why this launch keeps SGLang's own behaviour whatever was requested; None if it need not.
+
+    Args:
+        server_args: SGLang's `ServerArgs`.
+        problem: why the memory under a tag cannot be enumerated, or None.
+    """
+    if not server_args.enable_memory_saver:
+        return "there is no memory saver, so no weight is ever released"
+    if not server_args.enable_weights_cpu_backup:
+        return "the server was launched without a host backup"
+    if server_args.device != "cuda":
+        return f"the device is {server_args.device}"
+    if server_args.speculative_algorithm:
+        return "the weights of a draft model are released too"
+    if server_args.cpu_offload_gb:
+        return "cpu_offload_gb keeps weights on the host"
+    return problem

@@ -17,9 +17,9 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
+from sglang_loader.common.engine_settings import HostBackup
 from sglang_loader.common.intervals import Interval, contains, merge, num_bytes, subtract
 from sglang_loader.host_backup.allocations import Allocations
-from sglang_loader.host_backup.policy import Policy
 from sglang_loader.host_backup.saved_bytes import SavedBytes, synchronize
 from sglang_loader.load_plan.destinations import Destinations, collect_destinations
 from sglang_loader.session.completeness import Completeness
@@ -42,7 +42,7 @@ class WeightsBackup:
         sync: the sync in progress, and whether the last one was complete.
     """
 
-    def __init__(self, policy: Policy, allocations: Callable[[nn.Module], Allocations]) -> None:
+    def __init__(self, policy: HostBackup, allocations: Callable[[nn.Module], Allocations]) -> None:
         self.policy = policy
         self._allocations = allocations
         self._destinations: Destinations | None = None
@@ -212,7 +212,7 @@ _backups: WeakKeyDictionary[nn.Module, WeightsBackup] = WeakKeyDictionary()
 
 
 def arm(
-    model: nn.Module, policy: Policy, allocations: Callable[[nn.Module], Allocations]
+    model: nn.Module, policy: HostBackup, allocations: Callable[[nn.Module], Allocations]
 ) -> WeightsBackup:
     """Make this model's backup."""
     _backups[model] = WeightsBackup(policy, allocations)

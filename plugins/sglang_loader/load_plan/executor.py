@@ -11,7 +11,6 @@ source address. A binding keeps its source's memory alive; `unbind` lets go of i
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -22,14 +21,13 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from sglang_loader.common.bucket_source import BucketSource, split_copy
+from sglang_loader.common.copies import copy_views
 from sglang_loader.common.copy_kernel import WORD, BatchedCopy, is_available
-from sglang_loader.common.geometry import StridedCopy
 from sglang_loader.load_plan.destinations import Destinations
 from sglang_loader.load_plan.plan import BucketPlan, LoadPlan, TapeStep
 from sglang_loader.load_plan.trace import Space, TensorRef
 
 MAX_BOUND_SOURCES = 4
-_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,47 +169,6 @@ def _bind_copies(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> Ca
     if is_words and len(devices) == 1 and is_available(targets[0].device):
         return BatchedCopy(targets, sources).run
     return partial(torch._foreach_copy_, targets, sources)
-
-
-def copy_views(
-    copy: StridedCopy, buffer: torch.Tensor, base: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The destination and source of one copy as tensors of the widest word that fits both sides.
-
-    Args:
-        copy: from `buffer` to `base`.
-        buffer: flat uint8.
-        base: flat uint8, at the beginning of its storage.
-    """
-    src_start, dst_start = int(buffer.storage_offset()) + copy.src, copy.dst
-    counts = [count for count, _, _ in copy.dims]
-    src_strides = [src for _, src, _ in copy.dims]
-    dst_strides = [dst for _, _, dst in copy.dims]
-    if copy.unit.cast is not None:
-        src_dtype, dst_dtype = copy.unit.cast
-        assert isinstance(src_dtype, torch.dtype) and isinstance(dst_dtype, torch.dtype)
-        units = copy.run
-    else:
-        aligned = math.gcd(
-            8, src_start, dst_start, copy.run, buffer.untyped_storage().data_ptr(),
-            base.data_ptr(), *src_strides, *dst_strides,
-        )  # fmt: skip
-        src_dtype = dst_dtype = _WORDS[aligned]
-        units = copy.run // aligned
-    source = _strided(buffer, src_dtype, src_start, (*counts, units), src_strides)
-    return _strided(base, dst_dtype, dst_start, (*counts, units), dst_strides), source
-
-
-def _strided(
-    base: torch.Tensor, dtype: torch.dtype, start: int, shape: tuple[int, ...], strides: list[int]
-) -> torch.Tensor:
-    """A view of `base`'s storage; `start` and `strides` (all but the innermost, which is 1) in
-    bytes.
-    """
-    size = dtype.itemsize
-    view = torch.empty(0, dtype=dtype, device=base.device)
-    steps = (*(s // size for s in strides), 1)
-    return view.set_(base.untyped_storage(), start // size, shape, steps)
 
 
 def view_of(base: torch.Tensor, ref: TensorRef) -> torch.Tensor:

@@ -29,16 +29,15 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map
 
 from sglang_loader.common.geometry import Region
+from sglang_loader.common.op_traits import OpTraits, read_traits
 from sglang_loader.load_plan.destinations import AddressIndex, Destinations
 from sglang_loader.load_plan.host_reads import HostReadWatch
 from sglang_loader.load_plan.trace import (
     HostRead,
-    OpTraits,
     Space,
     Step,
     TensorRef,
     Trace,
-    read_traits,
 )
 
 _INDEX_OPS = frozenset({"aten::index", "aten::_unsafe_index"})

@@ -20,13 +20,15 @@ device in chunks; no host copy is made.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from sglang_loader.common.arrangement import Arrangement
+from sglang_loader.common.copies import gather_reads
+from sglang_loader.common.digest import CHUNK_WORDS, digest_bytes, position_weights
 from sglang_loader.common.intervals import subtract
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.load_plan.destinations import (
@@ -39,9 +41,7 @@ from sglang_loader.load_plan.executor import replay_once
 from sglang_loader.load_plan.plan import BucketPlan, LoadPlan, LoadWeights
 from sglang_loader.load_plan.trace import Space
 
-CHUNK_WORDS = 4 << 20
 POISON = 0xA5
-_MULTIPLIERS = (-7046029254386353131, -4417276706812531889)
 _FLIPPED_BITS = {
     torch.bfloat16: 0x807F,
     torch.float16: 0x83FF,
@@ -188,26 +188,6 @@ def gather(arrangement: Arrangement, layout: BucketLayout, buffer: torch.Tensor)
     return gather_reads(arrangement, bytes_of, buffer.device)
 
 
-def gather_reads(
-    arrangement: Arrangement, bytes_of: Callable[[int], torch.Tensor], device: torch.device
-) -> torch.Tensor:
-    """An arranged buffer as slowly and as simply as it can be made; zero where nothing is read.
-
-    Args:
-        bytes_of: flat uint8 of a tensor, by its position in the layout.
-        device: of the buffer.
-    """
-    arranged = torch.zeros(arrangement.nbytes, dtype=torch.uint8, device=device)
-    for read in arrangement.reads:
-        if read.nbytes:
-            data = bytes_of(read.tensor)
-            sizes = [*(count for count, _ in read.dims), read.run]
-            strides = [*(stride for _, stride in read.dims), 1]
-            found = data.as_strided(sizes, strides, int(data.storage_offset()) + read.offset)
-            arranged[read.start : read.start + read.nbytes].copy_(found.reshape(-1))
-    return arranged
-
-
 def _storages_of(bucket: BucketPlan) -> list[int]:
     """Destination storages that the plan should write to, and those that it can."""
     found = {*bucket.written, *(copy.storage for copy in bucket.copies)}
@@ -245,17 +225,11 @@ def digest(
     result: list[tuple[int, ...]] = [()] * len(wanted)
     for device, members in by_device.items():
         most_words = max(data.numel() for _, data in members) // 8
-        weights = _weights(min(most_words, CHUNK_WORDS), device)
-        sums = torch.stack([_digest_bytes(data, weights) for _, data in members]).tolist()
+        weights = position_weights(min(most_words, CHUNK_WORDS), device)
+        sums = torch.stack([digest_bytes(data, weights) for _, data in members]).tolist()
         for (place, _), value in zip(members, sums, strict=True):
             result[place] = tuple(value)
     return result
-
-
-def tensor_digest(tensor: torch.Tensor) -> torch.Tensor:
-    """As `digest`, of one tensor's elements: int64 of shape `[2]` on its device; not waited for."""
-    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    return _digest_bytes(data, _weights(min(data.numel() // 8, CHUNK_WORDS), data.device))
 
 
 def scramble(layout: BucketLayout, buffer: torch.Tensor) -> torch.Tensor:
@@ -300,29 +274,3 @@ def differing(destinations: Destinations, expected: Sequence[torch.Tensor]) -> t
         if not torch.equal(destinations.bytes_of(i), want)
         for name in destinations.names_of(i)
     )
-
-
-def _digest_bytes(data: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Two sums of a storage's words, by the place of each.
-
-    Args:
-        weights: `_weights`, of at least as many words as the storage or a chunk has.
-    """
-    whole = data.numel() // 8 * 8
-    words = data[:whole].view(torch.int64)
-    tail = torch.zeros(8, dtype=torch.uint8, device=data.device)
-    tail[: data.numel() - whole].copy_(data[whole:])
-    total = torch.stack([tail.view(torch.int64)[0]] * 2)
-    scale = torch.tensor(_MULTIPLIERS, dtype=torch.int64, device=data.device)
-    for start in range(0, words.numel(), CHUNK_WORDS):
-        chunk = words[start : start + CHUNK_WORDS]
-        total = total * scale + (weights[:, : chunk.numel()] * chunk).sum(dim=1)
-    return total
-
-
-def _weights(num_words: int, device: torch.device) -> torch.Tensor:
-    """Odd factors `[2, num_words]`, made once for all chunks: 61 GB have two thousand of them."""
-    place = torch.arange(1, num_words + 1, dtype=torch.int64, device=device)
-    weights = torch.stack([place * multiplier for multiplier in _MULTIPLIERS])
-    weights.bitwise_xor_(weights >> 29)
-    return weights.mul_(_MULTIPLIERS[1]).bitwise_or_(1)

@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from sglang_loader.common.geometry import Region
+from sglang_loader.common.op_traits import OpTraits, read_traits
 from sglang_loader.load_plan.destinations import AddressIndex, Destinations
-from sglang_loader.load_plan.trace import OpTraits, read_traits
 from sglang_loader.rehearsal.sources import Sources
 
 _COPY = torch.ops.aten.copy_.default

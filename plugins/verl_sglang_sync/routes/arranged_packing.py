@@ -21,6 +21,7 @@ import numpy.typing as npt
 import torch
 
 from sglang_loader.common.arrangement import Arrangement, Read
+from sglang_loader.common.copies import copy_views
 from sglang_loader.common.copy_kernel import (
     WORD,
     Rows,
@@ -30,7 +31,6 @@ from sglang_loader.common.copy_kernel import (
     tile_table,
 )
 from sglang_loader.common.geometry import StridedCopy
-from sglang_loader.load_plan.executor import copy_views
 
 logger = logging.getLogger(__name__)
 

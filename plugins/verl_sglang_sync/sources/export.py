@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import torch
 
-from sglang_loader.load_plan.verify import tensor_digest
+from sglang_loader.common.digest import tensor_digest
 
 NamedTensor = tuple[str, torch.Tensor]
 

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_iter, tree_map_only
 
 from sglang_loader.common.geometry import Region
 from sglang_loader.common.layout import BucketTensor
-from sglang_loader.load_plan.trace import read_traits
+from sglang_loader.common.op_traits import read_traits
 from verl_sglang_sync.sources.known_sources import Sources
 from verl_sglang_sync.sources.origins import ByteMap, Origin, compose
 from verl_sglang_sync.sources.owners import NotOwned, Owners, everyone, owners_of

@@ -12,15 +12,17 @@ import time
 from typing import IO, Any
 
 import ray
+from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
 from verl.workers.rollout.replica import RolloutMode
 from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer, SGLangReplica
 
+from sglang_loader.common.engine_settings import (
+    GRAPHS_VARIABLE,
+    HOST_BACKUP_VARIABLE,
+    STALE_REQUESTS_VARIABLE,
+)
 from sglang_loader.common.session.messages import SESSION_FORMAT
 from sglang_loader.common.stage_costs import StageCosts
-from sglang_loader.hooks import request_gate
-from sglang_loader.hooks.http import release_stages
-from sglang_loader.hooks.requests import GRAPHS_VARIABLE
-from sglang_loader.host_backup.policy import ENVIRONMENT_VARIABLE
 from verl_sglang_sync.config import WeightSyncConfig
 from verl_sglang_sync.engine.server_client.router import RouterClient
 from verl_sglang_sync.engine.server_client.urls import server_url
@@ -51,8 +53,8 @@ class WeightSyncHttpServer(SGLangHttpServer):  # type: ignore[misc]
                 "what a sync does not rewrite holds garbage until a load plan has proven it"
             )
         # SGLang's processes inherit these.
-        os.environ[ENVIRONMENT_VARIABLE] = settings.effective_host_backup
-        os.environ[request_gate.ENVIRONMENT_VARIABLE] = str(settings.gate_policy)
+        os.environ[HOST_BACKUP_VARIABLE] = settings.effective_host_backup
+        os.environ[STALE_REQUESTS_VARIABLE] = str(settings.gate_policy)
         if settings.stages.releases_graphs:
             os.environ[GRAPHS_VARIABLE] = "true"
         if settings.router_url is not None:
@@ -68,7 +70,9 @@ class WeightSyncHttpServer(SGLangHttpServer):  # type: ignore[misc]
         """
         started, costs = time.perf_counter(), None
         if self._sleeps_in_order:
-            costs = await release_stages(self.tokenizer_manager, self._settings.stages.sleep)
+            request = ReleaseMemoryOccupationReqInput(tags=list(self._settings.stages.sleep))
+            # Our hook returns what that cost; see `sglang_loader.hooks.http`.
+            costs = await self.tokenizer_manager.release_memory_occupation(request, None)
         else:
             await super().sleep()
         self._last_sleep = time.perf_counter() - started, costs

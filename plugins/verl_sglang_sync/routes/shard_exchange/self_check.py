@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from sglang_loader.common.arrangement import Arrangement
+from sglang_loader.common.copies import gather_reads
 from sglang_loader.common.layout import BucketLayout
-from sglang_loader.load_plan.verify import gather_reads
 
 
 def gather_arranged(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sglang_loader.common import copy_kernel as batched_copy
+from sglang_loader.common import copy_kernel
 from sglang_loader.common.copy_kernel import TILE_WORDS, BatchedCopy, rows_of
 
 pytest.importorskip("triton")
@@ -76,7 +76,7 @@ def test_a_copy_of_many_dimensions_becomes_rows() -> None:
 
 
 def test_there_is_none_on_a_cpu() -> None:
-    assert not batched_copy.is_available(torch.device("cpu"))
+    assert not copy_kernel.is_available(torch.device("cpu"))
 
 
 if __name__ == "__main__":
@@ -88,12 +88,12 @@ COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from sglang_loader.load_plan import batched_copy
+from sglang_loader.common import copy_kernel
 
 source = ASTSource(
-    fn=batched_copy._copy_tiles,
+    fn=copy_kernel._copy_tiles,
     signature={"tiles": "*i32", "entries": "*i64", "TILE": "constexpr"},
-    constexprs={"TILE": batched_copy.TILE_WORDS},
+    constexprs={"TILE": copy_kernel.TILE_WORDS},
 )
 for capability in (80, 90):
     kernel = triton.compile(

@@ -1,0 +1,74 @@
+"""Copies of strided bytes by torch: where the copy kernel cannot be used, and to check it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+
+from sglang_loader.common.arrangement import Arrangement
+from sglang_loader.common.geometry import StridedCopy
+
+_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+
+
+def copy_views(
+    copy: StridedCopy, buffer: torch.Tensor, base: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The destination and source of one copy as tensors of the widest word that fits both sides.
+
+    Args:
+        copy: from `buffer` to `base`.
+        buffer: flat uint8.
+        base: flat uint8, at the beginning of its storage.
+    """
+    src_start, dst_start = int(buffer.storage_offset()) + copy.src, copy.dst
+    counts = [count for count, _, _ in copy.dims]
+    src_strides = [src for _, src, _ in copy.dims]
+    dst_strides = [dst for _, _, dst in copy.dims]
+    if copy.unit.cast is not None:
+        src_dtype, dst_dtype = copy.unit.cast
+        assert isinstance(src_dtype, torch.dtype) and isinstance(dst_dtype, torch.dtype)
+        units = copy.run
+    else:
+        aligned = math.gcd(
+            8, src_start, dst_start, copy.run, buffer.untyped_storage().data_ptr(),
+            base.data_ptr(), *src_strides, *dst_strides,
+        )  # fmt: skip
+        src_dtype = dst_dtype = _WORDS[aligned]
+        units = copy.run // aligned
+    source = _strided(buffer, src_dtype, src_start, (*counts, units), src_strides)
+    return _strided(base, dst_dtype, dst_start, (*counts, units), dst_strides), source
+
+
+def _strided(
+    base: torch.Tensor, dtype: torch.dtype, start: int, shape: tuple[int, ...], strides: list[int]
+) -> torch.Tensor:
+    """A view of `base`'s storage; `start` and `strides` (all but the innermost, which is 1) in
+    bytes.
+    """
+    size = dtype.itemsize
+    view = torch.empty(0, dtype=dtype, device=base.device)
+    steps = (*(s // size for s in strides), 1)
+    return view.set_(base.untyped_storage(), start // size, shape, steps)
+
+
+def gather_reads(
+    arrangement: Arrangement, bytes_of: Callable[[int], torch.Tensor], device: torch.device
+) -> torch.Tensor:
+    """An arranged buffer as slowly and as simply as it can be made; zero where nothing is read.
+
+    Args:
+        bytes_of: flat uint8 of a tensor, by its position in the layout.
+        device: of the buffer.
+    """
+    arranged = torch.zeros(arrangement.nbytes, dtype=torch.uint8, device=device)
+    for read in arrangement.reads:
+        if read.nbytes:
+            data = bytes_of(read.tensor)
+            sizes = [*(count for count, _ in read.dims), read.run]
+            strides = [*(stride for _, stride in read.dims), 1]
+            found = data.as_strided(sizes, strides, int(data.storage_offset()) + read.offset)
+            arranged[read.start : read.start + read.nbytes].copy_(found.reshape(-1))
+    return arranged
