@@ -55,10 +55,13 @@ def checksums(weights: NamedTensors) -> dict[str, int]:
 
 def engine_checksums(client: Any, folder: Path) -> dict[str, int]:
     """Have the engine sum its own tensors; `client` is a `SyncSGLangServerClient`."""
-    from sglang_loader.ipc import serialize_handles
+    from multiprocessing.reduction import ForkingPickler
+
     from verl_sglang_sync.engine.server_client import operations
 
-    client.run(operations.update_weights([serialize_handles([])], load_format=ARRIVAL_LOADER))
+    client.run(
+        operations.update_weights([bytes(ForkingPickler.dumps([]))], load_format=ARRIVAL_LOADER)
+    )
     return dict(json.loads((folder / FILE).read_text()))
 
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from benchmarks.model_shapes import MODELS, tensor_shapes
 from verl_sglang_sync.sources.module_tree import ModuleState
-from verl_sglang_sync.verl.reexport import Reexport
+from verl_sglang_sync.sources.reexport import Reexport
 
 NamedTensor = tuple[str, torch.Tensor]
 NamedTensors = list[NamedTensor]

@@ -10,9 +10,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from verl_sglang_sync.collective import WeightSyncError
     from verl_sglang_sync.config import WeightSyncConfig
     from verl_sglang_sync.report import SyncReport
-    from verl_sglang_sync.sources.export import WeightSyncError
     from verl_sglang_sync.sync.sharding_manager import SGLangShardingManager
 
 __version__ = "0.1.0"
@@ -23,7 +23,7 @@ _MODULES = {
     "SGLangShardingManager": "sync.sharding_manager",
     "SyncReport": "report",
     "WeightSyncConfig": "config",
-    "WeightSyncError": "sources.export",
+    "WeightSyncError": "collective",
 }
 
 

@@ -26,8 +26,6 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
 from torch.distributed.distributed_c10d import _get_default_store
 
-from verl_sglang_sync.sources.export import WeightSyncError
-
 STEP_S = 0.5
 """How long a rank waits for its engine before it tells the other ranks that it still does."""
 MARGIN_S = 2.0
@@ -36,6 +34,10 @@ ROLL_CALL_S = 2.0
 """How long the survivors of a failed collective wait for each other's sign of life."""
 STORE_LOST = "the rank that serves torch's store (rank 0 as a rule)"
 STATE_WAITING, STATE_READY, STATE_FAILED = range(3)
+
+
+class WeightSyncError(RuntimeError):
+    """A sync failed; the engine's weights are partly overwritten and must not be used."""
 
 
 class RankLost(WeightSyncError):

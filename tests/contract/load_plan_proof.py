@@ -14,7 +14,6 @@ from contract.tiny_architectures import NamedWeights
 from sglang_loader.common.arrangement_messages import decode_arrangements, encode_arrangements
 from sglang_loader.common.bucket_source import BucketSource
 from sglang_loader.common.layout import BucketLayout
-from sglang_loader.hooks.upstream import engine_context
 from sglang_loader.load_plan import (
     DestinationProbe,
     LoadPlan,
@@ -26,6 +25,7 @@ from sglang_loader.load_plan.arrange import arrange
 from sglang_loader.load_plan.executor import replay_once
 from sglang_loader.load_plan.verify import differing, snapshot
 from sglang_loader.session.model_loader import ModelLoader, SyncOutcome
+from sglang_loader.upstream import engine_context
 from verl_sglang_sync.routes.arranged_packing import ArrangedPacking
 
 LAYOUTS = ("single", "many", "cut")

@@ -16,8 +16,8 @@ from contract.tiny_architectures import prepare_process
 from sglang_loader.common.session import messages as wire
 from sglang_loader.common.session.messages import SESSION_FORMAT
 from sglang_loader.hooks import weights as weight_updater_hooks
+from sglang_loader.hooks.weight_update import SpeculationUnknown, models_of
 from sglang_loader.hooks.weights import update_on_all_ranks
-from sglang_loader.session.weight_update import SpeculationUnknown, models_of
 
 prepare_process()
 pytest.importorskip("sglang", reason="needs the SGLang that the plugin supports")

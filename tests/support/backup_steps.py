@@ -15,7 +15,7 @@ from support.trainer import TrainerRank
 
 def call_loader(rank: TrainerRank, loader: str, argument: dict[str, Any]) -> None:
     """Run one of the test's loaders in the engine, with `argument`."""
-    from sglang_loader.ipc import serialize_handles
+    from support.ipc import serialize_handles
 
     # One tensor for each TP rank, kept until the reply: the first to open a handle consumes it.
     tensors = [torch.zeros(1, device=rank.device) for _ in range(rank.tp)]

@@ -229,7 +229,7 @@ class Sender:
 
     def hashes(self, folder: Path) -> list[list[dict[str, str]]]:
         """By target and TP rank, taken in the engines' processes; empty on other ranks."""
-        from sglang_loader.ipc import serialize_handles
+        from support.ipc import serialize_handles
         from verl_sglang_sync.engine.server_client import SGLangServerClient
 
         if self._rank.rank:

@@ -165,7 +165,7 @@ def sharded_export(weights: NamedTensors, *, is_shared: bool = False) -> Any:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    from verl_sglang_sync.verl.reexport import Reexport
+    from verl_sglang_sync.sources.reexport import Reexport
 
     mesh = init_device_mesh(weights[0][1].device.type, (torch.distributed.get_world_size(),))
     state = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in weights}
@@ -180,7 +180,7 @@ def sharded_export(weights: NamedTensors, *, is_shared: bool = False) -> Any:
 
 def kept_export(weights: NamedTensors) -> Any:
     """Full tensors that the trainer keeps, exported as they are."""
-    from verl_sglang_sync.verl.reexport import Reexport
+    from verl_sglang_sync.sources.reexport import Reexport
 
     state = dict(in_storages_of_their_own(weights))
     return Reexport(lambda: iter(state.items()), sources=lambda: state)

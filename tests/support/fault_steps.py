@@ -41,7 +41,7 @@ def use_client(rank: TrainerRank, url: str, **access: Any) -> None:
 
 
 def _call_loader(rank: TrainerRank, loader: str, argument: dict[str, Any]) -> None:
-    from sglang_loader.ipc import serialize_handles
+    from support.ipc import serialize_handles
 
     if rank.is_leader:
         tensors = [torch.zeros(1) for _ in range(rank.tp)]

@@ -25,8 +25,8 @@ WAYS: tuple[tuple[str, dict[str, Any]], ...] = (
 
 def quantized_syncs(rank: TrainerRank, name: str, model: str, folder: str) -> list[Any]:
     """(the engine's hashes, the report) of each sync, for each of `WAYS`."""
+    from verl_sglang_sync.sources.reexport import Reexport, transformed
     from verl_sglang_sync.verl.quantized_export import quantized
-    from verl_sglang_sync.verl.reexport import Reexport, transformed
 
     checkpoint = read_checkpoint(case_of(name), Path(model))
     quantize = partial(quantized, quantizer=quantizer(), dtype=torch.bfloat16)

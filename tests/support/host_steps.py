@@ -28,7 +28,7 @@ def sync_away_and_back(rank: TrainerRank, model: str, folder: str) -> dict[str, 
 
 def _hashes(rank: TrainerRank, folder: Path) -> list[dict[str, str]]:
     """Each TP rank gets its tensor from the trainer rank of its host: they share no memory else."""
-    from sglang_loader.ipc import serialize_handles
+    from support.ipc import serialize_handles
 
     tensor = torch.zeros(1)
     handles: list[Any] = [None] * rank.tp

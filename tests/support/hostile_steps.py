@@ -90,7 +90,7 @@ class KeptExport:
 
     def reexport(self) -> Any:
         """What a manager gets."""
-        from verl_sglang_sync.verl.reexport import Reexport
+        from verl_sglang_sync.sources.reexport import Reexport
 
         return Reexport(self._export, sources=self._sources)
 
@@ -190,7 +190,7 @@ def given_up_sync(
 
 def call_loader(rank: TrainerRank, loader: str) -> None:
     """Have every TP rank of the engine run a custom loader that loads nothing."""
-    from sglang_loader.ipc import serialize_handles
+    from support.ipc import serialize_handles
 
     if rank.is_leader:
         tensors = [torch.zeros(1) for _ in range(rank.tp)]

@@ -49,7 +49,7 @@ class MegatronActor:
         from verl.workers.config import HFModelConfig, McoreEngineConfig, McoreOptimizerConfig
         from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
 
-        from verl_sglang_sync.verl.reexport import make_exports_repeatable
+        from verl_sglang_sync.verl.exports import make_exports_repeatable
 
         make_exports_repeatable()  # as the rollout adapter does in this process
         use_local_layers("qwen3", "qwen3_moe")

@@ -151,7 +151,7 @@ class StormEngine:
         """Of every tensor on every TP rank, taken in the engine's processes."""
         import torch
 
-        from sglang_loader.ipc import serialize_handles
+        from support.ipc import serialize_handles
         from verl_sglang_sync.engine.server_client import SGLangServerClient
 
         files = [self._folder / f"rank{rank}.json" for rank in range(self.tp)]

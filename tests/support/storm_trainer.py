@@ -31,7 +31,7 @@ from support.engine_steps import in_storages_of_their_own, kept_export, weights_
 from support.forks import Fork
 from support.trainer import NamedTensors, TrainerRank
 from verl_sglang_sync.engine.server_client import SGLangServerClient
-from verl_sglang_sync.verl.reexport import Reexport
+from verl_sglang_sync.sources.reexport import Reexport
 
 TIMEOUT_S = 3.0
 """The trainer's limit of one request, and of the silence in a session."""

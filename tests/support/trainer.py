@@ -130,8 +130,8 @@ NamedTensors = list[tuple[str, torch.Tensor]]
 
 def engine_hashes(rank: TrainerRank, folder: Path) -> list[dict[str, str]]:
     """Have every TP rank of the engine hash its own tensors; empty on the other ranks."""
-    from sglang_loader.ipc import serialize_handles
     from support.engine_hash import HASH_LOADER
+    from support.ipc import serialize_handles
 
     if not rank.is_leader:
         return []

@@ -79,7 +79,7 @@ def export_of(model):
     """What verl's FSDP engine exports, as our adapter gets it."""
     from verl.workers.engine.fsdp import transformer_impl
 
-    from verl_sglang_sync.verl.reexport import _repeatable
+    from verl_sglang_sync.sources.reexport import _repeatable
 
     # In these processes verl finds no accelerator, and each iteration asks for it again.
     transformer_impl.get_device_id = lambda: CPU
@@ -163,7 +163,7 @@ class Rank:
 
     def __init__(self, model, change=None, recheck=0):
         from verl_sglang_sync.routes.shard_exchange import ShardExchange
-        from verl_sglang_sync.verl.reexport import transformed
+        from verl_sglang_sync.sources.reexport import transformed
 
         self.model = model
         self.group = trainer_group(2)[0]

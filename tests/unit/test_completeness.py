@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_loader.common.layout import BucketLayout
-from sglang_loader.session.completeness import Completeness
+from sglang_loader.host_backup.completeness import Completeness
 
 ALL = frozenset("abc")
 

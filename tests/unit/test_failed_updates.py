@@ -9,10 +9,10 @@ import torch
 
 from sglang_loader.common.check_remarks import ManifestCheck
 from sglang_loader.common.layout import BucketLayout
+from sglang_loader.hooks import weight_update
 from sglang_loader.host_backup import WeightsBackup, arm
 from sglang_loader.host_backup.allocations import reachable
 from sglang_loader.rehearsal.findings import Verdict
-from sglang_loader.session import weight_update
 from sglang_loader.session.model_loader import loader_of
 from unit.released_memory import poison
 from unit.test_plan_store import NAMES, Model, check_loaded, sync

@@ -15,7 +15,6 @@ from torch import nn
 from sglang_loader.common.engine_settings import HOST_BACKUP_VARIABLE, requested_host_backup
 from sglang_loader.common.intervals import merge, num_bytes, subtract
 from sglang_loader.common.layout import BucketLayout
-from sglang_loader.hooks.upstream import why_stock_backup
 from sglang_loader.host_backup import (
     WeightsBackup,
     arm,
@@ -34,6 +33,7 @@ from sglang_loader.host_backup.allocations import (
 from sglang_loader.host_backup.backup import BRIDGED_BYTES, bridged
 from sglang_loader.host_backup.saved_bytes import SavedBytes
 from sglang_loader.load_plan.destinations import collect_destinations
+from sglang_loader.upstream import why_stock_backup
 from unit.released_memory import POISON, Residue, contents, overwrite, poison, size_of, whole
 
 LAYOUT = BucketLayout.pack([("low", (5, 3), torch.bfloat16)])

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from verl_sglang_sync.verl import reexport
-from verl_sglang_sync.verl.reexport import (
+from verl_sglang_sync.verl import exports as reexport
+from verl_sglang_sync.verl.exports import (
     Reexport,
     is_repeatable,
     make_exports_repeatable,

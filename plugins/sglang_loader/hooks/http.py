@@ -9,7 +9,7 @@ from typing import Any
 from sglang_loader.common.stage_costs import StageCosts, joined
 from sglang_loader.hooks import idempotency, stage_reply
 from sglang_loader.hooks.requests import note_gate
-from sglang_loader.hooks.upstream import is_ours
+from sglang_loader.upstream import is_ours
 
 HTTP_SERVER = "sglang.srt.entrypoints.http_server"
 

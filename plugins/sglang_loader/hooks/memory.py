@@ -36,7 +36,7 @@ from sglang_loader.hooks.requests import (
     set_gate,
     why_closed,
 )
-from sglang_loader.hooks.upstream import is_ours, why_stock_backup
+from sglang_loader.hooks.weight_update import failures_on_any_rank, from_all_ranks
 from sglang_loader.host_backup import arm, backup_of
 from sglang_loader.host_backup.allocations import (
     WEIGHTS_TAG,
@@ -46,7 +46,7 @@ from sglang_loader.host_backup.allocations import (
     under_weights_tag,
     why_not_enumerable,
 )
-from sglang_loader.session.weight_update import failures_on_any_rank, from_all_ranks
+from sglang_loader.upstream import is_ours, why_stock_backup
 
 logger = logging.getLogger(__name__)
 

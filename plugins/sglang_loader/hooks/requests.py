@@ -23,8 +23,8 @@ from sglang_loader.common.engine_settings import (
     requested_gate_policy,
 )
 from sglang_loader.hooks.request_gate import RequestGate
-from sglang_loader.hooks.upstream import is_ours
 from sglang_loader.host_backup import backup_of
+from sglang_loader.upstream import is_ours
 
 Original = Callable[..., Any]
 

@@ -31,16 +31,16 @@ from sglang_loader.common.check_remarks import with_remark
 from sglang_loader.common.manifest import ManifestError
 from sglang_loader.common.session.messages import SESSION_FORMAT, decode_descriptor
 from sglang_loader.hooks.requests import gate_reason
-from sglang_loader.hooks.upstream import device_of
-from sglang_loader.session.broadcast_receiver import BroadcastReceiver, layout_of
-from sglang_loader.session.serve import NUM_TRAINERS, ServedSession, serve_session
-from sglang_loader.session.weight_update import (
+from sglang_loader.hooks.weight_update import (
     WeightUpdate,
     attempt,
     failures_on_any_rank,
     from_all_ranks,
     models_of,
 )
+from sglang_loader.session.broadcast_receiver import BroadcastReceiver, layout_of
+from sglang_loader.session.serve import NUM_TRAINERS, ServedSession, serve_session
+from sglang_loader.upstream import device_of
 
 logger = logging.getLogger(__name__)
 

@@ -20,9 +20,9 @@ from torch import nn
 from sglang_loader.common.engine_settings import HostBackup
 from sglang_loader.common.intervals import Interval, contains, merge, num_bytes, subtract
 from sglang_loader.host_backup.allocations import Allocations
+from sglang_loader.host_backup.completeness import Completeness
 from sglang_loader.host_backup.saved_bytes import SavedBytes, synchronize
 from sglang_loader.load_plan.destinations import Destinations, collect_destinations
-from sglang_loader.session.completeness import Completeness
 
 logger = logging.getLogger(__name__)
 

@@ -22,8 +22,8 @@ from sglang_loader.common.broadcast.messages import BroadcastBucket
 from sglang_loader.common.bucket_source import BucketSource
 from sglang_loader.common.layout import BucketLayout, BucketTensor
 from sglang_loader.common.manifest import BucketManifest, ManifestError, SyncSequence
-from sglang_loader.hooks.upstream import engine_context, synchronize
 from sglang_loader.session.model_loader import loader_of
+from sglang_loader.upstream import engine_context, synchronize
 
 logger = logging.getLogger(__name__)
 

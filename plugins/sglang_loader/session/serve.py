@@ -25,10 +25,10 @@ from sglang_loader.common.session import messages as wire
 from sglang_loader.common.session.channel import Channel, KeptChannels, engine_end
 from sglang_loader.common.session.messages import FromTrainer, SessionDescriptor, SessionError
 from sglang_loader.common.shared_memory import CannotMap
-from sglang_loader.hooks.upstream import device_of, engine_context, synchronize, tp_rank
 from sglang_loader.session.arranged_plan import ArrangedPlan
 from sglang_loader.session.model_loader import ArrangementError, ModelLoader, SyncOutcome, loader_of
 from sglang_loader.session.state import InFlight, Layouts, Mappings, Sources
+from sglang_loader.upstream import device_of, engine_context, synchronize, tp_rank
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.session import messages as wire
 from sglang_loader.common.session.messages import SessionError
 from sglang_loader.common.shared_memory import map_buffer
-from sglang_loader.hooks.upstream import synchronize
+from sglang_loader.upstream import synchronize
 
 MAX_LAYOUTS = 4096
 MAX_IN_FLIGHT = 64

@@ -20,7 +20,6 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from sglang_loader.common.layout import BucketLayout
-from sglang_loader.hooks.upstream import checkpoint_folder, engine_context
 from sglang_loader.load_plan.guard import Fingerprint
 from sglang_loader.rehearsal import NotRehearsable, Spec, rehearse
 from sglang_loader.rehearsal.findings import (
@@ -33,6 +32,7 @@ from sglang_loader.rehearsal.findings import (
     view_of,
 )
 from sglang_loader.rehearsal.published import Published, published_tensors
+from sglang_loader.upstream import checkpoint_folder, engine_context
 
 logger = logging.getLogger(__name__)
 

@@ -36,14 +36,14 @@ from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.manifest import WIRE_VERSION, BucketManifest, TensorEntry
 from sglang_loader.common.session.folder import remove_orphans
 from sglang_loader.common.update_keys import UpdateKeys
-from verl_sglang_sync.collective import Agreement
+from verl_sglang_sync.collective import Agreement, WeightSyncError
 from verl_sglang_sync.config import WeightSyncConfig
 from verl_sglang_sync.engine.server_client import operations
 from verl_sglang_sync.engine.update_groups import Replica, UpdateGroup, UpdateGroups
 from verl_sglang_sync.report import SyncReport, log_remarks
 from verl_sglang_sync.routes.staging_ring import StagingRing
 from verl_sglang_sync.sources.bucket_stream import Batch, BucketStream
-from verl_sglang_sync.sources.export import Export, NamedTensor, WeightSyncError
+from verl_sglang_sync.sources.export import Export, NamedTensor
 
 NUM_BUFFERS = 2
 

@@ -15,10 +15,6 @@ EMBEDDING = "embed_tokens.weight"
 """How the name of an embedding ends that mbridge may export twice."""
 
 
-class WeightSyncError(RuntimeError):
-    """A sync failed; the engine's weights are partly overwritten and must not be used."""
-
-
 class TensorsDiffer(ValueError):
     """Two tensors of one name have different values."""
 

@@ -11,10 +11,9 @@ from typing import Any, Protocol, TypeVar
 
 from sglang_loader.common.session.messages import SESSION_FORMAT, SessionError
 from sglang_loader.common.update_keys import UpdateKey, UpdateKeys
-from verl_sglang_sync.collective import RankLost, TrainerGroup
+from verl_sglang_sync.collective import RankLost, TrainerGroup, WeightSyncError
 from verl_sglang_sync.report import log_remarks
 from verl_sglang_sync.sources.bucket_stream import Bucket
-from verl_sglang_sync.sources.export import WeightSyncError
 
 Result = TypeVar("Result")
 

@@ -20,14 +20,14 @@ import torch
 from verl.utils.ulysses import BaseShardingManager
 
 from sglang_loader.common.stage_costs import StageCosts
-from verl_sglang_sync.collective import TrainerGroup, wait_in_step
+from verl_sglang_sync.collective import TrainerGroup, WeightSyncError, wait_in_step
 from verl_sglang_sync.config import WeightSyncConfig
 from verl_sglang_sync.report import SyncReport
-from verl_sglang_sync.sources.export import NamedTensor, WeightSyncError
+from verl_sglang_sync.sources.export import NamedTensor
+from verl_sglang_sync.sources.reexport import Reexport
 from verl_sglang_sync.stages import KV_CACHE, WEIGHTS
 from verl_sglang_sync.sync.ranks_in_step import Updater
 from verl_sglang_sync.sync.transport import SessionTransport
-from verl_sglang_sync.verl.reexport import Reexport
 
 
 class Engine(Updater, Protocol):

@@ -23,7 +23,7 @@ import torch
 
 from sglang_loader.common.manifest import ManifestError
 from sglang_loader.common.session.messages import BucketPiece, Loaded, SessionError
-from verl_sglang_sync.collective import STEP_S, RankLost, TrainerGroup
+from verl_sglang_sync.collective import STEP_S, RankLost, TrainerGroup, WeightSyncError
 from verl_sglang_sync.config import WeightSyncConfig
 from verl_sglang_sync.engine.session import EngineFailed, SessionSockets, TrainerSession
 from verl_sglang_sync.report import SyncReport
@@ -39,7 +39,7 @@ from verl_sglang_sync.routes.sync_source import (
     SyncSource,
 )
 from verl_sglang_sync.sources.bucket_stream import BucketStream
-from verl_sglang_sync.sources.export import Export, NamedTensor, WeightSyncError
+from verl_sglang_sync.sources.export import Export, NamedTensor
 from verl_sglang_sync.sources.memory_blocks import BlockNames
 from verl_sglang_sync.sync.ranks_in_step import OpeningRequest, RanksInStep, Updater
 

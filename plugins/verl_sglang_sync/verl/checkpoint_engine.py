@@ -24,7 +24,7 @@ from verl_sglang_sync.engine.update_groups import Replica, UpdateGroups
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.routes.broadcast import BroadcastTransport
 from verl_sglang_sync.sources.export import NamedTensor
-from verl_sglang_sync.verl.reexport import make_exports_repeatable
+from verl_sglang_sync.verl.exports import make_exports_repeatable
 
 WIRE_FORMAT = "sglang_sync"
 NCCL_VARIABLE = "NCCL_CUMEM_ENABLE"

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from verl_sglang_sync.verl.reexport import NamedTensor
+from verl_sglang_sync.sources.export import NamedTensor
 
 
 class Quantizer(Protocol):

@@ -24,10 +24,11 @@ from verl_sglang_sync.config import BROADCAST_BACKEND, WeightSyncConfig
 from verl_sglang_sync.engine.server_client import SGLangServerClient
 from verl_sglang_sync.engine.server_client.urls import server_url
 from verl_sglang_sync.sources.export import NamedTensor
+from verl_sglang_sync.sources.reexport import transformed
 from verl_sglang_sync.stages import KV_CACHE
 from verl_sglang_sync.sync.sharding_manager import SGLangShardingManager
+from verl_sglang_sync.verl.exports import make_exports_repeatable
 from verl_sglang_sync.verl.quantized_export import quantized
-from verl_sglang_sync.verl.reexport import make_exports_repeatable, transformed
 
 if TYPE_CHECKING:
     from verl_sglang_sync.verl.checkpoint_engine import RolloutServer

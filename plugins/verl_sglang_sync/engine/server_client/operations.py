@@ -84,8 +84,7 @@ def update_weights(
     """Load one bucket, or those of one session.
 
     Args:
-        handles: one entry per TP rank, made by `sglang_loader.ipc.serialize_handles`, or
-            a session's descriptors.
+        handles: one entry per TP rank, such as a session's descriptors.
         load_format: names the loader in the engine.
         flush_cache: drop the prefix cache; fails where requests run.
         weight_version: what `/model_info` reports from then on; None leaves it as it is.

@@ -21,8 +21,8 @@ from sglang_loader.common.check_remarks import ManifestCheck
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.hooks.requests import set_gate, why_closed
 from sglang_loader.host_backup import backup_of
+from sglang_loader.host_backup.completeness import Completeness
 from sglang_loader.rehearsal.findings import Verdict
-from sglang_loader.session.completeness import Completeness
 from sglang_loader.session.weight_check import SyncView, judge_together, known_verdict, view_of_sync
 
 logger = logging.getLogger(__name__)
