@@ -1,6 +1,7 @@
-"""What is asked of the engine's process: is it ours, its ranks, its expert map, its device.
+"""What we take from SGLang's internals (0.5.14): its messages, and facts about an engine's process.
 
-A load plan depends on the answers, besides names and shapes.
+The hooks themselves are registered in `sglang_plugin`. What a load plan depends on, besides names
+and shapes, is `engine_context`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,35 @@ from typing import Any
 import torch
 
 from sglang_loader.common.session.messages import SESSION_FORMAT
+
+
+def io_struct() -> Any:
+    """SGLang's messages between its processes, and the replies to them."""
+    from sglang.srt.managers import io_struct
+
+    return io_struct
+
+
+def is_health_probe(request: Any) -> bool:
+    """True for the request by which SGLang asks its scheduler for a sign of life."""
+    from sglang.srt.managers.utils import is_health_check_generate_req
+
+    return bool(is_health_check_generate_req(request))
+
+
+def memory_tags() -> list[str]:
+    """The tags under which SGLang releases and resumes memory."""
+    from sglang.srt.constants import GPU_MEMORY_ALL_TYPES
+
+    return list(GPU_MEMORY_ALL_TYPES)
+
+
+def is_eagle(worker: Any) -> bool:
+    """True for a speculative worker that updates one draft model and then the target."""
+    from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2
+
+    update = getattr(type(worker), "update_weights_from_tensor", None)
+    return update is EAGLEWorkerV2.update_weights_from_tensor
 
 
 def is_ours(server_args: Any) -> bool:

@@ -46,7 +46,7 @@ from sglang_loader.host_backup.allocations import (
     under_weights_tag,
     why_not_enumerable,
 )
-from sglang_loader.upstream import is_ours, why_stock_backup
+from sglang_loader.upstream import io_struct, is_ours, memory_tags, why_stock_backup
 
 logger = logging.getLogger(__name__)
 
@@ -107,12 +107,10 @@ def release_tags(original: Original, updater: Any, request: Any) -> Any:
     """AROUND `release_memory_occupation`: saves, then releases the tags that are resident."""
     if not is_ours(updater.tp_worker.server_args):
         return original(updater, request)
-    from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqOutput
-
     asked = request.tags or RELEASE_ORDER
     tags, failure = _split(asked, lambda tag: tag not in updater.offload_tags)
     if not tags and failure is None:
-        return ReleaseMemoryOccupationReqOutput()
+        return io_struct().ReleaseMemoryOccupationReqOutput()
     if failure is None and not updater.is_fully_idle():
         failure = f"release of {tags} refused: requests are running"
     model = updater.tp_worker.model_runner.model
@@ -127,7 +125,7 @@ def release_tags(original: Original, updater: Any, request: Any) -> Any:
     if failures := _by_rank(updater, failure):
         if backup is not None:
             backup.release_refused()
-        return _refused(ReleaseMemoryOccupationReqOutput(), failures)
+        return _refused(io_struct().ReleaseMemoryOccupationReqOutput(), failures)
     return _one_by_one(original, updater, request, tags, meter)
 
 
@@ -135,11 +133,9 @@ def resume_tags(original: Original, updater: Any, request: Any) -> Any:
     """AROUND `resume_memory_occupation`: resumes the tags that are released, then restores."""
     if not is_ours(updater.tp_worker.server_args):
         return original(updater, request)
-    from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqOutput
-
     tags, failure = _split(request.tags or RESUME_ORDER, lambda tag: tag in updater.offload_tags)
     if not tags and failure is None:
-        return ResumeMemoryOccupationReqOutput()
+        return io_struct().ResumeMemoryOccupationReqOutput()
     backup = backup_of(updater.tp_worker.model_runner.model)
     meter = _meter(updater)
     failure = failure or _lack_of_memory(meter, tags)
@@ -147,7 +143,7 @@ def resume_tags(original: Original, updater: Any, request: Any) -> Any:
     if failure is None and backup is not None and backup.stale and alone:
         failure = f"resume of {tags} refused: {backup.stale}; sync the weights first"
     if failures := _by_rank(updater, failure):
-        return _refused(ResumeMemoryOccupationReqOutput(), failures)
+        return _refused(io_struct().ResumeMemoryOccupationReqOutput(), failures)
     return _one_by_one(original, updater, request, tags, meter, restored=backup)
 
 
@@ -200,12 +196,10 @@ def _by_rank(updater: Any, failure: str | None) -> list[str]:
 
 def _split(asked: Sequence[str], wanted: Callable[[str], bool]) -> tuple[list[str], str | None]:
     """The tags that need something done, and what is wrong with those that were asked for."""
-    from sglang.srt.constants import GPU_MEMORY_ALL_TYPES
-
-    unknown = [tag for tag in dict.fromkeys(asked) if tag not in GPU_MEMORY_ALL_TYPES]
+    allowed = memory_tags()
+    unknown = [tag for tag in dict.fromkeys(asked) if tag not in allowed]
     if unknown:
-        allowed = ", ".join(GPU_MEMORY_ALL_TYPES)
-        return [], f"unknown memory tags {unknown}; allowed: {allowed}"
+        return [], f"unknown memory tags {unknown}; allowed: {', '.join(allowed)}"
     return [tag for tag in dict.fromkeys(asked) if wanted(tag)], None
 
 

@@ -24,7 +24,7 @@ from sglang_loader.common.engine_settings import (
 )
 from sglang_loader.hooks.request_gate import RequestGate
 from sglang_loader.host_backup import backup_of
-from sglang_loader.upstream import is_ours
+from sglang_loader.upstream import io_struct, is_health_probe, is_ours
 
 Original = Callable[..., Any]
 
@@ -90,23 +90,21 @@ class SGLangTraffic:
     """
 
     def __init__(self, channels: Any) -> None:
-        from sglang.srt.managers import io_struct
-
-        self._io = io_struct
+        self._io = messages = io_struct()
         self._channels = channels
         self._single = (
-            io_struct.TokenizedGenerateReqInput,
-            io_struct.TokenizedEmbeddingReqInput,
+            messages.TokenizedGenerateReqInput,
+            messages.TokenizedEmbeddingReqInput,
         )
         self._batch = (
-            io_struct.BatchTokenizedGenerateReqInput,
-            io_struct.BatchTokenizedEmbeddingReqInput,
+            messages.BatchTokenizedGenerateReqInput,
+            messages.BatchTokenizedEmbeddingReqInput,
         )
         self._closing = (
-            io_struct.ReleaseMemoryOccupationReqInput,
-            io_struct.ResumeMemoryOccupationReqInput,
-            io_struct.UpdateWeightsFromTensorReqInput,
-            io_struct.UpdateWeightsFromDistributedReqInput,
+            messages.ReleaseMemoryOccupationReqInput,
+            messages.ResumeMemoryOccupationReqInput,
+            messages.UpdateWeightsFromTensorReqInput,
+            messages.UpdateWeightsFromDistributedReqInput,
         )
 
     def requests_in(self, message: Any) -> list[Any] | None:
@@ -117,9 +115,7 @@ class SGLangTraffic:
 
     def is_probe(self, request: Any) -> bool:
         """See `Traffic`."""
-        from sglang.srt.managers.utils import is_health_check_generate_req
-
-        return bool(is_health_check_generate_req(request))
+        return is_health_probe(request)
 
     def aborts(self, message: Any) -> Callable[[Any], bool] | None:
         """See `Traffic`; by the beginning of the id, as SGLang's scheduler does."""

@@ -24,6 +24,7 @@ from sglang_loader.host_backup import backup_of
 from sglang_loader.host_backup.completeness import Completeness
 from sglang_loader.rehearsal.findings import Verdict
 from sglang_loader.session.weight_check import SyncView, judge_together, known_verdict, view_of_sync
+from sglang_loader.upstream import is_eagle
 
 logger = logging.getLogger(__name__)
 
@@ -221,10 +222,7 @@ def models_of(updater: Any, request: Any) -> list[Any]:
         update is not None and worker.draft_worker is None
     ):
         return [target]  # DFLASH and NGRAM hand the update on
-    from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2
-
-    own = EAGLEWorkerV2.update_weights_from_tensor
-    if getattr(type(worker), "update_weights_from_tensor", None) is own:
+    if is_eagle(worker):
         return [worker.draft_worker.draft_runner.model, target]
     raise SpeculationUnknown(
         f"{type(worker).__name__} loads its models in a way that is not known here: weights "

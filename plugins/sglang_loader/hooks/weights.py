@@ -40,7 +40,7 @@ from sglang_loader.hooks.weight_update import (
 )
 from sglang_loader.session.broadcast_receiver import BroadcastReceiver, layout_of
 from sglang_loader.session.serve import NUM_TRAINERS, ServedSession, serve_session
-from sglang_loader.upstream import device_of
+from sglang_loader.upstream import device_of, io_struct
 
 logger = logging.getLogger(__name__)
 
@@ -51,22 +51,20 @@ Original = Callable[..., Any]
 
 def update_on_all_ranks(original: Original, updater: Any, request: Any) -> Any:
     """AROUND `update_weights_from_tensor`: load on every TP rank, then agree on the outcome."""
-    from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqOutput
-
     if request.load_format != SESSION_FORMAT:
         if not str(request.load_format).startswith(OUR_FORMATS):
             return original(updater, request)
-        return UpdateWeightsFromTensorReqOutput(
+        return io_struct().UpdateWeightsFromTensorReqOutput(
             False,
             f"unknown load_format {request.load_format!r}: the trainer and the engine have "
             "different releases of verl-sglang-sync installed",
         )
     if not _is_idle(updater):
-        return _replied(UpdateWeightsFromTensorReqOutput, [BUSY], is_busy=True)
+        return _replied(io_struct().UpdateWeightsFromTensorReqOutput, [BUSY], is_busy=True)
     update = WeightUpdate(updater, request)
     with updater._observe_weight_load("tensor"):
         failures = _serve_session(update, updater, request)
-    return _replied(UpdateWeightsFromTensorReqOutput, failures, remark=update.remark)
+    return _replied(io_struct().UpdateWeightsFromTensorReqOutput, failures, remark=update.remark)
 
 
 BUSY = "refused: requests are running; the weights are as they were"
@@ -101,10 +99,8 @@ def receive_on_all_ranks(original: Original, updater: Any, request: Any) -> Any:
     """
     if request.load_format not in BROADCAST_FORMATS:
         return original(updater, request)
-    from sglang.srt.managers.io_struct import UpdateWeightsFromDistributedReqOutput
-
     if gate_reason() is None and not _is_idle(updater):  # between two buckets it is closed
-        return _replied(UpdateWeightsFromDistributedReqOutput, [BUSY], is_busy=True)
+        return _replied(io_struct().UpdateWeightsFromDistributedReqOutput, [BUSY], is_busy=True)
     runner = updater.tp_worker.model_runner
     receiver = _receivers.setdefault(runner, BroadcastReceiver())
 
@@ -136,7 +132,9 @@ def receive_on_all_ranks(original: Original, updater: Any, request: Any) -> Any:
             failures = update.run(load)
     if failures:
         _give_up(receiver, runner, request.group_name)
-    return _replied(UpdateWeightsFromDistributedReqOutput, failures, remark=update.remark)
+    return _replied(
+        io_struct().UpdateWeightsFromDistributedReqOutput, failures, remark=update.remark
+    )
 
 
 def join_group(

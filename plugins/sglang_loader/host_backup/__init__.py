@@ -8,7 +8,7 @@ they are resumed (61 GB: 17 s and 5 s), although a sync overwrites nearly all of
     backup.restore()                          # after it is mapped again
     publish_coverage(model, plan.coverage)    # a proven plan: from now on only the residue is saved
     withdraw_coverage(model, "why")           # its guard failed: everything again
-    sync_completed(model)                     # every byte of the coverage was written
+    backup.sync_completed()                   # every byte of the coverage was written
 
 Nothing here imports sglang; `hooks.memory` connects it to the scheduler.
 """
@@ -18,7 +18,6 @@ from sglang_loader.host_backup.backup import (
     arm,
     backup_of,
     publish_coverage,
-    sync_completed,
     withdraw_coverage,
 )
 
@@ -27,6 +26,5 @@ __all__ = [
     "arm",
     "backup_of",
     "publish_coverage",
-    "sync_completed",
     "withdraw_coverage",
 ]

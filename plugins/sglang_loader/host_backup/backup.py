@@ -253,18 +253,3 @@ def withdraw_coverage(model: nn.Module, reason: str) -> None:
     """The plan does not hold any more: save everything again. `reason` goes to the log."""
     if (backup := _backups.get(model)) is not None:
         backup.withdraw(reason)
-
-
-def sync_completed(model: nn.Module) -> str | None:
-    """A sync has completed on this rank; where a coverage is published, by its plan.
-
-    Returns:
-        Why the weights are stale all the same, or None: after a resume of the residue alone, a
-        sync without the plan is not proven to write every undefined byte. Publishing the coverage
-        of a new plan defines them.
-    """
-    backup = _backups.get(model)
-    if backup is None:
-        return None
-    backup.sync_completed()
-    return backup.stale

@@ -69,11 +69,6 @@ class BucketPlan:
     nbytes: int
     last: bool
 
-    @property
-    def payload_bytes(self) -> int:
-        """Bytes of the tensors alone."""
-        return sum(slot.spec.nbytes for slot in self.slots)
-
 
 FusionGroup = tuple[str, ...]
 """Name suffixes of tensors that share a prefix and must travel together."""
