@@ -79,7 +79,7 @@ def export_of(model):
     """What verl's FSDP engine exports, as our adapter gets it."""
     from verl.workers.engine.fsdp import transformer_impl
 
-    from verl_sglang_sync.sources.reexport import _repeatable
+    from verl_sglang_sync.verl.exports import _repeatable
 
     # In these processes verl finds no accelerator, and each iteration asks for it again.
     transformer_impl.get_device_id = lambda: CPU
@@ -164,6 +164,7 @@ class Rank:
     def __init__(self, model, change=None, recheck=0):
         from verl_sglang_sync.routes.shard_exchange import ShardExchange
         from verl_sglang_sync.sources.reexport import transformed
+        from verl_sglang_sync.sources.source_map import SourceMap
 
         self.model = model
         self.group = trainer_group(2)[0]
@@ -178,7 +179,11 @@ class Rank:
             for rank in range(world_size)
         ]
         self.exchange = ShardExchange(
-            self.group, CPU, piece_nbytes=PIECE_BYTES, recheck_every_n_syncs=recheck
+            self.group,
+            CPU,
+            SourceMap(self.group, CPU),
+            piece_nbytes=PIECE_BYTES,
+            recheck_every_n_syncs=recheck,
         )
         self.seen = Seen()
         self.own = self.arrangements[dist.get_rank()]
@@ -333,28 +338,44 @@ def fail_in_the_proof(piece, packing):
     return rank.seen.reason, rank.seen.kinds
 
 
-def _moved(rank, on):
-    """Another storage for one rank's shard of one parameter, with the same values."""
+def _moved(rank, on, offset=0):
+    """Another storage for one rank's shard of one parameter, with the same values.
+
+    Args:
+        rank: all of them.
+        on: which rank's.
+        offset: of the shard in its storage, in elements; another one makes it another parameter.
+    """
     parameter = next(p for p in rank.model.parameters() if p.to_local().numel())
     if dist.get_rank() == on:
-        parameter._local_tensor = parameter.to_local().clone()
+        local = parameter.to_local().detach()
+        moved = local.new_empty(local.numel() + offset)[offset:].view(local.shape)
+        parameter._local_tensor = moved.copy_(local)
 
 
 def move_storages():
-    """A shard moves on rank 2 alone: all ranks export in full, trace again, and go on."""
+    """A shard moves on rank 2 alone: it is sent from where it is."""
     rank = Rank(sharded("dense"))
-    seen = []
-    for _ in range(4):
-        assert rank.prepare(), rank.seen.reason
-        rank.sync()
+    assert rank.prepare(), rank.seen.reason
+    rank.sync()
+    for _ in range(2):
         rank.step()
-        rank.sync()
         _moved(rank, on=2)
         rank.sync()
-        seen.append(rank.exchange.off)
-        if rank.exchange.off:
+    return dataclasses.asdict(rank.seen)
+
+
+def change_parameters():
+    """A parameter is of another kind on rank 2 alone, again and again."""
+    rank = Rank(sharded("dense"))
+    for offset in range(1, 7):
+        if not rank.prepare():
             break
-    return dataclasses.asdict(rank.seen), seen
+        rank.sync()
+        rank.sync()
+        _moved(rank, on=2, offset=offset)
+        rank.sync()
+    return dataclasses.asdict(rank.seen)
 
 
 def recheck():
@@ -514,10 +535,10 @@ def a_backend_that_cannot():
 
 def wrong_origins():
     """The traced origins are spoiled: the comparison must see it; returns what it says."""
-    from verl_sglang_sync.routes.shard_exchange import shard_exchange
+    from verl_sglang_sync.sources import source_map
 
     rank = Rank(sharded("moe"))
-    trace = shard_exchange.trace_export
+    trace = source_map.trace_export
 
     def spoiled(*args, **kwargs):
         traced = trace(*args, **kwargs)
@@ -525,7 +546,7 @@ def wrong_origins():
         other = traced.tensors[name.replace("up_proj", "gate_proj")]
         return dataclasses.replace(traced, tensors={**traced.tensors, name: other})
 
-    with mock.patch.object(shard_exchange, "trace_export", spoiled):
+    with mock.patch.object(source_map, "trace_export", spoiled):
         prepared = rank.prepare()
     kinds = [rank.sync().name, rank.sync().name]
     return prepared, kinds, rank.seen.reason, rank.exchange.off

@@ -43,6 +43,7 @@ class Rank:
     def __init__(self, kind: str, *, is_shared: bool = True, recheck: int = 0) -> None:
         from verl_sglang_sync.routes.pull import Pull
         from verl_sglang_sync.sources.bucket_stream import BucketStream
+        from verl_sglang_sync.sources.source_map import SourceMap
 
         self.model = sharded(kind)
         if is_shared:
@@ -54,6 +55,7 @@ class Rank:
         self.pull = Pull(
             self.group,
             CPU,
+            SourceMap(self.group, CPU),
             is_wanted=True,
             record=self._count,
             recheck_every_n_syncs=recheck,
@@ -252,7 +254,7 @@ def pull_refused(case: str) -> dict[str, Any]:
             rank.sync()
     elif case == "wrong trace":
         spoiled = _spoiled_on_rank_1(export_trace.trace_export)
-        with mock.patch("verl_sglang_sync.routes.pull.trace_export", spoiled):
+        with mock.patch("verl_sglang_sync.sources.source_map.trace_export", spoiled):
             rank.sync()
     else:
         rank.sync()

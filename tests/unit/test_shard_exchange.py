@@ -3,6 +3,7 @@
 import pytest
 
 from unit import exchange_ranks
+from verl_sglang_sync.sources.source_map import MAX_TRACES
 
 NUM_RANKS = 4
 
@@ -22,13 +23,17 @@ def test_the_buffers_are_those_of_the_full_export(pool, kind, dtype):
         assert 0 < seen["scratch_bytes"] < 2 * exchange_ranks.BUCKET_BYTES
 
 
-def test_a_shard_that_moves_on_one_rank_sends_all_back_to_the_full_export(pool):
-    kinds = ["CHECK", "EXCHANGE", "FULL"]
-    for seen, off in pool.run(exchange_ranks.move_storages):
-        assert seen["kinds"] == kinds * 3
+def test_a_shard_that_moves_on_one_rank_is_sent_from_where_it_is(pool):
+    for seen in pool.run(exchange_ranks.move_storages):
+        assert seen["kinds"] == ["CHECK", "EXCHANGE", "EXCHANGE"]
         assert not any(seen["wrong"])
-        assert off[:2] == [None, None]
-        assert "rank 2: model.embed_tokens.weight is not where or what it was" in off[2]
+
+
+def test_other_parameters_are_exported_and_traced_again_a_few_times(pool):
+    for seen in pool.run(exchange_ranks.change_parameters):
+        assert seen["kinds"] == ["CHECK", "EXCHANGE", "FULL"] * MAX_TRACES
+        assert not any(seen["wrong"])
+        assert f"the parameters became others {MAX_TRACES} times" in seen["reason"]
 
 
 def test_the_comparison_is_repeated_when_it_is_due(pool):

@@ -26,6 +26,7 @@ from verl_sglang_sync.routes.sync_source import ReadyBucket
 from verl_sglang_sync.sources.bucket_stream import BucketStream, Cut
 from verl_sglang_sync.sources.export import Export, NamedTensor
 from verl_sglang_sync.sources.known_sources import sources_of
+from verl_sglang_sync.sources.source_map import SourceMap
 
 PIECES_PER_BUCKET = 4
 """A rank sends, and receives, this part of a bucket at a time: the scratch, for two pieces each
@@ -40,16 +41,22 @@ class SessionExchange:
         settings: the preset.
         group: the trainer's ranks.
         device: of the engine on this rank.
+        source_map: of the export.
     """
 
     def __init__(
-        self, settings: WeightSyncConfig, group: TrainerGroup, device: torch.device
+        self,
+        settings: WeightSyncConfig,
+        group: TrainerGroup,
+        device: torch.device,
+        source_map: SourceMap,
     ) -> None:
         self._is_wanted = settings.exchange_shards and settings.plan_ordered
         self._group = group
         self._exchange = ShardExchange(
             group,
             device,
+            source_map,
             piece_nbytes=settings.bucket_bytes // PIECES_PER_BUCKET,
             recheck_every_n_syncs=settings.recheck_every_n_syncs,
         )

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import accumulate
@@ -41,10 +41,9 @@ from verl_sglang_sync.engine.session import BlockNotMapped, EngineCannotMap, Sha
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.sources.bucket_stream import Bucket, Cut
 from verl_sglang_sync.sources.export import NamedTensor
-from verl_sglang_sync.sources.export_trace import NotTraceable, TracedExport, trace_export
+from verl_sglang_sync.sources.export_trace import NotTraceable, TracedExport
 from verl_sglang_sync.sources.known_sources import (
     KnownSources,
-    SourceKinds,
     SourcesChanged,
     require_sources,
     sources_of,
@@ -58,11 +57,9 @@ from verl_sglang_sync.sources.shard_memory import (
     pieces_of,
     shard_parts,
 )
+from verl_sglang_sync.sources.source_map import SourceMap
 
 logger = logging.getLogger(__name__)
-
-MAX_TRACES = 4
-"""How often the parameters may become others before it is not worth the tracing."""
 
 
 class Recovery(Enum):
@@ -88,28 +85,17 @@ class PulledBucket:
 
 @dataclass(frozen=True)
 class _Plan:
-    """Where the export's bytes come from; true until the parameters become others.
+    """Which bytes of which shards the buckets are; true until the parameters become others.
 
     Attributes:
-        traced: the export.
-        kinds: of what was traced.
+        traced: what it was made of.
         buckets: of the export.
         pieces: by bucket.
     """
 
     traced: TracedExport
-    kinds: SourceKinds
     buckets: tuple[Bucket, ...]
     pieces: tuple[list[ShardPiece], ...]
-
-    @property
-    def names(self) -> list[str]:
-        """Among the sources, by parameter."""
-        return [parameter.source for parameter in self.traced.parameters]
-
-    def holds(self, buckets: tuple[Bucket, ...], now: Mapping[str, torch.Tensor]) -> bool:
-        """True if it was made for these buckets and these parameters, wherever they are."""
-        return self.buckets == buckets and self.kinds.first_other(now) is None
 
 
 @dataclass(frozen=True)
@@ -142,6 +128,7 @@ class Pull:
     Args:
         group: the trainer's ranks.
         device: of the engine on this rank, and of the parameters.
+        source_map: of the export.
         is_wanted: False: never pull.
         record: notes a handle before it leaves this process.
         recheck_every_n_syncs: go through the export, and compare, in every n-th sync; 0: never.
@@ -151,6 +138,7 @@ class Pull:
         self,
         group: TrainerGroup,
         device: torch.device,
+        source_map: SourceMap,
         *,
         is_wanted: bool,
         record: Callable[[BufferHandle], None],
@@ -158,6 +146,7 @@ class Pull:
     ) -> None:
         self._group = group
         self._device = device
+        self._source_map = source_map
         self._is_wanted = is_wanted
         self._record = record
         self._recheck_every_n_syncs = recheck_every_n_syncs
@@ -166,7 +155,7 @@ class Pull:
         self._located: Located | None = None
         self._used: frozenset[str] = frozenset()  # blocks that the last pulled sync read
         self._mapped: frozenset[str] = frozenset()  # those of them that the engines keep mapped
-        self._num_syncs = self._num_traces = 0
+        self._num_syncs = 0
         self.off: str | None = None
 
     @property
@@ -196,11 +185,8 @@ class Pull:
         if not holds_everywhere(self._group, may_read):
             return False
         buckets = tuple(cut.bucket for cut in cuts)
-        if not holds_everywhere(self._group, self._is_planned(weights, buckets)):
-            self._num_traces += 1
-            if not self._make_plan(weights, buckets):
-                return False
-        reason = self._locate(weights, self._compare_with_export)
+        reason = self._make_plan(weights, buckets)
+        reason = reason or self._locate(weights, self._compare_with_export)
         if reason is not None:
             self._switch_off(reason)
         return reason is None
@@ -280,29 +266,27 @@ class Pull:
         """The next sync is exported; what the engines have mapped is not known any more."""
         self._located, self._mapped = None, frozenset()
 
-    def _is_planned(self, weights: Iterable[NamedTensor], buckets: tuple[Bucket, ...]) -> bool:
-        try:
-            return self._plan is not None and self._plan.holds(buckets, require_sources(weights)())
-        except Exception:  # the other ranks wait for an answer; tracing anew tells the reason
-            return False
+    def _make_plan(self, weights: Iterable[NamedTensor], buckets: tuple[Bucket, ...]) -> str | None:
+        """Find the buckets' bytes in the shards, unless that is known; collective.
 
-    def _make_plan(self, weights: Iterable[NamedTensor], buckets: tuple[Bucket, ...]) -> bool:
-        """Trace the export; False where that cannot be done on any rank."""
-        self._plan, plan, reason = None, None, None
+        Returns:
+            Why some are not there, equal on all ranks; None: all are.
+        """
+        if (reason := self._source_map.trace(weights)) is not None:
+            return reason
+        traced, plan = self._source_map.traced, self._plan
+        is_known = plan is not None and plan.traced is traced and plan.buckets == buckets
+        if holds_everywhere(self._group, is_known):
+            return None
+        self._plan = None
         try:
-            if self._num_traces > MAX_TRACES:
-                raise NotTraceable(f"the parameters became others {MAX_TRACES} times")
-            plan = _planned(weights, buckets, self._device)
+            pieces = tuple(pieces_of(bucket.layout, traced, own_rank()) for bucket in buckets)
+            self._plan = _Plan(traced, buckets, pieces)
         except NotTraceable as error:
             reason = str(error)
         except Exception:
             reason = traceback.format_exc()
-        agreed = common_reason(self._group, reason, plan.traced.checksum if plan is not None else 0)
-        if agreed is not None:
-            self._switch_off(agreed)
-            return False
-        self._plan = plan
-        return True
+        return common_reason(self._group, reason)
 
     def _locate(
         self,
@@ -325,12 +309,9 @@ class Pull:
         reason = None
         try:
             assert self._plan is not None, "nothing was traced"
-            sources = require_sources(weights)
-            now = sources()
-            if (other := self._plan.kinds.first_other(now)) is not None:
-                raise SourcesChanged(f"{other} is not what it was when the export was traced")
-            known = KnownSources(now, sources)
-            shards = locate(self._plan.names, now, self._device)
+            now = self._source_map.current(weights)
+            known = KnownSources(now, require_sources(weights))
+            shards = locate(self._source_map.names, now, self._device)
             table = shards.share(self._names, self._mapped, world_size(), self._record)
         except (NotTraceable, SourcesChanged) as error:
             reason = str(error)
@@ -372,20 +353,6 @@ class Pull:
         self._plan = self._located = None
         self.off = reason
         logger.warning("the engines do not read the trainer's parameters in place: %s", reason)
-
-
-def _planned(
-    weights: Iterable[NamedTensor], buckets: tuple[Bucket, ...], device: torch.device
-) -> _Plan:
-    """Trace the export; no rank waits for another.
-
-    Raises:
-        NotTraceable: not every byte of it lies in a parameter, in the same order.
-    """
-    sources, rank = require_sources(weights), own_rank()
-    traced = trace_export(weights, sources=sources, world_size=world_size(), device=device)
-    pieces = tuple(pieces_of(bucket.layout, traced, rank) for bucket in buckets)
-    return _Plan(traced, SourceKinds(sources()), buckets, pieces)
 
 
 def _located(plan: _Plan, known: KnownSources, tables: Sequence[MemoryTable]) -> Located:

@@ -41,6 +41,7 @@ from verl_sglang_sync.routes.sync_source import (
 from verl_sglang_sync.sources.bucket_stream import BucketStream
 from verl_sglang_sync.sources.export import Export, NamedTensor
 from verl_sglang_sync.sources.memory_blocks import BlockNames
+from verl_sglang_sync.sources.source_map import SourceMap
 from verl_sglang_sync.sync.ranks_in_step import OpeningRequest, RanksInStep, Updater
 
 logger = logging.getLogger(__name__)
@@ -84,10 +85,12 @@ class SessionTransport:
         self._names = BlockNames()
         self._wants_arrangements = settings.plan_ordered
         self._arrangements: KnownArrangements | None = None
-        self._exchange = SessionExchange(settings, group, device)
+        source_map = SourceMap(group, device)
+        self._exchange = SessionExchange(settings, group, device, source_map)
         self._pull = Pull(
             group,
             device,
+            source_map,
             is_wanted=settings.read_in_place,
             record=lambda handle: self._sockets.folder.record(handle),
             recheck_every_n_syncs=settings.recheck_every_n_syncs,

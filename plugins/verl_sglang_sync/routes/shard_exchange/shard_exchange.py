@@ -1,6 +1,6 @@
 """Whether, and how, the trainer's ranks fill arranged buffers from their shards.
 
-    exchange = ShardExchange(group, device, piece_nbytes=512 << 20)
+    exchange = ShardExchange(group, device, source_map, piece_nbytes=512 << 20)
     reason = exchange.prepare(export, arrangements, layouts)      # once; None: it can be done
     reason = exchange.prove(export, batches)                      # after a good sync
     kind = exchange.ready(export, layouts)                        # in every sync
@@ -22,7 +22,6 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -37,32 +36,12 @@ from verl_sglang_sync.routes.shard_exchange.exchange_plan import (
     plan_bucket,
 )
 from verl_sglang_sync.routes.shard_exchange.self_check import first_difference, gather_arranged
-from verl_sglang_sync.sources.export_trace import (
-    NamedTensor,
-    NotTraceable,
-    TracedExport,
-    trace_export,
-)
-from verl_sglang_sync.sources.known_sources import (
-    KnownSources,
-    Sources,
-    SourcesChanged,
-    memory_of,
-    require_sources,
-)
+from verl_sglang_sync.sources.export import NamedTensor
+from verl_sglang_sync.sources.export_trace import NotTraceable
+from verl_sglang_sync.sources.known_sources import SourcesChanged, memory_of
+from verl_sglang_sync.sources.source_map import SourceMap
 
 logger = logging.getLogger(__name__)
-
-MAX_MOVES = 3
-"""How often the shards may move before it is not worth the tracing."""
-
-
-class TraceableExport(Protocol):
-    """An export that starts anew at each iteration, and names what it reads."""
-
-    sources: Sources | None
-
-    def __iter__(self) -> Any: ...
 
 
 class SyncKind(Enum):
@@ -79,6 +58,7 @@ class ShardExchange:
     Args:
         group: the trainer's ranks; torch's default group must be the same ranks.
         device: of the engine on this rank, and of the shards.
+        source_map: of the export.
         piece_nbytes: that a rank sends, or receives, at a time; the scratch is four times that.
         recheck_every_n_syncs: compare again in every n-th sync; 0: never.
     """
@@ -87,17 +67,19 @@ class ShardExchange:
         self,
         group: TrainerGroup,
         device: torch.device,
+        source_map: SourceMap,
         *,
         piece_nbytes: int,
         recheck_every_n_syncs: int = 0,
     ) -> None:
         self._group = group
         self._device = device
+        self._source_map = source_map
         self._piece_nbytes = piece_nbytes
         self._recheck_every_n_syncs = recheck_every_n_syncs
         self._prepared: _Prepared | None = None
         self._is_proven = False
-        self._num_syncs = self._num_moves = 0
+        self._num_syncs = 0
         self.off: str | None = None
 
     @property
@@ -112,7 +94,7 @@ class ShardExchange:
 
     def prepare(
         self,
-        export: TraceableExport | Iterable[NamedTensor],
+        export: Iterable[NamedTensor],
         arrangements: Sequence[Sequence[Arrangement]],
         layouts: Sequence[BucketLayout],
     ) -> str | None:
@@ -130,9 +112,11 @@ class ShardExchange:
         self._prepared, self._is_proven = None, False
         if self.off is not None:
             return self.off
-        draft, prepared, reason = None, None, None
+        if (reason := self._source_map.trace(export)) is not None:
+            return self._switch_off(reason)
+        draft, prepared = None, None
         try:
-            draft = self._draft(export, arrangements, layouts)
+            draft = self._draft(arrangements, layouts)
         except NotTraceable as error:
             reason = str(error)
         except Exception:
@@ -151,9 +135,7 @@ class ShardExchange:
             return None
         return self._switch_off(agreed)
 
-    def ready(
-        self, export: TraceableExport | Iterable[NamedTensor], layouts: Sequence[BucketLayout]
-    ) -> SyncKind:
+    def ready(self, export: Iterable[NamedTensor], layouts: Sequence[BucketLayout]) -> SyncKind:
         """What all ranks do in this sync.
 
         Args:
@@ -188,7 +170,7 @@ class ShardExchange:
 
     def prove(
         self,
-        export: TraceableExport | Iterable[NamedTensor],
+        export: Iterable[NamedTensor],
         batches: Iterable[tuple[BucketLayout, Sequence[torch.Tensor]]],
     ) -> str | None:
         """Exchange every bucket and compare it with the full export.
@@ -202,7 +184,7 @@ class ShardExchange:
         """
         self._is_proven = False
         if self._prepared is None or not self._take_shards(export, self._prepared.known.layouts):
-            return self.off or "the shards moved"
+            return self.off or "the parameters became others"
         problem, source = None, iter(batches)
         for index, layout in enumerate(self._prepared.known.layouts):
             batch = None
@@ -243,22 +225,22 @@ class ShardExchange:
             problem = traceback.format_exc()
         return problem
 
-    def _take_shards(
-        self, export: TraceableExport | Iterable[NamedTensor], layouts: Sequence[BucketLayout]
-    ) -> bool:
-        """Look whether the shards are what and where they were; make ready what `fill` needs."""
+    def _take_shards(self, export: Iterable[NamedTensor], layouts: Sequence[BucketLayout]) -> bool:
+        """Look whether the shards are of the kinds that they were; make ready what `fill` needs."""
         assert self._prepared is not None
         reason = None
         try:
             if tuple(layouts) != self._prepared.known.layouts:
                 raise SourcesChanged("the export is cut into other buckets")
-            shards = self._prepared.known.shards(require_sources(export))
-            self._prepared.exchange.begin(shards)
+            now = self._source_map.current(export)
+            self._prepared.exchange.begin(_Shards(self._source_map.names, now))
         except Exception as error:
             reason = str(error)
         agreed = common_reason(self._group, reason)
         if agreed is not None:
-            self._has_moved(agreed)
+            self.free()
+            self._prepared = None
+            logger.info("shards are not exchanged in this sync: %s", agreed)
         return agreed is None
 
     def free(self) -> None:
@@ -267,36 +249,17 @@ class ShardExchange:
             self._prepared.exchange.end()
 
     def _draft(
-        self,
-        export: TraceableExport | Iterable[NamedTensor],
-        arrangements: Sequence[Sequence[Arrangement]],
-        layouts: Sequence[BucketLayout],
+        self, arrangements: Sequence[Sequence[Arrangement]], layouts: Sequence[BucketLayout]
     ) -> _Draft:
-        rank, world_size = dist.get_rank(), dist.get_world_size()
-        sources = require_sources(export)
-        traced = trace_export(export, sources=sources, world_size=world_size, device=self._device)
+        rank, traced = dist.get_rank(), self._source_map.traced
         owners = [parameter.owners for parameter in traced.parameters]
         buckets = []
         for index, layout in enumerate(layouts):
             origins = [traced.find(tensor).origin for tensor in layout.tensors]
             by_rank = [arranged[index] for arranged in arrangements]
             buckets.append(plan_bucket(rank, by_rank, origins, owners))
-        known = _Known(
-            arrangements=tuple(arrangements[rank]),
-            layouts=tuple(layouts),
-            names=tuple(parameter.source for parameter in traced.parameters),
-            sources=KnownSources(sources()),
-        )
-        return _Draft(tuple(buckets), known, _signature(traced, arrangements))
-
-    def _has_moved(self, reason: str) -> None:
-        self.free()
-        self._prepared = None
-        self._num_moves += 1
-        if self._num_moves >= MAX_MOVES:
-            self._switch_off(f"the shards changed {MAX_MOVES} times: {reason}")
-        else:
-            logger.info("shards are not exchanged in this sync: %s", reason)
+        known = _Known(tuple(arrangements[rank]), tuple(layouts))
+        return _Draft(tuple(buckets), known, zlib.crc32(repr(arrangements).encode()))
 
     def _switch_off(self, reason: str) -> str:
         self.free()
@@ -312,24 +275,10 @@ class _Known:
     Attributes:
         arrangements: this rank's, by bucket.
         layouts: by bucket.
-        names: among the sources, by parameter.
-        sources: all of them.
     """
 
     arrangements: tuple[Arrangement, ...]
     layouts: tuple[BucketLayout, ...]
-    names: tuple[str, ...]
-    sources: KnownSources
-
-    def shards(self, sources: Sources) -> _Shards:
-        """The flat bytes of this rank's shards, by parameter.
-
-        Raises:
-            SourcesChanged: a source is not what or where it was.
-        """
-        now = sources()
-        self.sources.check(now)
-        return _Shards(self.names, now)
 
 
 @dataclass(frozen=True)
@@ -339,7 +288,7 @@ class _Draft:
     Attributes:
         buckets: all of them.
         known: what they were planned for.
-        signature: see `_signature`.
+        signature: equal on ranks that were given the same arrangements.
     """
 
     buckets: tuple[BucketExchange, ...]
@@ -384,11 +333,3 @@ class _Shards:
         if found is None:
             found = self._known[position] = memory_of(self._now[self._names[position]])
         return found
-
-
-def _signature(traced: TracedExport, arrangements: Sequence[Sequence[Arrangement]]) -> int:
-    """Equal on ranks that traced the same and were given the same arrangements."""
-    checksum = traced.checksum
-    for arranged in arrangements:
-        checksum = zlib.crc32(repr(arranged).encode(), checksum)
-    return checksum

@@ -1,0 +1,105 @@
+"""Where every exported tensor lies in the trainer ranks' parameters: traced once, for all routes.
+
+    source_map = SourceMap(group, device)
+    reason = source_map.trace(export)             # collective; None: it is known
+    source_map.traced.tensors["lm_head.weight"]   # which bytes of which parameter
+    now = source_map.current(export)              # the parameters; raises if they became others
+
+An optimizer changes what is in the memory, and parameters that were offloaded come back at other
+addresses. What is traced holds all the same, as long as they are of the same kinds (`SourceKinds`).
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from verl_sglang_sync.collective import TrainerGroup, common_reason, holds_everywhere, world_size
+from verl_sglang_sync.sources.export import NamedTensor
+from verl_sglang_sync.sources.export_trace import NotTraceable, TracedExport, trace_export
+from verl_sglang_sync.sources.known_sources import SourceKinds, SourcesChanged, require_sources
+
+MAX_TRACES = 4
+"""How often the parameters may become others before it is not worth the tracing."""
+
+
+class SourceMap:
+    """Of one trainer rank, for all its syncs.
+
+    Args:
+        group: the trainer's ranks.
+        device: of the exported tensors on this rank.
+
+    Attributes:
+        off: why the export cannot be traced, equal on all ranks; None if it can, as far as known.
+    """
+
+    def __init__(self, group: TrainerGroup, device: torch.device) -> None:
+        self.off: str | None = None
+        self._group = group
+        self._device = device
+        self._found: tuple[TracedExport, SourceKinds] | None = None
+        self._num_traces = 0
+
+    @property
+    def traced(self) -> TracedExport:
+        """The export, after a good `trace`."""
+        assert self._found is not None, "nothing was traced"
+        return self._found[0]
+
+    @property
+    def names(self) -> list[str]:
+        """Among the sources, by parameter."""
+        return [parameter.source for parameter in self.traced.parameters]
+
+    def trace(self, export: Iterable[NamedTensor]) -> str | None:
+        """Trace the export, unless what was traced before still holds; collective.
+
+        Returns:
+            Why it cannot be traced, equal on all ranks; None if it was.
+        """
+        if self.off is not None:
+            return self.off
+        if holds_everywhere(self._group, self._holds(export)):
+            return None
+        self._num_traces += 1
+        self._found, reason = None, None
+        try:
+            self._found = self._trace(export)
+        except NotTraceable as error:
+            reason = str(error)
+        except Exception:
+            reason = traceback.format_exc()
+        checksum = self._found[0].checksum if self._found is not None else 0
+        self.off = common_reason(self._group, reason, checksum)
+        if self.off is not None:
+            self._found = None
+        return self.off
+
+    def current(self, export: object) -> Mapping[str, torch.Tensor]:
+        """The parameters as they are now, by name, wherever they lie.
+
+        Raises:
+            SourcesChanged: one of them is not of the kind that it was when the export was traced.
+        """
+        assert self._found is not None, "nothing was traced"
+        now = require_sources(export)()
+        if (other := self._found[1].first_other(now)) is not None:
+            raise SourcesChanged(f"{other} is not what it was when the export was traced")
+        return now
+
+    def _holds(self, export: Iterable[NamedTensor]) -> bool:
+        try:
+            return self._found is not None and bool(self.current(export))
+        except Exception:  # the other ranks wait for an answer; tracing anew tells the reason
+            return False
+
+    def _trace(self, export: Iterable[NamedTensor]) -> tuple[TracedExport, SourceKinds]:
+        """No rank waits for another."""
+        if self._num_traces > MAX_TRACES:
+            raise NotTraceable(f"the parameters became others {MAX_TRACES} times")
+        sources = require_sources(export)
+        traced = trace_export(export, sources=sources, world_size=world_size(), device=self._device)
+        return traced, SourceKinds(sources())
