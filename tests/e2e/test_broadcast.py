@@ -128,6 +128,17 @@ def test_a_fault_is_named_on_every_rank_and_the_next_sync_is_right(
         assert seen[0][fault]["hashes"] == reference
 
 
+def test_what_others_send_with_the_trainers_group_is_refused_before_anything_is_received(
+    two_ranks: list[Outcome],
+) -> None:
+    """A receive that nobody meets would meet the next broadcast, and gloo ends the engine there."""
+    seen = two_ranks[0].result["strangers"]
+    assert "is over, its first bucket came again" in seen["answers"]["repeated"]
+    assert "changed on its way" in seen["answers"]["changed"]
+    assert "a group of verl-sglang-sync" in seen["answers"]["in sglang's format"]
+    assert seen["hashes"] == two_ranks[0].result["syncs"]["reference"]
+
+
 def test_a_replica_that_does_not_join_is_named_and_the_others_leave_at_once(
     engines: Engines, two_ranks: list[Outcome]
 ) -> None:

@@ -17,7 +17,7 @@ from support.engine_hash import HASH_LOADER
 from support.engine_steps import weights_of
 from support.sglang_server import free_port, loopback
 from support.trainer import NamedTensors, TrainerRank
-from verl_sglang_sync.engine.server_client import SyncSGLangServerClient, operations
+from verl_sglang_sync.engine.server_client import ServerError, SyncSGLangServerClient, operations
 
 Target = tuple[str, int]
 """A server's URL and its number of TP ranks."""
@@ -78,6 +78,40 @@ def broadcast_faults(
     return seen
 
 
+def broadcast_among_strangers(
+    rank: TrainerRank, model: str, folder: str, targets: list[list[Any]]
+) -> dict[str, Any]:
+    """What others send with the trainer's group: how it is answered, and a good sync after it."""
+    sender = Sender(rank, [(url, tp) for url, tp in targets], timeout_s=20)
+    good = weights_of(Path(model), rank.device)
+    everyone = tuple(range(len(targets)))
+    sent: list[Any] = []
+    make = operations.update_from_distributed
+
+    def recorded(*args: Any, **fields: Any) -> Any:
+        sent.append(make(*args, **fields))
+        return sent[-1]
+
+    with mock.patch.object(operations, "update_from_distributed", recorded):
+        sender.sync(good, "flattened", everyone)
+    answers: dict[str, Any] = {}
+    if not rank.rank:
+        first = dict(sent[0].payload)
+        with SyncSGLangServerClient(targets[0][0], timeout_s=20) as client:
+            for name, fields in (
+                ("repeated", {}),
+                ("changed", {"names": [first["names"][0].replace('"index":0', '"index":1')]}),
+                ("in sglang's format", {"load_format": None}),
+            ):
+                try:
+                    client.run(operations.Call(sent[0].operation, {**first, **fields}))
+                    answers[name] = "no error"
+                except ServerError as error:
+                    answers[name] = str(error)
+    sender.sync(good, "flattened", everyone)
+    return {"answers": answers, "hashes": sender.hashes(Path(folder))}
+
+
 def broadcast_to_a_dying_server(
     rank: TrainerRank, model: str, targets: list[list[Any]], pids: list[int]
 ) -> dict[str, Any]:
@@ -136,6 +170,7 @@ def syncs_and_faults(
     return {
         "syncs": broadcast_syncs(rank, model, folder, targets),
         "faults": broadcast_faults(rank, model, folder, targets),
+        "strangers": broadcast_among_strangers(rank, model, folder, targets),
         "refusal": broadcast_that_one_refuses(rank, model, folder, targets),
         "death": broadcast_to_a_dying_server(rank, model, targets, pids),
     }

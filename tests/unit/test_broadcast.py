@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from sglang_loader.common.broadcast import broadcast, update_group
 from sglang_loader.common.broadcast.broadcast import Broadcast, BroadcastError
-from sglang_loader.common.broadcast.messages import BroadcastBucket, decode_bucket
+from sglang_loader.common.broadcast.messages import BroadcastBucket, decode_bucket, encode_bucket
 from sglang_loader.common.check_remarks import with_remark
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.manifest import (
@@ -180,6 +180,22 @@ def test_a_layout_arrives_as_it_is(entries):
     assert layout_of(arrived) == layout
 
 
+SECRET = b"of the group"
+
+
+@given(place=st.integers(0, 10_000), other=st.characters())
+def test_an_announcement_that_was_changed_is_refused(place, other):
+    text = encode_bucket(bucket(0), SECRET)
+    assert decode_bucket(text, SECRET) == bucket(0)
+    place %= len(text)
+    changed = text[:place] + other + text[place + 1 :]
+    if changed != text:
+        with pytest.raises(ManifestError, match="not a broadcast bucket of this group's trainer"):
+            decode_bucket(changed, SECRET)
+    with pytest.raises(ManifestError, match="not a broadcast bucket of this group's trainer"):
+        decode_bucket(text, b"another")
+
+
 class Log(list):
     """What the trainer does, in order; stands for the groups and for the client too."""
 
@@ -190,7 +206,7 @@ class Log(list):
         self.checks = []
 
     def submit(self, call):
-        bucket = decode_bucket(call.payload["names"][0])
+        bucket = decode_bucket(call.payload["names"][0], SECRET)
         self.append(("post", bucket.manifest.index))
         self.checks.append(bucket.manifest_check)
         reply = Future()
@@ -198,7 +214,7 @@ class Log(list):
         return reply
 
     def with_replicas(self, replicas):
-        return UpdateGroup("g", GROUP, tuple((replica, self) for replica in replicas), None)
+        return UpdateGroup("g", GROUP, tuple((replica, self) for replica in replicas), None, SECRET)
 
     def abandon(self):
         self.append(("abandon", None))
@@ -311,6 +327,7 @@ def left(monkeypatch):
 def test_an_engine_connects_a_group_of_ours(work, monkeypatch):
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
     work.completed = True
+    monkeypatch.setattr(weight_updater_hooks, "secret_of", lambda group: SECRET)
     runner = Runner()
     assert join(runner, "weight_sync_a") == (True, "joined")
     assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3"

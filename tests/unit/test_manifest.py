@@ -214,6 +214,15 @@ def test_a_sync_that_broke_off_is_replaced_by_a_new_one_and_cannot_go_on():
     accept_all(sequence, bucket(1, sync="t", last=True))
 
 
+def test_a_sync_that_is_over_does_not_begin_again():
+    sequence = SyncSequence()
+    accept_all(sequence, bucket(0), bucket(1, last=True), bucket(0, sync="t"))
+    for sync in ("s", "t"):
+        sequence.break_off()
+        with pytest.raises(ManifestError, match=f"sync {sync} is over"):
+            sequence.accept(bucket(0, sync=sync))
+
+
 def test_a_new_sync_counts_its_tensors_from_zero():
     sequence = SyncSequence()
     accept_all(sequence, bucket(0), bucket(0, sync="t", size=5), bucket(1, sync="t", size=5))

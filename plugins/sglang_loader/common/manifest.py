@@ -8,10 +8,12 @@ version changes whenever a field does.
 from __future__ import annotations
 
 import math
+from collections import deque
 
 import msgspec
 
 WIRE_VERSION = 1
+MAX_PAST_SYNCS = 1024
 
 
 class ManifestError(ValueError):
@@ -120,11 +122,13 @@ class SyncSequence:
     """Follows the buckets of one sync: each exactly once, in order, none left out.
 
     One per scheduler process. A new `sync_id` may only start with bucket 0, so a sync that broke
-    off is replaced by the next one, never continued by it.
+    off is replaced by the next one, never continued by it, and one that has begun never begins
+    again.
     """
 
     def __init__(self) -> None:
         self._sync_id: str | None = None
+        self._begun: deque[str] = deque(maxlen=MAX_PAST_SYNCS)
         self._next_index = 0
         self._num_tensors = 0
 
@@ -135,6 +139,9 @@ class SyncSequence:
             ManifestError: a bucket is missing, repeated or of another sync, or tensors were lost.
         """
         if manifest.index == 0 and manifest.sync_id != self._sync_id:
+            if manifest.sync_id in self._begun:
+                raise ManifestError(f"sync {manifest.sync_id} is over, its first bucket came again")
+            self._begun.append(manifest.sync_id)
             self._sync_id, self._next_index, self._num_tensors = manifest.sync_id, 0, 0
         if (manifest.sync_id, manifest.index) != (self._sync_id, self._next_index):
             expected = "a new sync" if self._sync_id is None else f"sync {self._sync_id}"
@@ -150,4 +157,8 @@ class SyncSequence:
                 f"{self._num_tensors} tensors had come, the trainer had sent {manifest.num_tensors}"
             )
         if manifest.last:
-            self._sync_id, self._next_index = None, 0
+            self.break_off()
+
+    def break_off(self) -> None:
+        """The sync in progress is over, complete or not."""
+        self._sync_id, self._next_index = None, 0

@@ -26,6 +26,7 @@ from sglang_loader.common.broadcast.update_group import (
     connect,
     errors_left_to_us,
     leave,
+    secret_of,
 )
 from sglang_loader.common.check_remarks import with_remark
 from sglang_loader.common.manifest import ManifestError
@@ -97,7 +98,8 @@ def receive_on_all_ranks(original: Original, updater: Any, request: Any) -> Any:
     All TP ranks first agree that they expect this bucket: a rank that refused it alone would leave
     the others waiting in the broadcast.
     """
-    if request.load_format not in BROADCAST_FORMATS:
+    is_ours = request.group_name.startswith(GROUP_PREFIX)
+    if request.load_format not in BROADCAST_FORMATS and not is_ours:
         return original(updater, request)
     if gate_reason() is None and not _is_idle(updater):  # between two buckets it is closed
         return _replied(io_struct().UpdateWeightsFromDistributedReqOutput, [BUSY], is_busy=True)
@@ -105,13 +107,19 @@ def receive_on_all_ranks(original: Original, updater: Any, request: Any) -> Any:
     receiver = _receivers.setdefault(runner, BroadcastReceiver())
 
     def expect() -> tuple[BroadcastBucket, Any]:
-        bucket = decode_bucket(request.names[0])
+        if request.load_format not in BROADCAST_FORMATS:
+            raise ManifestError(
+                f"load_format {request.load_format!r} in {request.group_name}, a group of "
+                f"verl-sglang-sync; allowed: {', '.join(BROADCAST_FORMATS)}"
+            )
         group = runner._model_update_group.get(request.group_name)
-        if group is None:
+        secret = _secrets.get(request.group_name)
+        if group is None or secret is None:
             raise ManifestError(
                 f"group {request.group_name!r} was never formed; known: "
                 f"{list(runner._model_update_group)}"
             )
+        bucket = decode_bucket(request.names[0], secret)
         receiver.check(bucket, group)
         return bucket, group
 
@@ -157,7 +165,9 @@ def join_group(
     if not success:
         return False, message
     try:
-        connect(runner._model_update_group[group_name], device_of(runner.model))
+        group = runner._model_update_group[group_name]
+        connect(group, device_of(runner.model))
+        _secrets[group_name] = secret_of(group)
     except Exception:
         logger.exception("cannot connect %s", group_name)
         leave(runner._model_update_group.pop(group_name), broken=True)
@@ -183,6 +193,7 @@ def leave_group(original: Original, runner: Any, group_name: str) -> tuple[bool,
 
 def _leave(runner: Any, group_name: str) -> None:
     group = runner._model_update_group.pop(group_name)
+    _secrets.pop(group_name, None)
     receiver, is_waiting = _receivers.get(runner), False
     if receiver is not None:
         is_waiting = receiver.is_waiting_in(group)
@@ -201,6 +212,9 @@ def _give_up(receiver: BroadcastReceiver, runner: Any, group_name: str) -> None:
         abort(group)
         receiver.left(group)
 
+
+_secrets: dict[str, bytes] = {}
+"""Of the groups that this process is in, by name."""
 
 _receivers: WeakKeyDictionary[Any, BroadcastReceiver] = WeakKeyDictionary()
 

@@ -146,7 +146,7 @@ class BroadcastReceiver:
     def give_up(self) -> None:
         """Forget the sync in progress; the group it ran on must not be used again."""
         self._arriving = None
-        self._sequence = SyncSequence()
+        self._sequence.break_off()
         if self._unfinished:
             self._buffers = _no_buffers()  # the next sync's; into the old ones bytes may still come
 

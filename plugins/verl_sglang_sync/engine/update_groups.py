@@ -32,6 +32,7 @@ from sglang_loader.common.broadcast.update_group import (
     import_helpers,
     join_as_source,
     leave,
+    secret_of,
 )
 from verl_sglang_sync.engine.server_client import ServerError, SyncSGLangServerClient, operations
 
@@ -82,12 +83,14 @@ class UpdateGroup:
         process_group: torch's; the trainer is rank 0.
         members: the replicas, in rank order, with the clients of their servers.
         meeting: the store through which NCCL's ranks connect at their first collective.
+        secret: what only its ranks know, see `common.broadcast.messages`.
     """
 
     name: str
     process_group: Any
     members: Members
     meeting: MeetingPoint
+    secret: bytes
 
     @property
     def replicas(self) -> tuple[Replica, ...]:
@@ -212,7 +215,7 @@ class UpdateGroups:
             own.add_done_callback(_leave_late)
             raise UpdateGroupError(f"{name} was not formed: {problem}")
         logger.info("formed %s of %d replicas, %d ranks", name, len(members), world_size)
-        return UpdateGroup(name, own.result(), members, meeting)
+        return UpdateGroup(name, own.result(), members, meeting, secret_of(own.result()))
 
     def _dissolve(self, group: UpdateGroup) -> None:
         """Leave a healthy group together with whoever is still there."""

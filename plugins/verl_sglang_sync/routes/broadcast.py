@@ -196,7 +196,8 @@ class _BroadcastSync:
                 timeout_s=self._settings.request_timeout_s,
                 manifest_check=self._settings.manifest_check if last else "off",
                 recheck_every_n_syncs=self._settings.recheck_every_n_syncs,
-            )
+            ),
+            self._group.secret,
         )
         compiled = self._settings.mode == "compiled"
         for packed in (bucket, following)[bucket.index > 0 :]:

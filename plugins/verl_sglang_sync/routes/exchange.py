@@ -88,7 +88,7 @@ class SessionExchange:
         known: KnownArrangements | None,
         kind: SyncKind,
         *,
-        is_settled: bool,
+        is_arrangement_final: bool,
     ) -> None:
         """Prepare, and prove, that the next syncs exchange shards.
 
@@ -97,10 +97,10 @@ class SessionExchange:
             stream: its buckets.
             known: what this rank's engine reads; None: all of every bucket.
             kind: of the sync before.
-            is_settled: buckets are packed, and the engine will not say later what it reads.
+            is_arrangement_final: buckets are packed, and the engine will not say later what it reads.
         """
         # A check is due on all ranks, also where the engine has loaded this sync eagerly.
-        if kind is not SyncKind.CHECK and not holds_everywhere(self._group, is_settled):
+        if kind is not SyncKind.CHECK and not holds_everywhere(self._group, is_arrangement_final):
             return
         digest = "" if known is None else known.digest
         if not holds_everywhere(self._group, self._exchange.is_prepared and digest == self._digest):

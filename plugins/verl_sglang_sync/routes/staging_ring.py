@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -48,19 +48,12 @@ class StagingRing:
         """Bytes held at present."""
         return sum(buffer.nbytes for buffer in self._buffers)
 
-    def prepare(
-        self,
-        cuts: Sequence[Cut],
-        *,
-        arranged: ArrangedSync | None = None,
-        in_place: Container[int] = (),
-    ) -> None:
+    def prepare(self, cuts: Sequence[Cut], *, arranged: ArrangedSync | None = None) -> None:
         """Make every buffer fit the buckets that are expected in it.
 
         Args:
             cuts: how the sync will be cut, as far as that is known.
             arranged: which of them are expected arranged.
-            in_place: indices of buckets that need no buffer.
         """
         num = len(self._buffers)
         expected = {cut.bucket.digest for cut in cuts}
@@ -69,7 +62,7 @@ class StagingRing:
             sizes = [
                 _nbytes(cut, arranged.expected(i) if arranged is not None else None)
                 for i, cut in enumerate(cuts)
-                if i % num == slot and i not in in_place
+                if i % num == slot
             ]
             self._reserve(slot, max(sizes, default=0))
 

@@ -97,7 +97,7 @@ class ExportedBuckets:
         self._first_batch: Batch | None = None
 
     def start(self, has_arrived: Callable[[], bool]) -> None:
-        """Pack the first bucket; where it is arranged, its tensors stay until that is settled."""
+        """Pack the first bucket; its tensors are kept until `engine_joined` where it is arranged."""
         batch = next(self._batches, None)
         if batch is not None:
             self._first = self._packed(batch)

@@ -55,6 +55,6 @@ class StagingBuffer:
         return self._buffer[:nbytes]
 
     def synchronize(self) -> None:
-        """Wait for the copies of `put`."""
+        """Wait for what was copied into the buffer on the current stream."""
         if self.device.type != "cpu":
             torch.get_device_module(self.device).current_stream(self.device).synchronize()

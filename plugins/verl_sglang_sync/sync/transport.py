@@ -285,9 +285,11 @@ class SessionTransport:
             if known is not None and not known.fits(cut.bucket for cut in cuts):
                 known = None
             # An engine that has replayed its plan has said what it reads, unless that is all.
-            is_settled = known is not None or not report.num_eager
+            is_arrangement_final = known is not None or not report.num_eager
             with report.stage("learn"):
-                self._exchange.learn(weights, self._stream, known, kind, is_settled=is_settled)
+                self._exchange.learn(
+                    weights, self._stream, known, kind, is_arrangement_final=is_arrangement_final
+                )
 
     def _new_session(self) -> TrainerSession:
         return TrainerSession(self._sockets, self._settings, self._names)

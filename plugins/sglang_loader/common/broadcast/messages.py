@@ -3,9 +3,17 @@
 Disaggregated mode sends one `update_weights_from_distributed` request per bucket and replica; the
 bytes go over the process group that trainer and engines form. The request's one "tensor" is the
 flat bucket, and its name is the encoded `BroadcastBucket`.
+
+Whoever announces a bucket has the engine post a receive in the group, which the trainer's next
+broadcast would meet, and gloo ends a process where the lengths differ. So an announcement carries a
+code that only the group's ranks can compute: one that was changed on its way, or that somebody else
+has made, is refused before anything is received.
 """
 
 from __future__ import annotations
+
+import hashlib
+import hmac
 
 import msgspec
 
@@ -41,21 +49,37 @@ _decoder = msgspec.json.Decoder(BroadcastBucket)
 _encoder = msgspec.json.Encoder()
 
 
-def encode_bucket(bucket: BroadcastBucket) -> str:
-    """Serialise; `decode_bucket(encode_bucket(b)) == b`."""
-    return _encoder.encode(bucket).decode()
+def encode_bucket(bucket: BroadcastBucket, secret: bytes) -> str:
+    """Serialise; `decode_bucket(encode_bucket(b, s), s) == b`.
+
+    Args:
+        bucket: what is announced.
+        secret: of the group, see `update_group.secret_of`.
+    """
+    text = _encoder.encode(bucket).decode()
+    return f"{_code(text, secret)} {text}"
 
 
-def decode_bucket(text: str) -> BroadcastBucket:
+def decode_bucket(text: str, secret: bytes) -> BroadcastBucket:
     """Parse and check.
 
+    Args:
+        text: what came.
+        secret: of the group in which the bucket is to be received.
+
     Raises:
-        ManifestError: not such a message, another wire version, or an impossible layout.
+        ManifestError: not such a message, not of this group's trainer, another wire version, or an
+            impossible layout.
     """
+    code, _, content = text.partition(" ")
+    if not hmac.compare_digest(code.encode(), _code(content, secret).encode()):
+        raise ManifestError(
+            f"not a broadcast bucket of this group's trainer, or changed on its way: {text[:120]!r}"
+        )
     try:
-        bucket = _decoder.decode(text)
+        bucket = _decoder.decode(content)
     except msgspec.MsgspecError as error:
-        raise ManifestError(f"not a broadcast bucket: {error}; got {text[:120]!r}") from None
+        raise ManifestError(f"not a broadcast bucket: {error}; got {content[:120]!r}") from None
     checked(bucket.manifest)
     if bucket.next_nbytes < 0 or (bucket.manifest.last and bucket.next_nbytes):
         raise ManifestError(
@@ -63,3 +87,7 @@ def decode_bucket(text: str) -> BroadcastBucket:
             f"last={bucket.manifest.last}"
         )
     return bucket
+
+
+def _code(text: str, secret: bytes) -> str:
+    return hashlib.blake2b(text.encode(), key=secret, digest_size=16).hexdigest()

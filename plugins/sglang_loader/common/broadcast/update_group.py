@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import secrets
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,6 +32,7 @@ GROUP_PREFIX = "weight_sync_"
 
 CONNECT_TIMEOUT_S = 120.0
 LEAVE_TIMEOUT_S = 10.0
+_SECRET = "secret"
 _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
@@ -111,12 +113,19 @@ def join_as_source(
             group_name=name,
             timeout=timedelta(seconds=timeout_s),
         )
+    _get_process_group_store(group).set(_SECRET, secrets.token_hex(16))
     try:
         connect(group, device, timeout_s)
     except Exception:
         leave(group, broken=True)
         raise
     return group
+
+
+def secret_of(group: Any) -> bytes:
+    """What only the ranks of a connected group know, see `messages`."""
+    secret: bytes = _get_process_group_store(group).get(_SECRET)
+    return secret
 
 
 def backend_of(device: torch.device) -> str:
