@@ -131,11 +131,23 @@ def test_unknown_key_fails_before_ray(override: str, named: list[str], tmp_path:
         assert text in result.stderr, result.stderr[-4000:]
 
 
-def test_ray_marker_is_what_verl_prints() -> None:
+def test_ray_marker_is_what_verl_prints(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Negative control of the test above: verl still announces `ray.init` in these words."""
-    import inspect
-
+    import hydra
     from verl.trainer import main_ppo
 
-    source = inspect.getsource(main_ppo.run_ppo)
-    assert source.index(RAY_STARTS) < source.index("ray.init(**")
+    printed: list[str] = []
+
+    def ray_init(**_: object) -> None:
+        printed.append(capsys.readouterr().out)
+        raise InterruptedError  # far enough
+
+    monkeypatch.setattr(main_ppo.ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(main_ppo.ray, "init", ray_init)
+    with hydra.initialize_config_module("verl.trainer.config", version_base=None):
+        config = hydra.compose("ppo_trainer")
+    with pytest.raises(InterruptedError):
+        main_ppo.run_ppo(config, None)
+    assert RAY_STARTS in printed[0]

@@ -1,0 +1,373 @@
+"""What upstream's functions do that we rely on: a release that changed it fails here first.
+
+Each test runs one of verl 0.9.1's or sglang 0.5.14's own functions on small stand-ins; a failure
+names the function and the modules of ours that rely on it. What a test with a real engine would
+notice is not here; names and signatures are in `test_upstream_surface`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import importlib
+import importlib.util
+import inspect
+import os
+import pickle
+import pkgutil
+from collections import defaultdict
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import AsyncMock, MagicMock
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")  # sglang reads it while it is imported
+
+MANAGERS = "sglang.srt.managers"
+IO = f"{MANAGERS}.io_struct"
+RECEIVER = f"{MANAGERS}.scheduler_components.request_receiver"
+TOKENIZER = f"{MANAGERS}.tokenizer_control_mixin:TokenizerControlMixin"
+RUNNER = "sglang.srt.model_executor.model_runner"
+
+
+def relies(ours: str, symbol: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Have a test's failure say that our modules `ours` rely on upstream's `symbol`."""
+    for module in ours.split(" and "):
+        assert importlib.util.find_spec(module), f"{module} is gone; nobody may need {symbol}"
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(test)
+        def named(*args: Any, **kwargs: Any) -> None:
+            try:
+                test(*args, **kwargs)
+            except Exception as error:
+                error.add_note(f"{ours} relies on {symbol}")
+                raise
+
+        return named
+
+    return decorate
+
+
+def original(symbol: str) -> Any:
+    """An upstream function, without our hooks where this process has applied them."""
+    return inspect.unwrap(pkgutil.resolve_name(symbol))
+
+
+def test_a_failure_names_who_relies_on_what() -> None:
+    """Negative control."""
+
+    @relies("sglang_loader.upstream", "sglang.srt:x")
+    def failing() -> None:
+        raise AssertionError
+
+    with pytest.raises(AssertionError) as failed:
+        failing()
+    assert failed.value.__notes__ == ["sglang_loader.upstream relies on sglang.srt:x"]
+
+
+class TestVerl:
+    @relies("verl_sglang_sync.verl.rollout", "ServerAdapter._init_server_adapter")
+    def test_adapter_finds_its_server(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """We read these attributes, and gather over this dimension of the mesh."""
+        from sglang.srt.server_args import ServerArgs
+        from verl.workers.config import RolloutConfig
+        from verl.workers.rollout.sglang_rollout import sglang_rollout
+
+        actor, mesh = MagicMock(), MagicMock()
+        actor.get_server_address.remote = AsyncMock(return_value=("10.0.0.1", 30001))
+        mesh["infer_tp"].get_local_rank.return_value = 0
+        mesh.__getitem__.reset_mock()
+        monkeypatch.setenv("RANK", "0")
+        monkeypatch.setenv("RAY_LOCAL_WORLD_SIZE", "1")
+        monkeypatch.setattr(sglang_rollout.ray, "get_actor", lambda name: actor)
+        monkeypatch.setattr(ServerArgs, "__post_init__", lambda self: None)
+        config, model = RolloutConfig(name="sglang"), MagicMock(lora_rank=0, lora={})
+        adapter = sglang_rollout.ServerAdapter(config, model, mesh, 3)
+        assert adapter._engine is None
+        asyncio.run(adapter._init_server_adapter())
+        assert (adapter.config, adapter.model_config, adapter.device_mesh) == (config, model, mesh)
+        assert (adapter.replica_rank, adapter.rollout_rank, adapter.sleep_level) == (3, 0, 2)
+        assert adapter.server_actor is actor
+        server = adapter._engine.server_args
+        assert (server.host, server.port) == ("10.0.0.1", 30001)
+        mesh.__getitem__.assert_called_with("infer_tp")
+
+    @relies(
+        "verl_sglang_sync.verl.rollout and verl_sglang_sync.sources.staging",
+        "ActorRolloutRefWorker.update_weights",
+    )
+    def test_worker_takes_the_stages_in_our_order(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Expandable segments, which cannot be shared, are off meanwhile."""
+        module = importlib.import_module("verl.workers.engine_workers")
+        steps: list[Any] = []
+        rollout = SimpleNamespace(sleep_level=2, resume=AsyncMock(), update_weights=AsyncMock())
+        rollout.resume.side_effect = lambda tags: steps.append(tags)
+        rollout.update_weights.side_effect = lambda weights, **_: steps.append(weights)
+        worker = MagicMock(rollout=rollout, peft_merge=False)
+        worker.config.rollout.get = {"name": "sglang"}.get
+        worker.actor.engine.get_per_tensor_param.return_value = ("export", None)
+        monkeypatch.setattr(module, "set_expandable_segments", lambda on: steps.append(on))
+        for name in ("get_torch_device", "log_gpu_memory_usage"):
+            monkeypatch.setattr(module, name, MagicMock())
+        monkeypatch.setattr(torch.distributed, "barrier", lambda: None)
+        update = original("verl.workers.engine_workers:ActorRolloutRefWorker.update_weights")
+        asyncio.run(update(worker, global_steps=1, mode="naive"))
+        assert steps == [False, ["weights"], "export", ["kv_cache"], True]
+
+    @relies("verl_sglang_sync.sync.sharding_manager", "BaseShardingManager.timing")
+    def test_sharding_manager_keeps_seconds(self) -> None:
+        from verl.utils.ulysses import BaseShardingManager
+
+        assert BaseShardingManager().timing == {}
+
+    @relies("verl_sglang_sync.verl.cpu_platform", "PlatformBase and VERL_PLATFORM")
+    def test_cpu_platform_is_chosen_by_variable(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """It implements all that is abstract, or it could not be made."""
+        from verl.plugin.platform import platform_manager
+
+        from verl_sglang_sync.verl.cpu_platform import CpuPlatform
+
+        monkeypatch.setenv("VERL_PLATFORM", "cpu")
+        monkeypatch.setattr(platform_manager, "_current_platform", None)
+        platforms = {"found first": type("Other", (CpuPlatform,), {}), "cpu": CpuPlatform}
+        monkeypatch.setattr(platform_manager.PlatformRegistry, "_platforms", platforms)
+        assert type(platform_manager.get_platform()) is CpuPlatform
+
+
+class RecordingLock:
+    """In the place of SGLang's lock between requests and updates."""
+
+    held = ""
+    reader_lock = property(lambda self: self._hold("reader"))
+    writer_lock = property(lambda self: self._hold("writer"))
+
+    @contextlib.asynccontextmanager
+    async def _hold(self, kind: str) -> Any:
+        self.held = kind
+        yield
+        self.held = ""
+
+
+class TestTokenizerProcess:
+    @pytest.mark.parametrize("success", [True, False])
+    @pytest.mark.parametrize("kind", ["tensor", "distributed"])
+    @relies("sglang_loader.hooks.requests", "TokenizerControlMixin.update_weights_from_*")
+    def test_update(self, kind: str, success: bool) -> None:
+        """Holds the writer lock, asks a communicator that can be replaced, publishes the version
+        if that succeeded, and returns what the replies say."""
+        name, io = f"update_weights_from_{kind}", importlib.import_module(IO)
+        stem = f"UpdateWeightsFrom{kind.capitalize()}Req"
+        tensors: dict[str, Any] = {"names": [], "dtypes": [], "shapes": []}
+        given = {"serialized_named_tensors": [b""]} if kind == "tensor" else tensors
+        reply = getattr(io, f"{stem}Output")(success, "said")
+        lock, held = RecordingLock(), []
+        manager = MagicMock(is_pause=False, model_update_lock=lock)
+        manager.server_args.dp_size = 1
+        communicator = AsyncMock(side_effect=lambda _: held.append(lock.held) or [reply])
+        setattr(manager, f"{name}_communicator", communicator)
+        request = getattr(io, f"{stem}Input")(**given, weight_version="7")
+        outcome = asyncio.run(original(f"{TOKENIZER}.{name}")(manager, request))
+        assert (held, outcome[0], outcome[1][:4]) == (["writer"], success, "said")
+        publish = manager._update_weight_version_if_provided
+        assert [call.args for call in publish.mock_calls] == [("7",)] * success
+
+    @relies("sglang_loader.hooks.requests", "TokenizerManager.generate_request")
+    def test_request_holds_the_reader_lock(self) -> None:
+        lock, held = RecordingLock(), []
+        manager = MagicMock(is_pause=False, model_update_lock=lock)
+        manager.server_args.tokenizer_worker_num = 1
+        manager.is_pause_cond.wait_for = AsyncMock()
+        manager._validate_and_resolve_lora = AsyncMock(side_effect=lambda _: held.append(lock.held))
+        manager._handle_batch_request.return_value.__aiter__.return_value = ["answer"]
+
+        async def ask() -> Any:
+            generate = original(f"{MANAGERS}.tokenizer_manager:TokenizerManager.generate_request")
+            return [each async for each in generate(manager, MagicMock(is_single=False))]
+
+        assert (asyncio.run(ask()), held) == (["answer"], ["reader"])
+
+    @pytest.mark.parametrize("name", ["release_memory_occupation", "resume_memory_occupation"])
+    @relies("sglang_loader.hooks.http", "TokenizerControlMixin.*_memory_occupation")
+    def test_stage_is_no_more_than_we_repeat(self, name: str) -> None:
+        """We do these two steps in its place, to see the replies."""
+        manager, communicator = MagicMock(), AsyncMock()
+        manager.attach_mock(communicator, f"{name}_communicator")
+        asyncio.run(original(f"{TOKENIZER}.{name}")(manager, "request"))
+        steps = [(called, args) for called, args, _ in manager.mock_calls]
+        assert steps == [
+            ("auto_create_handle_loop", ()),
+            (f"{name}_communicator", ("request",)),
+        ]
+
+    @pytest.mark.parametrize("generates", [True, False])
+    @relies("verl_sglang_sync.verl.replica", "http_server.health_generate")
+    def test_health_check(self, generates: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A router's checks can be kept from generating."""
+        from sglang.srt.entrypoints import http_server
+
+        from verl_sglang_sync.verl.replica import HEALTH_GENERATES
+
+        manager = MagicMock(gracefully_exit=False, last_receive_tstamp=float("inf"))
+        monkeypatch.setenv(HEALTH_GENERATES, str(generates).lower())
+        monkeypatch.setattr(http_server, "_global_state", MagicMock(tokenizer_manager=manager))
+        request = SimpleNamespace(url=SimpleNamespace(path="/health"))
+        assert asyncio.run(http_server.health_generate(request)).status_code == 200
+        assert manager.generate_request.called is generates
+
+
+class TestScheduler:
+    @pytest.mark.parametrize(("rank", "sent"), [(0, ["let through"]), (1, None)])
+    @relies("sglang_loader.hooks.requests", "SchedulerRequestReceiver.recv_requests")
+    def test_gate_comes_before_the_broadcast(
+        self, rank: int, sent: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Our hook decides on the rank that reads the sockets, for all of them."""
+        module = importlib.import_module(RECEIVER)
+        receiver_class = module.SchedulerRequestReceiver
+        pull = original(f"{RECEIVER}:SchedulerRequestReceiver._pull_raw_reqs")
+        gate = {"request": "let through"}
+
+        def pull_through_gate(receiver: Any) -> Any:
+            pulled = pull(receiver)
+            return pulled and [gate[each] for each in pulled]
+
+        broadcast = MagicMock(return_value=[])
+        monkeypatch.setattr(module, "broadcast_pyobj", broadcast)
+        monkeypatch.setattr(receiver_class, "_pull_raw_reqs", pull_through_gate)
+        fields = dict.fromkeys(field.name for field in dataclasses.fields(receiver_class))
+        fields["ps"] = SimpleNamespace(pp_rank=0, attn_tp_rank=rank, attn_cp_rank=0, tp_size=2)
+        fields["tp_group"] = SimpleNamespace(rank=rank, ranks=[0, 1])
+        fields["server_args"] = SimpleNamespace(enable_dp_attention=False, language_only=False)
+        fields["max_recv_per_poll"] = -1
+        for socket, messages in (("recv_from_tokenizer", ["request"]), ("recv_from_rpc", [])):
+            fields[socket] = MagicMock()
+            fields[socket].recv_pyobj.side_effect = [*messages, module.zmq.ZMQError]
+        receiver_class(**fields).recv_requests()
+        assert broadcast.call_args.args[0] == sent
+
+    @pytest.mark.parametrize(
+        "abort", [{"rid": "a"}, {"rid": "ab"}, {"rid": "x", "abort_all": True}]
+    )
+    @relies("sglang_loader.hooks.requests", "Scheduler.abort_request")
+    def test_aborts_reach_the_same_requests_as_ours(self, abort: dict[str, Any]) -> None:
+        """We abort what is held back as the scheduler aborts what it has queued."""
+        from sglang.srt.managers.io_struct import AbortReq
+
+        from sglang_loader.hooks.requests import SGLangTraffic
+
+        message = AbortReq(**abort)
+        queued = [SimpleNamespace(rid=rid, mamba_pool_idx=None) for rid in ("a", "abc", "b")]
+        scheduler = MagicMock(chunked_req=None, waiting_queue=[*queued], cur_batch=None)
+        scheduler.running_batch.reqs = []
+        original(f"{MANAGERS}.scheduler:Scheduler.abort_request")(scheduler, message)
+        is_aborted = SGLangTraffic(None).aborts(message)
+        assert is_aborted is not None
+        aborted = [request for request in queued if request not in scheduler.waiting_queue]
+        assert aborted == [request for request in queued if is_aborted(request)] != []
+
+    @pytest.mark.parametrize("kind", ["ReleaseMemoryOccupation", "UpdateWeightsFromTensor"])
+    @relies(
+        "sglang_loader.hooks.memory and sglang_loader.hooks.weights", "SenderWrapper.send_output"
+    )
+    def test_replies_travel_with_attributes(self, kind: str) -> None:
+        """We tell more than upstream's replies have fields for."""
+        from sglang.srt.managers.scheduler_components.output_sender import SenderWrapper
+
+        reply = getattr(importlib.import_module(IO), f"{kind}ReqOutput")
+        reply = reply(True, "") if kind.startswith("Update") else reply()
+        reply.refusal = "why"
+        socket = MagicMock(spec=["send_pyobj"])  # which pickles
+        SenderWrapper(socket).send_output(reply, recv_obj=MagicMock())
+        (sent,) = socket.send_pyobj.call_args.args
+        assert pickle.loads(pickle.dumps(sent)).refusal == "why"
+
+    @relies("verl_sglang_sync.stages and sglang_loader.hooks.memory", "GPU_MEMORY_ALL_TYPES")
+    def test_memory_tags(self) -> None:
+        from sglang.srt.constants import GPU_MEMORY_ALL_TYPES
+
+        from sglang_loader.hooks.memory import RELEASE_ORDER, RESUME_ORDER
+        from verl_sglang_sync.stages import TAGS
+
+        for ours in (TAGS, RELEASE_ORDER, RESUME_ORDER):
+            assert set(ours) == set(GPU_MEMORY_ALL_TYPES)
+
+
+class TestMemory:
+    @pytest.mark.parametrize("backup", [True, False])
+    @relies("sglang_loader.hooks.memory", "ModelRunner.load_model")
+    def test_load_model_reads_the_backup_argument(
+        self, backup: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """We switch it off around this call."""
+        module = importlib.import_module(RUNNER)
+        for name in ("get_available_gpu_memory", "ModelOptConfig", "LoadConfig"):
+            monkeypatch.setattr(module, name, MagicMock(return_value=0), raising=False)
+        runner = MagicMock(device="none", is_draft_worker=False)
+        runner.server_args.enable_weights_cpu_backup = backup
+        runner.memory_saver_adapter.region.side_effect = InterruptedError  # far enough
+        with pytest.raises(InterruptedError):
+            original(f"{RUNNER}:ModelRunner.load_model")(runner)
+        region = runner.memory_saver_adapter.region.call_args
+        assert (region.args, region.kwargs) == (("weights",), {"enable_cpu_backup": backup})
+
+    @pytest.mark.parametrize("is_set", [True, False])
+    @relies("verl_sglang_sync.verl.replica and sglang_loader.hooks.memory", "FullCudaGraphBackend")
+    def test_graphs_are_captured_under_their_tag(
+        self, is_set: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """We set the variable, release the tag, and measure the pool."""
+        from sglang.srt.model_executor.runner_backend import full_cuda_graph_backend as module
+
+        from sglang_loader.common.engine_settings import CUDA_GRAPH_TAG, GRAPHS_VARIABLE
+
+        monkeypatch.setenv(GRAPHS_VARIABLE, str(is_set).lower())
+        saver, runner = MagicMock(), MagicMock()
+        saver.create.side_effect = lambda enable: MagicMock(enabled=enable)
+        monkeypatch.setattr(module, "TorchMemorySaverAdapter", saver)
+        monkeypatch.setattr(module, "set_graph_pool_id", MagicMock())
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", MagicMock())
+        backend = module.FullCudaGraphBackend(runner, enable_memory_saver=True)
+        with backend.capture_session(MagicMock()):
+            backend.capture_one("shape", MagicMock())
+        assert backend._pool is runner.device_module.graph_pool_handle.return_value
+        captures = backend._memory_saver_adapter.cuda_graph.call_args_list
+        assert [call.kwargs["tag"] for call in captures] == [CUDA_GRAPH_TAG] * is_set
+        assert all(call.kwargs["pool"] is backend._pool for call in captures)
+
+    @relies("sglang_loader.host_backup.allocations", "torch_memory_saver's _mem_pools")
+    def test_pools_by_tag_and_backup(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """We list the memory saver's own pools."""
+        from torch_memory_saver import entrypoint, torch_memory_saver
+
+        from sglang_loader.host_backup import allocations
+
+        segment = {"total_size": 4, "device": 0}
+        pool = SimpleNamespace(snapshot=lambda include_traces: [segment])
+        saver = object.__new__(entrypoint._TorchMemorySaverImpl)
+        saver._is_xpu, saver._mem_pools = False, defaultdict(lambda: pool)
+        for name in ("_device_module", "_binary_wrapper", "_with_region_config"):
+            setattr(saver, name, MagicMock())
+        monkeypatch.setattr(torch_memory_saver, "_impl", saver)
+        for tag, backup in (("weights", True), ("weights", False), ("kv_cache", False)):
+            with torch_memory_saver.region(tag, enable_cpu_backup=backup):
+                pass
+        assert allocations.nbytes_under(["weights"], 0) == 8
+        assert allocations.host_nbytes_under("weights", 0) == 4
+        assert allocations.why_not_enumerable() is None
+
+    @relies("verl_sglang_sync.verl.cpu_platform", "find_nccl_library")
+    def test_nccl_can_be_kept_away(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from sglang.srt.distributed.device_communicators import pynccl_wrapper
+
+        from verl_sglang_sync.verl.cpu_platform import ROLLOUT_ENVIRONMENT
+
+        name = "SGLANG_NCCL_SO_PATH"
+        monkeypatch.setenv(name, ROLLOUT_ENVIRONMENT[name])
+        assert pynccl_wrapper.find_nccl_library() == ROLLOUT_ENVIRONMENT[name]
