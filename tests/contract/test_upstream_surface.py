@@ -128,6 +128,11 @@ USES: dict[str, tuple[str, ...]] = {
     ),
     "sglang_loader.upstream": (
         "sglang",
+        f"{MANAGERS}:io_struct",
+        f"{MANAGERS}.utils:is_health_check_generate_req(recv_req)",
+        "sglang.srt.constants:GPU_MEMORY_ALL_TYPES",
+        EAGLE,
+        f"{EAGLE}.update_weights_from_tensor(self, recv_req)",
         "sglang.srt.distributed:parallel_state",
         f"{PARALLEL}:get_tensor_model_parallel_rank",
         f"{PARALLEL}:get_tensor_model_parallel_world_size",
@@ -158,12 +163,9 @@ USES: dict[str, tuple[str, ...]] = {
         f"{MANAGERS}.scheduler:Scheduler.flush_cache(self, empty_cache)",
         f"{IO}:UpdateWeightsFromTensorReqInput(flush_cache, disable_draft_model,"
         " torch_empty_cache)",
-        EAGLE,
-        f"{EAGLE}.update_weights_from_tensor(self, recv_req)",
         f"{EAGLE}.draft_worker",
     ),
     "sglang_loader.hooks.memory": (
-        "sglang.srt.constants:GPU_MEMORY_ALL_TYPES",
         f"{RUNNER}.load_model(self)",
         f"{UPDATER}(is_fully_idle, offload_tags)",
         f"{UPDATER}.release_memory_occupation(self, recv_req)",
@@ -179,8 +181,6 @@ USES: dict[str, tuple[str, ...]] = {
         f"{TOKENIZER}.resume_memory_occupation(self, obj, request)",
     ),
     "sglang_loader.hooks.requests": (
-        f"{MANAGERS}:io_struct",
-        f"{MANAGERS}.utils:is_health_check_generate_req(recv_req)",
         f"{MANAGERS}.scheduler:Scheduler.init_request_receiver(self)",
         f"{RECEIVER}._pull_raw_reqs(self)",
         f"{TOKENIZER}.update_weights_from_tensor(self, obj, request)",

@@ -97,7 +97,7 @@ class SessionExchange:
             stream: its buckets.
             known: what this rank's engine reads; None: all of every bucket.
             kind: of the sync before.
-            is_arrangement_final: buckets are packed, and the engine will not say later what it reads.
+            is_arrangement_final: the engine will not say later that it reads less of a bucket.
         """
         # A check is due on all ranks, also where the engine has loaded this sync eagerly.
         if kind is not SyncKind.CHECK and not holds_everywhere(self._group, is_arrangement_final):

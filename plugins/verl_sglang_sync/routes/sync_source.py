@@ -97,7 +97,7 @@ class ExportedBuckets:
         self._first_batch: Batch | None = None
 
     def start(self, has_arrived: Callable[[], bool]) -> None:
-        """Pack the first bucket; its tensors are kept until `engine_joined` where it is arranged."""
+        """Pack the first bucket; if it is arranged, `engine_joined` may need its tensors again."""
         batch = next(self._batches, None)
         if batch is not None:
             self._first = self._packed(batch)
