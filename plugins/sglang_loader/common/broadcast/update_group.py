@@ -113,7 +113,6 @@ def join_as_source(
             group_name=name,
             timeout=timedelta(seconds=timeout_s),
         )
-    _get_process_group_store(group).set(_SECRET, secrets.token_hex(16))
     try:
         connect(group, device, timeout_s)
     except Exception:
@@ -123,8 +122,9 @@ def join_as_source(
 
 
 def secret_of(group: Any) -> bytes:
-    """What only the ranks of a connected group know, see `messages`."""
-    secret: bytes = _get_process_group_store(group).get(_SECRET)
+    """What only the ranks of a connected group know, see `messages`; the first who asks makes it."""
+    store = _get_process_group_store(group)
+    secret: bytes = store.compare_set(_SECRET, "", secrets.token_hex(16))
     return secret
 
 
