@@ -122,7 +122,7 @@ def join_as_source(
 
 
 def secret_of(group: Any) -> bytes:
-    """What only the ranks of a connected group know, see `messages`; the first who asks makes it."""
+    """What only the ranks of a group know, see `messages`; the first rank that asks makes it."""
     store = _get_process_group_store(group)
     secret: bytes = store.compare_set(_SECRET, "", secrets.token_hex(16))
     return secret
