@@ -1,7 +1,7 @@
 """What happens between trainer and server is survived, or named on every rank, in bounded time.
 
-One real server with API keys, TP 2, two real trainer ranks, and a proxy that loses, holds and
-cuts. That nothing was applied twice or skipped is counted by the engine's own ranks.
+One real server with API keys, TP 2, two real trainer ranks, and a proxy that loses, holds, cuts
+and repeats. That nothing was applied twice or skipped is counted by the engine's own ranks.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from support.fault_steps import (
     KEYS,
     MODES,
     UPDATE_TIMEOUT_S,
+    faults_of_a_request,
     faults_that_fail,
-    faults_that_heal,
     kill_between_buckets,
 )
 from support.load_counter import COUNT_LOADER
@@ -40,7 +40,7 @@ class Case:
     server: Server
     proxy: str
     folder: Path
-    healed: list[Outcome]
+    faults: list[Outcome]
 
     @property
     def model(self) -> str:
@@ -56,7 +56,7 @@ class Case:
 
 @pytest.fixture(scope="module")
 def case(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
-    """All faults that heal, in one start of the trainer."""
+    """All faults of the proxy, in one start of the trainer."""
     folder = tmp_path_factory.mktemp("faults")
     make_assets(folder)
     model = folder / "model"
@@ -67,36 +67,84 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
         fault_proxy(server.url) as proxy,
     ):
         arguments = (proxy, str(model), str(folder))
-        healed = run_trainer(faults_that_heal, folder, *arguments, urls=[proxy], tp=TP)
-        yield Case(server, proxy, folder, healed)
+        faults = run_trainer(faults_of_a_request, folder, *arguments, urls=[proxy], tp=TP)
+        yield Case(server, proxy, folder, faults)
+
+
+def results_of(case: Case) -> list[dict[str, Any]]:
+    """What each rank saw; none failed."""
+    assert [outcome.error for outcome in case.faults] == [None] * TP
+    return [outcome.result for outcome in case.faults]
 
 
 def leader(case: Case) -> dict[str, Any]:
     """What the leader saw; no rank failed."""
-    assert [outcome.error for outcome in case.healed] == [None] * TP
-    seen: dict[str, Any] = case.healed[0].result
-    return seen
+    return results_of(case)[0]
 
 
-HEALED = [(mode, kind) for mode in MODES for kind in ("lose", "hold", "cut")]
-
-
-@pytest.mark.parametrize(("mode", "kind"), HEALED)
-def test_a_fault_is_healed_and_the_sync_applied_once(case: Case, mode: str, kind: str) -> None:
-    result = leader(case)
+def fault_of(result: dict[str, Any], mode: str, kind: str) -> dict[str, Any]:
+    """What a rank saw of one fault."""
     (fault,) = (f for f in result["faults"] if (f["mode"], f["kind"]) == (mode, kind))
+    return dict(fault)
+
+
+def hashes_at(result: dict[str, Any], scale: float) -> Any:
+    """Of the engine's weights once they are the trainer's times `scale`."""
+    return result["reference" if scale == 1.0 else "half"]
+
+
+@pytest.mark.parametrize("kind", ["lose", "hold"])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_reply_that_is_lost_once_the_weights_are_published_fails_nothing(
+    case: Case, mode: str, kind: str
+) -> None:
+    result = leader(case)
+    fault = fault_of(result, mode, kind)
     assert fault["error"] is None
     assert fault["loads"] == [1] * TP  # the engine's own count
-    assert fault["hashes"] == result["reference" if fault["scale"] == 1.0 else "half"]
-    requests = fault["requests"]
-    hit = next(i for i, request in enumerate(requests) if request["fault"] == kind)
-    keys = [request["key"] for request in requests]
-    assert len(requests) == 2
-    assert keys[hit] == keys[hit + 1]
-    assert (requests[hit + 1]["status"], requests[hit + 1]["replayed"]) == (200, "true")
-    assert fault["seconds"] < 3 * UPDATE_TIMEOUT_S + 10
+    assert fault["hashes"] == hashes_at(result, fault["scale"])
+    assert fault["version"] == f"{mode}, {kind}"
+    assert [(request["fault"], request["status"]) for request in fault["requests"]] == [(kind, 200)]
+    assert fault["seconds"] < UPDATE_TIMEOUT_S + 10
     if kind == "hold":  # the weights have arrived, only the reply has not
         assert fault["synced_s"] < UPDATE_TIMEOUT_S < fault["seconds"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_reply_that_is_lost_before_fails_the_sync_on_every_rank(case: Case, mode: str) -> None:
+    result = leader(case)
+    faults = [fault_of(rank, mode, "cut") for rank in results_of(case)]
+    (error,) = {fault["error"] for fault in faults}
+    assert "ConnectionBroken: rank 0, replica 0: " in error
+    assert "not sent again, because it may have been executed" in error
+    assert max(fault["seconds"] for fault in faults) < 10
+    fault = faults[0]
+    assert fault["loads"] == [0] * TP
+    assert fault["hashes"] == hashes_at(result, 1.5 - fault["scale"])  # as before
+    assert fault["version"] == "good"
+    assert [request["fault"] for request in fault["requests"]] == ["cut"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_request_that_arrives_twice_is_executed_once(case: Case, mode: str) -> None:
+    result = leader(case)
+    fault = fault_of(result, mode, "twice")
+    assert fault["error"] is None
+    first, second = fault["requests"]
+    assert (first["status"], second["status"]) == (200, 400)
+    assert "the same request has come before: it is not executed again" in second["text"]
+    assert fault["loads"] == [1] * TP
+    assert fault["hashes"] == hashes_at(result, fault["scale"])
+    assert fault["version"] == f"{mode}, twice"
+    assert fault["seconds"] < 10
+
+
+@pytest.mark.parametrize("kind", ["lose", "hold", "cut", "twice"])
+@pytest.mark.parametrize("mode", MODES)
+def test_the_sync_after_a_fault_is_right(case: Case, mode: str, kind: str) -> None:
+    fault = fault_of(leader(case), mode, kind)
+    assert [fault_of(rank, mode, kind)["good"]["error"] for rank in results_of(case)] == [None] * TP
+    assert fault["good_hashes"] == hashes_at(leader(case), fault["scale"])
 
 
 def test_the_weights_were_others_at_each_sync(case: Case) -> None:

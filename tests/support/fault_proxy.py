@@ -1,4 +1,4 @@
-"""An HTTP proxy in front of a real server that loses, holds and cuts what it is told to.
+"""An HTTP proxy in front of a real server that loses, holds, cuts and repeats what it is told to.
 
 The trainer ranks are other processes: they plan the next fault with `POST /__faults__` and read
 what passed with `GET /__seen__`. A fault concerns the n-th update request after it was planned.
@@ -18,8 +18,9 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from sglang_loader.common.update_keys import KEY_HEADER, KEYED_PATHS, REPLAYED_HEADER
 from support.sglang_server import free_port
+
+UPDATES = ("/update_weights_from_tensor", "/update_weights_from_distributed")
 
 
 class Fault(msgspec.Struct, frozen=True):
@@ -28,22 +29,22 @@ class Fault(msgspec.Struct, frozen=True):
     Attributes:
         kind: "lose": executed, then the connection is reset instead of a reply. "hold":
             executed, but the reply comes after `seconds`. "cut": both connections are closed
-            after `seconds`, while the server executes.
+            after `seconds`, while the server executes. "twice": sent again after it was executed;
+            the first reply goes back.
         nth: which update request, from 1.
     """
 
-    kind: Literal["lose", "hold", "cut"]
+    kind: Literal["lose", "hold", "cut", "twice"]
     nth: int
     seconds: float = 0.0
 
 
 class Seen(msgspec.Struct, frozen=True):
-    """One update request that passed; `status` is the server's, None if nobody waited for it."""
+    """One update request that passed, and the server's reply; None if nobody waited for it."""
 
-    key: str | None
     fault: str | None
     status: int | None = None
-    replayed: str | None = None
+    text: str = ""
 
 
 def plan(url: str, fault: Fault | None) -> None:
@@ -123,30 +124,31 @@ class _Proxy:
     async def _forward(self, request: web.Request) -> web.Response:
         body = self._rewrite(request.path, await request.read())
         fault = None
-        is_update = request.path in KEYED_PATHS and request.method == "POST"
+        is_update = request.path in UPDATES and request.method == "POST"
         if is_update:
             self._num_updates += 1
             if self._fault is not None and self._fault.nth == self._num_updates:
                 fault = self._fault
-        key, kind = request.headers.get(KEY_HEADER), fault.kind if fault else None
+        kind = fault.kind if fault else None
         call = asyncio.ensure_future(self._send(request, body))
         if fault is not None and fault.kind == "cut":
             await asyncio.sleep(fault.seconds)
             assert not call.done(), "the server was faster than the cut"
             call.cancel()  # closes the connection to the server
-            self._seen.append(Seen(key, kind))
+            self._seen.append(Seen(kind))
             return self._reset(request)
         reply, content = await call
         if is_update:
-            self._seen.append(Seen(key, kind, reply.status, reply.headers.get(REPLAYED_HEADER)))
+            self._seen.append(Seen(kind, reply.status, content.decode()))
+        if kind == "twice":
+            again, text = await self._send(request, body)
+            self._seen.append(Seen(kind, again.status, text.decode()))
         if fault is not None and fault.kind == "lose":
             return self._reset(request)
         if fault is not None and fault.kind == "hold":
             await asyncio.sleep(fault.seconds)
         kept = {
-            name: value
-            for name, value in reply.headers.items()
-            if name.lower().startswith(("idempotency", "content-type"))
+            name: value for name, value in reply.headers.items() if name.lower() == "content-type"
         }
         return web.Response(
             status=reply.status, body=content, headers={**kept, "Connection": "close"}

@@ -52,14 +52,16 @@ def _call_loader(rank: TrainerRank, loader: str, argument: dict[str, Any]) -> No
 def num_loads(
     rank: TrainerRank, folder: Path, *, slow_nth: int = 0, slow_s: float = 0.0
 ) -> list[int]:
-    """How many bucket or session loads each TP rank ran since the last call."""
+    """How many sessions each TP rank has loaded since the last call."""
     _call_loader(rank, COUNT_LOADER, {"folder": str(folder), "nth": slow_nth, "seconds": slow_s})
     if not rank.is_leader:
         return []
     return [json.loads((folder / f"loads{tp}.json").read_text()) for tp in range(rank.tp)]
 
 
-def sync(rank: TrainerRank, mode: str, weights: NamedTensors) -> dict[str, Any]:
+def sync(
+    rank: TrainerRank, mode: str, weights: NamedTensors, version: str = "good"
+) -> dict[str, Any]:
     """One sync and the stage after it: what was sent or how it failed, and how long it took."""
     from verl_sglang_sync import WeightSyncError
 
@@ -67,7 +69,7 @@ def sync(rank: TrainerRank, mode: str, weights: NamedTensors) -> dict[str, Any]:
     manager = rank.manager(mode, bucket_bytes=BUCKET_BYTES, manifest_check="off")
     error, synced_s, started = None, 0.0, time.monotonic()
     try:
-        asyncio.run(manager.sync(iter(weights), version="faulty"))
+        asyncio.run(manager.sync(iter(weights), version=version))
         synced_s = time.monotonic() - started
         asyncio.run(manager.resume(("kv_cache",)))  # it is resident
     except WeightSyncError as failure:
@@ -79,8 +81,8 @@ def sync(rank: TrainerRank, mode: str, weights: NamedTensors) -> dict[str, Any]:
     }
 
 
-def faults_that_heal(rank: TrainerRank, url: str, model: str, folder: str) -> dict[str, Any]:
-    """A fault in each sync of each mode, alternately with other weights."""
+def faults_of_a_request(rank: TrainerRank, url: str, model: str, folder: str) -> dict[str, Any]:
+    """A fault in each sync of each mode, alternately with other weights; then a good sync."""
     use_client(rank, url)
     weights = {s: weights_of(Path(model), rank.device, scale=s) for s in (1.0, 0.5)}
     where = Path(folder)
@@ -94,24 +96,22 @@ def faults_that_heal(rank: TrainerRank, url: str, model: str, folder: str) -> di
             Fault("lose", 1),
             Fault("hold", 1, UPDATE_TIMEOUT_S + 2),
             Fault("cut", 1, SLOW_S / 3),
+            Fault("twice", 1),
         ):
             scale = 1.5 - scale
             num_loads(rank, where, slow_nth=1 if fault.kind == "cut" else 0, slow_s=SLOW_S)
             if rank.is_leader:
                 plan(url, fault)
-            outcome = sync(rank, mode, weights[scale])
-            requests = as_json(seen(url)) if rank.is_leader else []
-            result["faults"].append(
-                {
-                    **outcome,
-                    "mode": mode,
-                    "kind": fault.kind,
-                    "requests": requests,
-                    "loads": num_loads(rank, where),
-                    "hashes": engine_hashes(rank, where),
-                    "scale": scale,
-                }
-            )
+            outcome = sync(rank, mode, weights[scale], f"{mode}, {fault.kind}")
+            found: dict[str, Any] = {**outcome, "mode": mode, "kind": fault.kind, "scale": scale}
+            if rank.is_leader:
+                found["requests"] = as_json(seen(url))
+                found["version"] = asyncio.run(rank.client.model_info())["weight_version"]
+            found["loads"] = num_loads(rank, where)
+            found["hashes"] = engine_hashes(rank, where)
+            found["good"] = sync(rank, mode, weights[scale])
+            found["good_hashes"] = engine_hashes(rank, where)
+            result["faults"].append(found)
     return result
 
 

@@ -1,8 +1,8 @@
 """A custom weight loader that counts, inside the engine, how often our loaders really run.
 
 Its one tensor's name is JSON: `{"folder": ..., "nth": ..., "seconds": ...}`. Each call writes the
-loads since the last call to `<folder>/loads<rank>.json` and has the nth later load take `seconds`
-longer.
+loads since the last call that succeeded to `<folder>/loads<rank>.json` and has the nth later load
+take `seconds` longer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from sglang_loader.hooks import weights as weight_updater_hooks
 
 COUNT_LOADER = "support.load_counter.count_loads"
-_state = {"loads": 0, "nth": 0, "seconds": 0.0}
+_state = {"begun": 0, "loads": 0, "nth": 0, "seconds": 0.0}
 
 
 def count_loads(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
@@ -28,7 +28,7 @@ def count_loads(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> No
     order = json.loads(named_tensors[0][0])
     rank = torch.distributed.get_rank()
     Path(order["folder"], f"loads{rank}.json").write_text(json.dumps(_state["loads"]))
-    _state.update(loads=0, nth=order["nth"], seconds=order["seconds"])
+    _state.update(begun=0, loads=0, nth=order["nth"], seconds=order["seconds"])
 
 
 def _wrap(module: Any, name: str) -> None:
@@ -39,9 +39,11 @@ def _wrap(module: Any, name: str) -> None:
 
     @functools.wraps(loader)
     def counting(*arguments: Any, **options: Any) -> Any:
-        _state["loads"] += 1
-        if _state["loads"] == _state["nth"]:
+        _state["begun"] += 1
+        if _state["begun"] == _state["nth"]:
             time.sleep(_state["seconds"])
-        return loader(*arguments, **options)
+        result = loader(*arguments, **options)
+        _state["loads"] += 1
+        return result
 
     setattr(module, name, counting)

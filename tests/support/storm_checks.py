@@ -57,11 +57,9 @@ class Reply:
     text: str
 
 
-def request(
-    url: str, body: bytes | None = None, *, limit_s: float = REPLY_S, **headers: str
-) -> Reply:
+def request(url: str, body: bytes | None = None, *, limit_s: float = REPLY_S) -> Reply:
     """One request, a POST if there is a body."""
-    call = urllib.request.Request(url, body, {"Content-Type": "application/json", **headers})
+    call = urllib.request.Request(url, body, {"Content-Type": "application/json"})
     try:
         with urllib.request.urlopen(call, timeout=limit_s) as reply:
             return Reply(reply.status, reply.read().decode(errors="replace"))
@@ -117,11 +115,9 @@ class StormEngine:
             self.references.tokens.append({prompt: self._generate(prompt) for prompt in PROMPTS})
         assert len({str(hashes) for hashes in self.references.hashes}) == len(models)
 
-    def post(
-        self, endpoint: str, body: bytes, *, limit_s: float = REPLY_S, **headers: str
-    ) -> Reply:
+    def post(self, endpoint: str, body: bytes, *, limit_s: float = REPLY_S) -> Reply:
         """POST to the server itself."""
-        return request(f"{self.url}/{endpoint}", body, limit_s=limit_s, **headers)
+        return request(f"{self.url}/{endpoint}", body, limit_s=limit_s)
 
     def _generate(self, prompt: str) -> Tokens:
         """Greedy tokens, with and without a cached prefix; both must agree."""

@@ -127,9 +127,9 @@ def two_trainers(storm: Storm) -> None:
         storm.finish(trainer=trainer)
 
 
-@fault("a reply is lost, held or cut", 6)
+@fault("a reply is lost, held or cut, or a request repeated", 6)
 def proxy_fault(storm: Storm) -> None:
-    kind = storm.rng.choice(("lose", "hold", "cut"))
+    kind = storm.rng.choice(("lose", "hold", "cut", "twice"))
     seconds = {"hold": TIMEOUT_S + 1, "cut": storm.rng.uniform(0, 0.05)}
     plan(storm.proxy, ProxyFault(kind, storm.rng.randrange(1, 5), seconds.get(kind, 0.0)))
     storm.begin(via="proxy", slow_s=_slow(storm))
@@ -266,11 +266,8 @@ def _fuzz(storm: Storm, endpoints: tuple[str, ...]) -> int:
     for _ in range(storm.batch):
         endpoint = rng.choice(endpoints)
         body = _fuzzed_body(storm, endpoint)
-        headers = {}
-        if rng.random() < 0.3:
-            headers["Idempotency-Key"] = f'"{rng.randrange(1 << 60):016x}/{rng.choice((0, 0, 1))}"'
-        reply = storm.engine.post(endpoint, body, **headers)
-        shown = f"{endpoint} {body[:600]!r} {headers}"
+        reply = storm.engine.post(endpoint, body)
+        shown = f"{endpoint} {body[:600]!r}"
         if storm.engine.server.process.poll() is not None:
             raise Violation("engine died", shown)
         if reply.status == 0:

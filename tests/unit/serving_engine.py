@@ -131,7 +131,6 @@ class ServingEngine:
         load_format: str,
         flush_cache: bool,
         weight_version: str | None,
-        key: Any = None,
         sent: threading.Event | None = None,
     ) -> Future[Any]:
         assert (load_format, flush_cache, len(handles)) == (SESSION_FORMAT, True, len(self.models))

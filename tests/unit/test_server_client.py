@@ -12,7 +12,6 @@ from concurrent.futures import CancelledError
 import pytest
 from aiohttp import web
 
-from sglang_loader.common.update_keys import KEY_HEADER, SUPPORTED_HEADER, UpdateKey
 from verl_sglang_sync.engine.server_client import (
     ConnectionBroken,
     NoReply,
@@ -34,23 +33,19 @@ SUCCESS = '{"success": true, "message": "Success"}'
 class Server:
     """Answers with `status` and `text`, the first `num_slow` times only after `delay_s`."""
 
-    def __init__(self, *, status=200, text=SUCCESS, delay_s=0.0, num_slow=99, keeps_keys=False):
+    def __init__(self, *, status=200, text=SUCCESS, delay_s=0.0, num_slow=99):
         self.status, self.text = status, text
-        self.delay_s, self.num_slow, self.keeps_keys = delay_s, num_slow, keeps_keys
-        self.requests, self.num_asked, self.peers = [], 0, set()
+        self.delay_s, self.num_slow = delay_s, num_slow
+        self.requests, self.peers = [], set()
         self.url = ""
 
     async def answer(self, request):
-        headers = {SUPPORTED_HEADER: "true"} if self.keeps_keys else {}
-        if request.method == "OPTIONS":
-            self.num_asked += 1
-            return web.Response(status=204 if self.keeps_keys else 405, headers=headers)
         payload = await request.json() if request.can_read_body else None
         self.requests.append((request.method, request.path_qs, dict(request.headers), payload))
         self.peers.add(request.transport.get_extra_info("peername"))
         if len(self.requests) <= self.num_slow:
             await asyncio.sleep(self.delay_s)
-        return web.Response(status=self.status, text=self.text, headers=headers)
+        return web.Response(status=self.status, text=self.text)
 
     @property
     def only_request(self):
@@ -97,7 +92,6 @@ def short_retry_delay(monkeypatch):
     monkeypatch.setattr(core, "RETRY_DELAY_S", 0.05)
 
 
-KEY = UpdateKey("0123abcd", 3)
 GROUP = {
     "master_address": "::1",
     "master_port": 29500,
@@ -109,8 +103,8 @@ GROUP = {
 ADMIN, NORMAL, OPEN = "admin", "normal", None
 
 
-def update(client, key=None):
-    return client.update_weights([b"abc"], load_format="a.b", key=key)
+def update(client):
+    return client.update_weights([b"abc"], load_format="a.b")
 
 
 CALLS = {
@@ -248,13 +242,13 @@ def test_both_clients_send_the_same():
 
     def from_a_thread(url):
         with SyncSGLangServerClient(url, timeout_s=5) as client:
-            client.run(operations.update_weights([b"abc"], load_format="a.b", key=KEY))
+            client.run(operations.update_weights([b"abc"], load_format="a.b"))
             return client.run(operations.model_info())
 
     async def main():
         async with serving(server):
             async with SGLangServerClient(server.url, timeout_s=5) as client:
-                await update(client, KEY)
+                await update(client)
                 info = await client.model_info()
             assert await asyncio.to_thread(from_a_thread, server.url) == info
 
@@ -262,7 +256,6 @@ def test_both_clients_send_the_same():
     assert [(r[0], r[1], r[3]) for r in server.requests[:2]] == [
         (r[0], r[1], r[3]) for r in server.requests[2:]
     ]
-    assert [r[2].get(KEY_HEADER) for r in server.requests] == ['"0123abcd/3"', None] * 2
 
 
 def test_a_bucket_of_many_bytes_arrives_whole():
@@ -361,7 +354,7 @@ def test_a_refusal_names_endpoint_status_and_message(status):
 @pytest.mark.parametrize("status", (401, 403))
 @pytest.mark.parametrize("call", (update, lambda client: client.release_memory(["weights"])))
 def test_a_wrong_key_is_named_at_once(status, call):
-    server = Server(status=status, text='{"error": "Unauthorized"}', keeps_keys=True)
+    server = Server(status=status, text='{"error": "Unauthorized"}')
     with pytest.raises(NotAuthorized, match=rf": HTTP {status}: the server refused the admin_api"):
         talk(server, call)
     assert len(server.requests) == 1
@@ -404,13 +397,21 @@ def test_a_slow_reply_within_the_limit_is_a_success():
     assert len(server.requests) == 1
 
 
-def test_an_update_without_a_key_is_never_repeated():
-    server = Server(delay_s=1.0, keeps_keys=True)
+def update_from_distributed(client):
+    return client.update_from_distributed([], [], [], group_name="weights")
+
+
+@pytest.mark.parametrize("call", (update, update_from_distributed))
+def test_an_update_that_may_have_been_executed_is_never_sent_again(call):
+    server = Server(delay_s=1.0)
 
     async def conversation(client):
-        message = r"/update_weights_from_tensor: no reply within 0.2 s; not sent again, because it"
+        message = (
+            r"/update_weights_from_\w+: no reply within 0\.2 s; not sent again, because it may "
+            "have been executed$"
+        )
         with pytest.raises(NoReply, match=message):
-            await update(client)
+            await call(client)
         await asyncio.sleep(1.0)  # a repetition would have come by now
 
     talk(server, conversation, timeout_s=0.2)
@@ -419,48 +420,16 @@ def test_an_update_without_a_key_is_never_repeated():
 
 @pytest.mark.parametrize("name", ["init group", "destroy group"])
 def test_what_is_not_idempotent_is_never_repeated(name):
-    server = Server(delay_s=1.0, keeps_keys=True)
+    server = Server(delay_s=1.0)
     with pytest.raises(NoReply, match="not sent again"):
         talk(server, CALLS[name][0], timeout_s=0.2)
     assert len(server.requests) == 1
 
 
-def test_an_update_with_a_key_is_not_repeated_to_a_server_that_keeps_none():
+def test_repetitions_end():
     server = Server(delay_s=1.0)
-    with pytest.raises(NoReply, match="the server keeps no idempotency keys"):
-        talk(server, lambda client: update(client, KEY), timeout_s=0.2)
-    assert (len(server.requests), server.num_asked) == (1, 1)
-
-
-def test_an_update_with_a_key_is_repeated_to_a_server_that_keeps_keys():
-    server = Server(delay_s=1.0, num_slow=1, keeps_keys=True)
-    talk(server, lambda client: update(client, KEY), timeout_s=0.3)
-    assert [headers[KEY_HEADER] for _, _, headers, _ in server.requests] == [KEY.header] * 2
-    assert server.requests[0][3] == server.requests[1][3]
-    assert server.num_asked == 1
-
-
-def test_a_server_that_has_said_so_is_not_asked_again():
-    server = Server(delay_s=1.0, num_slow=0, keeps_keys=True)
-
-    async def conversation(client):
-        await update(client, KEY)
-        server.num_slow = 2
-        await update(client, KEY)
-
-    talk(server, conversation, timeout_s=0.3)
-    assert (len(server.requests), server.num_asked) == (3, 0)
-
-
-@pytest.mark.parametrize(
-    "call",
-    (lambda client: client.resume_memory(["weights"]), lambda client: update(client, KEY)),
-    ids=("resume", "update"),
-)
-def test_repetitions_end(call):
-    server = Server(delay_s=1.0, keeps_keys=True)
     with pytest.raises(NoReply, match=rf": no reply within 0.2 s, in {ATTEMPTS} attempts$"):
-        talk(server, call, timeout_s=0.2)
+        talk(server, lambda client: client.resume_memory(["weights"]), timeout_s=0.2)
     assert len(server.requests) == ATTEMPTS
 
 
@@ -533,6 +502,7 @@ def test_a_connection_that_breaks_is_named(reply, abort, is_idempotent):
             client = SGLangServerClient(f"http://127.0.0.1:{port}", timeout_s=5)
             await (client.resume_memory(["weights"]) if is_idempotent else update(client))
 
-    with pytest.raises(ConnectionBroken, match="the connection broke"):
+    with pytest.raises(ConnectionBroken, match="the connection broke") as error:
         asyncio.run(main())
+    assert ("not sent again" in str(error.value)) != is_idempotent
     assert len(connections) == (ATTEMPTS if is_idempotent else 1)

@@ -335,6 +335,43 @@ def test_a_session_that_is_aborted_before_its_first_bucket_has_not_begun(
     assert not engine.has_begun
 
 
+@pytest.mark.parametrize("ended", ["well", "badly"])
+def test_a_request_that_arrives_twice_is_refused_at_once_the_second_time(
+    event: Event, ring: StagingRing, ended: str
+) -> None:
+    """The trainer's next session uses the same socket, and hears nothing of it."""
+    sockets, model = SessionSockets(), Model(tuple(WEIGHTS))
+    with TrainerSession(sockets, SETTINGS, BlockNames()) as trainer:
+        engine = joined(trainer, model)
+        if ended == "well":
+            serve_whole(trainer, ring, engine)
+            trainer.keep_socket()
+        else:
+            trainer.abort("another replica failed", None)
+            check_not_served(engine, "another replica failed")
+    started = time.monotonic()
+    again = Engine(trainer.invitation, model)
+    again.start()
+    check_not_served(again, "the same request has come before: it is not executed again")
+    assert time.monotonic() - started < 1
+    assert not again.has_begun
+    with TrainerSession(sockets, SETTINGS, BlockNames()) as following:
+        assert (following._channel is trainer._channel) == (ended == "well")
+        engine = joined(following, model)
+        serve_whole(following, ring, engine)
+
+
+def serve_whole(trainer: TrainerSession, ring: StagingRing, engine: Engine) -> None:
+    """A session that ends well."""
+    send_all(trainer, ring)
+    trainer.wait_until_done(1)
+    trainer.outcome()
+    trainer.commit()
+    trainer.wait_until_published()
+    engine.join(20)
+    assert engine.has_served
+
+
 def test_memory_that_the_engine_cannot_map_is_told_apart(
     event: Event, trainer: TrainerSession
 ) -> None:

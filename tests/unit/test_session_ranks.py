@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
 
-from unit.lost_replies import LosesReplies, lost_reply
+from unit.failed_replies import BAD, LOST, FailsReplies, failed_request
 from unit.test_session_commit import SETTINGS
 from verl_sglang_sync import WeightSyncError
 from verl_sglang_sync.collective import Agreement, RankLost, SingleProcess
+from verl_sglang_sync.engine.server_client import RequestFailed, ServerError
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.sync.ranks_in_step import RanksInStep
 from verl_sglang_sync.sync.transport import SessionTransport
@@ -31,8 +33,13 @@ class Group(SingleProcess):
         return super().agree(failure, is_ready=is_ready, signature=signature)
 
 
-def test_a_rank_whose_last_reply_was_lost_exports_before_it_agrees() -> None:
+@pytest.mark.parametrize(("last", "raised"), [(BAD, str(BAD)), (LOST, "the next one is bad")])
+def test_a_rank_whose_last_reply_was_bad_exports_before_it_agrees(
+    last: ServerError, raised: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that was lost is only logged: the session had told that the weights are published."""
     events: list[str] = []
+    bad = RequestFailed("the next one is bad", endpoint="http://h:1/update", status=400)
 
     def export() -> Iterator[tuple[str, torch.Tensor]]:
         for name in ("first", "second"):
@@ -40,19 +47,28 @@ def test_a_rank_whose_last_reply_was_lost_exports_before_it_agrees() -> None:
             yield name, torch.ones(60)
 
     transport = SessionTransport(
-        engine=LosesReplies(),  # type: ignore[arg-type]
+        engine=FailsReplies(bad),  # type: ignore[arg-type]
         settings=replace(SETTINGS, manifest_check="off"),
         group=Group(events),
         device=torch.device("cpu"),
     )
-    transport._unanswered = lost_reply()
-    with pytest.raises(WeightSyncError, match="the reply was lost"):
+    transport._unanswered = failed_request(last)
+    with pytest.raises(WeightSyncError, match=re.escape(raised)):
         asyncio.run(
             transport.sync(export(), version="2", report=SyncReport(mode="compiled", replica=0))
         )
     assert events[0] == "first", "the other ranks would wait in the export's collectives"
     assert set(events) == {"first", "second", "agree"}
     assert transport._unanswered is None, "said once"
+    assert ("the reply was lost" in caplog.text) == (last is LOST)
+
+
+def test_an_engine_whose_reply_was_lost_may_still_join() -> None:
+    lost, bad = failed_request(LOST), failed_request(BAD)
+    lost.check_answer()
+    for check in (lost.check, bad.check, bad.check_answer):
+        with pytest.raises(ServerError):
+            check()
 
 
 @pytest.mark.parametrize(

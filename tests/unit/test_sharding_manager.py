@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 
-from unit.lost_replies import lost_reply
+from unit.failed_replies import BAD, LOST, failed_request
 from unit.serving_engine import ServingEngine, costs_of
 from unit.trainer_ranks import WORLD_SIZE, StageCase, stages
 from verl_sglang_sync import WeightSyncError
@@ -159,11 +159,19 @@ def test_a_wake_up_that_fails_never_reaches_the_body(operation):
 
 def test_a_bad_reply_to_a_sync_that_did_not_wait_for_it_fails_the_next_stage():
     manager, _ = make_manager([], mode="compiled")
-    manager._transport._unanswered = lost_reply()
+    manager._transport._unanswered = failed_request(BAD)
     with pytest.raises(WeightSyncError, match="resume_kv_cache") as raised:
         asyncio.run(manager.resume(("kv_cache",)))
-    assert "the reply was lost" in str(raised.value)
+    assert str(BAD) in str(raised.value)
     asyncio.run(manager.resume(("kv_cache",)))
+
+
+def test_a_reply_that_was_lost_once_the_weights_were_published_fails_nothing(caplog):
+    manager, _ = make_manager([], mode="compiled")
+    manager._transport._unanswered = failed_request(LOST)
+    asyncio.run(manager.resume(("kv_cache",)))
+    (record,) = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert "the weights were published, but the reply was lost" in record.getMessage()
 
 
 def test_a_sleep_that_fails_is_raised_and_keeps_the_bodys_exception():

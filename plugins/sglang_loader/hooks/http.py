@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 from sglang_loader.common.stage_costs import StageCosts, joined
-from sglang_loader.hooks import idempotency, stage_reply
+from sglang_loader.hooks import stage_reply
 from sglang_loader.hooks.requests import note_gate
 from sglang_loader.upstream import is_ours
 
@@ -21,17 +21,14 @@ class MemoryRequestRefused(RuntimeError):
 
 
 def launch_with_middleware(original: Original, cls: Any, *args: Any, **kwargs: Any) -> Any:
-    """AROUND `Engine._launch_subprocesses`: updates with a key run at most once, and replies tell
-    what stages cost.
+    """AROUND `Engine._launch_subprocesses`: replies tell what stages cost.
 
     An engine without HTTP has not imported the module of the server. The middleware must come
     before SGLang's own check of API keys, which it adds after this, on the outside.
     """
     arguments = kwargs["server_args"] if "server_args" in kwargs else args[0]
     if is_ours(arguments) and HTTP_SERVER in sys.modules:
-        app = sys.modules[HTTP_SERVER].app
-        idempotency.install(app)
-        stage_reply.install(app)
+        stage_reply.install(sys.modules[HTTP_SERVER].app)
     return original(cls, *args, **kwargs)
 
 

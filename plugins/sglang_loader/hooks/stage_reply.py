@@ -9,13 +9,19 @@ as they are.
 from __future__ import annotations
 
 import json
+from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from sglang_loader.common.stage_costs import StageCosts
-from sglang_loader.hooks.idempotency import App, Message, Receive, Scope, Send
 
 PATHS = ("/release_memory_occupation", "/resume_memory_occupation")
 _SCOPE_KEY = "verl_sglang_sync.stage_costs"
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 def install(app: Any) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import time
 import traceback
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, Protocol
@@ -36,6 +36,8 @@ HANDSHAKE_TIMEOUT_S = 120.0  # all replicas of the trainer have to be asked
 DEVICE_POLL_S = 0.0001
 NUM_TRAINERS = 4
 """So many sockets, and update groups, are kept."""
+NUM_INVITATIONS = 1024
+"""So many invitations are remembered, to refuse them if they come again."""
 
 
 class BeforeLoading(Protocol):
@@ -64,10 +66,14 @@ def serve_session(
         once_loaded: called when all are, before the trainer hears of it.
 
     Raises:
-        SessionError: the trainer is gone, silent, aborted, or broke the protocol.
+        SessionError: the trainer is gone, silent, aborted, or broke the protocol; or the invitation
+            has come before, since a proxy has repeated the request: nothing is done.
         Exception: what `once_joined`, `once_loaded` or a model's `load_weights` raised; the trainer
             gets the traceback too.
     """
+    if descriptor in _invitations:
+        raise SessionError("the same request has come before: it is not executed again")
+    _invitations.append(descriptor)
     session = _Session(descriptor, models, once_joined, before_loading, once_loaded)
     return ServedSession(session.run())
 
@@ -94,6 +100,7 @@ class ServedSession:
 
 
 _kept: KeptChannels[FromTrainer] = KeptChannels(NUM_TRAINERS)
+_invitations: deque[SessionDescriptor] = deque(maxlen=NUM_INVITATIONS)
 _layouts = Layouts()
 _mappings = Mappings()
 _sources = Sources()

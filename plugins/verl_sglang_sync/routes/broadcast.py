@@ -35,7 +35,6 @@ from sglang_loader.common.broadcast.messages import (
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.manifest import WIRE_VERSION, BucketManifest, TensorEntry
 from sglang_loader.common.session.folder import remove_orphans
-from sglang_loader.common.update_keys import UpdateKeys
 from verl_sglang_sync.collective import Agreement, WeightSyncError
 from verl_sglang_sync.config import WeightSyncConfig
 from verl_sglang_sync.engine.server_client import operations
@@ -157,7 +156,6 @@ class _BroadcastSync:
         self._version = version
         self._report = report
         self._id = uuid.uuid4().hex
-        self._keys = [UpdateKeys() for _ in group.members]
         self._broadcasts: list[Broadcast] = []
         self._requests: list[Future[Any]] = []
         self._waiting: _Packed | None = None
@@ -213,10 +211,9 @@ class _BroadcastSync:
                     load_format=BROADCAST_COMPILED if compiled else BROADCAST_EAGER,
                     flush_cache=last,
                     weight_version=self._version if last else None,
-                    key=next(keys),
                 )
             )
-            for (_, client), keys in zip(self._group.members, self._keys, strict=True)
+            for _, client in self._group.members
         ]
 
     def _wait_for_requests(self) -> None:

@@ -7,11 +7,12 @@ import traceback
 import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
 from sglang_loader.common.session.messages import SESSION_FORMAT, SessionError
-from sglang_loader.common.update_keys import UpdateKey, UpdateKeys
 from verl_sglang_sync.collective import RankLost, TrainerGroup, WeightSyncError
+from verl_sglang_sync.engine.server_client import ReplyLost
 from verl_sglang_sync.report import log_remarks
 from verl_sglang_sync.sources.bucket_stream import Bucket
 
@@ -32,13 +33,11 @@ class Updater(Protocol):
         load_format: str,
         flush_cache: bool,
         weight_version: str | None,
-        key: UpdateKey | None = None,
         sent: threading.Event | None = None,
     ) -> Future[Any]:
         """Open a session on every TP rank; on success drop the prefix cache, publish the version.
 
-        With a key the engine applies it once, however often it arrives. `sent` is set when the
-        request has left.
+        `sent` is set when the request has left.
         """
 
 
@@ -66,7 +65,6 @@ class OpeningRequest:
             load_format=SESSION_FORMAT,
             flush_cache=True,
             weight_version=self._version,
-            key=next(UpdateKeys()),
             sent=sent,
         )
         self._reply.add_done_callback(lambda _: sent.set())  # also if it never left
@@ -78,10 +76,17 @@ class OpeningRequest:
         return self._engine is None or self._reply is not None
 
     def check(self) -> None:
-        """Raise if the engine has answered already: nobody is left to talk to."""
+        """Raise if the engine has answered already, or its answer was lost."""
         if self._reply is not None and self._reply.done():
             self._reply.result()
             raise SessionError("the engine ended the update before its session")
+
+    def check_answer(self) -> None:
+        """Raise if the engine has answered: nobody is left to talk to. After a lost reply there may
+        be: an engine that is yet to join.
+        """
+        with suppress(ReplyLost):
+            self.check()
 
     def wait(self, limit_s: float) -> bool:
         """Wait until there is a reply, good or bad; False if there is none after `limit_s`."""

@@ -25,6 +25,7 @@ from sglang_loader.common.manifest import ManifestError
 from sglang_loader.common.session.messages import BucketPiece, Loaded, SessionError
 from verl_sglang_sync.collective import STEP_S, RankLost, TrainerGroup, WeightSyncError
 from verl_sglang_sync.config import WeightSyncConfig
+from verl_sglang_sync.engine.server_client import ReplyLost
 from verl_sglang_sync.engine.session import EngineFailed, SessionSockets, TrainerSession
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.routes.arranged_sending import ArrangedSync, KnownArrangements
@@ -141,12 +142,16 @@ class SessionTransport:
             report: gets the seconds, in "reply".
 
         Raises:
-            Exception: the reply is bad, or was lost.
+            Exception: the reply is bad. One that was lost is only logged: the session has told that
+                the weights are published, and the stage in between that the server lives.
         """
         request, self._unanswered = self._unanswered, None
         if request is not None:
             with report.stage("reply"):
-                request.result()
+                try:
+                    request.result()
+                except ReplyLost as error:
+                    logger.warning("the weights were published, but the reply was lost: %s", error)
 
     def _sync(
         self,
@@ -255,7 +260,7 @@ class SessionTransport:
                 self._end_in_step(request, ranks)
         if ranks.error is not None:
             if session is not None:
-                session.abort(ranks.error, request.check if request.may_have_left else None)
+                session.abort(ranks.error, request.check_answer if request.may_have_left else None)
             request.give_up(min(GIVE_UP_S, self._settings.request_timeout_s))
             ranks.agree()  # nobody leaves while an engine is still busy
         ranks.raise_error()

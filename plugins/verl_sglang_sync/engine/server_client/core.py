@@ -1,10 +1,10 @@
-"""Sends calls to one server: connections, API keys, timeouts, repetitions. All clients use it.
+"""Sends calls to one server: connections, API keys, timeouts, retries. All clients use it.
 
 What is sent again, and how often:
 
 - no connection: any operation, `CONNECT_ATTEMPTS` times; nothing was executed;
-- no reply in time, or a broken connection: idempotent operations, and updates with a key if the
-  server keeps keys, `ATTEMPTS` times; others never, because they may have been executed;
+- no reply in time, or a broken connection: idempotent operations, `ATTEMPTS` times; others never,
+  because they may have been executed;
 - a reply, good or bad: never.
 
 So an operation ends within `ATTEMPTS` x its timeout, plus a few seconds for the connections.
@@ -20,7 +20,6 @@ from typing import Any
 
 import aiohttp
 
-from sglang_loader.common.update_keys import KEY_HEADER, SUPPORTED_HEADER
 from verl_sglang_sync.engine.server_client.errors import (
     ConnectionBroken,
     NoReply,
@@ -38,7 +37,6 @@ CONNECT_TIMEOUT_S = 10.0
 # Shorter than any server's: a connection is not used while its server is about to close it.
 KEEP_ALIVE_S = 2.0
 MESSAGE_CHARS = 4000
-PROBE_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +82,6 @@ class ServerCore:
     def __init__(self, access: ServerAccess) -> None:
         self._access = access
         self._session: aiohttp.ClientSession | None = None
-        self._keeps_keys: bool | None = None  # None: not known yet
 
     async def send(self, call: Call) -> Any:
         """Run an operation to its end; returns the reply, decoded if it is JSON.
@@ -103,7 +100,7 @@ class ServerCore:
                     raise self._error(ServerUnreachable, call, message) from None
             except (TimeoutError, aiohttp.ClientError) as error:
                 num_lost += 1
-                if num_lost == ATTEMPTS or not await self._may_repeat(call):
+                if num_lost == ATTEMPTS or not call.operation.idempotent:
                     raise self._lost(call, error, num_lost) from None
             await asyncio.sleep(RETRY_DELAY_S)
 
@@ -129,8 +126,6 @@ class ServerCore:
             trace_request_ctx=call.sent,
         ) as response:
             text = await response.text(errors="replace")
-            if SUPPORTED_HEADER in response.headers:
-                self._keeps_keys = True
             if response.status >= 500:
                 response.close()  # a server that failed closes the connection behind its reply
             return self._result(call, response.status, text)
@@ -152,29 +147,6 @@ class ServerCore:
             raise self._error(RequestFailed, call, text[:MESSAGE_CHARS], status)
         return content
 
-    async def _may_repeat(self, call: Call) -> bool:
-        """True if sending it again does no harm, even if it was executed."""
-        if call.operation.idempotent:
-            return True
-        if call.key is None:
-            return False
-        if self._keeps_keys is None:
-            self._keeps_keys = await self._ask_for_keys(call)
-        return bool(self._keeps_keys)
-
-    async def _ask_for_keys(self, call: Call) -> bool | None:
-        """True if the server keeps idempotency keys, None if it does not answer."""
-        try:
-            async with self._open_session().request(
-                "OPTIONS",
-                self._url(call.operation),
-                headers=self._headers(call),
-                timeout=_timeout(min(PROBE_TIMEOUT_S, self._access.timeout_of(call.operation))),
-            ) as response:
-                return SUPPORTED_HEADER in response.headers
-        except (TimeoutError, aiohttp.ClientError):
-            return None
-
     def _open_session(self) -> aiohttp.ClientSession:
         if self._session is None:
             connector = aiohttp.TCPConnector(keepalive_timeout=KEEP_ALIVE_S)
@@ -187,8 +159,6 @@ class ServerCore:
         headers = {}
         if token := self._access.key_for(call.operation):
             headers["Authorization"] = f"Bearer {token}"
-        if call.key is not None:
-            headers[KEY_HEADER] = call.key.header
         return headers
 
     def _url(self, operation: Operation) -> str:
@@ -203,15 +173,8 @@ class ServerCore:
         else:
             kind, message = ConnectionBroken, f"the connection broke{times}: {error!r}"
         if attempts < ATTEMPTS:
-            message += f"; {self._why_not_repeated(call)}"
+            message += "; not sent again, because it may have been executed"
         return self._error(kind, call, message)
-
-    def _why_not_repeated(self, call: Call) -> str:
-        if call.key is None:
-            return "not sent again, because it may have been executed"
-        if self._keeps_keys is None:
-            return "not sent again: the server does not answer"
-        return "not sent again: it may have been executed, and the server keeps no idempotency keys"
 
     def _error(
         self, kind: type[ServerError], call: Call, message: str, status: int | None = None

@@ -55,12 +55,16 @@ class ServerUnreachable(ServerError):
     """No connection: nothing was executed."""
 
 
-class NoReply(ServerError):
-    """No reply within the operation's timeout; the request may have been executed."""
+class ReplyLost(ServerError):
+    """No whole reply came; the request may have been executed."""
 
 
-class ConnectionBroken(ServerError):
-    """The connection broke before the reply was complete; the request may have been executed."""
+class NoReply(ReplyLost):
+    """No reply within the operation's timeout."""
+
+
+class ConnectionBroken(ReplyLost):
+    """The connection broke before the reply was complete."""
 
 
 class NotAuthorized(ServerError):

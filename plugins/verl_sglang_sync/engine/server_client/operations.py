@@ -8,8 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, Literal, get_args
 
-from sglang_loader.common.update_keys import UpdateKey
-
 Limit = Literal["update", "release", "resume", "group", "info"]
 LIMITS: tuple[str, ...] = get_args(Limit)
 
@@ -57,7 +55,6 @@ class Call:
 
     operation: Operation
     payload: Mapping[str, Any] | None = None
-    key: UpdateKey | None = None
     query: Mapping[str, str] = field(default_factory=dict)
     sent: threading.Event | None = field(default=None, compare=False)
 
@@ -78,7 +75,6 @@ def update_weights(
     load_format: str,
     flush_cache: bool = False,
     weight_version: str | None = None,
-    key: UpdateKey | None = None,
     sent: threading.Event | None = None,
 ) -> Call:
     """Load one bucket, or those of one session.
@@ -88,7 +84,6 @@ def update_weights(
         load_format: names the loader in the engine.
         flush_cache: drop the prefix cache; fails where requests run.
         weight_version: what `/model_info` reports from then on; None leaves it as it is.
-        key: makes a repetition harmless; without one the request is never repeated.
         sent: set when the request has left. A caller that goes on computing holds Python's lock,
             and would keep the client's thread from sending it.
     """
@@ -98,7 +93,7 @@ def update_weights(
         "flush_cache": flush_cache,
         "weight_version": weight_version,
     }
-    return Call(UPDATE, payload, key, sent=sent)
+    return Call(UPDATE, payload, sent=sent)
 
 
 def update_from_distributed(
@@ -110,7 +105,6 @@ def update_from_distributed(
     load_format: str | None = None,
     flush_cache: bool = False,
     weight_version: str | None = None,
-    key: UpdateKey | None = None,
 ) -> Call:
     """Load one bucket that the trainer broadcasts in `group_name`; the rest as `update_weights`."""
     payload = {
@@ -122,7 +116,7 @@ def update_from_distributed(
         "flush_cache": flush_cache,
         "weight_version": weight_version,
     }
-    return Call(UPDATE_DISTRIBUTED, payload, key)
+    return Call(UPDATE_DISTRIBUTED, payload)
 
 
 def init_update_group(
