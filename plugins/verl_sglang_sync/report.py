@@ -99,8 +99,17 @@ class SyncReport:
             self.stages[name] = {**self.stages.get(name, {}), **costs}
 
     def publish(self, report_file: str | None) -> None:
-        """Log the report, and append it as one JSON line where a file is configured."""
+        """Log the report, and append it as one JSON line where a file is configured.
+
+        Why buckets were not replayed is a warning, once for each reason: SGLang's processes, which
+        find it out, are launched by verl at log level "error".
+        """
         logger.info("weight sync: %s", self)
+        if self.eager_reason is not None:
+            _warn_once(
+                "weight sync: SGLang's own load_weights loads buckets, slower than the load plan: "
+                f"{self.eager_reason}"
+            )
         if report_file is not None:
             path = Path(report_file)
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 
 import pytest
 import torch
@@ -241,6 +242,16 @@ def test_the_log_line_has_bytes_of_the_gpus_and_of_the_host():
     report.add_costs("resume_kv_cache", {"kv_cache": {"gpu_bytes": [2e6], "host_bytes": [0]}})
     text = "; release weights 10.0 MB (host 1.0 MB), resume_kv_cache kv_cache 2.0 MB"
     assert str(report).endswith(text)
+
+
+def test_why_buckets_were_not_replayed_is_a_warning_once_for_each_reason(caplog):
+    for reason in ("the map of experts changed", None, "the map of experts changed", "a cast"):
+        SyncReport(mode="compiled", replica=0, eager_reason=reason).publish(None)
+    warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert [text.rpartition(": ")[2] for text in warnings] == [
+        "the map of experts changed",
+        "a cast",
+    ]
 
 
 def test_a_failed_sync_writes_no_line_and_is_not_counted_in_the_next(tmp_path):

@@ -74,7 +74,8 @@ def decode_bucket(text: str, secret: bytes) -> BroadcastBucket:
     code, _, content = text.partition(" ")
     if not hmac.compare_digest(code.encode(), _code(content, secret).encode()):
         raise ManifestError(
-            f"not a broadcast bucket of this group's trainer, or changed on its way: {text[:120]!r}"
+            "not a broadcast bucket of this group's trainer, or changed on its way, or of another "
+            f"release of verl-sglang-sync: {text[:120]!r}"
         )
     try:
         bucket = _decoder.decode(content)
