@@ -18,6 +18,7 @@ from sglang_loader.common.arrangement import Arrangement
 from sglang_loader.common.layout import BucketLayout
 from verl_sglang_sync.collective import TrainerGroup, holds_everywhere, world_size
 from verl_sglang_sync.config import WeightSyncConfig
+from verl_sglang_sync.engine.session import TrainerSession
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.routes.arranged_sending import ArrangedSync, KnownArrangements
 from verl_sglang_sync.routes.shard_exchange import ShardExchange, SyncKind, whole_bucket
@@ -142,6 +143,9 @@ class ExchangedBuckets:
         report: gets the counts and the seconds of "gather".
     """
 
+    is_export = False
+    is_packed = True
+
     def __init__(
         self,
         exchange: ShardExchange,
@@ -181,8 +185,14 @@ class ExchangedBuckets:
         self._arranged.keep_if_held(held)
         self._has_begun = True
 
+    def map_memory(self, session: TrainerSession) -> None:
+        """Nothing to do: staging buffers are mapped with the buckets in them."""
+
     def confirm(self) -> None:
         """Nothing to do: the shards were looked at when this was chosen."""
+
+    def end(self) -> None:
+        """Nothing to do."""
 
     def drain(self) -> None:
         """Send what the other ranks still wait for."""

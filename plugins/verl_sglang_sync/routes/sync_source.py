@@ -4,9 +4,11 @@ A source is chosen before the engine has joined, the same on all ranks, and used
 
     source.start(session.has_arrived)      # while the engine joins
     source.engine_joined(session.arrangements)  # the engine has said how buckets may come
+    source.map_memory(session)             # what the engine reads, where it is known beforehand
     for bucket in source: ...              # each is loaded
     source.confirm()                       # before the engines may publish
     source.drain()                         # in any case: no other rank waits for this one
+    source.end()                           # after a good sync
 
 `ExportedBuckets` packs verl's full export. `ExchangedBuckets` (`routes.exchange`) fills the same
 staging buffers from the ranks' shards. `PulledBuckets` packs nothing: see `pull`.
@@ -21,6 +23,7 @@ from typing import Protocol
 import torch
 
 from sglang_loader.common.session.messages import BucketPiece
+from verl_sglang_sync.engine.session import TrainerSession
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.routes.arranged_sending import ArrangedSync
 from verl_sglang_sync.routes.pull import Pull
@@ -51,13 +54,24 @@ class ReadyBucket:
 
 
 class SyncSource(Protocol):
-    """The buckets of one sync of one trainer rank; see the module."""
+    """The buckets of one sync of one trainer rank; see the module.
+
+    Attributes:
+        is_export: True: it goes through the full export.
+        is_packed: True: buckets lie in staging buffers, and may hold only what the engine reads.
+    """
+
+    is_export: bool
+    is_packed: bool
 
     def start(self, has_arrived: Callable[[], bool]) -> None:
         """Do what can be done while the engine joins, until it has."""
 
     def engine_joined(self, held: str) -> None:
         """The engine holds arrangements of this digest for the sync; "": none."""
+
+    def map_memory(self, session: TrainerSession) -> None:
+        """Have the engine map, with the first bucket, what all buckets need."""
 
     def __iter__(self) -> Iterator[ReadyBucket]: ...
 
@@ -66,6 +80,9 @@ class SyncSource(Protocol):
 
     def drain(self) -> None:
         """Take part in what other ranks still need."""
+
+    def end(self) -> None:
+        """The sync was good."""
 
 
 class ExportedBuckets:
@@ -78,6 +95,8 @@ class ExportedBuckets:
         arranged: which buckets hold only what this rank's engine reads.
         report: gets the counts and seconds.
     """
+
+    is_export = is_packed = True
 
     def __init__(
         self,
@@ -119,8 +138,14 @@ class ExportedBuckets:
             del batch
             yield packed
 
+    def map_memory(self, session: TrainerSession) -> None:
+        """Nothing to do: staging buffers are mapped with the buckets in them."""
+
     def confirm(self) -> None:
         """Nothing to do: every tensor came from the export."""
+
+    def end(self) -> None:
+        """Nothing to do."""
 
     def drain(self) -> None:
         """Go on exporting: the export's collectives need every rank."""
@@ -149,6 +174,8 @@ class PulledBuckets:
         device: of the parameters on this rank.
         report: gets the counts and seconds.
     """
+
+    is_export = is_packed = False
 
     def __init__(
         self,
@@ -182,6 +209,14 @@ class PulledBuckets:
 
     def drain(self) -> None:
         """Nothing to do: no rank waits for an export."""
+
+    def map_memory(self, session: TrainerSession) -> None:
+        """The parameters of all ranks."""
+        session.map_blocks(self._pull.blocks, keep=self._pull.keeps_mappings)
+
+    def end(self) -> None:
+        """The engines have mapped what they were to map."""
+        self._pull.end()
 
     def _check(self, until: Callable[[], bool] = lambda: False) -> None:
         with self._report.stage("confirm"):

@@ -274,10 +274,8 @@ class SessionTransport:
         report: SyncReport,
     ) -> None:
         """After a good sync: can the next ones do without the export?"""
-        if isinstance(source, PulledBuckets):
-            self._pull.end()
-            return
-        if isinstance(source, ExchangedBuckets):
+        source.end()
+        if not source.is_export:
             return
         cuts = self._stream.cuts
         if self._pull.can_learn(weights):
@@ -335,8 +333,7 @@ class SessionTransport:
         self, session: TrainerSession, source: SyncSource, report: SyncReport, ranks: RanksInStep
     ) -> None:
         """Send every bucket; the engine may still be at the last ones."""
-        if isinstance(source, PulledBuckets):
-            session.map_blocks(self._pull.blocks, keep=self._pull.keeps_mappings)
+        source.map_memory(session)
         for ready in source:
             index, bucket = ready.index, ready.bucket
             session.load(
@@ -370,7 +367,7 @@ class SessionTransport:
         session.finish(
             num_buckets=ranks.num_buckets,
             num_tensors=ranks.num_tensors,
-            arrangements=None if isinstance(source, PulledBuckets) else self._known_digest(),
+            arrangements=self._known_digest() if source.is_packed else None,
         )
         with report.stage("load"):
             session.wait_until_done(ranks.num_buckets - 1)
