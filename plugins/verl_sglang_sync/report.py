@@ -106,7 +106,7 @@ class SyncReport:
         """
         logger.info("weight sync: %s", self)
         if self.eager_reason is not None:
-            _warn_once(
+            warn_once(
                 "weight sync: SGLang's own load_weights loads buckets, slower than the load plan: "
                 f"{self.eager_reason}"
             )
@@ -121,25 +121,32 @@ class SyncReport:
         return (
             f"{self.mode}, replica {self.replica}, version {self.weight_version}: "
             f"{self.num_tensors} tensors, {self.payload_bytes / 1e6:.1f} MB in {self.num_buckets} "
-            f"buckets{self._arranged}; {stages}{_bytes_of(self.stages)}"
+            f"buckets{self._route}; {stages}{_bytes_of(self.stages)}"
         )
 
     @property
-    def _arranged(self) -> str:
-        if not self.num_arranged:
-            return ""
-        exchanged = f", {self.num_exchanged} exchanged" if self.num_exchanged else ""
-        return f", {self.num_arranged} arranged{exchanged}: {self.sent_bytes / 1e6:.1f} MB sent"
+    def _route(self) -> str:
+        """How the buckets came, where that is not the full export, whole."""
+        counts = (
+            (self.num_pulled, "read in the trainer's memory"),
+            (self.num_exchanged, "exchanged"),
+            (
+                self.num_arranged,
+                f"trimmed to {self.sent_bytes / 1e6:.1f} MB that the engine reads",
+            ),
+        )
+        return "".join(f", {num} {how}" for num, how in counts if num)
 
 
 def log_remarks(reply: Any) -> None:
     """Log what an engine's reply to an update says of its manifest check; each remark once."""
     for remark in remarks_in(str(reply.get("message"))):
-        _warn_once(f"{REMARK}{remark}")
+        warn_once(f"{REMARK}{remark}")
 
 
 @functools.cache
-def _warn_once(text: str) -> None:
+def warn_once(text: str) -> None:
+    """Log a warning, unless this process has logged the same before."""
     logger.warning("%s", text)
 
 

@@ -26,7 +26,7 @@ from sglang_loader.load_plan.executor import replay_once
 from sglang_loader.load_plan.verify import differing, snapshot
 from sglang_loader.session.model_loader import ModelLoader, SyncOutcome
 from sglang_loader.upstream import engine_context
-from verl_sglang_sync.routes.arranged_packing import ArrangedPacking
+from verl_sglang_sync.routes.byte_gather import ByteGather
 
 LAYOUTS = ("single", "many", "cut")
 
@@ -82,7 +82,7 @@ def prove_arranged(
             assert decode_arrangements(encoded, {"digest": bucket.layout})[0][1] == arrangement
         flat = torch.full((arrangement.nbytes,), 0x5A, dtype=torch.uint8)
         tensors = [tensor for _, tensor in bucket.layout.views(buffer)]
-        ArrangedPacking(arrangement, flat.device).pack(tensors, flat)
+        ByteGather(arrangement, flat.device).run(tensors, flat)
         replay_once(rebased, plan.destinations, flat)
     assert differing(plan.destinations, expected) == ()
 

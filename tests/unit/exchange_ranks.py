@@ -305,7 +305,7 @@ def _failing_on_rank_1(rank, piece, packing):
     """One packing of one piece fails on rank 1."""
     broken = getattr(rank.exchange._prepared.exchange._pieces[piece], packing)
     fails = mock.Mock(side_effect=MemoryError("no room to pack"))
-    with mock.patch.object(broken, "pack", fails if dist.get_rank() == 1 else broken.pack):
+    with mock.patch.object(broken, "run", fails if dist.get_rank() == 1 else broken.run):
         yield
 
 

@@ -15,7 +15,8 @@ from unit.trainer_ranks import WORLD_SIZE, RanksHang, SyncCase, barrier_of, expe
 from verl_sglang_sync import WeightSyncError
 from verl_sglang_sync.collective import SingleProcess
 from verl_sglang_sync.config import WeightSyncConfig
-from verl_sglang_sync.report import SyncReport
+from verl_sglang_sync.report import SyncReport, warn_once
+from verl_sglang_sync.routes.pull import NOT_IN_PLACE
 from verl_sglang_sync.sync.transport import SessionTransport
 
 MODES = ("bucketed", "flattened")
@@ -404,3 +405,15 @@ def test_only_compiled_makes_a_plan_and_all_modes_load_the_same(mode):
         assert contents(trainer.engine.models[0].named_parameters()) == contents(weights)
     replayed = [(0, 3), (3, 0), (3, 0)]
     assert seen == (replayed if mode == "compiled" else [(0, 3)] * 3)
+
+
+def test_an_export_that_names_no_parameters_is_packed_and_the_trainer_says_so_once(caplog):
+    warn_once.cache_clear()
+    weights = [(f"t{i}", filled((8, 16), torch.bfloat16, i)) for i in range(9)]
+    trainer = Trainer("compiled")
+    trainer.engine.models = [ByName(weights)]
+    for _ in range(3):
+        assert trainer.sync(weights).num_pulled == 0
+    said = [record.getMessage() for record in caplog.records if NOT_IN_PLACE in record.getMessage()]
+    assert len(said) == 1
+    assert "FSDP2, without adapters" in said[0]

@@ -33,7 +33,7 @@ def test_other_parameters_are_exported_and_traced_again_a_few_times(pool):
     for seen in pool.run(exchange_ranks.change_parameters):
         assert seen["kinds"] == ["CHECK", "EXCHANGE", "FULL"] * MAX_TRACES
         assert not any(seen["wrong"])
-        assert f"the parameters became others {MAX_TRACES} times" in seen["reason"]
+        assert f"the parameters were replaced by others {MAX_TRACES} times" in seen["reason"]
 
 
 def test_the_comparison_is_repeated_when_it_is_due(pool):

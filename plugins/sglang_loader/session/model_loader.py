@@ -114,7 +114,7 @@ class ModelLoader:
         """Begin a sync; one that broke off before is forgotten.
 
         Args:
-            context: see `hooks.upstream`.
+            context: see `upstream.engine_context`.
             recheck_every_n_syncs: check the plan against `load_weights` in every n-th sync that it
                 serves; 0: never again after it was made.
             uses_plan: False: every bucket goes through `load_weights`, whatever plan there is.

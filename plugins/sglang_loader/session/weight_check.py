@@ -1,7 +1,8 @@
 """Does what a sync has loaded fit the model, and is it all of it? Asked before it is published.
 
-A `load_weights` drops what it does not know, casts what it should not, and misses nothing. So each
-TP rank rehearses it with the names, dtypes and shapes that came, and all give one verdict:
+A `load_weights` drops names that it does not know, casts dtypes without a word, and does not notice
+when a tensor is absent. So each TP rank rehearses it with the names, dtypes and shapes that came,
+and all give one verdict:
 
     view = view_of_sync(layouts, models)        # on each rank by itself; takes its time
     verdict = judge_together(view, gather)      # all ranks

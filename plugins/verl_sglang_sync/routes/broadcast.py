@@ -8,7 +8,8 @@ begins before the one before it is loaded, and the next bucket is packed meanwhi
     group                     | send 0 | send 1 | send 2     |
     engines                            | load 0 | load 1     |
 
-No broadcast begins before the engines are told of it: on a GPU it would wait there for them, and
+A bucket's broadcast begins with the requests that announce it, never earlier: on a GPU it would
+wait there for the engines, and
 whatever of the trainer waits for the whole GPU meanwhile (freeing memory, its own collectives'
 set-up) would wait for ever.
 """
@@ -184,7 +185,7 @@ class _BroadcastSync:
         self._wait_for_requests()
 
     def _post(self, bucket: _Packed, *, following: _Packed | None) -> None:
-        """Tell the servers of a bucket and of the one that follows; both broadcasts have begun."""
+        """Tell the servers of a bucket and of the one that follows; begin the new broadcasts."""
         self._wait_for_requests()
         last = following is None
         text = encode_bucket(
@@ -198,7 +199,7 @@ class _BroadcastSync:
             self._group.secret,
         )
         compiled = self._settings.mode == "compiled"
-        for packed in (bucket, following)[bucket.index > 0 :]:
+        for packed in (bucket if bucket.index == 0 else None, following):
             if packed is not None:
                 self._broadcasts.append(Broadcast(packed.flat, self._group.process_group))
         self._requests = [

@@ -38,7 +38,7 @@ from verl_sglang_sync.collective import (
     world_size,
 )
 from verl_sglang_sync.engine.session import BlockNotMapped, EngineCannotMap, SharedBlock
-from verl_sglang_sync.report import SyncReport
+from verl_sglang_sync.report import SyncReport, warn_once
 from verl_sglang_sync.sources.bucket_stream import Bucket, Cut
 from verl_sglang_sync.sources.export import NamedTensor
 from verl_sglang_sync.sources.export_trace import NotTraceable, TracedExport
@@ -60,6 +60,8 @@ from verl_sglang_sync.sources.shard_memory import (
 from verl_sglang_sync.sources.source_map import SourceMap
 
 logger = logging.getLogger(__name__)
+
+NOT_IN_PLACE = "the engines do not read the trainer's parameters in place"
 
 
 class Recovery(Enum):
@@ -183,6 +185,7 @@ class Pull:
             True if the next syncs pull; equal on all ranks.
         """
         if not holds_everywhere(self._group, may_read):
+            warn_once(f"{NOT_IN_PLACE}: an engine has no load plan that leaves them as they are")
             return False
         buckets = tuple(cut.bucket for cut in cuts)
         reason = self._make_plan(weights, buckets)
@@ -199,7 +202,11 @@ class Pull:
         every = self._recheck_every_n_syncs
         if every and self._num_syncs % every == 0:
             return False
-        return self._located.is_mappable(self._mapped) or self._locate(weights) is None
+        if self._located.is_mappable(self._mapped):
+            return True
+        if (reason := self._locate(weights)) is not None:
+            warn_once(f"{NOT_IN_PLACE} in a sync: {reason}")
+        return reason is None
 
     @property
     def blocks(self) -> tuple[SharedBlock, ...]:
@@ -220,7 +227,7 @@ class Pull:
             yield pulled
 
     def confirm(self, weights: Iterable[NamedTensor], cuts: Sequence[Cut]) -> Iterator[None]:
-        """What the engines are told to read is what the export would have given.
+        """Check that the parameters are still what and where they were when they were traced.
 
         In small steps, for moments in which the engine is waited for; nothing is confirmed before
         the last is taken.
@@ -352,7 +359,7 @@ class Pull:
     def _switch_off(self, reason: str) -> None:
         self._plan = self._located = None
         self.off = reason
-        logger.warning("the engines do not read the trainer's parameters in place: %s", reason)
+        logger.warning("%s: %s", NOT_IN_PLACE, reason)
 
 
 def _located(plan: _Plan, known: KnownSources, tables: Sequence[MemoryTable]) -> Located:

@@ -8,8 +8,8 @@ import torch
 
 from sglang_loader.common.arrangement import Arrangement
 from sglang_loader.common.layout import BucketLayout
-from verl_sglang_sync.routes.arranged_packing import ArrangedPacking
 from verl_sglang_sync.routes.arranged_sending import ArrangedSync
+from verl_sglang_sync.routes.byte_gather import ByteGather
 from verl_sglang_sync.sources.bucket_stream import Batch, Cut
 from verl_sglang_sync.sources.staging import StagingBuffer
 
@@ -36,7 +36,7 @@ class StagingRing:
         self._bucket_bytes = bucket_bytes
         self._buffers = [StagingBuffer(device) for _ in range(num_buffers)]
         self._views: dict[tuple[str, int], _Groups] = {}
-        self._packings: dict[str, ArrangedPacking] = {}
+        self._packings: dict[str, ByteGather] = {}
 
     @property
     def num_buffers(self) -> int:
@@ -76,7 +76,7 @@ class StagingRing:
             self._reserve(slot, needed if only else max(needed, self._bucket_bytes))
         groups = self._views.get((bucket.digest, slot))
         if groups is None:
-            flat = self._buffers[slot].filled(nbytes)
+            flat = self._buffers[slot].first(nbytes)
             groups = self._views[bucket.digest, slot] = _grouped_views(bucket.layout, flat)
         with torch.no_grad():
             for members, targets in groups:
@@ -85,18 +85,18 @@ class StagingRing:
                     targets[0].copy_(sources[0], non_blocking=True)
                 else:
                     torch._foreach_copy_(targets, sources, non_blocking=True)
-        return self._buffers[slot].filled(nbytes).untyped_storage()
+        return self._written(slot, nbytes)
 
     def pack_arranged(self, batch: Batch, arrangement: Arrangement) -> torch.UntypedStorage:
         """`pack` for what the engine rank reads of a bucket."""
         slot, nbytes = batch.index % len(self._buffers), arrangement.nbytes
         self._reserve(slot, max(nbytes, MAPPABLE_BYTES))
-        key, flat = batch.bucket.digest, self._buffers[slot].filled(nbytes)
+        key, flat = batch.bucket.digest, self._buffers[slot].first(nbytes)
         packing = self._packings.get(key)
         if packing is None or packing.arrangement is not arrangement:
-            packing = self._packings[key] = ArrangedPacking(arrangement, self._device)
-        packing.pack(batch.tensors, flat)
-        return self._buffers[slot].filled(nbytes).untyped_storage()
+            packing = self._packings[key] = ByteGather(arrangement, self._device)
+        packing.run(batch.tensors, flat)
+        return self._written(slot, nbytes)
 
     def fill(
         self, index: int, nbytes: int, fill: Callable[[torch.Tensor], None]
@@ -104,8 +104,13 @@ class StagingRing:
         """Have a bucket's buffer filled, wait for it, and return the buffer's storage."""
         slot = index % len(self._buffers)
         self._reserve(slot, max(nbytes, MAPPABLE_BYTES))
-        fill(self._buffers[slot].filled(nbytes))
-        return self._buffers[slot].filled(nbytes).untyped_storage()
+        fill(self._buffers[slot].first(nbytes))
+        return self._written(slot, nbytes)
+
+    def _written(self, slot: int, nbytes: int) -> torch.UntypedStorage:
+        """A buffer's storage, once what was written on the current stream has arrived."""
+        self._buffers[slot].synchronize()
+        return self._buffers[slot].first(nbytes).untyped_storage()
 
     def free(self) -> None:
         """Give the memory back, but for small tables; the engine must have let go of it."""

@@ -22,10 +22,9 @@ import torch
 from sglang_loader.common.layout import BucketLayout, BucketTensor
 from sglang_loader.common.session.messages import digest_of, encode_layout
 from verl_sglang_sync.report import SyncReport
+from verl_sglang_sync.sources.export import NamedTensor
 from verl_sglang_sync.sources.planner import BucketPlan, BucketPlanner
 from verl_sglang_sync.sources.staging import spec_of
-
-NamedTensor = tuple[str, torch.Tensor]
 
 
 @dataclass(frozen=True)

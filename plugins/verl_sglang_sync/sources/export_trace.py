@@ -28,11 +28,10 @@ from torch.utils._pytree import tree_iter, tree_map_only
 from sglang_loader.common.geometry import Region
 from sglang_loader.common.layout import BucketTensor
 from sglang_loader.common.op_traits import read_traits
+from verl_sglang_sync.sources.export import NamedTensor
 from verl_sglang_sync.sources.known_sources import Sources
 from verl_sglang_sync.sources.origins import ByteMap, Origin, compose
 from verl_sglang_sync.sources.owners import NotOwned, Owners, everyone, owners_of
-
-NamedTensor = tuple[str, torch.Tensor]
 
 _COLLECTIVES = frozenset(
     ("c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "symm_mem")

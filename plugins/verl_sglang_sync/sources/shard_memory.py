@@ -1,13 +1,13 @@
 """Where a trainer rank's parameters lie, said so that every engine rank of the node can map them.
 
-A SourceMap (`export_trace`) says which bytes of which parameter an exported tensor is, and which
-rank holds them; it stays true for as long as the model does. Where those bytes are in memory is
+A `TracedExport` says which bytes of which parameter an exported tensor is, and which rank holds
+them; it stays true for as long as the model does. Where those bytes are in memory is
 another question: parameters that are offloaded come back elsewhere.
 
-    shards = locate(names, sources(), device, block_names)    # each rank, of its own memory
+    shards = locate(names, sources(), device)                 # each rank, of its own memory
     table = shards.share(block_names, mapped, 4, folder.record)  # one handle per block and reader
     tables = group.all_gather(table)                          # then every rank knows all of them
-    pieces = pieces_of(layout, source_map, rank)              # pure: which shard holds which bytes
+    pieces = pieces_of(layout, traced, rank)                  # pure: which shard holds which bytes
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     source_map = SourceMap(group, device)
     reason = source_map.trace(export)             # collective; None: it is known
     source_map.traced.tensors["lm_head.weight"]   # which bytes of which parameter
-    now = source_map.current(export)              # the parameters; raises if they became others
+    now = source_map.current(export)              # the parameters; raises if they were replaced
 
 An optimizer changes what is in the memory, and parameters that were offloaded come back at other
 addresses. What is traced holds all the same, as long as they are of the same kinds (`SourceKinds`).
@@ -22,7 +22,7 @@ from verl_sglang_sync.sources.export_trace import NotTraceable, TracedExport, tr
 from verl_sglang_sync.sources.known_sources import SourceKinds, SourcesChanged, require_sources
 
 MAX_TRACES = 4
-"""How often the parameters may become others before it is not worth the tracing."""
+"""How often the parameters may be replaced by others before it is not worth the tracing."""
 
 
 class SourceMap:
@@ -99,7 +99,7 @@ class SourceMap:
     def _trace(self, export: Iterable[NamedTensor]) -> tuple[TracedExport, SourceKinds]:
         """No rank waits for another."""
         if self._num_traces > MAX_TRACES:
-            raise NotTraceable(f"the parameters became others {MAX_TRACES} times")
+            raise NotTraceable(f"the parameters were replaced by others {MAX_TRACES} times")
         sources = require_sources(export)
         traced = trace_export(export, sources=sources, world_size=world_size(), device=self._device)
         return traced, SourceKinds(sources())

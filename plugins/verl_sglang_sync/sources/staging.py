@@ -45,13 +45,8 @@ class StagingBuffer:
         buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         self._buffer = buffer.share_memory_() if self.device.type == "cpu" else buffer
 
-    def filled(self, nbytes: int) -> torch.Tensor:
-        """The first `nbytes` bytes, once everything put there has arrived.
-
-        Returns:
-            uint8 tensor of shape `[nbytes]`, a view of the buffer.
-        """
-        self.synchronize()
+    def first(self, nbytes: int) -> torch.Tensor:
+        """The first `nbytes` bytes: uint8 of shape `[nbytes]`, a view of the buffer."""
         return self._buffer[:nbytes]
 
     def synchronize(self) -> None:

@@ -27,10 +27,10 @@ from verl_sglang_sync.collective import STEP_S, RankLost, TrainerGroup, WeightSy
 from verl_sglang_sync.config import WeightSyncConfig
 from verl_sglang_sync.engine.server_client import ReplyLost
 from verl_sglang_sync.engine.session import EngineFailed, SessionSockets, TrainerSession
-from verl_sglang_sync.report import SyncReport
+from verl_sglang_sync.report import SyncReport, warn_once
 from verl_sglang_sync.routes.arranged_sending import ArrangedSync, KnownArrangements
 from verl_sglang_sync.routes.exchange import ExchangedBuckets, SessionExchange
-from verl_sglang_sync.routes.pull import Pull, Recovery
+from verl_sglang_sync.routes.pull import NOT_IN_PLACE, Pull, Recovery
 from verl_sglang_sync.routes.shard_exchange import SyncKind
 from verl_sglang_sync.routes.staging_ring import StagingRing
 from verl_sglang_sync.routes.sync_source import (
@@ -41,6 +41,7 @@ from verl_sglang_sync.routes.sync_source import (
 )
 from verl_sglang_sync.sources.bucket_stream import BucketStream
 from verl_sglang_sync.sources.export import Export, NamedTensor
+from verl_sglang_sync.sources.known_sources import sources_of
 from verl_sglang_sync.sources.memory_blocks import BlockNames
 from verl_sglang_sync.sources.source_map import SourceMap
 from verl_sglang_sync.sync.ranks_in_step import OpeningRequest, RanksInStep, Updater
@@ -223,7 +224,8 @@ class SessionTransport:
             if ranks.agree(is_ready=self._exchange.holds(held)):
                 source.engine_joined(held)
                 return source
-            source = self._exported(weights, report)  # an engine reads the buckets otherwise by now
+            warn_once("a sync is exported: an engine reads other bytes than were prepared for it")
+            source = self._exported(weights, report)
         ranks.run_if_ok(lambda: source.engine_joined(held))
         return source
 
@@ -277,6 +279,11 @@ class SessionTransport:
         source.end()
         if not source.is_export:
             return
+        if self._settings.read_in_place and sources_of(weights) is None:
+            warn_once(
+                f"{NOT_IN_PLACE}: the export does not name those that it hands on as they are "
+                "(verl's does with FSDP2, without adapters and quantisation)"
+            )
         cuts = self._stream.cuts
         if self._pull.can_learn(weights):
             with report.stage("learn"):

@@ -1,7 +1,7 @@
 """Packs one arranged bucket: the bytes that the engine rank reads, gathered out of the tensors.
 
-    packing = ArrangedPacking(arrangement, device)      # tables, once per bucket
-    packing.pack(tensors, buffer)                       # every sync; asynchronous on a GPU
+    gather = ByteGather(arrangement, device)      # tables, once per bucket
+    gather.run(tensors, buffer)                       # every sync; asynchronous on a GPU
 
 On a GPU one launch of the kernel of `common.copy_kernel` gathers all reads of whole words. Its
 table of rows stays on the device; from sync to sync only the addresses of the tensors and of the
@@ -45,7 +45,7 @@ class ByPosition(Protocol):
     def __getitem__(self, position: int, /) -> torch.Tensor: ...
 
 
-class ArrangedPacking:
+class ByteGather:
     """Gathers one arrangement's bytes, sync after sync.
 
     Args:
@@ -67,7 +67,7 @@ class ArrangedPacking:
         if self._in_words:
             self._gather = _Gather(GatherTable.of(self._in_words, self._members), device)
 
-    def pack(self, tensors: ByPosition, buffer: torch.Tensor) -> None:
+    def run(self, tensors: ByPosition, buffer: torch.Tensor) -> None:
         """Gather, on the current stream.
 
         Args:

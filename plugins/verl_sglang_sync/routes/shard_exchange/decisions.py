@@ -29,7 +29,7 @@ import torch.distributed as dist
 from sglang_loader.common.arrangement import Arrangement
 from sglang_loader.common.layout import BucketLayout
 from verl_sglang_sync.collective import TrainerGroup, common_reason
-from verl_sglang_sync.routes.shard_exchange.exchange import Exchange
+from verl_sglang_sync.routes.shard_exchange.all_to_all import AllToAll
 from verl_sglang_sync.routes.shard_exchange.exchange_plan import (
     BucketExchange,
     pieces_of,
@@ -184,7 +184,7 @@ class ShardExchange:
         """
         self._is_proven = False
         if self._prepared is None or not self._take_shards(export, self._prepared.known.layouts):
-            return self.off or "the parameters became others"
+            return self.off or "the parameters were replaced by others"
         problem, source = None, iter(batches)
         for index, layout in enumerate(self._prepared.known.layouts):
             batch = None
@@ -307,14 +307,14 @@ class _Draft:
         """
         numbers = [max(1, -(-nbytes // piece_nbytes)) for nbytes in largest]
         plans = [pieces_of(bucket, n) for bucket, n in zip(self.buckets, numbers, strict=True)]
-        return _Prepared(Exchange(plans, device), self.known)
+        return _Prepared(AllToAll(plans, device), self.known)
 
 
 @dataclass(frozen=True)
 class _Prepared:
     """What `prepare` found: an exchange, and what it was planned for."""
 
-    exchange: Exchange
+    exchange: AllToAll
     known: _Known
 
 

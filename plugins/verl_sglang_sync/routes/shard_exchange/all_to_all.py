@@ -1,6 +1,6 @@
 """Fills arranged buffers from the ranks' shards: pack, all-to-all, unpack, piece after piece.
 
-    exchange = Exchange(plans, device)
+    exchange = AllToAll(plans, device)
     exchange.begin(shards)
     for index, buffer in enumerate(buffers):
         exchange.fill(index, buffer)    # all ranks, in the same order
@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from sglang_loader.common.arrangement import Arrangement, Read
-from verl_sglang_sync.routes.arranged_packing import ArrangedPacking, ByPosition
+from verl_sglang_sync.routes.byte_gather import ByPosition, ByteGather
 from verl_sglang_sync.routes.shard_exchange.exchange_plan import ALIGNMENT_BYTES, PieceExchange
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ NUM_TRAVELLING = 2
 _WORD = torch.int64
 
 
-class Exchange:
+class AllToAll:
     """Executes this rank's plans, on torch's default group.
 
     Args:
@@ -130,7 +130,7 @@ class Exchange:
         send, recv = scratch.of(piece.plan)
         work = None
         try:
-            piece.sends.pack(self._shards, send)
+            piece.sends.run(self._shards, send)
         finally:  # without these bytes the other ranks would hang: that they fail is agreed later
             try:
                 work = dist.all_to_all_single(
@@ -148,12 +148,12 @@ class Exchange:
         work = self._travelling.popleft()
         try:
             if buffer is not None:
-                piece.own.pack(self._shards, buffer)
+                piece.own.run(self._shards, buffer)
         finally:
             if work is not None:
                 work.wait()
         if buffer is not None:
-            piece.unpacks.pack([scratch.of(piece.plan)[1]], buffer)
+            piece.unpacks.run([scratch.of(piece.plan)[1]], buffer)
 
 
 @dataclass(frozen=True)
@@ -162,9 +162,9 @@ class _Piece:
 
     plan: PieceExchange
     bucket: int
-    own: ArrangedPacking
-    sends: ArrangedPacking
-    unpacks: ArrangedPacking
+    own: ByteGather
+    sends: ByteGather
+    unpacks: ByteGather
 
     @classmethod
     def of(cls, plan: PieceExchange, bucket: int, device: torch.device) -> _Piece:
@@ -208,5 +208,5 @@ class _Scratch:
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
 
-def _copies(reads: Sequence[Read], nbytes: int, device: torch.device) -> ArrangedPacking:
-    return ArrangedPacking(Arrangement(tuple(reads), nbytes), device)
+def _copies(reads: Sequence[Read], nbytes: int, device: torch.device) -> ByteGather:
+    return ByteGather(Arrangement(tuple(reads), nbytes), device)

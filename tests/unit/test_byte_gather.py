@@ -17,8 +17,8 @@ from sglang_loader.common.arrangement import Arrangement, Read
 from sglang_loader.common.copy_kernel import TILE_WORDS
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.load_plan.verify import gather
-from verl_sglang_sync.routes import arranged_packing
-from verl_sglang_sync.routes.arranged_packing import WORD_BYTES, ArrangedPacking, GatherTable
+from verl_sglang_sync.routes import byte_gather
+from verl_sglang_sync.routes.byte_gather import WORD_BYTES, ByteGather, GatherTable
 
 CPU = torch.device("cpu")
 FILL = 0x5A
@@ -41,13 +41,13 @@ def bytes_of(layout: BucketLayout, tensors: list[torch.Tensor]) -> torch.Tensor:
     return buffer
 
 
-def check_packed(packing: ArrangedPacking, flat: torch.Tensor, tensors: list[torch.Tensor]) -> None:
+def check_packed(packing: ByteGather, flat: torch.Tensor, tensors: list[torch.Tensor]) -> None:
     """The buffer holds what the reference gathers, and what lies between is untouched."""
     layout = BucketLayout.pack((str(i), t.shape, t.dtype) for i, t in enumerate(tensors))
     arrangement = packing.arrangement
     expected = gather(arrangement, layout, bytes_of(layout, [t.cpu() for t in tensors]))
     flat.fill_(FILL)
-    packing.pack(tensors, flat)
+    packing.run(tensors, flat)
     covered = torch.zeros(flat.numel(), dtype=torch.bool)
     for read in arrangement.reads:
         covered[read.start : read.start + read.nbytes] = True
@@ -87,7 +87,7 @@ def test_torch_packs_what_the_reference_gathers(
 ) -> None:
     arrangement, tensors = case
     flat = torch.zeros(arrangement.nbytes, dtype=torch.uint8)
-    packing = ArrangedPacking(arrangement, CPU)
+    packing = ByteGather(arrangement, CPU)
     check_packed(packing, flat, tensors)
     check_packed(packing, torch.zeros_like(flat), [tensor + 1 for tensor in tensors])
 
@@ -124,11 +124,11 @@ def _in_words(read: Read) -> bool:
 
 
 def test_a_buffer_that_is_too_small_is_refused() -> None:
-    packing = ArrangedPacking(laid_out([(0, 0, (), 64)]), CPU)
+    packing = ByteGather(laid_out([(0, 0, (), 64)]), CPU)
     with pytest.raises(ValueError, match="the arrangement needs 80 from byte 0"):
-        packing.pack([torch.zeros(16)], torch.zeros(79, dtype=torch.uint8))
+        packing.run([torch.zeros(16)], torch.zeros(79, dtype=torch.uint8))
     with pytest.raises(ValueError, match="from byte 8"):
-        packing.pack([torch.zeros(16)], torch.zeros(96, dtype=torch.uint8)[8:])
+        packing.run([torch.zeros(16)], torch.zeros(96, dtype=torch.uint8)[8:])
 
 
 def mixed_case(device: torch.device) -> tuple[Arrangement, list[torch.Tensor]]:
@@ -156,7 +156,7 @@ def check_kernel(device: torch.device) -> None:
     arrangement, tensors = mixed_case(device)
     for kernel in (True, False):
         flat = torch.zeros(arrangement.nbytes, dtype=torch.uint8, device=device)
-        packing = ArrangedPacking(arrangement, device, use_kernel=kernel)
+        packing = ByteGather(arrangement, device, use_kernel=kernel)
         check_packed(packing, flat, tensors)
         check_packed(packing, flat, tensors)
         check_packed(packing, torch.zeros_like(flat), [tensor * 2 for tensor in tensors])
@@ -181,8 +181,8 @@ def test_a_kernel_that_moves_other_bytes_is_not_believed(
                     at, to = source + row * src_stride * 8, target + row * dst_stride * 8
                     ctypes.memmove(to, at, run * 8)
 
-    monkeypatch.setattr(arranged_packing, "launch", launch)
-    packing = ArrangedPacking(arrangement, CPU, use_kernel=True)
+    monkeypatch.setattr(byte_gather, "launch", launch)
+    packing = ByteGather(arrangement, CPU, use_kernel=True)
     flat = torch.zeros(arrangement.nbytes, dtype=torch.uint8)
     for _ in range(3):
         check_packed(packing, flat, tensors)
