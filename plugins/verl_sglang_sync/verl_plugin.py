@@ -26,6 +26,7 @@ def register() -> None:
     from verl.workers.rollout import base, replica
 
     from verl_sglang_sync.preflight import checking
+    from verl_sglang_sync.verl import checkpoint_engine  # noqa: F401  registers its backend
 
     base._ROLLOUT_REGISTRY[("sglang", "async")] = ROLLOUT_CLASS
     verls_loader = replica.RolloutReplicaRegistry._registry["sglang"]

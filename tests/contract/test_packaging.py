@@ -36,6 +36,8 @@ assert replica.RolloutReplicaRegistry._registry["sglang"].__module__ == (
     "verl_sglang_sync.verl_plugin"
 )
 assert validate_config.__module__ == "verl_sglang_sync.preflight"
+from verl.checkpoint_engine.base import CheckpointEngineRegistry
+assert CheckpointEngineRegistry.get("sglang_sync").__module__.startswith("verl_sglang_sync.")
 import verl_sglang_sync.verl_plugin as plugin
 print(plugin.__file__)
 """

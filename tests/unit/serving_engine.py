@@ -110,6 +110,7 @@ class ServingEngine:
         self.models: list[Any] = [RecordingModel() for _ in range(tp)]
         self.num_published = 0
         self._states: list[dict[Any, Any]] = [{} for _ in range(tp)]
+        self._serving: dict[int, threading.Thread] = {}
 
     def _record(self, operation: str, *details: Any) -> None:
         self._events.append((operation, *details))
@@ -144,15 +145,24 @@ class ServingEngine:
         self.checks = [decode_descriptor(handle).manifest_check for handle in handles]
         agreed = threading.Barrier(len(handles), action=lambda: self._answer(reply, failures))
         for rank, handle in enumerate(handles):
-            arguments = (rank, handle, failures, agreed)
-            threading.Thread(target=self._serve, args=arguments, daemon=True).start()
+            before = self._serving.get(rank)
+            arguments = (rank, handle, failures, agreed, before)
+            self._serving[rank] = threading.Thread(target=self._serve, args=arguments, daemon=True)
+            self._serving[rank].start()
         if sent is not None:
             sent.set()
         return reply
 
     def _serve(
-        self, rank: int, handle: bytes, failures: list[str], agreed: threading.Barrier
+        self,
+        rank: int,
+        handle: bytes,
+        failures: list[str],
+        agreed: threading.Barrier,
+        before: threading.Thread | None,
     ) -> None:
+        if before is not None:  # a scheduler serves one request after the other
+            before.join()
         _thread.state, _thread.rank = self._states[rank], rank
         model, served = self.models[rank], None
         if isinstance(model, RecordingModel):
