@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from unit.test_arranged_packing import check_kernel
 
 from sglang_loader.common.copy_kernel import is_available
+from unit.test_byte_gather import check_kernel
 
 pytestmark = [
     pytest.mark.gpu,
