@@ -178,10 +178,11 @@ class Rank:
             [arrangement_of(layout, rank, world_size) for layout in self.layouts]
             for rank in range(world_size)
         ]
+        self.source_map = SourceMap(self.group, CPU)
         self.exchange = ShardExchange(
             self.group,
             CPU,
-            SourceMap(self.group, CPU),
+            self.source_map,
             piece_nbytes=PIECE_BYTES,
             recheck_every_n_syncs=recheck,
         )
@@ -376,6 +377,17 @@ def change_parameters():
         _moved(rank, on=2, offset=offset)
         rank.sync()
     return dataclasses.asdict(rank.seen)
+
+
+def trace_anew():
+    """Other parameters, traced by somebody else before the exchange has looked at them."""
+    rank = Rank(sharded("dense"))
+    assert rank.prepare(), rank.seen.reason
+    rank.sync()
+    _moved(rank, on=2, offset=1)
+    assert rank.source_map.trace(rank.export) is None
+    rank.sync()
+    return rank.seen.kinds
 
 
 def recheck():

@@ -36,6 +36,10 @@ def test_other_parameters_are_exported_and_traced_again_a_few_times(pool):
         assert f"the parameters were replaced by others {MAX_TRACES} times" in seen["reason"]
 
 
+def test_what_was_planned_with_another_trace_is_not_exchanged(pool):
+    assert pool.run(exchange_ranks.trace_anew) == [["CHECK", "FULL"]] * 4
+
+
 def test_the_comparison_is_repeated_when_it_is_due(pool):
     for seen in pool.run(exchange_ranks.recheck):
         assert seen["kinds"] == ["CHECK", "CHECK", "EXCHANGE", "CHECK", "EXCHANGE"]

@@ -1,1 +1,4 @@
-"""What both sides share: numbers and messages. Imports neither verl nor SGLang."""
+"""What both sides share: numbers and messages.
+
+Imports no verl, and of SGLang only how it forms a process group.
+"""

@@ -9,9 +9,8 @@ begins before the one before it is loaded, and the next bucket is packed meanwhi
     engines                            | load 0 | load 1     |
 
 A bucket's broadcast begins with the requests that announce it, never earlier: on a GPU it would
-wait there for the engines, and
-whatever of the trainer waits for the whole GPU meanwhile (freeing memory, its own collectives'
-set-up) would wait for ever.
+wait there for the engines, and whatever of the trainer waits for the whole GPU meanwhile (freeing
+memory, its own collectives' set-up) would wait for ever.
 """
 
 from __future__ import annotations

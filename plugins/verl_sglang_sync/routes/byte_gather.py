@@ -1,7 +1,7 @@
 """Packs one arranged bucket: the bytes that the engine rank reads, gathered out of the tensors.
 
     gather = ByteGather(arrangement, device)      # tables, once per bucket
-    gather.run(tensors, buffer)                       # every sync; asynchronous on a GPU
+    gather.run(tensors, buffer)                   # every sync; asynchronous on a GPU
 
 On a GPU one launch of the kernel of `common.copy_kernel` gathers all reads of whole words. Its
 table of rows stays on the device; from sync to sync only the addresses of the tensors and of the

@@ -87,7 +87,7 @@ class PulledBucket:
 
 @dataclass(frozen=True)
 class _Plan:
-    """Which bytes of which shards the buckets are; true until the parameters become others.
+    """Which bytes of which shards the buckets are; true until the parameters are replaced.
 
     Attributes:
         traced: what it was made of.
@@ -316,9 +316,9 @@ class Pull:
         reason = None
         try:
             assert self._plan is not None, "nothing was traced"
-            now = self._source_map.current(weights)
+            now = self._source_map.current(weights, self._plan.traced)
             known = KnownSources(now, require_sources(weights))
-            shards = locate(self._source_map.names, now, self._device)
+            shards = locate(self._plan.traced.names, now, self._device)
             table = shards.share(self._names, self._mapped, world_size(), self._record)
         except (NotTraceable, SourcesChanged) as error:
             reason = str(error)

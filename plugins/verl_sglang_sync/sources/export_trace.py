@@ -74,6 +74,11 @@ class TracedExport:
     tensors: Mapping[str, TracedTensor]
 
     @property
+    def names(self) -> list[str]:
+        """Among the sources, by parameter."""
+        return [parameter.source for parameter in self.parameters]
+
+    @property
     def checksum(self) -> int:
         """Equal on ranks that traced the same."""
         checksum = zlib.crc32(repr(self.parameters).encode())

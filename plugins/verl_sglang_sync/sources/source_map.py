@@ -3,7 +3,7 @@
     source_map = SourceMap(group, device)
     reason = source_map.trace(export)             # collective; None: it is known
     source_map.traced.tensors["lm_head.weight"]   # which bytes of which parameter
-    now = source_map.current(export)              # the parameters; raises if they were replaced
+    now = source_map.current(export, traced)      # the parameters; raises if they were replaced
 
 An optimizer changes what is in the memory, and parameters that were offloaded come back at other
 addresses. What is traced holds all the same, as long as they are of the same kinds (`SourceKinds`).
@@ -49,11 +49,6 @@ class SourceMap:
         assert self._found is not None, "nothing was traced"
         return self._found[0]
 
-    @property
-    def names(self) -> list[str]:
-        """Among the sources, by parameter."""
-        return [parameter.source for parameter in self.traced.parameters]
-
     def trace(self, export: Iterable[NamedTensor]) -> str | None:
         """Trace the export, unless what was traced before still holds; collective.
 
@@ -78,13 +73,19 @@ class SourceMap:
             self._found = None
         return self.off
 
-    def current(self, export: object) -> Mapping[str, torch.Tensor]:
+    def current(self, export: object, traced: TracedExport) -> Mapping[str, torch.Tensor]:
         """The parameters as they are now, by name, wherever they lie.
 
+        Args:
+            export: of this sync.
+            traced: what the caller has planned with.
+
         Raises:
-            SourcesChanged: one of them is not of the kind that it was when the export was traced.
+            SourcesChanged: the export was traced anew since, or a parameter is not of the kind that
+                it was then.
         """
-        assert self._found is not None, "nothing was traced"
+        if self._found is None or self._found[0] is not traced:
+            raise SourcesChanged("the export was traced anew")
         now = require_sources(export)()
         if (other := self._found[1].first_other(now)) is not None:
             raise SourcesChanged(f"{other} is not what it was when the export was traced")
@@ -92,7 +93,7 @@ class SourceMap:
 
     def _holds(self, export: Iterable[NamedTensor]) -> bool:
         try:
-            return self._found is not None and bool(self.current(export))
+            return self._found is not None and bool(self.current(export, self._found[0]))
         except Exception:  # the other ranks wait for an answer; tracing anew tells the reason
             return False
 

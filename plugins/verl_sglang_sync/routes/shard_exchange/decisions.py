@@ -37,7 +37,7 @@ from verl_sglang_sync.routes.shard_exchange.exchange_plan import (
 )
 from verl_sglang_sync.routes.shard_exchange.self_check import first_difference, gather_arranged
 from verl_sglang_sync.sources.export import NamedTensor
-from verl_sglang_sync.sources.export_trace import NotTraceable
+from verl_sglang_sync.sources.export_trace import NotTraceable, TracedExport
 from verl_sglang_sync.sources.known_sources import SourcesChanged, memory_of
 from verl_sglang_sync.sources.source_map import SourceMap
 
@@ -232,8 +232,9 @@ class ShardExchange:
         try:
             if tuple(layouts) != self._prepared.known.layouts:
                 raise SourcesChanged("the export is cut into other buckets")
-            now = self._source_map.current(export)
-            self._prepared.exchange.begin(_Shards(self._source_map.names, now))
+            traced = self._prepared.known.traced
+            now = self._source_map.current(export, traced)
+            self._prepared.exchange.begin(_Shards(traced.names, now))
         except Exception as error:
             reason = str(error)
         agreed = common_reason(self._group, reason)
@@ -258,7 +259,7 @@ class ShardExchange:
             origins = [traced.find(tensor).origin for tensor in layout.tensors]
             by_rank = [arranged[index] for arranged in arrangements]
             buckets.append(plan_bucket(rank, by_rank, origins, owners))
-        known = _Known(tuple(arrangements[rank]), tuple(layouts))
+        known = _Known(traced, tuple(arrangements[rank]), tuple(layouts))
         return _Draft(tuple(buckets), known, zlib.crc32(repr(arrangements).encode()))
 
     def _switch_off(self, reason: str) -> str:
@@ -273,10 +274,12 @@ class _Known:
     """What an exchange was planned for.
 
     Attributes:
+        traced: the export.
         arrangements: this rank's, by bucket.
         layouts: by bucket.
     """
 
+    traced: TracedExport
     arrangements: tuple[Arrangement, ...]
     layouts: tuple[BucketLayout, ...]
 
