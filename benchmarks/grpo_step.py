@@ -12,6 +12,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,7 @@ def make_model(folder: Path, model: str) -> None:
 
 
 def run_arm(
-    arm: str, folder: Path, steps: int
+    arm: str, folder: Path, steps: int, more: Sequence[str] = ()
 ) -> tuple[list[dict[str, Any]], dict[str, list[float]]]:
     """Train `steps` steps; return verl's metrics of each, and GPU memory over the last one."""
     metrics = folder / f"metrics-{arm}.jsonl"
@@ -99,7 +100,7 @@ def run_arm(
         "HF_HUB_OFFLINE": "1",
     }
     report = "actor_rollout_ref.rollout.custom.weight_sync.report_file"
-    overrides = [*OVERRIDES, f"trainer.total_training_steps={steps}"]
+    overrides = [*OVERRIDES, f"trainer.total_training_steps={steps}", *more]
     if ARMS[arm]:
         overrides.append(f"{report}={folder}/syncs-{arm}.jsonl")
     command = ["bash", str(ROOT / "recipes" / "grpo_fsdp_gpu.sh"), *overrides]
@@ -148,12 +149,13 @@ def main() -> None:
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--folder", type=Path, default=Path("outputs/grpo_step"))
     parser.add_argument("--json", type=Path)
+    parser.add_argument("overrides", nargs="*", help="of verl's settings, for all arms")
     args = parser.parse_args()
     folder = args.folder.resolve()
     make_model(folder, args.model)
     rows = []
     for arm in args.arms:
-        steps, memory = run_arm(arm, folder, args.steps)
+        steps, memory = run_arm(arm, folder, args.steps, args.overrides)
         row = row_of(arm, args.model, steps, stage_medians(folder, arm))
         rows.append({**row, "memory": memory})
         path = args.json or Path(f"benchmarks/results/grpo_step-{hardware()}.json")
