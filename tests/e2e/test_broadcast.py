@@ -131,11 +131,14 @@ def test_a_fault_is_named_on_every_rank_and_the_next_sync_is_right(
 def test_what_others_send_with_the_trainers_group_is_refused_before_anything_is_received(
     two_ranks: list[Outcome],
 ) -> None:
-    """A receive that nobody meets would meet the next broadcast, and gloo ends the engine there."""
+    """A receive that nobody meets would meet the next broadcast, and gloo ends the engine there. A
+    group that an engine was told to leave is formed anew before anything is sent.
+    """
     seen = two_ranks[0].result["strangers"]
     assert "is over, its first bucket came again" in seen["answers"]["repeated"]
     assert "changed on its way" in seen["answers"]["changed"]
     assert "a group of verl-sglang-sync" in seen["answers"]["in sglang's format"]
+    assert seen["num_formed"] == 2
     assert seen["hashes"] == two_ranks[0].result["syncs"]["reference"]
 
 

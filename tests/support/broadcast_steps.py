@@ -108,8 +108,13 @@ def broadcast_among_strangers(
                     answers[name] = "no error"
                 except ServerError as error:
                     answers[name] = str(error)
+            sender.sync(good, "flattened", everyone)
+            client.run(operations.destroy_update_group(first["group_name"]))
+    else:
+        sender.sync(good, "flattened", everyone)
     sender.sync(good, "flattened", everyone)
-    return {"answers": answers, "hashes": sender.hashes(Path(folder))}
+    formed = sender.num_formed("flattened")
+    return {"answers": answers, "hashes": sender.hashes(Path(folder)), "num_formed": formed}
 
 
 def broadcast_to_a_dying_server(

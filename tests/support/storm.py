@@ -17,7 +17,7 @@ import signal
 import statistics
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -186,9 +186,11 @@ class Storm:
         """
         world, label = self._current[trainer], str(self._labels_begun[trainer])
         replies = world.replies(LEAVE_S + more_s)
-        errors = [reply["error"] for reply in replies if reply is not None]
+        answers = [reply for reply in replies if reply is not None]
+        errors = [answer["error"] for answer in answers]
         if errors and all(errors):
-            may_serve = any(MAY_SERVE in error for error in errors)
+            # what fails after the sync, such as the resume of the KV cache, takes nothing back
+            may_serve = any(a["is_published"] or MAY_SERVE in a["error"] for a in answers)
             (self._allowed if may_serve else self._given_up).add(label)
             self._row.detected += 1
         elif any(error is None for error in errors):
@@ -291,10 +293,10 @@ class Storm:
         if label is not None and label not in self._allowed:
             raise Violation("wrong weights", f"serves {label}, expected one of {self._allowed}")
 
-    def _recover(self) -> bool:
+    def _recover(self, presets: Sequence[str] = PRESETS) -> bool:
         """Sync once more; True if the first attempt succeeded and its version is served."""
         for attempt in range(RECOVERY_TRIES):
-            if self._guarded(self._good_sync):
+            if self._guarded(partial(self._good_sync, presets)):
                 return attempt == 0
             if not self._guarded(self.engine.must_live):
                 break
@@ -302,8 +304,8 @@ class Storm:
         self.start_engine()
         return False
 
-    def _good_sync(self) -> None:
-        preset = self.rng.choice(PRESETS)
+    def _good_sync(self, presets: Sequence[str]) -> None:
+        preset = self.rng.choice(presets)
         is_broadcast = preset.startswith("broadcast")
         if is_broadcast:
             self.engine.post("resume_memory_occupation", b'{"tags": ["weights"]}')
@@ -351,7 +353,7 @@ class Storm:
         self._current.clear()
         time.sleep(1.0)  # what dies still holds its lock
         before = set(self.temporary.glob("weight-sync-*"))
-        self._recover()
+        self._recover([preset for preset in PRESETS if not preset.startswith("broadcast")])
         if left := sorted(before & set(self.temporary.glob("weight-sync-*"))):
             self._find(Violation("leak", f"{len(left)} folders of dead trainers: {left[:3]}"))
         grown = {key: self.resources[-1][key] - self.resources[0][key] for key in BOUNDS}

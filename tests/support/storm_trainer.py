@@ -44,7 +44,8 @@ NUM_VERSIONS = 3
 VICTIM = "model.norm.weight"  # the tensor that a bad export spoils
 
 Reply = dict[str, Any]
-"""`error`: what the rank raised, or None; `seconds`: how long its sync took."""
+"""`error`: what the rank raised, or None; `seconds`: how long its sync took; `is_published`: the
+weights were published before that."""
 
 
 def slot_of(label: int | str) -> int:
@@ -172,6 +173,7 @@ class _Rank:
         self._kept = kept_export(in_storages_of_their_own(self._versions[0]))
         self._managers: dict[tuple[str, str], Any] = {}
         self._senders: dict[str, Sender] = {}
+        self._is_published = False
 
     def sync(self, command: dict[str, Any]) -> Reply:
         """One sync.
@@ -180,11 +182,13 @@ class _Rank:
         tensor; `bad`, `at` (which tensor), `once`: see `_spoilt`; `on`: the rank that fails alone.
         """
         started, error = time.monotonic(), None
+        self._is_published = False
         try:
             self._sync(**command)
         except Exception:
             error = traceback.format_exc()[-6000:]
-        return {"error": error, "seconds": time.monotonic() - started}
+        seconds = time.monotonic() - started
+        return {"error": error, "seconds": seconds, "is_published": self._is_published}
 
     def _sync(
         self,
@@ -215,10 +219,10 @@ class _Rank:
             return
         asyncio.run(self._cycle(self._manager(preset, via), values, str(label)))
 
-    @staticmethod
-    async def _cycle(manager: Any, values: Any, label: str) -> None:
+    async def _cycle(self, manager: Any, values: Any, label: str) -> None:
         await manager.resume(("weights",))
         await manager.sync(values, version=label)
+        self._is_published = True
         await manager.resume(("kv_cache",))
 
     def _sender(self, via: str) -> Sender:

@@ -26,6 +26,7 @@ from sglang_loader.common.broadcast.update_group import (
     connect,
     errors_left_to_us,
     leave,
+    say_left,
     secret_of,
 )
 from sglang_loader.common.check_remarks import with_remark
@@ -193,6 +194,7 @@ def leave_group(original: Original, runner: Any, group_name: str) -> tuple[bool,
 
 def _leave(runner: Any, group_name: str) -> None:
     group = runner._model_update_group.pop(group_name)
+    say_left(group)
     _secrets.pop(group_name, None)
     receiver, is_waiting = _receivers.get(runner), False
     if receiver is not None:

@@ -33,6 +33,7 @@ from sglang_loader.common.broadcast.update_group import (
     join_as_source,
     leave,
     secret_of,
+    was_left,
 )
 from verl_sglang_sync.engine.server_client import ServerError, SyncSGLangServerClient, operations
 
@@ -136,6 +137,9 @@ class UpdateGroups:
         """
         if not replicas:
             raise ValueError("a sync needs at least one replica, got none")
+        if self._group is not None and was_left(self._group.process_group):
+            logger.warning("an engine has left %s: another group is formed", self._group.name)
+            self.abandon()
         if self._group is not None and self._group.replicas == tuple(replicas):
             return self._group
         members = tuple((replica, self._client(replica)) for replica in replicas)

@@ -14,7 +14,7 @@ import os
 import secrets
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -33,6 +33,7 @@ GROUP_PREFIX = "weight_sync_"
 CONNECT_TIMEOUT_S = 120.0
 LEAVE_TIMEOUT_S = 10.0
 _SECRET = "secret"
+_LEFT = "left"
 _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
@@ -173,6 +174,17 @@ def _meet(group: Any) -> None:
     if store.add("here", 1) == group.size():
         store.set("all here", "")
     store.wait(["all here"])
+
+
+def say_left(group: Any) -> None:
+    """Write down in the group's store that this rank leaves, though nobody has asked it to."""
+    with suppress(dist.DistError):  # the store went with the trainer
+        _get_process_group_store(group).set(_LEFT, "")
+
+
+def was_left(group: Any) -> bool:
+    """True if a rank has left, see `say_left`; the group is no more use."""
+    return bool(_get_process_group_store(group).check([_LEFT]))
 
 
 def leave(group: Any, *, broken: bool) -> None:
