@@ -321,6 +321,7 @@ def left(monkeypatch):
     monkeypatch.setattr(
         weight_updater_hooks, "leave", lambda group, broken: found.append((group, broken))
     )
+    monkeypatch.setattr(weight_updater_hooks, "say_left", lambda group: None)
     return found
 
 

@@ -24,6 +24,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import cached_property
 from itertools import accumulate
 
 import torch
@@ -114,10 +115,16 @@ class Located:
     blocks: tuple[SharedBlock, ...]
     buckets: tuple[PulledBucket, ...]
 
-    @property
+    @cached_property
     def names(self) -> frozenset[str]:
         """Of the blocks."""
         return frozenset(block.name for block in self.blocks)
+
+    def without_handles(self) -> Located:
+        """This, once the engines have used the handles; the same object where there are none."""
+        if all(block.handle is None for block in self.blocks):
+            return self
+        return replace(self, blocks=tuple(replace(block, handle=None) for block in self.blocks))
 
     def is_mappable(self, mapped: frozenset[str]) -> bool:
         """True if every block that is not `mapped` has a handle."""
@@ -249,8 +256,7 @@ class Pull:
         assert self._located is not None, "see prepare"
         names = self._located.names
         self._mapped, self._used = names if self.keeps_mappings else frozenset(), names
-        blocks = tuple(replace(block, handle=None) for block in self._located.blocks)
-        self._located = replace(self._located, blocks=blocks)
+        self._located = self._located.without_handles()
 
     def recover(self, cause: Exception | None, weights: Iterable[NamedTensor]) -> Recovery:
         """What to do after a pulled sync that failed, the same on all ranks; collective.
