@@ -17,6 +17,9 @@ from sglang_loader.common.stage_costs import StageCosts
 
 logger = logging.getLogger(__name__)
 
+METRICS = "weight_sync"
+"""What the names of all metrics begin with."""
+
 
 @dataclass(kw_only=True)
 class SyncReport:
@@ -48,7 +51,7 @@ class SyncReport:
             exchange of shards), "learn" (how the next sync can do without), "pack", "send"
             (waiting for a broadcast), "load" (waiting for the engine), "commit", "publish"
             (until all TP ranks have agreed), "reply" (where the request's had to be waited for),
-            "resume_kv_cache"; "sync": all of a disaggregated sync.
+            "resume_kv_cache"; "sync": all between the stages of memory.
         engine_seconds: mode "compiled": how this rank's engine spent the same time: "waiting" for
             the trainer, "launching", "copying" (`Loaded.seconds`).
     """
@@ -97,6 +100,26 @@ class SyncReport:
         """Take over what a stage cost in the engine; None or nothing where it told nothing."""
         if costs:
             self.stages[name] = {**self.stages.get(name, {}), **costs}
+
+    def metrics(self) -> dict[str, float]:
+        """The report as metrics of a training step: seconds by stage, gigabytes and counts."""
+        host_bytes = [
+            sum(cost["host_bytes"]) for costs in self.stages.values() for cost in costs.values()
+        ]
+        found: dict[str, float] = {
+            **{f"{stage}_s": spent for stage, spent in self.seconds.items()},
+            "gigabytes": self.payload_bytes / 1e9,
+            "staging_gigabytes": self.staging_bytes / 1e9,
+            "host_gigabytes": max(host_bytes, default=0) / 1e9,
+            "num_buckets": self.num_buckets,
+            "num_pulled": self.num_pulled,
+            "num_exchanged": self.num_exchanged,
+            "num_replayed": self.num_replayed,
+            "num_eager": self.num_eager,
+        }
+        if spent := self.seconds.get("sync"):
+            found["gigabytes_per_s"] = self.payload_bytes / 1e9 / spent
+        return {f"{METRICS}/{name}": value for name, value in found.items()}
 
     def publish(self, report_file: str | None) -> None:
         """Log the report, and append it as one JSON line where a file is configured.

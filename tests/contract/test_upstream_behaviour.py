@@ -121,11 +121,13 @@ class TestVerl:
         asyncio.run(update(worker, global_steps=1, mode="naive"))
         assert steps == [False, ["weights"], "export", ["kv_cache"], True]
 
-    @relies("verl_sglang_sync.sync.sharding_manager", "BaseShardingManager.timing")
-    def test_sharding_manager_keeps_seconds(self) -> None:
-        from verl.utils.ulysses import BaseShardingManager
+    @relies("verl_sglang_sync.verl.step_metrics", "PPOTrainer._consume_sync_metrics")
+    def test_a_step_logs_the_metrics_that_a_sync_left_once(self) -> None:
+        from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
-        assert BaseShardingManager().timing == {}
+        trainer = SimpleNamespace(_pending_sync_metrics={"weight_sync/sync_s": 1.0})
+        consume = inspect.unwrap(PPOTrainer._consume_sync_metrics)
+        assert [consume(trainer), consume(trainer)] == [{"weight_sync/sync_s": 1.0}, {}]
 
     @relies("verl_sglang_sync.verl.cpu_platform", "PlatformBase and VERL_PLATFORM")
     def test_cpu_platform_is_chosen_by_variable(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,6 +67,9 @@ USES: dict[str, tuple[str, ...]] = {
         " checkpoint_engine, quantization, multi_stage_wake_up, custom, disaggregation)",
         "verl.workers.config:CheckpointEngineConfig(backend, update_weights_bucket_megabytes)",
     ),
+    "verl_sglang_sync.verl.step_metrics": (
+        "verl.trainer.ppo.v1.trainer_base:PPOTrainer._consume_sync_metrics(self)",
+    ),
     "verl_sglang_sync.verl.rollout": (
         "verl.utils.device:get_device_id",
         "verl.utils.device:get_device_name",

@@ -7,8 +7,10 @@ purpose: the same check must fail there.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from quickstart import Step, read_metrics, read_steps, run_recipe
@@ -93,9 +95,9 @@ def check_arrival(steps: list[Step]) -> None:
         assert step.sync["num_buckets"] >= 1
 
 
-def num_reports(folder: Path) -> int:
-    """Of all syncs and replicas; the last sync follows the last step."""
-    return len((folder / "syncs.jsonl").read_text().splitlines())
+def reports_of(folder: Path) -> list[dict[str, Any]]:
+    """Of all syncs and replicas; the first sync precedes the first step, each step ends in one."""
+    return [json.loads(line) for line in (folder / "syncs.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.parametrize(
@@ -123,7 +125,12 @@ def test_the_weights_arrive_at_every_step(
     if run.preset == "compiled":
         assert steps[0].sync["num_eager"] == steps[0].sync["num_buckets"]
         assert steps[1].sync["num_replayed"] == steps[1].sync["num_buckets"]
-    assert num_reports(tmp_path) == len(steps) + 1
+    reports = reports_of(tmp_path)
+    assert len(reports) == len(steps) + 1
+    for step, report in zip(steps, reports[1:], strict=True):
+        for name in ("num_buckets", "num_replayed", "num_eager", "num_pulled"):
+            assert step.metrics[f"weight_sync/{name}"] == report[name]
+        assert step.metrics["weight_sync/sync_s"] == pytest.approx(report["seconds"]["sync"])
     assert "manifest check:" not in (tmp_path / "run.log").read_text()
 
 
@@ -171,4 +178,4 @@ def test_weights_arrive_on_two_replicas_and_a_lost_sync_fails_the_proof(
     assert len(steps) == 2
     check_arrival(steps)
     assert not last.arrived
-    assert num_reports(tmp_path) == 2 * (len(steps) + 2)
+    assert len(reports_of(tmp_path)) == 2 * (len(steps) + 2)

@@ -16,7 +16,7 @@ from verl_sglang_sync.config import WeightSyncConfig
 from verl_sglang_sync.report import SyncReport
 
 UPDATE = ("update", "1")
-SYNC = {"open", "export", "pack", "load", "commit", "publish", "reply"}
+SYNC = {"sync", "open", "export", "pack", "load", "commit", "publish", "reply"}
 HANDOVER = [("free trainer",), ("barrier",)]
 SLEEP = ("release", "kv_cache", "weights")
 
@@ -128,7 +128,9 @@ def test_it_is_a_sharding_manager_of_verls():
     assert isinstance(manager, BaseShardingManager)
     with manager:
         pass
-    assert set(manager.timing) == {"resume_weights", *SYNC, "resume_kv_cache"}
+    report = manager.take_published()
+    assert set(report.seconds) == {"resume_weights", *SYNC, "resume_kv_cache"}
+    assert manager.take_published() is None
 
 
 def test_the_engine_sleeps_after_an_exception_in_the_body():

@@ -87,12 +87,18 @@ class SGLangShardingManager(BaseShardingManager):  # type: ignore[misc]
         self._free_trainer = free_trainer
         self._barrier = barrier
         self._report = self._new_report()
+        self._published: SyncReport | None = None
         self._syncs = 0
 
     @property
     def report(self) -> SyncReport:
         """Accounting of the wake-up in progress; a new one starts when it is published."""
         return self._report
+
+    def take_published(self) -> SyncReport | None:
+        """The report of the last wake-up that was published, once; None on all but the leader."""
+        published, self._published = self._published, None
+        return published
 
     async def resume(self, tags: Sequence[str]) -> None:
         """Resume the stages that `tags` ("weights", "kv_cache") stand for.
@@ -136,7 +142,8 @@ class SGLangShardingManager(BaseShardingManager):  # type: ignore[misc]
         """
 
         try:
-            await self._transport.sync(weights, version=version, report=self._report)
+            with self._report.stage("sync"):
+                await self._transport.sync(weights, version=version, report=self._report)
         except WeightSyncError:
             self._report = self._new_report()  # the next sync counts from zero
             raise
@@ -194,7 +201,7 @@ class SGLangShardingManager(BaseShardingManager):  # type: ignore[misc]
         has_synced = self._report.num_buckets or self._report.weight_version is not None
         if self._engine is not None and has_synced:  # else it was an adapter that verl sent
             self._report.publish(self._settings.report_file)
-        self.timing = dict(self._report.seconds)
+            self._published = self._report
         self._report = self._new_report()
 
 

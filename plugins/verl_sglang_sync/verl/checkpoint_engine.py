@@ -134,10 +134,7 @@ class SGLangSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         if global_steps is not None:
             for actor in actors:  # the V1 trainer reads it back with every sample
                 await actor.set_global_steps.remote(global_steps)
-        return {
-            "weight_sync/seconds": report.seconds["sync"],
-            "weight_sync/gigabytes": report.payload_bytes / 1e9,
-        }
+        return report.metrics()
 
     async def receive_weights(
         self, global_steps: int | None = None

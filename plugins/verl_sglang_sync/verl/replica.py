@@ -27,6 +27,7 @@ from verl_sglang_sync.config import WeightSyncConfig
 from verl_sglang_sync.engine.server_client.router import RouterClient
 from verl_sglang_sync.engine.server_client.urls import server_url
 from verl_sglang_sync.verl.router_guard import Watch, start_guard
+from verl_sglang_sync.verl.step_metrics import show_metrics_in_steps
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +41,7 @@ class WeightSyncHttpServer(SGLangHttpServer):  # type: ignore[misc]
 
     _last_sleep: tuple[float, StageCosts | None] | None = None
     _router_guard: IO[bytes] | None = None  # closed with this process
+    _metrics: dict[str, float] | None = None
 
     async def launch_server(
         self, master_address: str | None = None, master_port: int | None = None
@@ -81,6 +83,15 @@ class WeightSyncHttpServer(SGLangHttpServer):  # type: ignore[misc]
         """Seconds and costs of the last sleep, once; None if there was none since the last call."""
         sleep, self._last_sleep = self._last_sleep, None
         return sleep
+
+    async def keep_metrics(self, metrics: dict[str, float]) -> None:
+        """Of the last sync of this replica; they wait here for the trainer."""
+        self._metrics = metrics
+
+    async def take_metrics(self) -> dict[str, float] | None:
+        """What was kept, once; None if there was no sync since the last call."""
+        metrics, self._metrics = self._metrics, None
+        return metrics
 
     @property
     def _sleeps_in_order(self) -> bool:
@@ -126,3 +137,4 @@ class WeightSyncReplica(SGLangReplica):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         if WeightSyncConfig.from_rollout(self.config) is not None:
             self.server_class = ray.remote(WeightSyncHttpServer)
+            show_metrics_in_steps()

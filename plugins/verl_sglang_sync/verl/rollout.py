@@ -83,6 +83,7 @@ class WeightSyncServerAdapter(ServerAdapter):  # type: ignore[misc]
         manager = await self._sharding_manager()
         await self._account_for_sleep(manager)
         await manager.resume(tags)
+        await self._hand_over(manager)
 
     async def release(self) -> None:
         """Put the engine to sleep."""
@@ -123,6 +124,7 @@ class WeightSyncServerAdapter(ServerAdapter):  # type: ignore[misc]
         if self._engine is not None and global_steps is not None:
             # The V1 trainer reads it back with every sample.
             await self.server_actor.set_global_steps.remote(global_steps)
+        await self._hand_over(manager)
 
     def _is_received(self, weights: Any) -> bool:
         """True if another checkpoint engine brings the weights as they arrive; said once."""
@@ -157,6 +159,11 @@ class WeightSyncServerAdapter(ServerAdapter):  # type: ignore[misc]
             if sleep is not None:
                 manager.report.seconds["release"], costs = sleep
                 manager.report.add_costs("release", costs)
+
+    async def _hand_over(self, manager: SGLangShardingManager) -> None:
+        """Leave a published report with the server, for the trainer: see `step_metrics`."""
+        if (report := manager.take_published()) is not None:
+            await self.server_actor.keep_metrics.remote(report.metrics())
 
     async def _sharding_manager(self) -> SGLangShardingManager:
         await self._init_server_adapter()

@@ -1,0 +1,41 @@
+"""What a training step's metrics say of its weight syncs."""
+
+from __future__ import annotations
+
+from verl_sglang_sync.report import SyncReport
+from verl_sglang_sync.verl.step_metrics import merged
+
+
+def report(sync_s: float, num_eager: int) -> SyncReport:
+    cost = {"seconds": [0.1, 0.2], "gpu_bytes": [4, 4], "host_bytes": [10**9, 2 * 10**9]}
+    return SyncReport(
+        mode="compiled",
+        replica=0,
+        num_buckets=3,
+        num_eager=num_eager,
+        payload_bytes=4 * 10**9,
+        staging_bytes=10**9,
+        stages={"release": {"weights": cost}},  # type: ignore[dict-item]
+        seconds={"open": 0.25, "sync": sync_s},
+    )
+
+
+def test_metrics_are_seconds_gigabytes_and_counts() -> None:
+    metrics = report(0.5, num_eager=2).metrics()
+    assert metrics["weight_sync/open_s"] == 0.25
+    assert metrics["weight_sync/gigabytes_per_s"] == 8.0
+    assert metrics["weight_sync/host_gigabytes"] == 3.0
+    assert metrics["weight_sync/staging_gigabytes"] == 1.0
+    assert metrics["weight_sync/num_eager"] == 2
+
+
+def test_a_sync_that_took_no_time_has_no_rate() -> None:
+    assert "weight_sync/gigabytes_per_s" not in SyncReport(mode="compiled", replica=0).metrics()
+
+
+def test_replicas_are_synced_at_the_same_time() -> None:
+    found = merged([report(0.5, num_eager=0).metrics(), report(2.0, num_eager=3).metrics()])
+    assert found["weight_sync/sync_s"] == 2.0
+    assert found["weight_sync/gigabytes"] == 8.0
+    assert found["weight_sync/gigabytes_per_s"] == 10.0
+    assert found["weight_sync/num_eager"] == 3.0
