@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -16,6 +17,7 @@ from sglang_loader.common.check_remarks import REMARK, remarks_in
 from sglang_loader.common.stage_costs import StageCosts
 
 logger = logging.getLogger(__name__)
+logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))  # as verl's own: one line for each sync
 
 METRICS = "weight_sync"
 """What the names of all metrics begin with."""
@@ -140,25 +142,31 @@ class SyncReport:
                 file.write(json.dumps(asdict(self)) + "\n")
 
     def __str__(self) -> str:
-        stages = ", ".join(f"{name} {spent:.3f} s" for name, spent in self.seconds.items())
+        spent = self.seconds.get("sync", 0.0)
+        who = "" if self.replica is None else f", replica {self.replica}"
         return (
-            f"{self.mode}, replica {self.replica}, version {self.weight_version}: "
-            f"{self.num_tensors} tensors, {self.payload_bytes / 1e6:.1f} MB in {self.num_buckets} "
-            f"buckets{self._route}; {stages}{_bytes_of(self.stages)}"
+            f"{self.mode}{who}, version {self.weight_version}: {self.payload_bytes / 1e9:.3g} GB "
+            f"in {spent:.3g} s, {self.num_buckets} buckets{self._route}{self._memory}"
         )
 
     @property
     def _route(self) -> str:
-        """How the buckets came, where that is not the full export, whole."""
+        """How many of the buckets came, or were loaded, by which of the faster routes."""
         counts = (
             (self.num_pulled, "read in the trainer's memory"),
             (self.num_exchanged, "exchanged"),
-            (
-                self.num_arranged,
-                f"trimmed to {self.sent_bytes / 1e6:.1f} MB that the engine reads",
-            ),
+            (self.num_arranged, f"trimmed to {self.sent_bytes / 1e9:.3g} GB"),
+            (self.num_replayed, "replayed"),
+            (self.num_eager, "loaded eagerly"),
         )
         return "".join(f", {num} {how}" for num, how in counts if num)
+
+    @property
+    def _memory(self) -> str:
+        """Seconds of sleep and wake-up around the sync."""
+        sleep = self.seconds.get("release", 0.0)
+        wake = sum(spent for name, spent in self.seconds.items() if name.startswith("resume_"))
+        return f"; sleep {sleep:.3g} s, wake-up {wake:.3g} s" if sleep or wake else ""
 
 
 def log_remarks(reply: Any) -> None:
@@ -171,13 +179,3 @@ def log_remarks(reply: Any) -> None:
 def warn_once(text: str) -> None:
     """Log a warning, unless this process has logged the same before."""
     logger.warning("%s", text)
-
-
-def _bytes_of(stages: Mapping[str, StageCosts]) -> str:
-    """The bytes of the stages, all ranks together."""
-    texts = []
-    for name, costs in stages.items():
-        for tag, cost in costs.items():
-            gpu, host = (sum(cost[kind]) / 1e6 for kind in ("gpu_bytes", "host_bytes"))
-            texts.append(f"{name} {tag} {gpu:.1f} MB" + (f" (host {host:.1f} MB)" if host else ""))
-    return "; " + ", ".join(texts) if texts else ""

@@ -237,15 +237,6 @@ def test_a_report_line_per_wake_up(tmp_path, free_cache_engine):
     assert stages_of == [SYNC | staged, SYNC | staged | slept]
 
 
-def test_the_log_line_has_bytes_of_the_gpus_and_of_the_host():
-    report = SyncReport(mode="compiled", replica=0)
-    report.add_costs("release", {"weights": {"gpu_bytes": [5e6, 5e6], "host_bytes": [0, 1e6]}})
-    report.add_costs("release", None)
-    report.add_costs("resume_kv_cache", {"kv_cache": {"gpu_bytes": [2e6], "host_bytes": [0]}})
-    text = "; release weights 10.0 MB (host 1.0 MB), resume_kv_cache kv_cache 2.0 MB"
-    assert str(report).endswith(text)
-
-
 def test_why_buckets_were_not_replayed_is_a_warning_once_for_each_reason(caplog):
     for reason in ("the map of experts changed", None, "the map of experts changed", "a cast"):
         SyncReport(mode="compiled", replica=0, eager_reason=reason).publish(None)

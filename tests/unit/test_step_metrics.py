@@ -1,6 +1,10 @@
-"""What a training step's metrics say of its weight syncs."""
+"""What a training step's metrics and the log say of its weight syncs."""
 
 from __future__ import annotations
+
+import logging
+
+import pytest
 
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.verl.step_metrics import merged
@@ -39,3 +43,23 @@ def test_replicas_are_synced_at_the_same_time() -> None:
     assert found["weight_sync/gigabytes"] == 8.0
     assert found["weight_sync/gigabytes_per_s"] == 10.0
     assert found["weight_sync/num_eager"] == 3.0
+
+
+def test_the_log_line_tells_the_route_and_the_seconds_around_it() -> None:
+    told = report(0.5, num_eager=1)
+    told.num_replayed = told.num_pulled = 2
+    told.seconds |= {"release": 0.25, "resume_weights": 0.125, "resume_kv_cache": 0.125}
+    assert str(told) == (
+        "compiled, replica 0, version None: 4 GB in 0.5 s, 3 buckets, 2 read in the trainer's "
+        "memory, 2 replayed, 1 loaded eagerly; sleep 0.25 s, wake-up 0.25 s"
+    )
+    assert str(SyncReport(mode="sglang_sync/flattened", replica=None)).startswith(
+        "sglang_sync/flattened, version None: 0 GB"
+    )
+
+
+def test_the_log_line_is_seen_at_verls_default_level(caplog: pytest.LogCaptureFixture) -> None:
+    assert logging.getLogger().level == logging.WARNING, "as verl sets it"
+    report(0.5, num_eager=0).publish(None)
+    assert [record.levelname for record in caplog.records] == ["INFO"]
+    assert caplog.text.count("weight sync: compiled, replica 0") == 1
