@@ -29,7 +29,7 @@ from sglang_loader.common.broadcast.update_group import (
     say_left,
     secret_of,
 )
-from sglang_loader.common.check_remarks import with_remark
+from sglang_loader.common.check_remarks import LoadCounts, with_remark
 from sglang_loader.common.manifest import ManifestError
 from sglang_loader.common.session.messages import SESSION_FORMAT, decode_descriptor
 from sglang_loader.hooks.requests import gate_reason
@@ -86,9 +86,10 @@ def _replied(
     *,
     is_busy: bool = False,
     remark: str = "",
+    loaded: LoadCounts | None = None,
 ) -> Any:
     """SGLang's reply; it is pickled with its attributes, and `hooks.requests` reads these two."""
-    reply = kind(not failures, "\n".join(failures) or with_remark(remark))
+    reply = kind(not failures, "\n".join(failures) or with_remark(remark, loaded))
     reply.closed, reply.is_busy = gate_reason(), is_busy
     return reply
 
@@ -125,6 +126,7 @@ def receive_on_all_ranks(original: Original, updater: Any, request: Any) -> Any:
         return bucket, group
 
     update = WeightUpdate(updater, request)
+    loaded: list[LoadCounts] = []
     with updater._observe_weight_load("distributed"):
         expected, failure = attempt(updater, expect)
         failures = failures_on_any_rank(updater, failure)
@@ -136,13 +138,16 @@ def receive_on_all_ranks(original: Original, updater: Any, request: Any) -> Any:
                 flat = receiver.receive(bucket, group, device_of(runner.model))
                 update.loading(layout_of(bucket.manifest), is_first=bucket.manifest.index == 0)
                 compiled = request.load_format == BROADCAST_COMPILED
-                receiver.load(runner.model, bucket, flat, compiled=compiled)
+                loaded.extend(receiver.load(runner.model, bucket, flat, compiled=compiled))
 
             failures = update.run(load)
     if failures:
         _give_up(receiver, runner, request.group_name)
     return _replied(
-        io_struct().UpdateWeightsFromDistributedReqOutput, failures, remark=update.remark
+        io_struct().UpdateWeightsFromDistributedReqOutput,
+        failures,
+        remark=update.remark,
+        loaded=next(iter(loaded), None),
     )
 
 

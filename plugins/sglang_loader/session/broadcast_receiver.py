@@ -20,6 +20,7 @@ import torch
 from sglang_loader.common.broadcast.broadcast import Broadcast, BroadcastError
 from sglang_loader.common.broadcast.messages import BroadcastBucket
 from sglang_loader.common.bucket_source import BucketSource
+from sglang_loader.common.check_remarks import LoadCounts
 from sglang_loader.common.layout import BucketLayout, BucketTensor
 from sglang_loader.common.manifest import BucketManifest, ManifestError, SyncSequence
 from sglang_loader.session.model_loader import loader_of
@@ -111,7 +112,7 @@ class BroadcastReceiver:
 
     def load(
         self, model: Any, bucket: BroadcastBucket, flat: torch.Tensor, *, compiled: bool
-    ) -> None:
+    ) -> list[LoadCounts]:
         """Load a received bucket; returns when the device is done with the buffer.
 
         Args:
@@ -119,6 +120,9 @@ class BroadcastReceiver:
             bucket: describes `flat`.
             flat: what `receive` returned.
             compiled: replay a load plan where one holds.
+
+        Returns:
+            After the last bucket how the sync's were loaded.
 
         Raises:
             Exception: what the model's `load_weights` raises.
@@ -133,15 +137,17 @@ class BroadcastReceiver:
             )
         source = BucketSource.flat(flat)
         loader.load(manifest.index, layout_of(manifest), source, read_only=False)
-        if manifest.last:
-            outcome = loader.finish()
-            logger.info(
-                "broadcast sync: %d buckets replayed, %d loaded eagerly%s",
-                outcome.num_replayed,
-                outcome.num_eager,
-                f": {outcome.reason}" if outcome.reason else "",
-            )
+        outcome = loader.finish() if manifest.last else None
         synchronize(flat.device)
+        if outcome is None:
+            return []
+        logger.info(
+            "broadcast sync: %d buckets replayed, %d loaded eagerly%s",
+            outcome.num_replayed,
+            outcome.num_eager,
+            f": {outcome.reason}" if outcome.reason else "",
+        )
+        return [LoadCounts(outcome.num_replayed, outcome.num_eager, outcome.reason)]
 
     def give_up(self) -> None:
         """Forget the sync in progress; the group it ran on must not be used again."""

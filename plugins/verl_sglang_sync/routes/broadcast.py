@@ -32,6 +32,7 @@ from sglang_loader.common.broadcast.messages import (
     BroadcastBucket,
     encode_bucket,
 )
+from sglang_loader.common.check_remarks import LoadCounts, loaded_in
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.manifest import WIRE_VERSION, BucketManifest, TensorEntry
 from sglang_loader.common.session.folder import remove_orphans
@@ -220,8 +221,17 @@ class _BroadcastSync:
         """Wait until all replicas have loaded what they were told of."""
         with self._report.stage("load"):
             for request in self._requests:
-                log_remarks(request.result())
+                reply = request.result()
+                log_remarks(reply)
+                self._count_loaded(loaded_in(str(reply.get("message"))))
         self._requests = []
+
+    def _count_loaded(self, loaded: list[LoadCounts]) -> None:
+        """Count as the engine did that replayed least; in "compiled", which is to replay all."""
+        for counts in loaded if self._settings.uses_plan else ():
+            if counts.num_eager >= self._report.num_eager:
+                self._report.num_replayed = counts.num_replayed
+                self._report.num_eager, self._report.eager_reason = counts.num_eager, counts.reason
 
     def _wait_for(self, broadcast: Broadcast, index: int) -> None:
         """Wait for a broadcast, unless a replica fails meanwhile: then it would never end."""
