@@ -78,11 +78,12 @@ def train(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Step]
 
 
 def run_training(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Train two steps, or more by the run's overrides."""
+    """Train two steps, or more by the run's overrides, at verl's default log level."""
     make_assets(folder, architecture=run.architecture, tied=run.tied)
     monkeypatch.setenv("WORKERS", str(run.workers))
     monkeypatch.setenv("ROLLOUT_TP", str(run.tp))
-    monkeypatch.setenv("VERL_LOGGING_LEVEL", "WARN")  # see recipes/grpo_separate_async_gpu.sh
+    if run.overrides == SEPARATE:  # see recipes/grpo_separate_async_gpu.sh
+        monkeypatch.setenv("VERL_LOGGING_LEVEL", "WARN")
     overrides = (override.format(folder=folder) for override in run.overrides)
     status = run_recipe(folder, run.preset, *overrides, console=Console(quiet=True))
     assert status == 0, (folder / "run.log").read_text()[-6000:]
@@ -135,6 +136,24 @@ def test_the_weights_arrive_at_every_step(
 
 
 @pytest.mark.slow
+def test_why_no_sync_is_replayed_is_seen_at_verls_default_log_level(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One warning and one line per sync on the console; the tracker has the number of buckets."""
+    monkeypatch.setenv("PYTHONPATH", TESTS)
+    monkeypatch.setenv("SGLANG_EXTERNAL_MODEL_PACKAGE", "support.unplannable")
+    steps = train(Run("compiled"), tmp_path, monkeypatch)
+    check_arrival(steps)
+    log, reports = (tmp_path / "run.log").read_text(), reports_of(tmp_path)
+    for step in steps:
+        assert step.metrics["weight_sync/num_eager"] == step.sync["num_buckets"]
+    warnings = [line for line in log.splitlines() if "slower than the load plan" in line]
+    assert len(warnings) == 1 and "WARNING" in warnings[0], warnings
+    assert "Python reads the data of" in warnings[0]
+    assert log.count("weight sync: compiled, replica 0, version") == len(reports)
+
+
+@pytest.mark.slow
 def test_weights_of_another_checkpoint_engine_arrive_verls_own_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,6 +166,7 @@ def test_weights_of_another_checkpoint_engine_arrive_verls_own_way(
         f"+{backend}.engine_kwargs.file.folder={tmp_path}",
         f"{backend}.custom_backend_module=support.file_backend",
     )
+    monkeypatch.setenv("VERL_LOGGING_LEVEL", "WARN")
     run_training(Run("compiled", overrides=overrides), tmp_path, monkeypatch)
     log = (tmp_path / "run.log").read_text()
     steps = [Step(row["data"], {}) for row in read_metrics(tmp_path)]
