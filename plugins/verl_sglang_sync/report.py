@@ -19,6 +19,9 @@ from sglang_loader.common.stage_costs import StageCosts
 logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))  # as verl's own: one line for each sync
 
+MAX_KEPT = 0.1
+"""A smaller part of the weights than this may stay on the host: buffers that no sync rewrites."""
+
 METRICS = "weight_sync"
 """What the names of all metrics begin with."""
 
@@ -126,10 +129,16 @@ class SyncReport:
     def publish(self, report_file: str | None) -> None:
         """Log the report, and append it as one JSON line where a file is configured.
 
-        Why buckets were not replayed is a warning, once for each reason: SGLang's processes, which
-        find it out, are launched by verl at log level "error".
+        What makes it slower than it could be is a warning, once for each reason: SGLang's
+        processes, which find it out, are launched by verl at log level "error".
         """
         logger.info("weight sync: %s", self)
+        if self.num_replayed and self._kept_on_host > MAX_KEPT:
+            warn_once(
+                f"weight sync: the engine copies {self._kept_on_host:.0%} of its weights to the "
+                "host when it sleeps, though a load plan holds: the plan is not proven to rewrite "
+                "them, as those of a draft model that is not synced"
+            )
         if self.eager_reason is not None:
             warn_once(
                 "weight sync: SGLang's own load_weights loads buckets, slower than the load plan: "
@@ -140,6 +149,13 @@ class SyncReport:
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("a") as file:
                 file.write(json.dumps(asdict(self)) + "\n")
+
+    @property
+    def _kept_on_host(self) -> float:
+        """The part of the weights of which the host held a copy after the release before."""
+        costs = self.stages.get("release", {}).get("weights", {})
+        gpu_bytes = sum(costs.get("gpu_bytes", ()))
+        return sum(costs.get("host_bytes", ())) / gpu_bytes if gpu_bytes else 0.0
 
     def __str__(self) -> str:
         spent = self.seconds.get("sync", 0.0)

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from verl_sglang_sync.report import SyncReport
+from verl_sglang_sync.report import SyncReport, warn_once
 from verl_sglang_sync.verl.step_metrics import merged
 
 
@@ -63,3 +63,15 @@ def test_the_log_line_is_seen_at_verls_default_level(caplog: pytest.LogCaptureFi
     report(0.5, num_eager=0).publish(None)
     assert [record.levelname for record in caplog.records] == ["INFO"]
     assert caplog.text.count("weight sync: compiled, replica 0") == 1
+
+
+@pytest.mark.parametrize(("host_bytes", "num_replayed", "warns"), [(3, 2, True), (3, 0, False)])
+def test_weights_that_stay_on_the_host_though_a_plan_holds_are_a_warning(
+    host_bytes: int, num_replayed: int, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    told = SyncReport(mode="compiled", replica=0, num_replayed=num_replayed)
+    cost = {"seconds": [0.1], "gpu_bytes": [4], "host_bytes": [host_bytes]}
+    told.add_costs("release", {"weights": cost})  # type: ignore[dict-item]
+    warn_once.cache_clear()
+    told.publish(None)
+    assert ("copies 75% of its weights to the host" in caplog.text) == warns

@@ -1,1 +1,1 @@
-"""A package of models for SGLang (SGLANG_EXTERNAL_MODEL_PACKAGE) that no load plan can be made of."""
+"""Models for SGLang (SGLANG_EXTERNAL_MODEL_PACKAGE) that no load plan can be made of."""
