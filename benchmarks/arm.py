@@ -19,7 +19,7 @@ import torch
 
 from benchmarks.arrival import difference, engine_checksums
 from benchmarks.gpu_memory import used_bytes, watching
-from benchmarks.results_file import medians
+from verl_sglang_sync.bench.results_file import medians
 
 NUM_WARM_UPS = 2  # compiled: the first sync makes the plan
 TRAINER_GPU, ENGINE_GPU = 0, 1

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.results_file import medians
+from verl_sglang_sync.bench.results_file import medians
 
 BUFFER_BYTES = 4 << 30
 NUM_WARM_UPS = 2

@@ -22,9 +22,9 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
-from benchmarks.model_shapes import MODELS, tensor_shapes  # noqa: E402
-from benchmarks.results_file import hardware, write_results  # noqa: E402
 from sglang_loader.common.copy_kernel import BatchedCopy  # noqa: E402
+from verl_sglang_sync.bench.model_shapes import MODELS, tensor_shapes  # noqa: E402
+from verl_sglang_sync.bench.results_file import hardware, write_results  # noqa: E402
 
 LAYERS = 12  # of the mixture of experts: a quarter of its bytes
 Pairs = tuple[list[torch.Tensor], list[torch.Tensor]]

@@ -32,11 +32,11 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.arm import ENGINE_GPU, TRAINER_GPU  # noqa: E402
 from benchmarks.arrival import ARRIVAL_LOADER, arrival_environment  # noqa: E402
-from benchmarks.engine_server import engine_server  # noqa: E402
 from benchmarks.group_arms import GROUP_ARMS  # noqa: E402
-from benchmarks.model_shapes import MODELS, tensor_shapes, write_config  # noqa: E402
-from benchmarks.results_file import hardware, print_table, write_results  # noqa: E402
 from benchmarks.verl_arms import VERL_ARMS  # noqa: E402
+from verl_sglang_sync.bench.engine_server import engine_server  # noqa: E402
+from verl_sglang_sync.bench.model_shapes import MODELS, tensor_shapes, write_config  # noqa: E402
+from verl_sglang_sync.bench.results_file import hardware, print_table, write_results  # noqa: E402
 
 COPY_LIMIT = "copy_limit"
 NAMES = (*GROUP_ARMS, *VERL_ARMS, COPY_LIMIT)

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.colocated_arms import (
+from support.trainer import TrainerRank
+from verl_sglang_sync.bench.arms import (
     BUCKET_BYTES,
     counts_of,
     native_engine,
@@ -20,8 +21,7 @@ from benchmarks.colocated_arms import (
     seconds_of,
     synchronize,
 )
-from benchmarks.trainers import NamedTensor, ShardedModel
-from support.trainer import TrainerRank
+from verl_sglang_sync.bench.trainers import NamedTensor, ShardedModel
 
 NUM_WARM_UPS = 5  # ours: a plan, an arrangement, an exchange are each learned and proven in a sync
 PRESETS = ("bucketed", "flattened", "compiled")

@@ -17,11 +17,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engine_server import engine_server, wait_until_healthy
 from benchmarks.fsdp_rank import measure_rank
-from benchmarks.model_shapes import MODELS, write_config
-from benchmarks.results_file import medians
 from support.trainer import run_trainer
+from verl_sglang_sync.bench.engine_server import engine_server, wait_until_healthy
+from verl_sglang_sync.bench.model_shapes import MODELS, write_config
+from verl_sglang_sync.bench.results_file import medians
 
 ENVIRONMENT = {"NCCL_CUMEM_ENABLE": "0"}  # SGLang's own; a mixture fails in CUDA
 CPU_ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"}

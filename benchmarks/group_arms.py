@@ -24,8 +24,8 @@ from benchmarks.arm import (
     synchronize,
 )
 from benchmarks.arrival import advance, checksums
-from benchmarks.engine_server import wait_until_healthy
-from benchmarks.trainers import NamedTensors, make_weights
+from verl_sglang_sync.bench.engine_server import wait_until_healthy
+from verl_sglang_sync.bench.trainers import NamedTensors, make_weights
 
 STOCK = ("per_tensor", "sglang_named", "sglang_flattened")
 OURS = {"disaggregated": "flattened", "disaggregated_compiled": "compiled"}

@@ -25,10 +25,10 @@ import psutil  # noqa: E402
 import torch  # noqa: E402
 
 from benchmarks.colocated import ARMS, OurSync, prepare  # noqa: E402
-from benchmarks.engine_server import engine_server  # noqa: E402
-from benchmarks.model_shapes import MODELS, write_config  # noqa: E402
-from benchmarks.results_file import hardware, write_results  # noqa: E402
-from benchmarks.trainers import make_trainer, size_of  # noqa: E402
+from verl_sglang_sync.bench.engine_server import engine_server  # noqa: E402
+from verl_sglang_sync.bench.model_shapes import MODELS, write_config  # noqa: E402
+from verl_sglang_sync.bench.results_file import hardware, write_results  # noqa: E402
+from verl_sglang_sync.bench.trainers import make_trainer, size_of  # noqa: E402
 
 SHARED_MEMORY = Path("/dev/shm")
 

@@ -20,8 +20,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "recipes")]
 
 from benchmarks.gpu_memory import MemorySamples  # noqa: E402
-from benchmarks.model_shapes import MODELS  # noqa: E402
-from benchmarks.results_file import hardware, medians, print_table, write_results  # noqa: E402
+from verl_sglang_sync.bench.model_shapes import MODELS  # noqa: E402
+from verl_sglang_sync.bench.results_file import hardware, medians, print_table, write_results  # noqa: E402
 
 ARMS = {"native": "", "bucketed": "bucketed", "flattened": "flattened", "compiled": "compiled"}
 TIMERS = ("step", "gen", "update_weights", "update_actor", "old_log_prob")

@@ -27,11 +27,11 @@ import torch  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 
 from benchmarks.megatron_rank import ARMS, EXPORT_ONLY, measure_rank  # noqa: E402
-from benchmarks.model_shapes import MODELS, tensor_shapes, write_config  # noqa: E402
-from benchmarks.results_file import hardware, medians, print_table, write_results  # noqa: E402
 from support.megatron_trainer import ENVIRONMENT, Layout  # noqa: E402
 from support.sglang_server import sglang_server  # noqa: E402
 from support.trainer import run_trainer  # noqa: E402
+from verl_sglang_sync.bench.model_shapes import MODELS, tensor_shapes, write_config  # noqa: E402
+from verl_sglang_sync.bench.results_file import hardware, medians, print_table, write_results  # noqa: E402
 
 STAGES = ("sync", "export", "pack", "load")
 TIMEOUT_S = 1500

@@ -29,7 +29,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "plugins")]
 
 from benchmarks.peer_client import Peer, Setting, together  # noqa: E402
 from benchmarks.peer_process import Read, said  # noqa: E402
-from benchmarks.results_file import write_results  # noqa: E402
+from verl_sglang_sync.bench.results_file import write_results  # noqa: E402
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 ONE_RUN = 0

@@ -23,7 +23,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.results_file import hardware, medians, print_table, write_results  # noqa: E402
+from verl_sglang_sync.bench.results_file import hardware, medians, print_table, write_results  # noqa: E402
 
 MIB = 1 << 20
 WAITS_S = (0.0, 0.05, 0.3, 1.0)

@@ -31,7 +31,7 @@ from benchmarks.arm import (
     run_arms,
     synchronize,
 )
-from benchmarks.engine_server import wait_until_healthy
+from verl_sglang_sync.bench.engine_server import wait_until_healthy
 
 VERL_ARMS = {"verl_nccl": "nccl", "verl_disaggregated": "sglang_sync"}
 TIMEOUT_S = 90.0
@@ -223,7 +223,7 @@ def _trainer_class() -> type[Any]:
         def __init__(self, gpu: int, model: str, device: str) -> None:
             super().__init__()
             import verl_sglang_sync.verl_plugin  # noqa: F401
-            from benchmarks.trainers import make_weights
+            from verl_sglang_sync.bench.trainers import make_weights
 
             _expect_gpu(gpu)
             self._device = device

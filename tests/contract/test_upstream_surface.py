@@ -67,6 +67,17 @@ USES: dict[str, tuple[str, ...]] = {
         " checkpoint_engine, quantization, multi_stage_wake_up, custom, disaggregation)",
         "verl.workers.config:CheckpointEngineConfig(backend, update_weights_bucket_megabytes)",
     ),
+    "verl_sglang_sync.bench.arms": (
+        "sglang.srt.weight_sync.utils:update_weights(engine, params_batch, device_mesh_key,"
+        " device_mesh)",
+        f"{ROLLOUT}.sglang_rollout.http_server_engine:AsyncHttpServerAdapter",
+        f"{ROLLOUT}.sglang_rollout.utils:get_named_tensor_buckets",
+    ),
+    "verl_sglang_sync.bench.trainers": (
+        "verl.utils.model:convert_weight_keys(state_dict, model)",
+        "verl.workers.engine.fsdp.utils:unfuse_moe_params",
+    ),
+    "verl_sglang_sync.bench.colocated": ("verl.workers.engine",),
     "verl_sglang_sync.verl.step_metrics": (
         "verl.trainer.ppo.v1.trainer_base:PPOTrainer._consume_sync_metrics(self)",
     ),

@@ -21,6 +21,7 @@ LAYERS = {
     "verl_sglang_sync": (
         "verl_plugin",
         "cli",
+        "bench",
         "doctor",
         "verl",
         "sync",
@@ -38,7 +39,7 @@ LAYERS = {
 """Folders and modules of each package, top to bottom."""
 
 WHO_IMPORTS = {
-    "sglang": {"sglang_loader", "verl_sglang_sync.verl"},
+    "sglang": {"sglang_loader", "verl_sglang_sync.verl", "verl_sglang_sync.bench"},
     "verl": {"verl_sglang_sync"},
 }
 

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from benchmarks.model_shapes import MODELS, tensor_shapes
+from verl_sglang_sync.bench.model_shapes import MODELS, tensor_shapes
 from verl_sglang_sync.sources.module_tree import ModuleState
 from verl_sglang_sync.sources.reexport import Reexport
 

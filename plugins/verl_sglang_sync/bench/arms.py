@@ -1,0 +1,176 @@
+"""The arms of the colocated benchmark: ways to sync, each with a trainer that suits it.
+
+`native` is verl 0.9.1's own code with its own settings (host backup, named tensors, one request per
+bucket), `copy_limit` a copy of the same bytes within the device; the others are ours, with the host
+backup that their preset gets. `compiled` is the preset as it is: the engine reads the trainer's
+parameters in place. `compiled_tensors` and `compiled_flat` do so with a list of tensors that does
+not say what it reads, and is gone through at every sync; the tensors are in storages of their own,
+or in one. `compiled_packed` packs, as a trainer must that gathers its shards. `native_float32` and
+`compiled_float32` export float32, verl's default, into engines of bfloat16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from verl_sglang_sync.bench.trainers import Kind, NamedTensor
+from verl_sglang_sync.collective import SingleProcess
+from verl_sglang_sync.config import WeightSyncConfig
+from verl_sglang_sync.engine.server_client import SGLangServerClient
+from verl_sglang_sync.sync.sharding_manager import SGLangShardingManager
+
+BUCKET_BYTES = 2048 << 20
+SYNC_STAGES = ("open", "export", "confirm", "gather", "pack", "load", "commit", "publish")
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to sync.
+
+    Attributes:
+        mode: preset, None for verl's own code.
+        host_backup: the engine saves all weights on release, as verl launches it; else
+            `host_backup=auto`: only what the load plan does not rewrite.
+        trainer: what is exported.
+        settings: keys of the preset.
+    """
+
+    mode: str | None
+    host_backup: bool = False
+    trainer: Kind = "fsdp2"
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+PACKED = {"read_in_place": False}
+ARMS = {
+    "native": Arm(None, host_backup=True),
+    "bucketed": Arm("bucketed", host_backup=True),
+    "flattened": Arm("flattened", host_backup=True),
+    "compiled": Arm("compiled"),
+    "compiled_tensors": Arm("compiled", trainer="tensors"),
+    "compiled_flat": Arm("compiled", trainer="flat"),
+    "compiled_packed": Arm("compiled", settings={**PACKED, "keep_staging_buffers": True}),
+    "compiled_packed_freed": Arm("compiled", settings=PACKED),
+    "native_float32": Arm(None, host_backup=True, trainer="fsdp2_float32"),
+    "compiled_float32": Arm("compiled", trainer="fsdp2_float32"),
+}
+COPY_LIMIT = "copy_limit"
+
+
+class NativeSync:
+    """verl's own client and sync."""
+
+    def __init__(self, url: str, config: Path) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        self._engine = native_engine(url, config)
+        self._mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("infer_tp",))
+
+    async def release(self) -> None:
+        await self._engine.release_memory_occupation(tags=["kv_cache", "weights"])
+
+    async def resume(self, tag: str) -> None:
+        await self._engine.resume_memory_occupation(tags=[tag])
+
+    async def sync(self, weights: Iterable[NamedTensor]) -> dict[str, Any]:
+        await native_sync(self._engine, self._mesh, weights)
+        return {}
+
+
+class OurSync:
+    """The sharding manager, stage by stage as verl drives it."""
+
+    def __init__(self, url: str, arm: Arm, device: torch.device) -> None:
+        self._manager = SGLangShardingManager(
+            engine=SGLangServerClient(url, timeout_s=600),
+            settings=WeightSyncConfig(
+                mode=arm.mode,  # type: ignore[arg-type]
+                bucket_bytes=BUCKET_BYTES,
+                multi_stage_wake_up=True,
+                free_cache_engine=True,
+                **arm.settings,
+            ),
+            group=SingleProcess(),
+            device=device,
+            replica=0,
+        )
+
+    async def release(self) -> None:
+        await self._manager.release()
+
+    async def resume(self, tag: str) -> None:
+        await self._manager.resume((tag,))
+
+    async def sync(self, weights: Iterable[NamedTensor]) -> dict[str, Any]:
+        await self._manager.sync(weights, version="0")
+        report = self._manager.report
+        seconds = {f"sync_{stage}": spent for stage, spent in seconds_of(report).items()}
+        for stage, costs in report.stages.items():  # the engine's own part of sleep and wake-up
+            for tag, cost in costs.items():
+                seconds[f"engine_{stage}_{tag}"] = max(cost["seconds"])
+        return {"seconds": seconds, "counts": counts_of(report)}
+
+
+def native_engine(url: str, config: Path | str) -> Any:
+    """verl 0.9.1's own client of a server."""
+    from verl.workers.rollout.sglang_rollout.http_server_engine import AsyncHttpServerAdapter
+
+    host, port = url.removeprefix("http://").split(":")
+    return AsyncHttpServerAdapter(
+        model_path=str(config), host=host, port=int(port), launch_server=False, timeout=600
+    )
+
+
+async def native_sync(
+    engine: Any | None, mesh: Any, weights: Iterable[tuple[str, torch.Tensor]]
+) -> None:
+    """What verl 0.9.1 does: `ServerAdapter.update_weights` without its worker around it.
+
+    Args:
+        engine: `native_engine` on the replica's leader, None on the other ranks.
+        mesh: has the dimension "infer_tp".
+        weights: `(name, full tensor)`.
+    """
+    from sglang.srt.weight_sync.utils import update_weights
+    from verl.workers.rollout.sglang_rollout.utils import get_named_tensor_buckets
+
+    async for batch in get_named_tensor_buckets(iter(weights), BUCKET_BYTES):
+        await update_weights(
+            engine=engine,
+            params_batch=batch,
+            device_mesh_key="infer_tp",
+            device_mesh=mesh,
+        )
+    if engine is not None:
+        await engine.flush_cache()
+
+
+def seconds_of(report: Any) -> dict[str, float]:
+    """Seconds of a sync's stages, and of the engine meanwhile."""
+    seconds = {stage: report.seconds.get(stage, 0.0) for stage in SYNC_STAGES}
+    return seconds | {f"engine_{what}": spent for what, spent in report.engine_seconds.items()}
+
+
+def counts_of(report: Any) -> dict[str, Any]:
+    """How a sync was sent and loaded."""
+    return {
+        "num_buckets": report.num_buckets,
+        "num_replayed": report.num_replayed,
+        "num_pulled": report.num_pulled,
+        "num_exchanged": report.num_exchanged,
+        "num_arranged": report.num_arranged,
+        "sent_bytes": report.sent_bytes,
+        "eager_reason": report.eager_reason,
+        "staging_bytes": report.staging_bytes,
+    }
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for all that this process has launched."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
