@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -35,6 +36,30 @@ def doctor(
         console.print(report.as_table(checks))
         console.print(report.summary(checks))
     raise typer.Exit(report.exit_status(checks))
+
+
+@app.command()
+def bench(
+    model: Annotated[
+        str | None, typer.Option(help="A shape; by default the largest that fits the GPU.")
+    ] = None,
+    arms: Annotated[
+        str, typer.Option(help="Separated by commas; see verl_sglang_sync.bench.arms.")
+    ] = "native,bucketed,flattened,compiled,compiled_packed,copy_limit",
+    runs: Annotated[int, typer.Option(min=1, help="Cycles of each arm.")] = 5,
+    device: Annotated[
+        str | None, typer.Option(help="cuda or cpu; by default a GPU if there is one.")
+    ] = None,
+    json: Annotated[Path | None, typer.Option(help="File for all figures.")] = None,
+) -> None:
+    """Measure sleep, wake-up and sync of a random model: verl's own, ours, and the copy limit."""
+    from verl_sglang_sync.bench.command import BadChoice, run
+
+    try:
+        run(model, [arm.strip() for arm in arms.split(",")], runs, device, json, Console())
+    except BadChoice as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(2) from None
 
 
 def main() -> None:

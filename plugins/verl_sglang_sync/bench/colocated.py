@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -163,8 +164,16 @@ def measure(
     mapped between syncs, so the arms of one process would pay for each other's weights.
     """
     for name in arms:
-        with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        log = folder / f"trainer-{model}-{name}.log"
+        with ProcessPoolExecutor(1, get_context("spawn"), _print_into, (log,)) as pool:
             yield pool.submit(measure_arm, model, name, device, runs, folder).result()
+
+
+def _print_into(log: Path) -> None:
+    """Send what this process prints to a file: verl, SGLang and torch print a screen full."""
+    with log.open("wb") as file:
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(file.fileno(), stream.fileno())
 
 
 def measure_arm(

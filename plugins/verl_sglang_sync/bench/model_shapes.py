@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 Config = dict[str, Any]
+
+FOR_GPUS = ("qwen3-30b-a3b", "qwen3-8b", "qwen3-0.6b")
+FOR_A_CPU = "tiny"
+ROOM = 1.2
+"""What a GPU needs beside two copies of the weights: KV cache, graphs, libraries."""
 
 
 def _dense(hidden: int, inter: int, layers: int, heads: int, tied: bool) -> Config:
@@ -120,3 +126,23 @@ def _gated(prefix: str, hidden: int, inter: int) -> Iterator[tuple[str, tuple[in
     yield f"{prefix}.gate_proj.weight", (inter, hidden)
     yield f"{prefix}.up_proj.weight", (inter, hidden)
     yield f"{prefix}.down_proj.weight", (hidden, inter)
+
+
+def weights_bytes(model: str, itemsize: int) -> int:
+    """Bytes of a model's weights in numbers of `itemsize` bytes."""
+    return itemsize * sum(math.prod(shape) for _, shape in tensor_shapes(MODELS[model]))
+
+
+def largest_that_fits(gpu_bytes: int) -> str:
+    """The largest of `FOR_GPUS` of which trainer and engine have bfloat16 weights on one GPU.
+
+    Raises:
+        ValueError: the smallest does not fit.
+    """
+    for model in FOR_GPUS:
+        if gpu_bytes >= ROOM * 2 * weights_bytes(model, 2):
+            return model
+    raise ValueError(
+        f"a GPU with {gpu_bytes / 1e9:.1f} GB: the smallest model, {FOR_GPUS[-1]}, needs "
+        f"{ROOM * 2 * weights_bytes(FOR_GPUS[-1], 2) / 1e9:.1f} GB"
+    )

@@ -1,0 +1,40 @@
+"""`verl-sglang-sync bench` before it starts anything: shapes that fit, choices that cannot be."""
+
+from __future__ import annotations
+
+import pytest
+from typer.testing import CliRunner
+
+from verl_sglang_sync.bench.model_shapes import largest_that_fits
+from verl_sglang_sync.cli import app
+
+H200, H100, RTX_4090 = 150 << 30, 80 << 30, 24 << 30
+
+
+@pytest.mark.parametrize(
+    ("gpu_bytes", "model"),
+    [(H200, "qwen3-30b-a3b"), (H100, "qwen3-8b"), (RTX_4090, "qwen3-0.6b")],
+)
+def test_trainer_and_engine_fit_one_gpu(gpu_bytes: int, model: str) -> None:
+    assert largest_that_fits(gpu_bytes) == model
+
+
+def test_a_gpu_that_is_too_small_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"2\.1 GB: the smallest model, qwen3-0\.6b, needs"):
+        largest_that_fits(2 << 30)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["--model", "gpt-5"], "--model gpt-5: allowed: "),
+        (["--arms", "native,fastest"], "--arms fastest: allowed: native, bucketed"),
+        (["--device", "tpu"], "--device tpu: allowed: cuda, cpu"),
+    ],
+)
+def test_a_choice_that_cannot_be_is_an_error_that_names_what_is_allowed(
+    options: list[str], text: str
+) -> None:
+    result = CliRunner().invoke(app, ["bench", *options])
+    assert result.exit_code == 2
+    assert text in result.output
