@@ -19,13 +19,13 @@ from sglang_loader.load_plan import (
     LoadPlan,
     PlanBuilder,
     PlanExecutor,
-    self_check,
 )
 from sglang_loader.load_plan.arrange import arrange
 from sglang_loader.load_plan.executor import replay_once
 from sglang_loader.load_plan.verify import differing, snapshot
 from sglang_loader.session.model_loader import ModelLoader, SyncOutcome
 from sglang_loader.upstream import engine_context
+from support.plan_check import self_check
 from verl_sglang_sync.routes.byte_gather import ByteGather
 
 LAYOUTS = ("single", "many", "cut")

@@ -17,8 +17,9 @@ import torch
 
 from sglang_loader.common.intervals import Interval, num_bytes, subtract
 from sglang_loader.host_backup import backup_of, publish_coverage
-from sglang_loader.host_backup.allocations import nbytes_under, reachable, under_weights_tag
+from sglang_loader.host_backup.allocations import nbytes_under, under_weights_tag
 from sglang_loader.load_plan.destinations import collect_destinations
+from support.reachable_memory import reachable
 
 PUBLISH_LOADER = "support.coverage_loader.publish"
 POISON_LOADER = "support.coverage_loader.poison"

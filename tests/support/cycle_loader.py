@@ -25,11 +25,11 @@ from sglang_loader.host_backup.allocations import (
     Allocations,
     bytes_at,
     nbytes_under,
-    reachable,
     under_weights_tag,
 )
 from sglang_loader.host_backup.saved_bytes import synchronize
 from sglang_loader.load_plan.destinations import collect_destinations
+from support.reachable_memory import reachable
 
 LOOK_LOADER = "support.cycle_loader.look"
 POISON_LOADER = "support.cycle_loader.poison_all_but_the_restored"

@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from sglang_loader.common.intervals import Interval, num_bytes
-from sglang_loader.host_backup.allocations import bytes_at, reachable
+from sglang_loader.host_backup.allocations import bytes_at
 from sglang_loader.load_plan.destinations import Destinations, collect_destinations
+from support.reachable_memory import reachable
 
 POISON = 0xFF  # NaN in every float type, -1 in every integer
 

@@ -5,9 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from support.bucket_plans import plan_buckets
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.sources.bucket_stream import BucketStream
-from verl_sglang_sync.sources.planner import plan_buckets
 from verl_sglang_sync.sources.staging import spec_of
 
 LIMIT = 1024

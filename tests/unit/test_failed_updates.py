@@ -11,9 +11,9 @@ from sglang_loader.common.check_remarks import ManifestCheck
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.hooks import weight_update
 from sglang_loader.host_backup import WeightsBackup, arm
-from sglang_loader.host_backup.allocations import reachable
 from sglang_loader.rehearsal.findings import Verdict
 from sglang_loader.session.model_loader import loader_of
+from support.reachable_memory import reachable
 from unit.released_memory import poison
 from unit.test_plan_store import NAMES, Model, check_loaded, sync
 

@@ -27,12 +27,12 @@ from sglang_loader.host_backup.allocations import (
     Allocations,
     blocks_in_use,
     bytes_at,
-    reachable,
 )
 from sglang_loader.host_backup.backup import BRIDGED_BYTES, bridged
 from sglang_loader.host_backup.saved_bytes import SavedBytes
 from sglang_loader.load_plan.destinations import collect_destinations
 from sglang_loader.upstream import why_stock_backup
+from support.reachable_memory import reachable
 from unit.released_memory import POISON, Residue, contents, overwrite, poison, size_of, whole
 
 LAYOUT = BucketLayout.pack([("low", (5, 3), torch.bfloat16)])

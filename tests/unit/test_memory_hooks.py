@@ -33,8 +33,8 @@ from sglang_loader.hooks import weight_update
 from sglang_loader.hooks import weights as weight_updater_hooks
 from sglang_loader.hooks.weights import update_on_all_ranks
 from sglang_loader.host_backup import arm, backup_of, publish_coverage
-from sglang_loader.host_backup.allocations import reachable
 from sglang_loader.load_plan.destinations import collect_destinations
+from support.reachable_memory import reachable
 from unit.released_memory import Residue, contents, overwrite, poison, size_of, whole
 
 LAYOUT = BucketLayout.pack([("linear.weight", (33, 7), torch.float32)])

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from support.bucket_plans import plan_buckets
 from verl_sglang_sync.sources.planner import (
     ALIGNMENT_BYTES,
     FUSION_GROUPS,
     BucketPlan,
     BucketPlanner,
     TensorSpec,
-    plan_buckets,
 )
 
 ITEMSIZES = {"bfloat16": 2, "float32": 4, "float8_e4m3fn": 1, "int8": 1, "bool": 1, "int64": 8}

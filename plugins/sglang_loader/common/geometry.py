@@ -73,11 +73,6 @@ class StridedCopy:
     run: int
     unit: Unit = BYTES
 
-    @property
-    def num_units(self) -> int:
-        """Units moved; bytes where `unit` is `BYTES`."""
-        return self.run * math.prod(count for count, _, _ in self.dims)
-
     def dst_bounds(self) -> tuple[int, int]:
         """The byte range [start, stop) of the destination storage that encloses the copy."""
         last = sum((count - 1) * dst_stride for count, _, dst_stride in self.dims)

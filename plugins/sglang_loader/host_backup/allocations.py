@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from sglang_loader.common.intervals import Interval, merge
-from sglang_loader.load_plan.destinations import collect_destinations
 
 WEIGHTS_TAG = "weights"
 
@@ -34,14 +33,6 @@ def bytes_at(device: torch.device, start: int, stop: int) -> torch.Tensor:
         raw = torch._C._construct_storage_from_data_pointer(start, device, stop - start)
         view = torch.empty(0, dtype=torch.uint8, device=device)
         return view.set_(raw, 0, (stop - start,), (1,))
-
-
-def reachable(model: nn.Module) -> Allocations:
-    """Every storage that the model's modules reach, on the device of its parameters."""
-    device = next(model.parameters()).device
-    storages = collect_destinations(model).storages
-    spans = [(s.data_ptr, s.data_ptr + s.nbytes) for s in storages if s.device == device]
-    return Allocations(device, tuple(merge(spans)))
 
 
 def under_weights_tag(model: nn.Module) -> Allocations:

@@ -13,16 +13,16 @@ recorded.
     for i, buffer in enumerate(later_sync):
         executor.replay(i, BucketSource.flat(buffer))
 
-A plan is used only after `check_bucket` or `self_check` has proved it bit for bit against the eager
-loader, and only while `plan.fingerprint` and `DestinationProbe` find nothing changed. Nothing here
-imports sglang.
+A plan is used only after `check_bucket` has proved it bit for bit against the eager loader, and
+only while `plan.fingerprint` and `DestinationProbe` find nothing changed. Nothing here imports
+sglang.
 """
 
 from sglang_loader.load_plan.builder import PlanBuilder
 from sglang_loader.load_plan.executor import PlanExecutor
 from sglang_loader.load_plan.guard import DestinationProbe
 from sglang_loader.load_plan.plan import BucketPlan, LoadPlan, PlanRefused
-from sglang_loader.load_plan.verify import CheckResult, KnownDigests, check_bucket, self_check
+from sglang_loader.load_plan.verify import CheckResult, KnownDigests, check_bucket
 
 __all__ = [
     "BucketPlan",
@@ -34,5 +34,4 @@ __all__ = [
     "PlanExecutor",
     "PlanRefused",
     "check_bucket",
-    "self_check",
 ]

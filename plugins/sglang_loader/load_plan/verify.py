@@ -38,7 +38,7 @@ from sglang_loader.load_plan.destinations import (
     first_difference,
 )
 from sglang_loader.load_plan.executor import replay_once
-from sglang_loader.load_plan.plan import BucketPlan, LoadPlan, LoadWeights
+from sglang_loader.load_plan.plan import BucketPlan, LoadWeights
 from sglang_loader.load_plan.trace import Space
 
 POISON = 0xA5
@@ -69,30 +69,6 @@ class CheckResult:
     reason: str | None = None
     differing: tuple[str, ...] = ()
     known: KnownDigests | None = None
-
-
-def self_check(
-    model: nn.Module,
-    plan: LoadPlan,
-    load_weights: LoadWeights,
-    buffers: Sequence[torch.Tensor],
-) -> CheckResult:
-    """`check_bucket` for every bucket of a plan; stops at the first that fails.
-
-    Args:
-        buffers: one flat buffer per bucket, filled with this sync's weights.
-
-    Afterwards the weights are those of `buffers`, whatever the outcome.
-    """
-    known = None
-    for i, (bucket, buffer) in enumerate(zip(plan.buckets, buffers, strict=True)):
-        result = check_bucket(model, bucket, plan.destinations, load_weights, buffer, known)
-        known = result.known
-        if not result.ok:
-            for layout, later in zip(plan.layouts[i + 1 :], buffers[i + 1 :], strict=True):
-                load_weights(iter(layout.views(later[: layout.nbytes].clone())))
-            return result
-    return CheckResult(ok=True)
 
 
 def check_bucket(

@@ -11,13 +11,12 @@ dtypes only, one at a time, because verl's trainers export weights as a generato
     for bucket in planner.finish():
         ...
 
-`plan_buckets` is the same thing for a known list. Every tensor lands in exactly one bucket.
+Every tensor lands in exactly one bucket.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 ALIGNMENT_BYTES = 256  # what cudaMalloc gives; keeps every dtype's view legal and copies vectorised
@@ -175,23 +174,6 @@ class BucketPlanner:
         self._num_closed += 1
         self._open, self._open_bytes = [], 0
         return bucket
-
-
-def plan_buckets(
-    specs: Iterable[TensorSpec],
-    *,
-    bucket_bytes: int,
-    fusion_groups: tuple[FusionGroup, ...] = FUSION_GROUPS,
-) -> list[BucketPlan]:
-    """Plan a whole sync; arguments and errors as for `BucketPlanner`."""
-
-    def buckets() -> Iterator[BucketPlan]:
-        planner = BucketPlanner(bucket_bytes=bucket_bytes, fusion_groups=fusion_groups)
-        for spec in specs:
-            yield from planner.add(spec)
-        yield from planner.finish()
-
-    return list(buckets())
 
 
 def _padded(nbytes: int) -> int:

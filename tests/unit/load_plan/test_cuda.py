@@ -10,8 +10,9 @@ from torch import nn
 
 from sglang_loader.common.bucket_source import BucketSource
 from sglang_loader.common.layout import BucketLayout
-from sglang_loader.load_plan import PlanBuilder, PlanExecutor, self_check
+from sglang_loader.load_plan import PlanBuilder, PlanExecutor
 from sglang_loader.load_plan.verify import differing, snapshot
+from support.plan_check import self_check
 
 pytestmark = [
     pytest.mark.gpu,

@@ -74,7 +74,10 @@ def test_describe_copy_moves_the_bytes_of_a_tensor_copy(pair: tuple[Region, Regi
     copy = describe_copy(0, src_region, dst_region, BYTES)
     apply_copy(copy, src, got)
     np.testing.assert_array_equal(got, want)
-    assert copy.num_units == math.prod(dst_region.shape) * dst_region.itemsize
+    assert (
+        copy.run * math.prod(count for count, _, _ in copy.dims)
+        == math.prod(dst_region.shape) * dst_region.itemsize
+    )
 
 
 @given(region_pairs())

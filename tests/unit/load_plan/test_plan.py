@@ -19,9 +19,9 @@ from sglang_loader.load_plan import (
     PlanExecutor,
     PlanRefused,
     check_bucket,
-    self_check,
 )
 from sglang_loader.load_plan.verify import differing, digest, poison, scramble, snapshot
+from support.plan_check import self_check
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 Loader = Callable[["Model", str, torch.Tensor], None]

@@ -1,0 +1,30 @@
+"""Buckets of a known list of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from verl_sglang_sync.sources.planner import (
+    FUSION_GROUPS,
+    BucketPlan,
+    BucketPlanner,
+    FusionGroup,
+    TensorSpec,
+)
+
+
+def plan_buckets(
+    specs: Iterable[TensorSpec],
+    *,
+    bucket_bytes: int,
+    fusion_groups: tuple[FusionGroup, ...] = FUSION_GROUPS,
+) -> list[BucketPlan]:
+    """Plan a whole sync; arguments and errors as for `BucketPlanner`."""
+
+    def buckets() -> Iterator[BucketPlan]:
+        planner = BucketPlanner(bucket_bytes=bucket_bytes, fusion_groups=fusion_groups)
+        for spec in specs:
+            yield from planner.add(spec)
+        yield from planner.finish()
+
+    return list(buckets())
