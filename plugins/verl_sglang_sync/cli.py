@@ -1,8 +1,10 @@
-"""Command line: `verl-sglang-sync doctor`."""
+"""Command line: `verl-sglang-sync doctor` and `verl-sglang-sync report`."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import json
+from pathlib import Path
+from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
@@ -13,10 +15,7 @@ app = typer.Typer(
     add_completion=False,
 )
 
-
-@app.callback()
-def commands() -> None:
-    """Keep subcommands named, even while there is only one."""
+PICTURES = (".png", ".svg")
 
 
 @app.command()
@@ -35,6 +34,44 @@ def doctor(
         console.print(report.as_table(checks))
         console.print(report.summary(checks))
     raise typer.Exit(report.exit_status(checks))
+
+
+@app.command()
+def report(
+    files: Annotated[list[Path], typer.Argument(help="What `report_file` wrote, one file a run.")],
+    plot: Annotated[Path | None, typer.Option(help="Draw a picture: .png or .svg.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Write a trace for Perfetto: .json.")] = None,
+) -> None:
+    """Show what the syncs of one run cost, or compare several runs side by side."""
+    from verl_sglang_sync.report_files import ReportFileError, read_run
+    from verl_sglang_sync.report_files.table import headings, table_of
+    from verl_sglang_sync.report_files.trace import trace_of
+
+    if plot is not None:
+        if plot.suffix not in PICTURES:
+            _refuse(f"--plot {plot}: allowed: {', '.join(PICTURES)}")
+        try:
+            from verl_sglang_sync.report_files.plot import draw
+        except ImportError as error:
+            _refuse(f"--plot needs matplotlib: pip install matplotlib ({error})")
+    try:
+        runs = [read_run(path) for path in files]
+        if trace is not None:
+            trace.write_text(json.dumps(trace_of(runs)))
+        if plot is not None:
+            draw(runs).savefig(plot, dpi=150)
+    except (ReportFileError, OSError) as error:
+        _refuse(str(error))
+    console = Console()
+    for line in headings(runs):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    console.print(table_of(runs))
+
+
+def _refuse(problem: str) -> NoReturn:
+    """End with status 2, as typer does where an argument is wrong."""
+    typer.echo(f"error: {problem}", err=True)
+    raise typer.Exit(2)
 
 
 def main() -> None:

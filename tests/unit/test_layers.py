@@ -22,6 +22,7 @@ LAYERS = {
         "verl_plugin",
         "cli",
         "doctor",
+        "report_files",
         "verl",
         "sync",
         "routes",
