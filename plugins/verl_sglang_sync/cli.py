@@ -20,13 +20,17 @@ PICTURES = (".png", ".svg")
 
 @app.command()
 def doctor(
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(help="After `--`: the Hydra overrides of your recipe, as for main_ppo."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")] = False,
 ) -> None:
-    """Check versions, plugins, hooks, hardware and presets; exits with 1 if a check failed."""
+    """Check versions, plugins, hooks, hardware, and presets or a recipe; status 1: one failed."""
     from verl_sglang_sync.doctor import diagnose, report
 
     with Console(stderr=True).status("importing verl and SGLang (about 20 s)"):
-        checks = diagnose()
+        checks = diagnose(overrides or ())
     if as_json:
         typer.echo(report.as_json(checks))
     else:
