@@ -101,6 +101,8 @@ def test_the_bars_are_the_stages_of_the_median_sync(compiled: Path, disaggregate
 
     bars, lines = draw([read_run(compiled), read_run(disaggregated)]).axes
     assert sum(bar.get_width() for bar in bars.patches) == pytest.approx(2.625 + 4.0)
+    labels = [label.get_text() for label in bars.get_yticklabels()]
+    assert labels == ["compiled.jsonl\ncompiled", "disaggregated.jsonl\ncompiled"]
     assert [text.get_text().strip() for text in bars.texts] == ["2.62 s", "4 s"]
     drawn = [list(line.get_ydata()) for line in lines.get_lines()]
     assert drawn == [[24.875, 2.625, 2.375, 2.875], [4.0]]

@@ -154,7 +154,7 @@ def sentences(config: DictConfig, settings: WeightSyncConfig, machine: Machine) 
             yield _later_route(config, settings, machine)
     if settings.uses_plan:
         every = settings.recheck_every_n_syncs
-        again = f", checked again in every {every}. sync" if every else ""
+        again = f", checked again every {every} syncs" if every else ""
         yield f"The first sync makes and checks a load plan, later ones replay it{again}"
     else:
         yield "SGLang's own load_weights loads them"

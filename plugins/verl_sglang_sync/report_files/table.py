@@ -67,6 +67,8 @@ def _seconds(spent: float | None) -> str:
 
 
 def _rate(sync: ReplicaSync) -> str:
+    if not sync.sync_seconds:
+        return ""
     rate = sync.payload_bytes / 1e9 / sync.sync_seconds
     return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
 
