@@ -1,9 +1,10 @@
-"""Command line: `verl-sglang-sync doctor`."""
+"""Command line: `verl-sglang-sync doctor`, `bench` and `report`."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
@@ -14,21 +15,22 @@ app = typer.Typer(
     add_completion=False,
 )
 
-
-@app.callback()
-def commands() -> None:
-    """Keep subcommands named, even while there is only one."""
+PICTURES = (".png", ".svg")
 
 
 @app.command()
 def doctor(
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(help="After `--`: the Hydra overrides of your recipe, as for main_ppo."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")] = False,
 ) -> None:
-    """Check versions, plugins, hooks, hardware and presets; exits with 1 if a check failed."""
+    """Check versions, plugins, hooks, hardware, and presets or a recipe; status 1: one failed."""
     from verl_sglang_sync.doctor import diagnose, report
 
     with Console(stderr=True).status("importing verl and SGLang (about 20 s)"):
-        checks = diagnose()
+        checks = diagnose(overrides or ())
     if as_json:
         typer.echo(report.as_json(checks))
     else:
@@ -50,16 +52,53 @@ def bench(
     device: Annotated[
         str | None, typer.Option(help="cuda or cpu; by default a GPU if there is one.")
     ] = None,
-    json: Annotated[Path | None, typer.Option(help="File for all figures.")] = None,
+    results: Annotated[Path | None, typer.Option("--json", help="File for all figures.")] = None,
 ) -> None:
     """Measure sleep, wake-up and sync of a random model: verl's own, ours, and the copy limit."""
     from verl_sglang_sync.bench.command import BadChoice, run
 
     try:
-        run(model, [arm.strip() for arm in arms.split(",")], runs, device, json, Console())
+        run(model, [arm.strip() for arm in arms.split(",")], runs, device, results, Console())
     except BadChoice as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(2) from None
+        _refuse(str(error))
+
+
+@app.command()
+def report(
+    files: Annotated[list[Path], typer.Argument(help="What `report_file` wrote, one file a run.")],
+    plot: Annotated[Path | None, typer.Option(help="Draw a picture: .png or .svg.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Write a trace for Perfetto: .json.")] = None,
+) -> None:
+    """Show what the syncs of one run cost, or compare several runs side by side."""
+    from verl_sglang_sync.report_files import ReportFileError, read_run
+    from verl_sglang_sync.report_files.table import headings, table_of
+    from verl_sglang_sync.report_files.trace import trace_of
+
+    if plot is not None:
+        if plot.suffix not in PICTURES:
+            _refuse(f"--plot {plot}: allowed: {', '.join(PICTURES)}")
+        try:
+            from verl_sglang_sync.report_files.plot import draw
+        except ImportError as error:
+            _refuse(f"--plot needs matplotlib: pip install matplotlib ({error})")
+    try:
+        runs = [read_run(path) for path in files]
+        if trace is not None:
+            trace.write_text(json.dumps(trace_of(runs)))
+        if plot is not None:
+            draw(runs).savefig(plot, dpi=150)
+    except (ReportFileError, OSError) as error:
+        _refuse(str(error))
+    console = Console()
+    for line in headings(runs):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    console.print(table_of(runs))
+
+
+def _refuse(problem: str) -> NoReturn:
+    """End with status 2, as typer does where an argument is wrong."""
+    typer.echo(f"error: {problem}", err=True)
+    raise typer.Exit(2)
 
 
 def main() -> None:

@@ -1,12 +1,14 @@
 """Checks a whole recipe before Ray starts: every combination that cannot work is named at once.
 
-`check_recipe` is pure (it reads the config and nothing else), so tests and `doctor` call it too.
+`examine` is pure (it reads the config and nothing else), so `doctor` calls it too.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -28,21 +30,33 @@ class RecipeError(ValueError):
     """The recipe asks for something that the weight sync cannot do; lists every problem found."""
 
 
-def check_recipe(config: DictConfig) -> WeightSyncConfig | None:
-    """Validate a composed verl recipe.
+@dataclass(frozen=True)
+class Findings:
+    """What the checks say of a recipe.
+
+    Attributes:
+        settings: the effective settings, or None where no preset was chosen.
+        problems: by what was looked at; no line where all is well.
+        ignored: flags that will have no effect, and why.
+    """
+
+    settings: WeightSyncConfig | None
+    problems: Mapping[str, Sequence[str]]
+    ignored: Sequence[str]
+
+
+def examine(config: DictConfig) -> Findings:
+    """Look at a composed verl recipe.
 
     Args:
         config: the config of `verl.trainer.main_ppo` or a recipe of the same shape.
 
-    Returns:
-        The effective settings, or None where no preset was chosen.
-
     Raises:
-        RecipeError: with one line per problem: key, value, and what is allowed.
+        RecipeError: a preset was lost, or its settings cannot be read.
     """
     rollout = OmegaConf.select(config, ROLLOUT)
     if rollout is None:
-        return None
+        return Findings(None, {}, ())
     try:
         settings = WeightSyncConfig.from_rollout(rollout)
     except ValueError as error:
@@ -50,19 +64,29 @@ def check_recipe(config: DictConfig) -> WeightSyncConfig | None:
     if settings is None:
         _refuse_lost_preset(config)
         _refuse_backend_without_preset(rollout)
-        _mention_ignored_flags(rollout)
-        return None
-    problems = [problem for check in _CHECKS for problem in check(config, settings)]
-    if problems:
+        return Findings(None, {}, tuple(_ignored_without_preset(rollout)))
+    problems = {name: tuple(check(config, settings)) for name, check in _CHECKS.items()}
+    return Findings(settings, problems, tuple(_ignored(settings)))
+
+
+def check_recipe(config: DictConfig) -> WeightSyncConfig | None:
+    """Validate a composed verl recipe, and log which flags it ignores; see `examine`.
+
+    Returns:
+        The effective settings, or None where no preset was chosen.
+
+    Raises:
+        RecipeError: with one line per problem: key, value, and what is allowed.
+    """
+    findings = examine(config)
+    if problems := list(chain.from_iterable(findings.problems.values())):
+        assert findings.settings is not None
         lines = "\n".join(f"  - {problem}" for problem in problems)
-        raise RecipeError(f"+weight_sync={settings.mode} cannot run with this recipe:\n{lines}")
-    if settings.multi_stage_wake_up and not settings.free_cache_engine:
-        logger.warning(
-            "%s.multi_stage_wake_up=True is ignored: free_cache_engine=False keeps the engine's "
-            "memory resident, so there is nothing to wake in stages",
-            ROLLOUT,
-        )
-    return settings
+        mode = findings.settings.mode
+        raise RecipeError(f"+weight_sync={mode} cannot run with this recipe:\n{lines}")
+    for flag in findings.ignored:
+        logger.warning("%s", flag)
+    return findings.settings
 
 
 def _refuse_lost_preset(config: DictConfig) -> None:
@@ -82,12 +106,19 @@ def _refuse_backend_without_preset(rollout: DictConfig) -> None:
         )
 
 
-def _mention_ignored_flags(rollout: DictConfig) -> None:
+def _ignored_without_preset(rollout: DictConfig) -> Iterator[str]:
     if rollout.get("multi_stage_wake_up") and rollout.get("name") == "sglang":
-        logger.warning(
-            "%s.multi_stage_wake_up=True is read by verl-sglang-sync only together with "
-            "+weight_sync=<preset>; without it verl's own wake-up order applies",
-            ROLLOUT,
+        yield (
+            f"{ROLLOUT}.multi_stage_wake_up=True is read by verl-sglang-sync only together with "
+            "+weight_sync=<preset>; without it verl's own wake-up order applies"
+        )
+
+
+def _ignored(settings: WeightSyncConfig) -> Iterator[str]:
+    if settings.multi_stage_wake_up and not settings.free_cache_engine:
+        yield (
+            f"{ROLLOUT}.multi_stage_wake_up=True is ignored: free_cache_engine=False keeps the "
+            "engine's memory resident, so there is nothing to wake in stages"
         )
 
 
@@ -202,15 +233,15 @@ def _check_quantization(config: DictConfig, settings: WeightSyncConfig) -> Itera
 
 
 Check = Callable[[DictConfig, WeightSyncConfig], Iterator[str]]
-_CHECKS: tuple[Check, ...] = (
-    _check_engine,
-    _check_lora,
-    _check_checkpoint_engine,
-    _check_broadcast,
-    _check_engine_kwargs,
-    _check_graphs,
-    _check_quantization,
-)
+_CHECKS: dict[str, Check] = {
+    "engine": _check_engine,
+    "LoRA": _check_lora,
+    "checkpoint engine": _check_checkpoint_engine,
+    "broadcast": _check_broadcast,
+    "engine_kwargs": _check_engine_kwargs,
+    "CUDA graphs": _check_graphs,
+    "quantization": _check_quantization,
+}
 
 
 def checking(validate_config: Callable[..., Any]) -> Callable[..., Any]:

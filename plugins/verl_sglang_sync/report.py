@@ -57,6 +57,8 @@ class SyncReport:
             (waiting for a broadcast), "load" (waiting for the engine), "commit", "publish"
             (until all TP ranks have agreed), "reply" (where the request's had to be waited for),
             "resume_kv_cache"; "sync": all between the stages of memory.
+        started_at: Unix seconds at which a stage began, the first time where it has several parts;
+            without "release" where the server's process went through it.
         engine_seconds: mode "compiled": how this rank's engine spent the same time: "waiting" for
             the trainer, "launching", "copying" (`Loaded.seconds`).
     """
@@ -77,11 +79,13 @@ class SyncReport:
     num_exchanged: int = 0
     stages: dict[str, StageCosts] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
+    started_at: dict[str, float] = field(default_factory=dict)
     engine_seconds: dict[str, float] = field(default_factory=dict)
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Add the time of the body to stage `name`."""
+        self.started_at.setdefault(name, time.time())
         started = time.perf_counter()
         try:
             yield

@@ -17,7 +17,7 @@ def test_cuda_ipc_and_memory_saver_really_work() -> None:
     gpus = hardware.visible_gpus()
     for check in (
         hardware.gpu_check(gpus),
-        hardware.cuda_ipc_check(gpus),
+        hardware.cuda_ipc_check(gpus, hardware.find_failed_reads(gpus)),
         hardware.memory_saver_check(gpus),
         hardware.nccl_check(gpus),
     ):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import resource
 import sys
 from collections.abc import Callable
 from importlib.metadata import EntryPoint
@@ -12,10 +13,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 from packaging.requirements import Requirement
 from rich.console import Console
 from typer.testing import CliRunner
 
+from sglang_loader.common import shared_memory
 from sglang_loader.probe import SGLangFacts
 from verl_sglang_sync import cli, doctor
 from verl_sglang_sync.config import PRESETS
@@ -34,11 +37,12 @@ GOOD_VERL = installation.VerlFacts(
     replica_class=installation.REPLICA_CLASS,
     import_error=None,
     checks_recipes=True,
-    bucket_megabytes=2048,
 )
 GOOD_SGLANG = SGLangFacts(policy="", load_errors=[], hooks={"a.B.resume": True})
-SECTION = {"mode": "flattened", "request_timeout_s": 600, "report_file": None}
 CPU, GPU = (), ("H200", "H200")
+ROLLOUT = "actor_rollout_ref.rollout"
+NO_GPU = presets.Machine(num_gpus=0, reads_other_gpus=True)
+EIGHT_GPUS = presets.Machine(num_gpus=8, reads_other_gpus=True)
 
 
 def statuses(checks: list[Check]) -> dict[str, Status]:
@@ -141,14 +145,93 @@ class TestHardware:
         assert check.status is Status.OK
         assert check.detail.startswith("2 x H200; driver ")
 
+    def test_every_pair_of_gpus_is_tried(self) -> None:
+        tried = []
+
+        def read(owner: int, reader: int) -> None:
+            tried.append((owner, reader))
+            if (owner, reader) in {(0, 2), (3, 1)}:
+                raise RuntimeError("peer access is not supported")
+
+        failed = hardware.failed_reads(4, read)
+        assert sorted(tried) == [(owner, reader) for owner in range(4) for reader in range(4)]
+        assert [(pair.owner, pair.reader) for pair in failed] == [(0, 2), (3, 1)]
+        check = hardware.cuda_ipc_check(("H200",) * 4, failed)
+        assert check.status is Status.WARN
+        assert check.detail.splitlines() == [
+            "GPU 2 cannot read GPU 0: RuntimeError: peer access is not supported",
+            "GPU 1 cannot read GPU 3: RuntimeError: peer access is not supported",
+        ]
+
+    def test_another_process_reads_what_is_there(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Shared memory of the CPU stands in for a GPU's."""
+        memory = torch.arange(hardware.IPC_BYTES).to(torch.uint8)
+        strategy = torch.multiprocessing.get_sharing_strategy()
+        torch.multiprocessing.set_sharing_strategy("file_system")
+        try:
+            memory.share_memory_()
+            handle = shared_memory.share_storage(memory.untyped_storage())
+        finally:
+            torch.multiprocessing.set_sharing_strategy(strategy)
+        monkeypatch.setattr(torch, "arange", lambda *_, device: memory)
+        monkeypatch.setattr(shared_memory, "share_storage", lambda _: handle)
+        hardware.read_from_another_process(0, 1)
+        monkeypatch.setattr(torch, "arange", lambda *_, device: memory // 2)
+        with pytest.raises(RuntimeError, match=r"read \d+, expected \d+"):
+            hardware.read_from_another_process(0, 1)
+        gone = msgspec.structs.replace(handle, name="/no_such_memory")
+        monkeypatch.setattr(shared_memory, "share_storage", lambda _: gone)
+        with pytest.raises(RuntimeError, match=r"of the CPU cannot be mapped: .*No such file"):
+            hardware.read_from_another_process(0, 1)
+
+    def test_a_gpu_that_cannot_share_with_itself_is_a_failure(self) -> None:
+        check = hardware.cuda_ipc_check(GPU, [hardware.FailedRead(1, 1, "broken")])
+        assert (check.status, check.detail) == (Status.FAIL, "GPU 1 cannot read GPU 1: broken")
+        assert "--ipc=host" in check.advice
+
+    def test_cuda_ipc_where_all_is_well_or_nothing_was_tried(self) -> None:
+        assert "4 pairs" in hardware.cuda_ipc_check(GPU, []).detail
+        assert hardware.find_failed_reads(CPU) == []
+        assert hardware.cuda_ipc_check(CPU, []).detail == "no GPU: not tried"
+
     @pytest.mark.parametrize(
-        ("received", "status"), [(6, Status.OK), (5, Status.FAIL), (None, Status.FAIL)]
+        ("value", "status"), [(None, Status.OK), ("0", Status.OK), ("1", Status.WARN)]
     )
-    def test_cuda_ipc(
-        self, received: int | None, status: Status, monkeypatch: pytest.MonkeyPatch
+    def test_nccl_cumem(
+        self, value: str | None, status: Status, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(hardware, "run_probe", lambda _: (6, received))
-        assert hardware.cuda_ipc_check(GPU).status is status
+        monkeypatch.delenv("NCCL_CUMEM_ENABLE", raising=False)
+        if value is not None:
+            monkeypatch.setenv("NCCL_CUMEM_ENABLE", value)
+        check = hardware.nccl_check(CPU)
+        assert check.status is status
+        assert "NCCL_CUMEM_ENABLE" in check.detail
+
+    @pytest.mark.parametrize(
+        ("files", "locked", "infiniband", "wanted"),
+        [
+            (65536, 8 << 20, False, ""),
+            (1024, -1, True, "8192 open files"),
+            (-1, 8 << 20, True, "unlimited locked memory"),
+        ],
+    )
+    def test_ulimits(
+        self,
+        files: int,
+        locked: int,
+        infiniband: bool,
+        wanted: str,
+        monkeypatch: pytest.MonkeyPatch,
+        tmp_path: Path,
+    ) -> None:
+        limits = {resource.RLIMIT_NOFILE: files, resource.RLIMIT_MEMLOCK: locked}
+        monkeypatch.setattr(resource, "getrlimit", lambda kind: (limits[kind], -1))
+        monkeypatch.setattr(
+            hardware, "INFINIBAND", tmp_path if infiniband else tmp_path / "missing"
+        )
+        check = hardware.limits_check()
+        assert check.status is (Status.WARN if wanted else Status.OK)
+        assert wanted in check.advice
 
     @pytest.mark.parametrize(
         ("freed", "usable", "status"),
@@ -168,10 +251,12 @@ class TestHardware:
             raise ProbeError("exit status 1\nRuntimeError: CUDA error: invalid device context")
 
         monkeypatch.setattr(hardware, "run_probe", die)
-        check = hardware.cuda_ipc_check(GPU)
+        check = hardware.cuda_ipc_check(GPU, hardware.find_failed_reads(GPU))
         assert check.status is Status.FAIL
-        assert check.detail == "RuntimeError: CUDA error: invalid device context"
-        assert "--ipc=host" in check.advice
+        assert check.detail.splitlines() == [
+            f"GPU {gpu} cannot read GPU {gpu}: RuntimeError: CUDA error: invalid device context"
+            for gpu in (0, 1)
+        ]
 
     def test_small_shared_memory(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setattr(hardware, "SHM_WANTED_BYTES", 1 << 60)
@@ -181,33 +266,109 @@ class TestHardware:
 
 
 class TestPresets:
-    SECTIONS = {  # noqa: RUF012
-        preset: {**SECTION, "mode": "flattened" if preset == "disaggregated" else preset}
-        for preset in PRESETS
-    }
+    @pytest.mark.parametrize(
+        ("machine", "status"), [(EIGHT_GPUS, Status.OK), (NO_GPU, Status.WARN)]
+    )
+    def test_every_preset_is_described(self, machine: presets.Machine, status: Status) -> None:
+        checks = list(presets.preset_checks(machine))
+        assert [check.name for check in checks] == [f"+weight_sync={name}" for name in PRESETS]
+        assert {check.status for check in checks} == {status}
+        assert all("2048 MiB" in check.detail for check in checks)
 
-    def test_every_preset_is_described(self) -> None:
-        assert set(presets.ON_GPU) == set(presets.ON_CPU) == set(PRESETS)
-        for has_gpu, status in ((True, Status.OK), (False, Status.WARN)):
-            checks = presets.preset_checks(self.SECTIONS, has_gpu=has_gpu, bucket_megabytes=512)
-            assert [check.name for check in checks] == [f"+weight_sync={name}" for name in PRESETS]
-            assert {check.status for check in checks} == {status}
-            assert all("512 MiB" in check.detail for check in checks)
+    def test_presets_that_hydra_does_not_find_are_failures(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        assert presets.hydra_check().status is Status.OK
+        monkeypatch.setattr(presets, "PLUGIN", "another.Plugin")
+        assert presets.hydra_check().status is Status.FAIL
+        monkeypatch.setattr(presets, "PRESETS", ("no_such_preset",))
+        (check,) = presets.preset_checks(NO_GPU)
+        assert (check.name, check.status) == ("+weight_sync=no_such_preset", Status.FAIL)
+        assert "Could not find 'weight_sync/no_such_preset'" in check.detail
 
-    def test_preset_that_does_not_compose_or_validate(self) -> None:
-        sections = {"flattened": {**SECTION, "surprise": 1}}
-        checks = presets.preset_checks(sections, has_gpu=True, bucket_megabytes=512)
-        found = {check.name: check for check in checks}
-        assert found["+weight_sync=bucketed"].status is Status.FAIL
-        assert "surprise=1: unknown key" in found["+weight_sync=flattened"].detail
 
-    def test_hydra(self) -> None:
-        good = presets.HydraFacts(discovered=True, sections={"flattened": SECTION}, errors={})
-        bad = msgspec.structs.replace(good, errors={"bucketed": "no such option"})
-        lost = msgspec.structs.replace(good, discovered=False)
-        assert presets.hydra_check(good).status is Status.OK
-        assert "no such option" in presets.hydra_check(bad).detail
-        assert presets.hydra_check(lost).status is Status.FAIL
+COMPILED = (*presets.USUAL, "+weight_sync=compiled")
+SECTION = f"{ROLLOUT}.custom.weight_sync"
+IN_PLACE = "read the trainer's parameters in place"
+
+
+class TestRecipe:
+    @pytest.mark.parametrize(
+        ("overrides", "said"),
+        [
+            (COMPILED, IN_PLACE),
+            (COMPILED, "Sleep releases kv_cache, weights, and the host keeps all weights until"),
+            (COMPILED, "wake-up: weights, sync, kv_cache"),
+            ((*COMPILED, f"{ROLLOUT}.multi_stage_wake_up=False"), "wake-up: weights, kv_cache, sy"),
+            ((*COMPILED, f"{ROLLOUT}.free_cache_engine=False"), "Nothing sleeps: free_cache_"),
+            ((*COMPILED, f"{SECTION}.num_staging_buffers=1"), "through 1 staging buffer, shared"),
+            ((*COMPILED, f"{SECTION}.recheck_every_n_syncs=9"), "checked again every 9 syncs"),
+            (
+                (*COMPILED, f"{ROLLOUT}.tensor_model_parallel_size=2"),
+                "exchange the trainer ranks' shards (not in place: rollout.tensor_model_parallel",
+            ),
+            ((*COMPILED, "trainer.nnodes=2"), "exchange the trainer ranks' shards (not in place"),
+            (
+                (*COMPILED, "trainer.n_gpus_per_node=1", f"{SECTION}.read_in_place=False"),
+                "Every sync makes the full export (not in place: read_in_place=False)",
+            ),
+            (
+                (*COMPILED, "actor_rollout_ref.actor.strategy=fsdp"),
+                "Every sync makes the full export (not in place: actor.strategy=fsdp is not fsdp2)",
+            ),
+            ((*COMPILED, f"{ROLLOUT}.quantization=fp8"), "rollout.quantization=fp8"),
+            ((*COMPILED, f"{ROLLOUT}.checkpoint_engine.backend=nccl"), "backend='nccl' brings the"),
+            ((*presets.USUAL, "+weight_sync=bucketed"), "through 1 staging buffer, shared by CUDA"),
+            ((*presets.USUAL, *presets.SEPARATE, "+weight_sync=disaggregated"), "over NCCL"),
+        ],
+    )
+    def test_what_it_does_follows_from_the_config(
+        self, overrides: tuple[str, ...], said: str
+    ) -> None:
+        *checks, last = presets.recipe_checks(overrides, EIGHT_GPUS)
+        assert all(check.status is not Status.FAIL for check in checks)
+        assert said in last.detail, last.detail
+
+    def test_what_it_does_follows_from_the_machine(self) -> None:
+        alone = presets.Machine(num_gpus=8, reads_other_gpus=False)
+        *_, last = presets.recipe_checks(COMPILED, alone)
+        assert "exchange the trainer ranks' shards (not in place: CUDA IPC" in last.detail
+        *_, last = presets.recipe_checks(COMPILED, presets.Machine(4, True))
+        assert last.advice == "trainer.n_gpus_per_node=8, but 4 GPUs are visible here"
+        *_, last = presets.recipe_checks(COMPILED, NO_GPU)
+        assert "shared by /dev/shm" in last.detail
+        assert "the CPU engine keeps its memory" in last.detail
+
+    def test_every_check_of_the_preflight_says_something(self) -> None:
+        overrides = [*COMPILED, "actor_rollout_ref.model.lora_rank=8", f"{ROLLOUT}.name=vllm"]
+        checks = {check.name: check for check in presets.recipe_checks(overrides, EIGHT_GPUS)}
+        assert checks["recipe: LoRA"].status is Status.FAIL
+        assert "actor_rollout_ref.model.lora_rank=8" in checks["recipe: LoRA"].detail
+        assert "name='vllm'" in checks["recipe: engine"].detail
+        assert checks["recipe: CUDA graphs"].status is Status.OK
+        assert "recipe: what it does" not in checks
+
+    @pytest.mark.parametrize(
+        ("overrides", "name", "said"),
+        [
+            (["actor_rollout_ref.rollut=1"], "recipe: config", "actor_rollout_ref.rollut"),
+            ([*COMPILED, f"{SECTION}.bukket=1"], "recipe: config", "bukket"),
+            ([*COMPILED, f"+{SECTION}.bukket=1"], "recipe: settings", "bukket=1: unknown key"),
+            ([*COMPILED, f"{SECTION}.host_backup=1"], "recipe: settings", "host_backup=1: allowed"),
+        ],
+    )
+    def test_what_cannot_be_read_is_a_failure(
+        self, overrides: list[str], name: str, said: str
+    ) -> None:
+        (check,) = presets.recipe_checks(overrides, EIGHT_GPUS)
+        assert (check.name, check.status) == (name, Status.FAIL)
+        assert said in check.detail
+
+    def test_flags_without_effect_are_warnings(self) -> None:
+        ignored, last = presets.recipe_checks(presets.USUAL, EIGHT_GPUS)
+        assert (ignored.name, ignored.status) == ("recipe: ignored", Status.WARN)
+        assert "only together with +weight_sync=<preset>" in ignored.detail
+        assert "verl's own weight sync" in last.detail
 
 
 class TestProbe:
@@ -288,9 +449,22 @@ class TestReport:
 
     @pytest.mark.parametrize(("num_checks", "status"), [(2, 0), (3, 1)])
     def test_command(self, num_checks: int, status: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(doctor, "diagnose", lambda: list(self.CHECKS[:num_checks]))
+        monkeypatch.setattr(doctor, "diagnose", lambda _: list(self.CHECKS[:num_checks]))
         result = CliRunner().invoke(cli.app, ["doctor", "--json"])
         assert result.exit_code == status
         printed = json.loads(result.stdout)
         assert [check["name"] for check in printed["checks"]] == ["a", "b", "c"][:num_checks]
         assert CliRunner().invoke(cli.app, ["doctor"]).exit_code == status
+
+    def test_command_takes_the_overrides_of_a_recipe(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def diagnose(overrides: list[str]) -> list[Check]:
+            return list(presets.recipe_checks(overrides, NO_GPU))
+
+        monkeypatch.setattr(doctor, "diagnose", diagnose)
+        command = ["doctor", "--json", "--", *COMPILED]
+        good = CliRunner().invoke(cli.app, command)
+        assert good.exit_code == 0
+        assert json.loads(good.stdout)["checks"][-1]["name"] == "recipe: what it does"
+        bad = CliRunner().invoke(cli.app, [*command, f"{ROLLOUT}.name=vllm"])
+        assert bad.exit_code == 1
+        assert "name='vllm'" in bad.stdout

@@ -23,6 +23,7 @@ LAYERS = {
         "cli",
         "bench",
         "doctor",
+        "report_files",
         "verl",
         "sync",
         "routes",

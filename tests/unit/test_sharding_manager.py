@@ -209,6 +209,7 @@ def test_a_report_line_per_wake_up(tmp_path, free_cache_engine):
     for line in lines:
         seconds = line.pop("seconds")
         assert all(spent >= 0 for spent in seconds.values())
+        assert line.pop("started_at").keys() == seconds.keys()
         line.pop("weight_version")
         assert set(line.pop("engine_seconds")) == {"waiting", "launching", "copying"}
         told = line.pop("stages")

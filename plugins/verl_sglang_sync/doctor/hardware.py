@@ -1,4 +1,4 @@
-"""Checks of this machine: GPUs, CUDA IPC, torch_memory_saver, NCCL, /dev/shm.
+"""Checks of this machine: GPUs, CUDA IPC, torch_memory_saver, NCCL, /dev/shm, ulimits.
 
 `gpus` are the names of the visible GPUs; without any, a check says what the CPU platform does.
 """
@@ -6,24 +6,35 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
+from itertools import product
+from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import psutil
 
 from verl_sglang_sync.doctor.check import FAIL, OK, WARN, Check, ProbeError, last_line, run_probe
 
+if TYPE_CHECKING:
+    from sglang_loader.common.shared_memory import BufferHandle  # imports torch
+
 SHM = Path("/dev/shm")
 SHM_WANTED_BYTES = 2 << 30
 DOCKER_SHM = "in a container: docker run --shm-size=16g, or --ipc=host"
 IPC_ADVICE = "in a container: --ipc=host (or a large --shm-size) and a shared PID namespace"
-IPC_ELEMENTS = 1 << 20
+IPC_BYTES = 1 << 20
 IPC_TIMEOUT_S = 120.0
+READS_AT_A_TIME = 8
+OPEN_FILES_WANTED = 8192  # Ray's own warning
+INFINIBAND = Path("/dev/infiniband")
 REGION_BYTES = 256 << 20
 SAVER_ADVICE = "the engine could not sleep: actor_rollout_ref.rollout.free_cache_engine=False"
 
@@ -65,44 +76,109 @@ def _driver_version() -> str | None:
     return result.stdout.split("\n", 1)[0].strip() or None
 
 
-def cuda_ipc_check(gpus: Sequence[str]) -> Check:
-    """Share a CUDA tensor with another process: every bucket travels in this way."""
+@dataclass(frozen=True)
+class FailedRead:
+    """A process on GPU `reader` could not read memory of GPU `owner`."""
+
+    owner: int
+    reader: int
+    reason: str
+
+
+def failed_reads(num_gpus: int, read: Callable[[int, int], None]) -> list[FailedRead]:
+    """Try every pair of GPUs, each with itself too, several at a time.
+
+    Args:
+        num_gpus: visible to this process.
+        read: given owner and reader; raises where the reader cannot read.
+    """
+
+    def attempt(pair: tuple[int, int]) -> FailedRead | None:
+        try:
+            read(*pair)
+        except Exception as error:
+            return FailedRead(*pair, f"{type(error).__name__}: {error}")
+        return None
+
+    with ThreadPoolExecutor(READS_AT_A_TIME) as pool:
+        results = pool.map(attempt, product(range(num_gpus), repeat=2))
+        return [failed for failed in results if failed is not None]
+
+
+def look_at_cuda_ipc() -> list[FailedRead]:
+    """Probe: which pairs of GPUs do not share memory between processes?"""
+    import torch
+
+    return failed_reads(torch.cuda.device_count(), read_from_another_process)
+
+
+def read_from_another_process(owner: int, reader: int) -> None:
+    """Have a process that sees one GPU alone, as an engine's, sum up a tensor of another GPU.
+
+    Raises:
+        RuntimeError: it could not, or read something else.
+    """
+    import torch
+
+    from sglang_loader.common.shared_memory import share_storage
+
+    tensor = torch.arange(IPC_BYTES, device=f"cuda:{owner}").to(torch.uint8)
+    expected = int(tensor.sum())  # the sum also waits until the tensor is written
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpu = visible.split(",")[reader] if visible else str(reader)
+    context = get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    arguments = (share_storage(tensor.untyped_storage()), gpu, sender)
+    process = context.Process(target=_send_sum, args=arguments, daemon=True)
+    process.start()
+    sender.close()
+    try:
+        answered = receiver.poll(IPC_TIMEOUT_S)
+        received = receiver.recv() if answered else f"no answer within {IPC_TIMEOUT_S:g} s"
+    except EOFError:
+        received = "the reading process ended"
+    finally:
+        process.kill()
+        process.join()
+    if received != expected:
+        wrong = f"read {received}, expected {expected}"
+        raise RuntimeError(received if isinstance(received, str) else wrong)
+
+
+def _send_sum(handle: BufferHandle, gpu: str, sender: Connection) -> None:
+    os.environ["CUDA_VISIBLE_DEVICES"] = gpu
+    import torch
+
+    from sglang_loader.common.shared_memory import CannotMap, map_buffer
+
+    try:
+        sender.send(int(map_buffer(handle, torch.device("cuda", 0)).sum()))
+    except CannotMap as error:
+        sender.send(str(error))
+
+
+def find_failed_reads(gpus: Sequence[str]) -> list[FailedRead]:
+    """What `look_at_cuda_ipc` finds; where it dies no GPU can be relied on."""
+    if not gpus:
+        return []
+    try:
+        return run_probe(look_at_cuda_ipc)
+    except ProbeError as error:
+        reason = last_line(str(error))
+        return [FailedRead(owner=gpu, reader=gpu, reason=reason) for gpu in range(len(gpus))]
+
+
+def cuda_ipc_check(gpus: Sequence[str], failed: Sequence[FailedRead]) -> Check:
+    """Memory shared between processes: on one GPU all weights travel so, else those in place."""
     title = "CUDA IPC"
     if not gpus:
         return Check(title, OK, "no GPU: not tried")
-    try:
-        expected, received = run_probe(share_a_cuda_tensor)
-    except ProbeError as error:
-        return Check(title, FAIL, last_line(str(error)), f"{IPC_ADVICE}\n{error}")
-    if received is None:
-        return Check(title, FAIL, "the other process could not open the tensor", IPC_ADVICE)
-    if received != expected:
-        return Check(title, FAIL, f"read {received}, expected {expected}", IPC_ADVICE)
-    return Check(title, OK, "another process read a shared tensor")
-
-
-def share_a_cuda_tensor() -> tuple[int, int | None]:
-    """Probe: a tensor's sum, here and as a spawned process reads it (None: it did not answer)."""
-    import torch
-    import torch.multiprocessing as mp
-
-    tensor = torch.arange(IPC_ELEMENTS, dtype=torch.int64, device="cuda")
-    expected, received = int(tensor.sum()), None  # the sum also waits until the tensor is written
-    context = mp.get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_send_sum, args=(tensor, sender), daemon=True)
-    process.start()
-    sender.close()
-    with suppress(EOFError):  # the other process died; its traceback is on stderr
-        if receiver.poll(IPC_TIMEOUT_S):
-            received = int(receiver.recv())
-    process.join(timeout=10)
-    process.kill()
-    return expected, received
-
-
-def _send_sum(tensor: Any, sender: Connection) -> None:
-    sender.send(int(tensor.sum()))
+    if not failed:
+        return Check(title, OK, f"processes read memory of each other, {len(gpus) ** 2} pairs")
+    lines = "\n".join(f"GPU {f.reader} cannot read GPU {f.owner}: {f.reason}" for f in failed)
+    if any(pair.owner == pair.reader for pair in failed):
+        return Check(title, FAIL, lines, IPC_ADVICE)
+    return Check(title, WARN, lines, "weights of other GPUs are exchanged, not read in place")
 
 
 def memory_saver_check(gpus: Sequence[str]) -> Check:
@@ -143,17 +219,20 @@ def release_and_resume() -> tuple[int, bool]:
 
 
 def nccl_check(gpus: Sequence[str]) -> Check:
-    """NCCL's version, with which trainers on several GPUs gather their shards."""
+    """NCCL's version, with which trainers on several GPUs gather their shards, and its memory."""
     import torch
 
+    title, cumem = "NCCL", os.environ.get("NCCL_CUMEM_ENABLE")
     if not torch.distributed.is_nccl_available():
         if gpus:
-            return Check(
-                "NCCL", FAIL, "torch was built without it", "install a CUDA build of torch"
-            )
-        return Check("NCCL", OK, "not in this torch; the CPU platform uses gloo")
+            return Check(title, FAIL, "torch was built without it", "install a CUDA build of torch")
+        return Check(title, OK, "not in this torch; the CPU platform uses gloo")
     found = ".".join(map(str, torch.cuda.nccl.version()))
-    return Check("NCCL", OK, found if gpus else f"{found}; the CPU platform uses gloo")
+    found += f"; NCCL_CUMEM_ENABLE {'is not set' if cumem is None else f'= {cumem!r}'}"
+    if cumem not in (None, "0"):
+        advice = "unset it: verl sets 0 for SGLang, and NCCL fails between processes that differ"
+        return Check(title, WARN, found, advice)
+    return Check(title, OK, found if gpus else f"{found}; the CPU platform uses gloo")
 
 
 def shared_memory_check() -> Check:
@@ -166,3 +245,18 @@ def shared_memory_check() -> Check:
     if usage.free < SHM_WANTED_BYTES:
         return Check(title, WARN, f"{detail}; {SHM_WANTED_BYTES >> 30} GiB wanted", DOCKER_SHM)
     return Check(title, OK, detail)
+
+
+def limits_check() -> Check:
+    """What a process may open and lock: Ray opens many files, InfiniBand locks its buffers."""
+    title, unlimited = "ulimits", resource.RLIM_INFINITY
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    shown = "unlimited" if locked == unlimited else f"{locked >> 10} KiB"
+    detail = f"open files {'unlimited' if files == unlimited else files}, locked memory {shown}"
+    advice = []
+    if files != unlimited and files < OPEN_FILES_WANTED:
+        advice.append(f"Ray wants {OPEN_FILES_WANTED} open files: --ulimit nofile=65536")
+    if locked != unlimited and INFINIBAND.is_dir():
+        advice.append("InfiniBand wants unlimited locked memory: --ulimit memlock=-1")
+    return Check(title, WARN if advice else OK, detail, "; ".join(advice))

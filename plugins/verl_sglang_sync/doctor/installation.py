@@ -118,7 +118,6 @@ class VerlFacts(msgspec.Struct, frozen=True, kw_only=True):
         replica_class: dotted path of the class that verl's replica registry returns.
         import_error: traceback of importing these two classes.
         checks_recipes: verl's `validate_config` runs our checks first.
-        bucket_megabytes: verl's default bucket size, in MiB.
     """
 
     policy: str
@@ -127,13 +126,11 @@ class VerlFacts(msgspec.Struct, frozen=True, kw_only=True):
     replica_class: str | None
     import_error: str | None
     checks_recipes: bool
-    bucket_megabytes: int
 
 
 def look_at_verl() -> VerlFacts:
     """Probe: import verl and its rollout classes, and with them our entry point and sglang."""
     import verl.utils.config
-    from verl.workers.config import CheckpointEngineConfig
     from verl.workers.rollout import base, replica
 
     policy = os.environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto")
@@ -157,7 +154,6 @@ def look_at_verl() -> VerlFacts:
         replica_class=replica_class,
         import_error=import_error,
         checks_recipes=verl.utils.config.validate_config.__module__ == f"{NAME}.preflight",
-        bucket_megabytes=CheckpointEngineConfig().update_weights_bucket_megabytes,
     )
 
 

@@ -1,124 +1,216 @@
-"""Checks of the presets: does Hydra compose them, and what would each do on this machine?"""
+"""Checks of recipes: do they compose, does the preflight pass them, and what would they do here?
+
+A recipe is a list of Hydra overrides of verl's `ppo_trainer`: the user's own, or for each preset a
+usual one. What it would do is put together from the composed config, the settings that the
+preflight read in it, and what was found out about this machine.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-import msgspec
+from omegaconf import DictConfig, OmegaConf
 
-from verl_sglang_sync.config import PRESETS, WeightSyncConfig
-from verl_sglang_sync.doctor.check import FAIL, OK, WARN, Check, last_line
+from verl_sglang_sync.config import BACKEND_KEY, BROADCAST_BACKEND, PRESETS, WeightSyncConfig
+from verl_sglang_sync.doctor.check import FAIL, OK, WARN, Check
 from verl_sglang_sync.doctor.installation import REINSTALL
+from verl_sglang_sync.stages import StageOrder
+
+if TYPE_CHECKING:
+    from verl_sglang_sync.preflight import Findings
 
 PLUGIN = "hydra_plugins.verl_sglang_sync.search_path.WeightSyncSearchPathPlugin"
-
-ON_GPU = {
-    "bucketed": "one request per sync opens a session per GPU; buckets of at most {bucket} "
-    "through one staging buffer, shared by CUDA IPC; SGLang's own load_weights",
-    "flattened": "one request per sync opens a session per GPU; buckets of at most {bucket} "
-    "through two staging buffers, shared by CUDA IPC; SGLang's own load_weights",
-    "compiled": "one request per sync opens a session per GPU; buckets of at most {bucket} "
-    "through two staging buffers, or read in place; the first sync records and checks a load plan, "
-    "later ones replay it, and a release then saves only what the plan does not rewrite",
-    "disaggregated": "for rollouts on GPUs of their own: the trainer's first rank broadcasts "
-    "buckets of at most {bucket} with NCCL out of two staging buffers; two receive buffers per "
-    "engine rank",
-}
-ON_CPU = {
-    "bucketed": "one request per sync opens a session per rank; buckets of at most {bucket} "
-    "through one staging buffer in shared memory; SGLang's own load_weights",
-    "flattened": "one request per sync opens a session per rank; buckets of at most {bucket} "
-    "through two staging buffers in shared memory; SGLang's own load_weights",
-    "compiled": "one request per sync opens a session per rank; buckets of at most {bucket} in "
-    "shared memory; the first sync records and checks a load plan, later ones replay it",
-    "disaggregated": "the trainer's first rank broadcasts buckets of at most {bucket} with gloo "
-    "out of two staging buffers",
-}
-STAGES = {
-    True: "multi_stage_wake_up=True resumes weights, syncs, and then resumes the KV cache",
-    False: "multi_stage_wake_up has no effect on memory: a CPU engine releases nothing",
+ROLLOUT = "actor_rollout_ref.rollout"
+USUAL = (
+    f"{ROLLOUT}.name=sglang",
+    f"{ROLLOUT}.tensor_model_parallel_size=1",
+    f"{ROLLOUT}.multi_stage_wake_up=True",
+    "actor_rollout_ref.actor.strategy=fsdp2",
+)
+SEPARATE = ("trainer.v1.trainer_mode=separate_async", "actor_rollout_ref.hybrid_engine=False")
+ON_THE_HOST = {
+    "on": "all weights",
+    "auto": "all weights until the plan is proven, then only what it does not rewrite",
+    "off": "named buffers alone until the plan is proven, then what it does not rewrite",
 }
 
 
-class HydraFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What Hydra found.
+@dataclass(frozen=True)
+class Machine:
+    """What the checks have found out about this machine.
 
     Attributes:
-        discovered: our search-path plugin is among those that Hydra found by itself.
-        sections: composed section by preset.
-        errors: Hydra's message by preset that does not compose.
+        num_gpus: that are visible.
+        reads_other_gpus: a process on each GPU can read memory of the others.
     """
 
-    discovered: bool
-    sections: dict[str, dict[str, Any]]
-    errors: dict[str, str]
+    num_gpus: int
+    reads_other_gpus: bool
 
 
-def look_at_hydra() -> HydraFacts:
-    """Probe: Hydra's own discovery and composition; imports Hydra only."""
-    from hydra import compose, initialize
+def compose(overrides: Sequence[str]) -> DictConfig:
+    """Compose verl's config as `python -m verl.trainer.main_ppo` does, without importing verl.
+
+    Raises:
+        Exception: Hydra's, with its message.
+    """
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_dir
+
+    verl = find_spec("verl")
+    if verl is None or not verl.submodule_search_locations:
+        raise ImportError("verl is not installed")
+    folder = Path(verl.submodule_search_locations[0]) / "trainer" / "config"
+    with initialize_config_dir(str(folder), version_base=None):
+        return hydra_compose("ppo_trainer", list(overrides))
+
+
+def hydra_check() -> Check:
+    """Has Hydra found our search-path plugin by itself?"""
     from hydra.core.plugins import Plugins
     from hydra.plugins.search_path_plugin import SearchPathPlugin
-    from omegaconf import OmegaConf
 
     found = Plugins.instance().discover(SearchPathPlugin)
-    sections: dict[str, Any] = {}
-    errors = {}
-    with initialize(version_base=None, config_path=None):
-        for preset in PRESETS:
-            try:
-                config = compose(overrides=[f"+weight_sync={preset}"])
-                section = config.actor_rollout_ref.rollout.custom.weight_sync
-                sections[preset] = OmegaConf.to_container(section)
-            except Exception as error:
-                errors[preset] = f"{type(error).__name__}: {error}"
-    discovered = PLUGIN in {f"{cls.__module__}.{cls.__qualname__}" for cls in found}
-    return HydraFacts(discovered=discovered, sections=sections, errors=errors)
+    if PLUGIN in {f"{cls.__module__}.{cls.__qualname__}" for cls in found}:
+        return Check("Hydra config group", OK, "Hydra finds the presets")
+    detail = "Hydra did not find the search-path plugin"
+    return Check("Hydra config group", FAIL, detail, REINSTALL)
 
 
-def hydra_check(facts: HydraFacts) -> Check:
-    """Does Hydra find the presets, and compose each?"""
-    title = "Hydra config group"
-    if not facts.discovered:
-        return Check(title, FAIL, "Hydra did not find the search-path plugin", REINSTALL)
-    if facts.errors:
-        errors = "\n".join(f"+weight_sync={name}: {text}" for name, text in facts.errors.items())
-        return Check(title, FAIL, last_line(errors), errors)
-    presets = ", ".join(f"+weight_sync={preset}" for preset in facts.sections)
-    return Check(title, OK, f"composes {presets}")
+def preset_checks(machine: Machine) -> Iterator[Check]:
+    """What every preset would do in a usual recipe: FSDP2 and TP 1, on one node."""
+    for preset in PRESETS:
+        flag = f"+weight_sync={preset}"
+        more = SEPARATE if preset == "disaggregated" else ()
+        checks = list(recipe_checks([*USUAL, *more, flag], machine, title=flag))
+        problems = [check.detail for check in checks if check.status is FAIL]
+        yield Check(flag, FAIL, "\n".join(problems)) if problems else checks[-1]
 
 
-def preset_checks(
-    sections: Mapping[str, Mapping[str, Any]], *, has_gpu: bool, bucket_megabytes: int
-) -> list[Check]:
-    """Describe every preset.
+def recipe_checks(
+    overrides: Sequence[str], machine: Machine, *, title: str = "recipe: what it does"
+) -> Iterator[Check]:
+    """What the preflight says of a recipe before Ray starts, and what the sync would do in it.
 
     Args:
-        sections: composed section by preset, as Hydra returned it.
-        has_gpu: it would run on GPUs.
-        bucket_megabytes: verl's default bucket size, in MiB.
+        overrides: Hydra's, as on the command line of `main_ppo`.
+        machine: where it is to run.
+        title: of the last check, where nothing failed.
     """
-    checks = []
-    for preset in PRESETS:
-        title = f"+weight_sync={preset}"
-        if preset not in sections:
-            advice = "see the Hydra config group's error"
-            checks.append(Check(title, FAIL, "Hydra does not compose it", advice))
-            continue
-        rollout = {
-            "custom": {"weight_sync": sections[preset]},
-            "checkpoint_engine": {"update_weights_bucket_megabytes": bucket_megabytes},
-            "multi_stage_wake_up": True,
-            "free_cache_engine": True,
-        }
-        try:
-            WeightSyncConfig.from_rollout(rollout)
-        except ValueError as error:
-            checks.append(Check(title, FAIL, str(error)))
-            continue
-        what = (ON_GPU if has_gpu else ON_CPU)[preset].format(bucket=f"{bucket_megabytes} MiB")
-        detail = f"{what}. {STAGES[has_gpu]}"
-        advice = "" if has_gpu else "for development only: no GPU here"
-        checks.append(Check(title, OK if has_gpu else WARN, detail, advice))
-    return checks
+    from verl_sglang_sync.preflight import RecipeError, examine  # may be what is broken here
+
+    try:
+        config = compose(overrides)
+    except Exception as error:
+        yield Check("recipe: config", FAIL, str(error), "Hydra does not compose these overrides")
+        return
+    try:
+        findings = examine(config)
+    except RecipeError as error:
+        yield Check("recipe: settings", FAIL, str(error))
+        return
+    for name, problems in findings.problems.items():
+        detail = "\n".join(problems) or "passes"
+        yield Check(f"recipe: {name}", FAIL if problems else OK, detail)
+    for flag in findings.ignored:
+        yield Check("recipe: ignored", WARN, flag)
+    if not any(findings.problems.values()):
+        yield _outcome(title, config, findings, machine)
+
+
+def _outcome(title: str, config: DictConfig, findings: Findings, machine: Machine) -> Check:
+    if findings.settings is None:
+        return Check(title, WARN, "verl's own weight sync: no +weight_sync=<preset> is chosen")
+    detail = ". ".join(sentences(config, findings.settings, machine))
+    wanted = config.trainer.n_gpus_per_node
+    if not machine.num_gpus:
+        return Check(title, WARN, detail, "for development only: no GPU here")
+    if title.startswith("recipe") and wanted > machine.num_gpus:
+        few = f"trainer.n_gpus_per_node={wanted}, but {machine.num_gpus} GPUs are visible here"
+        return Check(title, WARN, detail, few)
+    return Check(title, OK, detail)
+
+
+def sentences(config: DictConfig, settings: WeightSyncConfig, machine: Machine) -> Iterator[str]:
+    """What happens in every step: the route of the weights, how they are loaded, the sleep."""
+    bucket = f"buckets of at most {settings.bucket_bytes >> 20} MiB"
+    backend = OmegaConf.select(config, BACKEND_KEY)
+    if backend not in (None, "naive", BROADCAST_BACKEND):
+        yield f"checkpoint_engine.backend={backend!r} brings the weights, verl's own update loads"
+        return
+    if backend == BROADCAST_BACKEND:
+        how = "NCCL" if machine.num_gpus else "gloo"
+        yield f"The trainer's first rank broadcasts {bucket} to all engines over {how}"
+    else:
+        num_buffers = settings.for_session().num_staging_buffers
+        shared = "CUDA IPC" if machine.num_gpus else "/dev/shm"
+        staging = f"{bucket} through {num_buffers} staging buffer{'s' * (num_buffers > 1)}"
+        yield f"One request per sync opens a session per rank: {staging}, shared by {shared}"
+        if settings.uses_plan:
+            yield _later_route(config, settings, machine)
+    if settings.uses_plan:
+        every = settings.recheck_every_n_syncs
+        again = f", checked again every {every} syncs" if every else ""
+        yield f"The first sync makes and checks a load plan, later ones replay it{again}"
+    else:
+        yield "SGLang's own load_weights loads them"
+    if not settings.free_cache_engine:
+        yield "Nothing sleeps: free_cache_engine=False"
+    elif not machine.num_gpus:
+        yield "Nothing sleeps: the CPU engine keeps its memory"
+    elif config.actor_rollout_ref.hybrid_engine:
+        yield _sleep(settings, settings.stages)
+
+
+def _later_route(config: DictConfig, settings: WeightSyncConfig, machine: Machine) -> str:
+    """How the syncs after the first get the weights, as far as the config tells."""
+    computed = tuple(_computed_exports(config))
+    elsewhere = computed + tuple(_out_of_reach(config, settings, machine))
+    if not elsewhere:
+        return "Later syncs read the trainer's parameters in place, if these prove to be the export"
+    reasons = f"not in place: {', '.join(elsewhere)}"
+    num_ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
+    may_exchange = settings.exchange_shards and settings.plan_ordered and num_ranks > 1
+    if computed or not may_exchange:
+        return f"Every sync makes the full export ({reasons})"
+    return f"Later syncs exchange the trainer ranks' shards ({reasons})"
+
+
+def _computed_exports(config: DictConfig) -> Iterator[str]:
+    """Why the export is not in the trainer's parameters as it is."""
+    strategy = OmegaConf.select(config, "actor_rollout_ref.actor.strategy")
+    if strategy != "fsdp2":
+        yield f"actor.strategy={strategy} is not fsdp2"
+    for key in ("model.lora_rank", "model.lora.rank", "rollout.quantization"):
+        if value := OmegaConf.select(config, f"actor_rollout_ref.{key}"):
+            yield f"{key}={value}"
+
+
+def _out_of_reach(
+    config: DictConfig, settings: WeightSyncConfig, machine: Machine
+) -> Iterator[str]:
+    """Why engines cannot read the parameters of all ranks."""
+    if not settings.read_in_place:
+        yield "read_in_place=False"
+    if config.trainer.nnodes > 1:
+        yield f"trainer.nnodes={config.trainer.nnodes}"
+    tp = config.actor_rollout_ref.rollout.tensor_model_parallel_size
+    if machine.num_gpus and tp > 1:
+        yield f"rollout.tensor_model_parallel_size={tp}, whose ranks see each other's GPUs"
+    if not machine.reads_other_gpus:
+        yield "CUDA IPC fails between GPUs"
+
+
+def _sleep(settings: WeightSyncConfig, order: StageOrder) -> str:
+    """What is released and resumed, and in which order."""
+    staged = settings.multi_stage_wake_up
+    wake = order.wake if staged else (*order.before_sync, *order.after_sync, "sync")
+    host = ON_THE_HOST[settings.effective_host_backup]
+    return (
+        f"Sleep releases {', '.join(order.sleep)}, and the host keeps {host}; "
+        f"wake-up: {', '.join(wake)}"
+    )

@@ -18,37 +18,41 @@ from verl_sglang_sync.doctor.check import FAIL, OK, Check, Status, last_line, ru
 STYLES = {Status.OK: "green", Status.WARN: "yellow", Status.FAIL: "bold red"}
 
 
-def diagnose() -> list[Check]:
+def diagnose(overrides: Sequence[str] = ()) -> list[Check]:
     """Run all checks, in the order of the report; takes about 20 seconds.
 
-    The probes that import verl, sglang and Hydra run side by side, and end before the GPU's
-    memory is measured.
+    The probes that import verl and sglang run side by side, and end before the GPU's memory is
+    measured.
+
+    Args:
+        overrides: of the user's recipe; without any, every preset is looked at.
     """
     gpus = hardware.visible_gpus()
     environment = {} if gpus else {"SGLANG_USE_CPU_ENGINE": "1"}  # sglang's import needs it
     with ThreadPoolExecutor(max_workers=3) as pool:
         verl = pool.submit(run_probe, installation.look_at_verl, environment)
         sglang = pool.submit(run_probe, look_at_sglang, environment)
-        hydra = pool.submit(run_probe, presets.look_at_hydra)
+        reads = pool.submit(hardware.find_failed_reads, gpus)
+
+        def recipes() -> list[Check]:
+            machine = presets.Machine(len(gpus), reads_other_gpus=not reads.result())
+            if overrides:
+                return list(presets.recipe_checks(overrides, machine))
+            return list(presets.preset_checks(machine))
+
         checks: tuple[tuple[str, Callable[[], Check | list[Check]]], ...] = (
             ("versions", installation.version_checks),
             ("entry points", installation.entry_point_checks),
             ("verl plugin", lambda: installation.verl_checks(verl.result())),
             ("SGLang plugin", lambda: installation.sglang_checks(sglang.result())),
-            ("Hydra config group", lambda: presets.hydra_check(hydra.result())),
+            ("Hydra config group", presets.hydra_check),
             ("GPU", lambda: hardware.gpu_check(gpus)),
-            ("CUDA IPC", lambda: hardware.cuda_ipc_check(gpus)),
+            ("CUDA IPC", lambda: hardware.cuda_ipc_check(gpus, reads.result())),
             ("torch_memory_saver", lambda: hardware.memory_saver_check(gpus)),
             ("NCCL", lambda: hardware.nccl_check(gpus)),
             (str(hardware.SHM), hardware.shared_memory_check),
-            (
-                "presets",
-                lambda: presets.preset_checks(
-                    hydra.result().sections,
-                    has_gpu=bool(gpus),
-                    bucket_megabytes=verl.result().bucket_megabytes,
-                ),
-            ),
+            ("ulimits", hardware.limits_check),
+            ("recipe" if overrides else "presets", recipes),
         )
         return [result for name, check in checks for result in guarded(name, check)]
 

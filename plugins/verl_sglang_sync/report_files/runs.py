@@ -1,0 +1,149 @@
+"""Reads report files back: one run per file, one sync per line and replica.
+
+    run = read_run(Path("syncs.jsonl"))
+    run.syncs[0].stages            # of the first sync: seconds by stage
+    run.typical.stages             # of the median one of the later syncs
+
+All replicas sync at the same time, so a sync is shown as its slowest replica went through it. The
+median is one real sync, so that its stages add up to its seconds.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import zip_longest
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+STAGES = (
+    "release",
+    "resume_weights",
+    "resume_weights_and_kv_cache",
+    "open",
+    "export",
+    "pack",
+    "gather",
+    "send",
+    "confirm",
+    "load",
+    "commit",
+    "publish",
+    "reply",
+    "learn",
+    "other",
+    "resume_kv_cache",
+)
+"""In the order in which they are shown; "other" is what the stages inside of "sync" leave of it."""
+
+MEMORY = ("release", "resume_")
+"""How the stages begin that are no part of "sync"."""
+
+
+class ReportFileError(ValueError):
+    """A file is not a report file; the message names the file and the line."""
+
+
+class ReplicaSync(msgspec.Struct, frozen=True, kw_only=True):
+    """What is read of one line, as `SyncReport` documents it."""
+
+    mode: str
+    replica: int | None
+    weight_version: str | None
+    num_buckets: int
+    payload_bytes: int
+    num_pulled: int
+    num_exchanged: int
+    num_replayed: int
+    num_eager: int
+    eager_reason: str | None
+    seconds: Annotated[dict[str, float], msgspec.Meta(min_length=1)]
+    started_at: dict[str, float] = {}
+
+    @property
+    def stages(self) -> dict[str, float]:
+        """Seconds by stage, in the order of `STAGES`, each second once."""
+        stages = {name: spent for name, spent in self.seconds.items() if name != "sync"}
+        if "sync" in self.seconds:
+            parts = sum(spent for name, spent in stages.items() if not name.startswith(MEMORY))
+            stages["other"] = max(0.0, self.seconds["sync"] - parts)
+        return {name: stages[name] for name in sorted(stages, key=stage_position)}
+
+    @property
+    def total_seconds(self) -> float:
+        """Sleep, wake-up and sync."""
+        return sum(self.stages.values())
+
+    @property
+    def sync_seconds(self) -> float:
+        """Without sleep and wake-up."""
+        return sum(spent for name, spent in self.stages.items() if not name.startswith(MEMORY))
+
+    @property
+    def num_exported(self) -> int:
+        """Buckets that came through the full export."""
+        return self.num_buckets - self.num_pulled - self.num_exchanged
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one file holds.
+
+    Attributes:
+        name: the file, as the user named it.
+        lines: of all replicas, at least one.
+    """
+
+    name: str
+    lines: tuple[ReplicaSync, ...]
+
+    @cached_property
+    def syncs(self) -> list[ReplicaSync]:
+        """One after the other, each as the slowest replica went through it."""
+        by_replica: dict[int | None, list[ReplicaSync]] = defaultdict(list)
+        for line in self.lines:
+            by_replica[line.replica].append(line)
+        together = zip_longest(*by_replica.values())
+        return [max(filter(None, lines), key=lambda line: line.total_seconds) for lines in together]
+
+    @property
+    def typical(self) -> ReplicaSync:
+        """The median of the syncs after the first, which is the only one where there are none."""
+        later = sorted(self.syncs[1:] or self.syncs, key=lambda line: line.total_seconds)
+        return later[(len(later) - 1) // 2]
+
+    @property
+    def eager_reasons(self) -> Counter[str]:
+        """Why buckets were not replayed, and in how many lines."""
+        return Counter(line.eager_reason for line in self.lines if line.eager_reason is not None)
+
+
+def read_run(path: Path) -> Run:
+    """Read one file.
+
+    Raises:
+        ReportFileError: it cannot be read, holds no sync, or holds something else.
+    """
+    try:
+        texts = path.read_bytes().splitlines()
+    except OSError as error:
+        raise ReportFileError(f"{path}: {error.strerror}") from None
+    lines = tuple(_line(f"{path}, line {n}", text) for n, text in enumerate(texts, 1))
+    if not lines:
+        raise ReportFileError(f"{path}: holds no sync")
+    return Run(str(path), lines)
+
+
+def _line(where: str, text: bytes) -> ReplicaSync:
+    try:
+        return msgspec.json.decode(text, type=ReplicaSync)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ReportFileError(f"{where}: not a line of a report file: {error}") from None
+
+
+def stage_position(name: str) -> int:
+    """Where a stage stands among all; what is not known comes last."""
+    return STAGES.index(name) if name in STAGES else len(STAGES)

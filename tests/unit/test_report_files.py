@@ -1,0 +1,189 @@
+"""`verl-sglang-sync report`, on files that `SyncReport.publish` wrote."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from verl_sglang_sync import cli
+from verl_sglang_sync.report import SyncReport
+from verl_sglang_sync.report_files import read_run
+from verl_sglang_sync.report_files.trace import trace_of
+
+SLEEP = {"release": 0.5, "resume_weights": 0.25}
+FIRST = {**SLEEP, "export": 3.0, "load": 12.0, "learn": 8.0, "resume_kv_cache": 0.125}
+LATER = {**SLEEP, "confirm": 0.25, "load": 0.25, "resume_kv_cache": 0.125}
+DISAGGREGATED = {"export": 1.0, "pack": 0.5, "load": 2.0, "sync": 4.0}
+REASON = "the plan is being made"
+
+
+def publish(path: Path, seconds: dict[str, float], replica: int | None = 0, **counts: Any) -> None:
+    """Write the line of one sync whose stages took `seconds`."""
+    report = SyncReport(mode="compiled", replica=replica, payload_bytes=2 * 10**9, **counts)
+    for stage in seconds:
+        with report.stage(stage):
+            pass
+    report.seconds = seconds
+    report.publish(str(path))
+
+
+@pytest.fixture
+def compiled(tmp_path: Path) -> Path:
+    """Four syncs of two replicas; the second replica is the slower one."""
+    path = tmp_path / "compiled.jsonl"
+    for replica, slower in ((0, 0.0), (1, 1.0)):
+        eager = {"num_buckets": 3, "num_eager": 3, "eager_reason": REASON}
+        publish(path, {**FIRST, "load": 12.0 + slower}, replica, **eager)
+        for load in (0.5, 0.25, 0.75):
+            pulled = {"num_buckets": 3, "num_pulled": 2, "num_exchanged": 1, "num_replayed": 3}
+            publish(path, {**LATER, "load": load + slower}, replica, **pulled)
+    return path
+
+
+@pytest.fixture
+def disaggregated(tmp_path: Path) -> Path:
+    path = tmp_path / "disaggregated.jsonl"
+    publish(path, DISAGGREGATED, None, num_buckets=4)
+    return path
+
+
+def run(*arguments: object) -> Any:
+    return CliRunner().invoke(cli.app, ["report", *map(str, arguments)], env={"COLUMNS": "100"})
+
+
+def rows_of(output: str) -> dict[str, list[str]]:
+    """The table's cells by the label of their row."""
+    rows = [line.split("  ") for line in output.splitlines() if line.startswith("  ")]
+    cells = [[cell.strip() for cell in row if cell.strip()] for row in rows]
+    return {row[0]: row[1:] for row in cells if row}
+
+
+def test_the_slowest_replica_and_the_median_later_sync_are_shown(compiled: Path) -> None:
+    result = run(compiled)
+    assert result.exit_code == 0
+    rows = rows_of(result.stdout)
+    assert rows["load"] == ["13.00", "1.5000"]
+    assert rows["learn"] == ["8.0000"]
+    assert rows["sleep, wake, sync"] == ["24.88", "2.6250"]
+    assert rows["sync alone"] == ["24.00", "1.7500"]
+    assert rows["GB/s in the sync"] == ["0.0833", "1.14"]
+    assert rows["buckets"] == ["3", "3"]
+    assert rows["read in place"] == ["2"]
+    assert rows["exchanged"] == ["1"]
+    assert rows["exported in full"] == ["3"]
+    assert rows["by the load plan"] == rows["by load_weights"] == ["3"]
+    assert f"{compiled}: compiled, 4 syncs of 2 replicas" in result.stdout
+    assert f"load_weights in 2 of 8 lines: {REASON}" in result.stdout
+
+
+def test_files_stand_side_by_side(compiled: Path, disaggregated: Path) -> None:
+    rows = rows_of(run(compiled, disaggregated).stdout)
+    assert rows["load"] == ["13.00", "1.5000", "2.0000"]
+    assert rows["other"] == ["0.5000"]  # of "sync", beside its stages
+    assert rows["sync alone"] == ["24.00", "1.7500", "4.0000"]
+    assert rows["exported in full"] == ["3", "4"]
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg"])
+def test_plot(compiled: Path, disaggregated: Path, tmp_path: Path, suffix: str) -> None:
+    picture = tmp_path / f"syncs.{suffix}"
+    assert run(compiled, disaggregated, "--plot", picture).exit_code == 0
+    assert picture.read_bytes().startswith({"png": b"\x89PNG", "svg": b"<?xml"}[suffix])
+
+
+def test_the_bars_are_the_stages_of_the_median_sync(compiled: Path, disaggregated: Path) -> None:
+    from verl_sglang_sync.report_files.plot import draw
+
+    bars, lines = draw([read_run(compiled), read_run(disaggregated)]).axes
+    assert sum(bar.get_width() for bar in bars.patches) == pytest.approx(2.625 + 4.0)
+    labels = [label.get_text() for label in bars.get_yticklabels()]
+    assert labels == ["compiled.jsonl\ncompiled", "disaggregated.jsonl\ncompiled"]
+    assert [text.get_text().strip() for text in bars.texts] == ["2.62 s", "4 s"]
+    drawn = [list(line.get_ydata()) for line in lines.get_lines()]
+    assert drawn == [[24.875, 2.625, 2.375, 2.875], [4.0]]
+    assert lines.get_yscale() == "log"
+
+
+class TestTrace:
+    def test_every_second_of_every_replica_is_in_it(self, compiled: Path, tmp_path: Path) -> None:
+        path = tmp_path / "trace.json"
+        assert run(compiled, "--trace", path).exit_code == 0
+        events = json.loads(path.read_text())["traceEvents"]
+        names = [event["args"]["name"] for event in events if event["ph"] == "M"]
+        assert names == [str(compiled), "replica 0", "replica 1"]
+        stages = [event for event in events if event["ph"] == "X"]
+        total = sum(line.total_seconds for line in read_run(compiled).lines)
+        assert sum(event["dur"] for event in stages) == pytest.approx(total * 1e6)
+
+    def test_stages_begin_when_they_began_or_when_the_one_before_ended(
+        self, tmp_path: Path
+    ) -> None:
+        path = tmp_path / "report.jsonl"
+        report = SyncReport(mode="compiled", replica=3)
+        report.seconds = {"release": 2.0, "open": 1.0, "load": 1.0, "resume_kv_cache": 1.0}
+        report.started_at = {"open": 100.0, "load": 100.5, "resume_kv_cache": 110.0}
+        report.publish(str(path))
+        events = trace_of([read_run(path)])["traceEvents"]
+        begun = {event["name"]: event["ts"] / 1e6 for event in events if event["ph"] == "X"}
+        assert begun == {"release": 98.0, "open": 100.0, "load": 101.0, "resume_kv_cache": 110.0}
+
+    def test_a_whole_sync_is_drawn_around_its_stages(self, disaggregated: Path) -> None:
+        events = trace_of([read_run(disaggregated)])["traceEvents"]
+        assert [event["name"] for event in events[2:]] == ["sync", "export", "pack", "load"]
+
+    def test_a_line_that_does_not_tell_when_is_named(self, tmp_path: Path) -> None:
+        path, trace = tmp_path / "old.jsonl", tmp_path / "trace.json"
+        SyncReport(mode="compiled", replica=0, seconds={"load": 1.0}).publish(str(path))
+        result = run(path, "--trace", trace)
+        assert result.exit_code == 2
+        assert f"{path}, line 1: started_at is empty" in result.stderr
+        assert not trace.exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("no json", "line 2: not a line of a report file: JSON is malformed"),
+        ("", "line 2: not a line of a report file: "),
+        ('{"mode": "compiled"}', "line 2: not a line of a report file: Object missing required"),
+        ("[1]", "line 2: not a line of a report file: Expected `object`, got `array`"),
+        (b"\xff", "line 2: not a line of a report file: "),
+    ],
+)
+def test_a_bad_line_is_named_before_anything_is_shown(
+    tmp_path: Path, text: str | bytes, expected: str
+) -> None:
+    path, picture = tmp_path / "report.jsonl", tmp_path / "picture.png"
+    publish(path, FIRST)
+    with path.open("ab") as file:
+        file.write((text if isinstance(text, bytes) else text.encode()) + b"\n")
+    result = run(path, "--plot", picture)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert f"error: {path}, {expected}" in result.stderr
+    assert not picture.exists()
+
+
+def test_a_file_that_is_missing_or_empty_is_named(compiled: Path, tmp_path: Path) -> None:
+    result = run(compiled, tmp_path / "missing.jsonl")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == f"error: {tmp_path / 'missing.jsonl'}: No such file or directory\n"
+    (tmp_path / "empty.jsonl").touch()
+    assert "empty.jsonl: holds no sync" in run(tmp_path / "empty.jsonl").stderr
+
+
+def test_what_cannot_be_drawn_is_refused(
+    compiled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "allowed: .png, .svg" in run(compiled, "--plot", tmp_path / "picture.doc").stderr
+    unwritable = run(compiled, "--plot", tmp_path / "missing" / "picture.png")
+    assert (unwritable.exit_code, unwritable.stdout) == (2, "")
+    monkeypatch.delitem(sys.modules, "verl_sglang_sync.report_files.plot", raising=False)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    result = run(compiled, "--plot", tmp_path / "picture.png")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "--plot needs matplotlib: pip install matplotlib" in result.stderr
