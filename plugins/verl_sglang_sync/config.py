@@ -23,6 +23,7 @@ from sglang_loader.common.engine_settings import (
     StaleRequests,
 )
 from verl_sglang_sync.engine.server_client.operations import LIMITS
+from verl_sglang_sync.engine.server_client.router import KEY_VARIABLE
 from verl_sglang_sync.engine.server_client.urls import checked_base_url
 from verl_sglang_sync.stages import SLEEP_ORDER, WAKE_ORDER, StageOrder
 
@@ -46,15 +47,12 @@ PRESET_KEYS = (
     "stale_requests",
     "stale_requests_timeout_s",
     "router_url",
-    "router_api_key",
     "manifest_check",
 )
 COMPILED_KEYS = (
     "recheck_every_n_syncs",
-    "num_staging_buffers",
     "keep_staging_buffers",
     "read_in_place",
-    "plan_ordered",
     "exchange_shards",
 )
 
@@ -71,16 +69,12 @@ class WeightSyncConfig:
         report_file: JSON-lines file that gets one line per sync and replica, or None.
         recheck_every_n_syncs: compiled: check the load plan against the engine's own loader in
             every n-th sync; 0: only when the plan is made.
-        num_staging_buffers: compiled: 2 packs a bucket while the engine loads the one before, 1
-            needs half the memory.
         keep_staging_buffers: compiled: True keeps the buffers, and the engine's mapping of them,
             from sync to sync; False frees them for the KV cache.
         read_in_place: compiled: True lets every engine rank read the trainer ranks' parameters
             where they are, without an export, where the export can be traced to them, all ranks
             are on one node, and it is proven bit for bit.
-        plan_ordered: compiled: True sends an engine rank only the bytes that its load plan reads,
-            in the plan's order, where that is less than the whole bucket.
-        exchange_shards: compiled, with `plan_ordered`: True has ranks whose weights are sharded by
+        exchange_shards: compiled: True has ranks whose weights are sharded by
             FSDP2 give each other what their engine ranks read, be it all or a part, instead of
             gathering all weights on every rank; where the export allows it, and once it is proven
             bit for bit.
@@ -94,7 +88,6 @@ class WeightSyncConfig:
             "wait" holds it, "refuse" answers with HTTP 503 and the reason.
         stale_requests_timeout_s: after which a request that waits is refused too.
         router_url: SGLang's router, with which every server registers while it is up, or None.
-        router_api_key: the router's own key, or None.
         manifest_check: what happens where the tensors that have come do not fit the engine's model,
             or are not all of it: "error" nothing is published, "warn" it is logged, "off" nobody
             looks.
@@ -110,10 +103,8 @@ class WeightSyncConfig:
     timeouts_s: Mapping[str, float] = field(default_factory=dict)
     report_file: str | None = None
     recheck_every_n_syncs: int = 0
-    num_staging_buffers: int = 2
     keep_staging_buffers: bool = False
     read_in_place: bool = True
-    plan_ordered: bool = True
     exchange_shards: bool = True
     host_backup: HostBackup = "auto"
     sleep_order: tuple[str, ...] = SLEEP_ORDER
@@ -121,7 +112,6 @@ class WeightSyncConfig:
     stale_requests: StaleRequests = "wait"
     stale_requests_timeout_s: float = 600.0
     router_url: str | None = None
-    router_api_key: str | None = field(default=None, repr=False)
     manifest_check: ManifestCheck = "error"
     bucket_bytes: int
     multi_stage_wake_up: bool
@@ -133,25 +123,20 @@ class WeightSyncConfig:
         return self.mode == "compiled"
 
     @property
+    def num_staging_buffers(self) -> int:
+        """1: each bucket is loaded before the next one is packed; 2: meanwhile."""
+        return 1 if self.mode == "bucketed" else 2
+
+    @property
     def effective_host_backup(self) -> HostBackup:
         """The host backup of this mode: only load plans prove anything that "auto" could use."""
         return "on" if self.host_backup == "auto" and not self.uses_plan else self.host_backup
 
     def for_session(self) -> WeightSyncConfig:
-        """These settings without what needs a load plan, in the modes that have none.
-
-        `bucketed` makes do with one staging buffer, so that each bucket is loaded before the next
-        one is packed; `flattened` has two.
-        """
+        """These settings without what needs a load plan, in the modes that have none."""
         if self.uses_plan:
             return self
-        return replace(
-            self,
-            num_staging_buffers=1 if self.mode == "bucketed" else 2,
-            read_in_place=False,
-            plan_ordered=False,
-            exchange_shards=False,
-        )
+        return replace(self, read_in_place=False, exchange_shards=False)
 
     @property
     def gate_policy(self) -> GatePolicy:
@@ -193,10 +178,8 @@ class WeightSyncConfig:
             timeouts_s=_timeouts(keys.get("timeouts_s")),
             report_file=_optional_path(f"{SECTION}.report_file", keys.get("report_file")),
             recheck_every_n_syncs=_whole_number(keys, "recheck_every_n_syncs", 0, range(1 << 31)),
-            num_staging_buffers=_whole_number(keys, "num_staging_buffers", 2, range(1, 3)),
             keep_staging_buffers=_switch(keys, "keep_staging_buffers", False),
             read_in_place=_switch(keys, "read_in_place", True),
-            plan_ordered=_switch(keys, "plan_ordered", True),
             exchange_shards=_switch(keys, "exchange_shards", True),
             host_backup=_host_backup(keys.get("host_backup", "auto")),
             sleep_order=stages.sleep,
@@ -206,7 +189,6 @@ class WeightSyncConfig:
                 f"{SECTION}.stale_requests_timeout_s", keys.get("stale_requests_timeout_s", 600.0)
             ),
             router_url=_router_url(keys),
-            router_api_key=_router_api_key(keys),
             manifest_check=_manifest_check(keys.get("manifest_check", "error")),
             bucket_bytes=_bucket_bytes(rollout),
             multi_stage_wake_up=_boolean(rollout, "multi_stage_wake_up"),
@@ -230,6 +212,8 @@ def _checked_keys(section: Any) -> Mapping[str, Any]:
     is_compiled = section.get("mode") == "compiled"
     allowed = (*PRESET_KEYS, *(COMPILED_KEYS if is_compiled else ()))
     for key in section:
+        if key == "router_api_key":  # verl prints its config, and sends it to trackers
+            raise ValueError(f"{SECTION}.{key}: set the environment variable {KEY_VARIABLE}")
         if key not in allowed:
             problem = "only for mode 'compiled'" if key in COMPILED_KEYS else "unknown key"
             raise ValueError(
@@ -305,17 +289,6 @@ def _optional_path(key: str, value: Any) -> str | None:
 def _router_url(keys: Mapping[str, Any]) -> str | None:
     value = keys.get("router_url")
     return None if value is None else checked_base_url(f"{SECTION}.router_url", value)
-
-
-def _router_api_key(keys: Mapping[str, Any]) -> str | None:
-    value, key = keys.get("router_api_key"), f"{SECTION}.router_api_key"
-    if value is None:
-        return None
-    if not isinstance(value, str) or not value:
-        raise ValueError(f"{key}: expected a text or null, got {type(value).__name__}")
-    if keys.get("router_url") is None:
-        raise ValueError(f"{key} is set, but {SECTION}.router_url=None: allowed: null")
-    return value
 
 
 def _timeouts(section: Any) -> dict[str, float]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import chain
 from typing import Any
 
@@ -232,12 +232,43 @@ def _check_quantization(config: DictConfig, settings: WeightSyncConfig) -> Itera
         yield f"{ROLLOUT}.quantization={quantization!r}: allowed: null, 'fp8'"
 
 
+COLOCATED_KEYS = ("keep_staging_buffers", "read_in_place", "exchange_shards")
+"""Keys of syncs to engines on the trainer's GPUs; a broadcast obeys none of them."""
+
+SLEEP_KEYS = ("host_backup", "sleep_order", "wake_order")
+"""Keys of engines whose weights sleep."""
+
+
+def _check_keys(config: DictConfig, settings: WeightSyncConfig) -> Iterator[str]:
+    """Keys that the user has set and that nothing reads in this recipe."""
+    is_colocated = (
+        OmegaConf.select(config, BACKEND_KEY) != BROADCAST_BACKEND
+        or OmegaConf.select(config, "actor_rollout_ref.hybrid_engine") is not False
+    )
+    without_effect: list[tuple[str, Sequence[str]]] = []
+    if not is_colocated:
+        why = f"{BACKEND_KEY}={BROADCAST_BACKEND!r} with hybrid_engine=False"
+        without_effect.append((why, (*COLOCATED_KEYS, *SLEEP_KEYS)))
+    elif not settings.free_cache_engine:
+        without_effect.append(("free_cache_engine=False: nothing sleeps", SLEEP_KEYS))
+    if settings.stale_requests != "wait":
+        why = f"stale_requests={settings.stale_requests!r}: no request waits"
+        without_effect.append((why, ("stale_requests_timeout_s",)))
+    defaults = {field.name: field.default for field in fields(WeightSyncConfig)}
+    for why, keys in without_effect:
+        for key in keys:
+            value = getattr(settings, key)
+            if value != defaults[key]:
+                yield f"{SECTION}.{key}={value!r} has no effect, {why}; allowed: {defaults[key]!r}"
+
+
 Check = Callable[[DictConfig, WeightSyncConfig], Iterator[str]]
 _CHECKS: dict[str, Check] = {
     "engine": _check_engine,
     "LoRA": _check_lora,
     "checkpoint engine": _check_checkpoint_engine,
     "broadcast": _check_broadcast,
+    "keys without effect": _check_keys,
     "engine_kwargs": _check_engine_kwargs,
     "CUDA graphs": _check_graphs,
     "quantization": _check_quantization,

@@ -28,6 +28,7 @@ from support.captured_launch import (
 )
 from support.router import Router, serving
 from unit.composed_recipe import ROLLOUT, SECTION, compose
+from verl_sglang_sync.engine.server_client.router import KEY_VARIABLE
 from verl_sglang_sync.verl.router_guard import Watch
 
 os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")  # sglang reads it while it is imported
@@ -237,12 +238,14 @@ class TestRouter:
 
         return asyncio.run(main()), watched
 
-    def test_the_replicas_one_server_joins_and_is_guarded(self, model: Path) -> None:
+    def test_the_replicas_one_server_joins_and_is_guarded(
+        self, model: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv(KEY_VARIABLE, "secret")
         router = Router(api_key="secret")
         _, watched = self.launch_with(
             model,
             router,
-            f"{SECTION}.router_api_key=secret",
             f"+{ROLLOUT}.engine_kwargs.sglang.api_key=own",
         )
         url = f"http://[fd00::1]:{HTTP_PORT}"

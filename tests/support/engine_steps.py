@@ -69,12 +69,7 @@ def exercise_engine(rank: TrainerRank, model: str, folder: str) -> dict[str, Any
 SCALES = (0.5, 0.25, 2.0, 1.0)
 COMPILED_SETTINGS = (
     {"keep_staging_buffers": True, "read_in_place": False},
-    {
-        "keep_staging_buffers": False,
-        "num_staging_buffers": 1,
-        "read_in_place": False,
-        "plan_ordered": False,
-    },
+    {"keep_staging_buffers": False, "read_in_place": False},
     {"keep_staging_buffers": False, "recheck_every_n_syncs": 2, "read_in_place": False},
 )
 

@@ -15,7 +15,7 @@ from sglang_loader.common.arrangement_messages import decode_arrangements, encod
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.manifest import ManifestError
 from sglang_loader.common.session.messages import digest_of
-from verl_sglang_sync.config import WeightSyncConfig
+from verl_sglang_sync.config import Mode, WeightSyncConfig
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.routes.arranged_sending import ArrangedSync, KnownArrangements
 from verl_sglang_sync.routes.staging_ring import StagingRing
@@ -150,13 +150,10 @@ class OneRank:
         raise AssertionError("no sync is run")
 
 
-@pytest.mark.parametrize("plan_ordered", [True, False])
-def test_a_transport_learns_what_it_may_use(
-    plan_ordered: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.parametrize("mode", ["compiled", "flattened"])
+def test_a_transport_learns_what_it_may_use(mode: Mode, caplog: pytest.LogCaptureFixture) -> None:
     settings = WeightSyncConfig(
-        mode="compiled",
-        plan_ordered=plan_ordered,
+        mode=mode,
         bucket_bytes=1024,
         multi_stage_wake_up=True,
         free_cache_engine=True,
@@ -165,8 +162,8 @@ def test_a_transport_learns_what_it_may_use(
     assert transport._known_digest() is None, "there was no sync whose buckets it knows"
     report = SyncReport(mode="compiled", replica=0)
     list(transport._stream.batches(iter([("t", torch.zeros(256))]), report))
-    assert transport._known_digest() == ("" if plan_ordered else None)
-    if not plan_ordered:
+    assert transport._known_digest() == ("" if mode == "compiled" else None)
+    if mode != "compiled":
         return
     (cut,) = transport._stream.cuts
     offer = encode_arrangements([(cut.bucket.digest, HALF)])

@@ -301,7 +301,6 @@ class TestRecipe:
             (COMPILED, "wake-up: weights, sync, kv_cache"),
             ((*COMPILED, f"{ROLLOUT}.multi_stage_wake_up=False"), "wake-up: weights, kv_cache, sy"),
             ((*COMPILED, f"{ROLLOUT}.free_cache_engine=False"), "Nothing sleeps: free_cache_"),
-            ((*COMPILED, f"{SECTION}.num_staging_buffers=1"), "through 1 staging buffer, shared"),
             ((*COMPILED, f"{SECTION}.recheck_every_n_syncs=9"), "checked again every 9 syncs"),
             (
                 (*COMPILED, f"{ROLLOUT}.tensor_model_parallel_size=2"),

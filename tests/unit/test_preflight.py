@@ -6,6 +6,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from unit.composed_recipe import ROLLOUT, SECTION, compose
+from verl_sglang_sync.config import COMPILED_KEYS, PRESET_KEYS
 from verl_sglang_sync.preflight import RecipeError, check_recipe, checking
 
 MODEL = "actor_rollout_ref.model"
@@ -198,3 +199,69 @@ def test_settings_given_on_the_command_line_are_checked():
         check_recipe(compose(CHOSEN["flattened"], f"{SECTION}.request_timeout_s=0"))
     with pytest.raises(RecipeError, match=r"rollout\.name=None: allowed: 'sglang'"):
         check_recipe(compose(CHOSEN["flattened"], rollout=None))
+
+
+OTHER_VALUES = {
+    "request_timeout_s": 5.0,
+    "timeouts_s": {"update": 5.0},
+    "report_file": "syncs.jsonl",
+    "host_backup": "off",
+    "sleep_order": ["weights", "kv_cache"],
+    "wake_order": ["weights", "sync", "cuda_graph", "kv_cache"],
+    "stale_requests": "refuse",
+    "stale_requests_timeout_s": 5.0,
+    "router_url": "http://router:1",
+    "manifest_check": "warn",
+    "recheck_every_n_syncs": 2,
+    "keep_staging_buffers": True,
+    "read_in_place": False,
+    "exchange_shards": False,
+}
+STALE_LIMIT = "stale_requests_timeout_s"
+SLEEP = {"host_backup", "sleep_order", "wake_order"}
+COLOCATED = {"keep_staging_buffers", "read_in_place", "exchange_shards"}
+BACKEND = {
+    f"{ROLLOUT}.checkpoint_engine.backend": "sglang_sync",
+    "trainer.v1.trainer_mode": "separate_async",
+}
+HYBRID = "actor_rollout_ref.hybrid_engine"
+WITHOUT_EFFECT = {  # recipe: what it sets, its modes, the keys that nothing reads
+    "colocated": ({}, CHOSEN, set()),
+    "engines stay awake": ({f"{ROLLOUT}.free_cache_engine": False}, CHOSEN, SLEEP),
+    "broadcast": ({**BACKEND, HYBRID: False}, ("flattened", "compiled"), SLEEP | COLOCATED),
+    "broadcast, and engines beside the trainer": (
+        {**BACKEND, HYBRID: True},
+        ("flattened", "compiled"),
+        set(),
+    ),
+    "requests are refused": ({f"{SECTION}.stale_requests": "refuse"}, CHOSEN, {STALE_LIMIT}),
+}
+
+
+def test_every_key_is_in_the_table_of_keys_and_recipes():
+    assert OTHER_VALUES.keys() == {*PRESET_KEYS, *COMPILED_KEYS} - {"mode"}
+
+
+@pytest.mark.parametrize("key", OTHER_VALUES)
+@pytest.mark.parametrize("name", WITHOUT_EFFECT)
+def test_a_key_that_does_nothing_is_refused(recipe, name, key):
+    base, modes, without_effect = WITHOUT_EFFECT[name]
+    changes = {**base, f"{SECTION}.{key}": OTHER_VALUES[key]}
+    if key == "wake_order":
+        changes |= GRAPHS
+    for mode in modes:
+        if key in COMPILED_KEYS and mode != "compiled":
+            problem = "only for mode 'compiled'"
+        elif key in without_effect:
+            problem = f"{key}={setting_of(OTHER_VALUES[key])!r} has no effect, "
+        else:
+            check_recipe(recipe(mode, changes))
+            continue
+        with pytest.raises(RecipeError) as error:
+            check_recipe(recipe(mode, changes))
+        assert problem in str(error.value)
+
+
+def setting_of(value):
+    """As the settings have it."""
+    return tuple(value) if isinstance(value, list) else value

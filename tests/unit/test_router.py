@@ -101,7 +101,9 @@ def test_the_routers_key():
     served = Router(api_key="secret")
     talk(served, lambda client: client.add(SERVER), api_key="secret")
     for access in ({}, {"api_key": "wrong"}):
-        with pytest.raises(RouterError, match=r"/workers: HTTP 401: .*\(see router_api_key\)$"):
+        with pytest.raises(
+            RouterError, match=r"/workers: HTTP 401: .*\(see VERL_SGLANG_SYNC_ROUTER"
+        ):
             talk(served, lambda client: client.add(SERVER), **access)
 
 

@@ -174,7 +174,7 @@ def _later_route(config: DictConfig, settings: WeightSyncConfig, machine: Machin
         return "Later syncs read the trainer's parameters in place, if these prove to be the export"
     reasons = f"not in place: {', '.join(elsewhere)}"
     num_ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
-    may_exchange = settings.exchange_shards and settings.plan_ordered and num_ranks > 1
+    may_exchange = settings.exchange_shards and num_ranks > 1
     if computed or not may_exchange:
         return f"Every sync makes the full export ({reasons})"
     return f"Later syncs exchange the trainer ranks' shards ({reasons})"

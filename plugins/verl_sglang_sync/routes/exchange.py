@@ -52,7 +52,7 @@ class SessionExchange:
         device: torch.device,
         source_map: SourceMap,
     ) -> None:
-        self._is_wanted = settings.exchange_shards and settings.plan_ordered
+        self._is_wanted = settings.exchange_shards
         self._group = group
         self._exchange = ShardExchange(
             group,

@@ -85,7 +85,7 @@ class SessionTransport:
             bucket_bytes=settings.bucket_bytes,
         )
         self._names = BlockNames()
-        self._wants_arrangements = settings.plan_ordered
+        self._wants_arrangements = settings.uses_plan
         self._arrangements: KnownArrangements | None = None
         source_map = SourceMap(group, device)
         self._exchange = SessionExchange(settings, group, device, source_map)

@@ -24,7 +24,7 @@ from sglang_loader.common.engine_settings import (
 from sglang_loader.common.session.messages import SESSION_FORMAT
 from sglang_loader.common.stage_costs import StageCosts
 from verl_sglang_sync.config import WeightSyncConfig
-from verl_sglang_sync.engine.server_client.router import RouterClient
+from verl_sglang_sync.engine.server_client.router import KEY_VARIABLE, RouterClient
 from verl_sglang_sync.engine.server_client.urls import server_url
 from verl_sglang_sync.verl.router_guard import Watch, start_guard
 from verl_sglang_sync.verl.step_metrics import show_metrics_in_steps
@@ -110,14 +110,15 @@ class WeightSyncHttpServer(SGLangHttpServer):  # type: ignore[misc]
 
     async def _join_router(self, settings: WeightSyncConfig, router_url: str) -> None:
         """Register the server; a guard takes it out when this process ends."""
+        api_key = os.environ.get(KEY_VARIABLE) or None
         async with RouterClient(
-            router_url, timeout_s=settings.request_timeout_s, api_key=settings.router_api_key
+            router_url, timeout_s=settings.request_timeout_s, api_key=api_key
         ) as router:
             sglang_kwargs = (self.config.engine_kwargs or {}).get("sglang") or {}
             worker = await router.add(
                 server_url(*self.get_server_address()), api_key=sglang_kwargs.get("api_key")
             )
-        watch = Watch(router_url=router_url, router_api_key=settings.router_api_key, worker=worker)
+        watch = Watch(router_url=router_url, router_api_key=api_key, worker=worker)
         self._router_guard = await asyncio.to_thread(start_guard, watch)
         logger.info("router %s sends requests to %s", router_url, worker.url)
 

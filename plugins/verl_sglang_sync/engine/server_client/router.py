@@ -31,6 +31,9 @@ from verl_sglang_sync.engine.server_client.errors import (
 )
 from verl_sglang_sync.engine.server_client.operations import Call, Operation
 
+KEY_VARIABLE = "VERL_SGLANG_SYNC_ROUTER_API_KEY"
+"""Environment variable with the router's own key, in the processes that launch servers."""
+
 POLL_S = 0.25
 NO_SUCH_ROUTE = (404, 405)
 
@@ -155,7 +158,7 @@ class RouterClient:
         return url in [worker.get("url") for worker in reply.get("workers", ())]
 
     def _named(self, what: str, error: ServerError) -> RouterError:
-        hint = " (see router_api_key)" if isinstance(error, NotAuthorized) else ""
+        hint = f" (see {KEY_VARIABLE})" if isinstance(error, NotAuthorized) else ""
         return RouterError(
             f"the router {self._url} {what}: {error.message}{hint}",
             endpoint=error.endpoint,
