@@ -18,6 +18,8 @@ KEY := $(shell $(PYTHON) -c '$(DEPS_PY); print(hashlib.sha256(json.dumps([deps, 
 DEPS := $(CACHE)/$(KEY)
 RUN = PYTHONDONTWRITEBYTECODE=1 .venv/bin/python
 PYTEST_ARGS ?=
+# pip warns of every package that an index in the user's own pip configuration lacks, where that index is a folder.
+NO_INDEX_WARNINGS = 2> >(grep -v "is ignored: it is neither" >&2)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup quickstart test test-slow fault-storm lint unit dist clean
@@ -36,7 +38,7 @@ $(DEPS)/.complete:
 	    rm -rf $(DEPS); $(PYTHON) -m venv $(DEPS); \
 	    $(PYTHON) -c "$$0" > $(DEPS)/requirements.txt; \
 	    $(DEPS)/bin/python -m pip install -q -U pip; \
-	    $(DEPS)/bin/python -m pip install -q -r $(DEPS)/requirements.txt; \
+	    $(DEPS)/bin/python -m pip install -q -r $(DEPS)/requirements.txt $(NO_INDEX_WARNINGS); \
 	    touch $(DEPS)/.complete; \
 	  fi' '$(DEPS_PY); print("\n".join(deps))'
 
@@ -73,11 +75,11 @@ BUILD ?= build/env/bin/pyproject-build
 
 build/env/bin/pyproject-build:
 	@$(PYTHON) -m venv build/env
-	@build/env/bin/python -m pip install -q build
+	@build/env/bin/python -m pip install -q build $(NO_INDEX_WARNINGS)
 
 dist: $(firstword $(BUILD)) ## sdist and wheel in dist/, without the dependencies (seconds)
 	@rm -rf dist
-	@$(BUILD) --outdir dist .
+	@$(BUILD) --quiet --outdir dist .
 
 quickstart: setup ## 2 GRPO steps on the CPU with real verl and SGLang, then proof that the weights arrived
 	$(RUN) recipes/quickstart.py
