@@ -71,7 +71,7 @@ SECONDS_EACH ?= 1300
 fault-storm: setup ## FAULTS=2000 random faults on real engines and trainers, SEED=1 (45 minutes); see docs/reliability.md
 	STORM_FAULTS=$(FAULTS) STORM_SEED=$(SEED) STORM_SECONDS=$(SECONDS_EACH) $(RUN) -m pytest -q -s tests/e2e/test_fault_storm.py $(PYTEST_ARGS)
 
-BUILD ?= build/env/bin/pyproject-build
+BUILD ?= build/env/bin/pyproject-build --quiet
 
 build/env/bin/pyproject-build:
 	@$(PYTHON) -m venv build/env
@@ -79,7 +79,7 @@ build/env/bin/pyproject-build:
 
 dist: $(firstword $(BUILD)) ## sdist and wheel in dist/, without the dependencies (seconds)
 	@rm -rf dist
-	@$(BUILD) --quiet --outdir dist .
+	@$(BUILD) --outdir dist .
 
 quickstart: setup ## 2 GRPO steps on the CPU with real verl and SGLang, then proof that the weights arrived
 	$(RUN) recipes/quickstart.py
