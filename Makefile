@@ -3,6 +3,9 @@
 # The dependencies (11 GB) live in a cache folder keyed by a hash of pyproject.toml's dependency tables, so
 # that a clean clone on the same machine starts in seconds. `.venv` is this clone's own thin environment: it
 # sees the cached packages through a .pth file and has the project installed in editable mode.
+#
+# `make test PYTHON=python3.12` runs everything with another Python: the hash covers its version, and `.venv`
+# is made anew when it changes.
 
 SHELL := /bin/bash
 PYTHON ?= python3.11
@@ -10,20 +13,24 @@ CACHE ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/verl-sglang-sync
 DEPS_PY = import hashlib, json, platform, tomllib; \
   p = tomllib.load(open("pyproject.toml", "rb")); x = p["project"]["optional-dependencies"]; \
   deps = p["project"]["dependencies"] + x["test"] + x["megatron"]
+# Of the dependencies and of Python's version; empty where PYTHON is not there.
 KEY := $(shell $(PYTHON) -c '$(DEPS_PY); print(hashlib.sha256(json.dumps([deps, platform.python_version()]).encode()).hexdigest()[:16])')
 DEPS := $(CACHE)/$(KEY)
 RUN = PYTHONDONTWRITEBYTECODE=1 .venv/bin/python
 PYTEST_ARGS ?=
+# pip warns of every package that an index in the user's own pip configuration lacks, where that index is a folder.
+NO_INDEX_WARNINGS = 2> >(grep -v "is ignored: it is neither" >&2)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-slow fault-storm lint unit gpu bench-plots clean
+.PHONY: help setup quickstart test test-slow fault-storm lint unit dist clean
 
 help: ## show the targets
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:.*##/\t/' | expand -t 14
 
-setup: .venv/.ready ## build the environment (once per machine) and this clone's .venv
+setup: .venv/.ready-$(KEY) ## build the environment (once per machine) and this clone's .venv
 
 $(DEPS)/.complete:
+	@test -n "$(KEY)" || { echo "PYTHON=$(PYTHON): no such Python; name one that is 3.11 or 3.12" >&2; exit 1; }
 	@mkdir -p $(CACHE)
 	@echo "building the dependency cache (about 3 minutes, 11 GB)"
 	@flock $(CACHE)/$(KEY).lock bash -euo pipefail -c '\
@@ -31,16 +38,16 @@ $(DEPS)/.complete:
 	    rm -rf $(DEPS); $(PYTHON) -m venv $(DEPS); \
 	    $(PYTHON) -c "$$0" > $(DEPS)/requirements.txt; \
 	    $(DEPS)/bin/python -m pip install -q -U pip; \
-	    $(DEPS)/bin/python -m pip install -q -r $(DEPS)/requirements.txt 2> >(grep -v "is ignored: it is neither" >&2); \
+	    $(DEPS)/bin/python -m pip install -q -r $(DEPS)/requirements.txt $(NO_INDEX_WARNINGS); \
 	    touch $(DEPS)/.complete; \
 	  fi' '$(DEPS_PY); print("\n".join(deps))'
 
-.venv/.ready: $(DEPS)/.complete pyproject.toml
+.venv/.ready-$(KEY): $(DEPS)/.complete pyproject.toml
 	@rm -rf .venv
 	@$(PYTHON) -m venv --without-pip .venv
 	@$(DEPS)/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])' \
 	  > "$$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/dependencies.pth"
-	@.venv/bin/python -m pip install -q --no-deps --no-build-isolation -e . 2> >(grep -v "is ignored: it is neither" >&2)
+	@.venv/bin/python -m pip install -q --no-deps --no-build-isolation -e .
 	@touch $@
 
 lint: setup ## ruff and mypy
@@ -63,6 +70,16 @@ SECONDS_EACH ?= 1300
 
 fault-storm: setup ## FAULTS=2000 random faults on real engines and trainers, SEED=1 (45 minutes); see docs/reliability.md
 	STORM_FAULTS=$(FAULTS) STORM_SEED=$(SEED) STORM_SECONDS=$(SECONDS_EACH) $(RUN) -m pytest -q -s tests/e2e/test_fault_storm.py $(PYTEST_ARGS)
+
+BUILD ?= build/env/bin/pyproject-build --quiet
+
+build/env/bin/pyproject-build:
+	@$(PYTHON) -m venv build/env
+	@build/env/bin/python -m pip install -q build $(NO_INDEX_WARNINGS)
+
+dist: $(firstword $(BUILD)) ## sdist and wheel in dist/, without the dependencies (seconds)
+	@rm -rf dist
+	@$(BUILD) --outdir dist .
 
 quickstart: setup ## 2 GRPO steps on the CPU with real verl and SGLang, then proof that the weights arrived
 	$(RUN) recipes/quickstart.py

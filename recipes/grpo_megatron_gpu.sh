@@ -3,7 +3,7 @@
 #
 #   MODEL=Qwen/Qwen3-30B-A3B DATA=~/data/gsm8k recipes/grpo_megatron_gpu.sh
 #
-# Needs `pip install 'verl-sglang-sync[megatron]'` and a Transformer Engine built for this torch.
+# Needs `pip install -e '.[megatron]'` in the clone, and a Transformer Engine built for this torch.
 # DATA holds verl's train.parquet and test.parquet.
 # Arguments are Hydra overrides and win; `--cfg job` comes last.
 set -euo pipefail

@@ -105,9 +105,10 @@ def table_of(steps: list[Step]) -> Table:
         table.add_column(
             f"step {number}", justify="right", style="green" if step.arrived else "red"
         )
-    for stage in ("release", "resume_weights", "export", "pack", "load", "resume_kv_cache"):
-        name = stage.replace("_", " ")
-        table.add_row(name, *(f"{s.sync['seconds'].get(stage, 0.0):.3f} s" for s in steps))
+    for stage in stages_of(steps):
+        spent = (step.sync["seconds"].get(stage) for step in steps)
+        cells = ("" if seconds is None else f"{seconds:.3f} s" for seconds in spent)
+        table.add_row(stage.replace("_", " "), *cells)
     table.add_section()
     table.add_row("buckets", *(str(s.sync["num_buckets"]) for s in steps))
     table.add_row("tensors", *(str(s.sync["num_tensors"]) for s in steps))
@@ -119,6 +120,20 @@ def table_of(steps: list[Step]) -> Table:
     ):
         table.add_row(label, *(format(s.metrics[f"training/{key}"], form) for s in steps))
     return table
+
+
+def stages_of(steps: list[Step]) -> list[str]:
+    """Every stage that a step's sync went through, in the order in which the syncs began them."""
+    stages: list[str] = []
+    for step in steps:
+        position = 0
+        for stage in step.sync["seconds"]:
+            if stage in stages:
+                position = stages.index(stage) + 1
+            else:
+                stages.insert(position, stage)
+                position += 1
+    return stages
 
 
 def _progress(console: Console) -> Progress:

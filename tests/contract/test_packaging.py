@@ -1,28 +1,42 @@
 """The plugins load from a built wheel and from an editable install: in verl, in SGLang, in Hydra.
 
-Both are installed into thin environments of their own, which see the dependencies through a .pth
-file, from a copy of the sources: nothing of this checkout can be imported there by accident.
+Both are installed into environments of their own, empty but for the dependencies, which they see
+through a .pth file, from a copy of the sources: nothing of this checkout can be imported there by
+accident. The wheel is what `make dist` makes, which builds it from the sdist.
 """
 
 from __future__ import annotations
 
+import ast
 import importlib.util
+import os
+import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import venv
 import zipfile
+from collections.abc import Iterator
 from dataclasses import dataclass
+from email.message import Message
+from email.parser import Parser
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
+from packaging.requirements import Requirement
 
 from support.processes import break_imports, run_python
 from verl_sglang_sync.preflight import RecipeError, check_recipe
 
 ROOT = Path(__file__).parents[2]
 KINDS = ("wheel", "editable")
+BUILT_FROM = ("pyproject.toml", "README.md", "LICENSE", "Makefile")
+OPTIONAL = {
+    "triton"
+}  # torch brings it where it has CUDA; what imports it does without it elsewhere
 
 IN_VERL = """
 import verl
@@ -38,8 +52,12 @@ assert replica.RolloutReplicaRegistry._registry["sglang"].__module__ == (
 assert validate_config.__module__ == "verl_sglang_sync.preflight"
 from verl.checkpoint_engine.base import CheckpointEngineRegistry
 assert CheckpointEngineRegistry.get("sglang_sync").__module__.startswith("verl_sglang_sync.")
-import verl_sglang_sync.verl_plugin as plugin
-print(plugin.__file__)
+
+from importlib.metadata import distribution
+loaded = {entry.group: entry.load() for entry in distribution("verl-sglang-sync").entry_points}
+groups = {"console_scripts", "verl.plugins", "sglang.srt.plugins", "hydra.plugins"}
+assert loaded.keys() == groups, loaded
+print(loaded["verl.plugins"].__file__)
 """
 
 IN_SGLANG = """
@@ -97,19 +115,45 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sources")
     leave_out = shutil.ignore_patterns("__pycache__", "*.egg-info")
     shutil.copytree(ROOT / "plugins", folder / "plugins", ignore=leave_out)
-    for name in ("pyproject.toml", "README.md"):
-        if (ROOT / name).exists():
-            shutil.copy(ROOT / name, folder / name)
+    for name in BUILT_FROM:
+        shutil.copy(ROOT / name, folder / name)
     return folder
 
 
 @pytest.fixture(scope="module")
-def wheel(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, built without network."""
-    out = tmp_path_factory.mktemp("dist")
-    run("-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(sources), cwd=out)
-    (built,) = out.glob("*.whl")
+def dist(sources: Path) -> Path:
+    """What `make dist` builds, here without network, and without a warning."""
+    build = f"BUILD={sys.executable} -m build --no-isolation"
+    # Setuptools warns of the one, and `make test` sets the other.
+    left_out = ("PYTHONDONTWRITEBYTECODE", "MAKEFLAGS")
+    environment = {name: value for name, value in os.environ.items() if name not in left_out}
+    made = subprocess.run(
+        ["make", "dist", f"PYTHON={sys.executable}", build],
+        cwd=sources,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    printed = made.stdout + made.stderr
+    assert made.returncode == 0, printed[-4000:]
+    assert "warning" not in printed.lower(), printed
+    return sources / "dist"
+
+
+@pytest.fixture(scope="module")
+def wheel(dist: Path) -> Path:
+    """The wheel of `dist`."""
+    (built,) = dist.glob("*.whl")
     return built
+
+
+@pytest.fixture(scope="module")
+def metadata(wheel: Path) -> Message:
+    """The wheel's."""
+    archive = zipfile.ZipFile(wheel)
+    (name,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
+    return Parser().parsestr(archive.read(name).decode())
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -169,12 +213,57 @@ class TestWheel:
     def test_leaves_the_hydra_namespace_open(self, wheel: Path) -> None:
         assert "hydra_plugins/__init__.py" not in zipfile.ZipFile(wheel).namelist()
 
-    def test_declares_what_verl_leaves_to_an_extra(self, wheel: Path) -> None:
+    def test_comes_with_its_licence(self, wheel: Path, dist: Path, metadata: Message) -> None:
+        text = (ROOT / "LICENSE").read_bytes()
         archive = zipfile.ZipFile(wheel)
-        (metadata,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
-        text = archive.read(metadata).decode()
-        for package in ("TransferQueue", "cachetools", "verl", "sglang", "torch-memory-saver"):
-            assert f"Requires-Dist: {package}" in text
+        (name,) = (n for n in archive.namelist() if n.endswith(".dist-info/licenses/LICENSE"))
+        assert archive.read(name) == text
+        assert b"Apache License" in text
+        assert metadata["License-Expression"] == "Apache-2.0"
+        (sdist,) = dist.glob("*.tar.gz")
+        with tarfile.open(sdist) as packed:
+            assert f"{sdist.name.removesuffix('.tar.gz')}/LICENSE" in packed.getnames()
+
+    def test_declares_what_verl_leaves_to_an_extra(self, metadata: Message) -> None:
+        assert {"transferqueue", "cachetools"} <= declared(metadata)
+
+    def test_declares_every_package_that_it_imports(self, metadata: Message) -> None:
+        """A module of another distribution is there today because verl or SGLang bring it."""
+        provided_by = packages_distributions()
+        imported = set(imported_modules(ROOT / "plugins"))
+        assert {"zmq", "torch"} <= imported, "the control"
+        missing = {
+            module
+            for module in imported - OPTIONAL
+            if not {normalised(name) for name in provided_by[module]} & declared(metadata)
+        }
+        assert not missing
+
+
+def declared(metadata: Message) -> set[str]:
+    """Names of the distributions that are required without an extra."""
+    requirements = map(Requirement, metadata.get_all("Requires-Dist", []))
+    return {normalised(r.name) for r in requirements if r.marker is None}
+
+
+def normalised(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def imported_modules(packages: Path) -> Iterator[str]:
+    """Top-level modules that are imported anywhere in `packages`: neither Python's nor our own."""
+    own = {path.name for path in packages.iterdir()}
+    for path in packages.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names: list[str] = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+                names = [node.module]
+            for name in names:
+                module = name.partition(".")[0]
+                if module not in sys.stdlib_module_names and module not in own:
+                    yield module
 
 
 class TestLoaded:
@@ -197,10 +286,11 @@ class TestLoaded:
 
     def test_console_script(self, installation: Installation, tmp_path: Path) -> None:
         script = installation.python.with_name("verl-sglang-sync")
-        result = subprocess.run(
-            [script, "doctor", "--help"], cwd=tmp_path, capture_output=True, text=True, check=True
-        )
-        assert "--json" in result.stdout
+        for arguments, expected in ((["--help"], "doctor"), (["doctor", "--help"], "--json")):
+            result = subprocess.run(
+                [script, *arguments], cwd=tmp_path, capture_output=True, text=True, check=True
+            )
+            assert expected in result.stdout
 
     def test_without_the_project_there_is_no_preset(self, tmp_path: Path) -> None:
         """Negative control: the environment alone does not provide it.

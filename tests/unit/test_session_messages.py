@@ -132,20 +132,46 @@ def test_a_layout_that_leaves_its_bucket_or_means_nothing_is_refused(encoded):
         wire.decode_layout(good, wire.digest_of(encoded))
 
 
+DESCRIPTOR = wire.SessionDescriptor(
+    version=wire.SESSION_VERSION,
+    endpoint="ipc:///x",
+    token=TOKEN,
+    timeout_s=1,
+    uses_plan=True,
+    manifest_check="error",
+    recheck_every_n_syncs=0,
+)
+
+
 def test_a_descriptor_of_another_version_is_refused():
-    descriptor = wire.SessionDescriptor(
-        version=wire.SESSION_VERSION + 1,
-        endpoint="ipc:///x",
-        token=TOKEN,
-        timeout_s=1,
-        uses_plan=True,
-        manifest_check="error",
-        recheck_every_n_syncs=0,
-    )
+    newer = msgspec.structs.replace(DESCRIPTOR, version=wire.SESSION_VERSION + 1)
     with pytest.raises(SessionError, match="different releases"):
-        wire.decode_descriptor(wire.encode_descriptor(descriptor))
+        wire.decode_descriptor(wire.encode_descriptor(newer))
     with pytest.raises(SessionError, match="not a session descriptor"):
         wire.decode_descriptor(b"model.norm.weight")
+
+
+@pytest.mark.parametrize("timeout_s", [0.3, 600, wire.MAX_TIMEOUT_S])
+def test_a_descriptor_round_trips(timeout_s):
+    descriptor = msgspec.structs.replace(DESCRIPTOR, timeout_s=timeout_s)
+    assert wire.decode_descriptor(wire.encode_descriptor(descriptor)) == descriptor
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1, wire.MAX_TIMEOUT_S + 1, 1e300])
+def test_an_engine_waits_for_a_bounded_time_whatever_a_descriptor_says(timeout_s):
+    descriptor = msgspec.structs.replace(DESCRIPTOR, timeout_s=timeout_s)
+    with pytest.raises(SessionError, match=r"timeout_s=.*: expected more than 0 and at most 86400"):
+        wire.decode_descriptor(wire.encode_descriptor(descriptor))
+
+
+@pytest.mark.parametrize("timeout_s", ["NaN", "Infinity", "1e999", "null"])
+def test_a_descriptor_whose_time_limit_is_not_a_number_is_refused(timeout_s):
+    data = wire.encode_descriptor(DESCRIPTOR).replace(
+        b'"timeout_s":1', f'"timeout_s":{timeout_s}'.encode()
+    )
+    assert timeout_s.encode() in data
+    with pytest.raises(SessionError):
+        wire.decode_descriptor(data)
 
 
 def channels(endpoint, trainer_token=TOKEN, timeout_s=5.0):

@@ -31,7 +31,7 @@ TESTED_PYTHONS = ("3.11", "3.12")
 
 NAME = "verl_sglang_sync"
 ENTRY_POINT_GROUPS = ("verl.plugins", "sglang.srt.plugins", "hydra.plugins")
-REINSTALL = "reinstall: pip install --force-reinstall --no-deps verl-sglang-sync"
+REINSTALL = "reinstall, in a clone of verl-sglang-sync: pip install --no-deps -e ."
 REPLACED = "another plugin replaced ours, or ours did not load"
 
 # Kept as strings: importing these classes means importing verl and sglang.
@@ -59,7 +59,7 @@ def version_checks(installed: Callable[[str], str | None] = installed_version) -
     for name, tested in (TESTED | TESTED_WITH_MEGATRON).items():
         found = installed(name)
         if found is None and name in TESTED_WITH_MEGATRON:
-            detail = f"not installed; for Megatron trainers: pip install {DISTRIBUTION}[megatron]"
+            detail = f"not installed; for Megatron trainers: pip install {name}=={tested}"
             checks.append(Check(f"version of {name}", OK, detail))
         else:
             checks.append(version_check(name, tested, found, allowed.get(name.lower())))

@@ -51,6 +51,11 @@ SESSION_FORMAT = "sglang_loader.session"
 """`load_format` of the request that opens a session: one descriptor for each TP rank."""
 
 
+MAX_TIMEOUT_S = 86_400.0
+"""Longest silence that a descriptor may ask an engine to tolerate, in seconds: an engine that waits
+for a trainer serves nobody."""
+
+
 class SessionError(RuntimeError):
     """The session broke: protocol violated, peer gone or silent."""
 
@@ -62,7 +67,8 @@ class SessionDescriptor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         version: `SESSION_VERSION` of the trainer.
         endpoint: zmq address that the trainer rank has bound.
         token: random; each message must carry it.
-        timeout_s: longest silence that either side tolerates, in seconds.
+        timeout_s: longest silence that either side tolerates, in seconds; above 0, at most
+            `MAX_TIMEOUT_S`.
         uses_plan: replay a load plan, or make one; False: every bucket goes through the model's
             own loader.
         manifest_check: publish nothing ("error"), or say so ("warn"), if the tensors that came do
@@ -268,16 +274,21 @@ def encode_descriptor(descriptor: SessionDescriptor) -> bytes:
 
 
 def decode_descriptor(data: bytes) -> SessionDescriptor:
-    """Parse a descriptor.
+    """Parse a descriptor. Its endpoint is checked by `channel.engine_end`, which connects to it.
 
     Raises:
-        SessionError: not a descriptor, or of another version.
+        SessionError: not a descriptor, of another version, or with a time limit that is none.
     """
     try:
         descriptor = _descriptor.decode(data)
     except msgspec.MsgspecError as error:
         raise SessionError(f"not a session descriptor: {error}; got {data[:120]!r}") from None
     check_version(descriptor.version)
+    if not 0 < descriptor.timeout_s <= MAX_TIMEOUT_S:
+        raise SessionError(
+            f"session descriptor with timeout_s={descriptor.timeout_s!r}: expected more than 0 and "
+            f"at most {MAX_TIMEOUT_S:g} seconds"
+        )
     return descriptor
 
 
