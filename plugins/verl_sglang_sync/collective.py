@@ -58,6 +58,22 @@ class Agreement:
     is_ready: bool = True
     signatures: tuple[int, ...] = ()
 
+    @property
+    def other_exports(self) -> str | None:
+        """How exports differ, where signatures are `export_signature`; None: they are alike."""
+        if len(set(self.signatures)) < 2:
+            return None
+        return (
+            "the ranks exported different tensors; by rank, number: "
+            f"{[signature >> 32 for signature in self.signatures]}, checksum of their names: "
+            f"{[signature & 0xFFFFFFFF for signature in self.signatures]}"
+        )
+
+
+def export_signature(num_tensors: int, checksum: int) -> int:
+    """What a rank tells the others of its export; the checksum has 32 bits."""
+    return num_tensors << 32 | checksum
+
 
 class TrainerGroup(Protocol):
     """What the sync needs of the trainer's processes. Every rank makes the same calls in order."""

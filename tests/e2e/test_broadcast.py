@@ -126,6 +126,7 @@ def test_a_fault_is_named_on_every_rank_and_the_next_sync_is_right(
         ("shape", "TP rank 0: Traceback"),
         ("manifest", "1 unexpected: "),
         ("cannot pack", "meta tensor"),
+        ("other tensors on one rank", "the ranks exported different tensors"),
     ):
         errors = {rank[fault]["error"] for rank in seen}
         assert len(errors) == 1, errors

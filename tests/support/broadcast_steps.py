@@ -66,10 +66,12 @@ def broadcast_faults(
     everyone = tuple(range(len(targets)))
     seen: dict[str, Any] = {}
     changed = [*good[:-1], (f"{good[-1][0]}_of_another", good[-1][1])]
+    alone = doubled if rank.rank == 1 else good  # a rank whose tensors are not sent
     for name, bad, faulty in (
         ("shape", doubled, blind),
         ("manifest", changed, sender),
         ("cannot pack", meta, sender),
+        ("other tensors on one rank", alone, sender),
     ):
         faulty.sync(good, "flattened", everyone)
         seen[name] = faulty.attempt(bad, everyone)

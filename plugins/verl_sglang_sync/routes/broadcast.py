@@ -18,9 +18,11 @@ from __future__ import annotations
 import time
 import traceback
 import uuid
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -36,7 +38,7 @@ from sglang_loader.common.check_remarks import LoadCounts, loaded_in
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.manifest import WIRE_VERSION, BucketManifest, TensorEntry
 from sglang_loader.common.session.folder import remove_orphans
-from verl_sglang_sync.collective import Agreement, WeightSyncError
+from verl_sglang_sync.collective import Agreement, WeightSyncError, export_signature
 from verl_sglang_sync.config import WeightSyncConfig
 from verl_sglang_sync.engine.server_client import operations
 from verl_sglang_sync.engine.update_groups import Replica, UpdateGroup, UpdateGroups
@@ -54,7 +56,7 @@ class BroadcastTransport:
     Args:
         groups: on the rank that broadcasts; None on the others.
         settings: the preset.
-        agree: collective over the trainer's ranks.
+        agree: `TrainerGroup.agree`, over the trainer's ranks.
         device: of the staging buffers and of the group.
     """
 
@@ -63,7 +65,7 @@ class BroadcastTransport:
         *,
         groups: UpdateGroups | None,
         settings: WeightSyncConfig,
-        agree: Callable[[str | None], Agreement],
+        agree: Callable[..., Agreement],
         device: torch.device,
     ) -> None:
         remove_orphans()  # as a session's trainer does when it makes a folder of its own
@@ -89,21 +91,23 @@ class BroadcastTransport:
         Raises:
             WeightSyncError: on every rank, if any rank failed; the message has rank and traceback.
         """
-        source = Export(weights)
+        source, exported = Export(weights), _Exported()
         sync: _BroadcastSync | None = None
         failure = None
         try:
             if self._groups is not None:
                 group = self._groups.with_replicas(replicas)
                 sync = _BroadcastSync(group, self._settings, version, report)
-                self._send(source, sync, report)
+                self._send(source, sync, report, exported)
             else:
-                for _ in source:
-                    pass
+                for name, tensor in source:
+                    exported.add(_sum_of(name, 0 if tensor.is_meta else tensor.nbytes))
         except Exception:
             failure = traceback.format_exc()
         source.drain()
-        result = self._agree(failure)
+        result = self._agree(failure, signature=exported.signature)
+        if not result.failures and result.other_exports is not None:
+            result = Agreement((result.other_exports,))
         if sync is not None and not result.failures:  # the last bucket publishes
             try:
                 sync.finish()
@@ -119,10 +123,14 @@ class BroadcastTransport:
                 f"weight sync failed; the engines' weights are incomplete\n{reasons}"
             )
 
-    def _send(self, source: Export, sync: _BroadcastSync, report: SyncReport) -> None:
+    def _send(
+        self, source: Export, sync: _BroadcastSync, report: SyncReport, exported: _Exported
+    ) -> None:
         """Send all buckets, and have all but the last one loaded."""
         self._ring.prepare(self._stream.cuts)
         for batch in self._stream.batches(source, report):
+            for tensor in batch.bucket.layout.tensors:
+                exported.add(_sum_of(tensor.name, tensor.nbytes))
             sync.make_room(batch.index)
             with report.stage("pack"):
                 storage = self._ring.pack(batch)
@@ -130,6 +138,27 @@ class BroadcastTransport:
             flat = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
             sync.send(batch, flat[: batch.bucket.layout.nbytes])
             del batch
+
+
+class _Exported:
+    """Counts what a rank exported, in any order."""
+
+    def __init__(self) -> None:
+        self._num_tensors = self._checksum = 0
+
+    def add(self, checksum: int) -> None:
+        self._num_tensors += 1
+        self._checksum = (self._checksum + checksum) & 0xFFFFFFFF
+
+    @property
+    def signature(self) -> int:
+        return export_signature(self._num_tensors, self._checksum)
+
+
+@lru_cache(maxsize=1 << 18)
+def _sum_of(name: str, nbytes: int) -> int:
+    """Of a tensor's name and size; the same every sync."""
+    return zlib.crc32(f"{name} {nbytes}".encode())
 
 
 @dataclass(frozen=True)

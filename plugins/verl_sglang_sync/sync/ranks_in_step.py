@@ -11,7 +11,12 @@ from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
 from sglang_loader.common.session.messages import SESSION_FORMAT, SessionError
-from verl_sglang_sync.collective import RankLost, TrainerGroup, WeightSyncError
+from verl_sglang_sync.collective import (
+    RankLost,
+    TrainerGroup,
+    WeightSyncError,
+    export_signature,
+)
 from verl_sglang_sync.engine.server_client import ReplyLost
 from verl_sglang_sync.report import log_remarks
 from verl_sglang_sync.sources.bucket_stream import Bucket
@@ -153,7 +158,7 @@ class RanksInStep:
         """
         if self._is_rank_lost:
             return False
-        signature = self.num_tensors << 32 | self._checksum
+        signature = export_signature(self.num_tensors, self._checksum)
         try:
             result = self._group.agree(self._failure, is_ready=is_ready, signature=signature)
         except RankLost as error:
@@ -167,12 +172,8 @@ class RanksInStep:
             reasons = "\n".join(result.failures)
             state = MAY_SERVE if self.may_be_served else MAY_BE_INCOMPLETE
             self.error = f"weight sync failed; {state}\n{reasons}"
-        elif len(set(result.signatures)) > 1:
-            self.error = (
-                "weight sync failed: the ranks exported different tensors; by rank, number: "
-                f"{[signature >> 32 for signature in result.signatures]}, checksum of their "
-                f"names: {[signature & 0xFFFFFFFF for signature in result.signatures]}"
-            )
+        elif result.other_exports is not None:
+            self.error = f"weight sync failed: {result.other_exports}"
         return self.error is None and result.is_ready
 
     def raise_error(self) -> None:
