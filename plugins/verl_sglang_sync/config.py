@@ -22,6 +22,7 @@ from sglang_loader.common.engine_settings import (
     HostBackup,
     StaleRequests,
 )
+from sglang_loader.common.session.messages import MAX_TIMEOUT_S
 from verl_sglang_sync.engine.server_client.operations import LIMITS
 from verl_sglang_sync.engine.server_client.router import KEY_VARIABLE
 from verl_sglang_sync.engine.server_client.urls import checked_base_url
@@ -172,7 +173,7 @@ class WeightSyncConfig:
         )
         return cls(
             mode=_mode(keys),
-            request_timeout_s=_positive_number(
+            request_timeout_s=_seconds(
                 f"{SECTION}.request_timeout_s", keys.get("request_timeout_s", 600.0)
             ),
             timeouts_s=_timeouts(keys.get("timeouts_s")),
@@ -185,7 +186,7 @@ class WeightSyncConfig:
             sleep_order=stages.sleep,
             wake_order=stages.wake,
             stale_requests=_stale_requests(keys.get("stale_requests", "wait")),
-            stale_requests_timeout_s=_positive_number(
+            stale_requests_timeout_s=_seconds(
                 f"{SECTION}.stale_requests_timeout_s", keys.get("stale_requests_timeout_s", 600.0)
             ),
             router_url=_router_url(keys),
@@ -253,13 +254,13 @@ def _manifest_check(value: Any) -> ManifestCheck:
     return value  # type: ignore[no-any-return]
 
 
-def _positive_number(key: str, value: Any) -> float:
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, int | float)
-        or not 0 < value < float("inf")
-    ):
-        raise ValueError(f"{key}={value!r}: expected a number greater than 0")
+def _seconds(key: str, value: Any) -> float:
+    """A limit; an engine accepts none above `MAX_TIMEOUT_S`."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 < value <= MAX_TIMEOUT_S:
+        raise ValueError(
+            f"{key}={value!r}: expected a number greater than 0 and at most {MAX_TIMEOUT_S:g}"
+        )
     return float(value)
 
 
@@ -303,7 +304,7 @@ def _timeouts(section: Any) -> dict[str, float]:
                 f"{key}.{name}={value!r}: unknown operation; allowed: {', '.join(LIMITS)}"
             )
     return {
-        name: _positive_number(f"{key}.{name}", value)
+        name: _seconds(f"{key}.{name}", value)
         for name, value in section.items()
         if value is not None
     }

@@ -98,7 +98,7 @@ def test_without_a_preset_there_are_no_settings(custom):
 
 ALLOWED = {
     "mode": "allowed: bucketed, flattened, compiled",
-    "number": "expected a number greater than 0",
+    "number": "expected a number greater than 0 and at most 86400",
     "path": "expected a file path or null",
     "megabytes": "expected a whole number of MiB, at least 1",
     "truth": "allowed: True, False",
@@ -119,7 +119,7 @@ REFUSED = [
     *(
         ("custom__weight_sync__request_timeout_s", value, key, ALLOWED["number"])
         for key in (f"{SECTION}.request_timeout_s",)
-        for value in (0, -1, 0.0, True, "60", None, math.inf, math.nan)
+        for value in (0, -1, 0.0, True, "60", None, 86_401, math.inf, math.nan)
     ),
     *(
         (f"custom__weight_sync__timeouts_s__{name}", value, key, ALLOWED["number"])
