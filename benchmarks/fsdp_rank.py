@@ -86,8 +86,6 @@ def _step(
 def _ours(
     mode: str, rank: TrainerRank, sharded: ShardedModel, **settings: Any
 ) -> Callable[[], dict[str, Any]]:
-    if mode == "compiled":
-        settings["keep_staging_buffers"] = True
     manager = rank.manager(mode, bucket_bytes=BUCKET_BYTES, timeout_s=600, **settings)
 
     def run() -> dict[str, Any]:

@@ -82,10 +82,7 @@ def _exporting(actor: MegatronActor) -> Callable[[], dict[str, Any]]:
 def _syncing(
     rank: TrainerRank, actor: MegatronActor, arm: Arm, bucket: int
 ) -> Callable[[], dict[str, Any]]:
-    settings = {"keep_staging_buffers": True} if arm.mode == "compiled" else {}
-    manager = rank.manager(
-        arm.mode, bucket_bytes=arm.bucket_bytes or bucket, timeout_s=600, **settings
-    )
+    manager = rank.manager(arm.mode, bucket_bytes=arm.bucket_bytes or bucket, timeout_s=600)
 
     def run() -> dict[str, Any]:
         started = time.perf_counter()
