@@ -1,6 +1,7 @@
 """Broadcasts that end, never end or fail; when they begin; what a receiver gives back."""
 
 import os
+import socket
 import threading
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -307,11 +308,23 @@ class Runner:
 def join(runner, name, joined=(True, "joined")):
     def original(runner, *arguments):
         assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
-        assert arguments == ("host", 1, 2, 3, name, "gloo")
+        assert arguments == ("127.0.0.1", port, 2, 3, name, "gloo")
         runner._model_update_group[name] = GROUP
         return joined
 
-    return weight_updater_hooks.join_group(original, runner, "host", 1, 2, 3, name, "gloo")
+    with socket.create_server(("127.0.0.1", 0)) as trainer:
+        port = trainer.getsockname()[1]
+        where = ("127.0.0.1", port, 2, 3, name, "gloo")
+        return weight_updater_hooks.join_group(original, runner, *where)
+
+
+def test_a_group_whose_trainer_is_gone_is_refused_at_once():
+    with socket.create_server(("127.0.0.1", 0)) as trainer:
+        port = trainer.getsockname()[1]
+    where = ("127.0.0.1", port, 1, 2, "weight_sync_a", "gloo")
+    success, message = weight_updater_hooks.join_group(None, Runner(), *where)
+    assert not success
+    assert f"127.0.0.1:{port}, where weight_sync_a is formed: " in message
 
 
 @pytest.fixture

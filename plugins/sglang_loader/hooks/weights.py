@@ -23,6 +23,7 @@ from sglang_loader.common.broadcast.messages import (
 from sglang_loader.common.broadcast.update_group import (
     GROUP_PREFIX,
     abort,
+    check_reachable,
     connect,
     errors_left_to_us,
     leave,
@@ -166,6 +167,11 @@ def join_group(
     if not group_name.startswith(GROUP_PREFIX):
         joined: tuple[bool, str] = original(runner, *arguments)
         return joined
+    try:
+        if rank_offset:  # else this engine serves the meeting point itself
+            check_reachable(master_address, master_port)
+    except OSError as error:
+        return False, f"{master_address}:{master_port}, where {group_name} is formed: {error}"
     with errors_left_to_us():
         success, message = original(runner, *arguments)
     if not success:

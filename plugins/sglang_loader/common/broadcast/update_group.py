@@ -12,6 +12,7 @@ import importlib
 import logging
 import os
 import secrets
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -30,6 +31,7 @@ logger = logging.getLogger(__name__)
 GROUP_PREFIX = "weight_sync_"
 """How the names of our groups begin; the engine treats those as this module says."""
 
+REACH_TIMEOUT_S = 5.0
 CONNECT_TIMEOUT_S = 120.0
 LEAVE_TIMEOUT_S = 10.0
 _SECRET = "secret"
@@ -82,6 +84,17 @@ class MeetingPoint:
             wait_for_workers=False,
             timeout=self._timeout,
         )
+
+
+def check_reachable(address: str, port: int) -> None:
+    """Refuse a meeting point at which nobody listens: its trainer is gone.
+
+    torch would try to connect for 30 minutes, in a scheduler that does nothing else meanwhile.
+
+    Raises:
+        OSError: no connection within `REACH_TIMEOUT_S`.
+    """
+    socket.create_connection((address, port), REACH_TIMEOUT_S).close()
 
 
 def import_helpers() -> None:
