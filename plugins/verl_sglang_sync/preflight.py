@@ -23,6 +23,7 @@ from verl_sglang_sync.config import (
 logger = logging.getLogger(__name__)
 
 ROLLOUT = "actor_rollout_ref.rollout"
+MODEL = "actor_rollout_ref.model"
 CHECKPOINT_BACKENDS_REFUSED = ("delta_sharded",)
 
 
@@ -134,16 +135,24 @@ def _check_engine(config: DictConfig, settings: WeightSyncConfig) -> Iterator[st
 
 
 def _check_lora(config: DictConfig, settings: WeightSyncConfig) -> Iterator[str]:
-    model = "actor_rollout_ref.model"
-    ranks = {key: OmegaConf.select(config, f"{model}.{key}") for key in ("lora_rank", "lora.rank")}
-    used = {key: rank for key, rank in ranks.items() if rank and rank > 0}
-    merged = OmegaConf.select(config, f"{model}.lora.merge")
-    if used and not merged and settings.mode != "bucketed":
-        key, rank = next(iter(used.items()))
+    adapter = _adapter(config)
+    if adapter and settings.mode != "bucketed":
+        key, rank = adapter
+        merged = OmegaConf.select(config, f"{MODEL}.lora.merge")
         yield (
-            f"{model}.{key}={rank} with {model}.lora.merge={merged}: a LoRA served as an adapter "
-            f"is allowed only with {SECTION}.mode='bucketed'; or set {model}.lora.merge=True"
+            f"{MODEL}.{key}={rank} with {MODEL}.lora.merge={merged}: a LoRA served as an adapter "
+            f"is allowed only with {SECTION}.mode='bucketed'; or set {MODEL}.lora.merge=True"
         )
+
+
+def _adapter(config: DictConfig) -> tuple[str, int] | None:
+    """Key and rank of a LoRA that is served as an adapter, or None."""
+    if OmegaConf.select(config, f"{MODEL}.lora.merge"):
+        return None
+    ranks = (
+        (key, OmegaConf.select(config, f"{MODEL}.{key}")) for key in ("lora_rank", "lora.rank")
+    )
+    return next(((key, rank) for key, rank in ranks if rank and rank > 0), None)
 
 
 def _check_checkpoint_engine(config: DictConfig, settings: WeightSyncConfig) -> Iterator[str]:
@@ -178,13 +187,9 @@ def _check_broadcast(config: DictConfig, settings: WeightSyncConfig) -> Iterator
             f"{ROLLOUT}.quantization={quantization!r} with {BACKEND_KEY}={BROADCAST_BACKEND!r}: "
             "allowed: null (the weights are broadcast as the trainer exports them)"
         )
-    model = "actor_rollout_ref.model"
-    ranks = [OmegaConf.select(config, f"{model}.{key}") for key in ("lora_rank", "lora.rank")]
-    if any(rank and rank > 0 for rank in ranks) and not OmegaConf.select(
-        config, f"{model}.lora.merge"
-    ):
+    if _adapter(config):
         yield (
-            f"{model}.lora.merge=False with {BACKEND_KEY}={BROADCAST_BACKEND!r}: a LoRA must be "
+            f"{MODEL}.lora.merge=False with {BACKEND_KEY}={BROADCAST_BACKEND!r}: a LoRA must be "
             "merged to be broadcast; allowed: True"
         )
     trainer = OmegaConf.select(config, "trainer.v1.trainer_mode")
@@ -238,23 +243,28 @@ COLOCATED_KEYS = ("keep_staging_buffers", "read_in_place", "exchange_shards")
 SLEEP_KEYS = ("host_backup", "sleep_order", "wake_order")
 """Keys of engines whose weights sleep."""
 
+SYNC_KEYS = ("timeouts_s", "report_file", "manifest_check", "recheck_every_n_syncs")
+"""Keys of every sync that is ours; verl's own update obeys none of them."""
+
 
 def _check_keys(config: DictConfig, settings: WeightSyncConfig) -> Iterator[str]:
     """Keys that the user has set and that nothing reads in this recipe."""
-    is_colocated = (
-        OmegaConf.select(config, BACKEND_KEY) != BROADCAST_BACKEND
-        or OmegaConf.select(config, "actor_rollout_ref.hybrid_engine") is not False
-    )
+    backend = OmegaConf.select(config, BACKEND_KEY)
+    has_hybrid = OmegaConf.select(config, "actor_rollout_ref.hybrid_engine") is not False
     without_effect: list[tuple[str, Sequence[str]]] = []
-    if not is_colocated:
-        why = f"{BACKEND_KEY}={BROADCAST_BACKEND!r} with hybrid_engine=False"
-        without_effect.append((why, (*COLOCATED_KEYS, *SLEEP_KEYS)))
+    if backend not in (None, "naive") and not has_hybrid:
+        others = () if backend == BROADCAST_BACKEND else SYNC_KEYS
+        why = f"{BACKEND_KEY}={backend!r} with hybrid_engine=False"
+        without_effect.append((why, (*COLOCATED_KEYS, *SLEEP_KEYS, *others)))
     elif not settings.free_cache_engine:
         without_effect.append(("free_cache_engine=False: nothing sleeps", SLEEP_KEYS))
+    elif _adapter(config):
+        without_effect.append(("a LoRA adapter is served: the weights never sleep", SLEEP_KEYS))
     if settings.stale_requests != "wait":
         why = f"stale_requests={settings.stale_requests!r}: no request waits"
         without_effect.append((why, ("stale_requests_timeout_s",)))
     defaults = {field.name: field.default for field in fields(WeightSyncConfig)}
+    defaults["timeouts_s"] = {}  # made by a factory
     for why, keys in without_effect:
         for key in keys:
             value = getattr(settings, key)

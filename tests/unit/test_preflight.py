@@ -220,6 +220,8 @@ OTHER_VALUES = {
 STALE_LIMIT = "stale_requests_timeout_s"
 SLEEP = {"host_backup", "sleep_order", "wake_order"}
 COLOCATED = {"keep_staging_buffers", "read_in_place", "exchange_shards"}
+SYNC = {"timeouts_s", "report_file", "manifest_check", "recheck_every_n_syncs"}
+NCCL = {f"{ROLLOUT}.checkpoint_engine.backend": "nccl"}
 BACKEND = {
     f"{ROLLOUT}.checkpoint_engine.backend": "sglang_sync",
     "trainer.v1.trainer_mode": "separate_async",
@@ -234,6 +236,11 @@ WITHOUT_EFFECT = {  # recipe: what it sets, its modes, the keys that nothing rea
         ("flattened", "compiled"),
         set(),
     ),
+    "verl's own update": ({**NCCL, HYBRID: False}, CHOSEN, SLEEP | COLOCATED | SYNC),
+    "verl's own update, and engines beside the trainer": ({**NCCL, HYBRID: True}, CHOSEN, set()),
+    "no hybrid engine, but no other backend": ({HYBRID: False}, CHOSEN, set()),
+    "a LoRA adapter": ({f"{MODEL}.lora_rank": 8}, ("bucketed",), SLEEP),
+    "a merged LoRA": ({f"{MODEL}.lora_rank": 8, f"{MODEL}.lora.merge": True}, CHOSEN, set()),
     "requests are refused": ({f"{SECTION}.stale_requests": "refuse"}, CHOSEN, {STALE_LIMIT}),
 }
 
