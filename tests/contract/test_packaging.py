@@ -35,8 +35,9 @@ ROOT = Path(__file__).parents[2]
 KINDS = ("wheel", "editable")
 BUILT_FROM = ("pyproject.toml", "README.md", "LICENSE", "Makefile")
 OPTIONAL = {
-    "triton"
-}  # torch brings it where it has CUDA; what imports it does without it elsewhere
+    "triton",  # torch brings it where it has CUDA; what imports it does without it elsewhere
+    "matplotlib",  # of `report --plot`, which says so
+}
 
 IN_VERL = """
 import verl

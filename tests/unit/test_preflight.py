@@ -220,7 +220,7 @@ OTHER_VALUES = {
 STALE_LIMIT = "stale_requests_timeout_s"
 SLEEP = {"host_backup", "sleep_order", "wake_order"}
 COLOCATED = {"keep_staging_buffers", "read_in_place", "exchange_shards"}
-SYNC = {"timeouts_s", "report_file", "manifest_check", "recheck_every_n_syncs"}
+SYNC = {"timeouts_s", "manifest_check", "recheck_every_n_syncs"}
 NCCL = {f"{ROLLOUT}.checkpoint_engine.backend": "nccl"}
 BACKEND = {
     f"{ROLLOUT}.checkpoint_engine.backend": "sglang_sync",
