@@ -110,7 +110,10 @@ class Channel(Generic[Received]):
         Raises:
             SessionError: there is no peer.
         """
+        self._look_at_peer()  # the socket itself may take a millisecond longer to notice
         try:
+            if self._is_peer_gone:
+                raise zmq.Again
             self._socket.send(wire.encode(kind(token=self._token, **fields)), zmq.NOBLOCK)
         except zmq.Again:
             raise SessionError(f"{kind.__name__} was not sent: the {self._peer} is gone") from None
