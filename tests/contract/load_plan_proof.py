@@ -19,6 +19,7 @@ from sglang_loader.load_plan import (
     LoadPlan,
     PlanBuilder,
     PlanExecutor,
+    trace_bucket,
 )
 from sglang_loader.load_plan.arrange import arrange
 from sglang_loader.load_plan.executor import replay_once
@@ -36,10 +37,10 @@ def prove(model: nn.Module, first: NamedWeights, second: NamedWeights, how: str)
 
     The negative control drops one copy, which the comparison and the self-check must both notice.
     """
-    builder = PlanBuilder(model, model.load_weights, {"layout": how})
+    builder = PlanBuilder({"layout": how})
     buckets = [pack(bucket) for bucket in split(first, how)]
     for layout, buffer in buckets:
-        builder.add_bucket(layout, buffer)
+        builder.add_bucket(trace_bucket(model, model.load_weights, layout, buffer))
     plan = builder.finish()
     result = self_check(model, plan, model.load_weights, [buffer for _, buffer in buckets])
     assert result.ok, result.reason

@@ -9,12 +9,15 @@ import torch
 from torch import nn
 
 from contract.tiny_architectures import NamedWeights
+from sglang_loader.common.bucket_source import BucketSource
 from sglang_loader.common.layout import BucketLayout
-from sglang_loader.load_plan.destinations import Destinations, collect_destinations
-from sglang_loader.load_plan.verify import differing, snapshot
-from sglang_loader.rehearsal import Spec
-from sglang_loader.rehearsal.findings import Verdict
+from sglang_loader.session.findings import Verdict
+from sglang_loader.session.model_loader import loader_of
+from sglang_loader.session.published import Spec
 from sglang_loader.session.weight_check import Gather, judge_together, view_of_sync
+from sglang_loader.upstream import engine_context
+
+FAILED_AT = "load_weights failed at "
 
 
 def specs_of(weights: NamedWeights) -> list[Spec]:
@@ -32,10 +35,32 @@ def check(
     *,
     published: Sequence[Spec] | None,
     gather: Gather = _alone,
+    uses_plan: bool = False,
 ) -> Verdict:
-    """The verdict on a sync, by default for an engine of one rank."""
+    """The verdict on a sync that loads zeros; what `load_weights` itself refuses counts as
+    mismatched. By default for an engine of one rank.
+    """
     known = None if published is None else {spec[0]: spec for spec in published}
-    return judge_together(view_of_sync([layout_of(specs)], [model], lambda: known), gather)
+    layout = layout_of(specs)
+    refused = gather(_load_zeros(model, layout, uses_plan))
+    if named := list(dict.fromkeys(name for names in refused for name in names)):
+        return Verdict(mismatched=tuple(named))
+    return judge_together(view_of_sync([layout], [model], lambda: known), gather)
+
+
+def _load_zeros(model: nn.Module, layout: BucketLayout, uses_plan: bool) -> list[str]:
+    """What `load_weights` refuses, as its error names it."""
+    loader = loader_of(model)
+    loader.start(engine_context(model), recheck_every_n_syncs=0, uses_plan=uses_plan)
+    source = BucketSource.flat(torch.zeros(layout.nbytes, dtype=torch.uint8))
+    try:
+        loader.load(0, layout, source, read_only=False)
+    except Exception as error:
+        notes = getattr(error, "__notes__", [])
+        assert notes, f"the error names no tensor: {error!r}"
+        return notes[0].removeprefix(FAILED_AT).partition(": ")[0].split(" or ")
+    loader.finish()
+    return []
 
 
 def layout_of(specs: Sequence[Spec]) -> BucketLayout:
@@ -43,36 +68,36 @@ def layout_of(specs: Sequence[Spec]) -> BucketLayout:
     return BucketLayout.pack((name, shape, dtype) for name, dtype, shape in specs)
 
 
-def with_three_faults(specs: Sequence[Spec]) -> tuple[list[Spec], tuple[str, str, str]]:
-    """(tensors, (missing, mismatched, unexpected)): one tensor of a layer is left out, one is
-    doubled, one is strange.
+def three_faults(specs: Sequence[Spec]) -> list[tuple[str, list[Spec]]]:
+    """(at fault, tensors) three times: a tensor of a layer is left out, one is doubled, one comes
+    under a strange name.
     """
     layers = [spec for spec in specs if ".layers." in spec[0] and len(spec[2]) == 2]
-    lost, doubled = layers[0], layers[-1]
-    name, dtype, shape = doubled
+    lost, (name, dtype, shape) = layers[0], layers[-1]
     strange = f"{name}_of_another_model"
-    kept = [spec for spec in specs if spec not in (lost, doubled)]
-    kept += [(name, dtype, (2 * shape[0], *shape[1:])), (strange, dtype, shape)]
-    return kept, (lost[0], name, strange)
+    others = [spec for spec in specs if spec[0] != name]
+    return [
+        (lost[0], [spec for spec in specs if spec != lost]),
+        (name, [*others, (name, dtype, (2 * shape[0], *shape[1:]))]),
+        (strange, [*specs, (strange, dtype, shape)]),
+    ]
 
 
 def check_on_ranks(model: nn.Module, weights: NamedWeights, gather: Gather) -> dict[str, Any]:
-    """What the ranks say of a complete sync, and of one with three faults."""
+    """What the ranks say of a complete sync, and of three with one fault each."""
     specs = specs_of(weights)
-    before, content = untouched(model)
-    faulty, wanted = with_three_faults(specs)
-    verdict = check(model, faulty, published=specs, gather=gather)
-    found = verdict.missing, verdict.mismatched, verdict.unexpected
+    found = {
+        at_fault: check(model, faulty, published=specs, gather=gather)
+        for at_fault, faulty in three_faults(specs)
+    }
     return {
         "complete": check(model, specs, published=specs, gather=gather).text(),
         "blind": check(model, specs, published=None, gather=gather).text(),
-        "found": [[text.split(" ")[0] for text in texts] for texts in found],
-        "wanted": [[name] for name in wanted],
-        "changed": list(differing(before, content)),
+        "unnamed": [name for name, verdict in found.items() if names_in(verdict) != {name}],
     }
 
 
-def untouched(model: nn.Module) -> tuple[Destinations, list[torch.Tensor]]:
-    """Where all of the model's tensors are, and their bytes."""
-    destinations = collect_destinations(model)
-    return destinations, snapshot(destinations)
+def names_in(verdict: Verdict) -> set[str]:
+    """Every tensor that a verdict names."""
+    texts = (*verdict.mismatched, *verdict.missing, *verdict.unexpected)
+    return {text.split(" ")[0] for text in texts}

@@ -113,7 +113,7 @@ def the_error(case: Case, mode: str, what: str) -> str:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_tensor_that_the_loader_refuses_is_named(case: Case, mode: str) -> None:
-    assert f"load_weights refuses {DOUBLED} [128] (" in the_error(case, mode, "refused")
+    assert f"load_weights failed at {DOUBLED} [128]: " in the_error(case, mode, "refused")
 
 
 @pytest.mark.parametrize("mode", MODES)

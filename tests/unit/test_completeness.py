@@ -65,7 +65,7 @@ def test_fewer_tensors_than_before_are_no_failure_of_their_own() -> None:
 
 
 def test_what_a_proven_sync_did_not_bring_is_not_asked_for_again() -> None:
-    """The hooks complete a sync with missing tensors where a rehearsal proves that it is whole."""
+    """The hooks complete a sync with missing tensors where the check finds that it is whole."""
     state = Completeness()
     load(state, "abc")
     state.fail()

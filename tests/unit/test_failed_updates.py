@@ -11,7 +11,7 @@ from sglang_loader.common.check_remarks import ManifestCheck
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.hooks import weight_update
 from sglang_loader.host_backup import WeightsBackup, arm
-from sglang_loader.rehearsal.findings import Verdict
+from sglang_loader.session.findings import Verdict
 from sglang_loader.session.model_loader import loader_of
 from support.reachable_memory import reachable
 from unit.released_memory import poison
@@ -34,7 +34,7 @@ class Engine:
             set of tensors is new to it.
         verdict: on every set of tensors.
         known: what is remembered of it.
-        num_rehearsed: sets of tensors that were looked at.
+        num_looked_at: sets of tensors that were looked at.
         gate: what the gate was set to, in order.
         is_busy: requests are running.
         num_flushes: of the prefix cache.
@@ -47,7 +47,7 @@ class Engine:
         self.others: Others = []
         self.verdict = Verdict()
         self.known: Verdict | None = None
-        self.num_rehearsed = 0
+        self.num_looked_at = 0
         self.gate: list[str | None] = []
         self.is_busy = False
         self.num_flushes = 0
@@ -86,8 +86,8 @@ class Engine:
         self.last = weight_update.WeightUpdate(self._updater, request)
         return self.last.run(lambda: load(self.last))
 
-    def rehearse(self, *_: Any) -> str:
-        self.num_rehearsed += 1
+    def look_at(self, *_: Any) -> str:
+        self.num_looked_at += 1
         return "a view"
 
     def sleep_and_wake(self) -> None:
@@ -108,7 +108,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
         return [item, *(engine.others if isinstance(item, tuple) else [])]
 
     monkeypatch.setattr(weight_update, "known_verdict", lambda *_: engine.known)
-    monkeypatch.setattr(weight_update, "view_of_sync", engine.rehearse)
+    monkeypatch.setattr(weight_update, "view_of_sync", engine.look_at)
     monkeypatch.setattr(weight_update, "judge_together", lambda *_: engine.verdict)
 
     monkeypatch.setattr(weight_update, "from_all_ranks", from_all)
@@ -209,10 +209,10 @@ def test_the_first_sync_after_a_failed_first_one_is_checked(engine: Engine) -> N
 def test_what_is_new_to_another_rank_is_checked_by_all(engine: Engine) -> None:
     engine.others = [(None, True, False)]
     assert engine.session(3.0) == []
-    assert not engine.num_rehearsed
+    assert not engine.num_looked_at
     engine.others = [(None, True, True)]
     assert engine.session(4.0) == []
-    assert engine.num_rehearsed == 1
+    assert engine.num_looked_at == 1
 
 
 def test_a_sync_that_broke_off_is_a_failed_one(engine: Engine) -> None:
@@ -230,14 +230,14 @@ MISFIT = Verdict(mismatched=("a [2] (too long)",), missing=("e",), unexpected=("
 
 def test_what_does_not_fit_is_named_and_nothing_is_published(engine: Engine) -> None:
     engine.verdict = MISFIT
-    for known in (None, MISFIT):  # what was refused before is not rehearsed again
+    for known in (None, MISFIT):  # what was refused before is not looked at again
         engine.known = known
         [failure] = engine.session(3.0, check="error")
         for part in ("1 mismatched: a [2] (too long)", "1 missing: e", "2 unexpected: f, g"):
             assert part in failure
         assert "nothing is published" in failure
         assert engine.gate[-1] is not None
-    assert engine.num_rehearsed == 1
+    assert engine.num_looked_at == 1
     engine.verdict, engine.known = Verdict(), None
     assert engine.session(4.0, check="error") == []
     assert engine.gate[-1] is None
@@ -259,10 +259,10 @@ def test_a_warning_is_published_and_said(engine: Engine) -> None:
 def test_off_looks_at_nothing(engine: Engine) -> None:
     engine.verdict = MISFIT
     assert engine.session(3.0) == []
-    assert (engine.num_rehearsed, engine.last.remark) == (0, "")
+    assert (engine.num_looked_at, engine.last.remark) == (0, "")
 
 
 def test_a_set_of_tensors_that_is_known_to_fit_is_not_looked_at_again(engine: Engine) -> None:
     engine.verdict, engine.known = MISFIT, Verdict()
     assert engine.session(3.0, check="error") == []
-    assert engine.num_rehearsed == 0
+    assert engine.num_looked_at == 0

@@ -12,7 +12,6 @@ LAYERS = {
         "sglang_plugin",
         "hooks",
         "session",
-        "rehearsal",
         "host_backup",
         "load_plan",
         "upstream",

@@ -217,7 +217,8 @@ def test_an_unknown_tag_is_refused_and_nothing_is_done(updater, step):
 
 def test_a_release_while_requests_run_is_refused(updater):
     updater.is_fully_idle = lambda: False
-    assert "requests are running" in refusal(release(updater, "weights"))
+    refused = release(updater, "weights")
+    assert "requests are running" in refusal(refused) and refused.is_busy
     assert updater.offload_tags == set()
     assert backup_of(model_of(updater)).host_bytes == 0
     updater.is_fully_idle = lambda: True

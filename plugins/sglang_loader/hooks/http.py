@@ -8,7 +8,7 @@ from typing import Any
 
 from sglang_loader.common.stage_costs import StageCosts, joined
 from sglang_loader.hooks import stage_reply
-from sglang_loader.hooks.requests import note_gate
+from sglang_loader.hooks.requests import ask_until_idle, note_gate
 from sglang_loader.upstream import is_ours
 
 HTTP_SERVER = "sglang.srt.entrypoints.http_server"
@@ -63,7 +63,7 @@ async def _ask(
         await original(manager, obj, request)
         return None
     manager.auto_create_handle_loop()
-    replies = list(await communicator(obj))
+    replies = await ask_until_idle(communicator, obj)
     note_gate(manager, replies)  # where nothing was to be done they do not say anything
     if refusals := [text for text in (getattr(r, "refusal", None) for r in replies) if text]:
         raise MemoryRequestRefused("\n".join(refusals))

@@ -111,7 +111,8 @@ def release_tags(original: Original, updater: Any, request: Any) -> Any:
     tags, failure = _split(asked, lambda tag: tag not in updater.offload_tags)
     if not tags and failure is None:
         return io_struct().ReleaseMemoryOccupationReqOutput()
-    if failure is None and not updater.is_fully_idle():
+    is_busy = failure is None and not updater.is_fully_idle()
+    if is_busy:
         failure = f"release of {tags} refused: requests are running"
     model = updater.tp_worker.model_runner.model
     backup = backup_of(model) if WEIGHTS_TAG in tags else None
@@ -125,7 +126,9 @@ def release_tags(original: Original, updater: Any, request: Any) -> Any:
     if failures := _by_rank(updater, failure):
         if backup is not None:
             backup.release_refused()
-        return _refused(io_struct().ReleaseMemoryOccupationReqOutput(), failures)
+        reply = _refused(io_struct().ReleaseMemoryOccupationReqOutput(), failures)
+        reply.is_busy = is_busy
+        return reply
     return _one_by_one(original, updater, request, tags, meter)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from http import HTTPStatus
 from typing import Any
@@ -200,12 +200,31 @@ def note_gate(manager: Any, replies: Sequence[Any]) -> None:
         update_lock_of(manager).is_closed = any(told)
 
 
+async def ask_until_idle(
+    communicator: Callable[[Any], Awaitable[Iterable[Any]]], request: Any
+) -> list[Any]:
+    """Have the engine execute a request, and again while it is busy, `BUSY_WAIT_S` at most.
+
+    Requests that are answered may not be wound up yet in the scheduler, which then refuses before
+    it touches anything (`is_busy`).
+
+    Returns:
+        Its last replies.
+    """
+    deadline = time.monotonic() + BUSY_WAIT_S
+    while True:
+        replies = list(await communicator(request))
+        is_busy = any(getattr(reply, "is_busy", False) for reply in replies)
+        if not is_busy or time.monotonic() > deadline:
+            return replies
+        await asyncio.sleep(BUSY_POLL_S)
+
+
 class UpdateCommunicator:
     """Stands in for SGLang's communicator of weight updates: asks a busy engine again.
 
-    Requests that are answered may not be wound up yet in the scheduler, which then refuses the
-    update before it touches anything (`is_busy`). No new ones come meanwhile: whoever calls this
-    holds the writer lock, or generation is paused.
+    No new requests come meanwhile: whoever calls this holds the writer lock, or generation is
+    paused.
 
     Args:
         manager: the tokenizer manager.
@@ -218,13 +237,7 @@ class UpdateCommunicator:
 
     async def __call__(self, request: Any) -> list[Any]:
         """Have the engine execute the request; its replies."""
-        deadline = time.monotonic() + BUSY_WAIT_S
-        while True:
-            replies: list[Any] = await self._communicator(request)
-            is_busy = any(getattr(reply, "is_busy", False) for reply in replies)
-            if not is_busy or time.monotonic() > deadline:
-                break
-            await asyncio.sleep(BUSY_POLL_S)
+        replies = await ask_until_idle(self._communicator, request)
         note_gate(self._manager, replies)
         return replies
 

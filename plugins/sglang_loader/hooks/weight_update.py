@@ -22,7 +22,7 @@ from sglang_loader.common.layout import BucketLayout
 from sglang_loader.hooks.requests import set_gate, why_closed
 from sglang_loader.host_backup import backup_of
 from sglang_loader.host_backup.completeness import Completeness
-from sglang_loader.rehearsal.findings import Verdict
+from sglang_loader.session.findings import Verdict
 from sglang_loader.session.weight_check import SyncView, judge_together, known_verdict, view_of_sync
 from sglang_loader.upstream import is_eagle
 
@@ -52,10 +52,12 @@ class WeightUpdate:
 
     Attributes:
         manifest_check: what the trainer asks for; see `SessionDescriptor`.
+        models: those that load it; the target is the last.
     """
 
     def __init__(self, updater: Any, request: Any) -> None:
         self.manifest_check: ManifestCheck = "off"
+        self.models: list[Any] = [updater.tp_worker.model_runner.model]
         self._updater = updater
         self._request = request
         self._backup = backup_of(updater.tp_worker.model_runner.model)
@@ -89,7 +91,7 @@ class WeightUpdate:
         model = self._updater.tp_worker.model_runner.model
         self._verdict = known_verdict(self._layouts, model)
         if self._verdict is None:
-            self._view = self._rehearsed()
+            self._view = self._seen()
         elif (refusal := self._refusal(self._verdict)) is not None:
             raise DoesNotFit(refusal)
 
@@ -152,8 +154,8 @@ class WeightUpdate:
         assert self._backup is not None, "nobody judges what is not kept track of"
         return self._backup.sync.layouts
 
-    def _rehearsed(self) -> SyncView:
-        return view_of_sync(self._layouts, models_of(self._updater, self._request))
+    def _seen(self) -> SyncView:
+        return view_of_sync(self._layouts, self.models)
 
     @property
     def remark(self) -> str:
@@ -164,10 +166,10 @@ class WeightUpdate:
 
     def _judge(self) -> list[str]:
         """Judge the tensors together; why nothing is published, the same on all ranks."""
-        view, reason = attempt(self._updater, lambda: self._view or self._rehearsed())
+        view, reason = attempt(self._updater, lambda: self._view or self._seen())
         if reasons := failures_on_any_rank(self._updater, reason):
             return reasons
-        assert view is not None, "a rank that could not rehearse has failed"
+        assert view is not None, "a rank that cannot tell what it has loaded has failed"
         self._verdict = judge_together(view, lambda item: from_all_ranks(self._updater, item))
         if (refusal := self._refusal(self._verdict)) is not None:
             reason = f"TP rank {self._updater.tp_worker.tp_rank}: {refusal}"

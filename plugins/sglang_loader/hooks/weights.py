@@ -237,14 +237,14 @@ def _serve_session(update: WeightUpdate, updater: Any, request: Any) -> list[str
     served: list[ServedSession] = []
 
     def load() -> None:
-        models = models_of(updater, request)
+        update.models = models_of(updater, request)
         invitation = base64.b64decode(request.serialized_named_tensors[updater.tp_worker.tp_rank])
         descriptor = decode_descriptor(invitation)
         update.manifest_check = descriptor.manifest_check
         served.append(
             serve_session(
                 descriptor,
-                models,
+                update.models,
                 once_joined=update.flush,
                 before_loading=update.loading,
                 once_loaded=update.loaded,

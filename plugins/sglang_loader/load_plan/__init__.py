@@ -5,9 +5,9 @@ Why: `load_weights` of a 30 B mixture of experts is half a second of Python for 
 ms. What it does with a tensor depends on names, shapes and ranks, not on values, so it can be
 recorded.
 
-    builder = PlanBuilder(model, model.load_weights, context={"tp_rank": 0, "quantization": None})
-    for layout, buffer in first_sync:
-        builder.add_bucket(layout, buffer)
+    builder = PlanBuilder(context={"tp_rank": 0, "quantization": None})
+    for layout, buffer in first_sync:            # loads it
+        builder.add_bucket(trace_bucket(model, model.load_weights, layout, buffer))
     plan = builder.finish()                      # PlanRefused: says why; go on with load_weights
     executor = PlanExecutor(plan)
     for i, buffer in enumerate(later_sync):
@@ -22,10 +22,13 @@ from sglang_loader.load_plan.builder import PlanBuilder
 from sglang_loader.load_plan.executor import PlanExecutor
 from sglang_loader.load_plan.guard import DestinationProbe
 from sglang_loader.load_plan.plan import BucketPlan, LoadPlan, PlanRefused
+from sglang_loader.load_plan.tracer import trace_bucket
+from sglang_loader.load_plan.uses import BucketUses, TensorUse, uses_of
 from sglang_loader.load_plan.verify import CheckResult, KnownDigests, check_bucket
 
 __all__ = [
     "BucketPlan",
+    "BucketUses",
     "CheckResult",
     "DestinationProbe",
     "KnownDigests",
@@ -33,5 +36,8 @@ __all__ = [
     "PlanBuilder",
     "PlanExecutor",
     "PlanRefused",
+    "TensorUse",
     "check_bucket",
+    "trace_bucket",
+    "uses_of",
 ]

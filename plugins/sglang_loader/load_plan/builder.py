@@ -1,24 +1,15 @@
-"""Builds a load plan while a sync runs eagerly, bucket by bucket.
+"""Builds the load plan of a sync out of its traced buckets.
 
-    builder = PlanBuilder(model, model.load_weights, context={"tp_rank": 0})
-    for layout, buffer in sync:
-        builder.add_bucket(layout, buffer)          # loads it eagerly; the weights are right
-        whatever happens
-    plan = builder.finish()
-
-The bucket is loaded twice: loaders of the `bind_or_assign` kind bind new memory on their first call
-and copy into it on later ones, and only what the later ones do can be replayed.
+builder = PlanBuilder(context={"tp_rank": 0})
+for layout, buffer in sync:
+    builder.add_bucket(trace_bucket(model, model.load_weights, layout, buffer))
+plan = builder.finish()
 """
 
 from __future__ import annotations
 
-import gc
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-
-import torch
-from torch import nn
+from collections.abc import Iterable, Mapping, Sequence
 
 from sglang_loader.common.geometry import Region, region_runs
 from sglang_loader.common.intervals import (
@@ -29,60 +20,38 @@ from sglang_loader.common.intervals import (
     merge_runs,
     subtract,
 )
-from sglang_loader.common.layout import BucketLayout
 from sglang_loader.load_plan.compiler import compile_bucket
-from sglang_loader.load_plan.destinations import (
-    Destinations,
-    TensorEntry,
-    collect_destinations,
-    first_difference,
-)
+from sglang_loader.load_plan.destinations import Destinations, TensorEntry
 from sglang_loader.load_plan.guard import Fingerprint
-from sglang_loader.load_plan.plan import BucketPlan, LoadPlan, LoadWeights, PlanRefused
-from sglang_loader.load_plan.trace import Trace
-from sglang_loader.load_plan.tracer import record
+from sglang_loader.load_plan.plan import BucketPlan, LoadPlan, PlanRefused
+from sglang_loader.load_plan.trace import TracedBucket
+from sglang_loader.load_plan.tracer import collector_paused
 
 
 class PlanBuilder:
-    """Traces one sync and compiles it.
+    """Compiles the traced buckets of one sync.
 
     Args:
-        model: whose modules hold all destinations.
-        load_weights: the model's own loader, called twice for each bucket.
         context: what else the plan depends on (TP and EP rank, expert map, quantisation method), as
             plain values.
     """
 
-    def __init__(
-        self, model: nn.Module, load_weights: LoadWeights, context: Mapping[str, object]
-    ) -> None:
-        self._model = model
-        self._load_weights = load_weights
+    def __init__(self, context: Mapping[str, object]) -> None:
         self._context = dict(context)
         self._buckets: list[BucketPlan] = []
         self._destinations: Destinations | None = None
 
-    def add_bucket(self, layout: BucketLayout, buffer: torch.Tensor) -> BucketPlan:
-        """Load one bucket eagerly and compile its plan. Takes a scratch copy of the bucket.
+    def add_bucket(self, traced: TracedBucket) -> BucketPlan:
+        """Compile the next bucket's plan.
 
         Raises:
-            PlanRefused: no plan for this bucket, hence none for the sync. The bucket is loaded all
-                the same.
-            ValueError: the buffer does not fit the layout.
+            PlanRefused: no plan for this bucket, hence none for the sync.
         """
-        # Loaders may change their sources in place: each load gets a fresh copy.
-        scratch = buffer[: layout.nbytes].clone()
-        self._load_weights(iter(layout.views(scratch)))
-        scratch.copy_(buffer[: layout.nbytes])
-        # What this first load bound is new to the plan; what it moved ends the plan.
-        before = self._collect()
-        if self._destinations is not None:
-            _refuse_if(first_difference(self._destinations, before, new_allowed=True))
-        with _collector_paused():
-            trace = self._trace(layout, scratch, before)
-            _refuse_if(first_difference(before, self._collect()))
-            self._destinations = before
-            self._buckets.append(compile_bucket(layout, trace))
+        if traced.moved is not None:
+            raise PlanRefused(f"load_weights rebinds tensors: {traced.moved}")
+        self._destinations = traced.destinations
+        with collector_paused():
+            self._buckets.append(compile_bucket(traced.layout, traced.trace))
         return self._buckets[-1]
 
     @property
@@ -106,33 +75,6 @@ class PlanBuilder:
         layouts = [bucket.layout for bucket in self._buckets]
         fingerprint = Fingerprint.of(layouts, self._context)
         return assemble(self._buckets, self.destinations, fingerprint)
-
-    def _trace(self, layout: BucketLayout, scratch: torch.Tensor, before: Destinations) -> Trace:
-        try:
-            return record(lambda: self._load_weights(iter(layout.views(scratch))), scratch, before)
-        except Exception as error:
-            raise PlanRefused(f"load_weights failed under tracing: {error!r}") from error
-
-    def _collect(self) -> Destinations:
-        try:
-            found = collect_destinations(self._model, self._destinations)
-        except ValueError as error:
-            raise PlanRefused(str(error)) from error
-        if found.opaque:
-            raise PlanRefused(f"{found.opaque[0]} is not a plain strided tensor")
-        return found
-
-
-@contextmanager
-def _collector_paused() -> Iterator[None]:
-    """Tracing makes a million small objects and no cycles: collections would take a third of it."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def assemble(
@@ -195,8 +137,3 @@ def _covers(ranges: Sequence[Interval], tensor: TensorEntry) -> bool:
     if contains(ranges, region.bounds()):
         return True
     return all(contains(ranges, run) for run in merge_runs([region_runs(region)]))
-
-
-def _refuse_if(difference: str | None) -> None:
-    if difference is not None:
-        raise PlanRefused(f"load_weights rebinds tensors: {difference}")

@@ -12,7 +12,9 @@ from typing import Any
 import torch
 
 from sglang_loader.common.geometry import Region
+from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.op_traits import OpTraits
+from sglang_loader.load_plan.destinations import Destinations
 
 
 class Space(Enum):
@@ -72,3 +74,20 @@ class Trace:
     constants: list[torch.Tensor] = field(default_factory=list)
     slot_nbytes: list[int] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class TracedBucket:
+    """One bucket that was loaded under tracing.
+
+    Attributes:
+        layout: of the bucket.
+        trace: what `load_weights` did with it.
+        destinations: the model's storages at that time.
+        moved: which of the model's tensors the load put elsewhere, in words; None: none.
+    """
+
+    layout: BucketLayout
+    trace: Trace
+    destinations: Destinations
+    moved: str | None = None

@@ -16,6 +16,7 @@ What the mode cannot see is named or prevented:
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,23 +25,105 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from sglang_loader.common.geometry import Region
+from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.op_traits import OpTraits, read_traits
-from sglang_loader.load_plan.destinations import AddressIndex, Destinations
-from sglang_loader.load_plan.host_reads import HostReadWatch
-from sglang_loader.load_plan.trace import (
-    HostRead,
-    Space,
-    Step,
-    TensorRef,
-    Trace,
+from sglang_loader.load_plan.destinations import (
+    AddressIndex,
+    Destinations,
+    collect_destinations,
+    first_difference,
 )
+from sglang_loader.load_plan.host_reads import HostReadWatch
+from sglang_loader.load_plan.plan import LoadWeights, PlanRefused
+from sglang_loader.load_plan.trace import HostRead, Space, Step, TensorRef, Trace, TracedBucket
 
 _INDEX_OPS = frozenset({"aten::index", "aten::_unsafe_index"})
+
+
+def trace_bucket(
+    model: nn.Module,
+    load_weights: LoadWeights,
+    layout: BucketLayout,
+    buffer: torch.Tensor,
+    earlier: Destinations | None = None,
+) -> TracedBucket:
+    """Load one bucket under tracing. Takes a scratch copy of it.
+
+    If that puts tensors elsewhere, it is loaded and traced once more: loaders of the
+    `bind_or_assign` kind bind new memory on their first call and copy into it on later ones, and
+    only what the later ones do can be replayed.
+
+    Args:
+        model: whose modules hold all destinations.
+        load_weights: the model's own loader.
+        layout: of the bucket.
+        buffer: uint8 of shape `[layout.nbytes]` or more.
+        earlier: the model's storages at the bucket before.
+
+    Raises:
+        PlanRefused: what it does cannot be traced. The bucket is loaded all the same.
+        ValueError: the buffer does not fit the layout.
+        Exception: what `load_weights` raises.
+    """
+    source = buffer[: layout.nbytes]
+    traced = None
+    for _ in range(2):
+        scratch = source.clone()  # loaders may change their sources in place
+        try:
+            traced = _trace_once(model, load_weights, layout, scratch, earlier)
+        except Exception as error:
+            load_weights(iter(layout.views(source.clone())))
+            if isinstance(error, PlanRefused):
+                raise
+            raise PlanRefused(f"load_weights failed under tracing: {error!r}") from error
+        if traced.moved is None:
+            break
+    assert traced is not None
+    return traced
+
+
+def _trace_once(
+    model: nn.Module,
+    load_weights: LoadWeights,
+    layout: BucketLayout,
+    scratch: torch.Tensor,
+    earlier: Destinations | None,
+) -> TracedBucket:
+    before = _collect(model, earlier)
+    with collector_paused():
+        trace = record(lambda: load_weights(iter(layout.views(scratch))), scratch, before)
+        moved = first_difference(before, _collect(model, before))
+        if moved is None and earlier is not None:  # what was bound since is new to the plan
+            moved = first_difference(earlier, before, new_allowed=True)
+    return TracedBucket(layout, trace, before, moved)
+
+
+def _collect(model: nn.Module, known: Destinations | None) -> Destinations:
+    try:
+        found = collect_destinations(model, known)
+    except ValueError as error:
+        raise PlanRefused(str(error)) from error
+    if found.opaque:
+        raise PlanRefused(f"{found.opaque[0]} is not a plain strided tensor")
+    return found
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Tracing makes a million small objects and no cycles: collections would take a third of it."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def record(load: Callable[[], object], bucket: torch.Tensor, destinations: Destinations) -> Trace:
@@ -58,10 +141,8 @@ def record(load: Callable[[], object], bucket: torch.Tensor, destinations: Desti
 
 
 @contextmanager
-def inline_thread_pools(*, raise_at_once: bool = False) -> Iterator[None]:
+def inline_thread_pools() -> Iterator[None]:
     """Tasks that this thread submits to any `ThreadPoolExecutor` run at once, in this thread.
-
-    A task's exception is kept in its future, or raised where it is submitted (`raise_at_once`).
 
     Dispatch modes are thread-local, and SGLang's DeepSeek-type loaders submit the loading of CPU
     tensors (`model_loader/utils.py: maybe_executor_submit`). Other threads' submissions are
@@ -77,8 +158,6 @@ def inline_thread_pools(*, raise_at_once: bool = False) -> Iterator[None]:
         try:
             done.set_result(fn(*args, **kwargs))
         except Exception as error:
-            if raise_at_once:
-                raise
             done.set_exception(error)
         return done
 

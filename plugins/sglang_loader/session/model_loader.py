@@ -10,6 +10,9 @@ The first sync loads eagerly while its plan is recorded and checked, bucket by b
 replay. Whatever speaks against the plan (another layout, another expert map, a moved parameter, a
 failed check) means the model's own `load_weights` for the rest of that sync; the reason is logged
 once. Weights are right in either case.
+
+A bucket that has not come before is traced also where no plan is wanted, or possible: what
+`load_weights` makes of its tensors (`uses`) tells whether they fit the model.
 """
 
 from __future__ import annotations
@@ -26,6 +29,8 @@ from sglang_loader.common.bucket_source import BucketSource
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.host_backup import publish_coverage, withdraw_coverage
 from sglang_loader.load_plan import (
+    BucketPlan,
+    BucketUses,
     DestinationProbe,
     KnownDigests,
     LoadPlan,
@@ -33,10 +38,14 @@ from sglang_loader.load_plan import (
     PlanExecutor,
     PlanRefused,
     check_bucket,
+    trace_bucket,
+    uses_of,
 )
+from sglang_loader.load_plan.destinations import Destinations
 from sglang_loader.load_plan.guard import Fingerprint
-from sglang_loader.rehearsal import naming_refused
+from sglang_loader.load_plan.trace import TracedBucket
 from sglang_loader.session.arranged_plan import ArrangedPlan, ArrangementMaker
+from sglang_loader.session.named_errors import naming_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +88,7 @@ class _Compiled:
     """A plan that proved itself, with what runs and guards it; `arranged` where that wins."""
 
     plan: LoadPlan
+    uses: list[BucketUses]
     executor: PlanExecutor
     probe: DestinationProbe
     arranged: ArrangedPlan | None
@@ -89,10 +99,15 @@ class ModelLoader:
 
     Args:
         model: an SGLang model.
+
+    Attributes:
+        uses: what became of each bucket of this sync, in order.
     """
 
     def __init__(self, model: Any) -> None:
+        self.uses: list[BucketUses] = []
         self._model = model
+        self._load_weights = naming_tensors(model)
         self._compiled: _Compiled | None = None
         self._builder: PlanBuilder | None = None
         self._maker = ArrangementMaker(model)
@@ -105,6 +120,8 @@ class ModelLoader:
         self._num_recordings = 0
         self._syncs_since_check = 0
         self._num_replayed = self._num_eager = 0
+        self._eager_uses: dict[int, BucketUses] = {}
+        self._destinations: Destinations | None = None
         self._known: KnownDigests | None = None
         self._has_looked = False
 
@@ -119,8 +136,11 @@ class ModelLoader:
                 serves; 0: never again after it was made.
             uses_plan: False: every bucket goes through `load_weights`, whatever plan there is.
         """
+        if self._eager_uses and _frozen(context) != _frozen(self._context):
+            self._eager_uses = {}
         self._builder, self._context, self._reason = None, context, None
         self._num_replayed = self._num_eager = 0
+        self.uses, self._destinations = [], None
         self._known = None  # whatever was loaded in between
         self._has_looked = not uses_plan
         if not uses_plan:
@@ -181,7 +201,7 @@ class ModelLoader:
         if arranged is None or arranged.nbytes(index) is None:
             raise ArrangementError(f"bucket {index} has no arrangement")
         arranged.executor.replay(index, source)
-        self._num_replayed += 1
+        self._note_replayed(index)
 
     def load(
         self, index: int, layout: BucketLayout, source: BucketSource, *, read_only: bool
@@ -212,13 +232,13 @@ class ModelLoader:
         if self._load_mode is _LoadMode.REPLAY and self._replay(index, source):
             return True
         buffer = source.packed(layout)
-        with naming_refused(self._model, layout):
-            if self._load_mode is _LoadMode.CHECK:
-                self._check(index, buffer)
-            elif self._load_mode is _LoadMode.RECORD:
-                self._record(index, layout, buffer)
-            else:
-                self._load_eagerly(layout, buffer, read_only)
+        if self._load_mode is _LoadMode.CHECK:
+            self._check(index, buffer)
+        elif self._load_mode is _LoadMode.RECORD:
+            self._record(index, layout, buffer)
+        else:
+            self._load_eagerly(index, layout, buffer, read_only)
+        self._num_eager += 1
         return False
 
     def finish(self) -> SyncOutcome:
@@ -267,7 +287,7 @@ class ModelLoader:
             self._note(f"{MAX_RECORDINGS} plans in a row did not last for one sync")
             return
         self._load_mode = _LoadMode.RECORD
-        self._builder = PlanBuilder(self._model, self._model.load_weights, self._context)
+        self._builder = PlanBuilder(self._context)
         self._maker = ArrangementMaker(self._model)
 
     def _is_unfit(self, first: BucketLayout) -> bool:
@@ -301,24 +321,21 @@ class ModelLoader:
             self._drop_plan(f"the replay of bucket {index} failed: {error!r}")
             self._load_mode = _LoadMode.EAGER
             return False
-        self._num_replayed += 1
+        self._note_replayed(index)
         return True
+
+    def _note_replayed(self, index: int) -> None:
+        assert self._compiled is not None
+        self._num_replayed += 1
+        self.uses.append(self._compiled.uses[index])
 
     def _check(self, index: int, buffer: torch.Tensor) -> None:
         assert self._compiled is not None
-        plan = self._compiled.plan
-        self._num_eager += 1
-        result = check_bucket(
-            self._model,
-            plan.buckets[index],
-            plan.destinations,
-            self._model.load_weights,
-            buffer,
-            self._known,
-        )
-        self._known = result.known
-        if not result.ok:
-            self._drop_plan(f"bucket {index}: {result.reason}")
+        plan, bucket = self._compiled.plan, self._compiled.plan.buckets[index]
+        self.uses.append(self._compiled.uses[index])
+        reason = self._why_unproven(bucket, plan.destinations, buffer)
+        if reason is not None:
+            self._drop_plan(f"bucket {index}: {reason}")
             self._load_mode = _LoadMode.EAGER
         elif self._compiled.arranged is not None:
             arranged = self._compiled.arranged
@@ -328,25 +345,44 @@ class ModelLoader:
         assert self._builder is not None
         if index == 0:
             self._first = layout
-        self._num_eager += 1
+        traced = self._trace(layout, buffer)
+        if traced is None:
+            self._refuse(str(self.uses[-1].problem))
+            return
         try:
-            bucket = self._builder.add_bucket(layout, buffer)
+            bucket = self._builder.add_bucket(traced)
         except PlanRefused as refused:
             self._refuse(refused.reason)
             return
+        reason = self._why_unproven(bucket, traced.destinations, buffer)
+        if reason is not None:
+            self._refuse(f"bucket {index}: {reason}")
+            self.uses[-1] = BucketUses(layout, problem=reason)
+            return
+        self._maker.add(bucket, traced.destinations, buffer)
+
+    def _trace(self, layout: BucketLayout, buffer: torch.Tensor) -> TracedBucket | None:
+        """Load a bucket, and see what becomes of its tensors; None if that cannot be seen."""
+        try:
+            traced = trace_bucket(
+                self._model, self._load_weights, layout, buffer, self._destinations
+            )
+        except PlanRefused as refused:
+            self.uses.append(BucketUses(layout, problem=refused.reason))
+            return None
+        self._destinations = traced.destinations
+        self.uses.append(uses_of(traced))
+        return traced
+
+    def _why_unproven(
+        self, bucket: BucketPlan, destinations: Destinations, buffer: torch.Tensor
+    ) -> str | None:
+        """Load a bucket, and again by its plan: what the plan does otherwise; None: nothing."""
         result = check_bucket(
-            self._model,
-            bucket,
-            self._builder.destinations,
-            self._model.load_weights,
-            buffer,
-            self._known,
+            self._model, bucket, destinations, self._load_weights, buffer, self._known
         )
         self._known = result.known
-        if not result.ok:
-            self._refuse(f"bucket {index}: {result.reason}")
-            return
-        self._maker.add(bucket, self._builder.destinations, buffer)
+        return result.reason
 
     def _compile(self) -> None:
         assert self._builder is not None
@@ -357,6 +393,7 @@ class ModelLoader:
             return
         self._compiled = _Compiled(
             plan,
+            self.uses,
             PlanExecutor(plan),
             DestinationProbe(self._model, plan.destinations),
             self._maker.finish(plan),
@@ -375,10 +412,17 @@ class ModelLoader:
             ", ".join(plan.ignored[:5]) or "none",
         )
 
-    def _load_eagerly(self, layout: BucketLayout, buffer: torch.Tensor, read_only: bool) -> None:
+    def _load_eagerly(
+        self, index: int, layout: BucketLayout, buffer: torch.Tensor, read_only: bool
+    ) -> None:
+        seen = self._eager_uses.get(index)
+        if seen is None or seen.layout != layout:
+            self._trace(layout, buffer)
+            self._eager_uses[index] = self.uses[-1]
+            return
+        self.uses.append(seen)
         source = buffer[: layout.nbytes].clone() if read_only else buffer
-        self._model.load_weights(layout.views(source))
-        self._num_eager += 1
+        self._load_weights(layout.views(source))
 
     def _refuse(self, reason: str) -> None:
         """No plan for syncs like this one: the rest of it, and the next ones, are eager."""
@@ -399,6 +443,10 @@ class ModelLoader:
             logger.warning(
                 "%s: eager load_weights instead of the plan: %s", type(self._model).__name__, reason
             )
+
+
+def _frozen(context: Mapping[str, object]) -> object:
+    return Fingerprint.of((), context).context
 
 
 def loader_of(model: Any) -> ModelLoader:

@@ -1,10 +1,10 @@
 """Does what a sync has loaded fit the model, and is it all of it? Asked before it is published.
 
 A `load_weights` drops names that it does not know, casts dtypes without a word, and does not notice
-when a tensor is absent. So each TP rank rehearses it with the names, dtypes and shapes that came,
-and all give one verdict:
+when a tensor is absent. So each TP rank looks at what became of the tensors that came (`uses` of
+its `ModelLoader`), and all give one verdict:
 
-    view = view_of_sync(layouts, models)        # on each rank by itself; takes its time
+    view = view_of_sync(layouts, models)        # on each rank by itself
     verdict = judge_together(view, gather)      # all ranks
 
 A verdict is remembered with its set of tensors, for as long as the engine's ranks, expert map and
@@ -14,25 +14,25 @@ quantisation stay as they are (`known_verdict`).
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from sglang_loader.common.layout import BucketLayout
+from sglang_loader.load_plan import BucketUses
+from sglang_loader.load_plan.destinations import collect_destinations
 from sglang_loader.load_plan.guard import Fingerprint
-from sglang_loader.rehearsal import NotRehearsable, Spec, rehearse
-from sglang_loader.rehearsal.findings import (
+from sglang_loader.session.findings import (
     RankView,
     Verdict,
     judge,
     missing_tensors,
     unscaled_tensors,
-    unwritten_parameters,
     view_of,
 )
-from sglang_loader.rehearsal.published import Published, published_tensors
+from sglang_loader.session.model_loader import loader_of
+from sglang_loader.session.published import Published, Spec, published_tensors
 from sglang_loader.upstream import checkpoint_folder, engine_context
 
 logger = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ class SyncView:
         specs: the tensors that came.
         published: what is normal for the model.
         views: of its models.
-        problems: why a model could not be rehearsed.
+        problems: why it is not known what became of the tensors.
         unscaled: tensors in fp8 on one side alone.
     """
 
@@ -83,30 +83,30 @@ def view_of_sync(
     models: Sequence[Any],
     read_published: Callable[[], Published | None] = served_checkpoint,
 ) -> SyncView:
-    """Rehearse the buckets that were loaded.
+    """Look at the buckets that were loaded.
 
     Args:
         layouts: of the buckets.
-        models: those that an update visits: one, or the draft and then the target.
+        models: those that have loaded them: one, or the draft and then the target.
         read_published: tells what is normal for the model.
     """
-    started = time.perf_counter()
     target = models[-1]
     specs = [(t.name, t.dtype, t.shape) for layout in layouts for t in layout.tensors]
     fingerprint = Fingerprint.of(layouts, engine_context(target))
     seen = SyncView(target, fingerprint, specs, read_published())
     for model in models:
+        uses = loader_of(model).uses
+        if _is_quantised(model):
+            seen.unscaled.extend(unscaled_tensors(uses))
         try:
-            if _is_quantised(model):
-                seen.unscaled.extend(unscaled_tensors(specs, rehearse(model, specs)))
-            _refuse_what_is_arranged(model, dict(fingerprint.context))
-            seen.views.append(_view(model, specs, seen.published, is_target=model is target))
-        except NotRehearsable as reason:
-            seen.problems.append(str(reason))
+            problem = _why_unknown(model, uses, dict(fingerprint.context))
+            if problem is None:
+                seen.views.append(_view(model, uses, seen.published, is_target=model is target))
+            else:
+                seen.problems.append(problem)
         except Exception as error:
             logger.exception("the manifest check itself failed")
             seen.problems.append(f"the check itself failed: {error!r}")
-    logger.info("%d tensors rehearsed in %.2f s", len(specs), time.perf_counter() - started)
     return seen
 
 
@@ -135,26 +135,20 @@ def _is_quantised(model: Any) -> bool:
     return getattr(model, "quant_config", None) is not None
 
 
-def _refuse_what_is_arranged(model: Any, context: dict[str, object]) -> None:
+def _why_unknown(model: Any, uses: Sequence[BucketUses], context: dict[str, object]) -> str | None:
+    """Why this rank cannot tell what becomes of the tensors; None if it can."""
     if _is_quantised(model):
-        raise NotRehearsable(
-            f"a quantised model ({context['quantization']}), but for which weights are in fp8"
-        )
+        return f"a quantised model ({context['quantization']}), but for which weights are in fp8"
     if context["pp_size"] != 1:
-        raise NotRehearsable(f"pipeline parallel, {context['pp_size']} stages")
+        return f"pipeline parallel, {context['pp_size']} stages"
+    return next((bucket.problem for bucket in uses if bucket.problem is not None), None)
 
 
 def _view(
-    model: Any, specs: Sequence[Spec], published: Published | None, *, is_target: bool
+    model: Any, uses: Sequence[BucketUses], published: Published | None, *, is_target: bool
 ) -> RankView:
-    seen = rehearse(model, specs)
-    view = view_of(specs, seen)
-    if not is_target or seen.failure is not None:
+    view = view_of(uses)
+    if not is_target:
         return view
-    if published is None:
-        surely, perhaps = unwritten_parameters(seen)
-        return replace(view, missing=() if seen.errors else surely, doubtful=perhaps)
-    if published.keys() <= {name for name, _, _ in specs}:
-        return view
-    whole = rehearse(model, list(published.values()))
-    return replace(view, missing=missing_tensors(specs, seen, published, whole))
+    missing, doubtful = missing_tensors(uses, collect_destinations(model), published)
+    return replace(view, missing=missing, doubtful=doubtful)

@@ -14,7 +14,7 @@ from torch import nn
 from sglang_loader.common.arrangement import Arrangement
 from sglang_loader.common.geometry import BYTES, StridedCopy, Unit
 from sglang_loader.common.layout import ALIGNMENT_BYTES, BucketLayout, BucketTensor
-from sglang_loader.load_plan import PlanBuilder, check_bucket
+from sglang_loader.load_plan import PlanBuilder, check_bucket, trace_bucket
 from sglang_loader.load_plan.arrange import SHORT_RUN, UNIT_ALIGNMENT, arrange, num_bytes_read
 from sglang_loader.load_plan.coalesce import coalesce, find_overlapping
 from sglang_loader.load_plan.executor import replay_once
@@ -267,8 +267,8 @@ def random_bucket(seed: int) -> torch.Tensor:
 
 def arranged_half() -> tuple[Half, PlanBuilder, Arrangement, BucketPlan]:
     model, buffer = Half(), random_bucket(0)
-    builder = PlanBuilder(model, model.load_weights, {})
-    plan = builder.add_bucket(LAYOUT, buffer)
+    builder = PlanBuilder({})
+    plan = builder.add_bucket(trace_bucket(model, model.load_weights, LAYOUT, buffer))
     assert plan.changes_buffer and plan.tape and plan.copies
     assert check_bucket(model, plan, builder.destinations, model.load_weights, buffer).ok
     arranged = arrange(plan)

@@ -10,7 +10,7 @@ from torch import nn
 
 from sglang_loader.common.bucket_source import BucketSource
 from sglang_loader.common.layout import BucketLayout
-from sglang_loader.load_plan import PlanBuilder, PlanExecutor
+from sglang_loader.load_plan import PlanBuilder, PlanExecutor, trace_bucket
 from sglang_loader.load_plan.verify import differing, snapshot
 from support.plan_check import self_check
 
@@ -68,8 +68,8 @@ def test_replay_is_byte_identical_on_a_gpu(inference: bool) -> None:
     with torch.inference_mode(inference):
         model = Experts()
         layout, buffer = pack(0)
-        builder = PlanBuilder(model, model.load_weights, {})
-        builder.add_bucket(layout, buffer)
+        builder = PlanBuilder({})
+        builder.add_bucket(trace_bucket(model, model.load_weights, layout, buffer))
         plan = builder.finish()
         assert plan.num_tape_steps == 2
         assert plan.num_copies < plan.num_traced_copies
@@ -89,8 +89,8 @@ def test_replay_is_byte_identical_on_a_gpu(inference: bool) -> None:
 def test_replay_never_waits() -> None:
     model = Experts()
     layout, buffer = pack(0)
-    builder = PlanBuilder(model, model.load_weights, {})
-    builder.add_bucket(layout, buffer)
+    builder = PlanBuilder({})
+    builder.add_bucket(trace_bucket(model, model.load_weights, layout, buffer))
     executor = PlanExecutor(builder.finish())
     executor.replay(0, BucketSource.flat(buffer))
     torch.cuda.synchronize()

@@ -19,6 +19,7 @@ from sglang_loader.load_plan import (
     PlanExecutor,
     PlanRefused,
     check_bucket,
+    trace_bucket,
 )
 from sglang_loader.load_plan.verify import differing, digest, poison, scramble, snapshot
 from support.plan_check import self_check
@@ -56,9 +57,9 @@ def pack(seed: int = 0, sources: list = SOURCES) -> tuple[BucketLayout, torch.Te
 
 
 def compile_for(model: Model, *buckets: tuple[BucketLayout, torch.Tensor]) -> LoadPlan:
-    builder = PlanBuilder(model, model.load_weights, {"tp_rank": 0})
+    builder = PlanBuilder({"tp_rank": 0})
     for layout, buffer in buckets or (pack(),):
-        builder.add_bucket(layout, buffer)
+        builder.add_bucket(trace_bucket(model, model.load_weights, layout, buffer))
     return builder.finish()
 
 
@@ -336,10 +337,11 @@ def test_refuses_a_loader_that_fails_under_tracing() -> None:
 
     def load_one(model: Model, name: str, tensor: torch.Tensor) -> None:
         calls.append(name)
-        if len(calls) > len(SOURCES):
-            raise OSError("no second time")
+        if len(calls) == 1:
+            raise OSError("not the first time")
 
-    assert "no second time" in refusal(load_one)
+    assert "not the first time" in refusal(load_one)
+    assert len(calls) == 1 + len(SOURCES), "loaded all the same"
 
 
 # The self-check ---------------------------------------------------------------------------------

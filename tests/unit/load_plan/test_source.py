@@ -12,7 +12,7 @@ from torch import nn
 
 from sglang_loader.common.bucket_source import BucketSource, Piece
 from sglang_loader.common.layout import BucketLayout
-from sglang_loader.load_plan import PlanBuilder, PlanExecutor
+from sglang_loader.load_plan import PlanBuilder, PlanExecutor, trace_bucket
 
 SHAPES = [("q", (4, 8)), ("k", (2, 8)), ("v", (2, 8)), ("o", (8, 4)), ("n", (8,))]
 LAYOUT = BucketLayout.pack([(name, shape, torch.float32) for name, shape in SHAPES])
@@ -57,8 +57,9 @@ def in_pieces(tensors, cuts):
 @given(st.sets(st.integers(1, LAYOUT.nbytes // 4 - 1), max_size=9), st.integers(0, 1000))
 def test_a_replay_from_pieces_is_the_eager_load(cuts, seed):
     model, expected = Model(), Model()
-    builder = PlanBuilder(model, model.load_weights, {})
-    builder.add_bucket(LAYOUT, torch.zeros(LAYOUT.nbytes, dtype=torch.uint8))
+    builder = PlanBuilder({})
+    zeros = torch.zeros(LAYOUT.nbytes, dtype=torch.uint8)
+    builder.add_bucket(trace_bucket(model, model.load_weights, LAYOUT, zeros))
     executor = PlanExecutor(builder.finish())
     tensors = random_tensors(seed)
     source = in_pieces(tensors, cuts)

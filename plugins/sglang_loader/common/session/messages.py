@@ -20,9 +20,9 @@ everything else goes over a socket that the trainer binds in a private folder:
 
 Nothing is published that the trainer has not confirmed: its memory held what it was to hold until
 the engine had read it, on every rank. Nor is a set of tensors that the engine finds not to fit its
-model: each TP rank rehearses it before Loaded, and all judge it together after the Commit. An
-Abort, or the trainer's death, overtakes whatever was sent before it: an engine that was held up
-must not act on what its trainer has given up meanwhile.
+model: each TP rank looks at what became of it before Loaded, and all judge it together after the
+Commit. An Abort, or the trainer's death, overtakes whatever was sent before it: an engine that was
+held up must not act on what its trainer has given up meanwhile.
 
 Before anything is packed, Hello names the arrangements by which buckets may come in this sync
 (`arrangement_messages`). Any bucket may come whole; one that comes arranged by anything else ends

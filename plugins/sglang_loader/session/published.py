@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 
-from sglang_loader.rehearsal.sources import Spec
-
 MAX_HEADER_BYTES = 100 << 20  # the format's own limit
 
 _DTYPES = {
@@ -32,6 +30,9 @@ _DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }
+
+Spec = tuple[str, torch.dtype, tuple[int, ...]]
+"""(name, dtype, shape)."""
 
 Published = Mapping[str, Spec]
 

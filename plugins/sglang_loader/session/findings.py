@@ -1,11 +1,11 @@
-"""From rehearsals to findings: what of a sync's tensors does not fit the model. Pure.
+"""From what `load_weights` made of a sync's tensors to what does not fit the model. Pure.
 
 A rank of a tensor-parallel engine reads its part of a tensor, an expert-parallel one its experts
-alone. So each rank makes a `RankView` of its own rehearsal, and `judge` puts all of them together:
-a tensor is dropped if no rank uses it, and its bytes are read if any rank reads them.
+alone. So each rank makes a `RankView` of its own loads, and `judge` puts all of them together: a
+tensor is dropped if no rank uses it, and its bytes are read if any rank reads them.
 
 What is normal for a model is learned from its published checkpoint: a tensor that stands there in
-the same shape is never unexpected, and only what that checkpoint would write can be missing.
+the same shape is never unexpected.
 """
 
 from __future__ import annotations
@@ -18,12 +18,10 @@ from dataclasses import dataclass, field
 import torch
 
 from sglang_loader.common.geometry import Region, region_runs
-from sglang_loader.common.intervals import Interval, contains, intersects, merge_runs, subtract
-from sglang_loader.load_plan.destinations import TensorEntry
-from sglang_loader.rehearsal.published import Published
-from sglang_loader.rehearsal.recorder import Use
-from sglang_loader.rehearsal.rehearse import Refusal, Rehearsal, region_of
-from sglang_loader.rehearsal.sources import Spec
+from sglang_loader.common.intervals import Interval, contains, merge, merge_runs
+from sglang_loader.load_plan.destinations import Destinations, TensorEntry
+from sglang_loader.load_plan.uses import BucketUses, TensorUse
+from sglang_loader.session.published import Published, Spec
 
 _TIED_HEAD = "lm_head.weight"
 _EMBEDDING = "embed_tokens.weight"
@@ -38,8 +36,6 @@ class RankView:
     """What one rank says of a sync's tensors.
 
     Attributes:
-        errors: what `load_weights` raised, by tensor.
-        failure: what it raised at no tensor in particular.
         idle: tensors that this rank makes nothing of.
         partial: of the others, what was read, where that is not all.
         clashes: tensors of another kind of number than their destination, with the reason.
@@ -47,8 +43,6 @@ class RankView:
         doubtful: parameters that are not written, where it is unknown whether they should be.
     """
 
-    errors: Mapping[str, Refusal] = field(default_factory=dict)
-    failure: str | None = None
     idle: frozenset[str] = frozenset()
     partial: Mapping[str, frozenset[Region]] = field(default_factory=dict)
     clashes: Mapping[str, str] = field(default_factory=dict)
@@ -102,96 +96,120 @@ class Verdict:
         return " ".join("; ".join(filter(None, parts)).split())
 
 
-def view_of(specs: Sequence[Spec], seen: Rehearsal) -> RankView:
+def view_of(uses: Sequence[BucketUses]) -> RankView:
     """One rank's view, but for what is missing."""
-    untouched = Use()
-    uses = {name: seen.uses.get(name, untouched) for name, _, _ in specs}
-    loaded = [spec for spec in specs if spec[0] not in seen.errors and _nbytes(spec)]
-    idle = frozenset(name for name, _, _ in loaded if not uses[name].is_applied)
-    partial, clashes = {}, {}
-    for name, dtype, _ in loaded:
-        use = uses[name]
-        if name not in idle and use.parts and None not in use.parts:
-            partial[name] = frozenset(part for part in use.parts if part is not None)
-        if clash := _clash(dtype, use, _may_become):
-            clashes[name] = clash
-        elif use.is_broadcast:
-            clashes[name] = "smaller than what it would fill"
-    return RankView(
-        errors=seen.errors, failure=seen.failure, idle=idle, partial=partial, clashes=clashes
-    )
+    untouched = TensorUse()
+    idle, partial, clashes = [], {}, {}
+    for bucket in uses:
+        for tensor in bucket.layout.tensors:
+            if not tensor.nbytes:
+                continue
+            use = bucket.tensors.get(tensor.name, untouched)
+            if not use.is_applied:
+                idle.append(tensor.name)
+            elif use.parts and None not in use.parts:
+                partial[tensor.name] = frozenset(part for part in use.parts if part is not None)
+            if clash := _clash(tensor.dtype, use, _may_become):
+                clashes[tensor.name] = clash
+            elif use.is_broadcast:
+                clashes[tensor.name] = "smaller than what it would fill"
+    return RankView(idle=frozenset(idle), partial=partial, clashes=clashes)
 
 
 def missing_tensors(
-    specs: Sequence[Spec], seen: Rehearsal, published: Published, whole: Rehearsal
-) -> tuple[str, ...]:
-    """Tensors of the published checkpoint that were not sent and leave a gap.
+    uses: Sequence[BucketUses], destinations: Destinations, published: Published | None
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(surely missing, perhaps missing): what would have filled the parameters that the sync has
+    not written in full.
+
+    These are the tensors of the published checkpoint that were not sent and belong to the same
+    module. Where it names none, or there is none, the parameters themselves are named, and what
+    counts is whether the same parameter of another layer or expert is written.
 
     Args:
-        specs: what was sent.
-        seen: its rehearsal.
-        published: the checkpoint.
-        whole: the rehearsal of that checkpoint.
+        uses: of all buckets, on one rank.
+        destinations: of the model.
+        published: the checkpoint; None: unknown.
     """
-    sent = {name for name, _, _ in specs}
-    gaps = {
-        storage: subtract(ranges, seen.written.get(storage, ()))
-        for storage, ranges in whole.written.items()
-    }
-    return tuple(
-        name
-        for name in published
-        if name not in sent and name in whole.uses and _meets(whole.uses[name], gaps)
-    )
-
-
-def unwritten_parameters(seen: Rehearsal) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(surely missing, perhaps missing): parameters that are not written in full.
-
-    Without a published checkpoint, what counts is whether the same parameter of another layer or
-    expert is written.
-    """
-    written: dict[str, bool] = {
-        tensor.name: _is_written(tensor, seen.written.get(tensor.storage, ()))
-        for tensor in seen.destinations.tensors
-        if tensor.kind == "parameter"
-    }
-    in_other_layers = {_pattern(name) for name, is_written in written.items() if is_written}
+    unsent: list[str] = []
+    if published is not None:
+        sent = {tensor.name for bucket in uses for tensor in bucket.layout.tensors}
+        unsent = [name for name in published if name not in sent]
+        if not unsent:
+            return (), ()
+    written = _written(uses, destinations)
     gaps = [name for name, is_written in written.items() if not is_written]
+    modules = {_module(name) for name in gaps}
+    if named := tuple(name for name in unsent if not modules.isdisjoint(_modules_above(name))):
+        return named, ()
+    in_other_layers = {_pattern(name) for name, is_written in written.items() if is_written}
     surely = tuple(f"{name} (engine)" for name in gaps if _pattern(name) in in_other_layers)
     perhaps = tuple(f"{name} (engine)" for name in gaps if _pattern(name) not in in_other_layers)
     return surely, perhaps
 
 
-def unscaled_tensors(specs: Sequence[Spec], seen: Rehearsal) -> tuple[str, ...]:
+def _written(uses: Sequence[BucketUses], destinations: Destinations) -> dict[str, bool]:
+    """By parameter whether the sync has written all of it."""
+    written = {
+        storage.name: merge(
+            interval for bucket in uses for interval in bucket.written.get(storage.name, ())
+        )
+        for storage in destinations.storages
+    }
+    return {
+        tensor.name: _is_written(tensor, written[destinations.storages[tensor.storage].name])
+        for tensor in destinations.tensors
+        if tensor.kind == "parameter"
+    }
+
+
+def _module(parameter: str) -> str:
+    """The module whose tensors an engine may have fused into a parameter: the layer's block that it
+    lies in (`layers.3.self_attn` for `model.layers.3.self_attn.qkv_proj.weight`), or its own
+    outside of layers. From the layer's number on, because prefixes differ from a checkpoint's.
+    """
+    parts = _from_layer(parameter)
+    return ".".join(
+        parts[: max(3, len(parts) - 2)] if parts[1:2] and parts[1].isdigit() else parts[:-1]
+    )
+
+
+def _modules_above(name: str) -> set[str]:
+    parts = _from_layer(name)
+    return {".".join(parts[:length]) for length in range(1, len(parts) + 1)}
+
+
+def _from_layer(name: str) -> list[str]:
+    parts = name.split(".")
+    number = next((i for i, part in enumerate(parts) if part.isdigit()), None)
+    return parts[-2:] if number is None else parts[max(0, number - 1) :]
+
+
+def unscaled_tensors(uses: Sequence[BucketUses]) -> tuple[str, ...]:
     """Tensors in fp8 on one side alone: a cast takes the number for the value, or loses its scale.
 
     The one thing that can be told of a quantised model, whatever its loader arranges.
     """
-    clashes = (
-        (spec, _clash(spec[1], seen.uses.get(spec[0], Use()), _both_scaled)) for spec in specs
+    return tuple(
+        _described((tensor.name, tensor.dtype, tensor.shape), clash, None)
+        for bucket in uses
+        for tensor in bucket.layout.tensors
+        if (use := bucket.tensors.get(tensor.name)) is not None
+        if (clash := _clash(tensor.dtype, use, _both_scaled))
     )
-    return tuple(_described(spec, clash, None) for spec, clash in clashes if clash)
 
 
 def judge(specs: Sequence[Spec], views: Sequence[RankView], published: Published | None) -> Verdict:
     """All ranks' views as one verdict; the same on every rank."""
     normal = {spec[0] for spec in specs if published and _is_normal(spec, published)}
     embeddings = {shape for name, _, shape in specs if name.endswith(_EMBEDDING)}
-    failure = next((view.failure for view in views if view.failure), None)
-    mismatched = [f"all tensors ({failure})"] if failure else []
+    mismatched: list[str] = []
     unexpected: list[str] = []
     doubtful: list[str] = []
     for spec in specs:
         name, _, shape = spec
         known = published.get(name) if published is not None else None
-        refusal = next((view.errors[name] for view in views if name in view.errors), None)
-        if refusal is not None and refusal.is_unknown and known is None:
-            unexpected.append(f"{name} ({refusal.text})")
-        elif refusal is not None:
-            if name not in normal or normal.issuperset(refusal.together):
-                mismatched.append(_described(spec, refusal.text, known))
-        elif all(name in view.idle for view in views):
+        if all(name in view.idle for view in views):
             if known is None and not _may_be_dropped(name, shape, embeddings):
                 (doubtful if published is None else unexpected).append(name)
             elif known is not None and name not in normal:
@@ -246,7 +264,7 @@ def _both_scaled(source: torch.dtype, target: torch.dtype) -> bool:
 
 
 def _clash(
-    dtype: torch.dtype, use: Use, agree: Callable[[torch.dtype, torch.dtype], bool]
+    dtype: torch.dtype, use: TensorUse, agree: Callable[[torch.dtype, torch.dtype], bool]
 ) -> str | None:
     """The first destination of a tensor with which its dtype does not agree, in words."""
     clash = next((target for target in use.dtypes if not agree(dtype, target)), None)
@@ -269,17 +287,8 @@ def _described(spec: Spec, reason: str, known: Spec | None) -> str:
     return f"{name} {list(shape)} ({reason}{instead})"
 
 
-def _meets(use: Use, gaps: Mapping[int, Sequence[Interval]]) -> bool:
-    return any(
-        intersects(gaps[storage], run)
-        for storage, region in use.targets
-        if gaps.get(storage)
-        for run in merge_runs([region_runs(region)])
-    )
-
-
 def _is_written(tensor: TensorEntry, written: Sequence[Interval]) -> bool:
-    region = region_of(tensor)
+    region = Region(tensor.offset, tensor.shape, tensor.stride, tensor.dtype.itemsize)
     if contains(written, region.bounds()):
         return True
     return all(contains(written, run) for run in merge_runs([region_runs(region)]))
