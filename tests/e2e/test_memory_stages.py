@@ -82,10 +82,13 @@ def test_an_unknown_tag_is_refused(served: tuple[Server, Path, int], step: objec
 
 
 def test_a_release_while_requests_run_is_refused(served: tuple[Server, Path, int]) -> None:
+    """Paused, so that they do not end while the release waits for them."""
     url = served[0].url
     before = generate(url)
     with running_generation(url, LONG):
+        assert post(url, "pause_generation", {"mode": "in_place"})[0] == 200
         status, text = release(url, "kv_cache", "weights")
+        assert post(url, "continue_generation", {})[0] == 200
     assert status == 400
     assert "refused: requests are running" in text
     assert release(url)[0] == 200

@@ -4,13 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from verl_sglang_sync.sources.planner import (
-    FUSION_GROUPS,
-    BucketPlan,
-    BucketPlanner,
-    FusionGroup,
-    TensorSpec,
-)
+from sglang_loader.common.layout import BucketLayout, TensorSpec
+from verl_sglang_sync.sources.planner import FUSION_GROUPS, BucketPlanner, FusionGroup
 
 
 def plan_buckets(
@@ -18,10 +13,10 @@ def plan_buckets(
     *,
     bucket_bytes: int,
     fusion_groups: tuple[FusionGroup, ...] = FUSION_GROUPS,
-) -> list[BucketPlan]:
+) -> list[BucketLayout]:
     """Plan a whole sync; arguments and errors as for `BucketPlanner`."""
 
-    def buckets() -> Iterator[BucketPlan]:
+    def buckets() -> Iterator[BucketLayout]:
         planner = BucketPlanner(bucket_bytes=bucket_bytes, fusion_groups=fusion_groups)
         for spec in specs:
             yield from planner.add(spec)

@@ -12,9 +12,7 @@ from hypothesis import strategies as st
 
 from sglang_loader.common.arrangement import Arrangement, Read
 from sglang_loader.common.arrangement_messages import decode_arrangements, encode_arrangements
-from sglang_loader.common.layout import BucketLayout
-from sglang_loader.common.manifest import ManifestError
-from sglang_loader.common.session.messages import digest_of
+from sglang_loader.common.layout import BucketLayout, WireError, digest_of
 from verl_sglang_sync.config import Mode, WeightSyncConfig
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.routes.arranged_sending import ArrangedSync, KnownArrangements
@@ -63,7 +61,7 @@ BAD = {
 @pytest.mark.parametrize("case", BAD)
 def test_arrangements_that_leave_their_bounds_are_refused(case: str) -> None:
     data, message = BAD[case]
-    with pytest.raises(ManifestError, match=message):
+    with pytest.raises(WireError, match=message):
         decode_arrangements(data, {"d": LAYOUT})
     assert decode_arrangements(encoded(*READS), {"d": LAYOUT})
 

@@ -15,17 +15,10 @@ from sglang_loader.common.broadcast import broadcast, update_group
 from sglang_loader.common.broadcast.broadcast import Broadcast, BroadcastError
 from sglang_loader.common.broadcast.messages import BroadcastBucket, decode_bucket, encode_bucket
 from sglang_loader.common.check_remarks import with_remark
-from sglang_loader.common.layout import BucketLayout
-from sglang_loader.common.manifest import (
-    WIRE_VERSION,
-    BucketManifest,
-    ManifestError,
-    SyncSequence,
-    decode,
-    encode,
-)
+from sglang_loader.common.layout import BucketLayout, WireError, encode_layout
+from sglang_loader.common.session.messages import SESSION_VERSION, SessionError
 from sglang_loader.hooks import weights as weight_updater_hooks
-from sglang_loader.session.broadcast_receiver import BroadcastReceiver, layout_of
+from sglang_loader.session.broadcast_receiver import BroadcastReceiver
 from verl_sglang_sync import WeightSyncError
 from verl_sglang_sync.collective import SingleProcess
 from verl_sglang_sync.config import WeightSyncConfig
@@ -104,19 +97,20 @@ def test_on_a_gpu_only_the_event_says_that_the_bytes_are_there(work, monkeypatch
         started.wait(1, "it")
 
 
-def bucket(index, *, last=False, next_nbytes=8):
-    manifest = BucketManifest(
-        version=WIRE_VERSION,
-        sync_id="s",
-        index=index,
-        last=last,
-        num_tensors=0,
-        nbytes=8,
-        tensors=(),
-    )
-    return BroadcastBucket(
-        manifest=manifest, next_nbytes=0 if last else next_nbytes, timeout_s=0.01
-    )
+EIGHT_BYTES = BucketLayout.pack([("t", (8,), torch.int8)], alignment_bytes=8)
+
+
+def bucket(index, *, last=False, next_nbytes=8, **changes):
+    fields = {
+        "sync_id": "s",
+        "index": index,
+        "is_last": last,
+        "num_tensors": index + 1,
+        "encoded_layout": encode_layout(EIGHT_BYTES),
+        "next_nbytes": 0 if last else next_nbytes,
+        "timeout_s": 0.01,
+    }
+    return BroadcastBucket(**{**fields, **changes})
 
 
 def test_a_receiver_knows_which_group_it_waits_in(work):
@@ -157,28 +151,9 @@ def test_a_sync_in_another_group_begins_where_nobody_told_of_the_end_of_the_one_
     receiver = BroadcastReceiver()
     work.completed = True
     receiver.receive(bucket(0), GROUP, CPU)
-    with pytest.raises(ManifestError, match="bucket 1 of sync"):
+    with pytest.raises(WireError, match="bucket 1 of sync"):
         receiver.check(bucket(0), GROUP)
     receiver.check(bucket(0), object())
-
-
-@given(
-    st.lists(
-        st.tuples(
-            st.text(min_size=1),
-            st.lists(st.integers(0, 5), max_size=3),
-            st.sampled_from((torch.bfloat16, torch.float8_e4m3fn, torch.bool)),
-        ),
-        unique_by=lambda entry: entry[0],
-    )
-)
-def test_a_layout_arrives_as_it_is(entries):
-    layout = BucketLayout.pack(entries)
-    packed = broadcast_transport._Packed(0, layout, len(entries), torch.empty(0))
-    manifest = broadcast_transport._manifest(packed, sync_id="s", last=True)
-    arrived = decode(encode(manifest))
-    SyncSequence().accept(arrived)
-    assert layout_of(arrived) == layout
 
 
 SECRET = b"of the group"
@@ -191,10 +166,24 @@ def test_an_announcement_that_was_changed_is_refused(place, other):
     place %= len(text)
     changed = text[:place] + other + text[place + 1 :]
     if changed != text:
-        with pytest.raises(ManifestError, match="not a broadcast bucket of this group's trainer"):
+        with pytest.raises(WireError, match="not a broadcast bucket of this group's trainer"):
             decode_bucket(changed, SECRET)
-    with pytest.raises(ManifestError, match="not a broadcast bucket of this group's trainer"):
+    with pytest.raises(WireError, match="not a broadcast bucket of this group's trainer"):
         decode_bucket(text, b"another")
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"version": SESSION_VERSION + 1}, SessionError, "different releases"),
+        ({"encoded_layout": b"noise"}, WireError, "not a bucket layout"),
+        ({"next_nbytes": -1}, WireError, "bucket 3: next_nbytes=-1"),
+        ({"is_last": True, "next_nbytes": 8}, WireError, "next_nbytes=8, is_last=True"),
+    ],
+)
+def test_an_announcement_that_means_nothing_is_refused(changes, error, message):
+    with pytest.raises(error, match=message):
+        decode_bucket(encode_bucket(bucket(3, **changes), SECRET), SECRET)
 
 
 class Log(list):
@@ -208,10 +197,10 @@ class Log(list):
 
     def submit(self, call):
         bucket = decode_bucket(call.payload["names"][0], SECRET)
-        self.append(("post", bucket.manifest.index))
+        self.append(("post", bucket.index))
         self.checks.append(bucket.manifest_check)
         reply = Future()
-        reply.set_result({"message": with_remark(f"{bucket.manifest.index} is not the model's")})
+        reply.set_result({"message": with_remark(f"{bucket.index} is not the model's")})
         return reply
 
     def with_replicas(self, replicas):

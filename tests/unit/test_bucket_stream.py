@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from support.bucket_plans import plan_buckets
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.sources.bucket_stream import BucketStream
-from verl_sglang_sync.sources.staging import spec_of
 
 LIMIT = 1024
 FUSED = ("l.self_attn.q_a_proj.weight", "l.self_attn.kv_a_proj_with_mqa.weight")
@@ -39,13 +38,12 @@ def described(result):
 def test_a_known_stream_is_cut_as_the_planner_cuts_it(sizes):
     stream = BucketStream(LIMIT)
     first, again = batches(stream, weights(sizes)), batches(stream, weights(sizes))
-    planned = plan_buckets([spec_of(*pair) for pair in weights(sizes)], bucket_bytes=LIMIT)
+    specs = [(name, tensor.shape, tensor.dtype) for name, tensor in weights(sizes)]
+    planned = plan_buckets(specs, bucket_bytes=LIMIT)
     for result in (first, again):
-        assert [
-            [(entry.name, entry.offset) for entry in batch.bucket.layout.tensors]
-            for batch in result
-        ] == [[(slot.spec.name, slot.offset) for slot in plan.slots] for plan in planned]
+        assert [batch.bucket.layout for batch in result] == planned
         assert [batch.index for batch in result] == list(range(len(planned)))
+        assert [batch.bucket.is_last for batch in result] == [False] * (len(planned) - 1) + [True]
     assert described(first) == described(again)
     assert all(a.bucket is b.bucket for a, b in zip(first, again, strict=True))
 

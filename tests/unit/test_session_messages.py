@@ -6,8 +6,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_loader.common.layout import BucketLayout
-from sglang_loader.common.manifest import ManifestError
 from sglang_loader.common.session import messages as wire
 from sglang_loader.common.session.channel import engine_end, trainer_end
 from sglang_loader.common.session.messages import SessionError
@@ -49,16 +47,6 @@ FROM_ENGINE = [
     wire.Published(token=TOKEN),
     wire.Failed(token=TOKEN, traceback="trace"),
 ]
-DTYPES = (torch.bfloat16, torch.float32, torch.uint8, torch.float8_e4m3fn)
-
-
-def layouts():
-    tensor = st.tuples(
-        st.text(min_size=1, max_size=8),
-        st.lists(st.integers(0, 5), max_size=3),
-        st.sampled_from(DTYPES),
-    )
-    return st.lists(tensor, max_size=6).map(BucketLayout.pack)
 
 
 @pytest.mark.parametrize("message", FROM_TRAINER, ids=lambda m: type(m).__name__)
@@ -94,42 +82,6 @@ def test_a_missing_an_unknown_and_a_mistyped_field_are_refused(message):
             continue  # `token` has a default, which the channel refuses
         with pytest.raises(SessionError):
             wire.decode_from_trainer(msgspec.msgpack.encode(broken))
-
-
-@given(layouts())
-def test_layouts_round_trip(layout):
-    encoded = wire.encode_layout(layout)
-    assert wire.decode_layout(encoded, wire.digest_of(encoded)) == layout
-
-
-def encoded_layout(nbytes=256, name="t", dtype="float32", shape=(4,), offset=0):
-    return msgspec.msgpack.encode(
-        {"nbytes": nbytes, "tensors": [[name, dtype, list(shape), offset]]}
-    )
-
-
-@pytest.mark.parametrize(
-    "encoded",
-    [
-        b"noise",
-        encoded_layout(dtype="float31"),
-        encoded_layout(dtype="nn"),
-        encoded_layout(shape=(-4,)),
-        encoded_layout(shape=(4, -1)),
-        encoded_layout(shape=(65,)),
-        encoded_layout(shape=(1 << 62, 4)),
-        encoded_layout(offset=244),
-        encoded_layout(offset=-4),
-        encoded_layout(offset=2),
-    ],
-)
-def test_a_layout_that_leaves_its_bucket_or_means_nothing_is_refused(encoded):
-    with pytest.raises(ManifestError):
-        wire.decode_layout(encoded, wire.digest_of(encoded))
-    good = encoded_layout()
-    wire.decode_layout(good, wire.digest_of(good))
-    with pytest.raises(ManifestError, match="not the one that digest"):
-        wire.decode_layout(good, wire.digest_of(encoded))
 
 
 DESCRIPTOR = wire.SessionDescriptor(

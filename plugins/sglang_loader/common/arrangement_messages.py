@@ -17,8 +17,7 @@ from typing import TypeAlias
 import msgspec
 
 from sglang_loader.common.arrangement import Arrangement, Read
-from sglang_loader.common.layout import BucketLayout
-from sglang_loader.common.manifest import ManifestError
+from sglang_loader.common.layout import BucketLayout, WireError
 
 ArrangedBuckets: TypeAlias = Sequence[tuple[str, Arrangement | None]]
 """(digest of the layout, what is read of it) by bucket; None: the bucket is sent as it is."""
@@ -64,13 +63,13 @@ def decode_arrangements(
         layouts: those that were sent, by digest.
 
     Raises:
-        ManifestError: not arrangements, of an unknown layout, a read that leaves its tensor or the
+        WireError: not arrangements, of an unknown layout, a read that leaves its tensor or the
             arranged buffer or shares bytes of it, or a buffer larger than the bucket's.
     """
     try:
         buckets = _decoder.decode(encoded)
     except msgspec.MsgspecError as error:
-        raise ManifestError(f"not arrangements: {error}") from None
+        raise WireError(f"not arrangements: {error}") from None
     return tuple((bucket.layout, _decoded(bucket, layouts)) for bucket in buckets)
 
 
@@ -79,32 +78,30 @@ def _decoded(bucket: _Bucket, layouts: Mapping[str, BucketLayout]) -> Arrangemen
         return None
     layout = layouts.get(bucket.layout)
     if layout is None:
-        raise ManifestError(f"an arrangement of a layout that was not sent: {bucket.layout}")
+        raise WireError(f"an arrangement of a layout that was not sent: {bucket.layout}")
     if not 0 < bucket.nbytes <= layout.nbytes:
-        raise ManifestError(
-            f"an arrangement of {bucket.nbytes} bytes, the bucket has {layout.nbytes}"
-        )
+        raise WireError(f"an arrangement of {bucket.nbytes} bytes, the bucket has {layout.nbytes}")
     reads = tuple(_checked(read, layout) for read in bucket.reads)
     stop = 0
     for read in sorted(reads, key=lambda read: read.start):
         if read.start < stop:
-            raise ManifestError(f"two reads share byte {read.start} of the arranged buffer")
+            raise WireError(f"two reads share byte {read.start} of the arranged buffer")
         stop = read.start + read.nbytes
     if stop > bucket.nbytes:
-        raise ManifestError(f"a read ends at byte {stop} of {bucket.nbytes} arranged ones")
+        raise WireError(f"a read ends at byte {stop} of {bucket.nbytes} arranged ones")
     return Arrangement(reads, bucket.nbytes)
 
 
 def _checked(read: _Read, layout: BucketLayout) -> Read:
     if not 0 <= read.tensor < len(layout.tensors):
-        raise ManifestError(f"a read of tensor {read.tensor} of {len(layout.tensors)}")
+        raise WireError(f"a read of tensor {read.tensor} of {len(layout.tensors)}")
     tensor = layout.tensors[read.tensor]
     smallest = min((read.offset, read.start, *(stride for _, stride in read.dims)))
     if smallest < 0 or read.run < 1 or any(count < 1 for count, _ in read.dims):
-        raise ManifestError(f"{tensor.name!r}: a read of no bytes, or backwards: {read}")
+        raise WireError(f"{tensor.name!r}: a read of no bytes, or backwards: {read}")
     stop = read.offset + sum((count - 1) * stride for count, stride in read.dims) + read.run
     if stop > tensor.nbytes:
-        raise ManifestError(
+        raise WireError(
             f"{tensor.name!r}: a read ends at byte {stop}, the tensor has {tensor.nbytes}"
         )
     return Read(read.tensor, read.offset, read.dims, read.run, read.start)

@@ -4,18 +4,31 @@
     buffer = torch.empty(layout.nbytes, dtype=torch.uint8)
     model.load_weights(layout.views(buffer))
 
-A load plan is compiled for an ordered list of layouts and holds for exactly those.
+A load plan is compiled for an ordered list of layouts and holds for exactly those. On the wire a
+layout is `encode_layout(layout)`, and its name is the digest of that.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 
+import msgspec
 import torch
 
 ALIGNMENT_BYTES = 256
+"""What cudaMalloc gives: keeps every dtype's view legal, and copies vectorised."""
+
+
+TensorSpec = tuple[str, Iterable[int], torch.dtype]
+"""Name (the trainer's, as Hugging Face has it), shape and dtype of a tensor."""
+
+
+class WireError(ValueError):
+    """A message that does not follow the wire format; the sync must not go on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +69,10 @@ class BucketLayout:
     @classmethod
     def pack(
         cls,
-        tensors: Iterable[tuple[str, Iterable[int], torch.dtype]],
+        tensors: Iterable[TensorSpec],
         alignment_bytes: int = ALIGNMENT_BYTES,
     ) -> BucketLayout:
-        """Lay `(name, shape, dtype)` out one after the other, each at a multiple of
-        `alignment_bytes`.
-        """
+        """Lay tensors out one after the other, each at a multiple of `alignment_bytes`."""
         offset = 0
         packed = []
         for name, shape, dtype in tensors:
@@ -94,3 +105,64 @@ def check_buffer(buffer: torch.Tensor, nbytes: int) -> None:
         )
     if buffer.numel() < nbytes:
         raise ValueError(f"the bucket needs {nbytes} bytes, the buffer has {buffer.numel()}")
+
+
+class _LayoutTensor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+
+class _Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    nbytes: int
+    tensors: tuple[_LayoutTensor, ...]
+
+
+_layout_encoder = msgspec.msgpack.Encoder()
+_layout_decoder = msgspec.msgpack.Decoder(_Layout)
+
+
+def encode_layout(layout: BucketLayout) -> bytes:
+    """Serialise a layout; `decode_layout(encode_layout(x)) == x`."""
+    tensors = tuple(
+        _LayoutTensor(t.name, str(t.dtype).removeprefix("torch."), t.shape, t.offset)
+        for t in layout.tensors
+    )
+    return _layout_encoder.encode(_Layout(layout.nbytes, tensors))
+
+
+def digest_of(encoded: bytes) -> str:
+    """Names an encoded layout: 64 hexadecimal digits, the same in every process."""
+    return hashlib.sha256(encoded).hexdigest()
+
+
+@lru_cache(maxsize=256)
+def decode_layout(encoded: bytes) -> BucketLayout:
+    """Parse and check a layout; a trainer sends the same ones in every sync.
+
+    Raises:
+        WireError: not a layout, an unknown dtype, a negative dimension, or a tensor that overlaps
+            its neighbour or leaves the bucket.
+    """
+    try:
+        layout = _layout_decoder.decode(encoded)
+    except msgspec.MsgspecError as error:
+        raise WireError(f"not a bucket layout: {error}") from None
+    tensors, end = [], 0
+    for entry in layout.tensors:
+        dtype = getattr(torch, entry.dtype, None)
+        if not isinstance(dtype, torch.dtype):
+            raise WireError(f"tensor {entry.name!r}: unknown dtype {entry.dtype!r}")
+        if min(entry.shape, default=0) < 0 or math.prod(entry.shape) > layout.nbytes:
+            raise WireError(
+                f"tensor {entry.name!r}: shape {entry.shape} in a bucket of {layout.nbytes} bytes"
+            )
+        tensors.append(BucketTensor(entry.name, entry.shape, dtype, entry.offset))
+        if entry.offset < end:
+            raise WireError(f"tensor {entry.name!r} at byte {entry.offset} overlaps its neighbour")
+        end = entry.offset + tensors[-1].nbytes
+    try:
+        return BucketLayout(tuple(tensors), layout.nbytes)
+    except ValueError as error:
+        raise WireError(str(error)) from None

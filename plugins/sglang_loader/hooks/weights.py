@@ -31,7 +31,7 @@ from sglang_loader.common.broadcast.update_group import (
     secret_of,
 )
 from sglang_loader.common.check_remarks import LoadCounts, with_remark
-from sglang_loader.common.manifest import ManifestError
+from sglang_loader.common.layout import WireError
 from sglang_loader.common.session.messages import SESSION_FORMAT, decode_descriptor
 from sglang_loader.hooks.requests import gate_reason
 from sglang_loader.hooks.weight_update import (
@@ -41,7 +41,7 @@ from sglang_loader.hooks.weight_update import (
     from_all_ranks,
     models_of,
 )
-from sglang_loader.session.broadcast_receiver import BroadcastReceiver, layout_of
+from sglang_loader.session.broadcast_receiver import BroadcastReceiver
 from sglang_loader.session.serve import NUM_TRAINERS, ServedSession, serve_session
 from sglang_loader.upstream import device_of, io_struct
 
@@ -111,14 +111,14 @@ def receive_on_all_ranks(original: Original, updater: Any, request: Any) -> Any:
 
     def expect() -> tuple[BroadcastBucket, Any]:
         if request.load_format not in BROADCAST_FORMATS:
-            raise ManifestError(
+            raise WireError(
                 f"load_format {request.load_format!r} in {request.group_name}, a group of "
                 f"verl-sglang-sync; allowed: {', '.join(BROADCAST_FORMATS)}"
             )
         group = runner._model_update_group.get(request.group_name)
         secret = _secrets.get(request.group_name)
         if group is None or secret is None:
-            raise ManifestError(
+            raise WireError(
                 f"group {request.group_name!r} was never formed; known: "
                 f"{list(runner._model_update_group)}"
             )
@@ -137,7 +137,7 @@ def receive_on_all_ranks(original: Original, updater: Any, request: Any) -> Any:
 
             def load() -> None:
                 flat = receiver.receive(bucket, group, device_of(runner.model))
-                update.loading(layout_of(bucket.manifest), is_first=bucket.manifest.index == 0)
+                update.loading(bucket.layout, is_first=bucket.index == 0)
                 compiled = request.load_format == BROADCAST_COMPILED
                 loaded.extend(receiver.load(runner.model, bucket, flat, compiled=compiled))
 

@@ -12,6 +12,7 @@ announces it (`BroadcastBucket.next_nbytes`) and its broadcast runs already.
 from __future__ import annotations
 
 import logging
+from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,12 +22,13 @@ from sglang_loader.common.broadcast.broadcast import Broadcast, BroadcastError
 from sglang_loader.common.broadcast.messages import BroadcastBucket
 from sglang_loader.common.bucket_source import BucketSource
 from sglang_loader.common.check_remarks import LoadCounts
-from sglang_loader.common.layout import BucketLayout, BucketTensor
-from sglang_loader.common.manifest import BucketManifest, ManifestError, SyncSequence
+from sglang_loader.common.layout import WireError
 from sglang_loader.session.model_loader import loader_of
 from sglang_loader.upstream import engine_context, synchronize
 
 logger = logging.getLogger(__name__)
+
+MAX_PAST_SYNCS = 1024
 
 
 @dataclass(frozen=True)
@@ -66,23 +68,22 @@ class BroadcastReceiver:
         and nobody has told this engine to leave its group.
 
         Raises:
-            ManifestError: it is not the next one.
+            WireError: it is not the next one.
         """
-        manifest = bucket.manifest
-        if manifest.index == 0 and self._arriving is not None and self._arriving.group is not group:
+        if bucket.index == 0 and self._arriving is not None and self._arriving.group is not group:
             self.give_up()
         arriving = self._arriving
         if arriving is not None and (arriving.sync_id, arriving.index, arriving.nbytes) != (
-            manifest.sync_id,
-            manifest.index,
-            manifest.nbytes,
+            bucket.sync_id,
+            bucket.index,
+            bucket.layout.nbytes,
         ):
-            raise ManifestError(
+            raise WireError(
                 f"bucket {arriving.index} of sync {arriving.sync_id} was announced with "
-                f"{arriving.nbytes} bytes, got bucket {manifest.index} of sync "
-                f"{manifest.sync_id} with {manifest.nbytes}"
+                f"{arriving.nbytes} bytes, got bucket {bucket.index} of sync "
+                f"{bucket.sync_id} with {bucket.layout.nbytes}"
             )
-        self._sequence.accept(manifest)
+        self._sequence.accept(bucket)
 
     def receive(self, bucket: BroadcastBucket, group: Any, device: torch.device) -> torch.Tensor:
         """Wait for the bucket's bytes, and start to receive the announced one.
@@ -93,20 +94,21 @@ class BroadcastReceiver:
             device: of the engine's weights.
 
         Returns:
-            uint8 of shape `[manifest.nbytes]`, valid until the bucket after the next.
+            uint8 of shape `[bucket.layout.nbytes]`, valid until the bucket after the next.
 
         Raises:
             BroadcastError: nothing came within the bucket's `timeout_s`.
         """
-        manifest = bucket.manifest
         arriving, self._arriving = self._arriving, None
         if arriving is None:
-            arriving = self._start(manifest.sync_id, manifest.index, manifest.nbytes, group, device)
-        arriving.broadcast.wait(bucket.timeout_s, f"bucket {manifest.index}")
+            arriving = self._start(
+                bucket.sync_id, bucket.index, bucket.layout.nbytes, group, device
+            )
+        arriving.broadcast.wait(bucket.timeout_s, f"bucket {bucket.index}")
         self._unfinished.remove(arriving)
-        if not manifest.last:
+        if not bucket.is_last:
             self._arriving = self._start(
-                manifest.sync_id, manifest.index + 1, bucket.next_nbytes, group, device
+                bucket.sync_id, bucket.index + 1, bucket.next_nbytes, group, device
             )
         return arriving.broadcast.flat
 
@@ -127,17 +129,16 @@ class BroadcastReceiver:
         Raises:
             Exception: what the model's `load_weights` raises.
         """
-        manifest = bucket.manifest
         loader = loader_of(model)
-        if manifest.index == 0:
+        if bucket.index == 0:
             loader.start(
                 engine_context(model),
                 recheck_every_n_syncs=bucket.recheck_every_n_syncs,
                 uses_plan=compiled,
             )
         source = BucketSource.flat(flat)
-        loader.load(manifest.index, layout_of(manifest), source, read_only=False)
-        outcome = loader.finish() if manifest.last else None
+        loader.load(bucket.index, bucket.layout, source, read_only=False)
+        outcome = loader.finish() if bucket.is_last else None
         synchronize(flat.device)
         if outcome is None:
             return []
@@ -187,12 +188,47 @@ def _is_over(broadcast: Broadcast) -> bool:
         return False
 
 
-def layout_of(manifest: BucketManifest) -> BucketLayout:
-    """A bucket's layout, as loaders take it."""
-    tensors = []
-    for entry in manifest.tensors:
-        dtype = getattr(torch, entry.dtype, None)
-        if not isinstance(dtype, torch.dtype):
-            raise ManifestError(f"tensor {entry.name!r}: unknown dtype {entry.dtype!r}")
-        tensors.append(BucketTensor(entry.name, entry.shape, dtype, entry.offset))
-    return BucketLayout(tuple(tensors), manifest.nbytes)
+class SyncSequence:
+    """Follows the buckets of one sync: each exactly once, in order, none left out.
+
+    One per scheduler process. A new `sync_id` may only start with bucket 0, so a sync that broke
+    off is replaced by the next one, never continued by it, and one that has begun never begins
+    again.
+    """
+
+    def __init__(self) -> None:
+        self._sync_id: str | None = None
+        self._begun: deque[str] = deque(maxlen=MAX_PAST_SYNCS)
+        self._next_index = 0
+        self._num_tensors = 0
+
+    def accept(self, bucket: BroadcastBucket) -> None:
+        """Check that a bucket is the next one; call before its tensors are loaded.
+
+        Raises:
+            WireError: a bucket is missing, repeated or of another sync, or tensors were lost.
+        """
+        if bucket.index == 0 and bucket.sync_id != self._sync_id:
+            if bucket.sync_id in self._begun:
+                raise WireError(f"sync {bucket.sync_id} is over, its first bucket came again")
+            self._begun.append(bucket.sync_id)
+            self._sync_id, self._next_index, self._num_tensors = bucket.sync_id, 0, 0
+        if (bucket.sync_id, bucket.index) != (self._sync_id, self._next_index):
+            expected = "a new sync" if self._sync_id is None else f"sync {self._sync_id}"
+            raise WireError(
+                f"got bucket {bucket.index} of sync {bucket.sync_id}, expected bucket "
+                f"{self._next_index} of {expected}"
+            )
+        self._next_index += 1
+        self._num_tensors += len(bucket.layout.tensors)
+        if self._num_tensors != bucket.num_tensors:
+            raise WireError(
+                f"after bucket {bucket.index} of sync {bucket.sync_id} "
+                f"{self._num_tensors} tensors had come, the trainer had sent {bucket.num_tensors}"
+            )
+        if bucket.is_last:
+            self.break_off()
+
+    def break_off(self) -> None:
+        """The sync in progress is over, complete or not."""
+        self._sync_id, self._next_index = None, 0

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from sglang_loader.common.bucket_source import BucketSource, Piece
-from sglang_loader.common.layout import BucketLayout
+from sglang_loader.common.layout import BucketLayout, WireError, decode_layout, digest_of
 from sglang_loader.common.session import messages as wire
 from sglang_loader.common.session.messages import SessionError
 from sglang_loader.common.shared_memory import map_buffer
@@ -37,7 +37,9 @@ class Layouts:
     def get(self, digest: str, encoded: bytes | None) -> BucketLayout:
         """The layout; remembered if it came along."""
         if encoded is not None and digest not in self._known:
-            self._known[digest] = wire.decode_layout(encoded, digest)
+            if digest_of(encoded) != digest:
+                raise WireError(f"the layout is not the one that digest {digest} names")
+            self._known[digest] = decode_layout(encoded)
             while len(self._known) > MAX_LAYOUTS:
                 self._known.popitem(last=False)
         if digest not in self._known:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from sglang_loader.common.arrangement import Arrangement
 from sglang_loader.common.arrangement_messages import decode_arrangements
-from sglang_loader.common.session.messages import digest_of
+from sglang_loader.common.layout import digest_of
 from verl_sglang_sync.sources.bucket_stream import Bucket
 
 
@@ -38,7 +38,7 @@ class KnownArrangements:
         """Parse and check what the engine offers for the buckets that were sent.
 
         Raises:
-            ManifestError: it does not fit them.
+            WireError: it does not fit them.
         """
         layouts = {bucket.digest: bucket.layout for bucket in sent}
         return cls(digest_of(encoded), decode_arrangements(encoded, layouts))

@@ -35,8 +35,6 @@ from sglang_loader.common.broadcast.messages import (
     encode_bucket,
 )
 from sglang_loader.common.check_remarks import LoadCounts, loaded_in
-from sglang_loader.common.layout import BucketLayout
-from sglang_loader.common.manifest import WIRE_VERSION, BucketManifest, TensorEntry
 from sglang_loader.common.session.folder import remove_orphans
 from verl_sglang_sync.collective import Agreement, WeightSyncError, export_signature
 from verl_sglang_sync.config import WeightSyncConfig
@@ -44,7 +42,7 @@ from verl_sglang_sync.engine.server_client import operations
 from verl_sglang_sync.engine.update_groups import Replica, UpdateGroup, UpdateGroups
 from verl_sglang_sync.report import SyncReport, log_remarks
 from verl_sglang_sync.routes.staging_ring import StagingRing
-from verl_sglang_sync.sources.bucket_stream import Batch, BucketStream
+from verl_sglang_sync.sources.bucket_stream import Batch, Bucket, BucketStream
 from verl_sglang_sync.sources.export import Export, NamedTensor
 
 NUM_BUFFERS = 2
@@ -166,7 +164,7 @@ class _Packed:
     """A bucket that lies in its staging buffer; `num_tensors` counts from the sync's first."""
 
     index: int
-    layout: BucketLayout
+    bucket: Bucket
     num_tensors: int
     flat: torch.Tensor
 
@@ -202,7 +200,7 @@ class _BroadcastSync:
         self._num_tensors += len(batch.tensors)
         self._report.sent_bytes += batch.bucket.payload_bytes
         before = self._waiting
-        self._waiting = _Packed(batch.index, batch.bucket.layout, self._num_tensors, flat)
+        self._waiting = _Packed(batch.index, batch.bucket, self._num_tensors, flat)
         if before is not None:
             self._post(before, following=self._waiting)
 
@@ -213,13 +211,17 @@ class _BroadcastSync:
         self._post(self._waiting, following=None)
         self._wait_for_requests()
 
-    def _post(self, bucket: _Packed, *, following: _Packed | None) -> None:
+    def _post(self, packed: _Packed, *, following: _Packed | None) -> None:
         """Tell the servers of a bucket and of the one that follows; begin the new broadcasts."""
         self._wait_for_requests()
         last = following is None
         text = encode_bucket(
             BroadcastBucket(
-                manifest=_manifest(bucket, sync_id=self._id, last=last),
+                sync_id=self._id,
+                index=packed.index,
+                is_last=last,
+                num_tensors=packed.num_tensors,
+                encoded_layout=packed.bucket.encoded,
                 next_nbytes=following.flat.numel() if following is not None else 0,
                 timeout_s=self._settings.request_timeout_s,
                 manifest_check=self._settings.manifest_check if last else "off",
@@ -228,15 +230,15 @@ class _BroadcastSync:
             self._group.secret,
         )
         compiled = self._settings.mode == "compiled"
-        for packed in (bucket if bucket.index == 0 else None, following):
-            if packed is not None:
-                self._broadcasts.append(Broadcast(packed.flat, self._group.process_group))
+        for begun in (packed if packed.index == 0 else None, following):
+            if begun is not None:
+                self._broadcasts.append(Broadcast(begun.flat, self._group.process_group))
         self._requests = [
             client.submit(
                 operations.update_from_distributed(
                     [text],
                     ["uint8"],
-                    [[bucket.layout.nbytes]],
+                    [[packed.flat.numel()]],
                     group_name=self._group.name,
                     load_format=BROADCAST_COMPILED if compiled else BROADCAST_EAGER,
                     flush_cache=last,
@@ -274,18 +276,3 @@ class _BroadcastSync:
                     f"bucket {index} was not received within {self._settings.request_timeout_s:g} s"
                 )
             time.sleep(POLL_S)
-
-
-def _manifest(bucket: _Packed, *, sync_id: str, last: bool) -> BucketManifest:
-    return BucketManifest(
-        version=WIRE_VERSION,
-        sync_id=sync_id,
-        index=bucket.index,
-        last=last,
-        num_tensors=bucket.num_tensors,
-        nbytes=bucket.layout.nbytes,
-        tensors=tuple(
-            TensorEntry(t.name, str(t.dtype).removeprefix("torch."), t.shape, t.offset, t.nbytes)
-            for t in bucket.layout.tensors
-        ),
-    )

@@ -19,12 +19,10 @@ from itertools import islice
 
 import torch
 
-from sglang_loader.common.layout import BucketLayout, BucketTensor
-from sglang_loader.common.session.messages import digest_of, encode_layout
+from sglang_loader.common.layout import BucketLayout, digest_of, encode_layout
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.sources.export import NamedTensor
-from verl_sglang_sync.sources.planner import BucketPlan, BucketPlanner
-from verl_sglang_sync.sources.staging import spec_of
+from verl_sglang_sync.sources.planner import BucketPlanner
 
 
 @dataclass(frozen=True)
@@ -163,14 +161,15 @@ class BucketStream:
             if item is None:
                 break
             name, tensor = item
-            closed = planner.add(spec_of(name, tensor))
+            closed = planner.add((name, tensor.shape, tensor.dtype))
             record.add(name, tensor)
             del item, tensor
-            for plan in closed:
-                yield record.cut(plan, index)
+            for layout in closed:
+                yield record.cut(layout, index, is_last=False)
                 index += 1
-        for plan in planner.finish():
-            yield record.cut(plan, index)
+        rest = planner.finish()
+        for position, layout in enumerate(rest, start=1):
+            yield record.cut(layout, index, is_last=position == len(rest))
             index += 1
         self._cuts = record.cuts or None
 
@@ -192,13 +191,9 @@ class _Recorder:
         self._shapes.append(tensor.shape)
         self._dtypes.append(tensor.dtype)
 
-    def cut(self, plan: BucketPlan, index: int) -> Batch:
-        taken = [self._held.pop(slot.spec.name) for slot in plan.slots]
-        tensors = tuple(
-            BucketTensor(slot.spec.name, slot.spec.shape, tensor.dtype, slot.offset)
-            for slot, (_, tensor) in zip(plan.slots, taken, strict=True)
-        )
-        bucket = Bucket.of(BucketLayout(tensors, plan.nbytes), is_last=plan.last)
+    def cut(self, layout: BucketLayout, index: int, *, is_last: bool) -> Batch:
+        taken = [self._held.pop(entry.name) for entry in layout.tensors]
+        bucket = Bucket.of(layout, is_last=is_last)
         start, self._start = self._start, len(self._names)
         self.cuts.append(
             Cut(

@@ -5,10 +5,10 @@ combines within one call (a fusion group) are never cut apart. The planner sees 
 dtypes only, one at a time, because verl's trainers export weights as a generator:
 
     planner = BucketPlanner(bucket_bytes=512 << 20)
-    for spec in specs:
-        for bucket in planner.add(spec):
+    for name, tensor in export:
+        for layout in planner.add((name, tensor.shape, tensor.dtype)):
             ...
-    for bucket in planner.finish():
+    for layout in planner.finish():
         ...
 
 Every tensor lands in exactly one bucket.
@@ -16,58 +16,7 @@ Every tensor lands in exactly one bucket.
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-
-ALIGNMENT_BYTES = 256  # what cudaMalloc gives; keeps every dtype's view legal and copies vectorised
-
-
-@dataclass(frozen=True, kw_only=True)
-class TensorSpec:
-    """What the planner knows of one tensor.
-
-    Attributes:
-        name: parameter name as the trainer exports it (Hugging Face names).
-        shape: dimensions; an empty tuple is a scalar, a 0 makes the tensor empty.
-        dtype: torch dtype without the prefix, such as "bfloat16".
-        itemsize: bytes of one element.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    itemsize: int
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tensor's elements, without padding."""
-        return math.prod(self.shape) * self.itemsize
-
-
-@dataclass(frozen=True)
-class Slot:
-    """Where one tensor's bytes lie in its bucket: `[offset, offset + spec.nbytes)`."""
-
-    spec: TensorSpec
-    offset: int
-
-
-@dataclass(frozen=True)
-class BucketPlan:
-    """One bucket: slots in sending order, non-overlapping, at multiples of `ALIGNMENT_BYTES`.
-
-    Attributes:
-        index: position in the sync, from 0.
-        slots: the tensors.
-        nbytes: size of the staging buffer that holds the bucket, padding included.
-        last: True for the sync's final bucket.
-    """
-
-    index: int
-    slots: tuple[Slot, ...]
-    nbytes: int
-    last: bool
-
+from sglang_loader.common.layout import BucketLayout, TensorSpec
 
 FusionGroup = tuple[str, ...]
 """Name suffixes of tensors that share a prefix and must travel together."""
@@ -121,34 +70,35 @@ class BucketPlanner:
         }
         self._suffixes = tuple(self._members)
         self._waiting: dict[tuple[str, int], list[TensorSpec]] = {}
-        self._open: list[Slot] = []
+        self._open: list[TensorSpec] = []
         self._open_bytes = 0
-        self._num_closed = 0
         self._names: set[str] = set()
 
-    def add(self, spec: TensorSpec) -> list[BucketPlan]:
+    def add(self, spec: TensorSpec) -> list[BucketLayout]:
         """Take the next tensor; return the buckets (none or one) that it closes.
 
         Raises:
             ValueError: a name came twice.
         """
-        if spec.name in self._names:
-            raise ValueError(f"tensor {spec.name!r} was exported twice in one sync")
-        self._names.add(spec.name)
-        key, size = self._find_group(spec.name)
+        name, _, _ = spec
+        if name in self._names:
+            raise ValueError(f"tensor {name!r} was exported twice in one sync")
+        self._names.add(name)
+        key, size = self._find_group(name)
         if key is None:
             return self._place([spec])
         unit = self._waiting.setdefault(key, [])
         unit.append(spec)
         return self._place(self._waiting.pop(key)) if len(unit) == size else []
 
-    def finish(self) -> list[BucketPlan]:
-        """Place what still waits and close the final bucket; empty only where nothing was added."""
-        closed = [bucket for unit in self._waiting.values() for bucket in self._place(unit)]
+    def finish(self) -> list[BucketLayout]:
+        """Place what still waits and close the final bucket, which is the last of those returned.
+
+        None is returned only where nothing was added.
+        """
+        closed = [layout for unit in self._waiting.values() for layout in self._place(unit)]
         self._waiting.clear()
-        if self._open:
-            closed.append(self._close(last=True))
-        return closed
+        return [*closed, self._close()] if self._open else closed
 
     def _find_group(self, name: str) -> tuple[tuple[str, int] | None, int]:
         if not name.endswith(self._suffixes):
@@ -158,23 +108,16 @@ class BucketPlanner:
         position, size = self._members[suffix]
         return (name.removesuffix(suffix), position), size
 
-    def _place(self, unit: list[TensorSpec]) -> list[BucketPlan]:
+    def _place(self, unit: list[TensorSpec]) -> list[BucketLayout]:
         """Put an indivisible run of tensors into the open bucket; close a full one first."""
-        unit_bytes = sum(_padded(spec.nbytes) for spec in unit)
-        closed = []
-        if self._open and self._open_bytes + unit_bytes > self._limit:
-            closed.append(self._close(last=False))
-        for spec in unit:
-            self._open.append(Slot(spec, self._open_bytes))
-            self._open_bytes += _padded(spec.nbytes)
+        unit_bytes = BucketLayout.pack(unit).nbytes
+        is_full = bool(self._open) and self._open_bytes + unit_bytes > self._limit
+        closed = [self._close()] if is_full else []
+        self._open += unit
+        self._open_bytes += unit_bytes
         return closed
 
-    def _close(self, *, last: bool) -> BucketPlan:
-        bucket = BucketPlan(self._num_closed, tuple(self._open), self._open_bytes, last)
-        self._num_closed += 1
+    def _close(self) -> BucketLayout:
+        layout = BucketLayout.pack(self._open)
         self._open, self._open_bytes = [], 0
-        return bucket
-
-
-def _padded(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        return layout

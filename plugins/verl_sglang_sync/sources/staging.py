@@ -4,18 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from verl_sglang_sync.sources.planner import TensorSpec
-
-
-def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
-    """Describe a tensor to the planner."""
-    return TensorSpec(
-        name=name,
-        shape=tuple(tensor.shape),
-        dtype=str(tensor.dtype).removeprefix("torch."),
-        itemsize=tensor.element_size(),
-    )
-
 
 class StagingBuffer:
     """A flat uint8 buffer that grows to the largest bucket it has held.

@@ -21,7 +21,7 @@ from contextlib import ExitStack
 
 import torch
 
-from sglang_loader.common.manifest import ManifestError
+from sglang_loader.common.layout import WireError
 from sglang_loader.common.session.messages import BucketPiece, Loaded, SessionError
 from verl_sglang_sync.collective import STEP_S, RankLost, TrainerGroup, WeightSyncError
 from verl_sglang_sync.config import WeightSyncConfig
@@ -427,7 +427,7 @@ class SessionTransport:
         sent = [cut.bucket for cut in self._stream.cuts]
         try:
             self._arrangements = KnownArrangements.of(encoded, sent)
-        except ManifestError as error:
+        except WireError as error:
             self._wants_arrangements = False
             logger.warning(
                 "buckets are sent whole, the engine's arrangements do not fit: %s", error

@@ -1,4 +1,4 @@
-"""What travels with a bucket that is broadcast to the engines: its manifest, and what comes next.
+"""What travels with a bucket that is broadcast to the engines: its layout, and what comes next.
 
 Disaggregated mode sends one `update_weights_from_distributed` request per bucket and replica; the
 bytes go over the process group that trainer and engines form. The request's one "tensor" is the
@@ -18,7 +18,8 @@ import hmac
 import msgspec
 
 from sglang_loader.common.check_remarks import ManifestCheck
-from sglang_loader.common.manifest import BucketManifest, ManifestError, checked
+from sglang_loader.common.layout import BucketLayout, WireError, decode_layout
+from sglang_loader.common.session.messages import SESSION_VERSION, check_version
 
 BROADCAST_EAGER = "sglang_loader.broadcast.eager"
 BROADCAST_COMPILED = "sglang_loader.broadcast.compiled"
@@ -30,19 +31,38 @@ class BroadcastBucket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """One bucket of one sync.
 
     Attributes:
-        manifest: what the bucket holds.
+        sync_id: unique per sync; the same for all of its buckets.
+        index: position of the bucket in the sync, from 0.
+        is_last: True for the final bucket.
+        num_tensors: tensors sent in this sync up to and including this bucket.
+        encoded_layout: where the bucket's tensors lie in its bytes.
         next_nbytes: length of the next bucket, in bytes, whose broadcast has begun too; 0 if this
             is the last. The engine receives it while it loads this one.
         timeout_s: longest time to wait for the bytes, in seconds.
         manifest_check: see `session.messages.SessionDescriptor`; of the last bucket.
         recheck_every_n_syncs: see `session.model_loader.ModelLoader.start`.
+        version: of the sender's messages.
     """
 
-    manifest: BucketManifest
+    sync_id: str
+    index: int
+    is_last: bool
+    num_tensors: int
+    encoded_layout: bytes
     next_nbytes: int
     timeout_s: float
     manifest_check: ManifestCheck = "off"
     recheck_every_n_syncs: int = 0
+    version: int = SESSION_VERSION
+
+    @property
+    def layout(self) -> BucketLayout:
+        """Where the tensors lie.
+
+        Raises:
+            WireError: see `layout.decode_layout`.
+        """
+        return decode_layout(self.encoded_layout)
 
 
 _decoder = msgspec.json.Decoder(BroadcastBucket)
@@ -68,24 +88,24 @@ def decode_bucket(text: str, secret: bytes) -> BroadcastBucket:
         secret: of the group in which the bucket is to be received.
 
     Raises:
-        ManifestError: not such a message, not of this group's trainer, another wire version, or an
-            impossible layout.
+        WireError: not such a message, not of this group's trainer, or an impossible layout.
+        SessionError: of another version.
     """
     code, _, content = text.partition(" ")
     if not hmac.compare_digest(code.encode(), _code(content, secret).encode()):
-        raise ManifestError(
+        raise WireError(
             "not a broadcast bucket of this group's trainer, or changed on its way, or of another "
             f"release of verl-sglang-sync: {text[:120]!r}"
         )
     try:
         bucket = _decoder.decode(content)
     except msgspec.MsgspecError as error:
-        raise ManifestError(f"not a broadcast bucket: {error}; got {content[:120]!r}") from None
-    checked(bucket.manifest)
-    if bucket.next_nbytes < 0 or (bucket.manifest.last and bucket.next_nbytes):
-        raise ManifestError(
-            f"bucket {bucket.manifest.index}: next_nbytes={bucket.next_nbytes}, "
-            f"last={bucket.manifest.last}"
+        raise WireError(f"not a broadcast bucket: {error}; got {content[:120]!r}") from None
+    check_version(bucket.version)
+    decode_layout(bucket.encoded_layout)
+    if bucket.next_nbytes < 0 or (bucket.is_last and bucket.next_nbytes):
+        raise WireError(
+            f"bucket {bucket.index}: next_nbytes={bucket.next_nbytes}, is_last={bucket.is_last}"
         )
     return bucket
 

@@ -34,19 +34,14 @@ type or an unknown one; nothing is unpickled. The version changes whenever a fie
 
 from __future__ import annotations
 
-import hashlib
-import math
 from typing import Any
 
 import msgspec
-import torch
 
 from sglang_loader.common.check_remarks import ManifestCheck
-from sglang_loader.common.layout import BucketLayout, BucketTensor
-from sglang_loader.common.manifest import ManifestError
 from sglang_loader.common.shared_memory import CpuHandle, CudaHandle
 
-SESSION_VERSION = 8
+SESSION_VERSION = 9
 SESSION_FORMAT = "sglang_loader.session"
 """`load_format` of the request that opens a session: one descriptor for each TP rank."""
 
@@ -306,61 +301,3 @@ def _decode(decoder: Any, data: bytes) -> Any:
         return decoder.decode(data)
     except msgspec.MsgspecError as error:
         raise SessionError(f"not a session message: {error}; got {data[:60]!r}") from None
-
-
-class _LayoutTensor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
-
-
-class _Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    nbytes: int
-    tensors: tuple[_LayoutTensor, ...]
-
-
-_layout_decoder = msgspec.msgpack.Decoder(_Layout)
-
-
-def encode_layout(layout: BucketLayout) -> bytes:
-    """Serialise a layout; `decode_layout(encode_layout(x), digest_of(...)) == x`."""
-    tensors = tuple(
-        _LayoutTensor(t.name, str(t.dtype).removeprefix("torch."), t.shape, t.offset)
-        for t in layout.tensors
-    )
-    return _encoder.encode(_Layout(layout.nbytes, tensors))
-
-
-def digest_of(encoded: bytes) -> str:
-    """Names an encoded layout: 64 hexadecimal digits, the same in every process."""
-    return hashlib.sha256(encoded).hexdigest()
-
-
-def decode_layout(encoded: bytes, digest: str) -> BucketLayout:
-    """Parse and check a layout.
-
-    Raises:
-        ManifestError: not a layout, another digest, an unknown dtype, a negative dimension, or a
-            tensor that leaves the bucket.
-    """
-    if digest_of(encoded) != digest:
-        raise ManifestError(f"the layout is not the one that digest {digest} names")
-    try:
-        layout = _layout_decoder.decode(encoded)
-    except msgspec.MsgspecError as error:
-        raise ManifestError(f"not a bucket layout: {error}") from None
-    tensors = []
-    for entry in layout.tensors:
-        dtype = getattr(torch, entry.dtype, None)
-        if not isinstance(dtype, torch.dtype):
-            raise ManifestError(f"tensor {entry.name!r}: unknown dtype {entry.dtype!r}")
-        if min(entry.shape, default=0) < 0 or math.prod(entry.shape) > layout.nbytes:
-            raise ManifestError(
-                f"tensor {entry.name!r}: shape {entry.shape} in a bucket of {layout.nbytes} bytes"
-            )
-        tensors.append(BucketTensor(entry.name, entry.shape, dtype, entry.offset))
-    try:
-        return BucketLayout(tuple(tensors), layout.nbytes)
-    except ValueError as error:
-        raise ManifestError(str(error)) from None

@@ -1,0 +1,81 @@
+"""A layout on the wire: round trip, and what is refused."""
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_loader.common.layout import (
+    BucketLayout,
+    WireError,
+    decode_layout,
+    digest_of,
+    encode_layout,
+)
+from sglang_loader.common.session.messages import SessionError
+from sglang_loader.session.state import Layouts
+
+DTYPES = (torch.bfloat16, torch.float32, torch.uint8, torch.float8_e4m3fn)
+
+
+def layouts():
+    tensor = st.tuples(
+        st.text(min_size=1, max_size=8),
+        st.lists(st.integers(0, 5), max_size=3),
+        st.sampled_from(DTYPES),
+    )
+    return st.lists(tensor, max_size=6).map(BucketLayout.pack)
+
+
+@given(layouts())
+def test_layouts_round_trip(layout):
+    assert decode_layout(encode_layout(layout)) == layout
+
+
+def encoded_layout(nbytes=256, name="t", dtype="float32", shape=(4,), offset=0):
+    return msgspec.msgpack.encode(
+        {"nbytes": nbytes, "tensors": [[name, dtype, list(shape), offset]]}
+    )
+
+
+BAD = {
+    "noise": (b"noise", "not a bucket layout"),
+    "a dtype that torch does not have": (encoded_layout(dtype="float31"), "'t': unknown dtype"),
+    "a dtype that is none": (encoded_layout(dtype="nn"), "'t': unknown dtype 'nn'"),
+    "a negative dimension": (encoded_layout(shape=(-4,)), r"'t': shape \(-4,\)"),
+    "one of two": (encoded_layout(shape=(4, -1)), r"'t': shape \(4, -1\)"),
+    "beyond the bucket": (encoded_layout(shape=(65,)), "ends? within the bucket's 256 bytes"),
+    "far beyond it": (encoded_layout(shape=(1 << 62, 4)), "in a bucket of 256 bytes"),
+    "not all within": (encoded_layout(offset=244), "end within the bucket's 256 bytes"),
+    "before the bucket": (encoded_layout(offset=-4), "overlaps its neighbour"),
+    "not aligned": (encoded_layout(offset=2), "must be a multiple of 4"),
+    "two at one place": (
+        msgspec.msgpack.encode(
+            {"nbytes": 64, "tensors": [["a", "int8", [8], 0], ["b", "int8", [8], 7]]}
+        ),
+        "'b' at byte 7 overlaps its neighbour",
+    ),
+    "a field too many": (
+        msgspec.msgpack.encode({"nbytes": 0, "tensors": [], "more": 1}),
+        "unknown field `more`",
+    ),
+    "no size": (msgspec.msgpack.encode({"tensors": []}), "missing required field `nbytes`"),
+}
+
+
+@pytest.mark.parametrize(("encoded", "message"), BAD.values(), ids=BAD)
+def test_a_layout_that_leaves_its_bucket_or_means_nothing_is_refused(encoded, message):
+    decode_layout(encoded_layout())
+    with pytest.raises(WireError, match=message):
+        decode_layout(encoded)
+
+
+def test_an_engine_remembers_a_layout_by_its_digest_alone():
+    layouts, encoded = Layouts(), encoded_layout()
+    with pytest.raises(SessionError, match="was never sent"):
+        layouts.get(digest_of(encoded), None)
+    with pytest.raises(WireError, match="not the one that digest"):
+        layouts.get(digest_of(b"another"), encoded)
+    assert layouts.get(digest_of(encoded), encoded) == decode_layout(encoded)
+    assert layouts.get(digest_of(encoded), None) == decode_layout(encoded)
