@@ -29,7 +29,7 @@ from contract.tiny_architectures import (
     read_checkpoint,
 )
 from contract.weight_check_proof import check_on_ranks
-from sglang_loader.common.intervals import num_bytes
+from sglang_loader.common.regions.intervals import num_bytes
 from sglang_loader.load_plan.arrange import num_bytes_read
 
 

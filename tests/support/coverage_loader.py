@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import torch
 
-from sglang_loader.common.intervals import Interval, num_bytes, subtract
+from sglang_loader.common.regions.intervals import Interval, num_bytes, subtract
 from sglang_loader.host_backup import backup_of, publish_coverage
 from sglang_loader.host_backup.allocations import nbytes_under, under_weights_tag
 from sglang_loader.load_plan.destinations import collect_destinations

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from sglang_loader.common.intervals import Interval, num_bytes, subtract
+from sglang_loader.common.regions.intervals import Interval, num_bytes, subtract
 from sglang_loader.host_backup import backup_of
 from sglang_loader.host_backup.allocations import (
     Allocations,

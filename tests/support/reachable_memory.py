@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from sglang_loader.common.intervals import merge
+from sglang_loader.common.regions.intervals import merge
 from sglang_loader.host_backup.allocations import Allocations
 from sglang_loader.load_plan.destinations import collect_destinations
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
-from sglang_loader.common.arrangement import Arrangement, Read
 from sglang_loader.common.layout import BucketLayout
+from sglang_loader.common.regions.arrangement import Arrangement, Read
 from support.engine_steps import weights_of
 from support.trainer import NamedTensors, TrainerRank, engine_hashes
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-from sglang_loader.common.arrangement import Arrangement, Read
+from sglang_loader.common.regions.arrangement import Arrangement, Read
 from unit.trainer_ranks import trainer_group
 
 CPU = torch.device("cpu")

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from sglang_loader.common.intervals import Interval, num_bytes
+from sglang_loader.common.regions.intervals import Interval, num_bytes
 from sglang_loader.host_backup.allocations import bytes_at
 from sglang_loader.load_plan.destinations import Destinations, collect_destinations
 from support.reachable_memory import reachable

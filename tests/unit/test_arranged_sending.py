@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_loader.common.arrangement import Arrangement, Read
 from sglang_loader.common.arrangement_messages import decode_arrangements, encode_arrangements
 from sglang_loader.common.layout import BucketLayout, WireError, digest_of
+from sglang_loader.common.regions.arrangement import Arrangement, Read
 from verl_sglang_sync.config import Mode, WeightSyncConfig
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.routes.arranged_sending import ArrangedSync, KnownArrangements

@@ -13,9 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_loader.common.arrangement import Arrangement, Read
 from sglang_loader.common.copy_kernel import TILE_WORDS
 from sglang_loader.common.layout import BucketLayout
+from sglang_loader.common.regions.arrangement import Arrangement, Read
 from sglang_loader.load_plan.verify import gather
 from verl_sglang_sync.routes import byte_gather
 from verl_sglang_sync.routes.byte_gather import WORD_BYTES, ByteGather, GatherTable

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sglang_loader.common.check_remarks import LoadCounts, loaded_in, remarks_in, with_remark
-from sglang_loader.common.geometry import Region
+from sglang_loader.common.regions.geometry import Region
 from sglang_loader.session.findings import RankView, Verdict, judge
 from sglang_loader.session.published import published_tensors
 

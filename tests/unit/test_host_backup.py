@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from sglang_loader.common.engine_settings import HOST_BACKUP_VARIABLE, requested_host_backup
-from sglang_loader.common.intervals import merge, num_bytes, subtract
 from sglang_loader.common.layout import BucketLayout
+from sglang_loader.common.regions.intervals import merge, num_bytes, subtract
 from sglang_loader.host_backup import (
     WeightsBackup,
     arm,

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from sglang_loader.common.arrangement import Arrangement
 from sglang_loader.common.arrangement_messages import decode_arrangements
 from sglang_loader.common.bucket_source import BucketSource
 from sglang_loader.common.layout import BucketLayout, digest_of, encode_layout
+from sglang_loader.common.regions.arrangement import Arrangement
 from sglang_loader.load_plan.verify import CheckResult, gather
 from sglang_loader.session import arranged_plan
 from sglang_loader.session.model_loader import (

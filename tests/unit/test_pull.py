@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_loader.common.layout import BucketLayout, BucketTensor
+from sglang_loader.common.regions.compose import ByteMap
 from unit import pull_ranks
 from verl_sglang_sync.sources.export_trace import (
     NotTraceable,
@@ -17,8 +18,7 @@ from verl_sglang_sync.sources.export_trace import (
     TracedParameter,
     TracedTensor,
 )
-from verl_sglang_sync.sources.origins import ByteMap, Origin
-from verl_sglang_sync.sources.owners import everyone, shards_of_rows
+from verl_sglang_sync.sources.owners import Origin, everyone, shards_of_rows
 from verl_sglang_sync.sources.shard_memory import pieces_of
 
 

@@ -16,8 +16,8 @@ from typing import TypeAlias
 
 import msgspec
 
-from sglang_loader.common.arrangement import Arrangement, Read
 from sglang_loader.common.layout import BucketLayout, WireError
+from sglang_loader.common.regions.arrangement import Arrangement, Read
 
 ArrangedBuckets: TypeAlias = Sequence[tuple[str, Arrangement | None]]
 """(digest of the layout, what is read of it) by bucket; None: the bucket is sent as it is."""

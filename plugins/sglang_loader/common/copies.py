@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import torch
 
-from sglang_loader.common.arrangement import Arrangement
-from sglang_loader.common.geometry import StridedCopy
+from sglang_loader.common.regions.arrangement import Arrangement
+from sglang_loader.common.regions.geometry import StridedCopy
 
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 

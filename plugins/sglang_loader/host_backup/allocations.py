@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sglang_loader.common.intervals import Interval, merge
+from sglang_loader.common.regions.intervals import Interval, merge
 
 WEIGHTS_TAG = "weights"
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sglang_loader.common.intervals import Interval, num_bytes
+from sglang_loader.common.regions.intervals import Interval, num_bytes
 from sglang_loader.host_backup.allocations import bytes_at
 
 PINNED_LIMIT_BYTES = 32 << 20

@@ -21,11 +21,11 @@ from typing import Any
 
 from torch.utils._pytree import tree_map
 
-from sglang_loader.common.arrangement import Arrangement, Read
-from sglang_loader.common.bucket_source import split_copy
-from sglang_loader.common.geometry import BYTES, Dim, StridedCopy, collapse
 from sglang_loader.common.layout import ALIGNMENT_BYTES, BucketLayout
-from sglang_loader.load_plan.coalesce import coalesce
+from sglang_loader.common.regions.arrangement import Arrangement, Read
+from sglang_loader.common.regions.coalesce import coalesce
+from sglang_loader.common.regions.geometry import BYTES, Dim, StridedCopy, collapse
+from sglang_loader.common.regions.split import split_copy
 from sglang_loader.load_plan.plan import BucketPlan, TapeStep
 from sglang_loader.load_plan.trace import Space, TensorRef
 

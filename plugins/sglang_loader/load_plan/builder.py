@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
-from sglang_loader.common.geometry import Region, region_runs
-from sglang_loader.common.intervals import (
+from sglang_loader.common.regions.geometry import Region, region_runs
+from sglang_loader.common.regions.intervals import (
     Interval,
     contains,
     intersects,

@@ -17,16 +17,16 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from sglang_loader.common.geometry import (
+from sglang_loader.common.layout import BucketLayout
+from sglang_loader.common.regions.coalesce import coalesce, find_overlapping
+from sglang_loader.common.regions.geometry import (
     BYTES,
     StridedCopy,
     Unit,
     describe_copy,
     region_runs,
 )
-from sglang_loader.common.intervals import Interval, contains, intersects, merge, merge_runs
-from sglang_loader.common.layout import BucketLayout
-from sglang_loader.load_plan.coalesce import coalesce, find_overlapping
+from sglang_loader.common.regions.intervals import Interval, contains, intersects, merge, merge_runs
 from sglang_loader.load_plan.plan import BucketPlan, PlanRefused, TapeStep
 from sglang_loader.load_plan.taint import judge_host_reads
 from sglang_loader.load_plan.trace import Space, Step, TensorRef, Trace

@@ -20,9 +20,10 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from sglang_loader.common.bucket_source import BucketSource, split_copy
+from sglang_loader.common.bucket_source import BucketSource
 from sglang_loader.common.copies import copy_views
 from sglang_loader.common.copy_kernel import WORD, BatchedCopy, is_available
+from sglang_loader.common.regions.split import split_copy
 from sglang_loader.load_plan.destinations import Destinations
 from sglang_loader.load_plan.plan import BucketPlan, LoadPlan, TapeStep
 from sglang_loader.load_plan.trace import Space, TensorRef

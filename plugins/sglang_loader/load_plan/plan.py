@@ -23,9 +23,9 @@ from typing import Any, TypeAlias
 import torch
 from torch.utils._pytree import tree_leaves
 
-from sglang_loader.common.geometry import StridedCopy
-from sglang_loader.common.intervals import Interval
 from sglang_loader.common.layout import BucketLayout
+from sglang_loader.common.regions.geometry import StridedCopy
+from sglang_loader.common.regions.intervals import Interval
 from sglang_loader.load_plan.destinations import Destinations
 from sglang_loader.load_plan.guard import Fingerprint
 from sglang_loader.load_plan.trace import Space, TensorRef

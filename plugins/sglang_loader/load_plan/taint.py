@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 
-from sglang_loader.common.intervals import Interval
 from sglang_loader.common.layout import BucketLayout
+from sglang_loader.common.regions.intervals import Interval
 from sglang_loader.load_plan.plan import PlanRefused
 from sglang_loader.load_plan.trace import Space, TensorRef, Trace
 

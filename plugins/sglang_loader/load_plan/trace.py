@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from sglang_loader.common.geometry import Region
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.op_traits import OpTraits
+from sglang_loader.common.regions.geometry import Region
 from sglang_loader.load_plan.destinations import Destinations
 
 

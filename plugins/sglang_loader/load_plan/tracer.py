@@ -30,9 +30,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from sglang_loader.common.geometry import Region
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.op_traits import OpTraits, read_traits
+from sglang_loader.common.regions.geometry import Region
 from sglang_loader.load_plan.destinations import (
     AddressIndex,
     Destinations,

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from sglang_loader.common.geometry import Region, region_runs
-from sglang_loader.common.intervals import Interval, merge_runs
 from sglang_loader.common.layout import BucketLayout
+from sglang_loader.common.regions.geometry import Region, region_runs
+from sglang_loader.common.regions.intervals import Interval, merge_runs
 from sglang_loader.load_plan.trace import Space, Step, TensorRef, TracedBucket
 
 _COPY = torch.ops.aten.copy_.default

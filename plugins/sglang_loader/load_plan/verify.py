@@ -26,11 +26,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from sglang_loader.common.arrangement import Arrangement
 from sglang_loader.common.copies import gather_reads
 from sglang_loader.common.digest import CHUNK_WORDS, digest_bytes, position_weights
-from sglang_loader.common.intervals import subtract
 from sglang_loader.common.layout import BucketLayout
+from sglang_loader.common.regions.arrangement import Arrangement
+from sglang_loader.common.regions.intervals import subtract
 from sglang_loader.load_plan.destinations import (
     Destinations,
     StorageEntry,

@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
-from sglang_loader.common.arrangement import Arrangement
 from sglang_loader.common.arrangement_messages import encode_arrangements
 from sglang_loader.common.layout import digest_of, encode_layout
+from sglang_loader.common.regions.arrangement import Arrangement
 from sglang_loader.load_plan import BucketPlan, LoadPlan, PlanExecutor
 from sglang_loader.load_plan.arrange import arrange, num_bytes_read
 from sglang_loader.load_plan.destinations import Destinations

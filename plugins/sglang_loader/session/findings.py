@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from sglang_loader.common.geometry import Region, region_runs
-from sglang_loader.common.intervals import Interval, contains, merge, merge_runs
+from sglang_loader.common.regions.geometry import Region, region_runs
+from sglang_loader.common.regions.intervals import Interval, contains, merge, merge_runs
 from sglang_loader.load_plan.destinations import Destinations, TensorEntry
 from sglang_loader.load_plan.uses import BucketUses, TensorUse
 from sglang_loader.session.published import Published, Spec

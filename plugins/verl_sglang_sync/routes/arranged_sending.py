@@ -15,9 +15,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from sglang_loader.common.arrangement import Arrangement
 from sglang_loader.common.arrangement_messages import decode_arrangements
 from sglang_loader.common.layout import digest_of
+from sglang_loader.common.regions.arrangement import Arrangement
 from verl_sglang_sync.sources.bucket_stream import Bucket
 
 

@@ -20,7 +20,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sglang_loader.common.arrangement import Arrangement, Read
 from sglang_loader.common.copies import copy_views
 from sglang_loader.common.copy_kernel import (
     WORD,
@@ -30,7 +29,8 @@ from sglang_loader.common.copy_kernel import (
     rows_between,
     tile_table,
 )
-from sglang_loader.common.geometry import StridedCopy
+from sglang_loader.common.regions.arrangement import Arrangement, Read
+from sglang_loader.common.regions.geometry import StridedCopy
 
 logger = logging.getLogger(__name__)
 

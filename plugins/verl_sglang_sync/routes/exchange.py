@@ -14,8 +14,8 @@ from functools import partial
 
 import torch
 
-from sglang_loader.common.arrangement import Arrangement
 from sglang_loader.common.layout import BucketLayout
+from sglang_loader.common.regions.arrangement import Arrangement
 from verl_sglang_sync.collective import TrainerGroup, holds_everywhere, world_size
 from verl_sglang_sync.config import WeightSyncConfig
 from verl_sglang_sync.engine.session import TrainerSession

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from sglang_loader.common.arrangement import Arrangement
 from sglang_loader.common.layout import BucketLayout
+from sglang_loader.common.regions.arrangement import Arrangement
 from verl_sglang_sync.routes.arranged_sending import ArrangedSync
 from verl_sglang_sync.routes.byte_gather import ByteGather
 from verl_sglang_sync.sources.bucket_stream import Batch, Cut

@@ -25,13 +25,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter, tree_map_only
 
-from sglang_loader.common.geometry import Region
 from sglang_loader.common.layout import BucketTensor
 from sglang_loader.common.op_traits import read_traits
+from sglang_loader.common.regions.compose import ByteMap, compose
+from sglang_loader.common.regions.geometry import Region
 from verl_sglang_sync.sources.export import NamedTensor
 from verl_sglang_sync.sources.known_sources import Sources
-from verl_sglang_sync.sources.origins import ByteMap, Origin, compose
-from verl_sglang_sync.sources.owners import NotOwned, Owners, everyone, owners_of
+from verl_sglang_sync.sources.owners import NotOwned, Origin, Owners, everyone, owners_of
 
 _COLLECTIVES = frozenset(
     ("c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "symm_mem")

@@ -1,4 +1,4 @@
-"""Which rank holds which bytes of a parameter.
+"""Which bytes of which parameter an exported tensor is, and which rank holds them.
 
 A parameter that FSDP2 shards along its first dimension is, in memory, consecutive bytes on each
 rank: torch's chunks, of which the last may be short or empty.
@@ -13,6 +13,21 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from sglang_loader.common.regions.compose import ByteMap
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What an exported tensor is.
+
+    Attributes:
+        parameter: number of the parameter in its `TracedExport`.
+        bytes: which of its bytes, all ranks' shards put together.
+    """
+
+    parameter: int
+    bytes: ByteMap
 
 
 class NotOwned(ValueError):

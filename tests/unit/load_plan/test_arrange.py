@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from sglang_loader.common.arrangement import Arrangement
-from sglang_loader.common.geometry import BYTES, StridedCopy, Unit
 from sglang_loader.common.layout import ALIGNMENT_BYTES, BucketLayout, BucketTensor
+from sglang_loader.common.regions.arrangement import Arrangement
+from sglang_loader.common.regions.coalesce import coalesce, find_overlapping
+from sglang_loader.common.regions.geometry import BYTES, StridedCopy, Unit
 from sglang_loader.load_plan import PlanBuilder, check_bucket, trace_bucket
 from sglang_loader.load_plan.arrange import SHORT_RUN, UNIT_ALIGNMENT, arrange, num_bytes_read
-from sglang_loader.load_plan.coalesce import coalesce, find_overlapping
 from sglang_loader.load_plan.executor import replay_once
 from sglang_loader.load_plan.plan import BucketPlan
 from sglang_loader.load_plan.verify import check_arranged, differing, gather, snapshot

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from sglang_loader.common.arrangement import Arrangement, Read
+from sglang_loader.common.regions.arrangement import Arrangement, Read
 from verl_sglang_sync.routes.byte_gather import ByPosition, ByteGather
 from verl_sglang_sync.routes.shard_exchange.exchange_plan import ALIGNMENT_BYTES, PieceExchange
 

@@ -26,8 +26,8 @@ from enum import Enum
 import torch
 import torch.distributed as dist
 
-from sglang_loader.common.arrangement import Arrangement
 from sglang_loader.common.layout import BucketLayout
+from sglang_loader.common.regions.arrangement import Arrangement
 from verl_sglang_sync.collective import TrainerGroup, common_reason
 from verl_sglang_sync.routes.shard_exchange.all_to_all import AllToAll
 from verl_sglang_sync.routes.shard_exchange.exchange_plan import (

@@ -19,12 +19,12 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from sglang_loader.common.arrangement import Arrangement, Read
-from sglang_loader.common.bucket_source import split_copy
-from sglang_loader.common.geometry import StridedCopy
 from sglang_loader.common.layout import BucketLayout
-from verl_sglang_sync.sources.origins import Origin, compose
-from verl_sglang_sync.sources.owners import Owners
+from sglang_loader.common.regions.arrangement import Arrangement, Read
+from sglang_loader.common.regions.compose import compose
+from sglang_loader.common.regions.geometry import StridedCopy
+from sglang_loader.common.regions.split import split_copy
+from verl_sglang_sync.sources.owners import Origin, Owners
 
 ALIGNMENT_BYTES = 8
 """A part lies in the scratch as it does in the arranged buffer, modulo this: one word size."""

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from sglang_loader.common.arrangement import Arrangement
 from sglang_loader.common.copies import gather_reads
 from sglang_loader.common.layout import BucketLayout
+from sglang_loader.common.regions.arrangement import Arrangement
 
 
 def gather_arranged(

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_loader.common.geometry import (
+from sglang_loader.common.regions.geometry import (
     BYTES,
     Region,
     StridedCopy,

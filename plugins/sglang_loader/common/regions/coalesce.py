@@ -19,7 +19,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from sglang_loader.common.geometry import Dim, StridedCopy, Unit, collapse
+from sglang_loader.common.regions.geometry import Dim, StridedCopy, Unit, collapse
 
 MAX_PERIOD = 4
 MIN_REPEATS = 3

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_loader.common.bucket_source import split_copy
-from sglang_loader.common.geometry import BYTES, StridedCopy, Unit
-from sglang_loader.load_plan.coalesce import coalesce, find_overlapping, join_adjacent
+from sglang_loader.common.regions.coalesce import coalesce, find_overlapping, join_adjacent
+from sglang_loader.common.regions.geometry import BYTES, StridedCopy, Unit
+from sglang_loader.common.regions.split import split_copy
 
 SPACE = 512
 

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_loader.common.intervals import (
+from sglang_loader.common.regions.intervals import (
     Interval,
     contains,
     intersects,

@@ -1,13 +1,11 @@
-"""Where an exported tensor comes from: bytes of a parameter, as plain numbers.
+"""Which bytes of a tensor some bytes of a view of it are.
 
 A trainer's export gathers parameters and hands on views and copies of them: an expert of a fused
-weight, a tied embedding. `Origin` says which bytes of which parameter a tensor is; `compose` says
-which bytes of the parameter a strided set of the tensor's bytes is:
+weight, a tied embedding. `ByteMap` says which bytes of its parameter such a tensor is; `compose`
+says which bytes of the parameter a strided set of the tensor's bytes is:
 
-    origin = Origin(7, ByteMap.of(Region(4096, (8, 16), (32, 1), 2)))
-    for part in compose(origin.bytes, offset=32, dims=(), run=32): ...
-
-Pure: numbers in, numbers out.
+    expert = ByteMap.of(Region(4096, (8, 16), (32, 1), 2))
+    for part in compose(expert, offset=32, dims=(), run=32): ...
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeAlias
 
-from sglang_loader.common.geometry import Region
+from sglang_loader.common.regions.geometry import Region
 
 Dims: TypeAlias = tuple[tuple[int, int], ...]
 """`(count, stride in bytes)`, outermost first."""
@@ -78,19 +76,6 @@ class ByteMap:
     def distance(self, digits: Sequence[int]) -> int:
         """Bytes of the parameter between position 0 and the position of these digits."""
         return sum(digit * stride for digit, (_, stride) in zip(digits, self.dims, strict=True))
-
-
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """What an exported tensor is.
-
-    Attributes:
-        parameter: number of the parameter in its `TracedExport`.
-        bytes: which of its bytes.
-    """
-
-    parameter: int
-    bytes: ByteMap
 
 
 @dataclass(frozen=True, slots=True)

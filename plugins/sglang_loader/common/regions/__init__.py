@@ -1,0 +1,1 @@
+"""Strided bytes as plain numbers: split, composed, joined; nothing here touches a tensor."""
