@@ -69,19 +69,23 @@ def test_a_strided_set_of_a_view_is_found_in_its_parameter(data):
     region, _, _ = data.draw(regions())
     source = ByteMap.of(region)
     offset, dims, run = data.draw(strided_sets(source.nbytes))
-    parts = list(compose(source, offset, dims, run))
+    parts = list(compose(source, Read(7, offset, dims, run, 0)))
     found = [indices(part.offset, part.dims, part.run) for part in parts]
     assert np.array_equal(np.concatenate(found), bytes_of(source)[indices(offset, dims, run)])
     starts = np.cumsum([0, *(part.nbytes for part in parts)])
     assert [part.start for part in parts] == starts[:-1].tolist()
+    assert {part.tensor for part in parts} == {7}
 
 
 def test_rows_of_a_column_slice_need_one_part_each_way():
     half = ByteMap.of(Region(8, (6, 4), (8, 1), 2))  # the right half of [6, 8] bfloat16
-    assert len(list(compose(half, 0, (), 48))) == 1  # all of it is one run in its own order
-    assert len(list(compose(half, 16, (), 16))) == 1
-    assert len(list(compose(half, 4, ((6, 8),), 4))) == 1
-    assert len(list(compose(half, 4, (), 40))) == 3  # ends in the middle of rows
+    for offset, dims, run, num_parts in (
+        (0, (), 48, 1),  # all of it is one run in its own order
+        (16, (), 16, 1),
+        (4, ((6, 8),), 4, 1),
+        (4, (), 40, 3),  # ends in the middle of rows
+    ):
+        assert len(list(compose(half, Read(0, offset, dims, run, 0)))) == num_parts
 
 
 @st.composite
@@ -236,5 +240,5 @@ def test_a_rank_keeps_its_own_and_sends_nothing_that_nobody_reads():
 def test_what_is_read_into_the_same_byte_twice_is_refused():
     held, origin = shards_of_rows(4, 8, range(1)), Origin(0, ByteMap.of(Region(0, (32,), (1,), 1)))
     reads = (Read(0, 0, (), 8, 0), Read(0, 8, (), 8, 7))
-    with pytest.raises(ValueError, match="byte 7 of the arranged buffer is filled twice"):
+    with pytest.raises(ValueError, match="bytes of the arranged buffer are filled twice"):
         plan_bucket(0, [Arrangement(reads, 16)], [origin], [held])

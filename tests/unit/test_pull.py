@@ -19,7 +19,7 @@ from verl_sglang_sync.sources.export_trace import (
     TracedTensor,
 )
 from verl_sglang_sync.sources.owners import Origin, everyone, shards_of_rows
-from verl_sglang_sync.sources.shard_memory import pieces_of
+from verl_sglang_sync.sources.shard_memory import consecutive_reads
 
 
 @pytest.mark.parametrize("kind", ["dense", "tied", "moe", "vl"])
@@ -119,17 +119,18 @@ def test_the_pieces_are_the_bytes_of_the_tensors(
     layout, traced, full = case
     rank = data.draw(st.integers(0, 4))
     bucket, stop = torch.zeros(layout.nbytes, dtype=torch.uint8), 0
-    for piece in pieces_of(layout, traced, rank):
-        assert piece.start >= stop, "ascending, and apart"
-        stop = piece.start + piece.nbytes
-        owners = traced.parameters[piece.parameter].owners
+    for part in consecutive_reads(layout, traced, rank):
+        read = part.read
+        assert read.start >= stop and not read.dims, "ascending, and apart"
+        stop = read.start + read.run
+        owners = traced.parameters[read.tensor].owners
         first = 0
         if owners.ranks:
-            first, _ = owners.range_of(owners.ranks.index(piece.rank))
+            first, _ = owners.range_of(owners.ranks.index(part.owner))
         else:
-            assert piece.rank == rank
-        at = first + piece.offset
-        bucket[piece.start : stop] = full[piece.parameter][at : at + piece.nbytes]
+            assert part.owner == rank
+        at = first + read.offset
+        bucket[read.start : stop] = full[read.tensor][at : at + read.run]
     for tensor in layout.tensors:
         origin = traced.tensors[tensor.name].origin
         first = origin.bytes.offset
@@ -144,4 +145,4 @@ def test_a_tensor_whose_bytes_are_spread_is_refused() -> None:
     )
     layout = BucketLayout((BucketTensor("t", (8,), torch.uint8, 0),), 8)
     with pytest.raises(NotTraceable, match="the bytes of t are not consecutive in p"):
-        pieces_of(layout, traced, 0)
+        consecutive_reads(layout, traced, 0)

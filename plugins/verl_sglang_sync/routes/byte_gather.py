@@ -30,7 +30,6 @@ from sglang_loader.common.copy_kernel import (
     tile_table,
 )
 from sglang_loader.common.regions.arrangement import Arrangement, Read
-from sglang_loader.common.regions.geometry import StridedCopy
 
 logger = logging.getLogger(__name__)
 
@@ -194,11 +193,8 @@ def _copy_by_torch(
     """Gather by torch's copies, words as wide as each read allows; grouped by their width."""
     groups: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     for read in reads:
-        pairs = zip(read.dims, read.steps, strict=True)
-        dims = tuple((count, stride, step) for (count, stride), step in pairs)
-        copy = StridedCopy(0, read.offset, read.start, dims, read.run)
         raw = dense[read.tensor].view(-1).view(torch.uint8)
-        target, source = copy_views(copy, raw, buffer)
+        target, source = copy_views(read.as_copy(), raw, buffer)
         targets, sources = groups.setdefault(target.dtype, ([], []))
         targets.append(target)
         sources.append(source)

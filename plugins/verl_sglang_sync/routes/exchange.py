@@ -21,13 +21,14 @@ from verl_sglang_sync.config import WeightSyncConfig
 from verl_sglang_sync.engine.session import TrainerSession
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.routes.arranged_sending import ArrangedSync, KnownArrangements
-from verl_sglang_sync.routes.shard_exchange import ShardExchange, SyncKind, whole_bucket
+from verl_sglang_sync.routes.shard_exchange import ShardExchange, SyncKind
 from verl_sglang_sync.routes.staging_ring import StagingRing
 from verl_sglang_sync.routes.sync_source import ReadyBucket
 from verl_sglang_sync.sources.bucket_stream import BucketStream, Cut
 from verl_sglang_sync.sources.export import Export, NamedTensor
 from verl_sglang_sync.sources.known_sources import sources_of
 from verl_sglang_sync.sources.source_map import SourceMap
+from verl_sglang_sync.sources.transfer_plan import whole_bucket
 
 PIECES_PER_BUCKET = 4
 """A rank sends, and receives, this part of a bucket at a time: the scratch, for two pieces each

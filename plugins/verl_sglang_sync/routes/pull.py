@@ -29,6 +29,7 @@ from itertools import accumulate
 
 import torch
 
+from sglang_loader.common.regions.arrangement import Arrangement, Read
 from sglang_loader.common.session.messages import BucketPiece
 from sglang_loader.common.shared_memory import BufferHandle
 from verl_sglang_sync.collective import (
@@ -53,12 +54,11 @@ from verl_sglang_sync.sources.memory_blocks import BlockNames
 from verl_sglang_sync.sources.shard_memory import (
     LocatedShards,
     MemoryTable,
-    ShardPiece,
+    consecutive_reads,
     locate,
-    pieces_of,
-    shard_parts,
 )
 from verl_sglang_sync.sources.source_map import SourceMap
+from verl_sglang_sync.sources.transfer_plan import ShardRead, shard_reads
 
 logger = logging.getLogger(__name__)
 
@@ -93,12 +93,12 @@ class _Plan:
     Attributes:
         traced: what it was made of.
         buckets: of the export.
-        pieces: by bucket.
+        reads: by bucket.
     """
 
     traced: TracedExport
     buckets: tuple[Bucket, ...]
-    pieces: tuple[list[ShardPiece], ...]
+    reads: tuple[list[ShardRead], ...]
 
 
 @dataclass(frozen=True)
@@ -293,8 +293,9 @@ class Pull:
             return None
         self._plan = None
         try:
-            pieces = tuple(pieces_of(bucket.layout, traced, own_rank()) for bucket in buckets)
-            self._plan = _Plan(traced, buckets, pieces)
+            rank = own_rank()
+            reads = tuple(consecutive_reads(bucket.layout, traced, rank) for bucket in buckets)
+            self._plan = _Plan(traced, buckets, reads)
         except NotTraceable as error:
             reason = str(error)
         except Exception:
@@ -384,14 +385,15 @@ def _located(plan: _Plan, known: KnownSources, tables: Sequence[MemoryTable]) ->
     ]
     first_slots = [0, *accumulate(len(table.blocks) for table in tables)]
 
-    def piece(part: ShardPiece) -> BucketPiece:
-        block, shard_start = tables[part.rank].shards[part.parameter]
-        slot = first_slots[part.rank] + block
-        return BucketPiece(slot, shard_start + part.offset, part.start, part.nbytes)
+    def piece(part: ShardRead) -> BucketPiece:
+        assert part.owner is not None, "see consecutive_reads"
+        block, shard_start = tables[part.owner].shards[part.read.tensor]
+        slot, read = first_slots[part.owner] + block, part.read
+        return BucketPiece(slot, shard_start + read.offset, read.start, read.run)
 
     buckets = tuple(
         PulledBucket(bucket, [piece(part) for part in parts])
-        for bucket, parts in zip(plan.buckets, plan.pieces, strict=True)
+        for bucket, parts in zip(plan.buckets, plan.reads, strict=True)
     )
     return Located(known, tuple(blocks), buckets)
 
@@ -406,13 +408,14 @@ def _difference(
     if not exported.numel():
         return None
     flat = exported.detach().contiguous().view(-1).view(torch.uint8)
-    owners = traced.parameters[found.origin.parameter].owners
+    everything = Arrangement((Read(0, 0, (), flat.numel(), 0),), flat.numel())
     shard = located.shards[found.origin.parameter]
-    for part in shard_parts(found.origin.bytes.offset, flat.numel(), owners):
+    for part in shard_reads(everything, [found.origin], traced.owners):
         if part.owner not in (None, own_rank()):
             continue
-        own = shard[part.offset : part.offset + part.nbytes]
-        whole = flat[part.start : part.start + part.nbytes]
+        read = part.read
+        own = shard[read.offset : read.offset + read.run]
+        whole = flat[read.start : read.start + read.run]
         if own.data_ptr() != whole.data_ptr() and not torch.equal(own, whole):
             return f"{name} is exported with other bytes than its parameter has"
     return None

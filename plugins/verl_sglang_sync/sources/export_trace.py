@@ -17,6 +17,7 @@ import zlib
 from collections.abc import Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NoReturn
 from unittest import mock
 
@@ -25,8 +26,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter, tree_map_only
 
-from sglang_loader.common.layout import BucketTensor
+from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.op_traits import read_traits
+from sglang_loader.common.regions.arrangement import Read
 from sglang_loader.common.regions.compose import ByteMap, compose
 from sglang_loader.common.regions.geometry import Region
 from verl_sglang_sync.sources.export import NamedTensor
@@ -78,22 +80,30 @@ class TracedExport:
         """Among the sources, by parameter."""
         return [parameter.source for parameter in self.parameters]
 
+    @cached_property
+    def owners(self) -> list[Owners]:
+        """By parameter."""
+        return [parameter.owners for parameter in self.parameters]
+
     @property
     def checksum(self) -> int:
         """Equal on ranks that traced the same."""
         checksum = zlib.crc32(repr(self.parameters).encode())
         return zlib.crc32(repr(list(self.tensors.items())).encode(), checksum)
 
-    def find(self, tensor: BucketTensor) -> TracedTensor:
-        """What a tensor of a bucket is.
+    def origins_of(self, layout: BucketLayout) -> list[Origin]:
+        """What the tensors of a bucket are.
 
         Raises:
-            NotTraceable: it was not traced as it was exported.
+            NotTraceable: one was not traced as it was exported.
         """
-        found = self.tensors.get(tensor.name)
-        if found is None or (found.dtype, found.shape) != (tensor.dtype, tensor.shape):
-            raise NotTraceable(f"{tensor.name} was not traced as it was exported before")
-        return found
+        origins = []
+        for tensor in layout.tensors:
+            found = self.tensors.get(tensor.name)
+            if found is None or (found.dtype, found.shape) != (tensor.dtype, tensor.shape):
+                raise NotTraceable(f"{tensor.name} was not traced as it was exported before")
+            origins.append(found.origin)
+        return origins
 
 
 def trace_export(
@@ -225,7 +235,8 @@ class _Follower(TorchDispatchMode):
         *outer, (run, stride) = view.dims
         if stride != 1:
             outer, run = [*view.dims], 1
-        parts = list(compose(known.bytes, view.offset, tuple(outer), run)) if view.nbytes else []
+        whole = Read(0, view.offset, tuple(outer), run, 0)
+        parts = list(compose(known.bytes, whole)) if view.nbytes else []
         if len(parts) != 1:
             self._refuse(f"{name} is a view of a copy that is no view of its parameter")
         return ByteMap(parts[0].offset, (*parts[0].dims, (parts[0].run, 1)))

@@ -52,6 +52,10 @@ class Owners:
         """Which shard a byte lies in."""
         return bisect_right(self.starts, offset) - 1
 
+    def owner_of(self, shard: int) -> int | None:
+        """Who has a shard; None: every rank."""
+        return self.ranks[shard] if self.ranks else None
+
     def range_of(self, shard: int) -> tuple[int, int]:
         """First byte of a shard, and where it ends."""
         last = shard + 1 == len(self.starts)

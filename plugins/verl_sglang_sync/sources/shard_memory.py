@@ -7,24 +7,25 @@ another question: parameters that are offloaded come back elsewhere.
     shards = locate(names, sources(), device)                 # each rank, of its own memory
     table = shards.share(block_names, mapped, 4, folder.record)  # one handle per block and reader
     tables = group.all_gather(table)                          # then every rank knows all of them
-    pieces = pieces_of(layout, traced, rank)                  # pure: which shard holds which bytes
+    reads = consecutive_reads(layout, traced, rank)           # pure: which shard holds which bytes
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 
 import torch
 
 from sglang_loader.common.layout import BucketLayout
+from sglang_loader.common.regions.arrangement import Read
 from sglang_loader.common.shared_memory import BufferHandle
 from verl_sglang_sync.sources.export_trace import NotTraceable, TracedExport
 from verl_sglang_sync.sources.known_sources import memory_of
 from verl_sglang_sync.sources.memory_blocks import Block, BlockNames, BlockTable, share_block
-from verl_sglang_sync.sources.owners import Owners
+from verl_sglang_sync.sources.transfer_plan import ShardRead, shard_reads, whole_bucket
 
 MAX_BLOCKS = 8192
 """More blocks than this are not mapped: each costs an engine a mapping and a file descriptor."""
@@ -32,27 +33,8 @@ MAX_BLOCKS = 8192
 NO_BYTES = (-1, 0)
 
 
-@dataclass(frozen=True, slots=True)
-class ShardPiece:
-    """Consecutive bytes of a bucket that lie in one rank's shard of one parameter.
-
-    Attributes:
-        rank: who holds the shard.
-        parameter: number of the parameter in the traced export.
-        offset: of the first byte in the shard.
-        start: of the first byte in the bucket's layout.
-        nbytes: length.
-    """
-
-    rank: int
-    parameter: int
-    offset: int
-    start: int
-    nbytes: int
-
-
-def pieces_of(layout: BucketLayout, traced: TracedExport, rank: int) -> list[ShardPiece]:
-    """Which shards hold a bucket's bytes, by ascending `start`; pure.
+def consecutive_reads(layout: BucketLayout, traced: TracedExport, rank: int) -> list[ShardRead]:
+    """Which shards hold a bucket's bytes, in ascending order; none has dimensions. Pure.
 
     Args:
         layout: of the bucket.
@@ -62,70 +44,31 @@ def pieces_of(layout: BucketLayout, traced: TracedExport, rank: int) -> list[Sha
     Raises:
         NotTraceable: a tensor was not traced, or its bytes are not consecutive in a parameter.
     """
-    pieces: list[ShardPiece] = []
-    for tensor in sorted(layout.tensors, key=lambda tensor: tensor.offset):
-        origin = traced.find(tensor).origin
-        if not tensor.nbytes:
-            continue
-        if not origin.bytes.is_dense:
+    origins = traced.origins_of(layout)
+    for tensor, origin in zip(layout.tensors, origins, strict=True):
+        if tensor.nbytes and not origin.bytes.is_dense:
             name = traced.parameters[origin.parameter].source
             raise NotTraceable(f"the bytes of {tensor.name} are not consecutive in {name}")
-        owners = traced.parameters[origin.parameter].owners
-        for part in shard_parts(origin.bytes.offset, tensor.nbytes, owners):
-            owner = rank if part.owner is None else part.owner
-            start = tensor.offset + part.start
-            _append(pieces, ShardPiece(owner, origin.parameter, part.offset, start, part.nbytes))
-    return pieces
+    joined: list[ShardRead] = []
+    for part in shard_reads(whole_bucket(layout), origins, traced.owners):
+        owner = rank if part.owner is None else part.owner
+        last = joined[-1] if joined else None
+        if last is not None and last.owner == owner and _continues(last.read, part.read):
+            first = joined.pop().read
+            run = part.read.start + part.read.run - first.start
+            joined.append(ShardRead(owner, replace(first, run=run)))
+        else:
+            joined.append(ShardRead(owner, part.read))
+    return joined
 
 
-@dataclass(frozen=True, slots=True)
-class ShardPart:
-    """Consecutive bytes of a tensor that lie in one shard.
-
-    Attributes:
-        owner: who holds the shard; None: every rank does.
-        offset: of the first byte in the shard.
-        start: of the first byte in the tensor.
-        nbytes: length.
-    """
-
-    owner: int | None
-    offset: int
-    start: int
-    nbytes: int
-
-
-def shard_parts(first: int, nbytes: int, owners: Owners) -> Iterator[ShardPart]:
-    """Cut consecutive bytes of a parameter where its shards end; pure.
-
-    Args:
-        first: of the bytes, in the parameter.
-        nbytes: how many.
-        owners: of the parameter.
-    """
-    at, shard = first, owners.shard_of(first)
-    while at < first + nbytes:
-        begin, end = owners.range_of(shard)
-        stop = min(first + nbytes, end)
-        yield ShardPart(
-            owners.ranks[shard] if owners.ranks else None, at - begin, at - first, stop - at
-        )
-        at, shard = stop, shard + 1
-
-
-def _append(pieces: list[ShardPiece], piece: ShardPiece) -> None:
-    """Add a piece, as part of the last one where it continues that, gaps of the layout included."""
-    last = pieces[-1] if pieces else None
-    if (
-        last is not None
-        and (last.rank, last.parameter) == (piece.rank, piece.parameter)
-        and last.offset < piece.offset
-        and piece.offset - last.offset == piece.start - last.start
-    ):
-        nbytes = piece.start + piece.nbytes - last.start
-        pieces[-1] = ShardPiece(last.rank, last.parameter, last.offset, last.start, nbytes)
-    else:
-        pieces.append(piece)
+def _continues(read: Read, after: Read) -> bool:
+    """True if bytes of a shard and of the bucket go on alike, gaps of the layout included."""
+    return (
+        read.tensor == after.tensor
+        and read.offset < after.offset
+        and after.offset - read.offset == after.start - read.start
+    )
 
 
 @dataclass(frozen=True, slots=True)

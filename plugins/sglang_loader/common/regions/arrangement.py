@@ -6,14 +6,14 @@ place. The engine makes it from its plan; whoever sends fills the buffer:
 
     buffer[read.start : read.start + read.nbytes] = bytes of tensor `read.tensor`, at `read.offset`,
                                                     strided as `read.dims` and `read.run` say
-
-Pure: numbers in, numbers out.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+
+from sglang_loader.common.regions.geometry import StridedCopy
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,11 @@ class Read:
         return self.run * math.prod(count for count, _ in self.dims)
 
     @property
+    def stop(self) -> int:
+        """Where the bytes end in the tensor."""
+        return self.offset + sum((count - 1) * stride for count, stride in self.dims) + self.run
+
+    @property
     def steps(self) -> tuple[int, ...]:
         """Strides of `dims` in the arranged buffer, in bytes."""
         steps, step = [], self.run
@@ -47,6 +52,18 @@ class Read:
             steps.append(step)
             step *= count
         return tuple(reversed(steps))
+
+    def as_copy(self) -> StridedCopy:
+        """From the tensor to the arranged buffer."""
+        pairs = zip(self.dims, self.steps, strict=True)
+        dims = tuple((count, stride, step) for (count, stride), step in pairs)
+        return StridedCopy(0, self.offset, self.start, dims, self.run)
+
+    @classmethod
+    def from_copy(cls, copy: StridedCopy, tensor: int) -> Read:
+        """Of a part of `as_copy()` that `split_copy` has made: it is dense in the buffer, too."""
+        dims = tuple((count, stride) for count, stride, _ in copy.dims)
+        return cls(tensor, copy.src, dims, copy.run, copy.dst)
 
 
 @dataclass(frozen=True, slots=True)

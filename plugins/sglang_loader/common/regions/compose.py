@@ -5,17 +5,18 @@ weight, a tied embedding. `ByteMap` says which bytes of its parameter such a ten
 says which bytes of the parameter a strided set of the tensor's bytes is:
 
     expert = ByteMap.of(Region(4096, (8, 16), (32, 1), 2))
-    for part in compose(expert, offset=32, dims=(), run=32): ...
+    for read in compose(expert, Read(7, 32, (), 32, 0)): ...
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeAlias
 
+from sglang_loader.common.regions.arrangement import Read
 from sglang_loader.common.regions.geometry import Region
 
 Dims: TypeAlias = tuple[tuple[int, int], ...]
@@ -78,82 +79,57 @@ class ByteMap:
         return sum(digit * stride for digit, (_, stride) in zip(digits, self.dims, strict=True))
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Some bytes of a parameter.
+def compose(source: ByteMap, read: Read) -> Iterator[Read]:
+    """A read of a tensor as reads of what the tensor is a view of: in the same order, without gaps.
 
-    Attributes:
-        offset: first byte, in the parameter.
-        dims: around the run.
-        run: consecutive bytes innermost.
-        start: how many bytes of the composed set come before it.
-    """
-
-    offset: int
-    dims: Dims
-    run: int
-    start: int
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the part."""
-        return self.run * math.prod(count for count, _ in self.dims)
-
-
-def compose(source: ByteMap, offset: int, dims: Dims, run: int, start: int = 0) -> Iterator[Part]:
-    """A strided set of a tensor's bytes, in the parameter: in the same order, without gaps.
-
-    A set that no single strided set describes there is cut: at the ends of the tensor's own
-    consecutive bytes, and where a dimension does not fit into the tensor's.
+    What no single strided set describes there is cut: at the ends of the tensor's own consecutive
+    bytes, and where a dimension does not fit into the tensor's.
 
     Args:
         source: the tensor.
-        offset: first byte, in the tensor's C order.
-        dims: around the run.
-        run: consecutive bytes innermost.
-        start: position of the first part.
+        read: `offset` counts in the tensor's C order; `tensor` is kept as it is.
     """
     if source.is_dense:
-        yield Part(source.offset + offset, dims, run, start)
+        yield Read(read.tensor, source.offset + read.offset, read.dims, read.run, read.start)
         return
-    at = source.digits(offset)
-    steps = [source.digits(stride) for _, stride in (*dims, (run, 1))]
-    counts = [*(count for count, _ in dims), run]
+    at = source.digits(read.offset)
+    steps = [source.digits(stride) for _, stride in (*read.dims, (read.run, 1))]
+    counts = [*(count for count, _ in read.dims), read.run]
     reach = [
         digit + sum((n - 1) * step[k] for n, step in zip(counts, steps, strict=True))
         for k, digit in enumerate(at)
     ]
-    if all(top < count for top, (count, _) in zip(reach, source.dims, strict=True)):
-        first = source.offset + source.distance(at)
-        strides = [source.distance(step) for step in steps]
-        if strides[-1] == 1 or run == 1:
-            yield Part(first, tuple(zip(counts[:-1], strides, strict=False)), run, start)
-        else:
-            yield Part(first, tuple(zip(counts, strides, strict=True)), 1, start)
+    if any(top >= count for top, (count, _) in zip(reach, source.dims, strict=True)):
+        for part in _cut(source, read):
+            yield from compose(source, part)
         return
-    yield from _cut(source, offset, dims, run, start)
+    first = source.offset + source.distance(at)
+    dims = [(n, source.distance(step)) for n, step in zip(counts, steps, strict=True)]
+    run = 1
+    if dims[-1][1] == 1 or read.run == 1:
+        *dims, (run, _) = dims
+    yield Read(read.tensor, first, tuple(dims), run, read.start)
 
 
-def _cut(source: ByteMap, offset: int, dims: Dims, run: int, start: int) -> Iterator[Part]:
-    """`compose` for a set that carries from one of the tensor's dimensions into another."""
-    factored = _factored(source, offset, (*dims, (run, 1)))
+def _cut(source: ByteMap, read: Read) -> list[Read]:
+    """A read that carries from one of the tensor's dimensions into another, in smaller ones."""
+    factored = _factored(source, read.offset, (*read.dims, (read.run, 1)))
     if factored is not None:
         *outer, (run, _) = factored
-        yield from compose(source, offset, tuple(outer), run, start)
-        return
-    if dims:
-        (count, stride), *inner = dims
-        nbytes = run * math.prod(n for n, _ in inner)
-        for i in range(count):
-            yield from compose(source, offset + i * stride, tuple(inner), run, start + i * nbytes)
-        return
-    row = source.dims[-1][0]
-    head = min(run, -offset % row or row)
-    if head == row and run > row:
-        head = run - run % row
-    yield from compose(source, offset, (), head, start)
-    if run > head:
-        yield from compose(source, offset + head, (), run - head, start + head)
+        return [replace(read, dims=tuple(outer), run=run)]
+    if read.dims:
+        (count, stride), *inner = read.dims
+        row = replace(read, dims=tuple(inner))
+        return [
+            replace(row, offset=read.offset + i * stride, start=read.start + i * row.nbytes)
+            for i in range(count)
+        ]
+    row_nbytes = source.dims[-1][0]
+    head = min(read.run, -read.offset % row_nbytes or row_nbytes)
+    if head == row_nbytes and read.run > row_nbytes:
+        head = read.run - read.run % row_nbytes
+    rest = replace(read, offset=read.offset + head, run=read.run - head, start=read.start + head)
+    return [replace(read, run=head), *([rest] if rest.run else [])]
 
 
 def _factored(source: ByteMap, offset: int, dims: Dims) -> Dims | None:

@@ -253,12 +253,10 @@ class ShardExchange:
         self, arrangements: Sequence[Sequence[Arrangement]], layouts: Sequence[BucketLayout]
     ) -> _Draft:
         rank, traced = dist.get_rank(), self._source_map.traced
-        owners = [parameter.owners for parameter in traced.parameters]
-        buckets = []
+        owners, buckets = traced.owners, []
         for index, layout in enumerate(layouts):
-            origins = [traced.find(tensor).origin for tensor in layout.tensors]
             by_rank = [arranged[index] for arranged in arrangements]
-            buckets.append(plan_bucket(rank, by_rank, origins, owners))
+            buckets.append(plan_bucket(rank, by_rank, traced.origins_of(layout), owners))
         known = _Known(traced, tuple(arrangements[rank]), tuple(layouts))
         return _Draft(tuple(buckets), known, zlib.crc32(repr(arrangements).encode()))
 

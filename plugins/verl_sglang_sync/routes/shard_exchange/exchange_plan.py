@@ -1,11 +1,10 @@
 """Which bytes each trainer rank sends to which, so that every rank's arranged buffer is filled.
 
-An engine rank reads a part of every exported tensor (`Arrangement`), a tensor is a part of a
-parameter (`Origin`), and a parameter lies in shards on the ranks (`Owners`). `plan_bucket` follows
-the bytes back, cuts them where shards end, and keeps what one rank has to do with them:
+`plan_bucket` goes through what every engine rank reads (`sources.transfer_plan`) and keeps what one
+trainer rank has to do with it:
 
     own        a shard of this rank -> its arranged buffer
-    sends    shards of this rank  -> the other ranks
+    sends      shards of this rank  -> the other ranks
     receives   the other ranks      -> its arranged buffer
 
 Both ends of a pair list the same parts in the same order, so nothing but bytes travels. A bucket
@@ -15,16 +14,13 @@ at a time, and through scratch that only has to hold pieces. Pure.
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.regions.arrangement import Arrangement, Read
-from sglang_loader.common.regions.compose import compose
-from sglang_loader.common.regions.geometry import StridedCopy
-from sglang_loader.common.regions.split import split_copy
+from sglang_loader.common.regions.intervals import merge, num_bytes
 from verl_sglang_sync.sources.owners import Origin, Owners
+from verl_sglang_sync.sources.transfer_plan import shard_reads
 
 ALIGNMENT_BYTES = 8
 """A part lies in the scratch as it does in the arranged buffer, modulo this: one word size."""
@@ -78,19 +74,6 @@ class PieceExchange:
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class ShardRead:
-    """A part of a destination's arranged buffer that lies in one shard.
-
-    Attributes:
-        owner: who sends it; None where every rank has it.
-        read: `tensor` is the parameter, `offset` a byte of the shard, `start` in the buffer.
-    """
-
-    owner: int | None
-    read: Read
-
-
 def plan_bucket(
     rank: int,
     arrangements: Sequence[Arrangement],
@@ -113,7 +96,7 @@ def plan_bucket(
     sends: list[list[Read]] = [[] for _ in arrangements]
     for destination, arrangement in enumerate(arrangements):
         mine = destination == rank
-        for part in parts_of(arrangement, origins, owners, None if mine else rank):
+        for part in shard_reads(arrangement, origins, owners, None if mine else rank):
             owner = destination if part.owner is None else part.owner
             if mine and owner == rank:
                 own.append(part.read)
@@ -155,57 +138,6 @@ def pieces_of(bucket: BucketExchange, num_pieces: int) -> list[PieceExchange]:
             )
         )
     return pieces
-
-
-def parts_of(
-    arrangement: Arrangement,
-    origins: Sequence[Origin],
-    owners: Sequence[Owners],
-    only: int | None = None,
-) -> Iterator[ShardRead]:
-    """An arrangement's reads, cut into shards, in the order of the reads.
-
-    Args:
-        arrangement: of the destination.
-        origins: of the bucket's tensors.
-        owners: by parameter.
-        only: leave out what this rank does not own, where that is quickly known.
-    """
-    for read in arrangement.reads:
-        nbytes = read.nbytes
-        if not nbytes:
-            continue
-        origin = origins[read.tensor]
-        held = owners[origin.parameter]
-        source = origin.bytes
-        if source.is_dense:
-            first = source.offset + read.offset
-            stop = first + read.run
-            for count, stride in read.dims:
-                stop += (count - 1) * stride
-            shard = bisect_right(held.starts, first) - 1
-            start, end = held.range_of(shard)
-            if stop <= end:
-                owner = held.ranks[shard] if held.ranks else None
-                if only is None or owner == only:
-                    local = Read(origin.parameter, first - start, read.dims, read.run, read.start)
-                    yield ShardRead(owner, local)
-                continue
-        for part in compose(source, read.offset, read.dims, read.run, read.start):
-            dims, step = [], part.nbytes
-            for count, stride in part.dims:
-                step //= count
-                dims.append((count, stride, step))
-            whole = StridedCopy(0, part.offset, part.start, tuple(dims), part.run)
-            for copy in split_copy(whole, held.starts):
-                yield _shard_read(copy, origin.parameter, held)
-
-
-def _shard_read(copy: StridedCopy, parameter: int, held: Owners) -> ShardRead:
-    shard = held.shard_of(copy.src)
-    dims = tuple((count, stride) for count, stride, _ in copy.dims)
-    read = Read(parameter, copy.src - held.starts[shard], dims, copy.run, copy.dst)
-    return ShardRead(held.ranks[shard] if held.ranks else None, read)
 
 
 def _cut(reads: Sequence[Read], num_pieces: int) -> list[list[Read]]:
@@ -296,37 +228,10 @@ def _nbytes(reads: Sequence[Read]) -> int:
 
 def _check_filled_once(arrangement: Arrangement, filling: Sequence[Read]) -> None:
     """Conservation: what is read is filled, nothing twice, nothing else."""
-    wanted = _joined([(read.start, read.nbytes) for read in arrangement.reads])
-    filled = _joined([(read.start, read.nbytes) for read in filling])
+    wanted = merge((read.start, read.start + read.nbytes) for read in arrangement.reads)
+    filled = merge((read.start, read.start + read.nbytes) for read in filling)
     if wanted != filled or (wanted and wanted[-1][1] > arrangement.nbytes):
-        missing = next(
-            (w for w, f in zip(wanted, [*filled, None], strict=False) if w != f), "something else"
-        )
+        missing = next((w for w, f in zip(wanted, [*filled, None], strict=False) if w != f), "more")
         raise ValueError(f"the shards do not fill bytes {missing} of the arranged buffer as read")
-
-
-def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """`(start, nbytes)` as ascending `(start, stop)` that do not touch.
-
-    Raises:
-        ValueError: two of them share a byte.
-    """
-    joined: list[tuple[int, int]] = []
-    for start, nbytes in sorted(ranges):
-        if not nbytes:
-            continue
-        if joined and start < joined[-1][1]:
-            raise ValueError(f"byte {start} of the arranged buffer is filled twice")
-        if joined and start == joined[-1][1]:
-            joined[-1] = (joined[-1][0], start + nbytes)
-        else:
-            joined.append((start, start + nbytes))
-    return joined
-
-
-def whole_bucket(layout: BucketLayout) -> Arrangement:
-    """For a bucket that is not arranged: all of its tensors, where its layout has them."""
-    reads = tuple(
-        Read(i, 0, (), tensor.nbytes, tensor.offset) for i, tensor in enumerate(layout.tensors)
-    )
-    return Arrangement(reads, layout.nbytes)
+    if num_bytes(filled) != _nbytes(filling):
+        raise ValueError("some bytes of the arranged buffer are filled twice")
