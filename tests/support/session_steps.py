@@ -112,7 +112,7 @@ def forged_arrangements(rank: TrainerRank, model: str, folder: str) -> dict[str,
     transport = manager._transport
     sent = [cut.bucket for cut in transport._stream.cuts]
     buckets = [(bucket.digest, _whole(bucket.layout)) for bucket in sent]
-    transport._arrangements = KnownArrangements("0" * 64, tuple(buckets))
+    transport._arrangements.known = KnownArrangements("0" * 64, tuple(buckets))
     keep_if_held = ArrangedSync.keep_if_held
     ArrangedSync.keep_if_held = lambda *_: None  # type: ignore[method-assign]
     error = "no error"

@@ -162,7 +162,7 @@ class Rank:
     """An exchange of one model on this rank."""
 
     def __init__(self, model, change=None, recheck=0):
-        from verl_sglang_sync.routes.shard_exchange import ShardExchange
+        from verl_sglang_sync.routes.exchange.shard_exchange import ShardExchange
         from verl_sglang_sync.sources.reexport import transformed
         from verl_sglang_sync.sources.source_map import SourceMap
 
@@ -198,8 +198,8 @@ class Rank:
 
     def sync(self):
         """One sync as a transport would make it; what was exchanged is compared afterwards."""
-        from verl_sglang_sync.routes.shard_exchange import SyncKind
-        from verl_sglang_sync.routes.shard_exchange.self_check import gather_arranged
+        from verl_sglang_sync.routes.exchange.self_check import gather_arranged
+        from verl_sglang_sync.routes.exchange.shard_exchange import SyncKind
 
         kind = self.exchange.ready(self.export, self.layouts)
         self.seen.kinds.append(kind.name)
@@ -278,8 +278,8 @@ class _Arranged:
 def drain_on_rank_1():
     """Rank 1 gives up after one bucket; whether what this rank filled is right."""
     from verl_sglang_sync.report import SyncReport
-    from verl_sglang_sync.routes.exchange import ExchangedBuckets
-    from verl_sglang_sync.routes.shard_exchange.self_check import gather_arranged
+    from verl_sglang_sync.routes.exchange.route import ExchangedBuckets
+    from verl_sglang_sync.routes.exchange.self_check import gather_arranged
 
     rank = Rank(sharded("dense"))
     rank.prepare()
@@ -287,7 +287,9 @@ def drain_on_rank_1():
     kind = rank.exchange.ready(rank.export, rank.layouts)
     cuts = [types.SimpleNamespace(bucket=batch.bucket) for batch in rank.batches]
     ring, report = _Ring(), SyncReport(mode="compiled", replica=0)
-    buckets = ExchangedBuckets(rank.exchange, cuts, _Arranged(rank.own), ring, report)
+    buckets = ExchangedBuckets(
+        rank.exchange, cuts, _Arranged(rank.own), ring, report, _Arranged.digest
+    )
     buckets.engine_joined(_Arranged.digest)
     for bucket in buckets:
         if dist.get_rank() == 1:

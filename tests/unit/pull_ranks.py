@@ -41,7 +41,7 @@ class Rank:
     """The syncs of one model on this rank, and an engine that maps what it is told to."""
 
     def __init__(self, kind: str, *, is_shared: bool = True, recheck: int = 0) -> None:
-        from verl_sglang_sync.routes.pull import Pull
+        from verl_sglang_sync.routes.pull.route import Pull
         from verl_sglang_sync.sources.bucket_stream import BucketStream
         from verl_sglang_sync.sources.source_map import SourceMap
 
@@ -56,6 +56,7 @@ class Rank:
             self.group,
             CPU,
             SourceMap(self.group, CPU),
+            self.stream,
             is_wanted=True,
             record=self._count,
             recheck_every_n_syncs=recheck,
@@ -70,9 +71,10 @@ class Rank:
         """One sync as a transport would make it, again where a pull does not hold."""
         from torch.distributed.tensor import DTensor
 
-        from verl_sglang_sync.routes.pull import Recovery
+        from verl_sglang_sync.report import SyncReport
+        from verl_sglang_sync.routes.route import Recovery
 
-        if not self.pull.prepare(self.export):
+        if self.pull.choose(self.export, SyncReport(mode="compiled", replica=0)) is None:
             self._export(may_read)
             return
         cause = None
@@ -89,7 +91,7 @@ class Rank:
             return
         recovery = self.pull.recover(cause, self.export)
         self.seen.recoveries.append(recovery.name)
-        if recovery is Recovery.PULL:
+        if recovery is Recovery.AGAIN:
             self.sync()
         elif recovery is Recovery.EXPORT:
             self._export(may_read)
@@ -102,7 +104,7 @@ class Rank:
             pass
         self.seen.routes.append("export")
         if self.pull.can_learn(self.export):
-            self.pull.learn(self.export, self.stream.cuts, may_read=may_read)
+            self.pull.learn(self.export, loaded(may_read))
         self.seen.off = self.pull.off
 
     def _read(self) -> None:
@@ -143,6 +145,20 @@ class Rank:
             for parameter in self.model.parameters():
                 local = parameter.to_local()
                 local.add_(torch.arange(local.numel(), dtype=local.dtype).view(local.shape) + 1)
+
+
+def loaded(may_read: bool) -> Any:
+    """What an engine rank says that has loaded an exported sync."""
+    from sglang_loader.common.session.messages import Loaded
+
+    return Loaded(
+        num_replayed=0,
+        num_eager=1,
+        reason=None,
+        may_read_in_place=may_read,
+        arrangements=None,
+        seconds={},
+    )
 
 
 def share(model: torch.nn.Module) -> None:

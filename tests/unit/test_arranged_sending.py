@@ -13,12 +13,14 @@ from hypothesis import strategies as st
 from sglang_loader.common.arrangement_messages import decode_arrangements, encode_arrangements
 from sglang_loader.common.layout import BucketLayout, WireError, digest_of
 from sglang_loader.common.regions.arrangement import Arrangement, Read
-from verl_sglang_sync.config import Mode, WeightSyncConfig
 from verl_sglang_sync.report import SyncReport
-from verl_sglang_sync.routes.arranged_sending import ArrangedSync, KnownArrangements
+from verl_sglang_sync.routes.arranged_sending import (
+    ArrangedSync,
+    EngineArrangements,
+    KnownArrangements,
+)
 from verl_sglang_sync.routes.staging_ring import StagingRing
 from verl_sglang_sync.sources.bucket_stream import Batch, Bucket, BucketStream, Cut
-from verl_sglang_sync.sync.transport import SessionTransport
 
 CPU = torch.device("cpu")
 LAYOUT = BucketLayout.pack([("a", (16, 8), torch.float32), ("b", (8,), torch.bfloat16)])
@@ -141,33 +143,20 @@ def test_the_ring_has_room_for_what_is_sent() -> None:
     assert ring.nbytes == 0
 
 
-class OneRank:
-    """A trainer of one rank, whose transport is asked nothing but what it learns."""
-
-    def agree(self, *_: object) -> None:
-        raise AssertionError("no sync is run")
-
-
-@pytest.mark.parametrize("mode", ["compiled", "flattened"])
-def test_a_transport_learns_what_it_may_use(mode: Mode, caplog: pytest.LogCaptureFixture) -> None:
-    settings = WeightSyncConfig(
-        mode=mode,
-        bucket_bytes=1024,
-        multi_stage_wake_up=True,
-        free_cache_engine=True,
-    )
-    transport = SessionTransport(engine=None, settings=settings, group=OneRank(), device=CPU)  # type: ignore[arg-type]
-    assert transport._known_digest() is None, "there was no sync whose buckets it knows"
-    report = SyncReport(mode="compiled", replica=0)
-    list(transport._stream.batches(iter([("t", torch.zeros(256))]), report))
-    assert transport._known_digest() == ("" if mode == "compiled" else None)
-    if mode != "compiled":
-        return
-    (cut,) = transport._stream.cuts
-    offer = encode_arrangements([(cut.bucket.digest, HALF)])
-    transport._learn(offer)
-    assert transport._known_digest() == digest_of(offer)
+def test_a_trainer_learns_what_it_may_use(caplog: pytest.LogCaptureFixture) -> None:
+    assert EngineArrangements(is_wanted=True).known_digest([]) is None, "no bucket was sent yet"
+    assert EngineArrangements(is_wanted=False).known_digest(BUCKETS) is None
+    arrangements = EngineArrangements(is_wanted=True)
+    assert arrangements.known_digest(BUCKETS) == ""
+    offer = encode_arrangements([(bucket.digest, HALF) for bucket in BUCKETS])
+    arrangements.learn(offer, BUCKETS)
+    assert arrangements.known_digest(BUCKETS) == digest_of(offer)
+    assert arrangements.for_sync().digest == digest_of(offer)
+    assert arrangements.fitting(BUCKETS) is not None
+    assert arrangements.fitting(BUCKETS[1:]) is None
+    arrangements.forget()
+    assert arrangements.known_digest(BUCKETS) == ""
     with caplog.at_level(logging.WARNING):
-        transport._learn(b"noise")
+        arrangements.learn(b"noise", BUCKETS)
     assert "the engine's arrangements do not fit: not arrangements" in caplog.text
-    assert transport._known_digest() is None, "asked for them no more"
+    assert arrangements.known_digest(BUCKETS) is None, "asked for them no more"

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from sglang_loader.common.regions.arrangement import Arrangement, Read
 from sglang_loader.common.regions.compose import ByteMap, compose
 from sglang_loader.common.regions.geometry import Region
-from verl_sglang_sync.routes.shard_exchange import exchange_plan
-from verl_sglang_sync.routes.shard_exchange.exchange_plan import pieces_of, plan_bucket
+from verl_sglang_sync.routes.exchange import exchange_plan
+from verl_sglang_sync.routes.exchange.exchange_plan import pieces_of, plan_bucket
 from verl_sglang_sync.sources.owners import Origin, everyone, shards_of_rows
 
 

@@ -34,7 +34,7 @@ def test_what_is_pulled_is_what_the_export_would_give(pool: Any, kind: str) -> N
 def test_parameters_that_come_back_elsewhere_are_pulled_from_there(pool: Any) -> None:
     for seen in pool.run(pull_ranks.pull_offloaded):
         assert seen["routes"] == ["export", "pull", "pull", "pull"]
-        assert seen["recoveries"] == ["PULL"], "from then on they are located before each sync"
+        assert seen["recoveries"] == ["AGAIN"], "from then on they are located before each sync"
         assert seen["wrong"] == [[], [], []]
         assert not seen["keeps"]
 
@@ -42,7 +42,7 @@ def test_parameters_that_come_back_elsewhere_are_pulled_from_there(pool: Any) ->
 def test_a_shard_that_moved_on_one_rank_is_pulled_from_where_it_is(pool: Any) -> None:
     for seen in pool.run(pull_ranks.pull_moved, 2):
         assert seen["routes"] == ["export", "pull", "pull", "pull"]
-        assert seen["recoveries"] == ["PULL"]
+        assert seen["recoveries"] == ["AGAIN"]
         assert seen["wrong"] == [[]]
 
 
@@ -56,7 +56,7 @@ def test_other_parameters_are_exported_and_traced_again(pool: Any) -> None:
 def test_an_engine_that_has_nothing_mapped_gets_new_handles(pool: Any) -> None:
     for seen in pool.run(pull_ranks.pull_engine_forgot):
         assert seen["routes"] == ["export", "pull", "pull", "pull"]
-        assert seen["recoveries"] == ["PULL"]
+        assert seen["recoveries"] == ["AGAIN"]
         assert seen["wrong"] == [[]]
         assert seen["keeps"], "the parameters have not moved"
 

@@ -27,8 +27,8 @@ from verl_sglang_sync.engine.session import (
 )
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.routes.arranged_sending import ArrangedSync
+from verl_sglang_sync.routes.export import ExportedBuckets
 from verl_sglang_sync.routes.staging_ring import StagingRing
-from verl_sglang_sync.routes.sync_source import ExportedBuckets
 from verl_sglang_sync.sources.bucket_stream import BucketStream
 from verl_sglang_sync.sources.export import Export
 from verl_sglang_sync.sources.memory_blocks import BlockNames

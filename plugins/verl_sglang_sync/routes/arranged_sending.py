@@ -1,7 +1,7 @@
 """Which buckets of a sync are sent arranged: what the engine offered once, and what it holds today.
 
-    known = KnownArrangements.of(encoded, buckets)     # after a good sync; for the next ones
-    arranged = ArrangedSync(known)                      # one sync
+    arrangements.learn(encoded, buckets)                # after a good sync; for the next ones
+    arranged = arrangements.for_sync()                  # one sync
     arranged.of(0, first_bucket)                        # packed while the engine joins
     arranged.keep_if_held(session.arrangements)         # `digest` is "": pack it again, whole
     arranged.of(1, second_bucket)                       # None: send it whole
@@ -12,13 +12,16 @@ whole.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import logging
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from sglang_loader.common.arrangement_messages import decode_arrangements
-from sglang_loader.common.layout import digest_of
+from sglang_loader.common.layout import WireError, digest_of
 from sglang_loader.common.regions.arrangement import Arrangement
 from verl_sglang_sync.sources.bucket_stream import Bucket
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -76,3 +79,43 @@ class ArrangedSync:
             self._known = None
             return None
         return known[index][1]
+
+
+class EngineArrangements:
+    """What the engine rank on this device reads of each bucket, as it has said after a sync.
+
+    Args:
+        is_wanted: False: buckets are always sent whole.
+    """
+
+    def __init__(self, *, is_wanted: bool) -> None:
+        self._is_wanted = is_wanted
+        self.known: KnownArrangements | None = None
+
+    def for_sync(self) -> ArrangedSync:
+        """How the buckets of the next sync may come."""
+        return ArrangedSync(self.known)
+
+    def known_digest(self, sent: Sequence[Bucket]) -> str | None:
+        """What the engine need not say again; None where it need not say anything."""
+        if not self._is_wanted or not sent:
+            return None
+        return self.known.digest if self.known is not None else ""
+
+    def fitting(self, sent: Iterable[Bucket]) -> KnownArrangements | None:
+        """What is known, if it speaks of these buckets."""
+        return self.known if self.known is not None and self.known.fits(sent) else None
+
+    def learn(self, encoded: bytes, sent: Iterable[Bucket]) -> None:
+        """From the next sync on, send what the engine rank reads."""
+        try:
+            self.known = KnownArrangements.of(encoded, sent)
+        except WireError as error:
+            self._is_wanted = False
+            logger.warning(
+                "buckets are sent whole, the engine's arrangements do not fit: %s", error
+            )
+
+    def forget(self) -> None:
+        """The next sync is made as the first one was."""
+        self.known = None

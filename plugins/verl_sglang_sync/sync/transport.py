@@ -6,42 +6,34 @@ engine has read it (only then is anything published); every replica is done. A r
 between goes on exporting (the export's collectives need it), then all leave together with the same
 `WeightSyncError`.
 
-Where the buckets come from is chosen once the request has left (`_choose`): the engines pull them
-out of the ranks' parameters (`routes.pull`), the ranks exchange what their engines read
-(`routes.exchange`), or verl's full export is packed (`routes.sync_source`). A pull that turns out
-not to hold is made again, once: from where the parameters are now, or with the export.
+Where the buckets come from is chosen once the request has left (`_choose`): the first route that
+has something to offer (`routes.route`), or verl's full export, packed. A route by which a sync
+failed may ask for it to be made again, once: by the same route, or with the export.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 
 import torch
 
-from sglang_loader.common.layout import WireError
 from sglang_loader.common.session.messages import BucketPiece, Loaded, SessionError
 from verl_sglang_sync.collective import STEP_S, RankLost, TrainerGroup, WeightSyncError
 from verl_sglang_sync.config import WeightSyncConfig
 from verl_sglang_sync.engine.server_client import ReplyLost
 from verl_sglang_sync.engine.session import EngineFailed, SessionSockets, TrainerSession
 from verl_sglang_sync.report import SyncReport, warn_once
-from verl_sglang_sync.routes.arranged_sending import ArrangedSync, KnownArrangements
-from verl_sglang_sync.routes.exchange import ExchangedBuckets, SessionExchange
-from verl_sglang_sync.routes.pull import NOT_IN_PLACE, Pull, Recovery
-from verl_sglang_sync.routes.shard_exchange import SyncKind
+from verl_sglang_sync.routes.arranged_sending import EngineArrangements
+from verl_sglang_sync.routes.exchange.route import Exchange
+from verl_sglang_sync.routes.export import ExportedBuckets
+from verl_sglang_sync.routes.pull.route import Pull
+from verl_sglang_sync.routes.route import ReadyBucket, Recovery, Route, SyncSource
 from verl_sglang_sync.routes.staging_ring import StagingRing
-from verl_sglang_sync.routes.sync_source import (
-    ExportedBuckets,
-    PulledBuckets,
-    ReadyBucket,
-    SyncSource,
-)
 from verl_sglang_sync.sources.bucket_stream import BucketStream
 from verl_sglang_sync.sources.export import Export, NamedTensor
-from verl_sglang_sync.sources.known_sources import sources_of
 from verl_sglang_sync.sources.memory_blocks import BlockNames
 from verl_sglang_sync.sources.source_map import SourceMap
 from verl_sglang_sync.sync.ranks_in_step import OpeningRequest, RanksInStep, Updater
@@ -85,19 +77,28 @@ class SessionTransport:
             bucket_bytes=settings.bucket_bytes,
         )
         self._names = BlockNames()
-        self._wants_arrangements = settings.uses_plan
-        self._arrangements: KnownArrangements | None = None
+        self._arrangements = EngineArrangements(is_wanted=settings.uses_plan)
         source_map = SourceMap(group, device)
-        self._exchange = SessionExchange(settings, group, device, source_map)
-        self._pull = Pull(
+        pull = Pull(
             group,
             device,
             source_map,
+            self._stream,
             is_wanted=settings.read_in_place,
             record=lambda handle: self._sockets.folder.record(handle),
             recheck_every_n_syncs=settings.recheck_every_n_syncs,
         )
-        self._is_pulled = False
+        exchange = Exchange(
+            settings,
+            group,
+            device,
+            source_map,
+            stream=self._stream,
+            arrangements=self._arrangements,
+            ring=self._ring,
+        )
+        self._routes: tuple[Route, ...] = (pull, exchange)  # the best first
+        self._route: Route | None = None  # of this sync; None: its buckets are exported
         self._unanswered: OpeningRequest | None = None
 
     async def sync(
@@ -111,28 +112,29 @@ class SessionTransport:
         try:
             self._sync_by_best_route(weights, version, report)
         except WeightSyncError:  # the next sync is made as the first one was
-            self._pull.forget()
-            self._arrangements = None
+            for route in self._routes:
+                route.forget()
+            self._arrangements.forget()
             raise
 
     def _sync_by_best_route(
         self, weights: Iterable[NamedTensor], version: str | None, report: SyncReport
     ) -> None:
-        """One session; a second one where the first was pulled and the pull did not hold."""
-        ranks = RanksInStep(self._group)
+        """One session; a second one where the route of the first did not hold and says so."""
+        ranks, routes = RanksInStep(self._group), self._routes
         try:
-            self._sync(weights, version, report, ranks, may_pull=True)
+            self._sync(weights, version, report, ranks, routes)
             return
         except WeightSyncError as error:
-            if not self._is_pulled or isinstance(error, RankLost):
+            if self._route is None or isinstance(error, RankLost):
                 raise
-            recovery = self._pull.recover(ranks.cause, weights)
+            recovery = self._route.recover(ranks.cause, weights)
             if recovery is Recovery.RAISE:
                 raise
             logger.warning("the sync is made again (%s): %s", recovery.value, error)
+            routes = (self._route,) if recovery is Recovery.AGAIN else ()
         report.restart()
-        again, may_pull = RanksInStep(self._group), recovery is Recovery.PULL
-        self._sync(weights, version, report, again, may_pull=may_pull)
+        self._sync(weights, version, report, RanksInStep(self._group), routes)
 
     def check_reply(self, report: SyncReport) -> None:
         """Look at the reply to the last sync's request, where the sync had no need of it.
@@ -160,11 +162,10 @@ class SessionTransport:
         version: str | None,
         report: SyncReport,
         ranks: RanksInStep,
-        *,
-        may_pull: bool,
+        routes: Sequence[Route],
     ) -> None:
-        """One session."""
-        self._is_pulled = False
+        """One session, by one of the routes or with the export."""
+        self._route = None
         ranks.run_if_ok(lambda: self.check_reply(report))
         request = OpeningRequest(self._engine, version)
         with ExitStack() as stack:
@@ -172,7 +173,7 @@ class SessionTransport:
             session = ranks.run_if_ok(lambda: stack.enter_context(self._new_session()))
             with report.stage("open"):
                 self._open(session, request, ranks)
-            source, kind = self._choose(weights, report, may_pull=may_pull)
+            source = self._choose(weights, routes, report)
             has_arrived = session.has_arrived if session is not None else lambda: False
             ranks.run_always(lambda: source.start(has_arrived))
             with report.stage("open"):
@@ -185,29 +186,23 @@ class SessionTransport:
             self._end(session, request, report, ranks)
             _joined(session).keep_socket()
         assert loaded is not None, "a rank that has not failed has loaded"
-        self._prepare_faster_routes(weights, loaded, source, kind, report)
+        source.end()
+        if isinstance(source, ExportedBuckets):
+            self._learn_routes(weights, loaded, report)
 
     def _choose(
-        self, weights: Iterable[NamedTensor], report: SyncReport, *, may_pull: bool
-    ) -> tuple[SyncSource, SyncKind]:
-        """Where the buckets come from, the same on all ranks, and what the exchange does."""
-        if may_pull:
-            self._is_pulled = self._pull.prepare(weights)
-        if self._is_pulled:
-            pulled = PulledBuckets(self._pull, weights, self._stream, self._device, report)
-            return pulled, SyncKind.FULL
-        kind = SyncKind.FULL
-        if self._exchange.is_prepared:
-            with report.stage("confirm"):  # while the engine joins
-                kind = self._exchange.choose_kind(weights, self._stream.cuts)
-        if kind is not SyncKind.EXCHANGE:
-            return self._exported(weights, report), kind
-        arranged = ArrangedSync(self._arrangements)
-        source = self._exchange.buckets(self._stream.cuts, arranged, self._ring, report)
-        return source, kind
+        self, weights: Iterable[NamedTensor], routes: Sequence[Route], report: SyncReport
+    ) -> SyncSource:
+        """Where the buckets come from, the same on all ranks."""
+        for route in routes:
+            source = route.choose(weights, report)
+            if source is not None:
+                self._route = route
+                return source
+        return self._exported(weights, report)
 
     def _exported(self, weights: Iterable[NamedTensor], report: SyncReport) -> ExportedBuckets:
-        arranged = ArrangedSync(self._arrangements)
+        arranged = self._arrangements.for_sync()
         return ExportedBuckets(Export(weights), self._stream, self._ring, arranged, report)
 
     def _after_joining(
@@ -219,13 +214,10 @@ class SessionTransport:
         ranks: RanksInStep,
     ) -> SyncSource:
         """The source, now that all engines have said how buckets may come."""
-        held = session.arrangements
-        if isinstance(source, ExchangedBuckets):
-            if ranks.agree(is_ready=self._exchange.holds(held)):
-                source.engine_joined(held)
-                return source
+        held, needed = session.arrangements, source.needs_arrangements
+        if needed is not None and not ranks.agree(is_ready=held == needed):
             warn_once("a sync is exported: an engine reads other bytes than were prepared for it")
-            source = self._exported(weights, report)
+            source, self._route = self._exported(weights, report), None
         ranks.run_if_ok(lambda: source.engine_joined(held))
         return source
 
@@ -267,39 +259,17 @@ class SessionTransport:
             ranks.agree()  # nobody leaves while an engine is still busy
         ranks.raise_error()
 
-    def _prepare_faster_routes(
-        self,
-        weights: Iterable[NamedTensor],
-        loaded: Loaded,
-        source: SyncSource,
-        kind: SyncKind,
-        report: SyncReport,
+    def _learn_routes(
+        self, weights: Iterable[NamedTensor], loaded: Loaded, report: SyncReport
     ) -> None:
-        """After a good sync: can the next ones do without the export?"""
-        source.end()
-        if not source.is_export:
-            return
-        if self._settings.read_in_place and sources_of(weights) is None:
-            warn_once(
-                f"{NOT_IN_PLACE}: the export does not name those that it hands on as they are "
-                "(verl's does with FSDP2, without adapters and quantisation)"
-            )
-        cuts = self._stream.cuts
-        if self._pull.can_learn(weights):
-            with report.stage("learn"):
-                if self._pull.learn(weights, cuts, may_read=loaded.may_read_in_place):
+        """After a good sync by export: can the next ones do without it?"""
+        for route in self._routes:
+            if route.can_learn(weights):
+                with report.stage("learn"):
+                    needs_no_staging = route.learn(weights, loaded)
+                if needs_no_staging:
                     self._ring.free()
                     return
-        if self._exchange.can_learn(weights):
-            known = self._arrangements
-            if known is not None and not known.fits(cut.bucket for cut in cuts):
-                known = None
-            # An engine that has replayed its plan has said what it reads, unless that is all.
-            is_arrangement_final = known is not None or not report.num_eager
-            with report.stage("learn"):
-                self._exchange.learn(
-                    weights, self._stream, known, kind, is_arrangement_final=is_arrangement_final
-                )
 
     def _new_session(self) -> TrainerSession:
         return TrainerSession(self._sockets, self._settings, self._names)
@@ -371,10 +341,11 @@ class SessionTransport:
         self, session: TrainerSession, source: SyncSource, report: SyncReport, ranks: RanksInStep
     ) -> Loaded:
         """Have the engine rank read to the end; how it has loaded the buckets."""
+        sent = [cut.bucket for cut in self._stream.cuts]
         session.finish(
             num_buckets=ranks.num_buckets,
             num_tensors=ranks.num_tensors,
-            arrangements=self._known_digest() if source.is_packed else None,
+            arrangements=self._arrangements.known_digest(sent) if source.is_packed else None,
         )
         with report.stage("load"):
             session.wait_until_done(ranks.num_buckets - 1)
@@ -401,7 +372,8 @@ class SessionTransport:
         report.num_replayed, report.num_eager = loaded.num_replayed, loaded.num_eager
         report.eager_reason, report.engine_seconds = loaded.reason, loaded.seconds
         if loaded.arrangements is not None:
-            self._learn(loaded.arrangements)
+            self._arrangements.learn(loaded.arrangements, [c.bucket for c in self._stream.cuts])
+            self._ring.free()  # its buffers have room for whole buckets
 
     def _end_in_step(self, request: OpeningRequest, ranks: RanksInStep) -> None:
         """Agree that every rank has ended well, and wait for the request's reply, unless a stage
@@ -416,27 +388,9 @@ class SessionTransport:
             has_ended = ranks.agree(is_ready=is_answered)
         self._unanswered = request if has_ended and defers_reply else None
 
-    def _known_digest(self) -> str | None:
-        """Of the arrangements that this rank knows; None where it could not use any."""
-        if not self._wants_arrangements or not self._stream.cuts:
-            return None
-        return self._arrangements.digest if self._arrangements is not None else ""
-
-    def _learn(self, encoded: bytes) -> None:
-        """From the next sync on, send what the engine rank reads."""
-        sent = [cut.bucket for cut in self._stream.cuts]
-        try:
-            self._arrangements = KnownArrangements.of(encoded, sent)
-        except WireError as error:
-            self._wants_arrangements = False
-            logger.warning(
-                "buckets are sent whole, the engine's arrangements do not fit: %s", error
-            )
-            return
-        self._ring.free()  # its buffers have room for whole buckets
-
     def _rest(self) -> None:
-        self._exchange.free()
+        for route in self._routes:
+            route.rest()
         if not self._settings.keep_staging_buffers:
             self._ring.free()
         if self._device.type == "cuda":

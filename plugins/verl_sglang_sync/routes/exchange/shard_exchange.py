@@ -29,13 +29,13 @@ import torch.distributed as dist
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.regions.arrangement import Arrangement
 from verl_sglang_sync.collective import TrainerGroup, common_reason
-from verl_sglang_sync.routes.shard_exchange.all_to_all import AllToAll
-from verl_sglang_sync.routes.shard_exchange.exchange_plan import (
+from verl_sglang_sync.routes.exchange.all_to_all import AllToAll
+from verl_sglang_sync.routes.exchange.exchange_plan import (
     BucketExchange,
     pieces_of,
     plan_bucket,
 )
-from verl_sglang_sync.routes.shard_exchange.self_check import first_difference, gather_arranged
+from verl_sglang_sync.routes.exchange.self_check import first_difference, gather_arranged
 from verl_sglang_sync.sources.export import NamedTensor
 from verl_sglang_sync.sources.export_trace import NotTraceable, TracedExport
 from verl_sglang_sync.sources.known_sources import SourcesChanged, memory_of

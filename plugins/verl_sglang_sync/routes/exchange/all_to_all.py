@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from sglang_loader.common.regions.arrangement import Arrangement, Read
 from verl_sglang_sync.routes.byte_gather import ByPosition, ByteGather
-from verl_sglang_sync.routes.shard_exchange.exchange_plan import ALIGNMENT_BYTES, PieceExchange
+from verl_sglang_sync.routes.exchange.exchange_plan import ALIGNMENT_BYTES, PieceExchange
 
 logger = logging.getLogger(__name__)
 

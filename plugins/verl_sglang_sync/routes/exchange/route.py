@@ -1,10 +1,9 @@
-"""How a session uses the exchange of shards: when, with which arrangements, and bucket by bucket.
+"""Route "exchange": the ranks fill their engines' staging buffers from each other's shards.
 
-    kind = exchange.choose_kind(weights, stream.cuts)     # while the engine joins
-    buckets = exchange.buckets(...)                       # where all engines hold what was prepared
-    exchange.learn(weights, stream, arrangements, kind)   # after a good sync that was exported
+    source = exchange.choose(weights, report)       # while the engine joins
+    exchange.learn(weights, loaded)                 # after a good sync that was exported
 
-Collective, all three, and so is each bucket; whoever fails drains the buckets that are left.
+Each bucket is collective, too; whoever fails drains the buckets that are left.
 """
 
 from __future__ import annotations
@@ -16,14 +15,15 @@ import torch
 
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.regions.arrangement import Arrangement
+from sglang_loader.common.session.messages import Loaded
 from verl_sglang_sync.collective import TrainerGroup, holds_everywhere, world_size
 from verl_sglang_sync.config import WeightSyncConfig
 from verl_sglang_sync.engine.session import TrainerSession
 from verl_sglang_sync.report import SyncReport
-from verl_sglang_sync.routes.arranged_sending import ArrangedSync, KnownArrangements
-from verl_sglang_sync.routes.shard_exchange import ShardExchange, SyncKind
+from verl_sglang_sync.routes.arranged_sending import ArrangedSync, EngineArrangements
+from verl_sglang_sync.routes.exchange.shard_exchange import ShardExchange, SyncKind
+from verl_sglang_sync.routes.route import ReadyBucket, Recovery
 from verl_sglang_sync.routes.staging_ring import StagingRing
-from verl_sglang_sync.routes.sync_source import ReadyBucket
 from verl_sglang_sync.sources.bucket_stream import BucketStream, Cut
 from verl_sglang_sync.sources.export import Export, NamedTensor
 from verl_sglang_sync.sources.known_sources import sources_of
@@ -36,14 +36,17 @@ way, is no larger than a bucket.
 """
 
 
-class SessionExchange:
-    """Of one trainer rank, for all its sessions.
+class Exchange:
+    """A `Route`.
 
     Args:
         settings: the preset.
         group: the trainer's ranks.
         device: of the engine on this rank.
         source_map: of the export.
+        stream: its buckets.
+        arrangements: what this rank's engine reads of them.
+        ring: this rank's staging buffers.
     """
 
     def __init__(
@@ -52,9 +55,16 @@ class SessionExchange:
         group: TrainerGroup,
         device: torch.device,
         source_map: SourceMap,
+        *,
+        stream: BucketStream,
+        arrangements: EngineArrangements,
+        ring: StagingRing,
     ) -> None:
         self._is_wanted = settings.exchange_shards
         self._group = group
+        self._stream = stream
+        self._arrangements = arrangements
+        self._ring = ring
         self._exchange = ShardExchange(
             group,
             device,
@@ -62,75 +72,66 @@ class SessionExchange:
             piece_nbytes=settings.bucket_bytes // PIECES_PER_BUCKET,
             recheck_every_n_syncs=settings.recheck_every_n_syncs,
         )
-        self._digest: str | None = None
+        self._digest = ""
+        self._kind = SyncKind.FULL
 
-    @property
-    def is_prepared(self) -> bool:
-        """False: `choose_kind` has nothing to look at; equal on all ranks."""
-        return self._exchange.is_prepared
-
-    def choose_kind(self, weights: Iterable[NamedTensor], cuts: Sequence[Cut]) -> SyncKind:
-        """What all ranks do in this sync."""
-        return self._exchange.ready(weights, [cut.bucket.layout for cut in cuts])
-
-    def holds(self, held: str) -> bool:
-        """True if this rank's engine holds the arrangements for which all was prepared."""
-        return held == self._digest
-
-    def buckets(
-        self, cuts: Sequence[Cut], arranged: ArrangedSync, ring: StagingRing, report: SyncReport
-    ) -> ExchangedBuckets:
-        """The buckets of this sync, filled one after the other."""
-        return ExchangedBuckets(self._exchange, cuts, arranged, ring, report)
-
-    def learn(
-        self,
-        weights: Iterable[NamedTensor],
-        stream: BucketStream,
-        known: KnownArrangements | None,
-        kind: SyncKind,
-        *,
-        is_arrangement_final: bool,
-    ) -> None:
-        """Prepare, and prove, that the next syncs exchange shards.
-
-        Args:
-            weights: the export of the sync before.
-            stream: its buckets.
-            known: what this rank's engine reads; None: all of every bucket.
-            kind: of the sync before.
-            is_arrangement_final: the engine will not say later that it reads less of a bucket.
-        """
-        # A check is due on all ranks, also where the engine has loaded this sync eagerly.
-        if kind is not SyncKind.CHECK and not holds_everywhere(self._group, is_arrangement_final):
-            return
-        digest = "" if known is None else known.digest
-        if not holds_everywhere(self._group, self._exchange.is_prepared and digest == self._digest):
-            layouts = [cut.bucket.layout for cut in stream.cuts]
-            own = [None] * len(layouts) if known is None else [read for _, read in known.buckets]
-            everyones = self._group.all_gather(own)
-            by_rank = [_completed(arrangements, layouts) for arrangements in everyones]
-            self._digest = digest
-            if self._exchange.prepare(weights, by_rank, layouts) is not None:
-                return
-        elif kind is not SyncKind.CHECK:
-            return
-        report = SyncReport(mode="compiled", replica=0)  # of no sync
-        batches = stream.batches(Export(weights), report)
-        self._exchange.prove(weights, ((b.bucket.layout, b.tensors) for b in batches))
-
-    def free(self) -> None:
-        """Give the scratch back."""
-        self._exchange.free()
+    def choose(self, weights: Iterable[NamedTensor], report: SyncReport) -> ExchangedBuckets | None:
+        """See `Route`."""
+        self._kind = SyncKind.FULL
+        if self._exchange.is_prepared:
+            with report.stage("confirm"):  # while the engine joins
+                layouts = [cut.bucket.layout for cut in self._stream.cuts]
+                self._kind = self._exchange.ready(weights, layouts)
+        if self._kind is not SyncKind.EXCHANGE:
+            return None
+        arranged, cuts = self._arrangements.for_sync(), self._stream.cuts
+        return ExchangedBuckets(self._exchange, cuts, arranged, self._ring, report, self._digest)
 
     def can_learn(self, weights: Iterable[NamedTensor]) -> bool:
-        """False if shards are never exchanged; equal on all ranks, whose exports are of a kind."""
+        """See `Route`."""
         return (
             self._is_wanted
             and self._exchange.off is None
             and sources_of(weights) is not None
             and world_size() > 1
         )
+
+    def learn(self, weights: Iterable[NamedTensor], loaded: Loaded) -> bool:
+        """See `Route`."""
+        kind, self._kind = self._kind, SyncKind.FULL
+        known = self._arrangements.fitting(cut.bucket for cut in self._stream.cuts)
+        # An engine that has replayed its plan has said what it reads, unless that is all. A check
+        # is due on all ranks, also where the engine has loaded this sync eagerly.
+        is_final = known is not None or not loaded.num_eager
+        if kind is not SyncKind.CHECK and not holds_everywhere(self._group, is_final):
+            return False
+        digest = "" if known is None else known.digest
+        is_prepared = self._exchange.is_prepared and digest == self._digest
+        if not holds_everywhere(self._group, is_prepared):
+            layouts = [cut.bucket.layout for cut in self._stream.cuts]
+            own = [None] * len(layouts) if known is None else [read for _, read in known.buckets]
+            everyones = self._group.all_gather(own)
+            by_rank = [_completed(arrangements, layouts) for arrangements in everyones]
+            self._digest = digest
+            if self._exchange.prepare(weights, by_rank, layouts) is not None:
+                return False
+        elif kind is not SyncKind.CHECK:
+            return False
+        report = SyncReport(mode="compiled", replica=0)  # of no sync
+        batches = self._stream.batches(Export(weights), report)
+        self._exchange.prove(weights, ((b.bucket.layout, b.tensors) for b in batches))
+        return False  # they are exchanged into staging buffers
+
+    def recover(self, cause: Exception | None, weights: Iterable[NamedTensor]) -> Recovery:
+        """See `Route`."""
+        return Recovery.RAISE
+
+    def forget(self) -> None:
+        """Nothing to do: what is prepared is looked at before each sync."""
+
+    def rest(self) -> None:
+        """Give the scratch back."""
+        self._exchange.free()
 
 
 class ExchangedBuckets:
@@ -142,9 +143,9 @@ class ExchangedBuckets:
         arranged: what the engines have said they hold.
         ring: of this rank's staging buffers.
         report: gets the counts and the seconds of "gather".
+        needs_arrangements: digest of those for which all was prepared.
     """
 
-    is_export = False
     is_packed = True
 
     def __init__(
@@ -154,7 +155,9 @@ class ExchangedBuckets:
         arranged: ArrangedSync,
         ring: StagingRing,
         report: SyncReport,
+        needs_arrangements: str,
     ) -> None:
+        self.needs_arrangements = needs_arrangements
         self._exchange = exchange
         self._cuts = cuts
         self._arranged = arranged

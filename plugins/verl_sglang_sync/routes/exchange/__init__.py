@@ -1,0 +1,1 @@
+"""Arranged buffers filled from the trainer ranks' shards, without the full export."""

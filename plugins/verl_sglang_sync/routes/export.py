@@ -1,0 +1,94 @@
+"""verl's full export, packed into staging buffers: the first sync, and what no route carries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from verl_sglang_sync.engine.session import TrainerSession
+from verl_sglang_sync.report import SyncReport
+from verl_sglang_sync.routes.arranged_sending import ArrangedSync
+from verl_sglang_sync.routes.route import ReadyBucket
+from verl_sglang_sync.routes.staging_ring import StagingRing
+from verl_sglang_sync.sources.bucket_stream import Batch, BucketStream
+from verl_sglang_sync.sources.export import Export
+
+
+class ExportedBuckets:
+    """The full export, packed; a bucket takes the staging buffer of the one `num_buffers` before.
+
+    Args:
+        export: of this sync.
+        stream: cuts it.
+        ring: the staging buffers.
+        arranged: which buckets hold only what this rank's engine reads.
+        report: gets the counts and seconds.
+    """
+
+    is_packed = True
+    needs_arrangements = None
+
+    def __init__(
+        self,
+        export: Export,
+        stream: BucketStream,
+        ring: StagingRing,
+        arranged: ArrangedSync,
+        report: SyncReport,
+    ) -> None:
+        self._export = export
+        self._ring = ring
+        self._arranged = arranged
+        self._report = report
+        ring.prepare(stream.cuts, arranged=arranged)
+        self._batches = stream.batches(export, report)
+        self._first: ReadyBucket | None = None
+        self._first_batch: Batch | None = None
+
+    def start(self, has_arrived: Callable[[], bool]) -> None:
+        """Pack the first bucket; if it is arranged, `engine_joined` may need its tensors again."""
+        batch = next(self._batches, None)
+        if batch is not None:
+            self._first = self._packed(batch)
+            self._first_batch = batch if self._first.arranged else None
+
+    def engine_joined(self, held: str) -> None:
+        """See `SyncSource`; the first bucket may have to be packed again."""
+        self._arranged.keep_if_held(held)
+        batch, self._first_batch = self._first_batch, None
+        if batch is not None and self._arranged.digest == "":
+            self._first = self._packed(batch)
+
+    def __iter__(self) -> Iterator[ReadyBucket]:
+        first, self._first = self._first, None
+        if first is not None:
+            yield first
+        for batch in self._batches:
+            packed = self._packed(batch)
+            del batch
+            yield packed
+
+    def map_memory(self, session: TrainerSession) -> None:
+        """Nothing to do: staging buffers are mapped with the buckets in them."""
+
+    def confirm(self) -> None:
+        """Nothing to do: every tensor came from the export."""
+
+    def end(self) -> None:
+        """Nothing to do."""
+
+    def drain(self) -> None:
+        """Go on exporting: the export's collectives need every rank."""
+        self._first = self._first_batch = None
+        self._export.drain()
+
+    def _packed(self, batch: Batch) -> ReadyBucket:
+        arrangement = self._arranged.of(batch.index, batch.bucket)
+        with self._report.stage("pack"):
+            if arrangement is None:
+                storage, nbytes = self._ring.pack(batch), batch.bucket.layout.nbytes
+            else:
+                storage, nbytes = self._ring.pack_arranged(batch, arrangement), arrangement.nbytes
+        self._report.staging_bytes = max(self._report.staging_bytes, self._ring.nbytes)
+        packed = ReadyBucket(batch.index, batch.bucket, storage=storage, nbytes=nbytes)
+        return packed if arrangement is None else replace(packed, arranged=self._arranged.digest)

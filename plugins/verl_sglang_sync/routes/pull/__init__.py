@@ -1,0 +1,1 @@
+"""Buckets that the engines read in the trainer ranks' parameters."""

@@ -1,0 +1,130 @@
+"""Where all ranks' parameters are, as the engine rank on this device is told of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
+
+import torch
+
+from sglang_loader.common.regions.arrangement import Arrangement, Read
+from sglang_loader.common.session.messages import BucketPiece
+from verl_sglang_sync.collective import own_rank
+from verl_sglang_sync.engine.session import SharedBlock
+from verl_sglang_sync.sources.bucket_stream import Bucket
+from verl_sglang_sync.sources.export_trace import TracedExport
+from verl_sglang_sync.sources.known_sources import KnownSources
+from verl_sglang_sync.sources.shard_memory import LocatedShards, MemoryTable
+from verl_sglang_sync.sources.transfer_plan import ShardRead, shard_reads
+
+
+@dataclass(frozen=True)
+class PulledBucket:
+    """A bucket that lies in the trainer ranks' parameters.
+
+    Attributes:
+        bucket: what it is.
+        pieces: where; a slot is a position in `Located.blocks`.
+    """
+
+    bucket: Bucket
+    pieces: list[BucketPiece]
+
+
+@dataclass(frozen=True)
+class PullPlan:
+    """Which bytes of which shards the buckets are; true until the parameters are replaced.
+
+    Attributes:
+        traced: what it was made of.
+        buckets: of the export.
+        reads: by bucket.
+    """
+
+    traced: TracedExport
+    buckets: tuple[Bucket, ...]
+    reads: tuple[list[ShardRead], ...]
+
+
+@dataclass(frozen=True)
+class Located:
+    """Where all ranks' parameters are at present.
+
+    Attributes:
+        known: recognises this rank's parameters.
+        blocks: of all ranks; the engine maps them with the first bucket.
+        buckets: in those blocks.
+    """
+
+    known: KnownSources
+    blocks: tuple[SharedBlock, ...]
+    buckets: tuple[PulledBucket, ...]
+
+    @classmethod
+    def of(cls, plan: PullPlan, known: KnownSources, tables: Sequence[MemoryTable]) -> Located:
+        """Where this rank's engine finds every bucket.
+
+        Args:
+            plan: what is to be found.
+            known: recognises this rank's parameters.
+            tables: of all ranks.
+        """
+        rank = own_rank()
+        blocks = [
+            SharedBlock(name, handle)
+            for table in tables
+            for name, handle in zip(table.blocks, table.handles[rank], strict=True)
+        ]
+        first_slots = [0, *accumulate(len(table.blocks) for table in tables)]
+
+        def piece(part: ShardRead) -> BucketPiece:
+            assert part.owner is not None, "see consecutive_reads"
+            block, shard_start = tables[part.owner].shards[part.read.tensor]
+            slot, read = first_slots[part.owner] + block, part.read
+            return BucketPiece(slot, shard_start + read.offset, read.start, read.run)
+
+        buckets = tuple(
+            PulledBucket(bucket, [piece(part) for part in parts])
+            for bucket, parts in zip(plan.buckets, plan.reads, strict=True)
+        )
+        return cls(known, tuple(blocks), buckets)
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """Of the blocks."""
+        return frozenset(block.name for block in self.blocks)
+
+    def without_handles(self) -> Located:
+        """This, once the engines have used the handles; the same object where there are none."""
+        if all(block.handle is None for block in self.blocks):
+            return self
+        return replace(self, blocks=tuple(replace(block, handle=None) for block in self.blocks))
+
+    def is_mappable(self, mapped: frozenset[str]) -> bool:
+        """True if every block that is not `mapped` has a handle."""
+        return all(block.handle is not None or block.name in mapped for block in self.blocks)
+
+
+def first_difference(
+    name: str, exported: torch.Tensor, traced: TracedExport, located: LocatedShards
+) -> str | None:
+    """What of an exported tensor is not in this rank's shards as traced; None: all of it is."""
+    found = traced.tensors.get(name)
+    if found is None or (found.dtype, found.shape) != (exported.dtype, tuple(exported.shape)):
+        return f"{name} was not traced as it is exported"
+    if not exported.numel():
+        return None
+    flat = exported.detach().contiguous().view(-1).view(torch.uint8)
+    everything = Arrangement((Read(0, 0, (), flat.numel(), 0),), flat.numel())
+    shard = located.shards[found.origin.parameter]
+    for part in shard_reads(everything, [found.origin], traced.owners):
+        if part.owner not in (None, own_rank()):
+            continue
+        read = part.read
+        own = shard[read.offset : read.offset + read.run]
+        whole = flat[read.start : read.start + read.run]
+        if own.data_ptr() != whole.data_ptr() and not torch.equal(own, whole):
+            return f"{name} is exported with other bytes than its parameter has"
+    return None
