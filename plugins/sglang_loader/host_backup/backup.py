@@ -53,7 +53,7 @@ class WeightsBackup:
         self._lost: list[Interval] = []  # by the release under way
         self._undefined: list[Interval] = []
         self.sync = Completeness()
-        self._known: list[Interval] = []  # allocated under the tag at the first release
+        self._seen_allocations: list[Interval] = []  # allocated under the tag at the first release
 
     @property
     def stale(self) -> str | None:
@@ -170,19 +170,22 @@ class WeightsBackup:
         self._free_if_defined()
 
     def _warn_of_strays(self, now: Allocations) -> None:
-        """Nothing is allocated under the tag once the model is loaded, or a region was left open.
+        """Warn of memory that was allocated under the tag `weights` after the model was loaded.
 
-        The bytes are saved with the others, but no other process can map them, as it must be able
-        to map a staging buffer.
+        Nothing should be: somebody left a region of the memory saver open. The bytes are saved
+        with the others, but they cannot be shared with another process, which a staging buffer
+        must be.
         """
-        strays = num_bytes(subtract(now.ranges, self._known)) if self._known else 0
+        strays = (
+            num_bytes(subtract(now.ranges, self._seen_allocations)) if self._seen_allocations else 0
+        )
         if strays:
             logger.warning(
                 "weights backup: %d bytes were allocated under the tag 'weights' since the first "
                 "release: somebody allocates within a region of the memory saver",
                 strays,
             )
-        self._known = merge([*self._known, *now.ranges])
+        self._seen_allocations = merge([*self._seen_allocations, *now.ranges])
 
     def _worth_saving(self, allocated: tuple[Interval, ...]) -> list[Interval]:
         if self.policy == "off" and self._destinations is None:

@@ -121,7 +121,7 @@ class _Packing:
         self._layout = layout
         self._stop = 0
         self._storage = -1
-        self._known: dict[_ReadKey, int] = {}
+        self._starts: dict[_ReadKey, int] = {}
 
     @property
     def nbytes(self) -> int:
@@ -146,9 +146,9 @@ class _Packing:
         dims, length = collapse(steps, run, BYTES)
         offset = piece.src - self._layout.tensors[tensor].offset
         key = tensor, offset, dims, length, piece.unit
-        start = self._known.get(key)
+        start = self._starts.get(key)
         if start is None:
-            start = self._known[key] = self._place(piece)
+            start = self._starts[key] = self._place(piece)
             within = tuple((count, src) for count, src, _ in dims)
             self.reads.append(Read(tensor, offset, within, length, start))
             self._stop = start + self.reads[-1].nbytes

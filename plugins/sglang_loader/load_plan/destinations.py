@@ -156,8 +156,8 @@ def iterate_tensors(model: nn.Module) -> Iterator[Place]:
 def first_difference(
     before: Destinations, after: Destinations, *, new_allowed: bool = False
 ) -> str | None:
-    """What moved between two collections of one model, in words; None where every tensor is where
-    it was.
+    """Say which tensor was added, removed or changed its address between two collections of one
+    model; None where each of them is where it was.
     """
     old, new = _places(before), _places(after)
     for name, place in old.items():

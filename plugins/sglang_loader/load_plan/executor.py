@@ -147,7 +147,7 @@ class _Gathered:
 
     def __init__(self, source: BucketSource) -> None:
         self._source = source
-        self._known: dict[tuple[int, int], torch.Tensor] = {}
+        self._joined: dict[tuple[int, int], torch.Tensor] = {}
         self.copies: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
 
     def locate(self, start: int, stop: int) -> tuple[torch.Tensor, int]:
@@ -155,12 +155,12 @@ class _Gathered:
         parts = self._source.parts(start, stop)
         if len(parts) < 2:
             return self._source.locate(start, stop)
-        if (start, stop) not in self._known:
+        if (start, stop) not in self._joined:
             buffer = torch.empty(stop - start, dtype=torch.uint8, device=parts[0].device)
             targets = list(buffer.split([part.numel() for part in parts]))
             self.copies.append((targets, parts))
-            self._known[start, stop] = buffer
-        return self._known[start, stop], 0
+            self._joined[start, stop] = buffer
+        return self._joined[start, stop], 0
 
 
 def _bind_copies(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> Callable[[], object]:

@@ -125,8 +125,8 @@ class DestinationProbe:
         raise AssertionError("tensors differ, yet none does")
 
     def mismatch(self) -> str | None:
-        """What moved since the plan was compiled, or None. Walks all modules: about 10 µs for each
-        tensor.
+        """Which tensor was added, removed or changed its address since the plan was compiled; None:
+        no tensor was. Walks all modules: about 10 µs for each tensor.
         """
         try:
             now = collect_destinations(self._model)

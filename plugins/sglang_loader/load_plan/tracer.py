@@ -177,7 +177,7 @@ class _Recorder(TorchDispatchMode):
         self._index = AddressIndex(destinations)
         self._bucket_start = bucket.data_ptr()
         self._bucket_stop = self._bucket_start + bucket.numel()
-        self._known: dict[int, tuple[Space, int, int]] = {}
+        self._places: dict[int, tuple[Space, int, int]] = {}
         self._held: list[object] = [destinations]
 
     def __torch_dispatch__(
@@ -251,10 +251,10 @@ class _Recorder(TorchDispatchMode):
 
     def _locate(self, tensor: torch.Tensor) -> tuple[Space, int, int]:
         storage = tensor.untyped_storage()
-        known = self._known.get(storage._cdata)
+        known = self._places.get(storage._cdata)
         if known is None:
             known = self._place(storage) or self._new_constant(tensor)
-            self._known[storage._cdata] = known
+            self._places[storage._cdata] = known
             self._held.append(storage)
         return known
 
@@ -283,7 +283,7 @@ class _Recorder(TorchDispatchMode):
 
     def _new_slot(self, out: torch.Tensor) -> int | None:
         storage = out.untyped_storage()
-        if storage._cdata in self._known:
+        if storage._cdata in self._places:
             return None
         place = self._place(storage)
         if place is None:
@@ -292,5 +292,5 @@ class _Recorder(TorchDispatchMode):
             self._held.append(StorageWeakRef(storage))
         else:
             self._held.append(storage)
-        self._known[storage._cdata] = place
+        self._places[storage._cdata] = place
         return place[1] if place[0] is Space.SLOT else None

@@ -1,4 +1,4 @@
-"""One model's way from eager loading to replayed plans, and back where a plan does not hold.
+"""Load the syncs of one model: by `load_weights` at first, then by a load plan that was checked.
 
     loader = loader_of(model)
     loader.start(context, recheck_every_n_syncs=0, uses_plan=True)
@@ -7,9 +7,9 @@
     outcome = loader.finish()
 
 The first sync loads eagerly while its plan is recorded and checked, bucket by bucket; later syncs
-replay. Whatever speaks against the plan (another layout, another expert map, a moved parameter, a
-failed check) means the model's own `load_weights` for the rest of that sync; the reason is logged
-once. Weights are right in either case.
+replay. Where the plan does not hold (another layout, another expert map, a parameter at another
+address, a failed check), the model's own `load_weights` loads the rest of that sync, and the reason
+is logged once. Weights are right in either case.
 
 A bucket that has not come before is traced also where no plan is wanted, or possible: what
 `load_weights` makes of its tensors (`uses`) tells whether they fit the model.
@@ -85,7 +85,8 @@ class _LoadMode(Enum):
 
 @dataclass
 class _Compiled:
-    """A plan that proved itself, with what runs and guards it; `arranged` where that wins."""
+    """A plan that was checked, with what runs and guards it; `arranged`: None where sending
+    buckets in the plan's order would not save bytes."""
 
     plan: LoadPlan
     uses: list[BucketUses]
@@ -122,8 +123,8 @@ class ModelLoader:
         self._num_replayed = self._num_eager = 0
         self._eager_uses: dict[int, BucketUses] = {}
         self._destinations: Destinations | None = None
-        self._known: KnownDigests | None = None
-        self._has_looked = False
+        self._known_digests: KnownDigests | None = None
+        self._addresses_checked = False
 
     def start(
         self, context: Mapping[str, object], *, recheck_every_n_syncs: int, uses_plan: bool = True
@@ -141,8 +142,8 @@ class ModelLoader:
         self._builder, self._context, self._reason = None, context, None
         self._num_replayed = self._num_eager = 0
         self.uses, self._destinations = [], None
-        self._known = None  # whatever was loaded in between
-        self._has_looked = not uses_plan
+        self._known_digests = None  # whatever was loaded in between
+        self._addresses_checked = not uses_plan
         if not uses_plan:
             self._load_mode = _LoadMode.EAGER
             return
@@ -155,15 +156,16 @@ class ModelLoader:
         due = recheck_every_n_syncs and self._syncs_since_check >= recheck_every_n_syncs
         self._load_mode = _LoadMode.CHECK if due else _LoadMode.REPLAY
         if self.arranged is not None:
-            self.look()
+            self.check_addresses()
 
-    def look(self) -> None:
-        """Are the model's tensors where the plan writes? Once a sync: before buckets are promised
-        to be loaded arranged, and before the first one is loaded, or whenever there is time.
+    def check_addresses(self) -> None:
+        """Drop the plan if a tensor of the model is not where the plan writes it. Done once a sync:
+        before the engine says which arrangements it holds, else while it waits for the trainer,
+        and at the latest before the first bucket is loaded.
         """
-        if self._has_looked:
+        if self._addresses_checked:
             return
-        self._has_looked = True
+        self._addresses_checked = True
         if self._compiled is not None and (mismatch := self._compiled.probe.quick_mismatch()):
             self._drop_plan(mismatch)
             self._start_recording()
@@ -220,7 +222,7 @@ class ModelLoader:
         Raises:
             Exception: what `load_weights` raises.
         """
-        self.look()
+        self.check_addresses()
         if self._load_mode in (_LoadMode.REPLAY, _LoadMode.CHECK) and not self._fits(
             index, layout, read_only
         ):
@@ -379,9 +381,9 @@ class ModelLoader:
     ) -> str | None:
         """Load a bucket, and again by its plan: what the plan does otherwise; None: nothing."""
         result = check_bucket(
-            self._model, bucket, destinations, self._load_weights, buffer, self._known
+            self._model, bucket, destinations, self._load_weights, buffer, self._known_digests
         )
-        self._known = result.known
+        self._known_digests = result.known
         return result.reason
 
     def _compile(self) -> None:

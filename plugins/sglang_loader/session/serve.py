@@ -169,7 +169,7 @@ class _Session:
         )
         self._once_joined()
         for loader in self._loaders:
-            loader.look()
+            loader.check_addresses()
         _expect(wire.Welcome, channel.receive(timeout_s=HANDSHAKE_TIMEOUT_S))
         while True:
             message = self._next_message(channel)

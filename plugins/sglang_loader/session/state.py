@@ -27,31 +27,31 @@ class Layouts:
     """Layouts by digest, so that a known one need not travel again."""
 
     def __init__(self) -> None:
-        self._known: OrderedDict[str, BucketLayout] = OrderedDict()
+        self._by_digest: OrderedDict[str, BucketLayout] = OrderedDict()
         self._distinct: tuple[str, ...] = ()
 
     @property
     def digests(self) -> list[str]:
-        return list(self._known)
+        return list(self._by_digest)
 
     def get(self, digest: str, encoded: bytes | None) -> BucketLayout:
         """The layout; remembered if it came along."""
-        if encoded is not None and digest not in self._known:
+        if encoded is not None and digest not in self._by_digest:
             if digest_of(encoded) != digest:
                 raise WireError(f"the layout is not the one that digest {digest} names")
-            self._known[digest] = decode_layout(encoded)
-            while len(self._known) > MAX_LAYOUTS:
-                self._known.popitem(last=False)
-        if digest not in self._known:
+            self._by_digest[digest] = decode_layout(encoded)
+            while len(self._by_digest) > MAX_LAYOUTS:
+                self._by_digest.popitem(last=False)
+        if digest not in self._by_digest:
             raise SessionError(f"the layout with digest {digest} was never sent")
-        self._known.move_to_end(digest)
-        return self._known[digest]
+        self._by_digest.move_to_end(digest)
+        return self._by_digest[digest]
 
     def check_distinct(self, digests: Sequence[str]) -> None:
         """Raise SessionError if a tensor came twice; the same layouts are looked at once."""
         if tuple(digests) == self._distinct:
             return
-        names = [tensor.name for digest in digests for tensor in self._known[digest].tensors]
+        names = [tensor.name for digest in digests for tensor in self._by_digest[digest].tensors]
         if len(set(names)) != len(names):
             raise SessionError(f"{len(names)} tensors came, but only {len(set(names))} names")
         self._distinct = tuple(digests)
@@ -91,7 +91,7 @@ class Sources:
     """Sources of the buckets of the last sessions: a bucket may have thousands of pieces."""
 
     def __init__(self) -> None:
-        self._known: OrderedDict[tuple[int, str], _KnownSource] = OrderedDict()
+        self._sources: OrderedDict[tuple[int, str], _CachedSource] = OrderedDict()
 
     def get(
         self, message: wire.LoadBucket, slots: Mapping[int, torch.Tensor], nbytes: int
@@ -107,20 +107,20 @@ class Sources:
             SessionError: a piece lies in no mapped buffer, or leaves it or the bucket.
         """
         key = message.pieces[0].slot if message.pieces else -1, message.digest
-        known = self._known.get(key)
-        if known is None or not known.holds(message.pieces, slots):
-            known = self._known[key] = _KnownSource.of(message, slots, nbytes)
-            while len(self._known) > MAX_LAYOUTS:
-                self._known.popitem(last=False)
-        return known.source
+        cached = self._sources.get(key)
+        if cached is None or not cached.holds(message.pieces, slots):
+            cached = self._sources[key] = _CachedSource.of(message, slots, nbytes)
+            while len(self._sources) > MAX_LAYOUTS:
+                self._sources.popitem(last=False)
+        return cached.source
 
     def forget(self) -> None:
         """Let go of all memory."""
-        self._known.clear()
+        self._sources.clear()
 
 
 @dataclass(frozen=True, slots=True)
-class _KnownSource:
+class _CachedSource:
     pieces: list[wire.BucketPiece]
     buffers: dict[int, torch.Tensor]
     source: BucketSource
@@ -133,7 +133,7 @@ class _KnownSource:
     @classmethod
     def of(
         cls, message: wire.LoadBucket, slots: Mapping[int, torch.Tensor], nbytes: int
-    ) -> _KnownSource:
+    ) -> _CachedSource:
         used = {}
         for piece in message.pieces:
             if piece.slot not in slots:

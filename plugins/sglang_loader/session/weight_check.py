@@ -40,12 +40,12 @@ logger = logging.getLogger(__name__)
 Gather = Callable[[Any], list[Any]]
 """Collective over the TP ranks: everybody's item, by rank."""
 
-_known: WeakKeyDictionary[Any, tuple[Fingerprint, Verdict]] = WeakKeyDictionary()
+_verdicts: WeakKeyDictionary[Any, tuple[Fingerprint, Verdict]] = WeakKeyDictionary()
 
 
 def known_verdict(layouts: Sequence[BucketLayout], model: Any) -> Verdict | None:
     """What was said of these tensors before; None if that is not known."""
-    found = _known.get(model)
+    found = _verdicts.get(model)
     fingerprint = Fingerprint.of(layouts, engine_context(model))
     return found[1] if found is not None and found[0] == fingerprint else None
 
@@ -126,7 +126,7 @@ def judge_together(seen: SyncView, gather: Gather) -> Verdict:
     else:
         views = [view for views, *_ in everyone for view in views]
         verdict = judge(seen.specs, views, seen.published)
-    _known[seen.target] = seen.fingerprint, verdict
+    _verdicts[seen.target] = seen.fingerprint, verdict
     return verdict
 
 

@@ -126,7 +126,7 @@ class TrainerSession:
         )
         self._watch: Callable[[], None] | None = None
         self._names = names
-        self._known: set[str] = set()
+        self._engine_layouts: set[str] = set()
         self._mapped: set[str] = set()
         self._slots: dict[str, int] = {}
         self._unsent: list[wire.SharedBuffer] = []
@@ -144,7 +144,7 @@ class TrainerSession:
         if not self._channel.wait(wait_s, watch):
             return False
         hello = self._receive(wire.Hello)
-        self._known, self._mapped = set(hello.layouts), set(hello.buffers)
+        self._engine_layouts, self._mapped = set(hello.layouts), set(hello.buffers)
         self.arrangements = hello.arrangements
         self._send(wire.Welcome)
         return True
@@ -213,7 +213,7 @@ class TrainerSession:
             read_only: the engine must leave them as they are.
             arranged: digest of the arrangements by which they are arranged; "": not at all.
         """
-        is_known = bucket.digest in self._known
+        is_known = bucket.digest in self._engine_layouts
         buffers, self._unsent = self._unsent, []
         self._send(
             wire.LoadBucket,
@@ -225,7 +225,7 @@ class TrainerSession:
             read_only=read_only,
             arranged=arranged,
         )
-        self._known.add(bucket.digest)
+        self._engine_layouts.add(bucket.digest)
 
     def wait_until_done(self, index: int) -> None:
         """Wait until the engine has read bucket `index` and those before it.

@@ -137,7 +137,7 @@ def trace_export(
 
 
 @dataclass(frozen=True)
-class _Known:
+class _TracedStorage:
     """Memory that holds bytes of a parameter in order: `bytes` of them, byte 0 first."""
 
     parameter: int
@@ -156,7 +156,7 @@ class _Follower(TorchDispatchMode):
         self._names = names
         self._world_size = world_size
         self._device = device
-        self._known: dict[int, _Known] = {}
+        self._traced: dict[int, _TracedStorage] = {}
         self._computed: dict[int, str] = {}
         self._kept: list[torch.UntypedStorage] = []  # or others could take their identity
 
@@ -181,7 +181,7 @@ class _Follower(TorchDispatchMode):
         storage = tensor.untyped_storage()
         if storage._cdata in self._computed:
             self._refuse(f"{name} is computed by {self._computed[storage._cdata]}")
-        known = self._known.get(storage._cdata) or self._plain(name, tensor)
+        known = self._traced.get(storage._cdata) or self._plain(name, tensor)
         origin = Origin(known.parameter, self._within(known, tensor, name))
         return TracedTensor(tensor.dtype, tuple(tensor.shape), origin)
 
@@ -200,10 +200,10 @@ class _Follower(TorchDispatchMode):
             self._refuse(f"{source}: {error}")
         full = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
         everything = ByteMap.of(Region(0, (max(owners.nbytes, 1),), (1,), 1))
-        self._keep(full, _Known(self._add(source, owners), everything))
+        self._keep(full, _TracedStorage(self._add(source, owners), everything))
         return full
 
-    def _plain(self, name: str, tensor: torch.Tensor) -> _Known:
+    def _plain(self, name: str, tensor: torch.Tensor) -> _TracedStorage:
         """A tensor that is not sharded: every rank has all of its storage."""
         source = self._names.get(_identity(tensor))
         if source is None:
@@ -212,7 +212,7 @@ class _Follower(TorchDispatchMode):
             self._refuse(f"{name} is on {tensor.device}, the engine on {self._device}")
         nbytes = tensor.untyped_storage().nbytes()
         everything = ByteMap.of(Region(0, (max(nbytes, 1),), (1,), 1))
-        known = _Known(self._add(source, everyone(nbytes)), everything)
+        known = _TracedStorage(self._add(source, everyone(nbytes)), everything)
         self._keep(tensor, known)
         return known
 
@@ -220,12 +220,12 @@ class _Follower(TorchDispatchMode):
         self.parameters.append(TracedParameter(source, owners))
         return len(self.parameters) - 1
 
-    def _keep(self, tensor: torch.Tensor, known: _Known) -> None:
+    def _keep(self, tensor: torch.Tensor, known: _TracedStorage) -> None:
         storage = tensor.untyped_storage()
         self._kept.append(storage)
-        self._known[storage._cdata] = known
+        self._traced[storage._cdata] = known
 
-    def _within(self, known: _Known, tensor: torch.Tensor, name: str) -> ByteMap:
+    def _within(self, known: _TracedStorage, tensor: torch.Tensor, name: str) -> ByteMap:
         """The bytes of a view of known memory, as bytes of the parameter."""
         size = tensor.element_size()
         offset = int(tensor.storage_offset()) * size
@@ -303,11 +303,11 @@ class _Follower(TorchDispatchMode):
         ordered = copy.permute(order)
         if not ordered.is_contiguous():
             self._refuse(f"the export spreads tensors: {func}")
-        known = self._known.get(source.untyped_storage()._cdata)
+        known = self._traced.get(source.untyped_storage()._cdata)
         if known is None:
             self._refuse(f"the export copies a tensor that it did not gather: {func}")
         bytes_ = self._within(known, source.permute(order), "a copy")
-        self._keep(copy, _Known(known.parameter, bytes_))
+        self._keep(copy, _TracedStorage(known.parameter, bytes_))
         return copy
 
 

@@ -17,7 +17,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from verl_sglang_sync.sources.module_tree import ModuleState, ModuleTree
-from verl_sglang_sync.sources.tensor_marks import TensorMarks, kinds_of, locals_of
+from verl_sglang_sync.sources.tensor_marks import TensorMarks, describe_tensors, locals_of
 
 STEP = 16
 
@@ -102,7 +102,7 @@ class SourceKinds:
     """
 
     def __init__(self, now: Mapping[str, torch.Tensor]) -> None:
-        self._kinds = dict(zip(now, kinds_of(list(now.values())), strict=True))
+        self._kinds = dict(zip(now, describe_tensors(list(now.values())), strict=True))
 
     def first_other(self, now: Mapping[str, torch.Tensor]) -> str | None:
         """The first tensor that is of another kind now: dtype, shape, strides, placement, or which
@@ -110,7 +110,7 @@ class SourceKinds:
         """
         if list(now) != list(self._kinds):
             return "the set of the trainer's tensors"
-        pairs = zip(self._kinds.items(), kinds_of(list(now.values())), strict=True)
+        pairs = zip(self._kinds.items(), describe_tensors(list(now.values())), strict=True)
         return next((name for (name, then), kind in pairs if then != kind), None)
 
 

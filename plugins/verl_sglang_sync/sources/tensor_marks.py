@@ -66,11 +66,11 @@ def _marks(
     return (
         [local.untyped_storage()._cdata for local in locals_],
         list(map(torch.Tensor.data_ptr, locals_)),
-        *_kind_columns(tensors, locals_),
+        *_description_columns(tensors, locals_),
     )
 
 
-def _kind_columns(
+def _description_columns(
     tensors: Sequence[torch.Tensor], locals_: Sequence[torch.Tensor]
 ) -> tuple[list[Any], ...]:
     return (
@@ -85,10 +85,13 @@ def _kind_columns(
     )
 
 
-def kinds_of(tensors: Sequence[torch.Tensor]) -> list[Any]:
-    """What each tensor is but for its address and values: two of them in one storage stay so."""
+def describe_tensors(tensors: Sequence[torch.Tensor]) -> list[Any]:
+    """All of each tensor but its address and values, to be compared with another time's.
+
+    Tensors that share a storage are told by the position of the first of them.
+    """
     locals_ = locals_of(tensors)
     first: dict[int, int] = {}
     storages = [first.setdefault(t.untyped_storage()._cdata, i) for i, t in enumerate(locals_)]
     offsets = [int(local.storage_offset()) for local in locals_]
-    return list(zip(storages, offsets, *_kind_columns(tensors, locals_), strict=True))
+    return list(zip(storages, offsets, *_description_columns(tensors, locals_), strict=True))

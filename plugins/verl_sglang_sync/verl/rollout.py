@@ -45,7 +45,7 @@ class WeightSyncServerAdapter(ServerAdapter):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         self._settings = WeightSyncConfig.from_rollout(self.config)
         self._manager: SGLangShardingManager | None = None
-        self._has_said_received = False
+        self._has_warned = False
         if self._settings is not None:
             make_exports_repeatable()
         global _adapter
@@ -127,11 +127,11 @@ class WeightSyncServerAdapter(ServerAdapter):  # type: ignore[misc]
         await self._hand_over(manager)
 
     def _is_received(self, weights: Any) -> bool:
-        """True if another checkpoint engine brings the weights as they arrive; said once."""
+        """True if another checkpoint engine brings the weights as they arrive; warns once."""
         if not hasattr(weights, "__aiter__"):
             return False
-        if not self._has_said_received:
-            self._has_said_received = True
+        if not self._has_warned:
+            self._has_warned = True
             logger.warning(
                 "checkpoint_engine.backend=%r hands the weights over as they arrive: verl's own "
                 "update is used; backend=%r with +weight_sync=disaggregated broadcasts them "
