@@ -31,6 +31,7 @@ from contract.tiny_architectures import (
 from contract.weight_check_proof import check_on_ranks
 from sglang_loader.common.regions.intervals import num_bytes
 from sglang_loader.load_plan.arrange import num_bytes_read
+from support.plan_check import uncovered
 
 
 def every_rank(item: Any) -> list[Any]:
@@ -61,7 +62,7 @@ def main(folder: Path, rank: int, tp_size: int, ep_size: int, names: list[str]) 
             "checked": checked,
             "num_copies": plans[0].num_copies,
             "ignored": len(plans[0].ignored),
-            "uncovered_parameters": list(plans[0].uncovered_parameters),
+            "uncovered_parameters": uncovered(plans[0], "parameter"),
             "arranged_bytes": sum(num_bytes_read(bucket) for bucket in plans[0].buckets),
             "covered_bytes": sum(num_bytes(ranges) for ranges in plans[0].coverage.values()),
         }

@@ -33,6 +33,7 @@ from contract.tiny_architectures import (
 from contract.weight_check_proof import check, specs_of
 from sglang_loader.load_plan import PlanBuilder, trace_bucket
 from sglang_loader.session.findings import Verdict
+from support.plan_check import uncovered
 
 prepare_process()
 pytest.importorskip("sglang", reason="needs the SGLang that the plugin supports")
@@ -121,11 +122,11 @@ def test_a_boundary_between_two_halves_is_reported(rendezvous: Path, tmp_path: P
         builder.add_bucket(trace_bucket(built.model, load_weights, *pack(bucket)))
     plan = builder.finish()
     assert sorted(plan.ignored) == sorted(names)
-    fused = [n for n in plan.uncovered_parameters if "fused_qkv_a_proj_with_mqa" in n]
+    fused = [n for n in uncovered(plan, "parameter") if "fused_qkv_a_proj_with_mqa" in n]
     assert len(fused) == 2
     whole = PlanBuilder({})
     whole.add_bucket(trace_bucket(built.model, load_weights, *pack(built.first)))
-    assert whole.finish().uncovered_parameters == ()
+    assert uncovered(whole.finish(), "parameter") == []
 
 
 def test_hundreds_of_experts_become_a_few_copies(rendezvous: Path, tmp_path: Path) -> None:

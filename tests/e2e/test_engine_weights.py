@@ -203,6 +203,16 @@ def test_sharded_trainers_exchange_what_the_engines_read(case: Case) -> None:
         assert used == [False, True, False, True], "a check needs the full export"
 
 
+def test_an_exchange_after_a_failed_one_is_right(case: Case) -> None:
+    """The engine keeps its arrangements when a sync fails; the trainer has forgotten them."""
+    for outcome in case.outcomes:
+        syncs = outcome.result["syncs"]
+        for rows in syncs["exchanged after a failure"]:
+            assert [hashes for hashes, _ in rows] == [hashes for hashes, _ in syncs["eager"]]
+            used = [report["num_exchanged"] > 0 for _, report in rows]
+            assert used == [False, True, False, True], "what was prepared is forgotten"
+
+
 def test_engines_pull_parameters_that_the_trainer_keeps(case: Case) -> None:
     """Full tensors on every rank, or shards over all ranks, written anew before every sync."""
     for outcome in case.outcomes:

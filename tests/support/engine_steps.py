@@ -8,6 +8,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock, patch
 
 import torch
 
@@ -92,6 +93,10 @@ def syncs_in_a_row(rank: TrainerRank, folder_of_model: str, folder: str) -> dict
             run("compiled", export=sharded_export(weights_of(model, rank.device)), **settings)
             for settings in (SHARDED_SETTINGS if rank.tp > 1 else ())
         ],
+        "exchanged after a failure": [
+            run("compiled", export=sharded_export(weights_of(model, rank.device)), **settings)
+            for settings in ([{"read_in_place": False, "fails_before": 2}] if rank.tp > 1 else ())
+        ],
         "pulled": [
             run("compiled", export=export_of(weights_of(model, rank.device)), **settings)
             for export_of in (kept_export, partial(sharded_export, is_shared=True))
@@ -122,6 +127,7 @@ def _run_syncs(
     mode: str,
     export: Any = None,
     moves_after: int = -1,
+    fails_before: int = -1,
     **settings: Any,
 ) -> list[Any]:
     """(the engine's hashes, the report) of each sync, with other weights every time."""
@@ -134,6 +140,8 @@ def _run_syncs(
             for name, tensor in weights:
                 write_values(export.sources()[name], tensor)
             weights = export
+        if len(seen) == fails_before:
+            _fail_on_the_last_rank(rank, manager, weights)
         seen.append(sync_asleep(rank, manager, weights, str(scale), folder))
     return seen
 
@@ -225,6 +233,23 @@ def _failing_sync(rank: TrainerRank, mode: str, weights: NamedTensors) -> str:
     except WeightSyncError as error:
         return str(error)
     return "no error"
+
+
+def _fail_on_the_last_rank(rank: TrainerRank, manager: Any, weights: Any) -> None:
+    """A sync whose last bucket does not leave one rank."""
+    from verl_sglang_sync import WeightSyncError
+    from verl_sglang_sync.engine.session import TrainerSession
+
+    finish = MagicMock(side_effect=MemoryError("nothing is left"))
+    if rank.rank != rank.tp - 1:
+        finish = TrainerSession.finish
+    with patch.object(TrainerSession, "finish", finish):
+        try:
+            asyncio.run(manager.sync(weights, version="failed"))
+        except WeightSyncError as error:
+            assert "nothing is left" in str(error)
+            return
+    raise AssertionError("the sync did not fail")
 
 
 def _repeated_stages(rank: TrainerRank) -> str:

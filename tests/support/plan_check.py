@@ -1,4 +1,4 @@
-"""The proof of a whole plan at once."""
+"""The proof of a whole plan at once, and what its syncs leave as it was."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from sglang_loader.common.regions.geometry import Region, region_runs
+from sglang_loader.common.regions.intervals import contains, merge_runs
 from sglang_loader.load_plan import CheckResult, LoadPlan, check_bucket
 from sglang_loader.load_plan.plan import LoadWeights
 
@@ -33,3 +35,15 @@ def self_check(
                 load_weights(iter(layout.views(later[: layout.nbytes].clone())))
             return result
     return CheckResult(ok=True)
+
+
+def uncovered(plan: LoadPlan, kind: str | None = None) -> list[str]:
+    """The model's tensors, all or of a kind, with a byte that a sync does not write."""
+    names, found = [storage.name for storage in plan.destinations.storages], []
+    for tensor in plan.destinations.tensors:
+        ranges = plan.coverage.get(names[tensor.storage], ())
+        region = Region(tensor.offset, tensor.shape, tensor.stride, tensor.dtype.itemsize)
+        is_covered = all(contains(ranges, run) for run in merge_runs([region_runs(region)]))
+        if not is_covered and kind in (None, tensor.kind):
+            found.append(tensor.name)
+    return found

@@ -199,14 +199,14 @@ class Rank:
     def sync(self):
         """One sync as a transport would make it; what was exchanged is compared afterwards."""
         from verl_sglang_sync.routes.exchange.self_check import gather_arranged
-        from verl_sglang_sync.routes.exchange.shard_exchange import SyncKind
 
-        kind = self.exchange.ready(self.export, self.layouts)
-        self.seen.kinds.append(kind.name)
-        if kind is SyncKind.CHECK:
+        is_ready = self.exchange.ready(self.export, self.layouts)
+        is_checked = self.exchange.needs_proof
+        self.seen.kinds.append("EXCHANGE" if is_ready else "CHECK" if is_checked else "FULL")
+        if is_checked:
             batches = ((b.bucket.layout, b.tensors) for b in batches_of(self.export))
             self.seen.reason = self.exchange.prove(self.export, batches)
-        if kind is SyncKind.EXCHANGE:
+        if is_ready:
             buffers = [torch.zeros(a.nbytes, dtype=torch.uint8) for a in self.own]
             with mock.patch.object(DTensor, "full_tensor", autospec=True) as gather:
                 for index, buffer in enumerate(buffers):
@@ -222,7 +222,7 @@ class Rank:
             self.seen.wrong.append([i for i, (have, want) in pairs if not torch.equal(have, want)])
         self.seen.scratch_bytes = max(self.seen.scratch_bytes, self.exchange.nbytes)
         self.exchange.free()
-        return kind
+        return self.seen.kinds[-1]
 
     def step(self):
         """As an optimizer: in place, another value for each element."""
@@ -284,12 +284,10 @@ def drain_on_rank_1():
     rank = Rank(sharded("dense"))
     rank.prepare()
     rank.sync()
-    kind = rank.exchange.ready(rank.export, rank.layouts)
+    is_ready = rank.exchange.ready(rank.export, rank.layouts)
     cuts = [types.SimpleNamespace(bucket=batch.bucket) for batch in rank.batches]
     ring, report = _Ring(), SyncReport(mode="compiled", replica=0)
-    buckets = ExchangedBuckets(
-        rank.exchange, cuts, _Arranged(rank.own), ring, report, _Arranged.digest
-    )
+    buckets = ExchangedBuckets(rank.exchange, cuts, _Arranged(rank.own), ring, report)
     buckets.engine_joined(_Arranged.digest)
     for bucket in buckets:
         if dist.get_rank() == 1:
@@ -300,7 +298,7 @@ def drain_on_rank_1():
     full = batches_of(rank.export)
     expected = [gather_arranged(b.tensors, a, CPU) for b, a in zip(full, rank.own, strict=True)]
     right = [torch.equal(have, want) for have, want in zip(ring.filled, expected, strict=False)]
-    return kind.name, right, report.num_exchanged, report.num_tensors
+    return is_ready, right, report.num_exchanged, report.num_tensors
 
 
 @contextmanager
@@ -317,7 +315,7 @@ def fail_in_a_sync(piece, packing):
     rank = Rank(sharded("dense"))
     rank.prepare()
     rank.sync()
-    assert rank.exchange.ready(rank.export, rank.layouts).name == "EXCHANGE"
+    assert rank.exchange.ready(rank.export, rank.layouts)
     error = None
     with _failing_on_rank_1(rank, piece, packing):
         try:
@@ -446,11 +444,11 @@ def refused_exports():
     for name, change in EXPORTS.items():
         rank = Rank(model, change)
         rank.prepare()
-        reasons[name] = rank.seen.reason, rank.sync().name
+        reasons[name] = rank.seen.reason, rank.sync()
     rank = Rank(model, _swapped_on_rank_1)
     rank.layouts = rank.layouts[:1]
     rank.prepare()
-    reasons["differs on rank 1"] = rank.seen.reason, rank.sync().name
+    reasons["differs on rank 1"] = rank.seen.reason, rank.sync()
     return reasons
 
 
@@ -542,9 +540,9 @@ def a_backend_that_cannot():
     prepared = rank.prepare()
     refusal = RuntimeError("this backend has no all-to-all")
     with mock.patch.object(dist, "all_to_all_single", side_effect=refusal):
-        kinds = [rank.sync().name]
-    kinds.append(rank.sync().name)
-    return prepared, kinds, rank.exchange.off
+        rank.sync()
+    rank.sync()
+    return prepared, rank.seen.kinds, rank.exchange.off
 
 
 def wrong_origins():
@@ -562,5 +560,6 @@ def wrong_origins():
 
     with mock.patch.object(source_map, "trace_export", spoiled):
         prepared = rank.prepare()
-    kinds = [rank.sync().name, rank.sync().name]
-    return prepared, kinds, rank.seen.reason, rank.exchange.off
+    rank.sync()
+    rank.sync()
+    return prepared, rank.seen.kinds, rank.seen.reason, rank.exchange.off

@@ -15,7 +15,7 @@ from sglang_loader.common.broadcast import broadcast, update_group
 from sglang_loader.common.broadcast.broadcast import Broadcast, BroadcastError
 from sglang_loader.common.broadcast.messages import BroadcastBucket, decode_bucket, encode_bucket
 from sglang_loader.common.check_remarks import with_remark
-from sglang_loader.common.layout import BucketLayout, WireError, encode_layout
+from sglang_loader.common.layout import BucketLayout, BucketTensor, WireError, encode_layout
 from sglang_loader.common.session.messages import SESSION_VERSION, SessionError
 from sglang_loader.hooks import weights as weight_updater_hooks
 from sglang_loader.session.broadcast_receiver import BroadcastReceiver
@@ -97,7 +97,7 @@ def test_on_a_gpu_only_the_event_says_that_the_bytes_are_there(work, monkeypatch
         started.wait(1, "it")
 
 
-EIGHT_BYTES = BucketLayout.pack([("t", (8,), torch.int8)], alignment_bytes=8)
+EIGHT_BYTES = BucketLayout((BucketTensor("t", (8,), torch.int8, 0),), 8)
 
 
 def bucket(index, *, last=False, next_nbytes=8, **changes):

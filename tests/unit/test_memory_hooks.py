@@ -215,12 +215,13 @@ def test_an_unknown_tag_is_refused_and_nothing_is_done(updater, step):
     assert (updater.offload_tags, updater.memory_saver_adapter.paused) == (set(), set())
 
 
-def test_a_release_while_requests_run_is_refused(updater):
+def test_a_release_while_requests_run_is_refused(updater, caplog):
     updater.is_fully_idle = lambda: False
     refused = release(updater, "weights")
     assert "requests are running" in refusal(refused) and refused.is_busy
     assert updater.offload_tags == set()
     assert backup_of(model_of(updater)).host_bytes == 0
+    assert not caplog.text, "it is asked again within milliseconds"
     updater.is_fully_idle = lambda: True
     assert refusal(release(updater, "weights")) is None
 

@@ -136,12 +136,22 @@ def write_past_torch(model, weights):
     model.a.data.view(torch.int16).numpy()[0, 0] ^= 1
 
 
+def write_by_numpy(model, weights):
+    for name, tensor in weights:
+        getattr(model, name).data.view(torch.int16).numpy()[...] = tensor.bfloat16().view(
+            torch.int16
+        )
+
+
 @pytest.mark.parametrize(
     ("load", "uses_plan", "reason"),
     [
         (rebind, False, "was rebound"),
         (rebind, True, "rebound"),
         (write_past_torch, True, "differ from eager"),
+        (write_past_torch, False, "a may be written through its numpy, unseen"),
+        (write_by_numpy, False, "may be written through its numpy, unseen"),
+        (write_by_numpy, True, "Python reads the data of"),
     ],
 )
 def test_what_cannot_be_seen_is_told(load, uses_plan, reason):
@@ -245,6 +255,17 @@ def test_an_error_names_its_tensor(load, specs, note):
     with pytest.raises((RuntimeError, AttributeError)) as caught:
         load_weights(layout.views(source.packed(layout)))
     assert caught.value.__notes__[0].startswith(f"load_weights failed at {note}")
+
+
+def test_an_error_among_tensors_without_memory_is_that_error():
+    def load(model, weights):
+        abstract = torch.sparse_coo_tensor(torch.zeros(1, 0), torch.zeros(0), (3,))
+        raise KeyError(next(iter(weights))[0], abstract.shape)
+
+    layout, source = bucket(SPECS)
+    with pytest.raises(KeyError, match="'a'") as caught:
+        naming_tensors(Toy(load))(layout.views(source.packed(layout)))
+    assert caught.value.__notes__[0].startswith("load_weights failed at a [4, 6]: KeyError")
 
 
 def test_an_error_before_any_tensor_says_so():

@@ -67,17 +67,13 @@ class BucketLayout:
                 )
 
     @classmethod
-    def pack(
-        cls,
-        tensors: Iterable[TensorSpec],
-        alignment_bytes: int = ALIGNMENT_BYTES,
-    ) -> BucketLayout:
-        """Lay tensors out one after the other, each at a multiple of `alignment_bytes`."""
+    def pack(cls, tensors: Iterable[TensorSpec]) -> BucketLayout:
+        """Lay tensors out one after the other, each at a multiple of `ALIGNMENT_BYTES`."""
         offset = 0
         packed = []
         for name, shape, dtype in tensors:
             packed.append(BucketTensor(name, tuple(shape), dtype, offset))
-            offset += -(-packed[-1].nbytes // alignment_bytes) * alignment_bytes
+            offset += -(-packed[-1].nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         return cls(tuple(packed), offset)
 
     def views(self, buffer: torch.Tensor) -> list[tuple[str, torch.Tensor]]:

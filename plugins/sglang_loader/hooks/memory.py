@@ -126,9 +126,9 @@ def release_tags(original: Original, updater: Any, request: Any) -> Any:
     if failures := _by_rank(updater, failure):
         if backup is not None:
             backup.release_refused()
-        reply = _refused(io_struct().ReleaseMemoryOccupationReqOutput(), failures)
+        reply = io_struct().ReleaseMemoryOccupationReqOutput()
         reply.is_busy = is_busy
-        return reply
+        return _refused(reply, failures)
     return _one_by_one(original, updater, request, tags, meter)
 
 
@@ -187,7 +187,8 @@ def _one_by_one(
 def _refused(reply: Any, failures: Sequence[str]) -> Any:
     """Upstream's reply has no field for a failure; it is pickled with its attributes."""
     reply.refusal = "\n".join(failures)
-    logger.error("%s", reply.refusal)
+    if not getattr(reply, "is_busy", False):  # a busy engine is asked again within milliseconds
+        logger.error("%s", reply.refusal)
     return reply
 
 

@@ -11,17 +11,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
-from sglang_loader.common.regions.geometry import Region, region_runs
-from sglang_loader.common.regions.intervals import (
-    Interval,
-    contains,
-    intersects,
-    merge,
-    merge_runs,
-    subtract,
-)
+from sglang_loader.common.regions.intervals import Interval, intersects, merge, subtract
 from sglang_loader.load_plan.compiler import compile_bucket
-from sglang_loader.load_plan.destinations import Destinations, TensorEntry
+from sglang_loader.load_plan.destinations import Destinations
 from sglang_loader.load_plan.guard import Fingerprint
 from sglang_loader.load_plan.plan import BucketPlan, LoadPlan, PlanRefused
 from sglang_loader.load_plan.trace import TracedBucket
@@ -94,17 +86,10 @@ def assemble(
                     f"Python reads the data of {name} ({what}), which the sync writes"
                 )
     coverage = _coverage(buckets, written)
-    uncovered = [
-        tensor
-        for tensor in destinations.tensors
-        if not _covers(coverage.get(tensor.storage, []), tensor)
-    ]
     return LoadPlan(
         buckets=tuple(buckets),
         fingerprint=fingerprint,
         coverage={destinations.storages[i].name: tuple(coverage[i]) for i in sorted(coverage)},
-        uncovered=tuple(t.name for t in uncovered),
-        uncovered_parameters=tuple(t.name for t in uncovered if t.kind == "parameter"),
         ignored=tuple(name for bucket in buckets for name in bucket.ignored),
         destinations=destinations,
     )
@@ -130,10 +115,3 @@ def _merge_all(parts: Iterable[Mapping[int, Sequence[Interval]]]) -> dict[int, l
         for storage, ranges in part.items():
             collected[storage].extend(ranges)
     return {storage: merge(ranges) for storage, ranges in collected.items()}
-
-
-def _covers(ranges: Sequence[Interval], tensor: TensorEntry) -> bool:
-    region = Region(tensor.offset, tensor.shape, tensor.stride, tensor.dtype.itemsize)
-    if contains(ranges, region.bounds()):
-        return True
-    return all(contains(ranges, run) for run in merge_runs([region_runs(region)]))

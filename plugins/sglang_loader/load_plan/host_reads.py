@@ -15,9 +15,12 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-UNDISPATCHED_READS = frozenset(
-    {"numpy", "tolist", "__array__", "__dlpack__", "data_ptr", "const_data_ptr", "mutable_data_ptr"}
+MEMORY_GIVEN_AWAY = frozenset(
+    {"numpy", "__array__", "__dlpack__", "data_ptr", "const_data_ptr", "mutable_data_ptr"}
 )
+"""Whoever has called these can also write the memory, unseen."""
+
+UNDISPATCHED_READS = MEMORY_GIVEN_AWAY | {"tolist"}
 
 Report = Callable[[str, torch.Tensor], None]
 """Called with the name of the method and the tensor whose data Python has seen."""

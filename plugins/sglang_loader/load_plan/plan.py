@@ -10,8 +10,7 @@ it holds
   recorded order, to be run after the copies.
 
 It also knows what it proved about the whole sync: `coverage` (which bytes are written, whatever was
-there before), `uncovered` (reachable tensors that keep bytes of their own) and `ignored` (sources
-that the loader skipped).
+there before) and `ignored` (sources that the loader skipped).
 """
 
 from __future__ import annotations
@@ -98,18 +97,14 @@ class LoadPlan:
     """The plans of all buckets of a sync, in order, and what holds for the sync as a whole.
 
     `coverage` maps a storage's key (the first path that reaches it) to the sorted byte ranges that
-    a sync writes without needing what was there. `uncovered` names reachable tensors with at least
-    one byte outside of it, and `uncovered_parameters` those of them that are parameters. `ignored`
-    names bucket tensors whose bytes reach nothing: a loader that needs two tensors in one call
-    (MLA's `q_a_proj` and `kv_a_proj_with_mqa`) drops both without a word when a bucket boundary
-    parts them.
+    a sync writes without needing what was there. `ignored` names bucket tensors whose bytes reach
+    nothing: a loader that needs two tensors in one call (MLA's `q_a_proj` and `kv_a_proj_with_mqa`)
+    drops both without a word when a bucket boundary parts them.
     """
 
     buckets: tuple[BucketPlan, ...]
     fingerprint: Fingerprint
     coverage: Mapping[str, tuple[Interval, ...]]
-    uncovered: tuple[str, ...]
-    uncovered_parameters: tuple[str, ...]
     ignored: tuple[str, ...]
     destinations: Destinations = field(repr=False)
 

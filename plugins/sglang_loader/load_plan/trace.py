@@ -56,13 +56,10 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class HostRead:
-    """Tensor data that reached Python: a plan cannot replay what was decided with it. `position` is
-    a step number.
-    """
+    """Tensor data that reached Python: a plan cannot replay what was decided with it."""
 
     what: str
     tensor: TensorRef
-    position: int
 
 
 @dataclass

@@ -203,9 +203,8 @@ class _Recorder(TorchDispatchMode):
 
     def note_host_read(self, what: str, tensor: torch.Tensor) -> None:
         """Remember that Python saw the data of `tensor`."""
-        position = len(self.trace.steps)
         with _disable_current_modes():  # reads without an operator come while the mode is active
-            self.trace.host_reads.append(HostRead(what, self._ref(tensor), position))
+            self.trace.host_reads.append(HostRead(what, self._ref(tensor)))
 
     def _append(
         self, op: Any, traits: OpTraits, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any

@@ -18,6 +18,7 @@ import torch
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.regions.geometry import Region, region_runs
 from sglang_loader.common.regions.intervals import Interval, merge_runs
+from sglang_loader.load_plan.host_reads import MEMORY_GIVEN_AWAY
 from sglang_loader.load_plan.trace import Space, Step, TensorRef, TracedBucket
 
 _COPY = torch.ops.aten.copy_.default
@@ -80,6 +81,9 @@ class _Reading:
         for read in self._trace.host_reads:  # Python may write it back as a number
             for number in self._origins(read.tensor):
                 self._uses[number].is_applied = True
+            if read.tensor.space is Space.DESTINATION and read.what in MEMORY_GIVEN_AWAY:
+                name = self._storages[read.tensor.index].name
+                self._problems.append(f"{name} may be written through its {read.what}, unseen")
         return BucketUses(
             self._layout,
             {self._layout.tensors[number].name: use for number, use in self._uses.items()},

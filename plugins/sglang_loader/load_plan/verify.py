@@ -61,13 +61,10 @@ class KnownDigests:
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """Outcome of a check: `differing` are the paths of the tensors whose storage differs from the
-    eager load, `known` is for the check of the next bucket.
-    """
+    """Outcome of a check; `known` is for the check of the next bucket."""
 
     ok: bool
     reason: str | None = None
-    differing: tuple[str, ...] = ()
     known: KnownDigests | None = None
 
 
@@ -114,7 +111,7 @@ def check_bucket(
     if moved is not None:
         return CheckResult(False, f"load_weights rebinds tensors: {moved}")
     first = ", ".join(differing[:3])
-    return CheckResult(False, f"{len(differing)} tensors differ from eager: {first}", differing)
+    return CheckResult(False, f"{len(differing)} tensors differ from eager: {first}")
 
 
 def check_arranged(

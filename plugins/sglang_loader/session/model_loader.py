@@ -339,6 +339,7 @@ class ModelLoader:
         if reason is not None:
             self._drop_plan(f"bucket {index}: {reason}")
             self._load_mode = _LoadMode.EAGER
+            self.uses[-1] = BucketUses(bucket.layout, problem=reason)
         elif self._compiled.arranged is not None:
             arranged = self._compiled.arranged
             self._compiled.arranged = arranged.rechecked(self._model, index, buffer)

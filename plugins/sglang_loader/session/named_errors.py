@@ -6,6 +6,7 @@ What SGLang raises itself is often an assertion about two shapes, of one tensor 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
@@ -31,7 +32,9 @@ def naming_tensors(model: Any) -> LoadWeights:
         try:
             model.load_weights(giving())
         except Exception as error:
-            suspects = _in_hand(error, given) or given[-1:]
+            suspects = given[-1:]
+            with suppress(Exception):  # not every tensor has an address; what is raised must be it
+                suspects = _in_hand(error, given) or suspects
             named = " or ".join(f"{name} {list(tensor.shape)}" for name, tensor in suspects)
             error.add_note(f"load_weights failed at {named or 'no tensor'}: {error!r}")
             raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import accumulate
 
 import numpy as np
 import pytest
@@ -96,8 +97,11 @@ def check_plan(plan: BucketPlan) -> tuple[Arrangement, BucketPlan]:
 def buckets(draw: st.DrawFn) -> BucketPlan:
     """Tensors of float32 and strided, cast, transposed, repeating copies out of them."""
     sizes = draw(st.lists(st.sampled_from([0, 4, 12, 32, 64]), min_size=1, max_size=6))
+    step = draw(st.sampled_from([4, 16, 256]))
+    offsets = accumulate((-(-size * 4 // step) * step for size in sizes), initial=0)
     shapes = [(f"t{i}", (size,), torch.float32) for i, size in enumerate(sizes)]
-    layout = BucketLayout.pack(shapes, alignment_bytes=draw(st.sampled_from([4, 16, 256])))
+    placed = [BucketTensor(*shape, at) for shape, at in zip(shapes, offsets, strict=False)]
+    layout = BucketLayout(tuple(placed), placed[-1].offset + -(-placed[-1].nbytes // step) * step)
     copies: list[StridedCopy] = []
     dst = [0, 0]
     for _ in range(draw(st.integers(0, 12))):

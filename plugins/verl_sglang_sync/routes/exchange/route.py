@@ -20,8 +20,12 @@ from verl_sglang_sync.collective import TrainerGroup, holds_everywhere, world_si
 from verl_sglang_sync.config import WeightSyncConfig
 from verl_sglang_sync.engine.session import TrainerSession
 from verl_sglang_sync.report import SyncReport
-from verl_sglang_sync.routes.arranged_sending import ArrangedSync, EngineArrangements
-from verl_sglang_sync.routes.exchange.shard_exchange import ShardExchange, SyncKind
+from verl_sglang_sync.routes.arranged_sending import (
+    ArrangedSync,
+    EngineArrangements,
+    KnownArrangements,
+)
+from verl_sglang_sync.routes.exchange.shard_exchange import ShardExchange
 from verl_sglang_sync.routes.route import ReadyBucket, Recovery
 from verl_sglang_sync.routes.staging_ring import StagingRing
 from verl_sglang_sync.sources.bucket_stream import BucketStream, Cut
@@ -72,20 +76,19 @@ class Exchange:
             piece_nbytes=settings.bucket_bytes // PIECES_PER_BUCKET,
             recheck_every_n_syncs=settings.recheck_every_n_syncs,
         )
-        self._digest = ""
-        self._kind = SyncKind.FULL
+        self._prepared_for: KnownArrangements | None = None  # None: for whole buckets
 
     def choose(self, weights: Iterable[NamedTensor], report: SyncReport) -> ExchangedBuckets | None:
         """See `Route`."""
-        self._kind = SyncKind.FULL
+        is_ready = False
         if self._exchange.is_prepared:
             with report.stage("confirm"):  # while the engine joins
                 layouts = [cut.bucket.layout for cut in self._stream.cuts]
-                self._kind = self._exchange.ready(weights, layouts)
-        if self._kind is not SyncKind.EXCHANGE:
+                is_ready = self._exchange.ready(weights, layouts)
+        if not is_ready:
             return None
-        arranged, cuts = self._arrangements.for_sync(), self._stream.cuts
-        return ExchangedBuckets(self._exchange, cuts, arranged, self._ring, report, self._digest)
+        arranged = ArrangedSync(self._prepared_for)
+        return ExchangedBuckets(self._exchange, self._stream.cuts, arranged, self._ring, report)
 
     def can_learn(self, weights: Iterable[NamedTensor]) -> bool:
         """See `Route`."""
@@ -98,24 +101,22 @@ class Exchange:
 
     def learn(self, weights: Iterable[NamedTensor], loaded: Loaded) -> bool:
         """See `Route`."""
-        kind, self._kind = self._kind, SyncKind.FULL
         known = self._arrangements.fitting(cut.bucket for cut in self._stream.cuts)
-        # An engine that has replayed its plan has said what it reads, unless that is all. A check
-        # is due on all ranks, also where the engine has loaded this sync eagerly.
+        # An engine that has replayed its plan has said what it reads, unless that is all. A proof
+        # that is due is due on all ranks, also where the engine has loaded this sync eagerly.
         is_final = known is not None or not loaded.num_eager
-        if kind is not SyncKind.CHECK and not holds_everywhere(self._group, is_final):
+        if not (self._exchange.needs_proof or holds_everywhere(self._group, is_final)):
             return False
-        digest = "" if known is None else known.digest
-        is_prepared = self._exchange.is_prepared and digest == self._digest
+        is_prepared = self._exchange.is_prepared and known == self._prepared_for
         if not holds_everywhere(self._group, is_prepared):
             layouts = [cut.bucket.layout for cut in self._stream.cuts]
             own = [None] * len(layouts) if known is None else [read for _, read in known.buckets]
             everyones = self._group.all_gather(own)
             by_rank = [_completed(arrangements, layouts) for arrangements in everyones]
-            self._digest = digest
+            self._prepared_for = known
             if self._exchange.prepare(weights, by_rank, layouts) is not None:
                 return False
-        elif kind is not SyncKind.CHECK:
+        if not self._exchange.needs_proof:
             return False
         report = SyncReport(mode="compiled", replica=0)  # of no sync
         batches = self._stream.batches(Export(weights), report)
@@ -127,7 +128,8 @@ class Exchange:
         return Recovery.RAISE
 
     def forget(self) -> None:
-        """Nothing to do: what is prepared is looked at before each sync."""
+        """See `Route`; the engine says anew what it reads."""
+        self._exchange.forget()
 
     def rest(self) -> None:
         """Give the scratch back."""
@@ -140,10 +142,9 @@ class ExchangedBuckets:
     Args:
         exchange: ready.
         cuts: the buckets.
-        arranged: what the engines have said they hold.
+        arranged: what was prepared: what this rank's engine reads; the engines must hold it.
         ring: of this rank's staging buffers.
         report: gets the counts and the seconds of "gather".
-        needs_arrangements: digest of those for which all was prepared.
     """
 
     is_packed = True
@@ -155,9 +156,8 @@ class ExchangedBuckets:
         arranged: ArrangedSync,
         ring: StagingRing,
         report: SyncReport,
-        needs_arrangements: str,
     ) -> None:
-        self.needs_arrangements = needs_arrangements
+        self.needs_arrangements = arranged.digest
         self._exchange = exchange
         self._cuts = cuts
         self._arranged = arranged

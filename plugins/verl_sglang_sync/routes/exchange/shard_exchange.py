@@ -3,11 +3,11 @@
     exchange = ShardExchange(group, device, source_map, piece_nbytes=512 << 20)
     reason = exchange.prepare(export, arrangements, layouts)      # once; None: it can be done
     reason = exchange.prove(export, batches)                      # after a good sync
-    kind = exchange.ready(export, layouts)                        # in every sync
-    if kind is SyncKind.EXCHANGE:
+    if exchange.ready(export, layouts):                           # in every sync
         exchange.fill(index, buffer)                              # instead of the export
         exchange.drain()                                          # also after a failure
     exchange.free()
+    exchange.forget()                                             # after a sync that failed
 
 All of these are collective: all ranks call them in the same order, and each decision is one that
 all ranks agree on. Nothing is exchanged before every bucket was compared with the full export, bit
@@ -21,7 +21,6 @@ import traceback
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 
 import torch
 import torch.distributed as dist
@@ -42,14 +41,6 @@ from verl_sglang_sync.sources.known_sources import SourcesChanged, memory_of
 from verl_sglang_sync.sources.source_map import SourceMap
 
 logger = logging.getLogger(__name__)
-
-
-class SyncKind(Enum):
-    """What all ranks do in a sync."""
-
-    FULL = "export in full"
-    CHECK = "export in full, and prove afterwards that an exchange gives the same"
-    EXCHANGE = "exchange shards"
 
 
 class ShardExchange:
@@ -78,7 +69,7 @@ class ShardExchange:
         self._piece_nbytes = piece_nbytes
         self._recheck_every_n_syncs = recheck_every_n_syncs
         self._prepared: _Prepared | None = None
-        self._is_proven = False
+        self._is_proof_due = False
         self._num_syncs = 0
         self.off: str | None = None
 
@@ -91,6 +82,11 @@ class ShardExchange:
     def is_prepared(self) -> bool:
         """True if `ready` may find that the shards can be exchanged; equal on all ranks."""
         return self._prepared is not None
+
+    @property
+    def needs_proof(self) -> bool:
+        """True if nothing is exchanged before the next `prove`; equal on all ranks."""
+        return self._prepared is not None and self._is_proof_due
 
     def prepare(
         self,
@@ -108,8 +104,7 @@ class ShardExchange:
         Returns:
             Why shards cannot be exchanged, equal on all ranks; None if they can.
         """
-        self.free()
-        self._prepared, self._is_proven = None, False
+        self.forget()
         if self.off is not None:
             return self.off
         if (reason := self._source_map.trace(export)) is not None:
@@ -131,36 +126,44 @@ class ShardExchange:
             reason = traceback.format_exc()
         agreed = common_reason(self._group, reason, draft.signature if draft is not None else 0)
         if agreed is None:
-            self._prepared = prepared
+            self._prepared, self._is_proof_due = prepared, True
             return None
         return self._switch_off(agreed)
 
-    def ready(self, export: Iterable[NamedTensor], layouts: Sequence[BucketLayout]) -> SyncKind:
-        """What all ranks do in this sync.
+    def ready(self, export: Iterable[NamedTensor], layouts: Sequence[BucketLayout]) -> bool:
+        """True if all ranks can exchange the shards in this sync, instead of exporting in full.
 
         Args:
             export: of this sync.
             layouts: of its buckets, as far as they are known.
         """
-        if self._prepared is None:
-            return SyncKind.FULL
-        if not self._take_shards(export, layouts):
-            return SyncKind.FULL
+        if self._prepared is None or not self._take_shards(export, layouts):
+            return False
         self._num_syncs += 1
         every = self._recheck_every_n_syncs
-        if not self._is_proven or (every and self._num_syncs % every == 0):
+        if every and self._num_syncs % every == 0:
+            self._is_proof_due = True
+        if self._is_proof_due:
             self.free()
-            return SyncKind.CHECK
-        return SyncKind.EXCHANGE
+        return not self._is_proof_due
 
     def fill(self, index: int, buffer: torch.Tensor | None) -> None:
         """Fill one bucket's arranged buffer, asynchronously on the current stream.
 
         Args:
             index: of the bucket.
-            buffer: flat uint8; None: only send what the other ranks need.
+            buffer: flat uint8, as long as the arrangement that was prepared; None: only send what
+                the other ranks need.
+
+        Raises:
+            ValueError: the buffer is of another length, and would be filled in part.
         """
         assert self._prepared is not None, "nothing was prepared"
+        needed = self._prepared.known.arrangements[index].nbytes
+        if buffer is not None and buffer.numel() != needed:
+            raise ValueError(
+                f"bucket {index} has a buffer of {buffer.numel()} bytes, was prepared for {needed}"
+            )
         self._prepared.exchange.fill(index, buffer)
 
     def drain(self) -> None:
@@ -182,7 +185,7 @@ class ShardExchange:
         Returns:
             Why shards are not exchanged, equal on all ranks; None if they are from now on.
         """
-        self._is_proven = False
+        self._is_proof_due = True
         if self._prepared is None or not self._take_shards(export, self._prepared.known.layouts):
             return self.off or "the parameters were replaced by others"
         problem, source = None, iter(batches)
@@ -202,8 +205,10 @@ class ShardExchange:
         self.drain()
         self.free()
         agreed = common_reason(self._group, problem)
-        self._is_proven = agreed is None
-        return None if agreed is None else self._switch_off(agreed)
+        if agreed is not None:
+            return self._switch_off(agreed)
+        self._is_proof_due = False
+        return None
 
     def _compare(self, index: int, tensors: Sequence[torch.Tensor] | None) -> str | None:
         """Exchange one bucket; what differs from the full export's tensors, if it came."""
@@ -239,8 +244,7 @@ class ShardExchange:
             reason = str(error)
         agreed = common_reason(self._group, reason)
         if agreed is not None:
-            self.free()
-            self._prepared = None
+            self.forget()
             logger.info("shards are not exchanged in this sync: %s", agreed)
         return agreed is None
 
@@ -248,6 +252,11 @@ class ShardExchange:
         """Give the scratch back and let go of the shards; what was exchanged must be done."""
         if self._prepared is not None:
             self._prepared.exchange.end()
+
+    def forget(self) -> None:
+        """Nothing is exchanged until all was prepared, and proven, anew."""
+        self.free()
+        self._prepared = None
 
     def _draft(
         self, arrangements: Sequence[Sequence[Arrangement]], layouts: Sequence[BucketLayout]
@@ -261,8 +270,8 @@ class ShardExchange:
         return _Draft(tuple(buckets), known, zlib.crc32(repr(arrangements).encode()))
 
     def _switch_off(self, reason: str) -> str:
-        self.free()
-        self._prepared, self.off = None, reason
+        self.forget()
+        self.off = reason
         logger.warning("every rank exports all weights in full, nothing is exchanged: %s", reason)
         return reason
 
