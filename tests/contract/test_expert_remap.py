@@ -86,7 +86,7 @@ class Engine:
         load_eagerly(self.model, split(weights, "many"))
         after = snapshot(self.destinations)
         for i, kept in enumerate(before):
-            self.destinations.bytes_of(i).copy_(kept)
+            self.destinations.memory[i].copy_(kept)
         return after
 
     def has(self, expected: list[torch.Tensor]) -> bool:

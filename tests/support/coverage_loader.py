@@ -42,7 +42,7 @@ def poison(model: Any, named_tensors: NamedTensors) -> None:
     covered = coverage(model, uncovered)
     for i, storage in enumerate(destinations.storages):
         if storage.name in covered:
-            destinations.bytes_of(i).fill_(0xFF)
+            destinations.memory[i].fill_(0xFF)
     torch.cuda.synchronize()
 
 
@@ -50,7 +50,7 @@ def write_state(model: Any, named_tensors: NamedTensors) -> None:
     """Write hashes, host memory and the backup's state to the file `path`."""
     destinations = collect_destinations(model)
     hashes = {
-        storage.name: hashlib.sha256(destinations.bytes_of(i).cpu().numpy().tobytes()).hexdigest()
+        storage.name: hashlib.sha256(destinations.memory[i].cpu().numpy().tobytes()).hexdigest()
         for i, storage in enumerate(destinations.storages)
     }
     backup = backup_of(model)

@@ -49,7 +49,7 @@ def look(model: Any, named_tensors: NamedTensors) -> None:
     backup = backup_of(model)
     assert backup is not None
     state = {
-        "hashes": {s.name: _hash(destinations.bytes_of(i)) for i, s in enumerate(storages)},
+        "hashes": {s.name: _hash(destinations.memory[i]) for i, s in enumerate(storages)},
         "addresses": {s.name: [s.data_ptr, s.nbytes] for s in storages},
         "nan": sorted(
             tensor.name

@@ -41,7 +41,7 @@ def poison(model: nn.Module) -> None:
 def contents(destinations: Destinations) -> dict[str, bytes]:
     """The bytes of every storage."""
     return {
-        storage.name: destinations.bytes_of(i).numpy().tobytes()
+        storage.name: destinations.memory[i].numpy().tobytes()
         for i, storage in enumerate(destinations.storages)
     }
 
@@ -51,7 +51,7 @@ def overwrite(destinations: Destinations, written: dict[str, Iterable[Interval]]
     numbers = {storage.name: i for i, storage in enumerate(destinations.storages)}
     for name, ranges in written.items():
         for start, stop in ranges:
-            destinations.bytes_of(numbers[name])[start:stop].fill_(0x5A)
+            destinations.memory[numbers[name]][start:stop].fill_(0x5A)
 
 
 def whole(model: nn.Module, *names: str) -> dict[str, list[Interval]]:

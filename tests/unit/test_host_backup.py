@@ -126,7 +126,7 @@ def test_released_again_while_stale_the_first_copy_is_kept(model):
     before = contents(destinations)
     release_and_resume(model, backup)
     backup.sync.loading(LAYOUT)
-    destinations.bytes_of(0).fill_(1)
+    destinations.memory[0].fill_(1)
     model.rotary.fill_(7.0)  # the failed sync scribbles over residue
     backup.sync_failed("a test")
     for _ in range(2):

@@ -20,15 +20,21 @@ def digest_bytes(data: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     Args:
         weights: `position_weights`, of at least as many words as the storage or a chunk has.
     """
-    whole = data.numel() // 8 * 8
-    words = data[:whole].view(torch.int64)
-    tail = torch.zeros(8, dtype=torch.uint8, device=data.device)
-    tail[: data.numel() - whole].copy_(data[whole:])
-    total = torch.stack([tail.view(torch.int64)[0]] * 2)
-    scale = torch.tensor(_MULTIPLIERS, dtype=torch.int64, device=data.device)
-    for start in range(0, words.numel(), CHUNK_WORDS):
+    num_words, rest = divmod(data.numel(), 8)
+    parts = []
+    if rest or not num_words:
+        tail = torch.zeros(8, dtype=torch.uint8, device=data.device)
+        tail[:rest].copy_(data[8 * num_words :])
+        parts.append(tail.view(torch.int64).expand(2))
+    words = data[: 8 * num_words].view(torch.int64)
+    for start in range(0, num_words, CHUNK_WORDS):
         chunk = words[start : start + CHUNK_WORDS]
-        total = total * scale + (weights[:, : chunk.numel()] * chunk).sum(dim=1)
+        parts.append((weights[:, : chunk.numel()] * chunk).sum(dim=1))
+    total = parts[0]
+    if len(parts) > 1:
+        scale = torch.tensor(_MULTIPLIERS, dtype=torch.int64, device=data.device)
+        for part in parts[1:]:
+            total = total * scale + part
     return total
 
 

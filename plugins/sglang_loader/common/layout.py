@@ -86,8 +86,17 @@ class BucketLayout:
             ValueError: the buffer is of another dtype or shape, or too short.
         """
         check_buffer(buffer, self.nbytes)
+        typed = {  # one view of the whole buffer for each dtype: half the calls
+            dtype: buffer[: buffer.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
+            for dtype in {t.dtype for t in self.tensors}
+        }
         return [
-            (t.name, buffer[t.offset : t.offset + t.nbytes].view(t.dtype).view(t.shape))
+            (
+                t.name,
+                typed[t.dtype]
+                .narrow(0, t.offset // t.dtype.itemsize, math.prod(t.shape))
+                .view(t.shape),
+            )
             for t in self.tensors
         ]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -31,9 +30,19 @@ class OpTraits:
         return [args[i] if i < len(args) else kwargs.get(name) for i, name in self.written]
 
 
-@cache
+_known: dict[int, tuple[torch._ops.OpOverload, OpTraits]] = {}
+
+
 def read_traits(op: torch._ops.OpOverload) -> OpTraits:
     """What the schema and the tags of `op` say about views, writes, randomness and host reads."""
+    # By identity: the hash of an operator is a Python function, and this is asked 100,000 times.
+    known = _known.get(id(op))
+    if known is None:
+        known = _known[id(op)] = op, _traits_of(op)
+    return known[1]
+
+
+def _traits_of(op: torch._ops.OpOverload) -> OpTraits:
     schema, tags = op._schema, op.tags
     written = tuple(
         (i, a.name)

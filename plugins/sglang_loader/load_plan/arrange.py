@@ -19,15 +19,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch.utils._pytree import tree_map
-
 from sglang_loader.common.layout import ALIGNMENT_BYTES, BucketLayout
 from sglang_loader.common.regions.arrangement import Arrangement, Read
 from sglang_loader.common.regions.coalesce import coalesce
 from sglang_loader.common.regions.geometry import BYTES, Dim, StridedCopy, collapse
 from sglang_loader.common.regions.split import split_copy
 from sglang_loader.load_plan.plan import BucketPlan, TapeStep
-from sglang_loader.load_plan.trace import Space, TensorRef
+from sglang_loader.load_plan.trace import Space, TensorRef, map_leaves
 
 UNIT_ALIGNMENT = 16
 """No dtype is wider: a copy whose two sides agree modulo this moves words, or whole elements."""
@@ -230,7 +228,7 @@ def _rebased_step(step: TapeStep, tensors: _Tensors, placed: dict[int, int]) -> 
             offset = placed[tensor] + start - tensors.layout.tensors[tensor].offset
         return replace(leaf, region=replace(leaf.region, offset=offset))
 
-    args, kwargs = tree_map(move, (step.args, dict(step.kwargs)))
+    args, kwargs = map_leaves(move, (step.args, step.kwargs))
     return replace(step, args=args, kwargs=kwargs)
 
 

@@ -12,9 +12,12 @@ again.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
+from types import FunctionType, MethodType, NoneType
 from typing import Any
 
 import torch
@@ -23,6 +26,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 MAX_CONTAINER_DEPTH = 4
 _MODULE_INTERNALS = frozenset({"_parameters", "_buffers", "_modules"})
+_WITHOUT_TENSORS = frozenset({NoneType, bool, int, float, str, FunctionType, MethodType})
+_CONTAINERS = frozenset({OrderedDict, dict, list, tuple})
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +68,14 @@ class Destinations:
     opaque: tuple[str, ...]
     keep_alive: tuple[torch.UntypedStorage, ...] = field(repr=False, compare=False)
 
-    def bytes_of(self, storage: int) -> torch.Tensor:
-        """The whole storage as a flat uint8 tensor that shares its memory."""
-        raw = self.keep_alive[storage]
+    @cached_property
+    def memory(self) -> tuple[torch.Tensor, ...]:
+        """Each storage as a flat uint8 tensor that shares its memory."""
         with torch.inference_mode(False), torch.no_grad():
-            view = torch.empty(0, dtype=torch.uint8, device=raw.device)
-            return view.set_(raw, 0, (raw.nbytes(),), (1,))
+            return tuple(
+                torch.empty(0, dtype=torch.uint8, device=raw.device).set_(raw)
+                for raw in self.keep_alive
+            )
 
     def names_of(self, storage: int) -> tuple[str, ...]:
         """Every path that reaches this storage."""
@@ -187,19 +194,20 @@ def _places(destinations: Destinations) -> dict[str, tuple[object, ...]]:
 
 def _attributes(dot: str, owner: dict[str, Any], skipped: frozenset[str]) -> Iterator[Place]:
     for name, value in list(owner.items()):
-        if name not in skipped:
-            yield from _tensors_in(dot + name, owner, name, value, MAX_CONTAINER_DEPTH)
+        kind = type(value)  # most attributes of a module are plain values or its empty hooks
+        if kind in _WITHOUT_TENSORS or (kind in _CONTAINERS and not value) or name in skipped:
+            continue
+        yield from _tensors_in(dot + name, owner, name, value, MAX_CONTAINER_DEPTH)
 
 
 def _tensors_in(path: str, container: Any, key: Any, value: Any, depth: int) -> Iterator[Place]:
     if isinstance(value, torch.Tensor):
         yield Place(path, "attribute", container, key, value)
-    elif depth and isinstance(value, dict):
-        for inner, item in list(value.items()):
-            yield from _tensors_in(f"{path}[{inner!r}]", value, inner, item, depth - 1)
-    elif depth and isinstance(value, (list, tuple)):
-        for i, item in enumerate(value):
-            yield from _tensors_in(f"{path}[{i}]", value, i, item, depth - 1)
+    elif depth and isinstance(value, (dict, list, tuple)):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for inner, item in list(items):
+            if type(item) not in _WITHOUT_TENSORS:
+                yield from _tensors_in(f"{path}[{inner!r}]", value, inner, item, depth - 1)
 
 
 def _has_plain_storage(tensor: torch.Tensor) -> bool:

@@ -18,7 +18,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
 
 from sglang_loader.common.bucket_source import BucketSource
 from sglang_loader.common.copies import copy_views
@@ -26,7 +25,7 @@ from sglang_loader.common.copy_kernel import WORD, BatchedCopy, is_available
 from sglang_loader.common.regions.split import split_copy
 from sglang_loader.load_plan.destinations import Destinations
 from sglang_loader.load_plan.plan import BucketPlan, LoadPlan, TapeStep
-from sglang_loader.load_plan.trace import Space, TensorRef
+from sglang_loader.load_plan.trace import Space, TensorRef, leaves, map_leaves
 
 MAX_BOUND_SOURCES = 4
 
@@ -105,7 +104,7 @@ def _run(binding: _Binding, plan: BucketPlan) -> None:
 
 def _bind(plan: BucketPlan, destinations: Destinations, source: BucketSource) -> _Binding:
     with torch.inference_mode(False), torch.no_grad():
-        bases = [destinations.bytes_of(i) for i in range(len(destinations.storages))]
+        bases = destinations.memory
         grouped: dict[object, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         for copy in (part for c in plan.copies for part in split_copy(c, source.starts)):
             memory, shift = source.locate(*copy.src_bounds())
@@ -190,8 +189,8 @@ def _bind_step(step: TapeStep, resolve: Callable[[TensorRef], torch.Tensor]) -> 
             return resolve(value)
         return value
 
-    args, kwargs = tree_map(resolve_now, (step.args, dict(step.kwargs)))
-    uses_slots = any(isinstance(leaf, TensorRef) for leaf in tree_leaves((args, kwargs)))
+    args, kwargs = map_leaves(resolve_now, (step.args, step.kwargs))
+    uses_slots = any(isinstance(leaf, TensorRef) for leaf in leaves((args, kwargs)))
 
     def run(slots: dict[int, torch.Tensor]) -> Any:
         if not uses_slots:
@@ -200,7 +199,7 @@ def _bind_step(step: TapeStep, resolve: Callable[[TensorRef], torch.Tensor]) -> 
         def fill(value: Any) -> Any:
             return view_of(slots[value.index], value) if isinstance(value, TensorRef) else value
 
-        filled_args, filled_kwargs = tree_map(fill, (args, kwargs))
+        filled_args, filled_kwargs = map_leaves(fill, (args, kwargs))
         return step.op(*filled_args, **filled_kwargs)
 
     return _BoundStep(run, step)
@@ -210,7 +209,7 @@ def _run_tape(tape: tuple[_BoundStep, ...], slot_nbytes: Mapping[int, int]) -> N
     slots: dict[int, torch.Tensor] = {}
     for bound in tape:
         out = bound.run(slots)
-        for slot, leaf in zip(bound.step.outputs, tree_leaves(out), strict=True):
+        for slot, leaf in zip(bound.step.outputs, leaves(out), strict=True):
             if slot is None:
                 continue
             raw = leaf.untyped_storage()

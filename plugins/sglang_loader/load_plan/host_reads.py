@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
+
+from sglang_loader.load_plan.trace import map_leaves
 
 MEMORY_GIVEN_AWAY = frozenset(
     {"numpy", "__array__", "__dlpack__", "data_ptr", "const_data_ptr", "mutable_data_ptr"}
@@ -21,6 +22,8 @@ MEMORY_GIVEN_AWAY = frozenset(
 """Whoever has called these can also write the memory, unseen."""
 
 UNDISPATCHED_READS = MEMORY_GIVEN_AWAY | {"tolist"}
+
+_WATCHED = frozenset(getattr(torch.Tensor, name, None) for name in (*UNDISPATCHED_READS, "item"))
 
 Report = Callable[[str, torch.Tensor], None]
 """Called with the name of the method and the tensor whose data Python has seen."""
@@ -36,16 +39,15 @@ class HostReadWatch(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        name = getattr(func, "__name__", "")
         kwargs = kwargs or {}
-        if name == "item" and args and args[0].numel() == 1 and not args[0].is_complex():
-            return DeferredScalar(args[0], self._report)
-        if name == "fill_" and len(args) == 2 and isinstance(args[1], DeferredScalar):
-            return args[0].copy_(args[1].tensor.reshape(()))
-        if name in UNDISPATCHED_READS and args and isinstance(args[0], torch.Tensor):
-            self._report(name, args[0])
-        if any(issubclass(t, DeferredScalar) for t in types):
-            args, kwargs = tree_map(_number, (args, kwargs))
+        if types and any(issubclass(t, DeferredScalar) for t in types):
+            return DeferredScalar.__torch_function__(func, types, args, kwargs)
+        if func in _WATCHED and args and isinstance(args[0], torch.Tensor):
+            tensor, name = args[0], func.__name__
+            if name == "item" and tensor.numel() == 1 and not tensor.is_complex():
+                return DeferredScalar(tensor, self._report)
+            if name in UNDISPATCHED_READS:
+                self._report(name, tensor)
         return func(*args, **kwargs)
 
 
@@ -66,7 +68,10 @@ class DeferredScalar:
     def __torch_function__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        args, kwargs = tree_map(_number, (args, kwargs or {}))
+        is_fill = getattr(func, "__name__", "") == "fill_" and len(args) == 2
+        if is_fill and isinstance(args[1], cls):
+            return args[0].copy_(args[1].tensor.reshape(()))
+        args, kwargs = map_leaves(_number, (tuple(args), kwargs or {}))
         return func(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:

@@ -20,14 +20,13 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.regions.geometry import StridedCopy
 from sglang_loader.common.regions.intervals import Interval
 from sglang_loader.load_plan.destinations import Destinations
 from sglang_loader.load_plan.guard import Fingerprint
-from sglang_loader.load_plan.trace import Space, TensorRef
+from sglang_loader.load_plan.trace import Space, TensorRef, leaves
 
 LoadWeights: TypeAlias = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
 """A model's own `load_weights`: takes `(name, tensor)` pairs."""
@@ -53,13 +52,13 @@ class TapeStep:
 
     op: torch._ops.OpOverload
     args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
+    kwargs: dict[str, Any]
     outputs: tuple[int | None, ...]
     releases: tuple[int, ...]
 
     def refs(self, space: Space) -> Iterator[TensorRef]:
         """The tensors of one space among the arguments."""
-        for leaf in tree_leaves((self.args, dict(self.kwargs))):
+        for leaf in leaves((self.args, self.kwargs)):
             if isinstance(leaf, TensorRef) and leaf.space is space:
                 yield leaf
 

@@ -5,6 +5,7 @@ The nouns between `tracer` (which records them) and `compiler` (which turns them
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -36,6 +37,30 @@ class TensorRef:
     index: int
     dtype: torch.dtype
     region: Region
+
+
+def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
+    """The same lists, tuples and dicts of `change(leaf)`: arguments of an operator."""
+    if isinstance(value, list):
+        return [map_leaves(change, item) for item in value]
+    if isinstance(value, tuple):
+        return tuple([map_leaves(change, item) for item in value])
+    if isinstance(value, dict):
+        return {key: map_leaves(change, item) for key, item in value.items()}
+    return change(value)
+
+
+def leaves(value: Any) -> list[Any]:
+    """What stands in lists, tuples and dicts, in order: arguments or results of an operator."""
+    if not isinstance(value, (list, tuple, dict)):
+        return [value]
+    found: list[Any] = []
+    for item in value.values() if isinstance(value, dict) else value:
+        if isinstance(item, (list, tuple, dict)):
+            found += leaves(item)
+        else:
+            found.append(item)
+    return found
 
 
 @dataclass(frozen=True, slots=True)

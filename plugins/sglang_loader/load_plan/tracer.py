@@ -28,7 +28,6 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map
 
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.op_traits import OpTraits, read_traits
@@ -41,7 +40,16 @@ from sglang_loader.load_plan.destinations import (
 )
 from sglang_loader.load_plan.host_reads import HostReadWatch
 from sglang_loader.load_plan.plan import LoadWeights, PlanRefused
-from sglang_loader.load_plan.trace import HostRead, Space, Step, TensorRef, Trace, TracedBucket
+from sglang_loader.load_plan.trace import (
+    HostRead,
+    Space,
+    Step,
+    TensorRef,
+    Trace,
+    TracedBucket,
+    leaves,
+    map_leaves,
+)
 
 _INDEX_OPS = frozenset({"aten::index", "aten::_unsafe_index"})
 
@@ -64,7 +72,7 @@ def trace_bucket(
         load_weights: the model's own loader.
         layout: of the bucket.
         buffer: uint8 of shape `[layout.nbytes]` or more.
-        earlier: the model's storages at the bucket before.
+        earlier: the model's storages after the bucket before.
 
     Raises:
         PlanRefused: what it does cannot be traced. The bucket is loaded all the same.
@@ -73,10 +81,13 @@ def trace_bucket(
     """
     source = buffer[: layout.nbytes]
     traced = None
-    for _ in range(2):
+    for attempt in range(2):
         scratch = source.clone()  # loaders may change their sources in place
         try:
-            traced = _trace_once(model, load_weights, layout, scratch, earlier)
+            # Nothing has moved as a rule: the model is walked once, after the load, and only where
+            # that finds it otherwise once more before.
+            before = earlier if earlier and not attempt else _collect(model, earlier)
+            traced = _trace_once(model, load_weights, layout, scratch, before, earlier)
         except Exception as error:
             load_weights(iter(layout.views(source.clone())))
             if isinstance(error, PlanRefused):
@@ -93,11 +104,12 @@ def _trace_once(
     load_weights: LoadWeights,
     layout: BucketLayout,
     scratch: torch.Tensor,
+    before: Destinations,
     earlier: Destinations | None,
 ) -> TracedBucket:
-    before = _collect(model, earlier)
     with collector_paused():
-        trace = record(lambda: load_weights(iter(layout.views(scratch))), scratch, before)
+        views = layout.views(scratch)  # made here, so that the recorder does not see them made
+        trace = record(lambda: load_weights(iter(views)), scratch, before)
         moved = first_difference(before, _collect(model, before))
         if moved is None and earlier is not None:  # what was bound since is new to the plan
             moved = first_difference(earlier, before, new_allowed=True)
@@ -194,7 +206,7 @@ class _Recorder(TorchDispatchMode):
         if traits.problem is not None:
             self.trace.problems.append(traits.problem)
         with torch._C.DisableTorchFunction():
-            ref_args, ref_kwargs = tree_map(self._ref_or_value, (args, kwargs))
+            ref_args, ref_kwargs = map_leaves(self._ref_or_value, (args, kwargs))
             self._note_host_reads(traits, args, kwargs)
         out = func(*args, **kwargs)
         with torch._C.DisableTorchFunction():
@@ -210,23 +222,26 @@ class _Recorder(TorchDispatchMode):
         self, op: Any, traits: OpTraits, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
     ) -> None:
         outputs = tuple(
-            self._new_slot(leaf) if isinstance(leaf, torch.Tensor) else None
-            for leaf in tree_leaves(out)
+            [
+                self._new_slot(leaf) if isinstance(leaf, torch.Tensor) else None
+                for leaf in leaves(out)
+            ]
         )
-        written = tree_leaves(traits.written_in(args, kwargs))
-        writes = tuple(r for r in written if isinstance(r, TensorRef))
+        written = traits.written_in(args, kwargs)
+        writes = [ref for ref in leaves(written) if isinstance(ref, TensorRef)]
         if not writes and all(slot is None for slot in outputs):
             return
-        reads = tuple(r for r in tree_leaves((args, kwargs)) if isinstance(r, TensorRef))
+        reads = [ref for ref in leaves((args, kwargs)) if isinstance(ref, TensorRef)]
         if traits.overwrites:
-            reads = tuple(r for r in reads if all(r is not w for w in writes))
-        self.trace.steps.append(Step(op, traits, args, kwargs, reads, writes, outputs))
+            reads = [ref for ref in reads if not any(ref is target for target in writes)]
+        step = Step(op, traits, args, kwargs, tuple(reads), tuple(writes), outputs)
+        self.trace.steps.append(step)
 
     def _note_host_reads(
         self, traits: OpTraits, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         if traits.reads_host or (traits.dynamic_shape and traits.name not in _INDEX_OPS):
-            seen = tree_leaves((args, kwargs))
+            seen = leaves((args, kwargs))
         elif traits.dynamic_shape:  # integer indices give a fixed shape, masks do not
             masks = (torch.bool, torch.uint8)
             seen = [t for t in args[1] if isinstance(t, torch.Tensor) and t.dtype in masks]

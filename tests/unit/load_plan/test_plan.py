@@ -410,7 +410,7 @@ def test_digest_sees_every_byte_and_every_swap() -> None:
     plan = compile_for(model)
     before = digest(plan.destinations)
     for storage in range(len(plan.destinations.storages)):
-        data = plan.destinations.bytes_of(storage)
+        data = plan.destinations.memory[storage]
         for at in range(data.numel()):
             data[at] ^= 1
             changed = digest(plan.destinations)
@@ -435,7 +435,7 @@ def test_poison_fills_what_is_covered_and_nothing_else() -> None:
     plan = compile_for(model)
     model.buffer.fill_(7)
     poison(plan.buckets[0], plan.destinations)
-    assert bool((plan.destinations.bytes_of(0) == 0xA5).all())
+    assert bool((plan.destinations.memory[0] == 0xA5).all())
     assert bool((model.buffer == 7).all())
 
 
