@@ -15,18 +15,17 @@ from sglang_loader.common.arrangement_messages import decode_arrangements, encod
 from sglang_loader.common.bucket_source import BucketSource
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.load_plan import (
-    DestinationProbe,
     LoadPlan,
     PlanBuilder,
     PlanExecutor,
     trace_bucket,
 )
 from sglang_loader.load_plan.arrange import arrange
+from sglang_loader.load_plan.destinations import collect_destinations, first_difference
 from sglang_loader.load_plan.executor import replay_once
-from sglang_loader.load_plan.verify import differing, snapshot
 from sglang_loader.session.model_loader import ModelLoader, SyncOutcome
 from sglang_loader.upstream import engine_context
-from support.plan_check import self_check
+from support.plan_check import differing, self_check, snapshot
 from verl_sglang_sync.routes.byte_gather import ByteGather
 
 LAYOUTS = ("single", "many", "cut")
@@ -53,7 +52,7 @@ def prove(model: nn.Module, first: NamedWeights, second: NamedWeights, how: str)
     assert differing(plan.destinations, expected), "the two sets of weights are the same"
     replay(plan, buffers)
     assert differing(plan.destinations, expected) == ()
-    assert DestinationProbe(model, plan.destinations).mismatch() is None
+    assert first_difference(plan.destinations, collect_destinations(model)) is None
     prove_arranged(model, plan, split(first, how), buffers, expected)
 
     broken = without_one_copy(plan)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from contract.load_plan_proof import LAYOUTS, prove
+from contract.load_plan_proof import LAYOUTS, pack, prove
 from contract.tiny_architecture_cases import CASES
 from contract.tiny_architectures import (
     CannotBuild,
@@ -30,6 +30,7 @@ from contract.tiny_architectures import (
 )
 from contract.weight_check_proof import check_on_ranks
 from sglang_loader.common.regions.intervals import num_bytes
+from sglang_loader.load_plan import trace_bucket, uses_of
 from sglang_loader.load_plan.arrange import num_bytes_read
 from support.plan_check import uncovered
 
@@ -61,7 +62,7 @@ def main(folder: Path, rank: int, tp_size: int, ep_size: int, names: list[str]) 
         results[name] = {
             "checked": checked,
             "num_copies": plans[0].num_copies,
-            "ignored": len(plans[0].ignored),
+            "ignored": len(uses_of(trace_bucket(model, model.load_weights, *pack(first))).idle),
             "uncovered_parameters": uncovered(plans[0], "parameter"),
             "arranged_bytes": sum(num_bytes_read(bucket) for bucket in plans[0].buckets),
             "covered_bytes": sum(num_bytes(ranges) for ranges in plans[0].coverage.values()),

@@ -25,8 +25,8 @@ from contract.tiny_architectures import (
     stop_process_groups,
 )
 from sglang_loader.load_plan.destinations import collect_destinations
-from sglang_loader.load_plan.verify import differing, snapshot
 from sglang_loader.session.model_loader import ModelLoader, SyncOutcome
+from support.plan_check import differing, snapshot
 
 prepare_process()
 pytest.importorskip("sglang", reason="needs the SGLang that the plugin supports")

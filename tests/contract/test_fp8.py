@@ -27,10 +27,9 @@ from contract.tiny_architectures import (
 )
 from contract.weight_check_proof import check, specs_of
 from sglang_loader.load_plan.destinations import collect_destinations
-from sglang_loader.load_plan.verify import differing, snapshot
 from sglang_loader.session.model_loader import ModelLoader, SyncOutcome
 from support.fp8_models import case_of, model_override, quantizer
-from support.plan_check import uncovered
+from support.plan_check import differing, snapshot, uncovered
 
 prepare_process()
 pytest.importorskip("sglang", reason="needs the SGLang that the plugin supports")

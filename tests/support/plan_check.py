@@ -1,4 +1,4 @@
-"""The proof of a whole plan at once, and what its syncs leave as it was."""
+"""The proof of a whole plan at once, what its syncs leave as it was, and every byte compared."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from sglang_loader.common.regions.geometry import Region, region_runs
-from sglang_loader.common.regions.intervals import contains, merge_runs
 from sglang_loader.load_plan import CheckResult, LoadPlan, check_bucket
+from sglang_loader.load_plan.destinations import Destinations
 from sglang_loader.load_plan.plan import LoadWeights
 
 
@@ -34,16 +33,32 @@ def self_check(
             for layout, later in zip(plan.layouts[i + 1 :], buffers[i + 1 :], strict=True):
                 load_weights(iter(layout.views(later[: layout.nbytes].clone())))
             return result
-    return CheckResult(ok=True)
+    return CheckResult()
 
 
 def uncovered(plan: LoadPlan, kind: str | None = None) -> list[str]:
     """The model's tensors, all or of a kind, with a byte that a sync does not write."""
-    names, found = [storage.name for storage in plan.destinations.storages], []
-    for tensor in plan.destinations.tensors:
-        ranges = plan.coverage.get(names[tensor.storage], ())
-        region = Region(tensor.offset, tensor.shape, tensor.stride, tensor.dtype.itemsize)
-        is_covered = all(contains(ranges, run) for run in merge_runs([region_runs(region)]))
-        if not is_covered and kind in (None, tensor.kind):
-            found.append(tensor.name)
-    return found
+    names = [storage.name for storage in plan.destinations.storages]
+    return [
+        tensor.name
+        for tensor in plan.destinations.tensors
+        if kind in (None, tensor.kind)
+        and not tensor.lies_in(plan.coverage.get(names[tensor.storage], ()))
+    ]
+
+
+def snapshot(destinations: Destinations) -> list[torch.Tensor]:
+    """The bytes of every storage, copied."""
+    return [destinations.memory[i].clone() for i in range(len(destinations.storages))]
+
+
+def differing(destinations: Destinations, expected: Sequence[torch.Tensor]) -> tuple[str, ...]:
+    """The paths of all tensors whose storage does not hold the bytes of `expected` (from
+    `snapshot`).
+    """
+    return tuple(
+        name
+        for i, want in enumerate(expected)
+        if not torch.equal(destinations.memory[i], want)
+        for name in destinations.names_of(i)
+    )

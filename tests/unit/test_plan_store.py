@@ -359,7 +359,7 @@ def test_a_check_needs_whole_buckets_and_checks_both_plans(monkeypatch, caplog):
     assert loader.arranged_now is None
     sync_halves(loader, 2.0, recheck=1)
     assert loader.arranged is first
-    results = iter([CheckResult(True), CheckResult(False, "another order")])
+    results = iter([CheckResult(), CheckResult("another order")])
     monkeypatch.setattr(arranged_plan, "check_arranged", lambda *_: next(results))
     with caplog.at_level(logging.WARNING):
         outcome = sync_halves(loader, 3.0, recheck=1)

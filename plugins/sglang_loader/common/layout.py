@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import hashlib
 import math
+from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import msgspec
 import torch
@@ -46,21 +47,25 @@ class BucketTensor:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class BucketLayout:
     """The tensors of one bucket in loading order, and the bytes of buffer they need.
 
     Raises:
-        ValueError: a tensor's offset is not a multiple of its element size, or it ends past
-            `nbytes`.
+        ValueError: a tensor begins before the one before it ends, its offset is not a multiple of
+            its element size, or it ends past `nbytes`.
     """
 
     tensors: tuple[BucketTensor, ...]
     nbytes: int
 
     def __post_init__(self) -> None:
+        end = 0
         for t in self.tensors:
-            if t.offset % t.dtype.itemsize or t.offset + t.nbytes > self.nbytes or t.offset < 0:
+            if t.offset < end:
+                raise ValueError(f"tensor {t.name!r} at byte {t.offset} overlaps its neighbour")
+            end = t.offset + t.nbytes
+            if t.offset % t.dtype.itemsize or end > self.nbytes:
                 raise ValueError(
                     f"{t.name}: offset {t.offset} with {t.nbytes} bytes must be a multiple of "
                     f"{t.dtype.itemsize} and end within the bucket's {self.nbytes} bytes"
@@ -75,6 +80,22 @@ class BucketLayout:
             packed.append(BucketTensor(name, tuple(shape), dtype, offset))
             offset += -(-packed[-1].nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         return cls(tuple(packed), offset)
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """Offsets of the tensors, ascending."""
+        return tuple(tensor.offset for tensor in self.tensors)
+
+    def tensor_at(self, offset: int) -> int:
+        """Position of the tensor in which a byte lies, or of the last one before it."""
+        return max(0, bisect_right(self.starts, offset) - 1)
+
+    def holding(self, start: int, stop: int) -> int | None:
+        """Position of the tensor in which bytes [start, stop) lie; None if not in one."""
+        found = self.tensor_at(start)
+        tensor = self.tensors[found]
+        is_within = tensor.offset <= start and stop <= tensor.offset + tensor.nbytes
+        return found if is_within else None
 
     def views(self, buffer: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
         """`(name, tensor)` views into `buffer`, in loading order.
@@ -154,7 +175,7 @@ def decode_layout(encoded: bytes) -> BucketLayout:
         layout = _layout_decoder.decode(encoded)
     except msgspec.MsgspecError as error:
         raise WireError(f"not a bucket layout: {error}") from None
-    tensors, end = [], 0
+    tensors = []
     for entry in layout.tensors:
         dtype = getattr(torch, entry.dtype, None)
         if not isinstance(dtype, torch.dtype):
@@ -164,9 +185,6 @@ def decode_layout(encoded: bytes) -> BucketLayout:
                 f"tensor {entry.name!r}: shape {entry.shape} in a bucket of {layout.nbytes} bytes"
             )
         tensors.append(BucketTensor(entry.name, entry.shape, dtype, entry.offset))
-        if entry.offset < end:
-            raise WireError(f"tensor {entry.name!r} at byte {entry.offset} overlaps its neighbour")
-        end = entry.offset + tensors[-1].nbytes
     try:
         return BucketLayout(tuple(tensors), layout.nbytes)
     except ValueError as error:

@@ -7,7 +7,7 @@ whether or not a module reaches it. Without a pool (a CPU) it is what the model 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,30 +67,21 @@ def blocks_in_use(segments: Sequence[Mapping[str, Any]]) -> Iterator[Interval]:
 
 def nbytes_under(tags: Sequence[str], device_index: int) -> int:
     """Device memory that mapping `tags` again takes; 0 where no memory saver runs."""
-    return sum(
-        segment["total_size"]
-        for tag in tags
-        for segment in _segments(tag)
-        if segment["device"] == device_index
-    )
+    return sum(_nbytes_on(_segments(tag), device_index) for tag in tags)
 
 
 def host_nbytes_under(tag: str, device_index: int) -> int:
     """Bytes of `tag` that torch_memory_saver copies to the host when they are released."""
-    return sum(
-        segment["total_size"]
-        for segment in _segments(tag, on_host=True)
-        if segment["device"] == device_index
-    )
+    return _nbytes_on(_segments(tag, on_host=True), device_index)
 
 
 def nbytes_in_pool(pool_id: tuple[int, int], device_index: int) -> int:
     """Device memory of one of torch's memory pools, such as that of CUDA graphs."""
-    return sum(
-        segment["total_size"]
-        for segment in torch.cuda.memory_snapshot(pool_id, include_traces=False)
-        if segment["device"] == device_index
-    )
+    return _nbytes_on(torch.cuda.memory_snapshot(pool_id, include_traces=False), device_index)
+
+
+def _nbytes_on(segments: Iterable[Mapping[str, Any]], device_index: int) -> int:
+    return sum(s["total_size"] for s in segments if s["device"] == device_index)
 
 
 def why_not_enumerable() -> str | None:

@@ -14,15 +14,15 @@ Pure: reads a plan, runs nothing.
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from sglang_loader.common.layout import ALIGNMENT_BYTES, BucketLayout
 from sglang_loader.common.regions.arrangement import Arrangement, Read
 from sglang_loader.common.regions.coalesce import coalesce
 from sglang_loader.common.regions.geometry import BYTES, Dim, StridedCopy, collapse
+from sglang_loader.common.regions.intervals import Interval
 from sglang_loader.common.regions.split import split_copy
 from sglang_loader.load_plan.plan import BucketPlan, TapeStep
 from sglang_loader.load_plan.trace import Space, TensorRef, map_leaves
@@ -40,35 +40,30 @@ def arrange(plan: BucketPlan) -> tuple[Arrangement, BucketPlan] | None:
     """What the plan reads of its bucket, and the plan that reads it from the arranged buffer.
 
     Returns:
-        None where that cannot be said: tensors of the layout overlap, or an operator of the tape
-        reads across the bounds of a tensor.
+        None where that cannot be said: something is read across the bounds of a tensor.
     """
-    tensors = _Tensors.of(plan.layout)
-    if tensors is None:
+    layout = plan.layout
+    pieces = [piece for copy in plan.copies for piece in split_copy(copy, layout.starts)]
+    members = _members(layout, [piece.src_bounds() for piece in pieces])
+    taped = _members(layout, _bounds_in_tape(plan))
+    if members is None or taped is None:
         return None
-    starts = tensors.starts
-    pieces = [piece for copy in plan.copies for piece in split_copy(copy, starts)]
-    homes = [tensors.holding(*piece.src_bounds()) for piece in pieces]
-    taped = _read_by_tape(plan.tape, tensors)
-    if taped is None or None in homes:
-        return None
-    members = [home for home in homes if home is not None]
-    whole = taped | _read_more_than_once(pieces, members, plan.layout)
-    packing = _Packing(plan.layout)
+    whole = set(taped) | _read_more_than_once(pieces, members, layout)
+    packing = _Packing(layout)
     order = sorted(range(len(pieces)), key=lambda i: (pieces[i].storage, pieces[i].dst))
     placed = {tensor: packing.add_whole(tensor) for tensor in sorted(whole)}
     copies = []
     for i in order:
         piece, tensor = pieces[i], members[i]
         if tensor in placed:
-            src = placed[tensor] + piece.src - plan.layout.tensors[tensor].offset
+            src = placed[tensor] + piece.src - layout.tensors[tensor].offset
             copies.append(replace(piece, src=src))
         else:
             copies.append(packing.add(piece, tensor))
     rebased = replace(
         plan,
         copies=tuple(coalesce(copies)),
-        tape=tuple(_rebased_step(step, tensors, placed) for step in plan.tape),
+        tape=tuple(_rebased_step(step, layout, placed) for step in plan.tape),
         source_nbytes=packing.nbytes,
     )
     return Arrangement(tuple(packing.reads), packing.nbytes), rebased
@@ -77,38 +72,8 @@ def arrange(plan: BucketPlan) -> tuple[Arrangement, BucketPlan] | None:
 def num_bytes_read(plan: BucketPlan) -> int:
     """About as many bytes as an arrangement of this plan would have, found much sooner."""
     copied = sum(_nbytes_read(copy) for copy in plan.copies)
-    tensors = _Tensors.of(plan.layout)
-    taped = _read_by_tape(plan.tape, tensors) if tensors is not None else None
-    return copied + sum(plan.layout.tensors[i].nbytes for i in taped or ())
-
-
-@dataclass(frozen=True, slots=True)
-class _Tensors:
-    """The tensors of a layout that have bytes, by offset: `starts[i]` is that of `members[i]`."""
-
-    layout: BucketLayout
-    starts: list[int]
-    members: list[int]
-
-    @classmethod
-    def of(cls, layout: BucketLayout) -> _Tensors | None:
-        """None if two tensors share a byte."""
-        members = [i for i, tensor in enumerate(layout.tensors) if tensor.nbytes]
-        members.sort(key=lambda i: layout.tensors[i].offset)
-        stop = 0
-        for i in members:
-            if layout.tensors[i].offset < stop:
-                return None
-            stop = layout.tensors[i].offset + layout.tensors[i].nbytes
-        return cls(layout, [layout.tensors[i].offset for i in members], members)
-
-    def holding(self, start: int, stop: int) -> int | None:
-        """The tensor within which bytes [start, stop) of the bucket lie; None if not in one."""
-        i = bisect_right(self.starts, start) - 1
-        if i < 0:
-            return None
-        tensor = self.layout.tensors[self.members[i]]
-        return self.members[i] if stop <= tensor.offset + tensor.nbytes else None
+    taped = _members(plan.layout, _bounds_in_tape(plan))
+    return copied + sum(plan.layout.tensors[i].nbytes for i in set(taped or ()))
 
 
 class _Packing:
@@ -185,18 +150,17 @@ def _dense(piece: StridedCopy) -> tuple[list[Dim], list[int]]:
     return ordered, dense
 
 
-def _read_by_tape(tape: Sequence[TapeStep], tensors: _Tensors) -> set[int] | None:
-    """Tensors that operators of the tape read or change; None if they leave a tensor's bounds."""
-    found = set()
-    for ref in (ref for step in tape for ref in step.refs(Space.BUCKET)):
-        start, stop = ref.region.bounds()
-        if start == stop:
-            continue
-        tensor = tensors.holding(start, stop)
-        if tensor is None:
-            return None
-        found.add(tensor)
-    return found
+def _bounds_in_tape(plan: BucketPlan) -> list[Interval]:
+    """Bytes of the bucket that operators of the tape read or change."""
+    refs = (ref for step in plan.tape for ref in step.refs(Space.BUCKET))
+    return [ref.region.bounds() for ref in refs if 0 not in ref.region.shape]
+
+
+def _members(layout: BucketLayout, bounds: Sequence[Interval]) -> list[int] | None:
+    """The tensor within which each range lies; None if one does not lie within one."""
+    found = [layout.holding(start, stop) for start, stop in bounds]
+    members = [tensor for tensor in found if tensor is not None]
+    return members if len(members) == len(found) else None
 
 
 def _read_more_than_once(
@@ -215,17 +179,15 @@ def _nbytes_read(copy: StridedCopy) -> int:
     return copy.run * copy.unit.src_bytes * math.prod(moving)
 
 
-def _rebased_step(step: TapeStep, tensors: _Tensors, placed: dict[int, int]) -> TapeStep:
+def _rebased_step(step: TapeStep, layout: BucketLayout, placed: dict[int, int]) -> TapeStep:
     """The step with its references into the bucket moved to where their tensors are now."""
 
     def move(leaf: Any) -> Any:
         if not isinstance(leaf, TensorRef) or leaf.space is not Space.BUCKET:
             return leaf
         start, stop = leaf.region.bounds()
-        tensor = tensors.holding(start, stop) if start < stop else None
-        offset = 0
-        if tensor is not None:
-            offset = placed[tensor] + start - tensors.layout.tensors[tensor].offset
+        tensor = layout.tensor_at(start)
+        offset = placed[tensor] + start - layout.tensors[tensor].offset if start < stop else 0
         return replace(leaf, region=replace(leaf.region, offset=offset))
 
     args, kwargs = map_leaves(move, (step.args, step.kwargs))

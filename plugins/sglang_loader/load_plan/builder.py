@@ -39,74 +39,47 @@ class PlanBuilder:
         Raises:
             PlanRefused: no plan for this bucket, hence none for the sync.
         """
-        if traced.moved is not None:
-            raise PlanRefused(f"load_weights rebinds tensors: {traced.moved}")
-        self._destinations = traced.destinations
         with collector_paused():
-            self._buckets.append(compile_bucket(traced.layout, traced.trace))
+            self._buckets.append(compile_bucket(traced))
+        self._destinations = traced.destinations
         return self._buckets[-1]
 
-    @property
-    def destinations(self) -> Destinations:
-        """The model's storages as the last added bucket found them.
-
-        Raises:
-            ValueError: no bucket was added.
-        """
-        if self._destinations is None:
-            raise ValueError("a plan needs at least one bucket, none was added")
-        return self._destinations
-
     def finish(self) -> LoadPlan:
-        """The plan for the whole sync, once all buckets were added.
+        """The plan for the whole sync, once all buckets were added, and what the sync covers.
 
         Raises:
             PlanRefused: Python reads the data of a tensor that the sync writes.
             ValueError: no bucket was added.
         """
-        layouts = [bucket.layout for bucket in self._buckets]
-        fingerprint = Fingerprint.of(layouts, self._context)
-        return assemble(self._buckets, self.destinations, fingerprint)
-
-
-def assemble(
-    buckets: Sequence[BucketPlan], destinations: Destinations, fingerprint: Fingerprint
-) -> LoadPlan:
-    """Put bucket plans together and work out what the whole sync covers.
-
-    Raises:
-        PlanRefused: Python reads the data of a tensor that the sync writes.
-    """
-    written = _merge_all(bucket.written for bucket in buckets)
-    for bucket in buckets:
-        for what, storage, interval in bucket.host_reads:
+        if self._destinations is None:
+            raise ValueError("a plan needs at least one bucket, none was added")
+        storages = self._destinations.storages
+        written = _merge_all(bucket.written for bucket in self._buckets)
+        for what, storage, interval in (read for b in self._buckets for read in b.host_reads):
             if intersects(written.get(storage, []), interval):
-                name = destinations.storages[storage].name
+                name = storages[storage].name
                 raise PlanRefused(
                     f"Python reads the data of {name} ({what}), which the sync writes"
                 )
-    coverage = _coverage(buckets, written)
-    return LoadPlan(
-        buckets=tuple(buckets),
-        fingerprint=fingerprint,
-        coverage={destinations.storages[i].name: tuple(coverage[i]) for i in sorted(coverage)},
-        ignored=tuple(name for bucket in buckets for name in bucket.ignored),
-        destinations=destinations,
-    )
+        exposed = _read_before_written(self._buckets)
+        left = {i: subtract(written[i], exposed.get(i, ())) for i in sorted(written)}
+        return LoadPlan(
+            buckets=tuple(self._buckets),
+            fingerprint=Fingerprint.of([b.layout for b in self._buckets], self._context),
+            coverage={storages[i].name: tuple(ranges) for i, ranges in left.items() if ranges},
+            destinations=self._destinations,
+        )
 
 
-def _coverage(
-    buckets: Sequence[BucketPlan], written: Mapping[int, list[Interval]]
-) -> dict[int, list[Interval]]:
-    """`written` without the bytes that a tape reads before this sync has written them."""
+def _read_before_written(buckets: Sequence[BucketPlan]) -> Mapping[int, Sequence[Interval]]:
+    """Bytes that a tape reads before this sync has written them, by storage."""
     so_far: dict[int, list[Interval]] = {}
     exposed: dict[int, list[Interval]] = defaultdict(list)
     for bucket in buckets:
         for storage, ranges in bucket.live_in.items():
             exposed[storage] += subtract(ranges, so_far.get(storage, []))
         so_far = _merge_all([so_far, bucket.written])
-    left = {storage: subtract(ranges, exposed[storage]) for storage, ranges in written.items()}
-    return {storage: ranges for storage, ranges in left.items() if ranges}
+    return exposed
 
 
 def _merge_all(parts: Iterable[Mapping[int, Sequence[Interval]]]) -> dict[int, list[Interval]]:

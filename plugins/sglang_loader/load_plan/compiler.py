@@ -17,7 +17,6 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.regions.coalesce import coalesce, find_overlapping
 from sglang_loader.common.regions.geometry import (
     BYTES,
@@ -26,23 +25,26 @@ from sglang_loader.common.regions.geometry import (
     describe_copy,
     region_runs,
 )
-from sglang_loader.common.regions.intervals import Interval, contains, intersects, merge, merge_runs
+from sglang_loader.common.regions.intervals import Interval, contains, merge, merge_runs
+from sglang_loader.load_plan.origins import judge_host_reads
 from sglang_loader.load_plan.plan import BucketPlan, PlanRefused, TapeStep
-from sglang_loader.load_plan.taint import judge_host_reads
-from sglang_loader.load_plan.trace import Space, Step, TensorRef, Trace
+from sglang_loader.load_plan.trace import Space, Step, TensorRef, TracedBucket
 
 
-def compile_bucket(layout: BucketLayout, trace: Trace) -> BucketPlan:
+def compile_bucket(traced: TracedBucket) -> BucketPlan:
     """The plan for one bucket.
 
     Raises:
         PlanRefused: the trace holds something that a replay could not reproduce.
     """
+    trace = traced.trace
+    if traced.moved is not None:
+        raise PlanRefused(f"load_weights rebinds tensors: {traced.moved}")
     if trace.problems:
         raise PlanRefused(trace.problems[0])
     steps = _live_steps(trace.steps)
     _refuse_unsafe(steps)
-    host_reads = judge_host_reads(trace, layout)
+    host_reads = judge_host_reads(traced)
     candidates = [_as_copy(step) for step in steps]
     moved = _movable(steps, candidates)
     copies = [copy for copy in moved if copy is not None]
@@ -52,7 +54,7 @@ def compile_bucket(layout: BucketLayout, trace: Trace) -> BucketPlan:
     slots = {slot for step in tape for slot in step.outputs if slot is not None}
     constants = {r.index for r in _references(tape) if r.space is Space.CONSTANT}
     return BucketPlan(
-        layout=layout,
+        layout=traced.layout,
         copies=tuple(coalesced),
         tape=_with_releases(tape),
         constants={i: trace.constants[i] for i in sorted(constants)},
@@ -60,7 +62,6 @@ def compile_bucket(layout: BucketLayout, trace: Trace) -> BucketPlan:
         written=written,
         live_in=live_in,
         host_reads=host_reads,
-        ignored=_ignored(layout, copies, tape),
         changes_buffer=any(_bucket_writes(step) for step in tape),
         num_traced_copies=sum(copy is not None for copy in candidates),
     )
@@ -162,21 +163,6 @@ def _effects(
                 written[ref.index] = merge([*written.get(ref.index, []), *runs])
     exposed = {key: tuple(merge(ranges)) for key, ranges in live_in.items() if ranges}
     return {key: tuple(ranges) for key, ranges in written.items()}, exposed
-
-
-def _ignored(
-    layout: BucketLayout, copies: Iterable[StridedCopy], tape: Iterable[Step]
-) -> tuple[str, ...]:
-    reads = [copy.src_bounds() for copy in copies]
-    reads += [
-        ref.region.bounds() for step in tape for ref in step.reads if ref.space is Space.BUCKET
-    ]
-    used = merge(reads)
-    return tuple(
-        t.name
-        for t in layout.tensors
-        if t.nbytes and not intersects(used, (t.offset, t.offset + t.nbytes))
-    )
 
 
 def _references(steps: Iterable[Step]) -> Iterable[TensorRef]:

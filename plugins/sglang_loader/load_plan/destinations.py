@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -23,6 +23,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from sglang_loader.common.regions.geometry import Region, region_runs
+from sglang_loader.common.regions.intervals import Interval, contains, merge_runs
 
 MAX_CONTAINER_DEPTH = 4
 _MODULE_INTERNALS = frozenset({"_parameters", "_buffers", "_modules"})
@@ -43,6 +46,13 @@ class TensorEntry:
     offset: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
+
+    def lies_in(self, ranges: Sequence[Interval]) -> bool:
+        """Whether all of its bytes are among sorted, disjoint byte ranges of its storage."""
+        region = Region(self.offset, self.shape, self.stride, self.dtype.itemsize)
+        if contains(ranges, region.bounds()):
+            return True
+        return all(contains(ranges, run) for run in merge_runs([region_runs(region)]))
 
 
 @dataclass(frozen=True, slots=True)

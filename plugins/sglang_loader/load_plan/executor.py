@@ -12,10 +12,10 @@ source address. A binding keeps its source's memory alive; `unbind` lets go of i
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -30,10 +30,8 @@ from sglang_loader.load_plan.trace import Space, TensorRef, leaves, map_leaves
 MAX_BOUND_SOURCES = 4
 
 
-@dataclass(frozen=True, slots=True)
-class _BoundStep:
-    run: Callable[[dict[int, torch.Tensor]], Any]
-    step: TapeStep
+Slots: TypeAlias = dict[int, torch.Tensor]
+"""The temporaries of a replay, by number: the whole storage of each, flat."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +39,7 @@ class _Binding:
     """Concrete views for one bucket: the copies, then the tape."""
 
     copies: tuple[Callable[[], object], ...]
-    tape: tuple[_BoundStep, ...]
+    tape: tuple[Callable[[Slots], None], ...]
 
 
 class PlanExecutor:
@@ -72,7 +70,7 @@ class PlanExecutor:
             while len(bound) >= MAX_BOUND_SOURCES:
                 bound.popitem(last=False)
             binding = bound[source.key] = _bind(plan, self._plan.destinations, source)
-        _run(binding, plan)
+        _run(binding)
 
     def unbind(self) -> None:
         """Forget all bindings, and with them the last references to the sources."""
@@ -85,7 +83,7 @@ def replay_once(plan: BucketPlan, destinations: Destinations, buffer: torch.Tens
     """
     source = BucketSource.flat(buffer)
     _check_source(plan, source)
-    _run(_bind(plan, destinations, source), plan)
+    _run(_bind(plan, destinations, source))
 
 
 def _check_source(plan: BucketPlan, source: BucketSource) -> None:
@@ -95,43 +93,56 @@ def _check_source(plan: BucketPlan, source: BucketSource) -> None:
         source.locate(0, plan.source_nbytes)
 
 
-def _run(binding: _Binding, plan: BucketPlan) -> None:
+def _run(binding: _Binding) -> None:
+    slots: Slots = {}
     with torch.no_grad():
-        for run in binding.copies:
-            run()
-        _run_tape(binding.tape, plan.slot_nbytes)
+        for copy in binding.copies:
+            copy()
+        for step in binding.tape:
+            step(slots)
 
 
 def _bind(plan: BucketPlan, destinations: Destinations, source: BucketSource) -> _Binding:
+    gathered = _Gathered(source)
+
+    def resolve(value: Any) -> Any:
+        """Everything but temporaries is a tensor from now on."""
+        if not isinstance(value, TensorRef) or value.space is Space.SLOT:
+            return value
+        if value.space is Space.BUCKET:
+            memory, shift = gathered.locate(*value.region.bounds())
+            return view_of(memory, replace(value, region=replace(value.region, offset=shift)))
+        is_constant = value.space is Space.CONSTANT
+        return view_of((plan.constants if is_constant else destinations.memory)[value.index], value)
+
     with torch.inference_mode(False), torch.no_grad():
-        bases = destinations.memory
-        grouped: dict[object, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        for copy in (part for c in plan.copies for part in split_copy(c, source.starts)):
-            memory, shift = source.locate(*copy.src_bounds())
-            moved = replace(copy, src=shift)
-            target, origin = copy_views(moved, memory, bases[copy.storage])
-            # torch's fused kernel takes a group only if all of it is dense.
-            words = target.dtype == origin.dtype == WORD and is_available(target.device)
-            is_dense = None if words else not copy.dims
-            key = (target.dtype, origin.dtype, is_dense, target.device, origin.device)
-            targets, origins = grouped.setdefault(key, ([], []))
-            targets.append(target)
-            origins.append(origin)
-
-        gathered = _Gathered(source)
-
-        def resolve(ref: TensorRef) -> torch.Tensor:
-            if ref.space is Space.BUCKET:
-                memory, shift = gathered.locate(*ref.region.bounds())
-                return view_of(memory, replace(ref, region=replace(ref.region, offset=shift)))
-            if ref.space is Space.DESTINATION:
-                return view_of(bases[ref.index], ref)
-            return view_of(plan.constants[ref.index], ref)
-
-        tape = tuple(_bind_step(step, resolve) for step in plan.tape)
-        groups = [*grouped.values(), *gathered.copies]
+        groups = _grouped_copies(plan, destinations, source)
+        tape = tuple(
+            partial(_run_step, step, plan, *map_leaves(resolve, (step.args, step.kwargs)))
+            for step in plan.tape
+        )
+        groups += gathered.copies
         copies = tuple(_bind_copies(targets, sources) for targets, sources in groups)
     return _Binding(copies, tape)
+
+
+def _grouped_copies(
+    plan: BucketPlan, destinations: Destinations, source: BucketSource
+) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
+    """Targets and sources of the plan's copies, by what one launch can take."""
+    grouped: dict[object, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for copy in (part for c in plan.copies for part in split_copy(c, source.starts)):
+        memory, shift = source.locate(*copy.src_bounds())
+        moved = replace(copy, src=shift)
+        target, origin = copy_views(moved, memory, destinations.memory[copy.storage])
+        # torch's fused kernel takes a group only if all of it is dense.
+        words = target.dtype == origin.dtype == WORD and is_available(target.device)
+        is_dense = None if words else not copy.dims
+        key = (target.dtype, origin.dtype, is_dense, target.device, origin.device)
+        targets, origins = grouped.setdefault(key, ([], []))
+        targets.append(target)
+        origins.append(origin)
+    return list(grouped.values())
 
 
 class _Gathered:
@@ -181,42 +192,26 @@ def view_of(base: torch.Tensor, ref: TensorRef) -> torch.Tensor:
     return view.set_(base.untyped_storage(), offset, ref.region.shape, ref.region.stride)
 
 
-def _bind_step(step: TapeStep, resolve: Callable[[TensorRef], torch.Tensor]) -> _BoundStep:
-    """Everything but temporaries is resolved now; those are filled in at each replay."""
+def _run_step(
+    step: TapeStep, plan: BucketPlan, args: tuple[Any, ...], kwargs: dict[str, Any], slots: Slots
+) -> None:
+    """Run one operator of the tape; its results that are temporaries go to `slots`.
 
-    def resolve_now(value: Any) -> Any:
-        if isinstance(value, TensorRef) and value.space is not Space.SLOT:
-            return resolve(value)
-        return value
+    Args:
+        args: of the operator; only temporaries are still `TensorRef`s. Likewise `kwargs`.
+    """
 
-    args, kwargs = map_leaves(resolve_now, (step.args, step.kwargs))
-    uses_slots = any(isinstance(leaf, TensorRef) for leaf in leaves((args, kwargs)))
+    def fill(value: Any) -> Any:
+        return view_of(slots[value.index], value) if isinstance(value, TensorRef) else value
 
-    def run(slots: dict[int, torch.Tensor]) -> Any:
-        if not uses_slots:
-            return step.op(*args, **kwargs)
-
-        def fill(value: Any) -> Any:
-            return view_of(slots[value.index], value) if isinstance(value, TensorRef) else value
-
-        filled_args, filled_kwargs = map_leaves(fill, (args, kwargs))
-        return step.op(*filled_args, **filled_kwargs)
-
-    return _BoundStep(run, step)
-
-
-def _run_tape(tape: tuple[_BoundStep, ...], slot_nbytes: Mapping[int, int]) -> None:
-    slots: dict[int, torch.Tensor] = {}
-    for bound in tape:
-        out = bound.run(slots)
-        for slot, leaf in zip(bound.step.outputs, leaves(out), strict=True):
-            if slot is None:
-                continue
-            raw = leaf.untyped_storage()
-            if raw.nbytes() != slot_nbytes[slot]:
-                raise RuntimeError(
-                    f"{bound.step.op} made {raw.nbytes()} bytes, {slot_nbytes[slot]} when traced"
-                )
-            slots[slot] = torch.empty(0, dtype=torch.uint8, device=leaf.device).set_(raw)
-        for slot in bound.step.releases:
-            slots.pop(slot, None)
+    args, kwargs = map_leaves(fill, (args, kwargs))
+    for slot, leaf in zip(step.outputs, leaves(step.op(*args, **kwargs)), strict=True):
+        if slot is None:
+            continue
+        raw = leaf.untyped_storage()
+        expected = plan.slot_nbytes[slot]
+        if raw.nbytes() != expected:
+            raise RuntimeError(f"{step.op} made {raw.nbytes()} bytes, {expected} when traced")
+        slots[slot] = torch.empty(0, dtype=torch.uint8, device=leaf.device).set_(raw)
+    for slot in step.releases:
+        slots.pop(slot, None)

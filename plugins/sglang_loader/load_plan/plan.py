@@ -10,7 +10,7 @@ it holds
   recorded order, to be run after the copies.
 
 It also knows what it proved about the whole sync: `coverage` (which bytes are written, whatever was
-there before) and `ignored` (sources that the loader skipped).
+there before).
 """
 
 from __future__ import annotations
@@ -85,7 +85,6 @@ class BucketPlan:
     written: Mapping[int, tuple[Interval, ...]]
     live_in: Mapping[int, tuple[Interval, ...]]
     host_reads: tuple[tuple[str, int, Interval], ...]
-    ignored: tuple[str, ...]
     changes_buffer: bool
     num_traced_copies: int
     source_nbytes: int | None = None
@@ -96,15 +95,12 @@ class LoadPlan:
     """The plans of all buckets of a sync, in order, and what holds for the sync as a whole.
 
     `coverage` maps a storage's key (the first path that reaches it) to the sorted byte ranges that
-    a sync writes without needing what was there. `ignored` names bucket tensors whose bytes reach
-    nothing: a loader that needs two tensors in one call (MLA's `q_a_proj` and `kv_a_proj_with_mqa`)
-    drops both without a word when a bucket boundary parts them.
+    a sync writes without needing what was there.
     """
 
     buckets: tuple[BucketPlan, ...]
     fingerprint: Fingerprint
     coverage: Mapping[str, tuple[Interval, ...]]
-    ignored: tuple[str, ...]
     destinations: Destinations = field(repr=False)
 
     @property

@@ -1,6 +1,7 @@
 """What a traced `load_weights` made of each tensor of its bucket. Pure: runs nothing.
 
 uses = uses_of(traced)
+uses.idle                                     # tensors that nothing was made of
 uses.tensors["model.norm.weight"].dtypes      # of the parameters that its data went to
 uses.written["model.norm.weight"]             # the bytes of that storage that were written
 """
@@ -8,10 +9,9 @@ uses.written["model.norm.weight"]             # the bytes of that storage that w
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -19,6 +19,7 @@ from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.regions.geometry import Region, region_runs
 from sglang_loader.common.regions.intervals import Interval, merge_runs
 from sglang_loader.load_plan.host_reads import MEMORY_GIVEN_AWAY
+from sglang_loader.load_plan.origins import Origins
 from sglang_loader.load_plan.trace import Space, Step, TensorRef, TracedBucket
 
 _COPY = torch.ops.aten.copy_.default
@@ -57,72 +58,88 @@ class BucketUses:
     written: Mapping[str, Sequence[Interval]] = field(default_factory=dict)
     problem: str | None = None
 
+    @property
+    def idle(self) -> list[str]:
+        """Tensors with bytes of which nothing was made.
+
+        A loader that needs two tensors in one call (MLA's `q_a_proj` and `kv_a_proj_with_mqa`)
+        drops both without a word when a bucket boundary parts them.
+        """
+        return [
+            tensor.name
+            for tensor in self.layout.tensors
+            if tensor.nbytes
+            and not ((use := self.tensors.get(tensor.name)) is not None and use.is_applied)
+        ]
+
 
 def uses_of(traced: TracedBucket) -> BucketUses:
     """The uses of a bucket's tensors in one traced load."""
-    return _Reading(traced).uses()
+    reading = _Reading(traced.layout)
+    for step in traced.trace.steps:
+        reading.follow(step)
+    problems = [*([traced.moved] if traced.moved else []), *traced.trace.problems]
+    storages = traced.destinations.storages
+    for read in traced.trace.host_reads:  # Python may write it back as a number
+        reading.note_applied(read.tensor)
+        if read.tensor.space is Space.DESTINATION and read.what in MEMORY_GIVEN_AWAY:
+            name = storages[read.tensor.index].name
+            problems.append(f"{name} may be written through its {read.what}, unseen")
+    return BucketUses(
+        traced.layout,
+        {traced.layout.tensors[number].name: use for number, use in reading.uses.items()},
+        {
+            storages[storage].name: merge_runs(map(region_runs, regions))
+            for storage, regions in reading.written.items()
+        },
+        next(iter(problems), None),
+    )
 
 
 class _Reading:
-    """Goes through a trace once, step by step."""
+    """Goes through a trace once, step by step.
 
-    def __init__(self, traced: TracedBucket) -> None:
-        self._layout, self._trace = traced.layout, traced.trace
-        self._problems = [*([traced.moved] if traced.moved else []), *traced.trace.problems]
-        self._storages = traced.destinations.storages
-        self._starts = [tensor.offset for tensor in traced.layout.tensors]
-        self._uses: defaultdict[int, TensorUse] = defaultdict(TensorUse)
-        self._made_of: defaultdict[tuple[Space, int], frozenset[int]] = defaultdict(frozenset)
-        self._written: defaultdict[int, set[Region]] = defaultdict(set)
+    Attributes:
+        uses: by the tensor's position in the layout.
+        written: regions of each destination storage.
+    """
 
-    def uses(self) -> BucketUses:
-        for step in self._trace.steps:
-            self._follow(step)
-        for read in self._trace.host_reads:  # Python may write it back as a number
-            for number in self._origins(read.tensor):
-                self._uses[number].is_applied = True
-            if read.tensor.space is Space.DESTINATION and read.what in MEMORY_GIVEN_AWAY:
-                name = self._storages[read.tensor.index].name
-                self._problems.append(f"{name} may be written through its {read.what}, unseen")
-        return BucketUses(
-            self._layout,
-            {self._layout.tensors[number].name: use for number, use in self._uses.items()},
-            {
-                self._storages[storage].name: merge_runs(map(region_runs, regions))
-                for storage, regions in self._written.items()
-            },
-            next(iter(self._problems), None),
-        )
+    def __init__(self, layout: BucketLayout) -> None:
+        self.uses: defaultdict[int, TensorUse] = defaultdict(TensorUse)
+        self.written: defaultdict[int, set[Region]] = defaultdict(set)
+        self._layout = layout
+        self._origins = Origins()
 
-    def _follow(self, step: Step) -> None:
-        origins = frozenset[int]().union(*map(self._origins, step.reads))
+    def follow(self, step: Step) -> None:
+        for ref in step.reads:
+            if ref.space is Space.BUCKET:
+                self._note_read(ref)
+        used = self._uses_among(self._origins.follow(step))
         if step.op is _COPY and _is_broadcast(*step.args[:2]):
-            for number in origins:
-                self._uses[number].is_broadcast = True
+            for use in used:
+                use.is_broadcast = True
         for ref in step.writes:
-            if 0 in ref.region.shape or ref.space is Space.BUCKET:
-                continue
-            if ref.space is Space.DESTINATION:
-                self._written[ref.index].add(ref.region)
-                for number in origins:
-                    self._uses[number].is_applied = True
-                    self._uses[number].dtypes.add(ref.dtype)
-            else:
-                self._made_of[ref.space, ref.index] |= origins
-        for slot in step.outputs:
-            if slot is not None:
-                self._made_of[Space.SLOT, slot] |= origins
+            if ref.space is Space.DESTINATION and 0 not in ref.region.shape:
+                self.written[ref.index].add(ref.region)
+                for use in used:
+                    use.is_applied = True
+                    use.dtypes.add(ref.dtype)
 
-    def _origins(self, ref: TensorRef) -> frozenset[int]:
-        """The bucket's tensors that what is read is part of, or was made of."""
-        if ref.space is not Space.BUCKET:
-            return self._made_of.get((ref.space, ref.index), frozenset())
-        number = bisect_right(self._starts, ref.region.offset) - 1
-        tensor, region = self._layout.tensors[number], ref.region
+    def note_applied(self, ref: TensorRef) -> None:
+        """Something that is not seen is made of it."""
+        for use in self._uses_among(self._origins.of(ref)):
+            use.is_applied = True
+
+    def _uses_among(self, origins: Sequence[TensorRef]) -> list[TensorUse]:
+        places = (origin.region.offset for origin in origins if origin.space is Space.BUCKET)
+        return [self.uses[number] for number in set(map(self._layout.tensor_at, places))]
+
+    def _note_read(self, ref: TensorRef) -> None:
+        number, region = self._layout.tensor_at(ref.region.offset), ref.region
+        tensor = self._layout.tensors[number]
         is_whole = math.prod(region.shape) * region.itemsize >= tensor.nbytes
-        within = Region(region.offset - tensor.offset, region.shape, region.stride, region.itemsize)
-        self._uses[number].parts.add(None if is_whole else within)
-        return frozenset((number,))
+        within = None if is_whole else replace(region, offset=region.offset - tensor.offset)
+        self.uses[number].parts.add(within)
 
 
 def _is_broadcast(target: TensorRef, source: object) -> bool:

@@ -20,7 +20,7 @@ device in chunks; no host copy is made.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -62,11 +62,20 @@ class KnownDigests:
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """Outcome of a check; `known` is for the check of the next bucket."""
+    """Outcome of a check.
 
-    ok: bool
+    Attributes:
+        reason: what the plan does otherwise than `load_weights`; None: nothing.
+        known: for the check of the next bucket.
+    """
+
     reason: str | None = None
     known: KnownDigests | None = None
+
+    @property
+    def ok(self) -> bool:
+        """The plan has proved itself."""
+        return self.reason is None
 
 
 def check_bucket(
@@ -87,32 +96,26 @@ def check_bucket(
         known: of the check before, if nothing was loaded since but this bucket: then only what the
             plan knows of is looked at twice. Anything else must be as it was.
     """
-    layout = bucket.layout
-    source = buffer[: layout.nbytes]
-    load_weights(iter(layout.views(source.clone())))
+    source = buffer[: bucket.layout.nbytes]
+    load_weights(iter(bucket.layout.views(source.clone())))
     expected = _expected(bucket, destinations, known)
-    try:
-        load_weights(iter(layout.views(scramble(layout, source))))
+
+    def differs() -> str | None:
+        load_weights(iter(bucket.layout.views(scramble(bucket.layout, source))))
         poison(bucket, destinations)
         replay_once(bucket, destinations, source.clone())
         moved = first_difference(destinations, collect_destinations(model))
-    except Exception as error:
-        load_weights(iter(layout.views(source.clone())))
-        return CheckResult(False, f"the check of the plan failed: {error!r}")
-    found = digest(destinations)
-    differing = tuple(
-        name
-        for i in range(len(expected))
-        if expected[i] != found[i]
-        for name in destinations.names_of(i)
-    )
-    if moved is None and not differing:
-        return CheckResult(ok=True, known=KnownDigests(destinations.storages, tuple(found)))
-    load_weights(iter(layout.views(source.clone())))
-    if moved is not None:
-        return CheckResult(False, f"load_weights rebinds tensors: {moved}")
-    first = ", ".join(differing[:3])
-    return CheckResult(False, f"{len(differing)} tensors differ from eager: {first}")
+        if moved is not None:
+            return f"load_weights rebinds tensors: {moved}"
+        found = digest(destinations)
+        different = [i for i, value in enumerate(expected) if value != found[i]]
+        names = [name for i in different for name in destinations.names_of(i)]
+        return f"{len(names)} tensors differ from eager: {', '.join(names[:3])}" if names else None
+
+    reason = _reason(differs, bucket, load_weights, source)
+    if reason is not None:
+        return CheckResult(reason)
+    return CheckResult(known=KnownDigests(destinations.storages, tuple(expected)))
 
 
 def check_arranged(
@@ -133,23 +136,36 @@ def check_arranged(
         arrangement: what is gathered for it out of `buffer`.
         buffer: the whole bucket.
     """
-    layout = bucket.layout
-    source = buffer[: layout.nbytes]
+    source = buffer[: bucket.layout.nbytes]
     touched = _storages_of(bucket)
     expected = digest(destinations, touched)
-    try:
+
+    def differs() -> str | None:
         if bucket.tape:
-            load_weights(iter(layout.views(scramble(layout, source))))
+            load_weights(iter(bucket.layout.views(scramble(bucket.layout, source))))
         poison(bucket, destinations)
-        replay_once(bucket, destinations, gather(arrangement, layout, source))
+        replay_once(bucket, destinations, gather(arrangement, bucket.layout, source))
         found = digest(destinations, touched)
-        if found == expected:
-            return CheckResult(ok=True)
-        reason = f"{sum(a != b for a, b in zip(expected, found, strict=True))} storages differ"
+        number = sum(a != b for a, b in zip(expected, found, strict=True))
+        return f"{number} storages differ" if number else None
+
+    return CheckResult(_reason(differs, bucket, load_weights, source))
+
+
+def _reason(
+    differs: Callable[[], str | None],
+    bucket: BucketPlan,
+    load_weights: LoadWeights,
+    source: torch.Tensor,
+) -> str | None:
+    """What differs, or what the check failed of; then the bucket is loaded eagerly."""
+    try:
+        reason = differs()
     except Exception as error:
         reason = f"the check failed: {error!r}"
-    load_weights(iter(layout.views(source.clone())))
-    return CheckResult(False, reason)
+    if reason is not None:
+        load_weights(iter(bucket.layout.views(source.clone())))
+    return reason
 
 
 def gather(arrangement: Arrangement, layout: BucketLayout, buffer: torch.Tensor) -> torch.Tensor:
@@ -213,8 +229,7 @@ def scramble(layout: BucketLayout, buffer: torch.Tensor) -> torch.Tensor:
     a loader that computes with them still works.
     """
     copy = buffer[: layout.nbytes].clone()
-    in_order = sorted((t for t in layout.tensors if t.nbytes), key=lambda t: t.offset)
-    for dtype, group in groupby(in_order, key=lambda t: t.dtype):
+    for dtype, group in groupby(layout.tensors, key=lambda t: t.dtype):
         members = list(group)  # with the padding between them: one operator for thousands
         start, stop = members[0].offset, members[-1].offset + members[-1].nbytes
         size = dtype.itemsize if dtype.itemsize in _INTEGERS else 8  # complex128
@@ -230,22 +245,3 @@ def poison(bucket: BucketPlan, destinations: Destinations) -> None:
         target = destinations.memory[storage]
         for start, stop in subtract(ranges, bucket.live_in.get(storage, ())):
             target[start:stop].fill_(POISON)
-
-
-def snapshot(destinations: Destinations) -> list[torch.Tensor]:
-    """The bytes of every storage, copied: exact, and as large as the model. For tests and small
-    models.
-    """
-    return [destinations.memory[i].clone() for i in range(len(destinations.storages))]
-
-
-def differing(destinations: Destinations, expected: Sequence[torch.Tensor]) -> tuple[str, ...]:
-    """The paths of all tensors whose storage does not hold the bytes of `expected` (from
-    `snapshot`).
-    """
-    return tuple(
-        name
-        for i, want in enumerate(expected)
-        if not torch.equal(destinations.memory[i], want)
-        for name in destinations.names_of(i)
-    )

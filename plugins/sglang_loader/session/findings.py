@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from sglang_loader.common.regions.geometry import Region, region_runs
-from sglang_loader.common.regions.intervals import Interval, contains, merge, merge_runs
-from sglang_loader.load_plan.destinations import Destinations, TensorEntry
+from sglang_loader.common.regions.geometry import Region
+from sglang_loader.common.regions.intervals import merge
+from sglang_loader.load_plan.destinations import Destinations
 from sglang_loader.load_plan.uses import BucketUses, TensorUse
 from sglang_loader.session.published import Published, Spec
 
@@ -98,16 +98,15 @@ class Verdict:
 
 def view_of(uses: Sequence[BucketUses]) -> RankView:
     """One rank's view, but for what is missing."""
-    untouched = TensorUse()
-    idle, partial, clashes = [], {}, {}
+    idle: set[str] = set()
+    partial, clashes = {}, {}
     for bucket in uses:
+        idle.update(bucket.idle)
         for tensor in bucket.layout.tensors:
-            if not tensor.nbytes:
+            use = bucket.tensors.get(tensor.name)
+            if use is None or not tensor.nbytes:
                 continue
-            use = bucket.tensors.get(tensor.name, untouched)
-            if not use.is_applied:
-                idle.append(tensor.name)
-            elif use.parts and None not in use.parts:
+            if use.is_applied and use.parts and None not in use.parts:
                 partial[tensor.name] = frozenset(part for part in use.parts if part is not None)
             if clash := _clash(tensor.dtype, use, _may_become):
                 clashes[tensor.name] = clash
@@ -157,7 +156,7 @@ def _written(uses: Sequence[BucketUses], destinations: Destinations) -> dict[str
         for storage in destinations.storages
     }
     return {
-        tensor.name: _is_written(tensor, written[destinations.storages[tensor.storage].name])
+        tensor.name: tensor.lies_in(written[destinations.storages[tensor.storage].name])
         for tensor in destinations.tensors
         if tensor.kind == "parameter"
     }
@@ -285,13 +284,6 @@ def _described(spec: Spec, reason: str, known: Spec | None) -> str:
     differs = known is not None and known[2] != shape
     instead = f"; published: {list(known[2])}" if known is not None and differs else ""
     return f"{name} {list(shape)} ({reason}{instead})"
-
-
-def _is_written(tensor: TensorEntry, written: Sequence[Interval]) -> bool:
-    region = Region(tensor.offset, tensor.shape, tensor.stride, tensor.dtype.itemsize)
-    if contains(written, region.bounds()):
-        return True
-    return all(contains(written, run) for run in merge_runs([region_runs(region)]))
 
 
 def _listed(found: Sequence[str]) -> str:

@@ -147,7 +147,8 @@ class ModelLoader:
         if not uses_plan:
             self._load_mode = _LoadMode.EAGER
             return
-        if self._compiled is not None and (mismatch := self._context_mismatch(self._compiled)):
+        known = self._compiled.plan.fingerprint if self._compiled is not None else None
+        if known is not None and (mismatch := known.mismatch(context)):
             self._drop_plan(mismatch)
         if self._compiled is None:
             self._start_recording()
@@ -166,7 +167,7 @@ class ModelLoader:
         if self._addresses_checked:
             return
         self._addresses_checked = True
-        if self._compiled is not None and (mismatch := self._compiled.probe.quick_mismatch()):
+        if self._compiled is not None and (mismatch := self._compiled.probe.mismatch()):
             self._drop_plan(mismatch)
             self._start_recording()
 
@@ -278,10 +279,6 @@ class ModelLoader:
         return self._load_mode is not _LoadMode.EAGER and (
             self._num_replayed + self._num_eager == len(plan.buckets)
         )
-
-    def _context_mismatch(self, compiled: _Compiled) -> str | None:
-        layouts = compiled.plan.layouts  # the sync's own are compared bucket by bucket
-        return compiled.plan.fingerprint.mismatch(layouts, self._context)
 
     def _start_recording(self) -> None:
         if self._num_recordings >= MAX_RECORDINGS:
@@ -404,6 +401,7 @@ class ModelLoader:
         self._num_recordings += 1
         self._syncs_since_check = 0
         self._unfit = None
+        idle = [name for uses in self.uses for name in uses.idle]
         logger.info(
             "load plan of %s: %d copies (%d traced) and %d other steps in %d buckets; ignored "
             "tensors: %s",
@@ -412,7 +410,7 @@ class ModelLoader:
             plan.num_traced_copies,
             plan.num_tape_steps,
             len(plan.buckets),
-            ", ".join(plan.ignored[:5]) or "none",
+            ", ".join(idle[:5]) or "none",
         )
 
     def _load_eagerly(

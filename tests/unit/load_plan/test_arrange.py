@@ -18,9 +18,11 @@ from sglang_loader.common.regions.coalesce import coalesce, find_overlapping
 from sglang_loader.common.regions.geometry import BYTES, StridedCopy, Unit
 from sglang_loader.load_plan import PlanBuilder, check_bucket, trace_bucket
 from sglang_loader.load_plan.arrange import SHORT_RUN, UNIT_ALIGNMENT, arrange, num_bytes_read
+from sglang_loader.load_plan.destinations import Destinations
 from sglang_loader.load_plan.executor import replay_once
 from sglang_loader.load_plan.plan import BucketPlan
-from sglang_loader.load_plan.verify import check_arranged, differing, gather, snapshot
+from sglang_loader.load_plan.verify import check_arranged, gather
+from support.plan_check import differing, snapshot
 
 CAST = Unit(4, 2, (torch.float32, torch.bfloat16))
 
@@ -36,7 +38,6 @@ def plan_of(layout: BucketLayout, copies: list[StridedCopy]) -> BucketPlan:
         written={},
         live_in={},
         host_reads=(),
-        ignored=(),
         changes_buffer=False,
         num_traced_copies=len(copies),
     )
@@ -218,9 +219,11 @@ def test_a_repeated_source_is_sent_once() -> None:
     assert rebased.copies[0].dims == ((3, 0, 16),)
 
 
-def test_a_layout_whose_tensors_share_bytes_is_not_arranged() -> None:
-    tensors = tuple(BucketTensor(name, (8,), torch.float32, 16 * i) for i, name in enumerate("ab"))
-    assert arrange(plan_of(BucketLayout(tensors, 64), [])) is None
+def test_what_is_read_across_the_bounds_of_a_tensor_is_not_arranged() -> None:
+    layout = BucketLayout.pack([("a", (64,), torch.float32), ("b", (64,), torch.float32)])
+    assert arrange(plan_of(layout, [StridedCopy(0, 0, 0, (), 512)])) is not None
+    layout = BucketLayout.pack([("a", (63,), torch.float32), ("b", (64,), torch.float32)])
+    assert arrange(plan_of(layout, [StridedCopy(0, 0, 0, (), 512)])) is None
 
 
 # On modules: what is more than a copy.
@@ -269,22 +272,21 @@ def random_bucket(seed: int) -> torch.Tensor:
     return buffer
 
 
-def arranged_half() -> tuple[Half, PlanBuilder, Arrangement, BucketPlan]:
+def arranged_half() -> tuple[Half, Destinations, Arrangement, BucketPlan]:
     model, buffer = Half(), random_bucket(0)
-    builder = PlanBuilder({})
-    plan = builder.add_bucket(trace_bucket(model, model.load_weights, LAYOUT, buffer))
+    traced = trace_bucket(model, model.load_weights, LAYOUT, buffer)
+    plan = PlanBuilder({}).add_bucket(traced)
     assert plan.changes_buffer and plan.tape and plan.copies
-    assert check_bucket(model, plan, builder.destinations, model.load_weights, buffer).ok
+    assert check_bucket(model, plan, traced.destinations, model.load_weights, buffer).ok
     arranged = arrange(plan)
     assert arranged is not None
-    return model, builder, *arranged
+    return model, traced.destinations, *arranged
 
 
 def test_a_tape_reads_whole_tensors_of_the_arranged_buffer() -> None:
-    model, builder, arrangement, rebased = arranged_half()
+    model, destinations, arrangement, rebased = arranged_half()
     assert arrangement.nbytes < LAYOUT.nbytes
     assert 5 not in {read.tensor for read in arrangement.reads}, "nobody reads that one"
-    destinations = builder.destinations
     for seed in (1, 2):
         buffer = random_bucket(seed)
         model.load_weights(LAYOUT.views(buffer.clone()))
@@ -296,15 +298,15 @@ def test_a_tape_reads_whole_tensors_of_the_arranged_buffer() -> None:
 
 
 def test_an_arranged_buffer_that_is_too_small_is_refused() -> None:
-    _, builder, arrangement, rebased = arranged_half()
+    _, destinations, arrangement, rebased = arranged_half()
     small = torch.zeros(arrangement.nbytes - 1, dtype=torch.uint8)
     with pytest.raises(ValueError, match="in no piece"):
-        replay_once(rebased, builder.destinations, small)
+        replay_once(rebased, destinations, small)
 
 
 def test_the_check_of_an_arrangement_finds_what_is_wrong_and_mends_the_weights() -> None:
-    model, builder, arrangement, rebased = arranged_half()
-    destinations, buffer = builder.destinations, random_bucket(4)
+    model, destinations, arrangement, rebased = arranged_half()
+    buffer = random_bucket(4)
     model.load_weights(LAYOUT.views(buffer.clone()))
     expected = snapshot(destinations)
 

@@ -11,8 +11,7 @@ from torch import nn
 from sglang_loader.common.bucket_source import BucketSource
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.load_plan import PlanBuilder, PlanExecutor, trace_bucket
-from sglang_loader.load_plan.verify import differing, snapshot
-from support.plan_check import self_check
+from support.plan_check import differing, self_check, snapshot
 
 pytestmark = [
     pytest.mark.gpu,
