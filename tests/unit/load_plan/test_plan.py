@@ -58,9 +58,11 @@ def pack(seed: int = 0, sources: list = SOURCES) -> tuple[BucketLayout, torch.Te
 
 
 def compile_for(model: Model, *buckets: tuple[BucketLayout, torch.Tensor]) -> LoadPlan:
-    builder = PlanBuilder({"tp_rank": 0})
+    builder, earlier = PlanBuilder({"tp_rank": 0}), None
     for layout, buffer in buckets or (pack(),):
-        builder.add_bucket(trace_bucket(model, model.load_weights, layout, buffer))
+        traced = trace_bucket(model, model.load_weights, layout, buffer, earlier)
+        earlier = traced.destinations
+        builder.add_bucket(traced)
     return builder.finish()
 
 
