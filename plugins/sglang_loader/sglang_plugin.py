@@ -31,13 +31,14 @@ def activate() -> None:
         from sglang_loader.hooks import http as http
         from sglang_loader.hooks import memory as memory
         from sglang_loader.hooks import requests as gate
+        from sglang_loader.hooks import update_groups as groups
         from sglang_loader.hooks import weights as weights
 
         for target, hook in (
             (f"{_UPDATER}.update_weights_from_tensor", weights.update_on_all_ranks),
-            (f"{_UPDATER}.update_weights_from_distributed", weights.receive_on_all_ranks),
-            (f"{_RUNNER}.init_weights_update_group", weights.join_group),
-            (f"{_RUNNER}.destroy_weights_update_group", weights.leave_group),
+            (f"{_UPDATER}.update_weights_from_distributed", groups.refuse_in_our_groups),
+            (f"{_RUNNER}.init_weights_update_group", groups.join_group),
+            (f"{_RUNNER}.destroy_weights_update_group", groups.leave_group),
             (f"{_UPDATER}.release_memory_occupation", memory.release_tags),
             (f"{_UPDATER}.resume_memory_occupation", memory.resume_tags),
             (f"{_RUNNER}.load_model", memory.load_model),
@@ -45,7 +46,6 @@ def activate() -> None:
             (f"{_RECEIVER}._pull_raw_reqs", gate.pull),
             (f"{_ENGINE}._launch_subprocesses", http.launch_with_middleware),
             (f"{_TOKENIZER}.update_weights_from_tensor", gate.update),
-            (f"{_TOKENIZER}.update_weights_from_distributed", gate.update),
             (f"{_TOKENIZER}.release_memory_occupation", http.release_or_raise),
             (f"{_TOKENIZER}.resume_memory_occupation", http.resume_or_raise),
         ):

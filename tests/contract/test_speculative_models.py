@@ -112,7 +112,7 @@ def test_every_rank_serves_its_own_invitation(monkeypatch: pytest.MonkeyPatch) -
     request = request_with(load_format=SESSION_FORMAT, serialized_named_tensors=handles)
     updater = SimpleNamespace(tp_worker=Target(tp_rank=1), draft_worker=None)
     assert weight_updater_hooks._serve_session(update, updater, request) == []
-    assert served == [(descriptors[1], [TARGET]), []]
+    assert [(*served[0][:2], served[0][3]), served[1]] == [(descriptors[1], [TARGET], None), []]
 
 
 def test_a_format_of_another_release_is_refused_by_name() -> None:

@@ -164,19 +164,20 @@ USES: dict[str, tuple[str, ...]] = {
         f"{UPDATER}(tp_worker, draft_worker, tp_cpu_group, flush_cache, is_fully_idle)",
         f"{UPDATER}._observe_weight_load(self, source)",
         f"{UPDATER}.update_weights_from_tensor(self, recv_req)",
+        f"{IO}:UpdateWeightsFromTensorReqInput(serialized_named_tensors, load_format)",
+        f"{IO}:UpdateWeightsFromTensorReqOutput(success, message)",
+    ),
+    "sglang_loader.hooks.update_groups": (
         f"{UPDATER}.update_weights_from_distributed(self, recv_req)",
         f"{RUNNER}.init_weights_update_group(self, master_address, master_port, rank_offset,"
         " world_size, group_name, backend)",
         f"{RUNNER}.destroy_weights_update_group(self, group_name)",
-        f"{IO}:UpdateWeightsFromTensorReqInput(serialized_named_tensors, load_format)",
-        f"{IO}:UpdateWeightsFromTensorReqOutput(success, message)",
-        f"{IO}:UpdateWeightsFromDistributedReqInput(names, group_name, load_format)",
+        f"{IO}:UpdateWeightsFromDistributedReqInput(group_name)",
         f"{IO}:UpdateWeightsFromDistributedReqOutput(success, message)",
     ),
     "sglang_loader.hooks.weight_update": (
         f"{MANAGERS}.scheduler:Scheduler.flush_cache(self, empty_cache)",
-        f"{IO}:UpdateWeightsFromTensorReqInput(flush_cache, disable_draft_model,"
-        " torch_empty_cache)",
+        f"{IO}:UpdateWeightsFromTensorReqInput(disable_draft_model, torch_empty_cache)",
         f"{EAGLE}.draft_worker",
     ),
     "sglang_loader.hooks.memory": (
@@ -198,7 +199,6 @@ USES: dict[str, tuple[str, ...]] = {
         f"{MANAGERS}.scheduler:Scheduler.init_request_receiver(self)",
         f"{RECEIVER}._pull_raw_reqs(self)",
         f"{TOKENIZER}.update_weights_from_tensor(self, obj, request)",
-        f"{TOKENIZER}.update_weights_from_distributed(self, obj, request)",
         f"{IO}:AbortReq(abort_all, finished_reason)",
         f"{IO}:HealthCheckOutput",
         f"{IO}:TokenizedGenerateReqInput",

@@ -43,7 +43,7 @@ def test_broadcast_syncs_are_bit_exact_over_nccl(tmp_path: Path) -> None:
         check_syncs_to_one_replica(outcome.result, outcome.error)
         assert server.process.poll() is None
         log = server.log.read_text()
-    assert re.search(r"broadcast sync: [1-9]\d* buckets replayed, 0 loaded eagerly", log)
+    assert re.search(r"sync: [1-9]\d* buckets replayed, 0 loaded eagerly", log)
 
 
 def check_syncs_to_one_replica(seen: Any, error: str | None) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -88,30 +89,37 @@ def broadcast_among_strangers(
     good = weights_of(Path(model), rank.device)
     everyone = tuple(range(len(targets)))
     sent: list[Any] = []
-    make = operations.update_from_distributed
+    make = operations.update_weights
 
     def recorded(*args: Any, **fields: Any) -> Any:
         sent.append(make(*args, **fields))
         return sent[-1]
 
-    with mock.patch.object(operations, "update_from_distributed", recorded):
+    with mock.patch.object(operations, "update_weights", recorded):
         sender.sync(good, "flattened", everyone)
     answers: dict[str, Any] = {}
     if not rank.rank:
         first = dict(sent[0].payload)
+        descriptor = json.loads(base64.b64decode(first["serialized_named_tensors"][0]))
+        group, later = descriptor["group"], {**descriptor, "timeout_s": 1000.0}
+        changed = [base64.b64encode(json.dumps(later).encode()).decode()]
+        stock = operations.update_from_distributed(["a"], ["uint8"], [[8]], group_name=group)
         with SyncSGLangServerClient(targets[0][0], timeout_s=20) as client:
-            for name, fields in (
-                ("repeated", {}),
-                ("changed", {"names": [first["names"][0].replace('"index":0', '"index":1')]}),
-                ("in sglang's format", {"load_format": None}),
+            for name, call in (
+                ("repeated", sent[0]),
+                (
+                    "changed",
+                    replace(sent[0], payload=first | {"serialized_named_tensors": changed}),
+                ),
+                ("in sglang's format", stock),
             ):
                 try:
-                    client.run(operations.Call(sent[0].operation, {**first, **fields}))
+                    client.run(call)
                     answers[name] = "no error"
                 except ServerError as error:
                     answers[name] = str(error)
             sender.sync(good, "flattened", everyone)
-            client.run(operations.destroy_update_group(first["group_name"]))
+            client.run(operations.destroy_update_group(group))
     else:
         sender.sync(good, "flattened", everyone)
     sender.sync(good, "flattened", everyone)

@@ -47,10 +47,14 @@ Change = Callable[[Descriptor], Descriptor]
 
 
 def with_descriptors(payload: dict[str, Any], change: Change) -> bytes | None:
-    """The body with each session descriptor changed; None: it opens no session."""
+    """The body with each session descriptor changed; None: it opens no
+    session of an engine on the trainer's host.
+    """
     try:
         old = [json.loads(base64.b64decode(t)) for t in payload["serialized_named_tensors"]]
-        new = [change(dict(descriptor)) for descriptor in old if "endpoint" in descriptor]
+        # One with a group is signed: changed, or led elsewhere, it is refused.
+        ours = [one for one in old if "endpoint" in one and not one.get("group")]
+        new = [change(dict(descriptor)) for descriptor in ours]
     except (KeyError, TypeError, ValueError):
         return None
     encoded = [base64.b64encode(json.dumps(descriptor).encode()).decode() for descriptor in new]

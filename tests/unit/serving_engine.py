@@ -20,7 +20,12 @@ from torch import nn
 from sglang_loader.common.check_remarks import with_remark
 from sglang_loader.common.session.messages import SESSION_FORMAT, decode_descriptor
 from sglang_loader.session import serve as session
+from sglang_loader.session.broadcast_receiver import BroadcastReceiver
 from sglang_loader.session.state import Layouts, Mappings, Sources
+
+NO_STEPS = session.SessionSteps(
+    once_joined=lambda: None, before_loading=lambda layout: None, once_loaded=lambda: None
+)
 
 _thread = threading.local()
 
@@ -46,6 +51,7 @@ def _serve_in_threads() -> None:
     module._layouts = _OfEachRank(Layouts)
     module._mappings = _OfEachRank(Mappings)
     module._sources = _OfEachRank(Sources)
+    module.receiver = _OfEachRank(BroadcastReceiver)
     is_ours = lambda: hasattr(_thread, "rank")  # noqa: E731
     module.engine_context = lambda model: {} if is_ours() else engine_context(model)
     module.tp_rank = lambda: _thread.rank if is_ours() else tp_rank()
@@ -104,6 +110,7 @@ class ServingEngine:
         remark: of its manifest check, in every reply.
         checks: the setting that each TP rank was given in the last sync.
         num_published: syncs that were good on all TP ranks.
+        groups: the process group of each TP rank where buckets are broadcast; else none.
     """
 
     def __init__(
@@ -117,8 +124,20 @@ class ServingEngine:
         self.checks: list[str] = []
         self.models: list[Any] = [RecordingModel() for _ in range(tp)]
         self.num_published = 0
+        self.groups: list[Any] = []
         self._states: list[dict[Any, Any]] = [{} for _ in range(tp)]
         self._serving: dict[int, threading.Thread] = {}
+
+    def leave_groups(self) -> None:
+        """Have every rank let go of its process group; it may wait there for the trainer."""
+        boxes = [[group] for group in self.groups]
+        self.groups = []
+        for box, state in zip(boxes, self._states, strict=False):
+            for made in state.values():
+                if isinstance(made, BroadcastReceiver):
+                    made.left(box[0])
+        for box in boxes:
+            threading.Thread(target=box.clear, daemon=True).start()
 
     def _record(self, operation: str, *details: Any) -> None:
         self._events.append((operation, *details))
@@ -176,13 +195,8 @@ class ServingEngine:
         if isinstance(model, RecordingModel):
             model.begin()
         try:
-            served = session.serve_session(
-                decode_descriptor(handle),
-                [model],
-                once_joined=lambda: None,
-                before_loading=lambda layout, *, is_first: None,
-                once_loaded=lambda: None,
-            )
+            group = self.groups[rank] if self.groups else None
+            served = session.serve_session(decode_descriptor(handle), [model], NO_STEPS, group)
             if self.refuses is not None:
                 failures.append(f"TP rank {rank}: {self.refuses}")
         except Exception:

@@ -1,11 +1,15 @@
-"""Broadcasts that end, never end or fail; when they begin; what a receiver gives back."""
+"""Broadcasts that end, never end or fail; groups that are joined and left; what a receiver gives
+back, and what it refuses to receive.
+"""
 
+import json
 import os
 import socket
 import threading
 from concurrent.futures import Future
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given
@@ -13,20 +17,14 @@ from hypothesis import strategies as st
 
 from sglang_loader.common.broadcast import broadcast, update_group
 from sglang_loader.common.broadcast.broadcast import Broadcast, BroadcastError
-from sglang_loader.common.broadcast.messages import BroadcastBucket, decode_bucket, encode_bucket
-from sglang_loader.common.check_remarks import with_remark
-from sglang_loader.common.layout import BucketLayout, BucketTensor, WireError, encode_layout
-from sglang_loader.common.session.messages import SESSION_VERSION, SessionError
-from sglang_loader.hooks import weights as weight_updater_hooks
-from sglang_loader.session.broadcast_receiver import BroadcastReceiver
-from verl_sglang_sync import WeightSyncError
-from verl_sglang_sync.collective import SingleProcess
-from verl_sglang_sync.config import WeightSyncConfig
+from sglang_loader.common.layout import BucketLayout
+from sglang_loader.common.session import messages as wire
+from sglang_loader.common.session.messages import SessionError
+from sglang_loader.hooks import update_groups as group_hooks
+from sglang_loader.session.broadcast_receiver import BroadcastBuckets, BroadcastReceiver
+from sglang_loader.session.model_loader import loader_of
 from verl_sglang_sync.engine import update_groups
-from verl_sglang_sync.engine.update_groups import Replica, UpdateGroup, UpdateGroups
-from verl_sglang_sync.report import SyncReport
-from verl_sglang_sync.routes import broadcast as broadcast_transport
-from verl_sglang_sync.routes.broadcast import BroadcastTransport
+from verl_sglang_sync.engine.update_groups import Replica, UpdateGroups
 
 CPU = torch.device("cpu")
 GROUP = object()
@@ -97,158 +95,131 @@ def test_on_a_gpu_only_the_event_says_that_the_bytes_are_there(work, monkeypatch
         started.wait(1, "it")
 
 
-EIGHT_BYTES = BucketLayout((BucketTensor("t", (8,), torch.int8, 0),), 8)
+EIGHT_BYTES = BucketLayout.pack([("t", (8,), torch.int8)])
 
 
-def bucket(index, *, last=False, next_nbytes=8, **changes):
-    fields = {
-        "sync_id": "s",
-        "index": index,
-        "is_last": last,
-        "num_tensors": index + 1,
-        "encoded_layout": encode_layout(EIGHT_BYTES),
-        "next_nbytes": 0 if last else next_nbytes,
-        "timeout_s": 0.01,
-    }
-    return BroadcastBucket(**{**fields, **changes})
+def bucket(index, **changes):
+    fields = {"index": index, "buffers": [], "pieces": [], "digest": "d", "layout": None}
+    return wire.LoadBucket(**{**fields, "read_only": False, "arranged": "", **changes})
 
 
-def test_a_receiver_knows_which_group_it_waits_in(work):
-    receiver, other = BroadcastReceiver(), object()
-    work.completed = True
-    receiver.receive(bucket(0), GROUP, CPU)  # bucket 1 has been announced
-    work.completed = False
+@pytest.fixture
+def receiver():
+    return BroadcastReceiver()
+
+
+def expecting(receiver, num_buckets, timeout_s=0.01):
+    """A session's buckets that were announced."""
+    buckets = BroadcastBuckets(receiver, GROUP, CPU, timeout_s)
+    for i in range(num_buckets):
+        buckets.begin(bucket(i), EIGHT_BYTES)
+    return buckets
+
+
+def test_a_receiver_knows_which_group_it_waits_in(work, receiver):
+    buckets, other = expecting(receiver, 2), object()
     assert receiver.is_waiting_in(GROUP)
     assert not receiver.is_waiting_in(other)
     work.completed = True
     assert not receiver.is_waiting_in(GROUP)
+    assert buckets.has_come()
 
 
-def test_a_receiver_still_waits_after_it_gave_up(work):
+def test_a_receiver_still_waits_after_its_session_failed(work, receiver):
     """Else the group would be destroyed instead of aborted, and that waits for the broadcast."""
-    receiver = BroadcastReceiver()
-    with pytest.raises(BroadcastError, match="bucket 0 did not arrive"):
-        receiver.receive(bucket(0), GROUP, CPU)
+    buckets = expecting(receiver, 1)
+    with pytest.raises(BroadcastError, match="bucket 0 did not arrive: nothing within"):
+        while not buckets.has_come():
+            pass
     unsafe = receiver._buffers[0]
-    receiver.give_up()
+    assert buckets.let_go()
     assert receiver.is_waiting_in(GROUP)
     assert receiver._buffers[0] is not unsafe  # bytes may still come into it
     receiver.left(GROUP)
     assert not receiver.is_waiting_in(GROUP)
 
 
-def test_a_receiver_gives_its_memory_back_with_the_group(work):
-    receiver = BroadcastReceiver()
+def test_buffers_are_kept_from_session_to_session_and_given_back_with_the_group(work, receiver):
     work.completed = True
-    receiver.receive(bucket(0), GROUP, CPU)
-    assert [buffer.numel() for buffer in receiver._buffers] == [8, 8]
+    buckets = expecting(receiver, 2)
+    sources = [buckets.source(bucket(i), 8) for i in range(2)]
+    assert not buckets.let_go()
+    kept = [buffer.data_ptr() for buffer in receiver._buffers]
+    assert [source.key for source in sources] == [((0, address),) for address in kept]
+    expecting(receiver, 2)
+    assert [buffer.data_ptr() for buffer in receiver._buffers] == kept
     receiver.left(GROUP)
     assert [buffer.numel() for buffer in receiver._buffers] == [0, 0]
-    receiver.check(bucket(0), GROUP)  # of another sync: bucket 1 of this one is expected no more
-
-
-def test_a_sync_in_another_group_begins_where_nobody_told_of_the_end_of_the_one_before(work):
-    receiver = BroadcastReceiver()
-    work.completed = True
-    receiver.receive(bucket(0), GROUP, CPU)
-    with pytest.raises(WireError, match="bucket 1 of sync"):
-        receiver.check(bucket(0), GROUP)
-    receiver.check(bucket(0), object())
-
-
-SECRET = b"of the group"
-
-
-@given(place=st.integers(0, 10_000), other=st.characters())
-def test_an_announcement_that_was_changed_is_refused(place, other):
-    text = encode_bucket(bucket(0), SECRET)
-    assert decode_bucket(text, SECRET) == bucket(0)
-    place %= len(text)
-    changed = text[:place] + other + text[place + 1 :]
-    if changed != text:
-        with pytest.raises(WireError, match="not a broadcast bucket of this group's trainer"):
-            decode_bucket(changed, SECRET)
-    with pytest.raises(WireError, match="not a broadcast bucket of this group's trainer"):
-        decode_bucket(text, b"another")
 
 
 @pytest.mark.parametrize(
-    ("changes", "error", "message"),
-    [
-        ({"version": SESSION_VERSION + 1}, SessionError, "different releases"),
-        ({"encoded_layout": b"noise"}, WireError, "not a bucket layout"),
-        ({"next_nbytes": -1}, WireError, "bucket 3: next_nbytes=-1"),
-        ({"is_last": True, "next_nbytes": 8}, WireError, "next_nbytes=8, is_last=True"),
-    ],
+    "changes", [{"pieces": [wire.BucketPiece(0, 0, 0, 8)]}, {"arranged": "digest"}]
 )
-def test_an_announcement_that_means_nothing_is_refused(changes, error, message):
-    with pytest.raises(error, match=message):
-        decode_bucket(encode_bucket(bucket(3, **changes), SECRET), SECRET)
+def test_what_does_not_come_by_broadcast_is_not_received(work, receiver, changes):
+    buckets = expecting(receiver, 0)
+    with pytest.raises(SessionError, match=r"bucket 2 .* is not broadcast"):
+        buckets.begin(bucket(2, **changes), EIGHT_BYTES)
+    assert not receiver.is_waiting_in(GROUP)
 
 
-class Log(list):
-    """What the trainer does, in order; stands for the groups and for the client too."""
-
-    is_done = staticmethod(lambda: True)
-
-    def __init__(self):
-        super().__init__()
-        self.checks = []
-
-    def submit(self, call):
-        bucket = decode_bucket(call.payload["names"][0], SECRET)
-        self.append(("post", bucket.index))
-        self.checks.append(bucket.manifest_check)
-        reply = Future()
-        reply.set_result({"message": with_remark(f"{bucket.index} is not the model's")})
-        return reply
-
-    def with_replicas(self, replicas):
-        return UpdateGroup("g", GROUP, tuple((replica, self) for replica in replicas), None, SECRET)
-
-    def abandon(self):
-        self.append(("abandon", None))
+SECRET = b"of the group"
+DESCRIPTOR = wire.signed(
+    wire.SessionDescriptor(
+        version=wire.SESSION_VERSION,
+        endpoint="tcp://10.0.0.1:4567",
+        token="t",
+        timeout_s=60,
+        uses_plan=True,
+        manifest_check="off",
+        recheck_every_n_syncs=0,
+        group="weight_sync_a",
+    ),
+    SECRET,
+)
 
 
-@pytest.mark.parametrize("num_buckets", [1, 2, 5])
-def test_no_broadcast_begins_before_the_engines_are_told(monkeypatch, num_buckets, caplog):
-    """On a GPU it would wait there for the engines while the trainer's export goes on."""
-    log = Log()
-    started = iter(range(num_buckets))
+@given(place=st.integers(0, 10_000), other=st.characters())
+def test_an_invitation_that_was_changed_is_refused(place, other):
+    text = wire.encode_descriptor(DESCRIPTOR).decode()
+    wire.check_signature(wire.decode_descriptor(text.encode()), SECRET)
+    with pytest.raises(SessionError, match="not one of its trainer's"):
+        wire.check_signature(DESCRIPTOR, b"another")
+    place %= len(text)
+    changed = (text[:place] + other + text[place + 1 :]).encode()
+    if json_of(changed) == json_of(text.encode()):
+        return
+    with pytest.raises(SessionError):
+        wire.check_signature(wire.decode_descriptor(changed), SECRET)
 
-    def start(flat, group):
-        log.append(("broadcast", next(started)))
-        return SimpleNamespace(is_done=lambda: True)
 
-    monkeypatch.setattr(broadcast_transport, "Broadcast", start)
-    settings = WeightSyncConfig(
-        mode="flattened",
-        bucket_bytes=512,
-        multi_stage_wake_up=True,
-        free_cache_engine=True,
-        manifest_check="warn",
-    )
-    transport = BroadcastTransport(
-        groups=log, settings=settings, agree=SingleProcess().agree, device=CPU
-    )
+def json_of(data):
+    try:
+        return json.loads(data)
+    except ValueError:
+        return None
 
-    def export():
-        for i in range(num_buckets):
-            log.append(("export", i))
-            yield f"t{i}", torch.zeros(128)
 
-    replicas = [Replica(identity="a", base_url="http://a", num_ranks=1)]
-    transport.sync(
-        export(), replicas, version="1", report=SyncReport(mode="flattened", replica=None)
-    )
-    for kind in ("export", "broadcast", "post"):
-        assert [index for what, index in log if what == kind] == list(range(num_buckets))
-    for i in range(num_buckets):
-        told = log.index(("post", max(i - 1, 0)))
-        since = log[log.index(("broadcast", i)) : told]
-        assert {what for what, _ in since} == {"broadcast"}  # told at once, or before
-    assert log.checks == ["off"] * (num_buckets - 1) + ["warn"]
-    assert f"manifest check: {num_buckets - 1} is not the model's" in caplog.text
+@pytest.fixture
+def joined(monkeypatch):
+    """A runner that is in the group of `DESCRIPTOR`."""
+    runner = Runner()
+    runner._model_update_group["weight_sync_a"] = GROUP
+    monkeypatch.setitem(group_hooks._joined, "weight_sync_a", group_hooks._JoinedGroup(SECRET))
+    monkeypatch.setattr(group_hooks, "receiver", BroadcastReceiver())
+    return runner
+
+
+def test_a_session_is_served_in_the_group_of_its_trainer_alone(work, joined):
+    assert group_hooks.group_of(joined, DESCRIPTOR, []) is GROUP
+    elsewhere = msgspec.structs.replace(DESCRIPTOR, endpoint="tcp://10.6.6.6:1")
+    with pytest.raises(SessionError, match="not one of its trainer's, or was changed on its way"):
+        group_hooks.group_of(joined, elsewhere, [])
+    unknown = msgspec.structs.replace(DESCRIPTOR, group="weight_sync_b")
+    with pytest.raises(SessionError, match="'weight_sync_b' was never formed; known: weight_sync_"):
+        group_hooks.group_of(joined, unknown, [])
+    expecting(group_hooks.receiver, 1)  # of a session that failed
+    with pytest.raises(SessionError, match="a sync in weight_sync_a has failed"):
+        group_hooks.group_of(joined, DESCRIPTOR, [])
 
 
 def test_a_group_that_is_not_formed_in_time_is_an_error_and_left(monkeypatch):
@@ -272,20 +243,6 @@ def test_a_group_that_is_not_formed_in_time_is_an_error_and_left(monkeypatch):
     assert left == [(GROUP, True)]
 
 
-def test_a_failed_sync_abandons_the_group(monkeypatch):
-    log = Log()
-    settings = WeightSyncConfig(
-        mode="flattened", bucket_bytes=512, multi_stage_wake_up=True, free_cache_engine=True
-    )
-    transport = BroadcastTransport(
-        groups=log, settings=settings, agree=SingleProcess().agree, device=CPU
-    )
-    report = SyncReport(mode="flattened", replica=None)
-    with pytest.raises(WeightSyncError, match="exported no tensor"):
-        transport.sync(iter([]), [], version=None, report=report)
-    assert log == [("abandon", None)]
-
-
 class Runner:
     """SGLang's `ModelRunner`, as far as groups go."""
 
@@ -304,14 +261,14 @@ def join(runner, name, joined=(True, "joined")):
     with socket.create_server(("127.0.0.1", 0)) as trainer:
         port = trainer.getsockname()[1]
         where = ("127.0.0.1", port, 2, 3, name, "gloo")
-        return weight_updater_hooks.join_group(original, runner, *where)
+        return group_hooks.join_group(original, runner, *where)
 
 
 def test_a_group_whose_trainer_is_gone_is_refused_at_once():
     with socket.create_server(("127.0.0.1", 0)) as trainer:
         port = trainer.getsockname()[1]
     where = ("127.0.0.1", port, 1, 2, "weight_sync_a", "gloo")
-    success, message = weight_updater_hooks.join_group(None, Runner(), *where)
+    success, message = group_hooks.join_group(None, Runner(), *where)
     assert not success
     assert f"127.0.0.1:{port}, where weight_sync_a is formed: " in message
 
@@ -320,17 +277,15 @@ def test_a_group_whose_trainer_is_gone_is_refused_at_once():
 def left(monkeypatch):
     """Groups that were left, and whether as broken ones."""
     found = []
-    monkeypatch.setattr(
-        weight_updater_hooks, "leave", lambda group, broken: found.append((group, broken))
-    )
-    monkeypatch.setattr(weight_updater_hooks, "say_left", lambda group: None)
+    monkeypatch.setattr(group_hooks, "leave", lambda group, broken: found.append((group, broken)))
+    monkeypatch.setattr(group_hooks, "say_left", lambda group: None)
     return found
 
 
 def test_an_engine_connects_a_group_of_ours(work, monkeypatch):
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
     work.completed = True
-    monkeypatch.setattr(weight_updater_hooks, "secret_of", lambda group: SECRET)
+    monkeypatch.setattr(group_hooks, "secret_of", lambda group: SECRET)
     runner = Runner()
     assert join(runner, "weight_sync_a") == (True, "joined")
     assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3"
@@ -355,7 +310,7 @@ def test_other_groups_are_sglangs_own(work, left):
         originals.append(arguments)
         return True, "stock"
 
-    hooks = weight_updater_hooks
+    hooks = group_hooks
     joined = hooks.join_group(original, runner, "host", 1, 2, 3, "other", "gloo")
     assert (joined, hooks.leave_group(original, runner, "other")) == ((True, "stock"),) * 2
     assert originals == [(runner, "host", 1, 2, 3, "other", "gloo"), (runner, "other")]
@@ -363,17 +318,31 @@ def test_other_groups_are_sglangs_own(work, left):
 
 
 @pytest.mark.parametrize("arrived", [True, False])
-def test_a_group_is_aborted_only_if_a_broadcast_is_outstanding(work, left, arrived):
-    runner, receiver = Runner(), BroadcastReceiver()
-    runner._model_update_group["weight_sync_a"] = GROUP
-    weight_updater_hooks._receivers[runner] = receiver
-    work.completed = True
-    receiver.receive(bucket(0), GROUP, CPU)  # bucket 1 has been announced
+def test_a_group_is_aborted_only_if_a_broadcast_is_outstanding(work, left, joined, arrived):
+    receiver = group_hooks.receiver
     work.completed = arrived
-    assert weight_updater_hooks.leave_group(None, runner, "weight_sync_a")[0]
+    expecting(receiver, 2)
+    assert group_hooks.leave_group(None, joined, "weight_sync_a")[0]
     assert left == [(GROUP, not arrived)]
-    assert not runner._model_update_group
+    assert not joined._model_update_group
     assert not receiver.is_waiting_in(GROUP)
+
+
+def test_plans_let_go_of_the_memory_of_a_group_that_is_left(work, left, joined, monkeypatch):
+    loader, unbound = loader_of(joined.model), []
+    monkeypatch.setattr(loader, "unbind", lambda: unbound.append(loader))
+    group_hooks.group_of(joined, DESCRIPTOR, [joined.model])
+    assert group_hooks.leave_group(None, joined, "weight_sync_a")[0]
+    assert unbound == [loader]
+
+
+def test_what_sglang_is_asked_to_receive_in_a_group_of_ours_is_refused():
+    request = SimpleNamespace(group_name="weight_sync_a")
+    reply = group_hooks.refuse_in_our_groups(None, None, request)
+    assert not reply.success
+    assert "weight_sync_a is a group of verl-sglang-sync" in reply.message
+    request.group_name = "other"
+    assert group_hooks.refuse_in_our_groups(lambda *_: "stock", None, request) == "stock"
 
 
 def test_leaving_ends_though_a_peer_is_dead(monkeypatch, caplog):

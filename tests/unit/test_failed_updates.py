@@ -71,18 +71,16 @@ class Engine:
         def load(update: Any) -> None:
             update.manifest_check = check
             update.flush()
-            for index, layout in enumerate(layouts(names)):
-                update.loading(layout, is_first=not index)
+            for layout in layouts(names):
+                update.loading(layout)
                 if fails is not None:
                     raise RuntimeError(fails)
             sync(self.loader, value, names=names)
 
         return self.update(load)
 
-    def update(self, load: Callable[[Any], None], *, is_last: bool = True) -> list[str]:
-        request = SimpleNamespace(
-            flush_cache=is_last, torch_empty_cache=False, disable_draft_model=False
-        )
+    def update(self, load: Callable[[Any], None]) -> list[str]:
+        request = SimpleNamespace(torch_empty_cache=False, disable_draft_model=False)
         self.last = weight_update.WeightUpdate(self._updater, request)
         return self.last.run(lambda: load(self.last))
 
@@ -213,16 +211,6 @@ def test_what_is_new_to_another_rank_is_checked_by_all(engine: Engine) -> None:
     engine.others = [(None, True, True)]
     assert engine.session(4.0) == []
     assert engine.num_looked_at == 1
-
-
-def test_a_sync_that_broke_off_is_a_failed_one(engine: Engine) -> None:
-    """As a broadcast whose trainer died between two buckets."""
-    engine.verdict = Verdict(not_checked="quantised")
-    first, _ = layouts(NAMES)
-    assert engine.update(lambda update: update.loading(first, is_first=True), is_last=False) == []
-    assert "the last sync was not complete" in str(engine.gate[-1])
-    assert engine.session(3.0, names=FEWER) != []
-    assert engine.session(3.0) == []
 
 
 MISFIT = Verdict(mismatched=("a [2] (too long)",), missing=("e",), unexpected=("f", "g"))

@@ -67,9 +67,9 @@ class Worker:
         self.server_args = SimpleNamespace(custom_weight_loader=[SESSION_FORMAT], dp_size=1)
         self.update = lambda: None
 
-    def serve_session(self, descriptor, models, *, once_joined, before_loading, once_loaded):
-        once_joined()
-        before_loading(LAYOUT, is_first=True)
+    def serve_session(self, descriptor, models, steps, group):
+        steps.once_joined()
+        steps.before_loading(LAYOUT)
         self.update()
         return SimpleNamespace(conclude=lambda failures: None)
 
@@ -104,7 +104,7 @@ def updater(group, monkeypatch):
     monkeypatch.setattr(
         weight_updater_hooks,
         "decode_descriptor",
-        lambda invitation: SimpleNamespace(manifest_check="off"),
+        lambda invitation: SimpleNamespace(manifest_check="off", group=""),
     )
     return made
 
@@ -145,9 +145,14 @@ def update(updater):
 
 
 def broken_off(updater):
-    """A sync of which only the first bucket came, as in broadcasts."""
-    begun = weight_update.WeightUpdate(updater, SimpleNamespace(flush_cache=False))
-    assert begun.run(lambda: begun.loading(LAYOUT, is_first=True)) == []
+    """A sync of which only the first bucket came."""
+
+    def load():
+        begun.loading(LAYOUT)
+        raise ValueError("the trainer died")
+
+    begun = weight_update.WeightUpdate(updater, SimpleNamespace(torch_empty_cache=False))
+    assert len(begun.run(load)) == 1
 
 
 def raises(text):

@@ -289,7 +289,6 @@ class Manager:
         self.answers = list(answers)
         self.asked = []
         self.update_weights_from_tensor_communicator = self.ask
-        self.update_weights_from_distributed_communicator = self.ask
 
     async def ask(self, request):
         self.asked.append(request)
@@ -309,7 +308,7 @@ def test_a_request_that_waits_does_not_block_the_sync_that_it_waits_for():
         gate_hooks.note_gate(manager, [reply(closed=REASON)])
         async with manager.model_update_lock.reader_lock:
             await manager.update()
-            await manager.update()  # between two buckets, and after a failed sync
+            await manager.update()  # after a failed sync
             manager.answers = [[reply(closed=None, is_busy=False)]]
             await manager.update()
             with pytest.raises(TimeoutError):

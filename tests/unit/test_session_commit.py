@@ -111,23 +111,19 @@ class Engine(threading.Thread):
     ) -> None:
         super().__init__()
         self._descriptor, self._model = decode_descriptor(invitation), model
-        self._others, self._once_joined, self._once_loaded = others, once_joined, once_loaded
+        self._others = others
+        self._steps = session.SessionSteps(
+            once_joined=once_joined, before_loading=self.begin, once_loaded=once_loaded
+        )
         self.error: Exception | None = None
         self.has_begun = self.has_served = False
 
-    def begin(self, layout: BucketLayout, *, is_first: bool) -> None:
-        assert is_first != self.has_begun
+    def begin(self, layout: BucketLayout) -> None:
         self.has_begun = True
 
     def run(self) -> None:
         try:
-            served = session.serve_session(
-                self._descriptor,
-                [self._model],
-                once_joined=self._once_joined,
-                before_loading=self.begin,
-                once_loaded=self._once_loaded,
-            )
+            served = session.serve_session(self._descriptor, [self._model], self._steps)
         except Exception as error:
             self.error = error
             return
@@ -399,3 +395,42 @@ def test_memory_that_is_not_mapped_and_has_no_handle_is_refused_by_the_trainer(
         trainer.map_blocks([SharedBlock("used", None)], keep=True)
     trainer.abort("not mapped", None)
     check_not_served(engine)
+
+
+Sent = tuple[int, int]
+"""(index that is announced, which of the two buckets it is)."""
+
+WRONG_ORDERS: dict[str, tuple[list[Sent], tuple[int, int], str]] = {
+    "starts late": ([(1, 1)], (1, 1), "got bucket 1, expected 0"),
+    "gap": ([(0, 0), (2, 1)], (2, 2), "got bucket 2, expected 1"),
+    "repeat": ([(0, 0), (0, 0)], (2, 2), "got bucket 0, expected 1"),
+    "tensors lost": ([(0, 0), (1, 1)], (2, 3), "2 tensors in 2 buckets came, the trainer sent 3"),
+    "buckets lost": ([(0, 0)], (2, 2), "1 tensors in 1 buckets came, the trainer sent 2 in 2"),
+    "nothing": ([], (0, 0), "the trainer sent no tensor"),
+    "a tensor twice": ([(0, 0), (1, 0)], (2, 2), "2 tensors came, but only 1 names"),
+}
+
+
+@pytest.mark.parametrize(("sent", "counts", "reason"), WRONG_ORDERS.values(), ids=WRONG_ORDERS)
+def test_every_bucket_and_tensor_comes_once_in_order_and_none_is_left_out(
+    event: Event,
+    trainer: TrainerSession,
+    ring: StagingRing,
+    sent: list[Sent],
+    counts: tuple[int, int],
+    reason: str,
+) -> None:
+    engine = joined(trainer, Model(tuple(WEIGHTS)))
+    report = SyncReport(mode="compiled", replica=0)
+    batches = BucketStream(SETTINGS.bucket_bytes).batches(Export(list(WEIGHTS.items())), report)
+    packed = [(batch.bucket, ring.pack(batch)) for batch in batches]
+    with pytest.raises(EngineFailed, match=reason):
+        for index, which in sent:
+            bucket, storage = packed[which]
+            pieces = [
+                BucketPiece(trainer.map_buffer(storage, keep=True), 0, 0, bucket.layout.nbytes)
+            ]
+            trainer.load(index, bucket, pieces, read_only=False)
+        trainer.finish(num_buckets=counts[0], num_tensors=counts[1], arrangements=None)
+        trainer.wait_until_done(len(sent))
+    check_not_served(engine, reason)

@@ -243,12 +243,12 @@ class UpdateCommunicator:
 
 
 async def update(original: Original, manager: Any, obj: Any, request: Any = None) -> Any:
-    """AROUND `TokenizerControlMixin.update_weights_from_{tensor,distributed}`."""
+    """AROUND `TokenizerControlMixin.update_weights_from_tensor`."""
     if is_ours(manager.server_args):
-        for name in ("update_weights_from_tensor", "update_weights_from_distributed"):
-            attribute = f"{name}_communicator"
-            communicator = getattr(manager, attribute)
-            if not isinstance(communicator, UpdateCommunicator):
-                setattr(manager, attribute, UpdateCommunicator(manager, communicator))
+        communicator = manager.update_weights_from_tensor_communicator
+        if not isinstance(communicator, UpdateCommunicator):
+            manager.update_weights_from_tensor_communicator = UpdateCommunicator(
+                manager, communicator
+            )
         update_lock_of(manager)
     return await original(manager, obj, request)

@@ -3,9 +3,9 @@
     update = WeightUpdate(updater, request)
     failures = update.run(load)          # on every TP rank; the same list on all of them
 
-`load` loads a session or a bucket; an exception ends neither the process nor the other ranks. With
-a sync's last bucket all ranks agree that it is complete and fits the model, and only then are
-requests served again.
+`load` serves the sync's session; an exception ends neither the process nor the other ranks. At its
+end all ranks agree that the sync is complete and fits the model, and only then are requests served
+again.
 """
 
 from __future__ import annotations
@@ -65,19 +65,11 @@ class WeightUpdate:
         self._verdict: Verdict | None = None
         self._view: SyncView | None = None
 
-    def loading(self, layout: BucketLayout, *, is_first: bool) -> None:
-        """A bucket is about to be loaded: weights are overwritten from now on.
-
-        Args:
-            layout: of the bucket.
-            is_first: of its sync.
-        """
+    def loading(self, layout: BucketLayout) -> None:
+        """A bucket is about to be loaded: weights are overwritten from now on."""
         self._has_begun = True
-        if self._backup is None:
-            return
-        if is_first and self._backup.sync.is_half_written:
-            self._backup.sync_failed("the sync before broke off")
-        self._backup.sync.loading(layout)
+        if self._backup is not None:
+            self._backup.sync.loading(layout)
 
     def loaded(self) -> None:
         """All buckets of a sync are loaded on this rank; what takes time is done now, so that
@@ -96,19 +88,19 @@ class WeightUpdate:
             raise DoesNotFit(refusal)
 
     def flush(self) -> None:
-        """Drop the prefix cache, if this update is a sync's last.
+        """Drop the prefix cache, once.
 
         Raises:
             PrefixCacheInUse: requests are running, on all TP ranks: their queues are in step.
         """
-        if not self._request.flush_cache or self._has_flushed:
+        if self._has_flushed:
             return
         self._has_flushed = self._updater.flush_cache(empty_cache=self._request.torch_empty_cache)
         if not self._has_flushed:
             raise PrefixCacheInUse("the prefix cache holds running requests")
 
     def run(self, load: Callable[[], None]) -> list[str]:
-        """Load on every TP rank, agree on the outcome, end the sync with its last bucket.
+        """Load a whole sync on every TP rank, and agree on the outcome.
 
         Args:
             load: loads on this rank; calls `loading` before it does, and may call `loaded`.
@@ -121,7 +113,7 @@ class WeightUpdate:
             _, failure = attempt(self._updater, self.loaded)
         # After a failure, too: the prefix caches of all TP ranks must stay equal.
         _, unflushed = attempt(self._updater, self.flush)
-        backup, is_last = self._backup, self._request.flush_cache
+        backup = self._backup
         is_new = self._view is not None
         outcomes = from_all_ranks(self._updater, (failure or unflushed, self._has_begun, is_new))
         failures = [text for text, _, _ in outcomes if text]
@@ -131,7 +123,7 @@ class WeightUpdate:
         if backup is not None:
             if failures and is_touched:
                 backup.sync_failed("a weight update failed")
-            elif not failures and is_last:
+            elif not failures:
                 backup.sync_completed()
                 failures = failures_on_any_rank(self._updater, backup.stale)
         if is_touched:  # else all is as it was
@@ -145,7 +137,7 @@ class WeightUpdate:
         than others before it, or is the first.
         """
         backup = self._backup
-        if backup is None or not self._request.flush_cache:
+        if backup is None:
             return False
         return self.manifest_check != "off" or _may_be_incomplete(backup.sync)
 

@@ -1,4 +1,4 @@
-"""Serves a whole sync: one request, buckets over a private socket.
+"""Serves a whole sync: one request, messages over a private socket, buckets as they come.
 
 `hooks.weights` calls `serve_session` in each TP worker for the one request that opens a
 session; it returns when the device has every byte and the trainer has confirmed them, or raises.
@@ -15,9 +15,8 @@ import traceback
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Any, Protocol
-
-import torch
+from dataclasses import dataclass
+from typing import Any
 
 from sglang_loader.common.bucket_source import BucketSource
 from sglang_loader.common.layout import BucketLayout
@@ -26,55 +25,66 @@ from sglang_loader.common.session.channel import Channel, KeptChannels, engine_e
 from sglang_loader.common.session.messages import FromTrainer, SessionDescriptor, SessionError
 from sglang_loader.common.shared_memory import CannotMap
 from sglang_loader.session.arranged_plan import ArrangedPlan
+from sglang_loader.session.broadcast_receiver import BroadcastBuckets, BroadcastReceiver
 from sglang_loader.session.model_loader import ArrangementError, ModelLoader, SyncOutcome, loader_of
-from sglang_loader.session.state import InFlight, Layouts, Mappings, Sources
+from sglang_loader.session.state import (
+    BucketMemory,
+    InFlight,
+    Layouts,
+    MappedBuckets,
+    Mappings,
+    Sources,
+)
 from sglang_loader.upstream import device_of, engine_context, synchronize, tp_rank
 
 logger = logging.getLogger(__name__)
 
 HANDSHAKE_TIMEOUT_S = 120.0  # all replicas of the trainer have to be asked
-DEVICE_POLL_S = 0.0001
+POLL_S = 0.0001
 NUM_TRAINERS = 4
 """So many sockets, and update groups, are kept."""
 NUM_INVITATIONS = 1024
 """So many invitations are remembered, to refuse them if they come again."""
 
 
-class BeforeLoading(Protocol):
-    """Learns of each bucket before it overwrites anything."""
+@dataclass(frozen=True, kw_only=True)
+class SessionSteps:
+    """What the caller does within a session; each step ends the session by raising.
 
-    def __call__(self, layout: BucketLayout, *, is_first: bool) -> None: ...
+    Attributes:
+        once_joined: before any byte is overwritten; called while the trainer is waited for, whether
+            it will send anything or not.
+        before_loading: called with the layout of each bucket before it is loaded.
+        once_loaded: when all are, before the trainer hears of it.
+    """
+
+    once_joined: Callable[[], None]
+    before_loading: Callable[[BucketLayout], None]
+    once_loaded: Callable[[], None]
 
 
 def serve_session(
-    descriptor: SessionDescriptor,
-    models: Sequence[Any],
-    *,
-    once_joined: Callable[[], None],
-    before_loading: BeforeLoading,
-    once_loaded: Callable[[], None],
+    descriptor: SessionDescriptor, models: Sequence[Any], steps: SessionSteps, group: Any = None
 ) -> ServedSession:
     """Serve the session that the request invites to.
 
     Args:
-        descriptor: the trainer's.
+        descriptor: the trainer's; the signature of one with a group was checked.
         models: SGLang's models that are to be loaded; with speculative decoding two, the target
             last.
-        once_joined: what must be done before any byte is overwritten; called while the trainer is
-            waited for, whether it will send anything or not. Ends the session by raising.
-        before_loading: called with the layout of each bucket before it is loaded.
-        once_loaded: called when all are, before the trainer hears of it.
+        steps: the caller's.
+        group: the process group in which the buckets are broadcast; None: they are mapped.
 
     Raises:
         SessionError: the trainer is gone, silent, aborted, or broke the protocol; or the invitation
             has come before, since a proxy has repeated the request: nothing is done.
-        Exception: what `once_joined`, `once_loaded` or a model's `load_weights` raised; the trainer
-            gets the traceback too.
+        Exception: what a step or a model's `load_weights` raised; the trainer gets the traceback
+            too.
     """
     if descriptor in _invitations:
         raise SessionError("the same request has come before: it is not executed again")
     _invitations.append(descriptor)
-    session = _Session(descriptor, models, once_joined, before_loading, once_loaded)
+    session = _Session(descriptor, models, steps, group)
     return ServedSession(session.run())
 
 
@@ -104,6 +114,8 @@ _invitations: deque[SessionDescriptor] = deque(maxlen=NUM_INVITATIONS)
 _layouts = Layouts()
 _mappings = Mappings()
 _sources = Sources()
+receiver = BroadcastReceiver()
+"""This process's; groups that it has left are forgotten by `hooks.update_groups`."""
 
 
 class _Session:
@@ -113,21 +125,22 @@ class _Session:
         self,
         descriptor: SessionDescriptor,
         models: Sequence[Any],
-        once_joined: Callable[[], None],
-        before_loading: BeforeLoading,
-        once_loaded: Callable[[], None],
+        steps: SessionSteps,
+        group: Any,
     ) -> None:
         self._descriptor = descriptor
-        self._once_joined = once_joined
-        self._once_loaded = once_loaded
-        self._before_loading = before_loading
+        self._steps = steps
         self._loaders: list[ModelLoader] = [loader_of(model) for model in models]
         self._models = models
-        self._device = device_of(models[0])
-        self._slots: dict[int, torch.Tensor] = {}
+        self._device = device = device_of(models[0])
+        self._memory: BucketMemory = MappedBuckets(_mappings, _sources, device)
+        if group is not None:
+            self._memory = BroadcastBuckets(receiver, group, device, descriptor.timeout_s)
         self._digests: list[str] = []
         self._num_tensors = 0
-        self._in_flight = InFlight(self._device)
+        self._announced: deque[tuple[wire.LoadBucket, BucketLayout]] = deque()  # not yet begun
+        self._begun: deque[tuple[wire.LoadBucket, BucketLayout]] = deque()  # not yet launched
+        self._in_flight = InFlight(device)
         self._arranged: ArrangedPlan | None = None
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._has_let_go = False
@@ -135,7 +148,8 @@ class _Session:
     def run(self) -> Channel[FromTrainer]:
         """Serve until commit; tell the trainer of a failure before raising it."""
         endpoint = self._descriptor.endpoint
-        channel = _kept.take(endpoint) or engine_end(endpoint)
+        is_signed = bool(self._descriptor.group)
+        channel = _kept.take(endpoint) or engine_end(endpoint, is_signed=is_signed)
         channel.begin(self._descriptor.token, timeout_s=self._descriptor.timeout_s)
         with ExitStack() as stack:
             stack.enter_context(channel)
@@ -167,19 +181,18 @@ class _Session:
             buffers=_mappings.names,
             arrangements=_digest(self._arranged),
         )
-        self._once_joined()
+        self._steps.once_joined()
         for loader in self._loaders:
             loader.check_addresses()
         _expect(wire.Welcome, channel.receive(timeout_s=HANDSHAKE_TIMEOUT_S))
         while True:
             message = self._next_message(channel)
             if isinstance(message, wire.LoadBucket):
-                with self._spending("launching"):
-                    self._load(message)
+                self._announce(message)
             elif isinstance(message, wire.Finish):
                 self._finish_buckets(channel)
                 outcome = self._finish(message)
-                self._once_loaded()
+                self._steps.once_loaded()
                 channel.send(
                     wire.Loaded,
                     num_replayed=outcome.num_replayed,
@@ -196,22 +209,47 @@ class _Session:
                 _expect(wire.LoadBucket, message)
 
     def _next_message(self, channel: Channel[FromTrainer]) -> FromTrainer:
-        """Wait for the trainer and for the device at once: buckets are launched as they come, and
-        told to be done as soon as they are.
+        """Wait for the trainer, for the buckets' bytes and for the device at once: buckets are
+        launched as they come, and told to be done as soon as they are.
         """
-        with self._spending("copying"):
-            while self._in_flight:
-                for index in self._in_flight.finished():
-                    channel.send(wire.BucketDone, index=index)
-                if not self._in_flight.is_full and channel.has_message():
-                    break
-                if self._in_flight:
-                    time.sleep(DEVICE_POLL_S)
+        while self._is_busy(channel):
+            if not self._in_flight.is_full and channel.has_message():
+                break
         with self._spending("waiting"):
             return channel.receive()
 
+    def _is_busy(self, channel: Channel[FromTrainer]) -> bool:
+        """Begin buckets where there is room, launch the next if it has come, tell which are done;
+        False if none is left.
+        """
+        self._begin(channel)
+        if self._begun and self._memory.has_come():
+            with self._spending("launching"):
+                self._load(*self._begun.popleft())
+            return True
+        if not (self._begun or self._in_flight):
+            return False
+        with self._spending("copying" if self._in_flight else "waiting"):
+            for index in self._in_flight.finished():
+                channel.send(wire.BucketDone, index=index)
+            if self._in_flight or self._begun:
+                time.sleep(POLL_S)
+        return True
+
+    def _begin(self, channel: Channel[FromTrainer]) -> None:
+        while self._announced:
+            if len(self._begun) + len(self._in_flight) >= self._memory.max_unread:
+                return
+            message, layout = self._announced.popleft()
+            self._memory.begin(message, layout)
+            self._begun.append((message, layout))
+            if self._descriptor.group:
+                channel.send(wire.Receiving, index=message.index)
+
     def _finish_buckets(self, channel: Channel[FromTrainer]) -> None:
         """Wait until the device has read all that was launched, and tell the trainer."""
+        if self._announced or self._begun:
+            raise SessionError(f"the end came after {len(self._digests)} of the announced buckets")
         if self._in_flight:
             with self._spending("copying"):
                 synchronize(self._device)
@@ -225,18 +263,19 @@ class _Session:
         yield
         self._seconds[what] += time.perf_counter() - started
 
-    def _load(self, message: wire.LoadBucket) -> None:
-        if message.index != len(self._digests):
-            raise SessionError(f"got bucket {message.index}, expected {len(self._digests)}")
-        layout = _layouts.get(message.digest, message.layout)
-        for buffer in message.buffers:
-            self._slots[buffer.slot] = _mappings.get(buffer, self._device)
-        self._before_loading(layout, is_first=not self._digests)
+    def _announce(self, message: wire.LoadBucket) -> None:
+        expected = len(self._digests) + len(self._begun) + len(self._announced)
+        if message.index != expected:
+            raise SessionError(f"got bucket {message.index}, expected {expected}")
+        self._announced.append((message, _layouts.get(message.digest, message.layout)))
+
+    def _load(self, message: wire.LoadBucket, layout: BucketLayout) -> None:
+        self._steps.before_loading(layout)
         replayed = [True]
         if message.arranged:
             self._load_arranged(message, layout)
         else:
-            source = _sources.get(message, self._slots, layout.nbytes)
+            source = self._memory.source(message, layout.nbytes)
             replayed = load_into_all(
                 self._loaders, message.index, layout, source, read_only=message.read_only
             )
@@ -253,7 +292,7 @@ class _Session:
                 f"bucket {index} came arranged by {message.arranged[:80]!r}; for this sync the "
                 f"engine holds {held or 'no arrangements'!r}"
             )
-        source = _sources.get(message, self._slots, nbytes)
+        source = self._memory.source(message, nbytes)
         for loader in self._loaders:
             try:
                 loader.load_arranged(index, layout, source)
@@ -281,18 +320,23 @@ class _Session:
         _layouts.check_distinct(self._digests)
         outcomes = [loader.finish() for loader in self._loaders]
         synchronize(self._device)
-        return min(outcomes, key=lambda outcome: outcome.num_replayed)
+        least = min(outcomes, key=lambda outcome: outcome.num_replayed)
+        logger.info(
+            "sync: %d buckets replayed, %d loaded eagerly%s",
+            least.num_replayed,
+            least.num_eager,
+            f": {least.reason}" if least.reason else "",
+        )
+        return least
 
     def _let_go(self) -> None:
         """Unmap the trainer's memory but for what later sessions use again; once."""
         if self._has_let_go:
             return
         self._has_let_go = True
-        self._slots.clear()
         if self._in_flight:  # a failure: nothing is unmapped while the device may read it
             synchronize(self._device)
-        if _mappings.end_session():
-            _sources.forget()
+        if self._memory.let_go():
             for loader in self._loaders:
                 loader.unbind()
 

@@ -5,9 +5,11 @@ Layouts and mapped buffers outlive a session, so that a later one need not send 
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -157,6 +159,68 @@ def _piece(piece: wire.BucketPiece, buffer: torch.Tensor, bucket_nbytes: int, in
             f"{bucket_nbytes}"
         )
     return Piece(start, buffer[offset : offset + nbytes])
+
+
+class BucketMemory(Protocol):
+    """How the bytes of one session's buckets come to this process: mapped, or by broadcast.
+
+    Attributes:
+        max_unread: buckets that can be begun and not read to the end.
+    """
+
+    @property
+    def max_unread(self) -> int: ...
+
+    def begin(self, message: wire.LoadBucket, layout: BucketLayout) -> None:
+        """Begin to get a bucket; raises where that cannot be."""
+
+    def has_come(self) -> bool:
+        """True if the oldest bucket that was begun can be read; raises if it never can."""
+
+    def source(self, message: wire.LoadBucket, nbytes: int) -> BucketSource:
+        """The oldest bucket that was begun, which has come; `nbytes`: of it, as it came."""
+
+    def let_go(self) -> bool:
+        """The session is over: keep what the next one can use; True if memory was let go of."""
+
+
+class MappedBuckets:
+    """See `BucketMemory`: buckets in memory of the trainer's processes.
+
+    Args:
+        mappings: of this process.
+        sources: of this process.
+        device: of the engine's weights.
+    """
+
+    def __init__(self, mappings: Mappings, sources: Sources, device: torch.device) -> None:
+        self._mappings = mappings
+        self._sources = sources
+        self._device = device
+        self._slots: dict[int, torch.Tensor] = {}
+
+    max_unread = sys.maxsize  # the trainer knows how many buffers it has
+
+    def begin(self, message: wire.LoadBucket, layout: BucketLayout) -> None:
+        """Map the buffers that come with the bucket."""
+        for buffer in message.buffers:
+            self._slots[buffer.slot] = self._mappings.get(buffer, self._device)
+
+    def has_come(self) -> bool:
+        """The trainer announces what is there."""
+        return True
+
+    def source(self, message: wire.LoadBucket, nbytes: int) -> BucketSource:
+        """See `Sources.get`."""
+        return self._sources.get(message, self._slots, nbytes)
+
+    def let_go(self) -> bool:
+        """Unmap what the session did not ask to keep."""
+        self._slots.clear()
+        if not self._mappings.end_session():
+            return False
+        self._sources.forget()
+        return True
 
 
 class InFlight:

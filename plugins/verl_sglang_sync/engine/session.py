@@ -25,7 +25,12 @@ from typing import Any, TypeVar
 import torch
 
 from sglang_loader.common.session import messages as wire
-from sglang_loader.common.session.channel import Channel, KeptChannels, trainer_end
+from sglang_loader.common.session.channel import (
+    Channel,
+    KeptChannels,
+    trainer_end,
+    trainer_end_on_network,
+)
 from sglang_loader.common.session.folder import SessionFolder
 from sglang_loader.common.session.messages import (
     FromEngine,
@@ -69,15 +74,25 @@ class SharedBlock:
 
 
 class SessionSockets:
-    """The sockets of this process's sessions, in a folder of its own."""
+    """The sockets of this process's sessions with one engine rank, in a folder of its own.
 
-    def __init__(self) -> None:
+    Args:
+        host: of this process, as an engine on another one calls it: the sockets are TCP's; None:
+            the engine is on this host.
+    """
+
+    def __init__(self, host: str | None = None) -> None:
         self._kept: KeptChannels[FromEngine] = KeptChannels()
+        self._host = host
         self._folder: SessionFolder | None = None
 
     def take(self) -> Channel[FromEngine]:
         """The socket of the session before, or a new one where that did not end well."""
-        return self._kept.take() or trainer_end(self.folder.new_endpoint())
+        if (kept := self._kept.take()) is not None:
+            return kept
+        if self._host is not None:
+            return trainer_end_on_network(self._host)
+        return trainer_end(self.folder.new_endpoint())
 
     def keep(self, channel: Channel[FromEngine]) -> None:
         """For the next session."""
@@ -97,9 +112,13 @@ class TrainerSession:
         sockets: of this process.
         settings: the preset.
         names: of this process's memory, the same for all its sessions.
+        group: name of the update group by which the buckets go; "": the engine maps them.
+        secret: of that group.
 
     Attributes:
         arrangements: digest of those that the engine holds for this sync, once they have met.
+        num_done: buckets that the engine has read, as far as it was listened to.
+        num_receiving: likewise those that it receives, or has received, by broadcast.
     """
 
     def __init__(
@@ -107,22 +126,27 @@ class TrainerSession:
         sockets: SessionSockets,
         settings: WeightSyncConfig,
         names: BlockNames,
+        *,
+        group: str = "",
+        secret: bytes = b"",
     ) -> None:
         token = secrets.token_hex(16)
         self._sockets = sockets
         self._channel = sockets.take()
         self._channel.begin(token, timeout_s=settings.request_timeout_s)
         self._is_kept = False
+        descriptor = SessionDescriptor(
+            version=wire.SESSION_VERSION,
+            endpoint=self._channel.endpoint,
+            token=token,
+            timeout_s=settings.request_timeout_s,
+            uses_plan=settings.uses_plan,
+            manifest_check=settings.manifest_check,
+            recheck_every_n_syncs=settings.recheck_every_n_syncs,
+            group=group,
+        )
         self.invitation = wire.encode_descriptor(
-            SessionDescriptor(
-                version=wire.SESSION_VERSION,
-                endpoint=self._channel.endpoint,
-                token=token,
-                timeout_s=settings.request_timeout_s,
-                uses_plan=settings.uses_plan,
-                manifest_check=settings.manifest_check,
-                recheck_every_n_syncs=settings.recheck_every_n_syncs,
-            )
+            wire.signed(descriptor, secret) if group else descriptor
         )
         self._watch: Callable[[], None] | None = None
         self._names = names
@@ -130,7 +154,7 @@ class TrainerSession:
         self._mapped: set[str] = set()
         self._slots: dict[str, int] = {}
         self._unsent: list[wire.SharedBuffer] = []
-        self._num_done = 0
+        self.num_done = self.num_receiving = 0
         self.arrangements = ""
 
     def greet(self, watch: Callable[[], None], *, wait_s: float) -> bool:
@@ -234,11 +258,22 @@ class TrainerSession:
             EngineFailed: with the engine's traceback.
             SessionError: the engine is gone, silent, or broke the protocol.
         """
-        while self._num_done <= index:
-            done = self._receive(wire.BucketDone)
-            if done.index != self._num_done:
-                raise SessionError(f"bucket {done.index} is done, expected {self._num_done}")
-            self._num_done += 1
+        while self.num_done <= index:
+            self._note_progress()
+
+    def look(self) -> None:
+        """Take note of what the engine has said, without waiting; errors as for
+        `wait_until_done`.
+        """
+        while self._channel.wait(0.0):
+            self._note_progress()
+
+    def _note_progress(self) -> None:
+        message = self._next()
+        if isinstance(message, wire.Receiving):
+            self.num_receiving = _counted(message, self.num_receiving)
+        else:
+            self.num_done = _counted(_expected(wire.BucketDone, message), self.num_done)
 
     def finish(self, *, num_buckets: int, num_tensors: int, arrangements: str | None) -> None:
         """Declare that all was sent, while the engine may still be reading; it checks the counts.
@@ -307,11 +342,12 @@ class TrainerSession:
             raise
 
     def _receive(self, kind: type[Message]) -> Message:
+        return _expected(kind, self._next())
+
+    def _next(self) -> FromEngine:
         message = self._channel.receive(watch=self._watch)
         if isinstance(message, wire.Failed):
             raise _failure(message)
-        if not isinstance(message, kind):
-            raise SessionError(f"expected {kind.__name__}, got {type(message).__name__}")
         return message
 
     def __enter__(self) -> TrainerSession:
@@ -327,6 +363,20 @@ class TrainerSession:
             self._sockets.keep(self._channel)
             return
         self._channel.close()
+
+
+def _expected(kind: type[Message], message: FromEngine) -> Message:
+    if not isinstance(message, kind):
+        raise SessionError(f"expected {kind.__name__}, got {type(message).__name__}")
+    return message
+
+
+def _counted(message: wire.Receiving | wire.BucketDone, number: int) -> int:
+    """One more than `number`, which the message must be of."""
+    if message.index != number:
+        name = type(message).__name__
+        raise SessionError(f"expected {name} of bucket {number}, got that of {message.index}")
+    return number + 1
 
 
 def _failure(message: wire.Failed) -> EngineFailed:

@@ -36,6 +36,7 @@ from sglang_loader.common.broadcast.update_group import (
     was_left,
 )
 from verl_sglang_sync.engine.server_client import ServerError, SyncSGLangServerClient, operations
+from verl_sglang_sync.engine.session import SessionSockets
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +85,8 @@ class UpdateGroup:
         process_group: torch's; the trainer is rank 0.
         members: the replicas, in rank order, with the clients of their servers.
         meeting: the store through which NCCL's ranks connect at their first collective.
-        secret: what only its ranks know, see `common.broadcast.messages`.
+        secret: what only its ranks know; it signs the invitations to its sessions.
+        sockets: for the session with each engine rank, in rank order.
     """
 
     name: str
@@ -92,6 +94,7 @@ class UpdateGroup:
     members: Members
     meeting: MeetingPoint
     secret: bytes
+    sockets: tuple[SessionSockets, ...]
 
     @property
     def replicas(self) -> tuple[Replica, ...]:
@@ -219,7 +222,8 @@ class UpdateGroups:
             own.add_done_callback(_leave_late)
             raise UpdateGroupError(f"{name} was not formed: {problem}")
         logger.info("formed %s of %d replicas, %d ranks", name, len(members), world_size)
-        return UpdateGroup(name, own.result(), members, meeting, secret_of(own.result()))
+        sockets = tuple(SessionSockets(self._address) for _ in range(world_size - 1))
+        return UpdateGroup(name, own.result(), members, meeting, secret_of(own.result()), sockets)
 
     def _dissolve(self, group: UpdateGroup) -> None:
         """Leave a healthy group together with whoever is still there."""

@@ -1,51 +1,58 @@
 """Disaggregated mode: one rank packs the export and broadcasts it to all replicas.
 
-Every trainer rank exports (that is collective); the first one packs buckets into two staging
-buffers, broadcasts them, and tells each replica's server what is coming. A bucket's broadcast
-begins before the one before it is loaded, and the next bucket is packed meanwhile:
+Every trainer rank exports (that is collective). The first one has a session with each engine rank
+of each replica, opened by one request a replica; it packs buckets into two staging buffers and
+broadcasts them, and the engines, which have two buffers of their own, say which they have read:
 
     trainer   pack 0 | pack 1 | pack 2          | pack 3     |
-    group                     | send 0 | send 1 | send 2     |
-    engines                            | load 0 | load 1     |
+    group              send 0 | send 1 | send 2     |
+    engines                     load 0 | load 1     |
 
-A bucket's broadcast begins with the requests that announce it, never earlier: on a GPU it would
-wait there for the engines, and whatever of the trainer waits for the whole GPU meanwhile (freeing
-memory, its own collectives' set-up) would wait for ever.
+A bucket's broadcast begins when all engines receive it, never earlier: on a GPU it would wait there
+for the engines, and whatever of the trainer waits for the whole GPU meanwhile (freeing memory, its
+own collectives' set-up) would wait for ever.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 import traceback
-import uuid
 import zlib
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, wait
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from types import TracebackType
+from typing import Any, TypeVar
 
 import torch
 
 from sglang_loader.common.broadcast.broadcast import POLL_S, Broadcast, BroadcastError
-from sglang_loader.common.broadcast.messages import (
-    BROADCAST_COMPILED,
-    BROADCAST_EAGER,
-    BroadcastBucket,
-    encode_bucket,
-)
-from sglang_loader.common.check_remarks import LoadCounts, loaded_in
 from sglang_loader.common.session.folder import remove_orphans
+from sglang_loader.common.session.messages import SESSION_FORMAT, SessionError
 from verl_sglang_sync.collective import Agreement, WeightSyncError, export_signature
 from verl_sglang_sync.config import WeightSyncConfig
-from verl_sglang_sync.engine.server_client import operations
+from verl_sglang_sync.engine.server_client import ReplyLost, operations
+from verl_sglang_sync.engine.session import EngineFailed, TrainerSession
 from verl_sglang_sync.engine.update_groups import Replica, UpdateGroup, UpdateGroups
 from verl_sglang_sync.report import SyncReport, log_remarks
 from verl_sglang_sync.routes.staging_ring import StagingRing
-from verl_sglang_sync.sources.bucket_stream import Batch, Bucket, BucketStream
+from verl_sglang_sync.sources.bucket_stream import Batch, BucketStream
 from verl_sglang_sync.sources.export import Export, NamedTensor
+from verl_sglang_sync.sources.memory_blocks import BlockNames
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 NUM_BUFFERS = 2
+MEET_TIMEOUT_S = 120.0
+REASON_WAIT_S = 2.0
+"""How long after a failed broadcast the engine that is to blame may take to say why."""
+GIVE_UP_S = 5.0
+"""How long a failed sync waits for the replies, so that the engines are done when it is raised."""
 
 
 class BroadcastTransport:
@@ -89,13 +96,30 @@ class BroadcastTransport:
         Raises:
             WeightSyncError: on every rank, if any rank failed; the message has rank and traceback.
         """
+        try:
+            with ExitStack() as stack:
+                self._sync(stack, weights, replicas, version, report)
+        except BaseException:
+            if self._groups is not None:
+                self._groups.abandon()
+            raise
+
+    def _sync(
+        self,
+        stack: ExitStack,
+        weights: Iterable[NamedTensor],
+        replicas: Sequence[Replica],
+        version: str | None,
+        report: SyncReport,
+    ) -> None:
         source, exported = Export(weights), _Exported()
         sync: _BroadcastSync | None = None
         failure = None
         try:
             if self._groups is not None:
                 group = self._groups.with_replicas(replicas)
-                sync = _BroadcastSync(group, self._settings, version, report)
+                sync = stack.enter_context(_BroadcastSync(group, self._settings, report))
+                sync.open(version)
                 self._send(source, sync, report, exported)
             else:
                 for name, tensor in source:
@@ -106,16 +130,14 @@ class BroadcastTransport:
         result = self._agree(failure, signature=exported.signature)
         if not result.failures and result.other_exports is not None:
             result = Agreement((result.other_exports,))
-        if sync is not None and not result.failures:  # the last bucket publishes
+        if sync is not None and not result.failures:
             try:
-                sync.finish()
+                sync.publish()
             except Exception:
                 failure = traceback.format_exc()
         if not result.failures:
             result = self._agree(failure)
         if result.failures:
-            if self._groups is not None:
-                self._groups.abandon()
             reasons = "\n".join(result.failures)
             raise WeightSyncError(
                 f"weight sync failed; the engines' weights are incomplete\n{reasons}"
@@ -124,7 +146,7 @@ class BroadcastTransport:
     def _send(
         self, source: Export, sync: _BroadcastSync, report: SyncReport, exported: _Exported
     ) -> None:
-        """Send all buckets, and have all but the last one loaded."""
+        """Send all buckets, and have all loaded."""
         self._ring.prepare(self._stream.cuts)
         for batch in self._stream.batches(source, report):
             for tensor in batch.bucket.layout.tensors:
@@ -136,6 +158,7 @@ class BroadcastTransport:
             flat = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
             sync.send(batch, flat[: batch.bucket.layout.nbytes])
             del batch
+        sync.finish()
 
 
 class _Exported:
@@ -160,119 +183,202 @@ def _sum_of(name: str, nbytes: int) -> int:
 
 
 @dataclass(frozen=True)
-class _Packed:
-    """A bucket that lies in its staging buffer; `num_tensors` counts from the sync's first."""
+class _Engine:
+    """One engine rank, as the trainer speaks with it.
 
-    index: int
-    bucket: Bucket
-    num_tensors: int
-    flat: torch.Tensor
+    Attributes:
+        name: for messages.
+        session: its session.
+        reply: to the request by which its replica was asked for that.
+    """
+
+    name: str
+    session: TrainerSession
+    reply: Future[Any]
+
+    def check(self) -> None:
+        """Raise if the replica has answered: its engine ranks are at the session no more."""
+        if self.reply.done():
+            self.reply.result()
+            raise SessionError("the engine ended the update before its session")
 
 
 class _BroadcastSync:
-    """The buckets of one sync, in flight."""
+    """One sync: its sessions, and the broadcasts in flight. A context manager."""
 
-    def __init__(
-        self,
-        group: UpdateGroup,
-        settings: WeightSyncConfig,
-        version: str | None,
-        report: SyncReport,
-    ) -> None:
+    def __init__(self, group: UpdateGroup, settings: WeightSyncConfig, report: SyncReport) -> None:
         self._group = group
         self._settings = settings
-        self._version = version
         self._report = report
-        self._id = uuid.uuid4().hex
+        self._stack = ExitStack()
+        self._engines: list[_Engine] = []
         self._broadcasts: list[Broadcast] = []
-        self._requests: list[Future[Any]] = []
-        self._waiting: _Packed | None = None
         self._num_tensors = 0
+
+    def open(self, version: str | None) -> None:
+        """Ask every replica for a session with each of its engine ranks."""
+        sockets = iter(self._group.sockets)
+        for replica, client in self._group.members:
+            sessions = [
+                self._stack.enter_context(
+                    TrainerSession(
+                        next(sockets),
+                        self._settings,
+                        BlockNames(),
+                        group=self._group.name,
+                        secret=self._group.secret,
+                    )
+                )
+                for _ in range(replica.num_ranks)
+            ]
+            reply = client.submit(
+                operations.update_weights(
+                    [session.invitation for session in sessions],
+                    load_format=SESSION_FORMAT,
+                    flush_cache=True,
+                    weight_version=version,
+                )
+            )
+            for rank, session in enumerate(sessions):
+                name = f"{replica.base_url}, TP rank {rank}"
+                self._engines.append(_Engine(name, session, reply))
 
     def make_room(self, index: int) -> None:
         """Wait until the staging buffer of bucket `index` has been sent."""
         if index >= NUM_BUFFERS:
             with self._report.stage("send"):
-                self._wait_for(self._broadcasts[index - NUM_BUFFERS], index - NUM_BUFFERS)
+                self._wait_for(index - NUM_BUFFERS)
 
     def send(self, batch: Batch, flat: torch.Tensor) -> None:
-        """Have the bucket before this one loaded, and begin this one's broadcast."""
+        """Announce a bucket, and broadcast it as soon as all engines receive it."""
+        if not self._broadcasts:
+            with self._report.stage("open"):
+                self._meet()
         self._num_tensors += len(batch.tensors)
         self._report.sent_bytes += batch.bucket.payload_bytes
-        before = self._waiting
-        self._waiting = _Packed(batch.index, batch.bucket, self._num_tensors, flat)
-        if before is not None:
-            self._post(before, following=self._waiting)
+        self._each(lambda session: session.load(batch.index, batch.bucket, [], read_only=False))
+        with self._report.stage("load"):
+            self._wait(
+                lambda: all(e.session.num_receiving > batch.index for e in self._engines),
+                f"bucket {batch.index} was not received",
+            )
+        self._broadcasts.append(Broadcast(flat, self._group.process_group))
 
     def finish(self) -> None:
-        """Have the last bucket loaded, the prefix caches dropped and the version published."""
-        if self._waiting is None:
+        """Wait until every engine rank has loaded all buckets; none serves them yet."""
+        num_buckets = len(self._broadcasts)
+        if not num_buckets:
             raise ValueError("the trainer exported no tensor")
-        self._post(self._waiting, following=None)
-        self._wait_for_requests()
-
-    def _post(self, packed: _Packed, *, following: _Packed | None) -> None:
-        """Tell the servers of a bucket and of the one that follows; begin the new broadcasts."""
-        self._wait_for_requests()
-        last = following is None
-        text = encode_bucket(
-            BroadcastBucket(
-                sync_id=self._id,
-                index=packed.index,
-                is_last=last,
-                num_tensors=packed.num_tensors,
-                encoded_layout=packed.bucket.encoded,
-                next_nbytes=following.flat.numel() if following is not None else 0,
-                timeout_s=self._settings.request_timeout_s,
-                manifest_check=self._settings.manifest_check if last else "off",
-                recheck_every_n_syncs=self._settings.recheck_every_n_syncs,
-            ),
-            self._group.secret,
-        )
-        compiled = self._settings.mode == "compiled"
-        for begun in (packed if packed.index == 0 else None, following):
-            if begun is not None:
-                self._broadcasts.append(Broadcast(begun.flat, self._group.process_group))
-        self._requests = [
-            client.submit(
-                operations.update_from_distributed(
-                    [text],
-                    ["uint8"],
-                    [[packed.flat.numel()]],
-                    group_name=self._group.name,
-                    load_format=BROADCAST_COMPILED if compiled else BROADCAST_EAGER,
-                    flush_cache=last,
-                    weight_version=self._version if last else None,
+        with self._report.stage("load"):
+            self._wait(
+                lambda: all(e.session.num_done == num_buckets for e in self._engines),
+                "not all buckets were loaded",
+            )
+            self._each(
+                lambda session: session.finish(
+                    num_buckets=num_buckets, num_tensors=self._num_tensors, arrangements=None
                 )
             )
-            for _, client in self._group.members
-        ]
+            outcomes = self._each(lambda session: session.outcome())
+        if self._settings.uses_plan:
+            least = min(outcomes, key=lambda outcome: outcome.num_replayed)
+            self._report.num_replayed = least.num_replayed
+            self._report.num_eager, self._report.eager_reason = least.num_eager, least.reason
 
-    def _wait_for_requests(self) -> None:
-        """Wait until all replicas have loaded what they were told of."""
-        with self._report.stage("load"):
-            for request in self._requests:
-                reply = request.result()
-                log_remarks(reply)
-                self._count_loaded(loaded_in(str(reply.get("message"))))
-        self._requests = []
+    def publish(self) -> None:
+        """Have the weights and their version served by all engines."""
+        with self._report.stage("publish"):
+            self._each(lambda session: session.commit())
+            self._each(lambda session: session.wait_until_published())
+        with self._report.stage("reply"):
+            for reply in self._replies:
+                try:
+                    log_remarks(reply.result())
+                except ReplyLost as error:
+                    logger.warning("the weights were published, but a reply was lost: %s", error)
+        for engine in self._engines:
+            engine.session.keep_socket()
 
-    def _count_loaded(self, loaded: list[LoadCounts]) -> None:
-        """Count as the engine did that replayed least; in "compiled", which is to replay all."""
-        for counts in loaded if self._settings.uses_plan else ():
-            if counts.num_eager >= self._report.num_eager:
-                self._report.num_replayed = counts.num_replayed
-                self._report.num_eager, self._report.eager_reason = counts.num_eager, counts.reason
+    @property
+    def _replies(self) -> list[Future[Any]]:
+        """One for each replica."""
+        return list(dict.fromkeys(engine.reply for engine in self._engines))
 
-    def _wait_for(self, broadcast: Broadcast, index: int) -> None:
-        """Wait for a broadcast, unless a replica fails meanwhile: then it would never end."""
-        deadline = time.monotonic() + self._settings.request_timeout_s
-        while not broadcast.is_done():
-            for request in self._requests:
-                if request.done():
-                    request.result()
+    def _meet(self) -> None:
+        """Wait until all engine ranks have joined their sessions."""
+        limit_s = min(MEET_TIMEOUT_S, self._settings.request_timeout_s)
+        deadline = time.monotonic() + limit_s
+        for engine in self._engines:
+            with _naming(engine):
+                while not engine.session.greet(engine.check, wait_s=POLL_S):
+                    if time.monotonic() > deadline:
+                        raise SessionError(f"the engine did not join within {limit_s:g} s")
+
+    def _each(self, step: Callable[[TrainerSession], Result]) -> list[Result]:
+        """Do something in every session."""
+        results = []
+        for engine in self._engines:
+            with _naming(engine):
+                results.append(step(engine.session))
+        return results
+
+    def _wait_for(self, index: int) -> None:
+        """Wait until a bucket has been sent; an engine that makes it fail may say why."""
+        try:
+            self._wait(self._broadcasts[index].is_done, f"bucket {index} was not received")
+        except BroadcastError as error:
+            with suppress(TimeoutError):
+                self._wait(lambda: False, "no engine has failed", REASON_WAIT_S)
+            raise BroadcastError(f"bucket {index} was not sent: {error}") from None
+
+    def _wait(self, is_over: Callable[[], bool], what: str, timeout_s: float | None = None) -> None:
+        """Wait for the engines, as long as none of them fails: then it would never end.
+
+        Raises:
+            TimeoutError: it took longer than `timeout_s`, by default the request's.
+            EngineFailed: names the engine.
+        """
+        limit_s = self._settings.request_timeout_s if timeout_s is None else timeout_s
+        deadline = time.monotonic() + limit_s
+        while True:
+            for engine in self._engines:
+                with _naming(engine):
+                    engine.session.look()
+                    engine.check()
+            if is_over():
+                return
             if time.monotonic() > deadline:
-                raise BroadcastError(
-                    f"bucket {index} was not received within {self._settings.request_timeout_s:g} s"
-                )
+                raise TimeoutError(f"{what} within {limit_s:g} s")
             time.sleep(POLL_S)
+
+    def __enter__(self) -> _BroadcastSync:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        with self._stack:
+            if exc_value is not None:
+                self._abort(str(exc_value))
+        # A group ends with the last work in it; an error may keep this object for long.
+        self._broadcasts.clear()
+
+    def _abort(self, reason: str) -> None:
+        """Tell the engines to give up, and wait until they have, `GIVE_UP_S` at most."""
+        for engine in self._engines:
+            engine.session.abort(reason, engine.check)
+        replies = self._replies
+        for reply in wait(replies, min(GIVE_UP_S, self._settings.request_timeout_s)).not_done:
+            reply.cancel()
+
+
+@contextmanager
+def _naming(engine: _Engine) -> Iterator[None]:
+    """An error of the body says of which engine it is."""
+    try:
+        yield
+    except Exception as error:
+        raise EngineFailed(f"{engine.name}: {error}") from error

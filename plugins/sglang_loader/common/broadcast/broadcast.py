@@ -37,6 +37,7 @@ class Broadcast:
 
     def __init__(self, flat: torch.Tensor, group: Any) -> None:
         self.flat = flat
+        self._started = time.monotonic()
         self._work: Any = None
         self._event: torch.cuda.Event | None = None
         self._completed_at: float | None = None
@@ -62,24 +63,29 @@ class Broadcast:
         except RuntimeError as error:
             raise BroadcastError(str(error)) from None
 
-    def wait(self, timeout_s: float, what: str) -> None:
-        """Wait until it is done.
+    def has_arrived(self, timeout_s: float, what: str) -> bool:
+        """`is_done`, for as long as there is time.
 
         Args:
-            timeout_s: longest time to wait, in seconds.
+            timeout_s: longest time since it began, in seconds.
             what: names it in the error.
 
         Raises:
-            BroadcastError: it took longer, or failed.
+            BroadcastError: it takes longer, or failed.
         """
-        deadline = time.monotonic() + timeout_s
         try:
-            while not self.is_done():
-                if time.monotonic() > deadline:
-                    raise BroadcastError(f"nothing within {timeout_s:g} s")
-                time.sleep(POLL_S)
+            if self.is_done():
+                return True
+            if time.monotonic() - self._started > timeout_s:
+                raise BroadcastError(f"nothing within {timeout_s:g} s")
         except BroadcastError as error:
             raise BroadcastError(f"{what} did not arrive: {error}") from None
+        return False
+
+    def wait(self, timeout_s: float, what: str) -> None:
+        """Wait until it is done; arguments and errors as for `has_arrived`."""
+        while not self.has_arrived(timeout_s, what):
+            time.sleep(POLL_S)
 
     def _is_done_here(self) -> bool:
         if not self._work.is_completed():

@@ -1,10 +1,10 @@
 """One end of the sessions' socket: typed messages, bounded waits, and the peer's death noticed.
 
-A zmq PAIR over `ipc://`: the trainer binds in a folder that only its user may enter, the engine
-connects. A monitor on the socket reports when the peer's process is gone, at once and also across
-PID namespaces; a child that it forked meanwhile keeps its end open, and delays that. Both ends keep
-the socket of a session that ended well for the next one (`KeptChannels`): to connect takes a
-millisecond.
+A zmq PAIR: the trainer binds in a folder that only its user may enter (`ipc://`), or for an engine
+on another host at a free port (`tcp://`); the engine connects. A monitor on the socket reports when
+the peer's process is gone, at once and also across PID namespaces; a child that it forked meanwhile
+keeps its end open, and delays that. Both ends keep the socket of a session that ended well for the
+next one (`KeptChannels`): to connect takes a millisecond.
 
 The two ends differ in what a dead peer's last messages are worth. The trainer wants to read why its
 engine failed. The engine must not act on what a trainer sent that has given up since: on its end an
@@ -67,13 +67,15 @@ class Channel(Generic[Received]):
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
         self._socket.setsockopt(zmq.LINGER, LINGER_MS)
         self._socket.setsockopt(zmq.SNDHWM, 0)  # a send never waits for the peer to read
+        self._socket.setsockopt(zmq.IPV6, 1)  # and IPv4
         self._received: deque[Received] = deque()
         self._is_peer_gone = False
         self.has_heard = False
         self._connect_deadline: float | None = None  # None: connected, or nobody to connect to
         events = zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED
         self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(events)
-        path = Path(endpoint.removeprefix("ipc://")) if bind else None
+        is_file = bind and endpoint.startswith("ipc://")
+        path = Path(endpoint.removeprefix("ipc://")) if is_file else None
         self._close = weakref.finalize(self, _close, self._socket, self._monitor, path)
         self._close.atexit = False
         try:
@@ -97,6 +99,11 @@ class Channel(Generic[Received]):
             timeout_s: longest wait for a message, in seconds.
         """
         self._token, self._timeout_s, self.has_heard = token, timeout_s, False
+
+    @property
+    def bound_to(self) -> str:
+        """The address that the socket got where `endpoint` left it open."""
+        return self._socket.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()  # type: ignore[union-attr]
 
     @property
     def is_quiet(self) -> bool:
@@ -233,13 +240,27 @@ def trainer_end(endpoint: str) -> Channel[FromEngine]:
     return Channel(endpoint, bind=True, decode=wire.decode_from_engine, peer="engine")
 
 
-def engine_end(endpoint: str) -> Channel[FromTrainer]:
+def trainer_end_on_network(host: str) -> Channel[FromEngine]:
+    """Bind a new socket at a free port of all interfaces; `host` is what engines call this one."""
+    channel = trainer_end("tcp://*:*")
+    port = channel.bound_to.rpartition(":")[2]
+    channel.endpoint = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+    return channel
+
+
+def engine_end(endpoint: str, *, is_signed: bool = False) -> Channel[FromTrainer]:
     """Connect to a trainer's socket.
+
+    Args:
+        endpoint: zmq address.
+        is_signed: the trainer of this engine's update group vouches for it, so that it may be on
+            another host.
 
     Raises:
         SessionError: the address is not one.
     """
-    check_endpoint(endpoint)
+    if not is_signed:
+        check_endpoint(endpoint)
     return Channel(endpoint, bind=False, decode=wire.decode_from_trainer, peer="trainer")
 
 

@@ -1,7 +1,8 @@
 """Messages of one sync session between a trainer rank and the engine rank on the same device.
 
 A descriptor is all that the `update_weights_from_tensor` request has that opens the session;
-everything else goes over a socket that the trainer binds in a private folder:
+everything else goes over a socket that the trainer binds, in a private folder of the host that they
+share:
 
     engine                                   trainer
     Hello(what it has and holds)      ->
@@ -28,12 +29,21 @@ Before anything is packed, Hello names the arrangements by which buckets may com
 (`arrangement_messages`). Any bucket may come whole; one that comes arranged by anything else ends
 the session. Loaded brings the trainer arrangements that it does not know.
 
+An engine on another host has a session with the trainer's first rank, over TCP, and gets the bytes
+by broadcast in an update group (`broadcast.update_group`). Such a LoadBucket has no pieces. The
+engine answers Receiving as soon as a buffer is free and it has begun to receive; when all engine
+ranks have, the trainer begins to broadcast. So no broadcast of the trainer's waits for an engine
+that has failed: gloo cannot abort one. The descriptor is signed with what only the group's ranks
+know, so that an engine connects to nobody else.
+
 Every message carries the version and the session's token. msgspec rejects a missing field, a wrong
 type or an unknown one; nothing is unpickled. The version changes whenever a field does.
 """
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 from typing import Any
 
 import msgspec
@@ -41,7 +51,7 @@ import msgspec
 from sglang_loader.common.check_remarks import ManifestCheck
 from sglang_loader.common.shared_memory import CpuHandle, CudaHandle
 
-SESSION_VERSION = 9
+SESSION_VERSION = 10
 SESSION_FORMAT = "sglang_loader.session"
 """`load_format` of the request that opens a session: one descriptor for each TP rank."""
 
@@ -70,6 +80,9 @@ class SessionDescriptor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             not fit the model or are not all of it; "off": nobody looks.
         recheck_every_n_syncs: check the load plan against the model's own loader in every n-th
             sync; 0: only when it is made.
+        group: name of the update group in which the buckets are broadcast; "": they lie in memory
+            that the engine maps.
+        signature: see `signed`; "" where there is no group.
     """
 
     version: int
@@ -79,6 +92,8 @@ class SessionDescriptor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     uses_plan: bool
     manifest_check: ManifestCheck
     recheck_every_n_syncs: int
+    group: str = ""
+    signature: str = ""
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
@@ -143,7 +158,8 @@ class LoadBucket(_Message, frozen=True, kw_only=True):
     Attributes:
         index: position in the session, from 0.
         buffers: those that its pieces are the first to lie in.
-        pieces: where its bytes are, by ascending `start`: one piece where it was packed.
+        pieces: where its bytes are, by ascending `start`: one piece where it was packed, none where
+            it is broadcast.
         digest: names the layout.
         layout: the encoded layout, None where the engine knows the digest.
         read_only: the pieces are trainer ranks' own memory, and may part a tensor anywhere.
@@ -190,6 +206,12 @@ class BucketDone(_Message, frozen=True, kw_only=True):
     index: int
 
 
+class Receiving(_Message, frozen=True, kw_only=True):
+    """Engine: it receives the bucket from now on, and the trainer may broadcast it."""
+
+    index: int
+
+
 class Loaded(_Message, frozen=True, kw_only=True):
     """Engine: all weights of this rank are in place, and no memory of the trainer's is read more.
 
@@ -232,7 +254,7 @@ class Failed(_Message, frozen=True, kw_only=True):
 
 
 FromTrainer = Welcome | LoadBucket | Finish | Commit | Abort
-FromEngine = Hello | BucketDone | Loaded | Published | Failed
+FromEngine = Hello | Receiving | BucketDone | Loaded | Published | Failed
 
 _encoder = msgspec.msgpack.Encoder()
 _from_trainer = msgspec.msgpack.Decoder(FromTrainer)
@@ -285,6 +307,29 @@ def decode_descriptor(data: bytes) -> SessionDescriptor:
             f"at most {MAX_TIMEOUT_S:g} seconds"
         )
     return descriptor
+
+
+def signed(descriptor: SessionDescriptor, secret: bytes) -> SessionDescriptor:
+    """The descriptor with a code over all of its fields.
+
+    Args:
+        descriptor: of a session with a group.
+        secret: of that group, see `update_group.secret_of`.
+    """
+    unsigned = msgspec.structs.replace(descriptor, signature="")
+    unsigned = _descriptor.decode(encode_descriptor(unsigned))  # 60 seconds arrive as 60.0
+    code = hashlib.blake2b(encode_descriptor(unsigned), key=secret, digest_size=16)
+    return msgspec.structs.replace(unsigned, signature=code.hexdigest())
+
+
+def check_signature(descriptor: SessionDescriptor, secret: bytes) -> None:
+    """Raise SessionError unless the trainer of this group has made the descriptor as it is."""
+    expected = signed(descriptor, secret).signature
+    if not hmac.compare_digest(descriptor.signature.encode(), expected.encode()):
+        raise SessionError(
+            f"the session of {descriptor.group} is not one of its trainer's, or was changed on its "
+            "way"
+        )
 
 
 def check_version(version: int) -> None:

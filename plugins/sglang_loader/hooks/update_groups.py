@@ -1,0 +1,139 @@
+"""What the hooks on SGLang's update groups do (sglang 0.5.14).
+
+Ours are the process groups in which a trainer broadcasts to engines on other hosts, see
+`broadcast.update_group`. Groups of other names are SGLang's own.
+"""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from sglang_loader.common.broadcast.update_group import (
+    GROUP_PREFIX,
+    check_reachable,
+    connect,
+    errors_left_to_us,
+    leave,
+    say_left,
+    secret_of,
+)
+from sglang_loader.common.session.messages import (
+    SessionDescriptor,
+    SessionError,
+    check_signature,
+)
+from sglang_loader.session.model_loader import loader_of
+from sglang_loader.session.serve import NUM_TRAINERS, receiver
+from sglang_loader.upstream import device_of, io_struct
+
+logger = logging.getLogger(__name__)
+
+Original = Callable[..., Any]
+
+
+@dataclass
+class _JoinedGroup:
+    """`models`: those that have been loaded from it."""
+
+    secret: bytes
+    models: list[Any] = field(default_factory=list)
+
+
+_joined: dict[str, _JoinedGroup] = {}
+"""The groups that this process is in, by name; the process group itself is SGLang's to keep."""
+
+
+def join_group(
+    original: Original,
+    runner: Any,
+    master_address: str,
+    master_port: int,
+    rank_offset: int,
+    world_size: int,
+    group_name: str,
+    backend: str = "nccl",
+) -> tuple[bool, str]:
+    """AROUND `ModelRunner.init_weights_update_group`: connect ours, see `update_group`."""
+    arguments = (master_address, master_port, rank_offset, world_size, group_name, backend)
+    if not group_name.startswith(GROUP_PREFIX):
+        joined: tuple[bool, str] = original(runner, *arguments)
+        return joined
+    try:
+        if rank_offset:  # else this engine serves the meeting point itself
+            check_reachable(master_address, master_port)
+    except OSError as error:
+        return False, f"{master_address}:{master_port}, where {group_name} is formed: {error}"
+    with errors_left_to_us():
+        success, message = original(runner, *arguments)
+    if not success:
+        return False, message
+    try:
+        group = runner._model_update_group[group_name]
+        connect(group, device_of(runner.model))
+        _joined[group_name] = _JoinedGroup(secret_of(group))
+    except Exception:
+        logger.exception("cannot connect %s", group_name)
+        leave(runner._model_update_group.pop(group_name), broken=True)
+        return False, traceback.format_exc()
+    ours = [name for name in runner._model_update_group if name.startswith(GROUP_PREFIX)]
+    for name in ours[:-NUM_TRAINERS]:  # a trainer that died told nobody to leave its group
+        _leave(runner, name)
+    return True, message
+
+
+def leave_group(original: Original, runner: Any, group_name: str) -> tuple[bool, str]:
+    """AROUND `ModelRunner.destroy_weights_update_group`: also out of a broadcast that never ends.
+
+    Stock waits for outstanding collectives, so a trainer that died between announcing a bucket and
+    sending it would block this process.
+    """
+    if not group_name.startswith(GROUP_PREFIX) or group_name not in runner._model_update_group:
+        left: tuple[bool, str] = original(runner, group_name)
+        return left
+    _leave(runner, group_name)
+    return True, f"left {group_name}"
+
+
+def _leave(runner: Any, group_name: str) -> None:
+    group = runner._model_update_group.pop(group_name)
+    say_left(group)
+    is_waiting = receiver.is_waiting_in(group)
+    receiver.left(group)
+    joined = _joined.pop(group_name, None)
+    for model in joined.models if joined is not None else ():
+        loader_of(model).unbind()
+    leave(group, broken=is_waiting)
+
+
+def group_of(runner: Any, descriptor: SessionDescriptor, models: Sequence[Any]) -> Any:
+    """The process group of a session, for as long as the session's trainer is the group's.
+
+    Raises:
+        SessionError: the group was never formed, or is no more use, or somebody else sent this.
+    """
+    name = descriptor.group
+    group, joined = runner._model_update_group.get(name), _joined.get(name)
+    if group is None or joined is None:
+        known = ", ".join(_joined) or "none"
+        raise SessionError(f"group {name!r} was never formed; known: {known}")
+    check_signature(descriptor, joined.secret)
+    if receiver.is_waiting_in(group):
+        raise SessionError(f"a sync in {name} has failed: it is no more use")
+    joined.models = list(models)
+    return group
+
+
+def refuse_in_our_groups(original: Original, updater: Any, request: Any) -> Any:
+    """AROUND `update_weights_from_distributed`: in our groups only sessions are received. Whoever
+    asks an engine for one more receive would have it meet the trainer's next broadcast, and gloo
+    ends a process where the lengths differ.
+    """
+    if not request.group_name.startswith(GROUP_PREFIX):
+        return original(updater, request)
+    return io_struct().UpdateWeightsFromDistributedReqOutput(
+        False, f"{request.group_name} is a group of verl-sglang-sync: only its sessions use it"
+    )

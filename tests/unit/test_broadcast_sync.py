@@ -1,0 +1,254 @@
+"""Disaggregated syncs in one process: real sessions over TCP, real broadcasts over gloo."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from concurrent.futures.thread import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import ProcessGroup, ProcessGroupGloo
+from torch.distributed.distributed_c10d import _world
+
+from sglang_loader.common.broadcast.broadcast import Broadcast
+from sglang_loader.common.session.messages import SESSION_FORMAT
+from sglang_loader.session.broadcast_receiver import BroadcastReceiver
+from unit.serving_engine import ServingEngine
+from verl_sglang_sync import WeightSyncError
+from verl_sglang_sync.collective import SingleProcess
+from verl_sglang_sync.config import WeightSyncConfig
+from verl_sglang_sync.engine.session import SessionSockets
+from verl_sglang_sync.engine.update_groups import Replica, UpdateGroup
+from verl_sglang_sync.report import SyncReport
+from verl_sglang_sync.routes import broadcast as route
+from verl_sglang_sync.routes.broadcast import BroadcastTransport
+
+CPU = torch.device("cpu")
+TPS = (1, 2)
+"""Of the replicas."""
+
+
+class Client:
+    """A replica's server; `Future`s as of the HTTP client's."""
+
+    def __init__(self, engine: ServingEngine) -> None:
+        self._engine = engine
+
+    def submit(self, call: Any) -> Future[Any]:
+        fields = dict(call.payload)
+        handles = [base64.b64decode(text) for text in fields.pop("serialized_named_tensors")]
+        assert fields.pop("load_format") == SESSION_FORMAT
+        return self._engine.start_update(handles, load_format=SESSION_FORMAT, **fields)
+
+
+class Groups:
+    """Stands for `UpdateGroups`: its group is formed in this process, a thread for each rank.
+
+    Attributes:
+        engines: one for each replica.
+        num_abandoned: groups that were given up.
+    """
+
+    def __init__(self) -> None:
+        self.engines = [ServingEngine(tp=tp) for tp in TPS]
+        self.num_abandoned = 0
+        self._formed: UpdateGroup | None = None
+
+    def with_replicas(self, replicas: Any) -> UpdateGroup:
+        if self._formed is None:
+            self._formed = self._form(tuple(replicas))
+        return self._formed
+
+    def abandon(self) -> None:
+        self.num_abandoned += 1
+        self.close()
+
+    def close(self) -> None:
+        if self._formed is None:
+            return
+        forget(self._formed.process_group)
+        for group in (group for engine in self.engines for group in engine.groups):
+            forget(group)
+        del group
+        self._formed = None
+        for engine in self.engines:
+            engine.leave_groups()
+
+    def _form(self, replicas: tuple[Replica, ...]) -> UpdateGroup:
+        own, *others = gloo_ranks(1 + sum(TPS))
+        for engine, tp in zip(self.engines, TPS, strict=True):
+            engine.groups, others = others[:tp], others[tp:]
+        clients: Any = [Client(engine) for engine in self.engines]
+        sockets = tuple(SessionSockets("127.0.0.1") for _ in range(sum(TPS)))
+        members = tuple(zip(replicas, clients, strict=True))
+        return UpdateGroup("weight_sync_a", own, members, None, b"secret", sockets)  # type: ignore[arg-type]
+
+
+def gloo_ranks(world_size: int) -> list[Any]:
+    """All ranks of one gloo group, in this process."""
+    store = dist.HashStore()
+
+    def join(rank: int) -> Any:
+        group = ProcessGroup(store, rank, world_size)
+        gloo = ProcessGroupGloo(store, rank, world_size, timedelta(seconds=20))
+        group._set_default_backend(ProcessGroup.BackendType.GLOO)
+        group._register_backend(CPU, ProcessGroup.BackendType.GLOO, gloo)
+        return group
+
+    with ThreadPoolExecutor(world_size) as pool:
+        made = list(pool.map(join, range(world_size)))
+    for rank, group in enumerate(made):  # as torch does with one for each process
+        group._set_group_name(f"{id(store)}/{rank}")
+        _world.pg_map[group] = ("gloo", store)
+        _world.pg_names[group] = group.group_name
+        _world.pg_group_ranks[group] = {i: i for i in range(world_size)}
+    return made
+
+
+def forget(group: Any) -> None:
+    """What `destroy_process_group` does with a group of `gloo_ranks`; it ends with this object."""
+    for registered in (_world.pg_map, _world.pg_names, _world.pg_group_ranks):
+        registered.pop(group)
+
+
+@pytest.fixture
+def groups() -> Iterator[Groups]:
+    made = Groups()
+    yield made
+    made.close()
+
+
+REPLICAS = [
+    Replica(identity=f"{i}", base_url=f"http://replica{i}", num_ranks=tp)
+    for i, tp in enumerate(TPS)
+]
+
+
+def transport(groups: Groups, mode: str = "flattened", **options: Any) -> Callable[..., SyncReport]:
+    """A trainer of one rank; syncs `weights` when it is called."""
+    settings = WeightSyncConfig(
+        mode=mode,  # type: ignore[arg-type]
+        bucket_bytes=512,
+        request_timeout_s=10,
+        multi_stage_wake_up=True,
+        free_cache_engine=True,
+        **options,
+    )
+    sending: Any = groups
+    made = BroadcastTransport(
+        groups=sending, settings=settings, agree=SingleProcess().agree, device=CPU
+    )
+
+    def sync(weights: Any) -> SyncReport:
+        report = SyncReport(mode=mode, replica=None)
+        made.sync(weights, REPLICAS, version="1", report=report)
+        return report
+
+    return sync
+
+
+def weights(num: int = 5, first: float = 0.0) -> list[tuple[str, torch.Tensor]]:
+    """As many buckets."""
+    return [(f"t{i}", torch.arange(128.0) + i + first) for i in range(num)]
+
+
+@pytest.mark.parametrize("mode", ["flattened", "compiled"])
+def test_every_rank_of_every_engine_gets_every_tensor(groups: Groups, mode: str) -> None:
+    sync = transport(groups, mode)
+    for first in (0.0, 100.0, 200.0):  # in sessions over the same sockets
+        report = sync(weights(first=first))
+        assert report.num_buckets == 5
+        for model in (model for engine in groups.engines for model in engine.models):
+            assert list(model.loaded) == [name for name, _ in weights()]
+            for name, tensor in weights(first=first):
+                assert torch.equal(model.loaded[name], tensor)
+        if mode == "compiled":
+            assert report.num_replayed + report.num_eager == 5
+    assert [engine.num_published for engine in groups.engines] == [3, 3]
+    assert groups.num_abandoned == 0
+
+
+@pytest.mark.parametrize("num_buckets", [1, 2, 5])
+def test_no_broadcast_begins_before_all_engines_receive_it(
+    groups: Groups, monkeypatch: pytest.MonkeyPatch, num_buckets: int
+) -> None:
+    """On a GPU it would wait there for the engines while the trainer's export goes on."""
+    log: list[tuple[str, int]] = []
+    started = iter(range(num_buckets))
+
+    class Logged(Broadcast):
+        def __init__(self, flat: torch.Tensor, group: Any) -> None:
+            log.append(("broadcast", next(started)))
+            super().__init__(flat, group)
+
+    start = BroadcastReceiver.start
+
+    def logged(self: BroadcastReceiver, index: int, *args: Any) -> Broadcast:
+        started = start(self, index, *args)
+        log.append(("receive", index))
+        return started
+
+    monkeypatch.setattr(route, "Broadcast", Logged)
+    monkeypatch.setattr(BroadcastReceiver, "start", logged)
+    transport(groups)(weights(num_buckets))
+    assert len(log) == num_buckets * (1 + sum(TPS))
+    for i in range(num_buckets):
+        assert log[: log.index(("broadcast", i))].count(("receive", i)) == sum(TPS)
+
+
+@pytest.mark.parametrize(("replica", "rank"), [(0, 0), (1, 1)])
+@pytest.mark.parametrize("at", [0, 2, 4])
+def test_an_engine_rank_that_fails_is_named_and_nothing_is_published(
+    groups: Groups, replica: int, rank: int, at: int
+) -> None:
+    sync = transport(groups)
+    sync(weights())
+    groups.engines[replica].models[rank].fails_at = at
+    with pytest.raises(WeightSyncError) as raised:
+        sync(weights())
+    assert f"http://replica{replica}, TP rank {rank}: TP rank {rank}: Traceback" in str(
+        raised.value
+    )
+    assert f"the engine refused bucket {at}" in str(raised.value)
+    assert [engine.num_published for engine in groups.engines] == [1, 1]
+    assert groups.num_abandoned == 1
+    groups.engines[replica].models[rank].fails_at = None
+    sync(weights())
+    assert [engine.num_published for engine in groups.engines] == [2, 2]
+
+
+def test_what_all_ranks_of_an_engine_refuse_is_raised_and_remarks_are_logged(
+    groups: Groups, caplog: pytest.LogCaptureFixture
+) -> None:
+    sync = transport(groups, manifest_check="warn")
+    groups.engines[1].remark = "t4 is not the model's"
+    sync(weights())
+    assert "manifest check: t4 is not the model's" in caplog.text
+    assert [engine.checks for engine in groups.engines] == [["warn"], ["warn"] * 2]
+    groups.engines[1].refuses = "1 missing: t5"
+    with pytest.raises(WeightSyncError, match="1 missing: t5"):
+        sync(weights())
+    assert groups.num_abandoned == 1
+
+
+def test_an_export_that_fails_ends_all_sessions(groups: Groups) -> None:
+    def export() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from weights()
+        raise RuntimeError("no more tensors")
+
+    sync = transport(groups)
+    with pytest.raises(WeightSyncError, match="no more tensors"):
+        sync(export())
+    assert [engine.num_published for engine in groups.engines] == [0, 0]
+    with pytest.raises(WeightSyncError, match="exported no tensor"):
+        sync([])
+    assert groups.num_abandoned == 2
+    sync(weights())
+    for thread in (thread for engine in groups.engines for thread in engine._serving.values()):
+        thread.join(10)
+        assert not thread.is_alive()
