@@ -8,7 +8,7 @@ Stock behaviour that they mend, only for servers that were launched with our loa
 - releasing a released tag unmaps it twice: here it is a no-op;
 - the reply cannot say that something went wrong, or what was done: a `refusal` and the `costs`
   of the stage travel on it to the process that serves HTTP, see `hooks.http`;
-- requests are served on memory that is not there: `hooks.requests` hold them back meanwhile;
+- requests are served on memory that is not there: `hooks.request_gate` holds them back meanwhile;
 - the tags of one request are released in an order of SGLang's: here in the order that was asked;
 - all weights are copied to the host before a release: see `host_backup`.
 """
@@ -32,10 +32,7 @@ from sglang_loader.common.engine_settings import (
 )
 from sglang_loader.common.stage_costs import StageMeter, by_rank
 from sglang_loader.hooks.memory_saver_mode import choose_preload
-from sglang_loader.hooks.requests import (
-    set_gate,
-    why_closed,
-)
+from sglang_loader.hooks.request_gate import set_gate, why_closed
 from sglang_loader.hooks.weight_update import failures_on_any_rank, from_all_ranks
 from sglang_loader.host_backup import arm, backup_of
 from sglang_loader.host_backup.allocations import (

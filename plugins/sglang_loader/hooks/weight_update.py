@@ -19,7 +19,7 @@ import torch
 
 from sglang_loader.common.check_remarks import ManifestCheck
 from sglang_loader.common.layout import BucketLayout
-from sglang_loader.hooks.requests import set_gate, why_closed
+from sglang_loader.hooks.request_gate import set_gate, why_closed
 from sglang_loader.host_backup import backup_of
 from sglang_loader.host_backup.completeness import Completeness
 from sglang_loader.session.findings import Verdict

@@ -14,7 +14,7 @@ from typing import Any
 
 from sglang_loader.common.check_remarks import with_remark
 from sglang_loader.common.session.messages import SESSION_FORMAT, decode_descriptor
-from sglang_loader.hooks.requests import gate_reason
+from sglang_loader.hooks.request_gate import gate_reason
 from sglang_loader.hooks.update_groups import group_of
 from sglang_loader.hooks.weight_update import WeightUpdate, from_all_ranks, models_of
 from sglang_loader.session.serve import ServedSession, SessionSteps, serve_session
@@ -55,7 +55,7 @@ def _is_idle(updater: Any) -> bool:
 
 
 def _replied(failures: list[str], *, is_busy: bool = False, remark: str = "") -> Any:
-    """SGLang's reply; it is pickled with its attributes, and `hooks.requests` reads these two."""
+    """SGLang's reply; it is pickled with its attributes, and `hooks.http` reads these two."""
     message = "\n".join(failures) or with_remark(remark)
     reply = io_struct().UpdateWeightsFromTensorReqOutput(not failures, message)
     reply.closed, reply.is_busy = gate_reason(), is_busy
