@@ -11,12 +11,8 @@ import traceback
 
 import msgspec
 
-HOOK_MODULES = (
-    "sglang_loader.hooks.requests",
-    "sglang_loader.hooks.http",
-    "sglang_loader.hooks.memory",
-    "sglang_loader.hooks.weights",
-)
+HOOKS = "sglang_loader.hooks."
+"""How the names of the modules begin that our hooks are in."""
 
 
 class SGLangFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,7 +52,7 @@ def collect() -> SGLangFacts:
     hooks = {
         target: target in HookRegistry._patched
         for target, registered in HookRegistry._hooks.items()
-        if any(hook.__module__ in HOOK_MODULES for _, hook, _ in registered)
+        if any(hook.__module__.startswith(HOOKS) for _, hook, _ in registered)
     }
     return SGLangFacts(
         policy=os.environ.get("SGLANG_PLUGINS", ""),

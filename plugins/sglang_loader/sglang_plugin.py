@@ -30,7 +30,7 @@ def activate() -> None:
 
         from sglang_loader.hooks import http as http
         from sglang_loader.hooks import memory as memory
-        from sglang_loader.hooks import requests as gate
+        from sglang_loader.hooks import request_gate as gate
         from sglang_loader.hooks import update_groups as groups
         from sglang_loader.hooks import weights as weights
 
@@ -45,7 +45,7 @@ def activate() -> None:
             (f"{_SCHEDULER}.init_request_receiver", gate.init_receiver),
             (f"{_RECEIVER}._pull_raw_reqs", gate.pull),
             (f"{_ENGINE}._launch_subprocesses", http.launch_with_middleware),
-            (f"{_TOKENIZER}.update_weights_from_tensor", gate.update),
+            (f"{_TOKENIZER}.update_weights_from_tensor", http.update),
             (f"{_TOKENIZER}.release_memory_occupation", http.release_or_raise),
             (f"{_TOKENIZER}.resume_memory_occupation", http.resume_or_raise),
         ):

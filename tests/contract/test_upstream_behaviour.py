@@ -159,28 +159,26 @@ class RecordingLock:
 
 class TestTokenizerProcess:
     @pytest.mark.parametrize("success", [True, False])
-    @pytest.mark.parametrize("kind", ["tensor", "distributed"])
-    @relies("sglang_loader.hooks.requests", "TokenizerControlMixin.update_weights_from_*")
-    def test_update(self, kind: str, success: bool) -> None:
+    @relies("sglang_loader.hooks.http", "TokenizerControlMixin.update_weights_from_tensor")
+    def test_update(self, success: bool) -> None:
         """Holds the writer lock, asks a communicator that can be replaced, publishes the version
         if that succeeded, and returns what the replies say."""
-        name, io = f"update_weights_from_{kind}", importlib.import_module(IO)
-        stem = f"UpdateWeightsFrom{kind.capitalize()}Req"
-        tensors: dict[str, Any] = {"names": [], "dtypes": [], "shapes": []}
-        given = {"serialized_named_tensors": [b""]} if kind == "tensor" else tensors
-        reply = getattr(io, f"{stem}Output")(success, "said")
+        name, io = "update_weights_from_tensor", importlib.import_module(IO)
+        reply = io.UpdateWeightsFromTensorReqOutput(success, "said")
         lock, held = RecordingLock(), []
         manager = MagicMock(is_pause=False, model_update_lock=lock)
         manager.server_args.dp_size = 1
         communicator = AsyncMock(side_effect=lambda _: held.append(lock.held) or [reply])
         setattr(manager, f"{name}_communicator", communicator)
-        request = getattr(io, f"{stem}Input")(**given, weight_version="7")
+        request = io.UpdateWeightsFromTensorReqInput(
+            serialized_named_tensors=[b""], weight_version="7"
+        )
         outcome = asyncio.run(original(f"{TOKENIZER}.{name}")(manager, request))
         assert (held, outcome[0], outcome[1][:4]) == (["writer"], success, "said")
         publish = manager._update_weight_version_if_provided
         assert [call.args for call in publish.mock_calls] == [("7",)] * success
 
-    @relies("sglang_loader.hooks.requests", "TokenizerManager.generate_request")
+    @relies("sglang_loader.hooks.http", "TokenizerManager.generate_request")
     def test_request_holds_the_reader_lock(self) -> None:
         lock, held = RecordingLock(), []
         manager = MagicMock(is_pause=False, model_update_lock=lock)
@@ -226,7 +224,7 @@ class TestTokenizerProcess:
 
 class TestScheduler:
     @pytest.mark.parametrize(("rank", "sent"), [(0, ["let through"]), (1, None)])
-    @relies("sglang_loader.hooks.requests", "SchedulerRequestReceiver.recv_requests")
+    @relies("sglang_loader.hooks.request_gate", "SchedulerRequestReceiver.recv_requests")
     def test_gate_comes_before_the_broadcast(
         self, rank: int, sent: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -257,22 +255,29 @@ class TestScheduler:
     @pytest.mark.parametrize(
         "abort", [{"rid": "a"}, {"rid": "ab"}, {"rid": "x", "abort_all": True}]
     )
-    @relies("sglang_loader.hooks.requests", "Scheduler.abort_request")
+    @relies("sglang_loader.hooks.request_gate", "Scheduler.abort_request")
     def test_aborts_reach_the_same_requests_as_ours(self, abort: dict[str, Any]) -> None:
         """We abort what is held back as the scheduler aborts what it has queued."""
-        from sglang.srt.managers.io_struct import AbortReq
+        from sglang.srt.managers.io_struct import AbortReq, TokenizedGenerateReqInput
 
-        from sglang_loader.hooks.requests import SGLangTraffic
+        from sglang_loader.common.engine_settings import GatePolicy
+        from sglang_loader.hooks.request_gate import RequestGate
 
         message = AbortReq(**abort)
         queued = [SimpleNamespace(rid=rid, mamba_pool_idx=None) for rid in ("a", "abc", "b")]
         scheduler = MagicMock(chunked_req=None, waiting_queue=[*queued], cur_batch=None)
         scheduler.running_batch.reqs = []
         original(f"{MANAGERS}.scheduler:Scheduler.abort_request")(scheduler, message)
-        is_aborted = SGLangTraffic(None).aborts(message)
-        assert is_aborted is not None
-        aborted = [request for request in queued if request not in scheduler.waiting_queue]
-        assert aborted == [request for request in queued if is_aborted(request)] != []
+        gate, held = RequestGate(GatePolicy(), MagicMock()), []
+        for request in queued:
+            held.append(object.__new__(TokenizedGenerateReqInput))
+            held[-1].rid = request.rid
+        gate.close("asleep")
+        gate.let_through(held)
+        assert gate.let_through([message]) == [message]
+        gate.open()
+        left = [request.rid for request in gate.let_through([])]
+        assert left == [request.rid for request in scheduler.waiting_queue] != ["a", "abc", "b"]
 
     @pytest.mark.parametrize("kind", ["ReleaseMemoryOccupation", "UpdateWeightsFromTensor"])
     @relies(

@@ -194,11 +194,11 @@ USES: dict[str, tuple[str, ...]] = {
         "sglang.srt.entrypoints.engine:Engine._launch_subprocesses(server_args)",
         f"{TOKENIZER}.release_memory_occupation(self, obj, request)",
         f"{TOKENIZER}.resume_memory_occupation(self, obj, request)",
+        f"{TOKENIZER}.update_weights_from_tensor(self, obj, request)",
     ),
-    "sglang_loader.hooks.requests": (
+    "sglang_loader.hooks.request_gate": (
         f"{MANAGERS}.scheduler:Scheduler.init_request_receiver(self)",
         f"{RECEIVER}._pull_raw_reqs(self)",
-        f"{TOKENIZER}.update_weights_from_tensor(self, obj, request)",
         f"{IO}:AbortReq(abort_all, finished_reason)",
         f"{IO}:HealthCheckOutput",
         f"{IO}:TokenizedGenerateReqInput",

@@ -10,6 +10,7 @@ import torch
 from sglang_loader.common.check_remarks import ManifestCheck
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.hooks import weight_update
+from sglang_loader.hooks.tp_ranks import TPRanks
 from sglang_loader.host_backup import WeightsBackup, arm
 from sglang_loader.session.findings import Verdict
 from sglang_loader.session.model_loader import loader_of
@@ -56,6 +57,7 @@ class Engine:
             draft_worker=None,
             flush_cache=self._flush,
             offload_tags=set(),
+            tp_cpu_group=None,
         )
 
     def session(
@@ -109,7 +111,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
     monkeypatch.setattr(weight_update, "view_of_sync", engine.look_at)
     monkeypatch.setattr(weight_update, "judge_together", lambda *_: engine.verdict)
 
-    monkeypatch.setattr(weight_update, "from_all_ranks", from_all)
+    monkeypatch.setattr(TPRanks, "gather", from_all)
     monkeypatch.setattr(weight_update, "set_gate", engine.gate.append)
     assert engine.session(1.0) == []
     engine.sleep_and_wake()

@@ -28,7 +28,7 @@ from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.session.messages import SESSION_FORMAT
 from sglang_loader.hooks import http as http_hooks
 from sglang_loader.hooks import memory as hooks
-from sglang_loader.hooks import requests as gate_hooks
+from sglang_loader.hooks import request_gate as gate_hooks
 from sglang_loader.hooks import weight_update
 from sglang_loader.hooks import weights as weight_updater_hooks
 from sglang_loader.hooks.weights import update_on_all_ranks

@@ -23,10 +23,9 @@ from sglang_loader.common.engine_settings import (
     requested_gate_policy,
 )
 from sglang_loader.common.session.messages import SESSION_FORMAT
-from sglang_loader.hooks import requests as gate_hooks
-from sglang_loader.hooks.request_gate import (
-    RequestGate,
-)
+from sglang_loader.hooks import http as http_hooks
+from sglang_loader.hooks import request_gate as gate_hooks
+from sglang_loader.hooks.request_gate import RequestGate
 
 REASON = "the engine's memory is released: kv_cache"
 
@@ -73,8 +72,8 @@ def clock():
 
 
 def gate_with(sender, clock, kind="wait", timeout_s=10.0):
-    traffic = gate_hooks.SGLangTraffic(SimpleNamespace(send_to_tokenizer=sender))
-    return RequestGate(GatePolicy(kind, timeout_s), traffic, clock)
+    channels = SimpleNamespace(send_to_tokenizer=sender)
+    return RequestGate(GatePolicy(kind, timeout_s), channels, clock)
 
 
 def test_an_open_gate_changes_nothing(sender, clock):
@@ -103,7 +102,7 @@ def test_requests_wait_in_order_and_go_before_later_ones(sender, clock):
     (
         update(),
         io.ReleaseMemoryOccupationReqInput(),
-        io.UpdateWeightsFromDistributedReqInput(names=[], dtypes=[], shapes=[]),
+        io.ResumeMemoryOccupationReqInput(),
     ),
     ids=lambda message: type(message).__name__,
 )
@@ -299,13 +298,13 @@ class Manager:
             return await manager.update_weights_from_tensor_communicator(obj)
 
     async def update(self):
-        return await asyncio.wait_for(gate_hooks.update(self.original, self, UPDATE), 0.3)
+        return await asyncio.wait_for(http_hooks.update(self.original, self, UPDATE), 0.3)
 
 
 def test_a_request_that_waits_does_not_block_the_sync_that_it_waits_for():
     async def run():
         manager = Manager([reply(closed="half", is_busy=False)])
-        gate_hooks.note_gate(manager, [reply(closed=REASON)])
+        http_hooks.note_gate(manager, [reply(closed=REASON)])
         async with manager.model_update_lock.reader_lock:
             await manager.update()
             await manager.update()  # after a failed sync
@@ -330,10 +329,10 @@ def test_a_request_that_waits_does_not_block_the_sync_that_it_waits_for():
 def test_the_gate_is_what_the_engine_last_said_of_it(replies, is_closed):
     for before in (True, False):
         manager = Manager([])
-        lock = gate_hooks.update_lock_of(manager)
-        assert gate_hooks.update_lock_of(manager) is lock
+        lock = http_hooks.update_lock_of(manager)
+        assert http_hooks.update_lock_of(manager) is lock
         lock.is_closed = before
-        gate_hooks.note_gate(manager, replies)
+        http_hooks.note_gate(manager, replies)
         assert lock.is_closed == (before if is_closed is None else is_closed)
 
 
@@ -349,7 +348,7 @@ def test_a_busy_engine_is_asked_again():
 
 
 def test_an_engine_that_stays_busy_is_given_up(monkeypatch):
-    monkeypatch.setattr(gate_hooks, "BUSY_WAIT_S", 0.03)
+    monkeypatch.setattr(http_hooks, "BUSY_WAIT_S", 0.03)
     manager = Manager(BUSY)
     assert asyncio.run(manager.update()) == BUSY
     assert len(manager.asked) > 1

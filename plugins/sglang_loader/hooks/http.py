@@ -1,17 +1,26 @@
-"""What the hooks do in the process that serves HTTP (sglang 0.5.14)."""
+"""What the hooks do in the process that serves HTTP (sglang 0.5.14).
+
+Replies to releases and resumes of memory say what these cost, or why they were refused. A request
+that waits at the schedulers' gate does not block the sync that it waits for (`UpdateLock`), and an
+engine that winds up its last requests is asked again (`ask_until_idle`).
+"""
 
 from __future__ import annotations
 
+import asyncio
 import sys
-from collections.abc import Awaitable, Callable, Iterable
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any
 
 from sglang_loader.common.stage_costs import StageCosts, joined
 from sglang_loader.hooks import stage_reply
-from sglang_loader.hooks.requests import ask_until_idle, note_gate
 from sglang_loader.upstream import is_ours
 
 HTTP_SERVER = "sglang.srt.entrypoints.http_server"
+BUSY_WAIT_S = 5.0
+BUSY_POLL_S = 0.005
 
 Original = Callable[..., Any]
 
@@ -70,3 +79,99 @@ async def _ask(
     costs = joined([getattr(reply, "costs", {}) for reply in replies])
     stage_reply.leave_costs(request, costs)
     return costs
+
+
+class UpdateLock:
+    """Stands in for SGLang's lock between requests and updates, and opens it while the gate is
+    closed.
+
+    A request holds the lock until it is answered, and an update waits for it. One that waits at
+    the gate would keep the update from coming that it waits for. Nothing else runs then: the gate
+    closes only while the engine is idle.
+
+    Args:
+        lock: SGLang's own.
+
+    Attributes:
+        is_closed: the engine's last word on its gate.
+    """
+
+    def __init__(self, lock: Any) -> None:
+        self._lock = lock
+        self.is_closed = False
+
+    @property
+    def writer_lock(self) -> AbstractAsyncContextManager[Any]:
+        """What an update enters."""
+        if self.is_closed:
+            return nullcontext()
+        lock: AbstractAsyncContextManager[Any] = self._lock.writer_lock
+        return lock
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._lock, name)
+
+
+def update_lock_of(manager: Any) -> UpdateLock:
+    """The lock of a tokenizer manager, which it gets with the first use."""
+    if not isinstance(manager.model_update_lock, UpdateLock):
+        manager.model_update_lock = UpdateLock(manager.model_update_lock)
+    lock: UpdateLock = manager.model_update_lock
+    return lock
+
+
+def note_gate(manager: Any, replies: Sequence[Any]) -> None:
+    """Take over what the engine's replies say of its gate, where they say anything."""
+    if told := [reply.closed for reply in replies if hasattr(reply, "closed")]:
+        update_lock_of(manager).is_closed = any(told)
+
+
+async def ask_until_idle(
+    communicator: Callable[[Any], Awaitable[Iterable[Any]]], request: Any
+) -> list[Any]:
+    """Have the engine execute a request, and again while it is busy, `BUSY_WAIT_S` at most.
+
+    Requests that are answered may not be wound up yet in the scheduler, which then refuses before
+    it touches anything (`is_busy`).
+
+    Returns:
+        Its last replies.
+    """
+    deadline = time.monotonic() + BUSY_WAIT_S
+    while True:
+        replies = list(await communicator(request))
+        is_busy = any(getattr(reply, "is_busy", False) for reply in replies)
+        if not is_busy or time.monotonic() > deadline:
+            return replies
+        await asyncio.sleep(BUSY_POLL_S)
+
+
+class UpdateCommunicator:
+    """Stands in for SGLang's communicator of weight updates: asks a busy engine again.
+
+    No new requests come meanwhile: whoever calls this holds the writer lock, or generation is
+    paused.
+
+    Args:
+        manager: the tokenizer manager.
+    """
+
+    def __init__(self, manager: Any) -> None:
+        self._manager = manager
+        self._communicator = manager.update_weights_from_tensor_communicator
+
+    async def __call__(self, request: Any) -> list[Any]:
+        """Have the engine execute the request; its replies."""
+        replies = await ask_until_idle(self._communicator, request)
+        note_gate(self._manager, replies)
+        return replies
+
+
+async def update(original: Original, manager: Any, obj: Any, request: Any = None) -> Any:
+    """AROUND `TokenizerControlMixin.update_weights_from_tensor`."""
+    if is_ours(manager.server_args):
+        communicator = manager.update_weights_from_tensor_communicator
+        if not isinstance(communicator, UpdateCommunicator):
+            manager.update_weights_from_tensor_communicator = UpdateCommunicator(manager)
+        update_lock_of(manager)
+    return await original(manager, obj, request)

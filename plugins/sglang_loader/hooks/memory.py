@@ -8,7 +8,7 @@ Stock behaviour that they mend, only for servers that were launched with our loa
 - releasing a released tag unmaps it twice: here it is a no-op;
 - the reply cannot say that something went wrong, or what was done: a `refusal` and the `costs`
   of the stage travel on it to the process that serves HTTP, see `hooks.http`;
-- requests are served on memory that is not there: `hooks.requests` hold them back meanwhile;
+- requests are served on memory that is not there: `hooks.request_gate` holds them back meanwhile;
 - the tags of one request are released in an order of SGLang's: here in the order that was asked;
 - all weights are copied to the host before a release: see `host_backup`.
 """
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import traceback
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -32,11 +31,8 @@ from sglang_loader.common.engine_settings import (
 )
 from sglang_loader.common.stage_costs import StageMeter, by_rank
 from sglang_loader.hooks.memory_saver_mode import choose_preload
-from sglang_loader.hooks.requests import (
-    set_gate,
-    why_closed,
-)
-from sglang_loader.hooks.weight_update import failures_on_any_rank, from_all_ranks
+from sglang_loader.hooks.request_gate import set_gate, why_closed
+from sglang_loader.hooks.tp_ranks import TPRanks, attempt
 from sglang_loader.host_backup import arm, backup_of
 from sglang_loader.host_backup.allocations import (
     WEIGHTS_TAG,
@@ -118,12 +114,11 @@ def release_tags(original: Original, updater: Any, request: Any) -> Any:
     backup = backup_of(model) if WEIGHTS_TAG in tags else None
     meter = _meter(updater)
     if failure is None and backup is not None:
-        try:
-            with meter.step(WEIGHTS_TAG):
-                backup.save(model)
-        except Exception:
-            failure = f"release of {tags} refused: no backup: {traceback.format_exc()}"
-    if failures := _by_rank(updater, failure):
+        with meter.step(WEIGHTS_TAG):
+            _, problem = attempt(lambda: backup.save(model))
+        if problem is not None:
+            failure = f"release of {tags} refused: no backup: {problem}"
+    if failures := TPRanks(updater).failures(failure):
         if backup is not None:
             backup.release_refused()
         reply = io_struct().ReleaseMemoryOccupationReqOutput()
@@ -145,7 +140,7 @@ def resume_tags(original: Original, updater: Any, request: Any) -> Any:
     alone = KV_CACHE_TAG in tags and WEIGHTS_TAG not in tags
     if failure is None and backup is not None and backup.stale and alone:
         failure = f"resume of {tags} refused: {backup.stale}; sync the weights first"
-    if failures := _by_rank(updater, failure):
+    if failures := TPRanks(updater).failures(failure):
         return _refused(io_struct().ResumeMemoryOccupationReqOutput(), failures)
     return _one_by_one(original, updater, request, tags, meter, restored=backup)
 
@@ -163,20 +158,19 @@ def _one_by_one(
     Args:
         restored: the backup that brings back the weights as soon as they are mapped, or None.
     """
+    ranks = TPRanks(updater)
     failure: str | None = None
     reply: Any = None
     for tag in tags:
         with meter.step(tag):
             reply = original(updater, dataclasses.replace(request, tags=[tag]))
             if tag == WEIGHTS_TAG and restored is not None:
-                try:
-                    restored.restore()
-                except Exception:
-                    text = f"the weights could not be restored: {traceback.format_exc()}"
-                    failure = f"TP rank {updater.tp_worker.tp_rank}: {text}"
+                _, problem = attempt(restored.restore)
+                if problem is not None:
+                    failure = ranks.named(f"the weights could not be restored: {problem}")
     closed = failure or why_closed(updater)
     costs = {tag: meter.costs[tag] for tag in tags}  # saving comes first, and is the weights'
-    told = from_all_ranks(updater, (costs, failure, closed))
+    told = ranks.gather((costs, failure, closed))
     reply.costs = by_rank([each for each, _, _ in told])
     reply.closed = next((reason for _, _, reason in told if reason), None)
     set_gate(reply.closed)
@@ -190,12 +184,6 @@ def _refused(reply: Any, failures: Sequence[str]) -> Any:
     if not getattr(reply, "is_busy", False):  # a busy engine is asked again within milliseconds
         logger.error("%s", reply.refusal)
     return reply
-
-
-def _by_rank(updater: Any, failure: str | None) -> list[str]:
-    """The failures of all TP ranks, each with its rank, on all of them."""
-    text = f"TP rank {updater.tp_worker.tp_rank}: {failure}" if failure else None
-    return failures_on_any_rank(updater, text)
 
 
 def _split(asked: Sequence[str], wanted: Callable[[str], bool]) -> tuple[list[str], str | None]:

@@ -1,13 +1,17 @@
-"""The gate between a scheduler's socket and its queues: no request runs while the engine's memory
-is released or its weights are not those of one complete sync.
+"""The gate between a scheduler's socket and its queues (sglang 0.5.14).
 
-    gate = RequestGate(policy_of_this_process(), traffic)
+Stock behaviour that it mends, only for servers that were launched with our loaders: a request that
+comes while the engine's memory is released, or its weights are not those of one complete sync, is
+run on what is there. Here it waits, or is refused:
+
+    gate = RequestGate(policy_of_this_process(), channels)
     gate.close("the last sync was not complete")     # and gate.open()
     messages = gate.let_through(messages)            # whatever came in, in every round of the loop
 
 There is one in every scheduler process. Only the rank that receives requests holds any, and it
 broadcasts what it let through: all TP ranks see the same requests in the same round. A held
-request is in none of SGLang's queues, so that the engine is idle for releases and updates.
+request is in none of SGLang's queues, so that the engine is idle for releases and updates, which it
+is not while SGLang's own `pause_generation` keeps requests.
 """
 
 from __future__ import annotations
@@ -17,36 +21,21 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from http import HTTPStatus
+from typing import Any
 
-from sglang_loader.common.engine_settings import GatePolicy
+from sglang_loader.common.engine_settings import (
+    CUDA_GRAPH_TAG,
+    GatePolicy,
+    graphs_are_released_by_tag,
+    requested_gate_policy,
+)
+from sglang_loader.host_backup import backup_of
+from sglang_loader.upstream import io_struct, is_health_probe, is_ours
 
 logger = logging.getLogger(__name__)
 
-
-class Traffic(Protocol):
-    """What the gate must know of the engine's messages."""
-
-    def requests_in(self, message: Any) -> list[Any] | None:
-        """The requests for tokens or embeddings that a message brings; None: another message."""
-
-    def is_probe(self, request: Any) -> bool:
-        """True if the request asks for nothing but a sign of life."""
-
-    def aborts(self, message: Any) -> Callable[[Any], bool] | None:
-        """Which requests a message aborts; None if it is not that kind of message."""
-
-    def may_close(self, message: Any) -> bool:
-        """True if handling the message may close the gate."""
-
-    def refuse(self, request: Any, reason: str) -> None:
-        """Answer the request with a failure."""
-
-    def confirm_abort(self, request: Any) -> None:
-        """Answer a request that was aborted before it ran."""
-
-    def answer_probe(self, request: Any) -> None:
-        """Give the sign of life."""
+Original = Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -60,15 +49,26 @@ class RequestGate:
 
     Args:
         policy: what happens to requests meanwhile.
-        traffic: the engine's messages.
+        channels: the scheduler's `SchedulerIpcChannels`, by which requests are answered.
         clock: seconds that only grow.
+
+    Attributes:
+        reason: why it is closed, which a refusal says; None: it is open.
     """
 
     def __init__(
-        self, policy: GatePolicy, traffic: Traffic, clock: Callable[[], float] = time.monotonic
+        self, policy: GatePolicy, channels: Any, clock: Callable[[], float] = time.monotonic
     ) -> None:
+        self._io = io = io_struct()
+        self._single = (io.TokenizedGenerateReqInput, io.TokenizedEmbeddingReqInput)
+        self._batch = (io.BatchTokenizedGenerateReqInput, io.BatchTokenizedEmbeddingReqInput)
+        self._closing = (
+            io.ReleaseMemoryOccupationReqInput,
+            io.ResumeMemoryOccupationReqInput,
+            io.UpdateWeightsFromTensorReqInput,
+        )
         self._policy = policy
-        self._traffic = traffic
+        self._channels = channels
         self._clock = clock
         self._held: deque[_Held] = deque()
         self.reason: str | None = None
@@ -79,7 +79,7 @@ class RequestGate:
         return len(self._held)
 
     def close(self, reason: str) -> None:
-        """From now on no request is let through; `reason` is what a refusal says."""
+        """From now on no request is let through."""
         if reason != self.reason:
             logger.info("no request is served (%s): %s", self._policy.kind, reason)
         self.reason = reason
@@ -99,16 +99,16 @@ class RequestGate:
         passed = self._due()
         is_uncertain = False
         for message in messages:
-            requests = self._traffic.requests_in(message)
-            if requests is None:
-                if (aborted := self._traffic.aborts(message)) is not None:
-                    self._abort(aborted)
-                is_uncertain = is_uncertain or self._traffic.may_close(message)
+            is_batch = isinstance(message, self._batch)
+            if not is_batch and not isinstance(message, self._single):
+                if isinstance(message, self._io.AbortReq):
+                    self._abort(message)
+                is_uncertain = is_uncertain or isinstance(message, self._closing)
                 passed.append(message)
             elif self.reason is None and not is_uncertain:
                 passed.append(message)
             else:
-                for request in requests:
+                for request in message.batch if is_batch else [message]:
                     self._stop(request)
         return passed
 
@@ -124,24 +124,87 @@ class RequestGate:
         return []
 
     def _stop(self, request: Any) -> None:
-        if self._traffic.is_probe(request):
-            self._traffic.answer_probe(request)
+        if is_health_probe(request):
+            self._answer(request, self._io.HealthCheckOutput())
         elif self.reason is not None and self._policy.kind == "refuse":
             self._refuse(request)
         else:
             self._held.append(_Held(request, self._clock() + self._policy.timeout_s))
 
     def _refuse(self, request: Any) -> None:
-        waited = ""
-        if self._policy.kind == "wait":
-            waited = f" for {self._policy.timeout_s:g} s"
-        self._traffic.refuse(request, f"not served{waited}: {self.reason}")
+        """Answer with HTTP 503 and the reason."""
+        waited = f" for {self._policy.timeout_s:g} s" if self._policy.kind == "wait" else ""
+        reason = {
+            "type": "abort",
+            "message": f"not served{waited}: {self.reason}",
+            "status_code": HTTPStatus.SERVICE_UNAVAILABLE,
+            "err_type": "WeightsNotReady",
+        }
+        self._answer(request, self._io.AbortReq(rid=request.rid, finished_reason=reason))
 
-    def _abort(self, aborted: Callable[[Any], bool]) -> None:
+    def _abort(self, abort: Any) -> None:
+        """Confirm the abort of those that are held: by the beginning of the id, as SGLang's
+        scheduler does.
+        """
         kept: deque[_Held] = deque()
         for held in self._held:
-            if aborted(held.request):
-                self._traffic.confirm_abort(held.request)
+            rid = held.request.rid
+            if abort.abort_all or rid.startswith(abort.rid):
+                self._answer(held.request, self._io.AbortReq(rid=rid, finished_reason=None))
             else:
                 kept.append(held)
         self._held = kept
+
+    def _answer(self, request: Any, answer: Any) -> None:
+        self._channels.send_to_tokenizer.send_output(answer, request)
+
+
+_gate: RequestGate | None = None
+
+
+def init_receiver(original: Original, scheduler: Any) -> None:
+    """AROUND `Scheduler.init_request_receiver`: makes this process's gate."""
+    original(scheduler)
+    if is_ours(scheduler.server_args):
+        global _gate
+        _gate = RequestGate(requested_gate_policy(), scheduler.ipc_channels)
+
+
+def pull(original: Original, receiver: Any) -> Any:
+    """AROUND `SchedulerRequestReceiver._pull_raw_reqs`: what the gate lets through.
+
+    It runs before the broadcast to the other ranks, where there is None to pull. Behind the first
+    stage of a pipeline it gets what the first let through.
+    """
+    messages = original(receiver)
+    if _gate is None or messages is None or receiver.ps.pp_rank != 0:
+        return messages
+    return _gate.let_through(messages)
+
+
+def why_closed(updater: Any) -> str | None:
+    """Why this rank's engine must not compute now, or None."""
+    released = sorted(updater.offload_tags)
+    if not graphs_are_released_by_tag():
+        released = [tag for tag in released if tag != CUDA_GRAPH_TAG]
+    if released:
+        return f"the engine's memory is released: {', '.join(released)}"
+    backup = backup_of(updater.tp_worker.model_runner.model)
+    if backup is not None and backup.stale is not None:
+        return f"the weights are not complete: {backup.stale}"
+    return None
+
+
+def set_gate(reason: str | None) -> None:
+    """Close this process's gate, or open it; the reason is that of all TP ranks."""
+    if _gate is None:
+        return
+    if reason is None:
+        _gate.open()
+    else:
+        _gate.close(reason)
+
+
+def gate_reason() -> str | None:
+    """Why this process's gate is closed, or None."""
+    return None if _gate is None else _gate.reason

@@ -10,25 +10,18 @@ again.
 
 from __future__ import annotations
 
-import logging
-import traceback
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
-
-import torch
+from typing import Any
 
 from sglang_loader.common.check_remarks import ManifestCheck
 from sglang_loader.common.layout import BucketLayout
-from sglang_loader.hooks.requests import set_gate, why_closed
+from sglang_loader.hooks.request_gate import set_gate, why_closed
+from sglang_loader.hooks.tp_ranks import TPRanks, attempt
 from sglang_loader.host_backup import backup_of
 from sglang_loader.host_backup.completeness import Completeness
 from sglang_loader.session.findings import Verdict
 from sglang_loader.session.weight_check import SyncView, judge_together, known_verdict, view_of_sync
 from sglang_loader.upstream import is_eagle
-
-logger = logging.getLogger(__name__)
-
-Result = TypeVar("Result")
 
 
 class PrefixCacheInUse(RuntimeError):
@@ -59,6 +52,7 @@ class WeightUpdate:
         self.manifest_check: ManifestCheck = "off"
         self.models: list[Any] = [updater.tp_worker.model_runner.model]
         self._updater = updater
+        self._ranks = TPRanks(updater)
         self._request = request
         self._backup = backup_of(updater.tp_worker.model_runner.model)
         self._has_begun = self._has_flushed = False
@@ -108,24 +102,23 @@ class WeightUpdate:
         Returns:
             What went wrong, the same on all ranks.
         """
-        _, failure = attempt(self._updater, load)
+        _, failure = attempt(load)
         if failure is None:
-            _, failure = attempt(self._updater, self.loaded)
+            _, failure = attempt(self.loaded)
         # After a failure, too: the prefix caches of all TP ranks must stay equal.
-        _, unflushed = attempt(self._updater, self.flush)
-        backup = self._backup
-        is_new = self._view is not None
-        outcomes = from_all_ranks(self._updater, (failure or unflushed, self._has_begun, is_new))
+        _, unflushed = attempt(self.flush)
+        own = self._ranks.named(failure or unflushed), self._has_begun, self._view is not None
+        outcomes = self._ranks.gather(own)
         failures = [text for text, _, _ in outcomes if text]
         is_touched = any(has_begun for _, has_begun, _ in outcomes)
         if not failures and any(is_new for _, _, is_new in outcomes):
             failures = self._judge()
-        if backup is not None:
+        if self._backup is not None:
             if failures and is_touched:
-                backup.sync_failed("a weight update failed")
+                self._backup.sync_failed("a weight update failed")
             elif not failures:
-                backup.sync_completed()
-                failures = failures_on_any_rank(self._updater, backup.stale)
+                self._backup.sync_completed()
+                failures = self._ranks.failures(self._backup.stale)
         if is_touched:  # else all is as it was
             set_gate(why_closed(self._updater) or next(iter(failures), None))
         return failures
@@ -158,14 +151,12 @@ class WeightUpdate:
 
     def _judge(self) -> list[str]:
         """Judge the tensors together; why nothing is published, the same on all ranks."""
-        view, reason = attempt(self._updater, lambda: self._view or self._seen())
-        if reasons := failures_on_any_rank(self._updater, reason):
-            return reasons
+        view, reason = attempt(lambda: self._view or self._seen())
+        if failures := self._ranks.failures(reason):
+            return failures
         assert view is not None, "a rank that cannot tell what it has loaded has failed"
-        self._verdict = judge_together(view, lambda item: from_all_ranks(self._updater, item))
-        if (refusal := self._refusal(self._verdict)) is not None:
-            reason = f"TP rank {self._updater.tp_worker.tp_rank}: {refusal}"
-        return failures_on_any_rank(self._updater, reason)
+        self._verdict = judge_together(view, self._ranks.gather)
+        return self._ranks.failures(self._refusal(self._verdict))
 
     def _refusal(self, verdict: Verdict) -> str | None:
         """Why this sync must not be published."""
@@ -183,16 +174,6 @@ class WeightUpdate:
 
 def _may_be_incomplete(sync: Completeness) -> bool:
     return sync.is_broken and (not sync.has_completed or bool(sync.missing()))
-
-
-def attempt(updater: Any, step: Callable[[], Result]) -> tuple[Result | None, str | None]:
-    """The step's result, or this rank's traceback."""
-    try:
-        return step(), None
-    except Exception:
-        failure = f"TP rank {updater.tp_worker.tp_rank}: {traceback.format_exc()}"
-        logger.error("weight update failed: %s", failure)
-        return None, failure
 
 
 def _worker_for(updater: Any, request: Any) -> Any:
@@ -222,17 +203,3 @@ def models_of(updater: Any, request: Any) -> list[Any]:
         f"{type(worker).__name__} loads its models in a way that is not known here: weights "
         "cannot be synced with this kind of speculative decoding"
     )
-
-
-def failures_on_any_rank(updater: Any, failure: str | None) -> list[str]:
-    """What went wrong on the TP ranks, the same list on all of them; each must call this."""
-    return [text for text in from_all_ranks(updater, failure) if text]
-
-
-def from_all_ranks(updater: Any, item: Result) -> list[Result]:
-    """Every TP rank's `item`, by rank, on all of them; each must call this."""
-    group = updater.tp_cpu_group
-    items: list[Any] = [item] * torch.distributed.get_world_size(group=group)
-    if len(items) > 1:
-        torch.distributed.all_gather_object(items, item, group=group)
-    return items

@@ -14,9 +14,10 @@ from typing import Any
 
 from sglang_loader.common.check_remarks import with_remark
 from sglang_loader.common.session.messages import SESSION_FORMAT, decode_descriptor
-from sglang_loader.hooks.requests import gate_reason
+from sglang_loader.hooks.request_gate import gate_reason
+from sglang_loader.hooks.tp_ranks import TPRanks
 from sglang_loader.hooks.update_groups import group_of
-from sglang_loader.hooks.weight_update import WeightUpdate, from_all_ranks, models_of
+from sglang_loader.hooks.weight_update import WeightUpdate, models_of
 from sglang_loader.session.serve import ServedSession, SessionSteps, serve_session
 from sglang_loader.upstream import io_struct
 
@@ -50,12 +51,12 @@ def _is_idle(updater: Any) -> bool:
     """True if no TP rank has requests; their queues are in step but for those of DP attention."""
     is_idle = bool(updater.is_fully_idle())
     if updater.tp_worker.server_args.dp_size > 1:
-        return all(from_all_ranks(updater, is_idle))
+        return all(TPRanks(updater).gather(is_idle))
     return is_idle
 
 
 def _replied(failures: list[str], *, is_busy: bool = False, remark: str = "") -> Any:
-    """SGLang's reply; it is pickled with its attributes, and `hooks.requests` reads these two."""
+    """SGLang's reply; it is pickled with its attributes, and `hooks.http` reads these two."""
     message = "\n".join(failures) or with_remark(remark)
     reply = io_struct().UpdateWeightsFromTensorReqOutput(not failures, message)
     reply.closed, reply.is_busy = gate_reason(), is_busy

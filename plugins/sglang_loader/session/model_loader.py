@@ -10,9 +10,6 @@ The first sync loads eagerly while its plan is recorded and checked, bucket by b
 replay. Where the plan does not hold (another layout, another expert map, a parameter at another
 address, a failed check), the model's own `load_weights` loads the rest of that sync, and the reason
 is logged once. Weights are right in either case.
-
-A bucket that has not come before is traced also where no plan is wanted, or possible: what
-`load_weights` makes of its tensors (`uses`) tells whether they fit the model.
 """
 
 from __future__ import annotations
@@ -28,24 +25,10 @@ import torch
 from sglang_loader.common.bucket_source import BucketSource
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.host_backup import publish_coverage, withdraw_coverage
-from sglang_loader.load_plan import (
-    BucketPlan,
-    BucketUses,
-    DestinationProbe,
-    KnownDigests,
-    LoadPlan,
-    PlanBuilder,
-    PlanExecutor,
-    PlanRefused,
-    check_bucket,
-    trace_bucket,
-    uses_of,
-)
-from sglang_loader.load_plan.destinations import Destinations
+from sglang_loader.load_plan import BucketUses, LoadPlan, PlanRefused
 from sglang_loader.load_plan.guard import Fingerprint
-from sglang_loader.load_plan.trace import TracedBucket
-from sglang_loader.session.arranged_plan import ArrangedPlan, ArrangementMaker
-from sglang_loader.session.named_errors import naming_tensors
+from sglang_loader.session.arranged_plan import ArrangedPlan
+from sglang_loader.session.recording import Compiled, Recording, TracedLoads
 
 logger = logging.getLogger(__name__)
 
@@ -83,18 +66,6 @@ class _LoadMode(Enum):
     EAGER = "eager"
 
 
-@dataclass
-class _Compiled:
-    """A plan that was checked, with what runs and guards it; `arranged`: None where sending
-    buckets in the plan's order would not save bytes."""
-
-    plan: LoadPlan
-    uses: list[BucketUses]
-    executor: PlanExecutor
-    probe: DestinationProbe
-    arranged: ArrangedPlan | None
-
-
 class ModelLoader:
     """Loads the syncs of one model; one per model and process.
 
@@ -108,10 +79,9 @@ class ModelLoader:
     def __init__(self, model: Any) -> None:
         self.uses: list[BucketUses] = []
         self._model = model
-        self._load_weights = naming_tensors(model)
-        self._compiled: _Compiled | None = None
-        self._builder: PlanBuilder | None = None
-        self._maker = ArrangementMaker(model)
+        self._loads = TracedLoads(model)
+        self._compiled: Compiled | None = None
+        self._recording: Recording | None = None
         self._load_mode = _LoadMode.EAGER
         self._context: Mapping[str, object] = {}
         self._first: BucketLayout | None = None
@@ -122,8 +92,6 @@ class ModelLoader:
         self._syncs_since_check = 0
         self._num_replayed = self._num_eager = 0
         self._eager_uses: dict[int, BucketUses] = {}
-        self._destinations: Destinations | None = None
-        self._known_digests: KnownDigests | None = None
         self._addresses_checked = False
 
     def start(
@@ -139,10 +107,10 @@ class ModelLoader:
         """
         if self._eager_uses and _frozen(context) != _frozen(self._context):
             self._eager_uses = {}
-        self._builder, self._context, self._reason = None, context, None
+        self._recording, self._context, self._reason = None, context, None
         self._num_replayed = self._num_eager = 0
-        self.uses, self._destinations = [], None
-        self._known_digests = None  # whatever was loaded in between
+        self.uses = []
+        self._loads.restart()
         self._addresses_checked = not uses_plan
         if not uses_plan:
             self._load_mode = _LoadMode.EAGER
@@ -254,7 +222,7 @@ class ModelLoader:
             self._note("the plan was due for a check")
         elif self._load_mode is _LoadMode.REPLAY:
             self._num_recordings = 0
-        self._builder = None
+        self._recording = None
         compiled = self._compiled
         if compiled is not None and self._has_loaded_all(compiled.plan):
             # Also after a failed sync, which withdrew it.
@@ -286,8 +254,7 @@ class ModelLoader:
             self._note(f"{MAX_RECORDINGS} plans in a row did not last for one sync")
             return
         self._load_mode = _LoadMode.RECORD
-        self._builder = PlanBuilder(self._context)
-        self._maker = ArrangementMaker(self._model)
+        self._recording = Recording(self._model, self._loads, self._context)
 
     def _is_unfit(self, first: BucketLayout) -> bool:
         """True if this kind of sync was refused a plan before."""
@@ -330,78 +297,38 @@ class ModelLoader:
 
     def _check(self, index: int, buffer: torch.Tensor) -> None:
         assert self._compiled is not None
-        plan, bucket = self._compiled.plan, self._compiled.plan.buckets[index]
-        self.uses.append(self._compiled.uses[index])
-        reason = self._why_unproven(bucket, plan.destinations, buffer)
+        compiled, bucket = self._compiled, self._compiled.plan.buckets[index]
+        reason = self._loads.why_unproven(bucket, compiled.plan.destinations, buffer)
         if reason is not None:
+            self.uses.append(BucketUses(bucket.layout, problem=reason))
             self._drop_plan(f"bucket {index}: {reason}")
             self._load_mode = _LoadMode.EAGER
-            self.uses[-1] = BucketUses(bucket.layout, problem=reason)
-        elif self._compiled.arranged is not None:
-            arranged = self._compiled.arranged
-            self._compiled.arranged = arranged.rechecked(self._model, index, buffer)
+            return
+        self.uses.append(compiled.uses[index])
+        if compiled.arranged is not None:
+            compiled.arranged = compiled.arranged.rechecked(self._model, index, buffer)
 
     def _record(self, index: int, layout: BucketLayout, buffer: torch.Tensor) -> None:
-        assert self._builder is not None
+        assert self._recording is not None
         if index == 0:
             self._first = layout
-        traced = self._trace(layout, buffer)
-        if traced is None:
-            self._refuse(str(self.uses[-1].problem))
-            return
-        try:
-            bucket = self._builder.add_bucket(traced)
-        except PlanRefused as refused:
-            self._refuse(refused.reason)
-            return
-        reason = self._why_unproven(bucket, traced.destinations, buffer)
+        uses, reason = self._recording.add(layout, buffer)
+        self.uses.append(uses)
         if reason is not None:
-            self._refuse(f"bucket {index}: {reason}")
-            self.uses[-1] = BucketUses(layout, problem=reason)
-            return
-        self._maker.add(bucket, traced.destinations, buffer)
-
-    def _trace(self, layout: BucketLayout, buffer: torch.Tensor) -> TracedBucket | None:
-        """Load a bucket, and see what becomes of its tensors; None if that cannot be seen."""
-        try:
-            traced = trace_bucket(
-                self._model, self._load_weights, layout, buffer, self._destinations
-            )
-        except PlanRefused as refused:
-            self.uses.append(BucketUses(layout, problem=refused.reason))
-            return None
-        self._destinations = traced.destinations
-        self.uses.append(uses_of(traced))
-        return traced
-
-    def _why_unproven(
-        self, bucket: BucketPlan, destinations: Destinations, buffer: torch.Tensor
-    ) -> str | None:
-        """Load a bucket, and again by its plan: what the plan does otherwise; None: nothing."""
-        result = check_bucket(
-            self._model, bucket, destinations, self._load_weights, buffer, self._known_digests
-        )
-        self._known_digests = result.known
-        return result.reason
+            self._refuse(reason)
 
     def _compile(self) -> None:
-        assert self._builder is not None
+        assert self._recording is not None
         try:
-            plan = self._builder.finish()
+            self._compiled = self._recording.finish()
         except PlanRefused as refused:
             self._refuse(refused.reason)
             return
-        self._compiled = _Compiled(
-            plan,
-            self.uses,
-            PlanExecutor(plan),
-            DestinationProbe(self._model, plan.destinations),
-            self._maker.finish(plan),
-        )
         self._num_recordings += 1
         self._syncs_since_check = 0
         self._unfit = None
         idle = [name for uses in self.uses for name in uses.idle]
+        plan = self._compiled.plan
         logger.info(
             "load plan of %s: %d copies (%d traced) and %d other steps in %d buckets; ignored "
             "tensors: %s",
@@ -418,19 +345,19 @@ class ModelLoader:
     ) -> None:
         seen = self._eager_uses.get(index)
         if seen is None or seen.layout != layout:
-            self._trace(layout, buffer)
-            self._eager_uses[index] = self.uses[-1]
+            _, self._eager_uses[index] = self._loads.trace(layout, buffer)
+            self.uses.append(self._eager_uses[index])
             return
         self.uses.append(seen)
         source = buffer[: layout.nbytes].clone() if read_only else buffer
-        self._load_weights(layout.views(source))
+        self._loads.load_weights(layout.views(source))
 
     def _refuse(self, reason: str) -> None:
         """No plan for syncs like this one: the rest of it, and the next ones, are eager."""
         self._note(reason)
         assert self._first is not None
         self._unfit = (Fingerprint.of([self._first], self._context), reason)
-        self._builder, self._load_mode = None, _LoadMode.EAGER
+        self._recording, self._load_mode = None, _LoadMode.EAGER
 
     def _drop_plan(self, reason: str) -> None:
         self._note(reason)

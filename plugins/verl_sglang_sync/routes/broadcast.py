@@ -1,8 +1,9 @@
 """Disaggregated mode: one rank packs the export and broadcasts it to all replicas.
 
-Every trainer rank exports (that is collective). The first one has a session with each engine rank
-of each replica, opened by one request a replica; it packs buckets into two staging buffers and
-broadcasts them, and the engines, which have two buffers of their own, say which they have read:
+Every trainer rank exports (that is collective). The first one packs buckets into two staging
+buffers and broadcasts them. It has a session with each engine rank of each replica, opened by one
+request a replica when the first bucket is packed; the engines, which have two buffers of their own,
+say which they receive and which they have read:
 
     trainer   pack 0 | pack 1 | pack 2          | pack 3     |
     group              send 0 | send 1 | send 2     |
@@ -118,8 +119,7 @@ class BroadcastTransport:
         try:
             if self._groups is not None:
                 group = self._groups.with_replicas(replicas)
-                sync = stack.enter_context(_BroadcastSync(group, self._settings, report))
-                sync.open(version)
+                sync = stack.enter_context(_BroadcastSync(group, self._settings, version, report))
                 self._send(source, sync, report, exported)
             else:
                 for name, tensor in source:
@@ -206,17 +206,26 @@ class _Engine:
 class _BroadcastSync:
     """One sync: its sessions, and the broadcasts in flight. A context manager."""
 
-    def __init__(self, group: UpdateGroup, settings: WeightSyncConfig, report: SyncReport) -> None:
+    def __init__(
+        self,
+        group: UpdateGroup,
+        settings: WeightSyncConfig,
+        version: str | None,
+        report: SyncReport,
+    ) -> None:
         self._group = group
         self._settings = settings
+        self._version = version
         self._report = report
         self._stack = ExitStack()
         self._engines: list[_Engine] = []
         self._broadcasts: list[Broadcast] = []
         self._num_tensors = 0
 
-    def open(self, version: str | None) -> None:
-        """Ask every replica for a session with each of its engine ranks."""
+    def _open(self) -> None:
+        """Ask every replica for a session with each of its engine ranks, which then serve nobody
+        else, and wait until all have joined.
+        """
         sockets = iter(self._group.sockets)
         for replica, client in self._group.members:
             sessions = [
@@ -236,12 +245,19 @@ class _BroadcastSync:
                     [session.invitation for session in sessions],
                     load_format=SESSION_FORMAT,
                     flush_cache=True,
-                    weight_version=version,
+                    weight_version=self._version,
                 )
             )
             for rank, session in enumerate(sessions):
                 name = f"{replica.base_url}, TP rank {rank}"
                 self._engines.append(_Engine(name, session, reply))
+        limit_s = min(MEET_TIMEOUT_S, self._settings.request_timeout_s)
+        deadline = time.monotonic() + limit_s
+        for engine in self._engines:
+            with _naming(engine):
+                while not engine.session.greet(engine.check, wait_s=POLL_S):
+                    if time.monotonic() > deadline:
+                        raise SessionError(f"the engine did not join within {limit_s:g} s")
 
     def make_room(self, index: int) -> None:
         """Wait until the staging buffer of bucket `index` has been sent."""
@@ -253,7 +269,7 @@ class _BroadcastSync:
         """Announce a bucket, and broadcast it as soon as all engines receive it."""
         if not self._broadcasts:
             with self._report.stage("open"):
-                self._meet()
+                self._open()
         self._num_tensors += len(batch.tensors)
         self._report.sent_bytes += batch.bucket.payload_bytes
         self._each(lambda session: session.load(batch.index, batch.bucket, [], read_only=False))
@@ -303,16 +319,6 @@ class _BroadcastSync:
     def _replies(self) -> list[Future[Any]]:
         """One for each replica."""
         return list(dict.fromkeys(engine.reply for engine in self._engines))
-
-    def _meet(self) -> None:
-        """Wait until all engine ranks have joined their sessions."""
-        limit_s = min(MEET_TIMEOUT_S, self._settings.request_timeout_s)
-        deadline = time.monotonic() + limit_s
-        for engine in self._engines:
-            with _naming(engine):
-                while not engine.session.greet(engine.check, wait_s=POLL_S):
-                    if time.monotonic() > deadline:
-                        raise SessionError(f"the engine did not join within {limit_s:g} s")
 
     def _each(self, step: Callable[[TrainerSession], Result]) -> list[Result]:
         """Do something in every session."""

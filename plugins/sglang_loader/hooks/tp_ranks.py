@@ -1,0 +1,59 @@
+"""The TP ranks of an engine, which execute one request together.
+
+ranks = TPRanks(updater)
+_, failure = attempt(step)                # an exception ends neither this process nor the others
+if failures := ranks.failures(failure):   # the same list on all ranks
+    ...
+
+Each rank must make the same calls in the same order: they are collective.
+"""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+
+class TPRanks:
+    """See the module.
+
+    Args:
+        updater: SGLang's `SchedulerWeightUpdaterManager` on this rank.
+    """
+
+    def __init__(self, updater: Any) -> None:
+        self._rank: int = updater.tp_worker.tp_rank
+        self._group = updater.tp_cpu_group
+
+    def gather(self, item: Result) -> list[Result]:
+        """Every rank's `item`, by rank, on all of them."""
+        items: list[Any] = [item] * torch.distributed.get_world_size(group=self._group)
+        if len(items) > 1:
+            torch.distributed.all_gather_object(items, item, group=self._group)
+        return items
+
+    def failures(self, failure: str | None) -> list[str]:
+        """What went wrong on any rank, each with its rank; None: nothing did here."""
+        return [text for text in self.gather(self.named(failure)) if text]
+
+    def named(self, failure: str | None) -> str | None:
+        """This rank's failure with its rank; None: there is none."""
+        return f"TP rank {self._rank}: {failure}" if failure else None
+
+
+def attempt(step: Callable[[], Result]) -> tuple[Result | None, str | None]:
+    """The step's result, or the traceback of what it raised."""
+    try:
+        return step(), None
+    except Exception:
+        failure = traceback.format_exc()
+        logger.error("a request failed on this TP rank: %s", failure)
+        return None, failure
