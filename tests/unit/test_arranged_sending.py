@@ -20,7 +20,7 @@ from verl_sglang_sync.routes.arranged_sending import (
     KnownArrangements,
 )
 from verl_sglang_sync.routes.staging_ring import StagingRing
-from verl_sglang_sync.sources.bucket_stream import Batch, Bucket, BucketStream, Cut
+from verl_sglang_sync.sources.bucket_stream import Bucket, BucketStream
 
 CPU = torch.device("cpu")
 LAYOUT = BucketLayout.pack([("a", (16, 8), torch.float32), ("b", (8,), torch.bfloat16)])
@@ -112,21 +112,14 @@ def test_nothing_is_known_at_first() -> None:
     assert (arranged.digest, arranged.expected(0), arranged.of(0, BUCKETS[0])) == ("", None, None)
 
 
-def stream_of(tensors: list[tuple[str, torch.Tensor]]) -> tuple[list[Cut], list[Batch]]:
-    stream = BucketStream(1024)
-    batches = list(stream.batches(iter(tensors), SyncReport(mode="compiled", replica=0)))
-    return stream.cuts, batches
-
-
 def test_the_ring_has_room_for_what_is_sent() -> None:
     """Buffers of the arranged size; grown, and packed anew, where a bucket must come whole."""
     tensors = [(f"t{i}", torch.randn(16, 16)) for i in range(4)]
-    cuts, batches = stream_of(tensors)
+    report = SyncReport(mode="compiled", replica=0)
+    batches = list(BucketStream(1024).batches(iter(tensors), report))
     half = Arrangement((Read(0, 512, (), 512, 0),), 512)
-    offer = encode_arrangements([(cut.bucket.digest, half) for cut in cuts])
-    arranged = ArrangedSync(KnownArrangements.of(offer, [cut.bucket for cut in cuts]))
     ring = StagingRing(CPU, num_buffers=2, bucket_bytes=1024)
-    ring.prepare(cuts, arranged=arranged)
+    ring.prepare([half.nbytes] * len(batches))
     assert ring.nbytes == 2 * 512
     for _ in range(2):
         for batch, (_, tensor) in zip(batches, tensors, strict=True):

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from verl_sglang_sync.collective import SingleProcess
 from verl_sglang_sync.config import WeightSyncConfig
 from verl_sglang_sync.report import SyncReport, warn_once
 from verl_sglang_sync.routes.pull.route import NOT_IN_PLACE
+from verl_sglang_sync.sources.staging import StagingBuffer
 from verl_sglang_sync.sync.transport import SessionTransport
 
 MODES = ("bucketed", "flattened")
@@ -357,6 +359,25 @@ def test_a_failed_sync_drains_an_export_that_fails_again(mode):
         trainer.sync(export())
     assert seen == [*range(12), "end"]
     assert "rank 0: Traceback" in str(error.value)
+
+
+@both_modes
+def test_a_rank_without_memory_for_its_buffers_fails_as_in_any_other_step(mode, monkeypatch):
+    """They are allocated anew in each sync; the other ranks wait in the export's collectives."""
+    seen, trainer = [], Trainer(mode)
+
+    def export():
+        for i in range(12):
+            seen.append(i)
+            yield f"t{i}", torch.ones(64)
+
+    trainer.sync(export())
+    with monkeypatch.context() as patched:
+        patched.setattr(StagingBuffer, "reserve", Mock(side_effect=MemoryError("no room")))
+        with pytest.raises(WeightSyncError, match=r"(?s)rank 0: Traceback.*MemoryError: no room"):
+            trainer.sync(export())
+    assert seen == [*range(12)] * 2
+    trainer.sync(export())
 
 
 @both_modes

@@ -8,9 +8,8 @@ import torch
 
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.regions.arrangement import Arrangement
-from verl_sglang_sync.routes.arranged_sending import ArrangedSync
 from verl_sglang_sync.routes.byte_gather import ByteGather
-from verl_sglang_sync.sources.bucket_stream import Batch, Cut
+from verl_sglang_sync.sources.bucket_stream import Batch
 from verl_sglang_sync.sources.staging import StagingBuffer
 
 LARGE_BYTES = 8 << 20
@@ -36,7 +35,7 @@ class StagingRing:
         self._bucket_bytes = bucket_bytes
         self._buffers = [StagingBuffer(device) for _ in range(num_buffers)]
         self._views: dict[tuple[str, int], _Groups] = {}
-        self._packings: dict[str, ByteGather] = {}
+        self._packings: dict[int, ByteGather] = {}  # by the bucket's number
 
     @property
     def num_buffers(self) -> int:
@@ -48,23 +47,11 @@ class StagingRing:
         """Bytes held at present."""
         return sum(buffer.nbytes for buffer in self._buffers)
 
-    def prepare(self, cuts: Sequence[Cut], *, arranged: ArrangedSync | None = None) -> None:
-        """Make every buffer fit the buckets that are expected in it.
-
-        Args:
-            cuts: how the sync will be cut, as far as that is known.
-            arranged: which of them are expected arranged.
-        """
+    def prepare(self, sizes: Sequence[int]) -> None:
+        """Make every buffer fit the buckets that are expected in it; `sizes` are their bytes."""
         num = len(self._buffers)
-        expected = {cut.bucket.digest for cut in cuts}
-        self._packings = {key: kept for key, kept in self._packings.items() if key in expected}
         for slot in range(num):
-            sizes = [
-                _nbytes(cut, arranged.expected(i) if arranged is not None else None)
-                for i, cut in enumerate(cuts)
-                if i % num == slot
-            ]
-            self._reserve(slot, max(sizes, default=0))
+            self._reserve(slot, max(sizes[slot::num], default=0))
 
     def pack(self, batch: Batch) -> torch.UntypedStorage:
         """Copy a bucket into its buffer, wait for it, and return the buffer's storage."""
@@ -91,11 +78,10 @@ class StagingRing:
         """`pack` for what the engine rank reads of a bucket."""
         slot, nbytes = batch.index % len(self._buffers), arrangement.nbytes
         self._reserve(slot, max(nbytes, MAPPABLE_BYTES))
-        key, flat = batch.bucket.digest, self._buffers[slot].first(nbytes)
-        packing = self._packings.get(key)
+        packing = self._packings.get(batch.index)
         if packing is None or packing.arrangement is not arrangement:
-            packing = self._packings[key] = ByteGather(arrangement, self._device)
-        packing.run(batch.tensors, flat)
+            packing = self._packings[batch.index] = ByteGather(arrangement, self._device)
+        packing.run(batch.tensors, self._buffers[slot].first(nbytes))
         return self._written(slot, nbytes)
 
     def fill(
@@ -122,10 +108,6 @@ class StagingRing:
             for key in [key for key in self._views if key[1] == slot]:
                 del self._views[key]
             self._buffers[slot].reserve(nbytes)
-
-
-def _nbytes(cut: Cut, arrangement: Arrangement | None) -> int:
-    return cut.bucket.layout.nbytes if arrangement is None else arrangement.nbytes
 
 
 def _grouped_views(layout: BucketLayout, flat: torch.Tensor) -> _Groups:

@@ -142,6 +142,18 @@ class RanksInStep:
             self._failure = self._failure or traceback.format_exc()
             return None
 
+    def repeat_until_all(self, step: Callable[[], bool]) -> bool:
+        """Repeat a step, all ranks in step, until it was True on every rank; False after a failure.
+
+        A rank whose step was True takes it again while others wait; it must not wait itself then.
+        """
+        is_done = False
+        while self.error is None:
+            is_done = bool(self.run_if_ok(step))
+            if self.agree(is_ready=is_done):
+                return True
+        return False
+
     def sent(self, bucket: Bucket) -> None:
         """Count a bucket into what the ranks compare."""
         self.num_buckets += 1

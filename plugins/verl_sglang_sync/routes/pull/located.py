@@ -16,7 +16,7 @@ from verl_sglang_sync.engine.session import SharedBlock
 from verl_sglang_sync.sources.bucket_stream import Bucket
 from verl_sglang_sync.sources.export_trace import TracedExport
 from verl_sglang_sync.sources.known_sources import KnownSources
-from verl_sglang_sync.sources.shard_memory import LocatedShards, MemoryTable
+from verl_sglang_sync.sources.shard_memory import LocatedShards, MemoryTable, consecutive_reads
 from verl_sglang_sync.sources.transfer_plan import ShardRead, shard_reads
 
 
@@ -44,8 +44,26 @@ class PullPlan:
     """
 
     traced: TracedExport
-    buckets: tuple[Bucket, ...]
-    reads: tuple[list[ShardRead], ...]
+    buckets: list[Bucket]
+    reads: list[list[ShardRead]]
+
+    @classmethod
+    def of(cls, traced: TracedExport, buckets: list[Bucket], rank: int) -> PullPlan:
+        """Find the buckets' bytes.
+
+        Args:
+            traced: the export.
+            buckets: of it.
+            rank: whose own copy is read of a parameter that every rank has all of.
+
+        Raises:
+            NotTraceable: a tensor was not traced, or its bytes are not consecutive in a parameter.
+        """
+        return cls(traced, buckets, [consecutive_reads(b.layout, traced, rank) for b in buckets])
+
+    def is_of(self, traced: TracedExport, buckets: list[Bucket]) -> bool:
+        """True if it was made of these."""
+        return self.traced is traced and self.buckets == buckets
 
 
 @dataclass(frozen=True)
