@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ from support.engine_hash import HASH_LOADER
 from support.engine_steps import weights_of
 from support.sglang_server import free_port, loopback
 from support.trainer import NamedTensors, TrainerRank
-from verl_sglang_sync.engine.server_client import ServerError, SyncSGLangServerClient, operations
+from verl_sglang_sync.engine.server_client import ServerError, SGLangServerClient, operations
 
 Target = tuple[str, int]
 """A server's URL and its number of TP ranks."""
@@ -99,7 +98,7 @@ def broadcast_among_strangers(
     answers: dict[str, Any] = {}
     if not rank.rank:
         first = dict(sent[0].payload)
-        with SyncSGLangServerClient(targets[0][0], timeout_s=20) as client:
+        with SGLangServerClient(targets[0][0], timeout_s=20) as client:
             for name, fields in (
                 ("repeated", {}),
                 ("changed", {"names": [first["names"][0].replace('"index":0', '"index":1')]}),
@@ -153,7 +152,7 @@ def broadcast_that_one_refuses(
     with mock.patch("secrets.token_hex", return_value="taken"):
         if rank.rank == 0:
             url, tp = targets[1]
-            with SyncSGLangServerClient(url, timeout_s=60) as client:
+            with SGLangServerClient(url, timeout_s=60) as client:
                 client.run(
                     operations.init_update_group(
                         master_address="127.0.0.1",
@@ -272,7 +271,6 @@ class Sender:
     def hashes(self, folder: Path) -> list[list[dict[str, str]]]:
         """By target and TP rank, taken in the engines' processes; empty on other ranks."""
         from support.ipc import serialize_handles
-        from verl_sglang_sync.engine.server_client import SGLangServerClient
 
         if self._rank.rank:
             return []
@@ -284,11 +282,8 @@ class Sender:
             ]
             handles = [serialize_handles([pair]) for pair in tensors]
 
-            async def take(url: str = url, handles: list[bytes] = handles) -> None:
-                async with SGLangServerClient(url, timeout_s=60) as client:
-                    await client.update_weights(handles, load_format=HASH_LOADER)
-
-            asyncio.run(take())
+            with SGLangServerClient(url, timeout_s=60) as client:
+                client.run(operations.update_weights(handles, load_format=HASH_LOADER))
             seen.append([json.loads((folder / f"rank{r}.json").read_text()) for r in range(tp)])
         return seen
 

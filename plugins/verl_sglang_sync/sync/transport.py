@@ -35,7 +35,7 @@ from verl_sglang_sync.sources.bucket_stream import BucketStream
 from verl_sglang_sync.sources.export import Export, NamedTensor
 from verl_sglang_sync.sources.memory_blocks import BlockNames
 from verl_sglang_sync.sources.source_map import SourceMap
-from verl_sglang_sync.sync.ranks_in_step import OpeningRequest, RanksInStep, Updater
+from verl_sglang_sync.sync.ranks_in_step import Engine, OpeningRequest, RanksInStep
 from verl_sglang_sync.sync.session_run import SessionRun
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class SessionTransport:
     def __init__(
         self,
         *,
-        engine: Updater | None,
+        engine: Engine | None,
         settings: WeightSyncConfig,
         group: TrainerGroup,
         device: torch.device,
