@@ -18,7 +18,7 @@ from verl_sglang_sync.collective import SingleProcess
 from verl_sglang_sync.config import WeightSyncConfig
 from verl_sglang_sync.report import SyncReport, warn_once
 from verl_sglang_sync.routes.pull.route import NOT_IN_PLACE
-from verl_sglang_sync.sources.staging import StagingBuffer
+from verl_sglang_sync.routes.staging_ring import StagingBuffer
 from verl_sglang_sync.sync.transport import SessionTransport
 
 MODES = ("bucketed", "flattened")

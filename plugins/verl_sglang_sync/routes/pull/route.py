@@ -16,7 +16,7 @@ changes is noticed before the engines may publish, and the sync is made again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
@@ -43,8 +43,8 @@ from verl_sglang_sync.sources.known_sources import (
     require_sources,
     sources_of,
 )
-from verl_sglang_sync.sources.memory_blocks import BlockNames
-from verl_sglang_sync.sources.shard_memory import LocatedShards, MemoryTable, locate
+from verl_sglang_sync.sources.memory_blocks import Block, BlockNames, share_block
+from verl_sglang_sync.sources.shard_memory import MemoryTable, share_shards
 from verl_sglang_sync.sources.source_map import SourceMap
 
 NOT_IN_PLACE = "the engines do not read the trainer's parameters in place"
@@ -154,7 +154,7 @@ class Pull(Route):
         Raises:
             SourcesChanged: it may be something else.
         """
-        if self._stream.buckets != [pulled.bucket for pulled in located.buckets]:
+        if self._stream.buckets != [ready.bucket for ready in located.buckets]:
             raise SourcesChanged("the export is cut into other buckets")
         yield from located.known.checks(require_sources(weights))
 
@@ -178,7 +178,7 @@ class Pull(Route):
     def _locate(
         self,
         weights: Iterable[NamedTensor],
-        check: Callable[[Iterable[NamedTensor], LocatedShards], str | None] | None = None,
+        check: Callable[[Iterable[NamedTensor], list[torch.Tensor]], str | None] | None = None,
     ) -> str | None:
         """Find all ranks' parameters where they are now; collective.
 
@@ -207,7 +207,7 @@ class Pull(Route):
 
     def _own_memory(
         self, weights: Iterable[NamedTensor]
-    ) -> tuple[KnownSources, LocatedShards, MemoryTable]:
+    ) -> tuple[KnownSources, list[torch.Tensor], MemoryTable]:
         """This rank's parameters: recognised later, kept while compared, told to the others.
 
         Raises:
@@ -216,12 +216,26 @@ class Pull(Route):
         """
         assert self._plan is not None, "nothing was traced"
         now = self._source_map.current(weights, self._plan.traced)
-        shards = locate(self._plan.traced.names, now, self._device)
-        table = shards.share(self._names, self._mapped, world_size(), self._record)
+        names = self._plan.traced.names
+        shards, table = share_shards(names, now, self._device, self._shared)
         return KnownSources(now, require_sources(weights)), shards, table
 
+    def _shared(
+        self, block: Block, member: torch.UntypedStorage
+    ) -> tuple[str, tuple[BufferHandle | None, ...]]:
+        """A block's name, and a handle for each rank's engine: each is used once. None where the
+        engines have it mapped.
+        """
+        name = self._names.name_of(block, member)
+        if name in self._mapped:
+            return name, (None,) * world_size()
+        handles = tuple(share_block(block, member) for _ in range(world_size()))
+        for handle in handles:
+            self._record(handle)
+        return name, handles
+
     def _compare_with_export(
-        self, weights: Iterable[NamedTensor], located: LocatedShards
+        self, weights: Iterable[NamedTensor], shards: Sequence[torch.Tensor]
     ) -> str | None:
         """Go through the export, and compare this rank's shards with it; collective.
 
@@ -233,7 +247,7 @@ class Pull(Route):
         for name, exported in weights:  # to the end: the other ranks need this one's shards
             seen.add(name)
             found, reason = result_or_reason(
-                lambda: first_difference(name, exported, traced, located)  # noqa: B023
+                lambda: first_difference(name, exported, traced, shards)  # noqa: B023
             )
             problem = problem or found or reason
         if seen != traced.tensors.keys():
@@ -282,11 +296,11 @@ class PulledBuckets(SyncSource):
         session.map_blocks(self._located.blocks, keep=self._keeps)
 
     def __iter__(self) -> Iterator[ReadyBucket]:
-        for index, pulled in enumerate(self._located.buckets):
-            bucket = pulled.bucket
+        for ready in self._located.buckets:
+            bucket = ready.bucket
             self._report.count_bucket(len(bucket.layout.tensors), bucket.payload_bytes)
             self._report.num_pulled += 1
-            yield ReadyBucket(index, bucket, pieces=pulled.pieces)
+            yield ready
 
     def confirm(self) -> None:
         """The parameters are where the engines were told to read them."""
