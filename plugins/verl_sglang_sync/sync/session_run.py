@@ -47,7 +47,7 @@ class SessionRun:
     ) -> None:
         self._session = session
         self._request = request
-        self._ranks = ranks
+        self.ranks = ranks
         self._settings = settings
         self._report = report
 
@@ -66,7 +66,7 @@ class SessionRun:
         invitation = b"" if self._session is None else self._session.invitation
         gathered = group.gather(invitation)
         if gathered is not None and all(gathered):
-            self._ranks.run_if_ok(lambda: self._request.post(gathered))
+            self.ranks.run_if_ok(lambda: self._request.post(gathered))
 
     def meet(self) -> bool:
         """Wait, all ranks in step, until each has met its engine rank; False after a failure.
@@ -84,7 +84,7 @@ class SessionRun:
                 raise SessionError(f"the engine did not join within {limit_s:g} s")
             return has_met
 
-        return self._ranks.repeat_until_all(meet)
+        return self.ranks.repeat_until_all(meet)
 
     def send(self, source: SyncSource, num_buffers: int) -> None:
         """Send every bucket; the engine may still be at the last ones.
@@ -100,14 +100,14 @@ class SessionRun:
             is_pulled = ready.pieces is not None
             pieces = self._pieces(ready)
             session.load(index, bucket, pieces, read_only=is_pulled, arranged=ready.arranged)
-            self._ranks.sent(bucket)
+            self.ranks.sent(bucket)
             report.num_arranged += bool(ready.arranged)
             report.sent_bytes += ready.nbytes if ready.arranged else bucket.payload_bytes
             free = index + 1 - num_buffers  # the next bucket takes this one's buffer
             if ready.storage is not None and free >= 0 and not bucket.is_last:
                 with report.stage("load"):
                     session.wait_until_done(free)
-        if not self._ranks.num_buckets:
+        if not self.ranks.num_buckets:
             raise ValueError("the trainer exported no tensor")
 
     def _pieces(self, ready: ReadyBucket) -> list[BucketPiece]:
@@ -123,7 +123,7 @@ class SessionRun:
         Args:
             arrangements: digest of those that it need not tell; None: it need not tell any.
         """
-        ranks, session = self._ranks, self.session
+        ranks, session = self.ranks, self.session
         session.finish(
             num_buckets=ranks.num_buckets,
             num_tensors=ranks.num_tensors,
@@ -136,13 +136,13 @@ class SessionRun:
 
     def commit(self) -> None:
         """Have the weights published: all ranks have agreed that all is loaded."""
-        self._ranks.may_be_served = True
+        self.ranks.may_be_served = True
         self.session.commit()
         try:
             with self._report.stage("publish"):
                 self.session.wait_until_published()
         except EngineFailed:  # its TP ranks have agreed to publish nothing
-            self._ranks.may_be_served = False
+            self.ranks.may_be_served = False
             raise
 
     def end(self, *, defers_reply: bool) -> None:
@@ -155,7 +155,7 @@ class SessionRun:
         Raises:
             WeightSyncError: on every rank, if any rank failed.
         """
-        ranks, request = self._ranks, self._request
+        ranks, request = self.ranks, self._request
 
         def is_answered() -> bool:
             if defers_reply:

@@ -14,8 +14,9 @@ failed may ask for it to be made again, once: by the same route, or with the exp
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from functools import partial
 
 import torch
 
@@ -39,6 +40,8 @@ from verl_sglang_sync.sync.ranks_in_step import Engine, OpeningRequest, RanksInS
 from verl_sglang_sync.sync.session_run import SessionRun
 
 logger = logging.getLogger(__name__)
+
+OTHER_BYTES = "a sync is exported: an engine reads other bytes than were prepared for it"
 
 
 class SessionTransport:
@@ -178,10 +181,9 @@ class SessionTransport:
             with report.stage("open"):
                 has_met = run.meet()
             if has_met:
-                source = self._after_joining(
-                    run.session.arrangements, source, weights, report, ranks
-                )
-                loaded = self._transfer(run, source, ranks)
+                exported = partial(self._exported, weights, report)
+                source = self._after_joining(run, source, exported)
+                loaded = self._transfer(run, source)
             source.drain()
             run.end(defers_reply=defers_reply)
         assert loaded is not None, "a rank that has not failed has loaded"
@@ -210,23 +212,24 @@ class SessionTransport:
         return ExportedBuckets(Export(weights), self._stream, self._ring, arranged, report)
 
     def _after_joining(
-        self,
-        held: str,
-        source: SyncSource,
-        weights: Iterable[NamedTensor],
-        report: SyncReport,
-        ranks: RanksInStep,
+        self, run: SessionRun, source: SyncSource, exported: Callable[[], SyncSource]
     ) -> SyncSource:
-        """The source, now that all engines have said how buckets may come: `held`."""
-        needed = source.needs_arrangements
-        if needed is not None and not ranks.agree(is_ready=held == needed) and not ranks.error:
-            warn_once("a sync is exported: an engine reads other bytes than were prepared for it")
-            source, self._route = self._exported(weights, report), None
-        ranks.run_if_ok(lambda: source.engine_joined(held))
+        """The source, now that all engines have said how buckets may come.
+
+        All ranks go through the full export where an engine holds other arrangements than were
+        prepared for it, or a rank has failed: it could take no part in anything else.
+        """
+        held, needed = run.session.arrangements, source.needs_arrangements
+        if needed is not None and not run.ranks.agree(is_ready=held == needed):
+            if run.ranks.error is None:
+                warn_once(OTHER_BYTES)
+            source, self._route = exported(), None
+        run.ranks.run_if_ok(lambda: source.engine_joined(held))
         return source
 
-    def _transfer(self, run: SessionRun, source: SyncSource, ranks: RanksInStep) -> Loaded | None:
+    def _transfer(self, run: SessionRun, source: SyncSource) -> Loaded | None:
         """Have every bucket loaded and, when all ranks have come so far, published."""
+        ranks = run.ranks
         ranks.run_if_ok(lambda: run.send(source, self._ring.num_buffers))
         ranks.run_if_ok(source.confirm)
         source.drain()
@@ -249,12 +252,14 @@ class SessionTransport:
         self, weights: Iterable[NamedTensor], loaded: Loaded, report: SyncReport
     ) -> None:
         """After a good sync by export: can the next ones do without it?"""
-        for route in self._routes:
+        for number, route in enumerate(self._routes, start=1):
             if route.can_learn(weights):
                 with report.stage("learn"):
                     needs_no_staging = route.learn(weights, loaded)
                 if needs_no_staging:
                     self._ring.free()
+                    for worse in self._routes[number:]:
+                        worse.forget()
                     return
 
     def _rest(self) -> None:

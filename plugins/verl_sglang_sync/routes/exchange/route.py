@@ -167,11 +167,10 @@ class Exchange(Route):
         """
         self.forget()
         buckets = self._stream.buckets
-        offers = (
-            [None] * len(buckets) if arranged is None else [read for _, read in arranged.buckets]
-        )
-        pairs = zip(offers, buckets, strict=True)
-        own = [whole_bucket(b.layout) if found is None else found for found, b in pairs]
+        own = [whole_bucket(bucket.layout) for bucket in buckets]
+        if arranged is not None:
+            pairs = zip(own, arranged.buckets, strict=True)
+            own = [whole if reads is None else reads for whole, (_, reads) in pairs]
         everyones: list[list[Arrangement]] = self._group.all_gather(own)
         if (reason := self._source_map.trace(weights)) is not None:
             return reason
