@@ -15,6 +15,7 @@ from sglang_loader.common.layout import BucketLayout, WireError, digest_of
 from sglang_loader.common.regions.arrangement import Arrangement, Read
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.routes.arranged_sending import (
+    NOTHING_KNOWN,
     ArrangedSync,
     EngineArrangements,
     KnownArrangements,
@@ -107,7 +108,7 @@ def test_an_engine_that_holds_others_gets_whole_buckets(held: str) -> None:
 
 
 def test_nothing_is_known_at_first() -> None:
-    arranged = ArrangedSync(None)
+    arranged = ArrangedSync(NOTHING_KNOWN)
     arranged.keep_if_held("0" * 64)
     assert (arranged.digest, arranged.expected(0), arranged.of(0, BUCKETS[0])) == ("", None, None)
 
@@ -145,8 +146,8 @@ def test_a_trainer_learns_what_it_may_use(caplog: pytest.LogCaptureFixture) -> N
     arrangements.learn(offer, BUCKETS)
     assert arrangements.known_digest(BUCKETS) == digest_of(offer)
     assert arrangements.for_sync().digest == digest_of(offer)
-    assert arrangements.fitting(BUCKETS) is not None
-    assert arrangements.fitting(BUCKETS[1:]) is None
+    assert arrangements.fitting(BUCKETS).digest == digest_of(offer)
+    assert arrangements.fitting(BUCKETS[1:]) == NOTHING_KNOWN
     arrangements.forget()
     assert arrangements.known_digest(BUCKETS) == ""
     with caplog.at_level(logging.WARNING):

@@ -59,21 +59,20 @@ class ExchangePlan:
     Attributes:
         traced: the export.
         buckets: of it.
-        arranged: what this rank's engine had said that it reads; None: whole buckets.
+        arranged: what this rank's engine had said that it reads.
         arrangements: by bucket, whole where the engine had said nothing.
         exchange: executes it.
     """
 
     traced: TracedExport
     buckets: list[Bucket]
-    arranged: KnownArrangements | None
+    arranged: KnownArrangements
     arrangements: list[Arrangement]
     exchange: AllToAll
 
     def digest_for(self, index: int) -> str:
         """Of the arrangements by which a bucket is packed; "": it is whole."""
-        is_whole = self.arranged is None or self.arranged.buckets[index][1] is None
-        return "" if is_whole or self.arranged is None else self.arranged.digest
+        return "" if self.arranged.expected(index) is None else self.arranged.digest
 
 
 class Exchange(Route):
@@ -131,7 +130,7 @@ class Exchange(Route):
         arranged = self._arrangements.fitting(self._stream.buckets)
         # An engine that has replayed its plan has said what it reads, unless that is all. What is
         # to be compared again is so on all ranks, also where the engine has loaded this eagerly.
-        is_final = arranged is not None or not loaded.num_eager
+        is_final = bool(arranged.digest) or not loaded.num_eager
         is_due = self._plan is not None and not self._is_proven
         if not (is_due or holds_everywhere(self._group, is_final)):
             return False
@@ -157,9 +156,7 @@ class Exchange(Route):
         if self._plan is not None:
             self._plan.exchange.end()
 
-    def _make_plan(
-        self, weights: Iterable[NamedTensor], arranged: KnownArrangements | None
-    ) -> str | None:
+    def _make_plan(self, weights: Iterable[NamedTensor], arranged: KnownArrangements) -> str | None:
         """Find what all ranks' engines read in the ranks' shards; collective.
 
         Returns:
@@ -167,10 +164,7 @@ class Exchange(Route):
         """
         self.forget()
         buckets = self._stream.buckets
-        own = [whole_bucket(bucket.layout) for bucket in buckets]
-        if arranged is not None:
-            pairs = zip(own, arranged.buckets, strict=True)
-            own = [whole if reads is None else reads for whole, (_, reads) in pairs]
+        own = [arranged.expected(i) or whole_bucket(b.layout) for i, b in enumerate(buckets)]
         everyones: list[list[Arrangement]] = self._group.all_gather(own)
         if (reason := self._source_map.trace(weights)) is not None:
             return reason
@@ -251,7 +245,7 @@ class ExchangedBuckets(SyncSource):
     """
 
     def __init__(self, plan: ExchangePlan, ring: StagingRing, report: SyncReport) -> None:
-        self.needs_arrangements = "" if plan.arranged is None else plan.arranged.digest
+        self.needs_arrangements = plan.arranged.digest
         self._plan = plan
         self._ring = ring
         self._report = report
