@@ -17,6 +17,7 @@ from verl_sglang_sync.collective import SingleProcess
 from verl_sglang_sync.config import WeightSyncConfig
 from verl_sglang_sync.report import SyncReport, warn_once
 from verl_sglang_sync.routes.pull.route import NOT_IN_PLACE
+from verl_sglang_sync.routes.route import Route
 from verl_sglang_sync.routes.staging_ring import StagingBuffer
 from verl_sglang_sync.sync.transport import SessionTransport
 
@@ -292,3 +293,38 @@ def test_an_export_that_names_no_parameters_is_packed_and_the_trainer_says_so_on
     said = [record.getMessage() for record in caplog.records if NOT_IN_PLACE in record.getMessage()]
     assert len(said) == 1
     assert "FSDP2, without adapters" in said[0]
+
+
+class Learns(Route):
+    """A route that is proven after each exported sync, and is never taken.
+
+    Args:
+        needs_no_staging: what it answers.
+    """
+
+    not_taken = "never"
+
+    def __init__(self, *, needs_no_staging):
+        super().__init__(SingleProcess(), is_wanted=True)
+        self.needs_no_staging, self.events = needs_no_staging, []
+
+    def can_learn(self, weights):
+        return True
+
+    def learn(self, weights, loaded):
+        self.events.append("learn")
+        return self.needs_no_staging
+
+    def forget(self):
+        self.events.append("forget")
+
+
+@pytest.mark.parametrize("is_enough", (True, False))
+def test_where_the_best_route_is_proven_the_others_give_back_what_they_hold(is_enough):
+    """Else a recheck of the best one would be a sync by another, and compare nothing."""
+    trainer = Trainer("compiled")
+    best, other = Learns(needs_no_staging=is_enough), Learns(needs_no_staging=False)
+    trainer.transport._routes = (best, other)
+    trainer.sync([("t", torch.ones(64))])
+    assert best.events == ["learn"]
+    assert other.events == (["forget"] if is_enough else ["learn"])
