@@ -138,9 +138,9 @@ def _check(arm: str, which: str, trainer: dict[str, int], engine: dict[str, int]
 
 def checksums_of_engine(url: str, folder: Path) -> Callable[[], dict[str, int]]:
     """How an arm asks the engine."""
-    from verl_sglang_sync.engine.server_client import SyncSGLangServerClient
+    from verl_sglang_sync.engine.server_client import SGLangServerClient
 
-    client = SyncSGLangServerClient(url, timeout_s=120)
+    client = SGLangServerClient(url, timeout_s=120)
     return lambda: engine_checksums(client, folder)
 
 

@@ -54,7 +54,7 @@ def checksums(weights: NamedTensors) -> dict[str, int]:
 
 
 def engine_checksums(client: Any, folder: Path) -> dict[str, int]:
-    """Have the engine sum its own tensors; `client` is a `SyncSGLangServerClient`."""
+    """Have the engine sum its own tensors; `client` is a `SGLangServerClient`."""
     from multiprocessing.reduction import ForkingPickler
 
     from verl_sglang_sync.engine.server_client import operations

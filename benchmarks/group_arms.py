@@ -46,7 +46,7 @@ def main() -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    weights = make_weights(args.model, device, flat=False)
+    weights = make_weights(args.model, device)
     wait_until_healthy(args.url, args.server_log)
     sent = {"num_tensors": len(weights), "bytes": sum(tensor.nbytes for _, tensor in weights)}
 

@@ -229,7 +229,7 @@ def _trainer_class() -> type[Any]:
             self._device = device
             torch.distributed.init_process_group("cpu:gloo")
             place = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
-            self._weights = make_weights(model, place, flat=False)
+            self._weights = make_weights(model, place)
             self._engine: Any = None
             self._seconds = 0.0
 

@@ -19,12 +19,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
 from torch.distributed.distributed_c10d import _get_default_store
+
+Result = TypeVar("Result")
 
 STEP_S = 0.5
 """How long a rank waits for its engine before it tells the other ranks that it still does."""
@@ -261,6 +263,23 @@ async def wait_in_step(group: TrainerGroup, task: asyncio.Future[Any] | None) ->
 def holds_everywhere(group: TrainerGroup, holds: bool) -> bool:
     """True if `holds` on every rank; collective."""
     return group.agree(is_ready=holds).is_ready
+
+
+def result_or_reason(
+    step: Callable[[], Result], *expected: type[Exception]
+) -> tuple[Result | None, str | None]:
+    """A step's result and None, or None and why there is none, for the other ranks to learn of.
+
+    Args:
+        step: of this rank; no other one waits in it.
+        expected: errors of which the message says enough; of any other it is the traceback.
+    """
+    try:
+        return step(), None
+    except expected as error:
+        return None, str(error)
+    except Exception:
+        return None, traceback.format_exc()
 
 
 def common_reason(group: TrainerGroup, reason: str | None, signature: int = 0) -> str | None:

@@ -10,7 +10,7 @@ that the preset's mode obeys: an unknown key, or one of another mode, is an erro
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
@@ -37,25 +37,91 @@ SECTION = "actor_rollout_ref.rollout.custom.weight_sync"
 BACKEND_KEY = "actor_rollout_ref.rollout.checkpoint_engine.backend"
 BROADCAST_BACKEND = "sglang_sync"
 BUCKET_KEY = "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes"
-PRESET_KEYS = (
-    "mode",
-    "request_timeout_s",
-    "timeouts_s",
-    "report_file",
-    "host_backup",
-    "sleep_order",
-    "wake_order",
-    "stale_requests",
-    "stale_requests_timeout_s",
-    "router_url",
-    "manifest_check",
-)
-COMPILED_KEYS = (
-    "recheck_every_n_syncs",
-    "keep_staging_buffers",
-    "read_in_place",
-    "exchange_shards",
-)
+MAX_COUNT = (1 << 31) - 1
+
+
+def _one_of(*allowed: str, yaml: Mapping[bool, str] | None = None) -> Callable[[str, Any], Any]:
+    """A check for some words; `yaml` are those that YAML 1.1 reads as true or false."""
+
+    def check(key: str, value: Any) -> Any:
+        word = (yaml or {}).get(value, value) if isinstance(value, bool) else value
+        if word not in allowed:
+            raise ValueError(f"{key}={word!r}: allowed: {', '.join(allowed)}")
+        return word
+
+    return check
+
+
+def _seconds(key: str, value: Any) -> float:
+    """A limit; an engine accepts none above `MAX_TIMEOUT_S`."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 < value <= MAX_TIMEOUT_S:
+        raise ValueError(
+            f"{key}={value!r}: expected a number greater than 0 and at most {MAX_TIMEOUT_S:g}"
+        )
+    return float(value)
+
+
+def _limits(key: str, section: Any) -> dict[str, float]:
+    if section is None:
+        return {}
+    if not isinstance(section, Mapping):
+        raise ValueError(f"{key}={section!r}: expected seconds by operation: {', '.join(LIMITS)}")
+    for name, value in section.items():
+        if name not in LIMITS:
+            raise ValueError(
+                f"{key}.{name}={value!r}: unknown operation; allowed: {', '.join(LIMITS)}"
+            )
+    given = {name: value for name, value in section.items() if value is not None}
+    return {name: _seconds(f"{key}.{name}", value) for name, value in given.items()}
+
+
+def _count(key: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_COUNT:
+        raise ValueError(f"{key}={value!r}: expected a whole number from 0 to {MAX_COUNT}")
+    return value
+
+
+def _switch(key: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{key}={value!r}: allowed: true, false")
+    return value
+
+
+def _file(key: str, value: Any) -> str | None:
+    if value is not None and (not isinstance(value, str) or not value):
+        raise ValueError(f"{key}={value!r}: expected a file path or null")
+    return value
+
+
+def _url(key: str, value: Any) -> str | None:
+    return None if value is None else checked_base_url(key, value)
+
+
+Check = Callable[[str, Any], Any]
+"""Given a whole key and what the user wrote: returns the setting, or raises `ValueError`, naming
+key, value and what is allowed."""
+
+PRESET_KEYS: dict[str, Check] = {
+    "mode": _one_of(*MODES),
+    "request_timeout_s": _seconds,
+    "timeouts_s": _limits,
+    "report_file": _file,
+    "host_backup": _one_of(*HOST_BACKUPS, yaml={True: "on", False: "off"}),
+    "sleep_order": lambda key, value: value,  # both together: `StageOrder.of`
+    "wake_order": lambda key, value: value,
+    "stale_requests": _one_of(*STALE_REQUESTS),
+    "stale_requests_timeout_s": _seconds,
+    "router_url": _url,
+    "manifest_check": _one_of(*MANIFEST_CHECKS, yaml={False: "off"}),
+}
+COMPILED_KEYS: dict[str, Check] = {
+    "recheck_every_n_syncs": _count,
+    "keep_staging_buffers": _switch,
+    "read_in_place": _switch,
+    "exchange_shards": _switch,
+}
+"""Keys that only mode "compiled" obeys."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,30 +233,15 @@ class WeightSyncConfig:
         section = _get(custom, "weight_sync") if custom is not None else None
         if section is None:
             return None
-        keys = _checked_keys(section)
-        stages = StageOrder.of(
-            SECTION, keys.get("sleep_order", SLEEP_ORDER), keys.get("wake_order", WAKE_ORDER)
-        )
+        keys: dict[str, Any] = {"mode": None, "sleep_order": SLEEP_ORDER, "wake_order": WAKE_ORDER}
+        known = _known_keys(section)
+        keys |= {key: known.get(key) for key in known}  # None for what Hydra wants and nobody gave
+        checks = PRESET_KEYS | COMPILED_KEYS
+        found = {key: checks[key](f"{SECTION}.{key}", value) for key, value in keys.items()}
+        stages = StageOrder.of(SECTION, found["sleep_order"], found["wake_order"])
+        found |= {"sleep_order": stages.sleep, "wake_order": stages.wake}
         return cls(
-            mode=_mode(keys),
-            request_timeout_s=_seconds(
-                f"{SECTION}.request_timeout_s", keys.get("request_timeout_s", 600.0)
-            ),
-            timeouts_s=_timeouts(keys.get("timeouts_s")),
-            report_file=_optional_path(f"{SECTION}.report_file", keys.get("report_file")),
-            recheck_every_n_syncs=_whole_number(keys, "recheck_every_n_syncs", 0, range(1 << 31)),
-            keep_staging_buffers=_switch(keys, "keep_staging_buffers", False),
-            read_in_place=_switch(keys, "read_in_place", True),
-            exchange_shards=_switch(keys, "exchange_shards", True),
-            host_backup=_host_backup(keys.get("host_backup", "auto")),
-            sleep_order=stages.sleep,
-            wake_order=stages.wake,
-            stale_requests=_stale_requests(keys.get("stale_requests", "wait")),
-            stale_requests_timeout_s=_seconds(
-                f"{SECTION}.stale_requests_timeout_s", keys.get("stale_requests_timeout_s", 600.0)
-            ),
-            router_url=_router_url(keys),
-            manifest_check=_manifest_check(keys.get("manifest_check", "error")),
+            **found,
             bucket_bytes=_bucket_bytes(rollout),
             multi_stage_wake_up=_boolean(rollout, "multi_stage_wake_up"),
             free_cache_engine=_boolean(rollout, "free_cache_engine"),
@@ -204,7 +255,8 @@ def _get(node: Any, key: str, default: Any = None) -> Any:
     return getattr(node, key, default)
 
 
-def _checked_keys(section: Any) -> Mapping[str, Any]:
+def _known_keys(section: Any) -> Mapping[str, Any]:
+    """A preset's section, if its mode obeys all of its keys."""
     if not isinstance(section, Mapping):
         raise ValueError(
             f"{SECTION}={section!r}: expected a preset's mapping; choose one with "
@@ -221,93 +273,6 @@ def _checked_keys(section: Any) -> Mapping[str, Any]:
                 f"{SECTION}.{key}={section[key]!r}: {problem}; allowed: {', '.join(allowed)}"
             )
     return section
-
-
-def _mode(keys: Mapping[str, Any]) -> Mode:
-    mode = keys.get("mode")
-    if mode not in MODES:
-        raise ValueError(f"{SECTION}.mode={mode!r}: allowed: {', '.join(MODES)}")
-    return mode  # type: ignore[no-any-return]
-
-
-def _host_backup(value: Any) -> HostBackup:
-    value = {True: "on", False: "off"}[value] if isinstance(value, bool) else value  # YAML 1.1
-    if value not in HOST_BACKUPS:
-        raise ValueError(f"{SECTION}.host_backup={value!r}: allowed: {', '.join(HOST_BACKUPS)}")
-    return value  # type: ignore[no-any-return]
-
-
-def _stale_requests(value: Any) -> StaleRequests:
-    if value not in STALE_REQUESTS:
-        raise ValueError(
-            f"{SECTION}.stale_requests={value!r}: allowed: {', '.join(STALE_REQUESTS)}"
-        )
-    return value  # type: ignore[no-any-return]
-
-
-def _manifest_check(value: Any) -> ManifestCheck:
-    value = "off" if value is False else value  # YAML 1.1
-    if value not in MANIFEST_CHECKS:
-        raise ValueError(
-            f"{SECTION}.manifest_check={value!r}: allowed: {', '.join(MANIFEST_CHECKS)}"
-        )
-    return value  # type: ignore[no-any-return]
-
-
-def _seconds(key: str, value: Any) -> float:
-    """A limit; an engine accepts none above `MAX_TIMEOUT_S`."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0 < value <= MAX_TIMEOUT_S:
-        raise ValueError(
-            f"{key}={value!r}: expected a number greater than 0 and at most {MAX_TIMEOUT_S:g}"
-        )
-    return float(value)
-
-
-def _whole_number(keys: Mapping[str, Any], key: str, default: int, allowed: range) -> int:
-    value = keys.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int) or value not in allowed:
-        raise ValueError(
-            f"{SECTION}.{key}={value!r}: expected a whole number from {allowed.start} to "
-            f"{allowed.stop - 1}"
-        )
-    return value
-
-
-def _switch(keys: Mapping[str, Any], key: str, default: bool) -> bool:
-    value = keys.get(key, default)
-    if not isinstance(value, bool):
-        raise ValueError(f"{SECTION}.{key}={value!r}: allowed: true, false")
-    return value
-
-
-def _optional_path(key: str, value: Any) -> str | None:
-    if value is not None and (not isinstance(value, str) or not value):
-        raise ValueError(f"{key}={value!r}: expected a file path or null")
-    return value
-
-
-def _router_url(keys: Mapping[str, Any]) -> str | None:
-    value = keys.get("router_url")
-    return None if value is None else checked_base_url(f"{SECTION}.router_url", value)
-
-
-def _timeouts(section: Any) -> dict[str, float]:
-    key = f"{SECTION}.timeouts_s"
-    if section is None:
-        return {}
-    if not isinstance(section, Mapping):
-        raise ValueError(f"{key}={section!r}: expected seconds by operation: {', '.join(LIMITS)}")
-    for name, value in section.items():
-        if name not in LIMITS:
-            raise ValueError(
-                f"{key}.{name}={value!r}: unknown operation; allowed: {', '.join(LIMITS)}"
-            )
-    return {
-        name: _seconds(f"{key}.{name}", value)
-        for name, value in section.items()
-        if value is not None
-    }
 
 
 def _bucket_bytes(rollout: Any) -> int:

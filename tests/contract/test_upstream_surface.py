@@ -325,12 +325,7 @@ def calls_of_our_client() -> list[Any]:
         make.update_from_distributed(["x"], ["uint8"], [[1]], group_name="g"),
         make.init_update_group(**group, group_name="g", backend="gloo"),
         make.destroy_update_group("g"),
-        make.flush_cache(),
-        make.pause_generation("abort"),
-        make.continue_generation(),
-        make.server_info(),
         make.model_info(),
-        make.health(),
     ]
     operations = [value for value in vars(make).values() if isinstance(value, make.Operation)]
     pinned = {call.operation.path for call in calls}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from support.broadcast_steps import PLAN, broadcast_syncs, syncs_and_faults
 from support.engine_hash import HASH_LOADER
 from support.sglang_server import Server, loopback, sglang_server
 from support.trainer import Outcome, Step, run_trainer
-from verl_sglang_sync.engine.server_client import SyncSGLangServerClient, operations
+from verl_sglang_sync.engine.server_client import SGLangServerClient, operations
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -172,8 +172,9 @@ def test_an_ipv6_server_is_told_updates_and_asked_for_its_state(
     if "127.0.0.1" in url:
         pytest.skip("this host has no IPv6 loopback")
     assert url.startswith("http://[::1]:")
-    with SyncSGLangServerClient(url, timeout_s=60) as client:
-        assert client.run(operations.server_info())["host"] == "::1"
+    server_info = operations.Call(replace(operations.MODEL_INFO, path="server_info"))
+    with SGLangServerClient(url, timeout_s=60) as client:
+        assert client.run(server_info)["host"] == "::1"
         assert client.run(operations.model_info())["weight_version"] == "v"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 
 from support.coverage_loader import POISON_LOADER, PUBLISH_LOADER, STATE_LOADER
 from support.trainer import TrainerRank
+from verl_sglang_sync.engine.server_client import operations
 
 
 def call_loader(rank: TrainerRank, loader: str, argument: dict[str, Any]) -> None:
@@ -20,7 +20,7 @@ def call_loader(rank: TrainerRank, loader: str, argument: dict[str, Any]) -> Non
     # One tensor for each TP rank, kept until the reply: the first to open a handle consumes it.
     tensors = [torch.zeros(1, device=rank.device) for _ in range(rank.tp)]
     handles = [serialize_handles([(json.dumps(argument), tensor)]) for tensor in tensors]
-    asyncio.run(rank.client.update_weights(handles, load_format=loader))
+    rank.client.run(operations.update_weights(handles, load_format=loader))
 
 
 def engine_state(rank: TrainerRank, path: str) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import json
 import time
@@ -18,7 +17,7 @@ from support.engine_hash import HASH_LOADER
 from support.engine_steps import weights_of
 from support.sglang_server import free_port, loopback
 from support.trainer import NamedTensors, TrainerRank
-from verl_sglang_sync.engine.server_client import ServerError, SyncSGLangServerClient, operations
+from verl_sglang_sync.engine.server_client import ServerError, SGLangServerClient, operations
 
 Target = tuple[str, int]
 """A server's URL and its number of TP ranks."""
@@ -104,7 +103,7 @@ def broadcast_among_strangers(
         group, later = descriptor["group"], {**descriptor, "timeout_s": 1000.0}
         changed = [base64.b64encode(json.dumps(later).encode()).decode()]
         stock = operations.update_from_distributed(["a"], ["uint8"], [[8]], group_name=group)
-        with SyncSGLangServerClient(targets[0][0], timeout_s=20) as client:
+        with SGLangServerClient(targets[0][0], timeout_s=20) as client:
             for name, call in (
                 ("repeated", sent[0]),
                 (
@@ -161,7 +160,7 @@ def broadcast_that_one_refuses(
     with mock.patch("secrets.token_hex", return_value="taken"):
         if rank.rank == 0:
             url, tp = targets[1]
-            with SyncSGLangServerClient(url, timeout_s=60) as client:
+            with SGLangServerClient(url, timeout_s=60) as client:
                 client.run(
                     operations.init_update_group(
                         master_address="127.0.0.1",
@@ -280,7 +279,6 @@ class Sender:
     def hashes(self, folder: Path) -> list[list[dict[str, str]]]:
         """By target and TP rank, taken in the engines' processes; empty on other ranks."""
         from support.ipc import serialize_handles
-        from verl_sglang_sync.engine.server_client import SGLangServerClient
 
         if self._rank.rank:
             return []
@@ -292,11 +290,8 @@ class Sender:
             ]
             handles = [serialize_handles([pair]) for pair in tensors]
 
-            async def take(url: str = url, handles: list[bytes] = handles) -> None:
-                async with SGLangServerClient(url, timeout_s=60) as client:
-                    await client.update_weights(handles, load_format=HASH_LOADER)
-
-            asyncio.run(take())
+            with SGLangServerClient(url, timeout_s=60) as client:
+                client.run(operations.update_weights(handles, load_format=HASH_LOADER))
             seen.append([json.loads((folder / f"rank{r}.json").read_text()) for r in range(tp)])
         return seen
 

@@ -17,6 +17,7 @@ from support.engine_steps import weights_of
 from support.fault_proxy import Fault, as_json, plan, seen
 from support.load_counter import COUNT_LOADER
 from support.trainer import NamedTensors, TrainerRank, engine_hashes
+from verl_sglang_sync.engine.server_client import operations
 
 UPDATE_TIMEOUT_S = 3.0
 KEYS = {"api_key": "normal", "admin_api_key": "admin"}
@@ -46,7 +47,7 @@ def _call_loader(rank: TrainerRank, loader: str, argument: dict[str, Any]) -> No
     if rank.is_leader:
         tensors = [torch.zeros(1) for _ in range(rank.tp)]
         handles = [serialize_handles([(json.dumps(argument), tensor)]) for tensor in tensors]
-        asyncio.run(rank.client.update_weights(handles, load_format=loader))
+        rank.client.run(operations.update_weights(handles, load_format=loader))
 
 
 def num_loads(
@@ -106,7 +107,7 @@ def faults_of_a_request(rank: TrainerRank, url: str, model: str, folder: str) ->
             found: dict[str, Any] = {**outcome, "mode": mode, "kind": fault.kind, "scale": scale}
             if rank.is_leader:
                 found["requests"] = as_json(seen(url))
-                found["version"] = asyncio.run(rank.client.model_info())["weight_version"]
+                found["version"] = rank.client.run(operations.model_info())["weight_version"]
             found["loads"] = num_loads(rank, where)
             found["hashes"] = engine_hashes(rank, where)
             found["good"] = sync(rank, mode, weights[scale])

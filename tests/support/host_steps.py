@@ -13,6 +13,7 @@ import torch.distributed as dist
 from support.engine_hash import HASH_LOADER
 from support.engine_steps import weights_of
 from support.trainer import TrainerRank
+from verl_sglang_sync.engine.server_client import operations
 
 
 def sync_away_and_back(rank: TrainerRank, model: str, folder: str) -> dict[str, Any]:
@@ -34,7 +35,7 @@ def _hashes(rank: TrainerRank, folder: Path) -> list[dict[str, str]]:
     handles: list[Any] = [None] * rank.tp
     dist.all_gather_object(handles, serialize_handles([(str(folder), tensor)]))
     if rank.is_leader:
-        asyncio.run(rank.client.update_weights(handles, load_format=HASH_LOADER))
+        rank.client.run(operations.update_weights(handles, load_format=HASH_LOADER))
     dist.barrier()
     del tensor
     return [json.loads((folder / f"rank{tp}.json").read_text()) for tp in range(rank.tp)]

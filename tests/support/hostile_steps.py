@@ -7,6 +7,7 @@ passes on.
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import json
 import os
@@ -19,6 +20,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ from support.engine_stop import STOP_LOADER
 from support.http_requests import get, post, running_generation
 from support.sglang_server import free_port
 from support.trainer import NamedTensors, TrainerRank, engine_hashes
+from verl_sglang_sync.engine.server_client import operations
 
 GIVEN_UP_AFTER_S = 5.0
 """Limit of a request, and of a session's silence, where the engine is stopped."""
@@ -195,7 +198,7 @@ def call_loader(rank: TrainerRank, loader: str) -> None:
     if rank.is_leader:
         tensors = [torch.zeros(1) for _ in range(rank.tp)]
         handles = [serialize_handles([("", tensor)]) for tensor in tensors]
-        asyncio.run(rank.client.update_weights(handles, load_format=loader))
+        rank.client.run(operations.update_weights(handles, load_format=loader))
 
 
 def _versions_for(url: str, seconds: float) -> set[str]:
@@ -433,13 +436,18 @@ class ForgedInvitations:
         self._forge = forge
         self.num_forged = 0
 
-    def start_update(self, handles: Iterable[bytes], **options: Any) -> Any:
-        """As the client's, but for the endpoint."""
-        return self._client.start_update([self._forged(item) for item in handles], **options)
+    def submit(self, call: Any) -> Any:
+        """As the client's, but for the endpoint of an update."""
+        fields = dict(call.payload or {})
+        if handles := fields.get("serialized_named_tensors"):
+            forged = (self._forged(base64.b64decode(item)) for item in handles)
+            fields["serialized_named_tensors"] = [base64.b64encode(f).decode() for f in forged]
+            call = replace(call, payload=fields)
+        return self._client.submit(call)
 
-    async def update_weights(self, handles: Iterable[bytes], **options: Any) -> None:
-        """As the client's, but for the endpoint."""
-        await self._client.update_weights([self._forged(item) for item in handles], **options)
+    def run(self, call: Any) -> Any:
+        """As the client's."""
+        return self.submit(call).result()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._client, name)

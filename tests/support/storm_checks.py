@@ -9,7 +9,6 @@ A broken invariant raises `Violation`, with a kind that the report counts by.
 
 from __future__ import annotations
 
-import asyncio
 import http.client
 import json
 import threading
@@ -148,19 +147,16 @@ class StormEngine:
         import torch
 
         from support.ipc import serialize_handles
-        from verl_sglang_sync.engine.server_client import SGLangServerClient
+        from verl_sglang_sync.engine.server_client import SGLangServerClient, operations
 
         files = [self._folder / f"rank{rank}.json" for rank in range(self.tp)]
         for file in files:
             file.unlink(missing_ok=True)
         tensors = [torch.zeros(1) for _ in files]
 
-        async def take() -> None:
-            async with SGLangServerClient(self.url, timeout_s=REPLY_S) as client:
-                handles = [serialize_handles([(str(self._folder), t)]) for t in tensors]
-                await client.update_weights(handles, load_format=HASH_LOADER)
-
-        asyncio.run(take())
+        handles = [serialize_handles([(str(self._folder), t)]) for t in tensors]
+        with SGLangServerClient(self.url, timeout_s=REPLY_S) as client:
+            client.run(operations.update_weights(handles, load_format=HASH_LOADER))
         return [json.loads(file.read_text()) for file in files]
 
     def serves(self, limit_s: float = PROBE_S) -> tuple[str, Tokens] | None:

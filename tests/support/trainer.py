@@ -6,7 +6,6 @@ by name); what it returns, or its traceback, comes back per rank.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import pkgutil
@@ -25,6 +24,7 @@ import torch.distributed as dist
 
 from support.forks import Fork, python_path
 from support.hosts import Host
+from verl_sglang_sync.engine.server_client import operations
 
 ON_GPUS = {"NCCL_CUMEM_ENABLE": "0"}
 """Environment of trainer ranks on GPUs: what SGLang's processes have; a mixture fails in CUDA."""
@@ -138,7 +138,7 @@ def engine_hashes(rank: TrainerRank, folder: Path) -> list[dict[str, str]]:
     # One tensor for each TP rank, kept until the reply: the first to open a handle consumes it.
     tensors = [torch.zeros(1, device=rank.device) for _ in range(rank.tp)]
     handles = [serialize_handles([(str(folder), tensor)]) for tensor in tensors]
-    asyncio.run(rank.client.update_weights(handles, load_format=HASH_LOADER))
+    rank.client.run(operations.update_weights(handles, load_format=HASH_LOADER))
     return [json.loads((folder / f"rank{tp}.json").read_text()) for tp in range(rank.tp)]
 
 

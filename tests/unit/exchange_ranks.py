@@ -1,108 +1,18 @@
-"""What each rank does in the tests of the exchange of shards: real FSDP2, verl's own export."""
+"""What each rank does in the tests of the exchange of shards."""
 
 import dataclasses
-import types
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from sglang_loader.common.regions.arrangement import Arrangement, Read
-from unit.trainer_ranks import trainer_group
+from unit.route_ranks import BUCKET_BYTES, CPU, Rank, sharded
 
-CPU = torch.device("cpu")
-BUCKET_BYTES = 20 << 10
 PIECE_BYTES = 2 << 10
-_SIZES = {
-    "vocab_size": 83,  # 4 ranks have 21, 21, 21, 20 rows
-    "hidden_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 3,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-    "intermediate_size": 40,
-}
-
-
-def _dense(tied):
-    from transformers import AutoModelForCausalLM, Qwen3Config
-
-    return AutoModelForCausalLM.from_config(Qwen3Config(**_SIZES, tie_word_embeddings=tied))
-
-
-def _moe():
-    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
-
-    config = Qwen3MoeConfig(
-        **_SIZES, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=12
-    )
-    return AutoModelForCausalLM.from_config(config)
-
-
-def _vl():
-    from transformers import AutoModelForImageTextToText, Qwen2_5_VLConfig
-
-    vision = {
-        "depth": 1,
-        "hidden_size": 16,
-        "intermediate_size": 20,
-        "num_heads": 2,
-        "out_hidden_size": 24,
-        "patch_size": 2,
-    }
-    text = {**_SIZES, "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}
-    return AutoModelForImageTextToText.from_config(
-        Qwen2_5_VLConfig(text_config=text, vision_config=vision)
-    )
-
-
-MODELS = {"dense": lambda: _dense(False), "tied": lambda: _dense(True), "moe": _moe, "vl": _vl}
-
-
-def sharded(kind, dtype=torch.float32):
-    """A tiny model, equal on all ranks, sharded over them as verl does; one bucket to a layer."""
-    torch.manual_seed(7)
-    model = MODELS[kind]().to(dtype)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for layer in [m for m in model.modules() if type(m).__name__.endswith("DecoderLayer")]:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    return model
-
-
-def export_of(model):
-    """What verl's FSDP engine exports, as our adapter gets it."""
-    from verl.workers.engine.fsdp import transformer_impl
-
-    from verl_sglang_sync.verl.exports import _repeatable
-
-    # In these processes verl finds no accelerator, and each iteration asks for it again.
-    transformer_impl.get_device_id = lambda: CPU
-    transformer_impl.log_gpu_memory_usage = lambda *_, **__: None
-    engine = types.SimpleNamespace(
-        module=model,
-        model_config=types.SimpleNamespace(lora={}, hf_config=model.config),
-        _uses_fsdp2_cpu_offload_policy=False,
-        _is_offload_param=False,
-        _qat_enabled=False,
-    )
-    method = transformer_impl.FSDPEngine.get_per_tensor_param
-    return _repeatable(getattr(method, "__wrapped__", method))(engine)[0]
-
-
-def batches_of(export):
-    """The export in full, as buckets."""
-    from verl_sglang_sync.report import SyncReport
-    from verl_sglang_sync.sources.bucket_stream import BucketStream
-    from verl_sglang_sync.sources.export import Export
-
-    stream, report = BucketStream(BUCKET_BYTES), SyncReport(mode="compiled", replica=0)
-    return list(stream.batches(Export(export), report))
 
 
 def arrangement_of(layout, rank, world_size):
@@ -134,209 +44,110 @@ def arrangement_of(layout, rank, world_size):
     return Arrangement(tuple(reversed(reads)), start)
 
 
-@dataclass
-class Seen:
-    """What a rank saw.
+class ExchangeRank(Rank):
+    """A rank whose engine reads a part of each bucket, and says so after the first sync."""
 
-    Attributes:
-        reason: of `prepare`, or of `prove`.
-        kinds: of the syncs.
-        wrong: buckets that were not as the full export's, by sync.
-        arranged_bytes: of this rank's buffers, without scratch.
-        payload_bytes: of the export.
-        num_gathers: calls of `full_tensor` while shards were exchanged.
-        scratch_bytes: at most held.
-    """
+    def make_route(self):
+        from verl_sglang_sync.routes.arranged_sending import EngineArrangements, KnownArrangements
+        from verl_sglang_sync.routes.exchange.route import Exchange
+        from verl_sglang_sync.routes.staging_ring import StagingRing
 
-    reason: str | None = None
-    kinds: list[str] = field(default_factory=list)
-    wrong: list[list[int]] = field(default_factory=list)
-    arranged_bytes: int = 0
-    payload_bytes: int = 0
-    num_gathers: int = 0
-    num_buckets: int = 0
-    scratch_bytes: int = 0
-
-
-class Rank:
-    """An exchange of one model on this rank."""
-
-    def __init__(self, model, change=None, recheck=0):
-        from verl_sglang_sync.routes.exchange.shard_exchange import ShardExchange
-        from verl_sglang_sync.sources.reexport import transformed
-        from verl_sglang_sync.sources.source_map import SourceMap
-
-        self.model = model
-        self.group = trainer_group(2)[0]
-        self.export = export_of(model)
-        self.batches = batches_of(self.export)
-        if change is not None:
-            self.export = transformed(self.export, change)
-        world_size = dist.get_world_size()
-        self.layouts = [batch.bucket.layout for batch in self.batches]
-        self.arrangements = [
-            [arrangement_of(layout, rank, world_size) for layout in self.layouts]
-            for rank in range(world_size)
-        ]
-        self.source_map = SourceMap(self.group, CPU)
-        self.exchange = ShardExchange(
+        self.batches()
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        self.own = [arrangement_of(b.layout, rank, world_size) for b in self.stream.buckets]
+        named = [(b.digest, reads) for b, reads in zip(self.stream.buckets, self.own, strict=True)]
+        arrangements = EngineArrangements(is_wanted=True)
+        arrangements.known = KnownArrangements("arranged", tuple(named))
+        self.ring = StagingRing(CPU, num_buffers=2, bucket_bytes=BUCKET_BYTES)
+        self.num_read = None  # buckets after which this rank gives up
+        payload = sum(bucket.payload_bytes for bucket in self.stream.buckets)
+        arranged = sum(reads.nbytes for reads in self.own)
+        self.seen.counts.update(arranged=arranged, payload=payload, scratch=0)
+        return Exchange(
             self.group,
             CPU,
             self.source_map,
+            self.stream,
+            arrangements=arrangements,
+            ring=self.ring,
+            is_wanted=True,
             piece_nbytes=PIECE_BYTES,
-            recheck_every_n_syncs=recheck,
+            recheck_every_n_syncs=self.recheck,
         )
-        self.seen = Seen()
-        self.own = self.arrangements[dist.get_rank()]
-        self.seen.num_buckets = len(self.layouts)
-        self.seen.arranged_bytes = sum(arranged.nbytes for arranged in self.own)
-        self.seen.payload_bytes = sum(batch.bucket.payload_bytes for batch in self.batches)
 
-    def prepare(self):
-        self.seen.reason = self.exchange.prepare(self.export, self.arrangements, self.layouts)
-        return self.seen.reason is None
+    def read(self, source):
+        self.filled = []
+        assert source.needs_arrangements == "arranged"
+        source.engine_joined("arranged")
+        for ready in source:
+            flat = torch.empty(0, dtype=torch.uint8).set_(ready.storage)
+            self.filled.append(flat[: ready.nbytes].clone())
+            if len(self.filled) == self.num_read:
+                break
+        scratch = source._report.staging_bytes - self.ring.nbytes
+        self.seen.counts["scratch"] = max(self.seen.counts["scratch"], scratch)
 
-    def sync(self):
-        """One sync as a transport would make it; what was exchanged is compared afterwards."""
-        from verl_sglang_sync.routes.exchange.self_check import gather_arranged
+    def compare(self):
+        from verl_sglang_sync.routes.exchange.proof import gather_arranged
 
-        is_ready = self.exchange.ready(self.export, self.layouts)
-        is_checked = self.exchange.needs_proof
-        self.seen.kinds.append("EXCHANGE" if is_ready else "CHECK" if is_checked else "FULL")
-        if is_checked:
-            batches = ((b.bucket.layout, b.tensors) for b in batches_of(self.export))
-            self.seen.reason = self.exchange.prove(self.export, batches)
-        if is_ready:
-            buffers = [torch.zeros(a.nbytes, dtype=torch.uint8) for a in self.own]
-            with mock.patch.object(DTensor, "full_tensor", autospec=True) as gather:
-                for index, buffer in enumerate(buffers):
-                    self.exchange.fill(index, buffer)
-            self.seen.num_gathers += gather.call_count
-            full = batches_of(self.export)
-            expected = [
-                gather_arranged(batch.tensors, arranged, CPU)
-                for batch, arranged in zip(full, self.own, strict=True)
-            ]
-            assert any(buffer.any() for buffer in expected)
-            pairs = enumerate(zip(buffers, expected, strict=True))
-            self.seen.wrong.append([i for i, (have, want) in pairs if not torch.equal(have, want)])
-        self.seen.scratch_bytes = max(self.seen.scratch_bytes, self.exchange.nbytes)
-        self.exchange.free()
-        return self.seen.kinds[-1]
-
-    def step(self):
-        """As an optimizer: in place, another value for each element."""
-        with torch.no_grad():
-            for parameter in self.model.parameters():
-                local = parameter.to_local()
-                local.add_(torch.arange(local.numel(), dtype=local.dtype).view(local.shape) + 1)
+        pairs = zip(self.batches(), self.own, strict=True)
+        expected = [gather_arranged(batch.tensors, reads, CPU) for batch, reads in pairs]
+        assert any(buffer.any() for buffer in expected)
+        assert len(self.filled) == (self.num_read or len(expected))
+        return [
+            index
+            for index, (have, want) in enumerate(zip(self.filled, expected, strict=False))
+            for read in self.own[index].reads
+            if not torch.equal(*(b[read.start : read.start + read.nbytes] for b in (have, want)))
+        ]
 
 
 def exchange_model(kind, dtype):
     """Trace, check, exchange twice, with a step of the optimizer in between."""
-    rank = Rank(sharded(kind, getattr(torch, dtype)))
-    if rank.prepare():
-        rank.sync()
+    rank = ExchangeRank(sharded(kind, getattr(torch, dtype)))
+    rank.sync()
+    for _ in range(2):
         rank.step()
-        rank.sync()
         rank.sync()
     return dataclasses.asdict(rank.seen)
 
 
-class _Ring:
-    """Staging buffers that are kept apart."""
-
-    nbytes = 0
-
-    def __init__(self):
-        self.filled = []
-
-    def prepare(self, cuts, *, arranged):
-        pass
-
-    def fill(self, index, nbytes, fill):
-        self.filled.append(torch.zeros(nbytes, dtype=torch.uint8))
-        fill(self.filled[-1])
-        return self.filled[-1].untyped_storage()
-
-
-class _Arranged:
-    """One sync of a rank that knows all arrangements."""
-
-    digest = "arranged"
-
-    def __init__(self, arrangements):
-        self._arrangements = arrangements
-
-    def keep_if_held(self, held):
-        assert held == self.digest
-
-    def of(self, index, bucket):
-        return self._arrangements[index]
-
-
 def drain_on_rank_1():
-    """Rank 1 gives up after one bucket; whether what this rank filled is right."""
-    from verl_sglang_sync.report import SyncReport
-    from verl_sglang_sync.routes.exchange.route import ExchangedBuckets
-    from verl_sglang_sync.routes.exchange.self_check import gather_arranged
-
-    rank = Rank(sharded("dense"))
-    rank.prepare()
+    """Rank 1 gives up after one bucket."""
+    rank = ExchangeRank(sharded("dense"))
     rank.sync()
-    is_ready = rank.exchange.ready(rank.export, rank.layouts)
-    cuts = [types.SimpleNamespace(bucket=batch.bucket) for batch in rank.batches]
-    ring, report = _Ring(), SyncReport(mode="compiled", replica=0)
-    buckets = ExchangedBuckets(rank.exchange, cuts, _Arranged(rank.own), ring, report)
-    buckets.engine_joined(_Arranged.digest)
-    for bucket in buckets:
-        if dist.get_rank() == 1:
-            assert bucket.index == 0
-            break
-    buckets.drain()
-    rank.exchange.free()
-    full = batches_of(rank.export)
-    expected = [gather_arranged(b.tensors, a, CPU) for b, a in zip(full, rank.own, strict=True)]
-    right = [torch.equal(have, want) for have, want in zip(ring.filled, expected, strict=False)]
-    return is_ready, right, report.num_exchanged, report.num_tensors
+    rank.num_read = 1 if dist.get_rank() == 1 else None
+    rank.sync()
+    return dataclasses.asdict(rank.seen)
 
 
 @contextmanager
 def _failing_on_rank_1(rank, piece, packing):
     """One packing of one piece fails on rank 1."""
-    broken = getattr(rank.exchange._prepared.exchange._pieces[piece], packing)
+    broken = getattr(rank.route._plan.exchange._pieces[piece], packing)
     fails = mock.Mock(side_effect=MemoryError("no room to pack"))
     with mock.patch.object(broken, "run", fails if dist.get_rank() == 1 else broken.run):
         yield
 
 
 def fail_in_a_sync(piece, packing):
-    """What each rank saw, and whether the next sync is right."""
-    rank = Rank(sharded("dense"))
-    rank.prepare()
+    """One rank fails in a sync; the next one is made in the same way."""
+    rank = ExchangeRank(sharded("dense"))
     rank.sync()
-    assert rank.exchange.ready(rank.export, rank.layouts)
-    error = None
-    with _failing_on_rank_1(rank, piece, packing):
-        try:
-            for index, arranged in enumerate(rank.own):
-                rank.exchange.fill(index, torch.zeros(arranged.nbytes, dtype=torch.uint8))
-        except MemoryError as raised:
-            error = str(raised)
-        rank.exchange.drain()
-    rank.exchange.free()
-    rank.sync()
-    return error, rank.seen.kinds[-1], rank.seen.wrong[-1]
-
-
-def fail_in_the_proof(piece, packing):
-    """Why nothing is exchanged, as each rank has it, and what the next sync does."""
-    rank = Rank(sharded("dense"))
-    rank.prepare()
     with _failing_on_rank_1(rank, piece, packing):
         rank.sync()
     rank.sync()
-    return rank.seen.reason, rank.seen.kinds
+    return dataclasses.asdict(rank.seen)
+
+
+def fail_in_the_proof(piece, packing):
+    """The second proof fails on one rank."""
+    rank = ExchangeRank(sharded("dense"), recheck=1)
+    rank.sync()
+    with _failing_on_rank_1(rank, piece, packing):
+        rank.sync()
+    rank.sync()
+    return dataclasses.asdict(rank.seen)
 
 
 def _moved(rank, on, offset=0):
@@ -356,8 +167,7 @@ def _moved(rank, on, offset=0):
 
 def move_storages():
     """A shard moves on rank 2 alone: it is sent from where it is."""
-    rank = Rank(sharded("dense"))
-    assert rank.prepare(), rank.seen.reason
+    rank = ExchangeRank(sharded("dense"))
     rank.sync()
     for _ in range(2):
         rank.step()
@@ -368,33 +178,31 @@ def move_storages():
 
 def change_parameters():
     """A parameter is of another kind on rank 2 alone, again and again."""
-    rank = Rank(sharded("dense"))
-    for offset in range(1, 7):
-        if not rank.prepare():
-            break
+    rank = ExchangeRank(sharded("dense"))
+    for offset in range(1, 6):
         rank.sync()
         rank.sync()
         _moved(rank, on=2, offset=offset)
-        rank.sync()
     return dataclasses.asdict(rank.seen)
 
 
 def trace_anew():
     """Other parameters, traced by somebody else before the exchange has looked at them."""
-    rank = Rank(sharded("dense"))
-    assert rank.prepare(), rank.seen.reason
+    rank = ExchangeRank(sharded("dense"))
     rank.sync()
     _moved(rank, on=2, offset=1)
     assert rank.source_map.trace(rank.export) is None
     rank.sync()
-    return rank.seen.kinds
+    rank.sync()
+    return rank.seen.routes
 
 
 def recheck():
-    """Every second sync is compared again."""
-    rank = Rank(sharded("tied"), recheck=2)
-    rank.prepare()
-    for _ in range(5):
+    """Every second sync is compared again, in one of them with other parameters."""
+    rank = ExchangeRank(sharded("tied"), recheck=2)
+    for number in range(6):
+        if number == 4:
+            _moved(rank, on=2, offset=1)
         rank.sync()
     return dataclasses.asdict(rank.seen)
 
@@ -439,16 +247,13 @@ EXPORTS = {
 
 
 def refused_exports():
-    """Each export that cannot be traced: the reason on this rank, and that nothing was spoiled."""
+    """Each export that cannot be traced: the reason on this rank, and what the next sync is."""
     model, reasons = sharded("moe"), {}
-    for name, change in EXPORTS.items():
-        rank = Rank(model, change)
-        rank.prepare()
-        reasons[name] = rank.seen.reason, rank.sync()
-    rank = Rank(model, _swapped_on_rank_1)
-    rank.layouts = rank.layouts[:1]
-    rank.prepare()
-    reasons["differs on rank 1"] = rank.seen.reason, rank.sync()
+    for name, change in {**EXPORTS, "differs on rank 1": _swapped_on_rank_1}.items():
+        rank = ExchangeRank(model, change)
+        rank.export_in_full()
+        rank.sync()
+        reasons[name] = rank.seen.off, rank.seen.routes
     return reasons
 
 
@@ -536,20 +341,19 @@ def views_and_copies():
 
 def a_backend_that_cannot():
     """No all-to-all: what the proof says, and what is done then."""
-    rank = Rank(sharded("tied"))
-    prepared = rank.prepare()
+    rank = ExchangeRank(sharded("tied"))
     refusal = RuntimeError("this backend has no all-to-all")
     with mock.patch.object(dist, "all_to_all_single", side_effect=refusal):
         rank.sync()
     rank.sync()
-    return prepared, rank.seen.kinds, rank.exchange.off
+    return dataclasses.asdict(rank.seen)
 
 
 def wrong_origins():
-    """The traced origins are spoiled: the comparison must see it; returns what it says."""
+    """The traced origins are spoiled: the comparison must see it."""
     from verl_sglang_sync.sources import source_map
 
-    rank = Rank(sharded("moe"))
+    rank = ExchangeRank(sharded("moe"))
     trace = source_map.trace_export
 
     def spoiled(*args, **kwargs):
@@ -559,7 +363,6 @@ def wrong_origins():
         return dataclasses.replace(traced, tensors={**traced.tensors, name: other})
 
     with mock.patch.object(source_map, "trace_export", spoiled):
-        prepared = rank.prepare()
+        rank.sync()
     rank.sync()
-    rank.sync()
-    return prepared, rank.seen.kinds, rank.seen.reason, rank.exchange.off
+    return dataclasses.asdict(rank.seen)

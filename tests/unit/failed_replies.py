@@ -13,20 +13,20 @@ LOST = ConnectionBroken("the reply was lost", endpoint="http://h:1/update")
 
 
 class FailsReplies:
-    """The part of an `Updater` that opens sessions; `error` is its reply, at once."""
+    """An `Engine` whose reply is `error`, at once."""
 
     def __init__(self, error: ServerError) -> None:
         self._error = error
 
-    def start_update(self, *_: Any, **__: Any) -> Future[None]:
+    def submit(self, call: Any) -> Future[Any]:
         """Fails at once."""
-        reply: Future[None] = Future()
+        reply: Future[Any] = Future()
         reply.set_exception(self._error)
         return reply
 
 
 def failed_request(error: ServerError) -> OpeningRequest:
     """It has left, and this is its reply."""
-    request = OpeningRequest(FailsReplies(error), "1")  # type: ignore[arg-type]
+    request = OpeningRequest(FailsReplies(error), "1")
     request.post([b"an invitation"])
     return request

@@ -1,9 +1,9 @@
-"""What each rank does in the tests of pulled parameters: real FSDP2, verl's own export, on gloo."""
+"""What each rank does in the tests of pulled parameters: its engine maps what it is told to."""
 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
@@ -12,153 +12,75 @@ import torch.distributed as dist
 
 from sglang_loader.common.bucket_source import BucketSource, Piece
 from sglang_loader.common.shared_memory import map_buffer
-from unit.exchange_ranks import CPU, export_of, sharded
-from unit.trainer_ranks import trainer_group
-
-BUCKET_BYTES = 20 << 10
+from unit.route_ranks import CPU, Rank, sharded
 
 
-@dataclass
-class Seen:
-    """What a rank saw.
+class PullRank(Rank):
+    """A rank whose engine keeps what it has mapped, where it is to.
 
     Attributes:
-        routes: what each sync was: "export" or "pull".
-        wrong: tensors that an engine on this rank would have read wrongly, by pulled sync.
-        num_gathers: calls of `full_tensor` in pulled syncs.
-        recoveries: after syncs that failed.
-        off: why nothing is pulled.
+        num_handles: that were made for engines.
+        mapped: the engine's memory, by the block's name.
+        keeps: it was to keep that after the last sync.
     """
 
-    routes: list[str] = field(default_factory=list)
-    wrong: list[list[str]] = field(default_factory=list)
-    num_gathers: int = 0
-    recoveries: list[str] = field(default_factory=list)
-    off: str | None = None
-
-
-class Rank:
-    """The syncs of one model on this rank, and an engine that maps what it is told to."""
-
     def __init__(self, kind: str, *, is_shared: bool = True, recheck: int = 0) -> None:
-        from verl_sglang_sync.routes.pull.route import Pull
-        from verl_sglang_sync.sources.bucket_stream import BucketStream
-        from verl_sglang_sync.sources.source_map import SourceMap
-
-        self.model = sharded(kind)
+        model = sharded(kind)
         if is_shared:
-            share(self.model)
-        self.group = trainer_group(2)[0]
-        self.export: Any = export_of(self.model)
-        self.stream = BucketStream(BUCKET_BYTES)
+            share(model)
         self.num_handles = 0
-        self.pull = Pull(
+        self.mapped: dict[str, torch.Tensor] = {}
+        super().__init__(model, recheck=recheck)
+
+    def make_route(self) -> Any:
+        from verl_sglang_sync.routes.pull.route import Pull
+
+        return Pull(
             self.group,
             CPU,
-            SourceMap(self.group, CPU),
+            self.source_map,
             self.stream,
             is_wanted=True,
             record=self._count,
-            recheck_every_n_syncs=recheck,
+            recheck_every_n_syncs=self.recheck,
         )
-        self.mapped: dict[str, torch.Tensor] = {}
-        self.seen = Seen()
 
     def _count(self, handle: object) -> None:
         self.num_handles += 1
 
-    def sync(self, *, may_read: bool = True) -> None:
-        """One sync as a transport would make it, again where a pull does not hold."""
-        from torch.distributed.tensor import DTensor
+    def map_blocks(self, blocks: Sequence[Any], *, keep: bool) -> None:
+        """As a session with the engine does; the slots are the positions of the blocks."""
+        from verl_sglang_sync.engine.session import BlockNotMapped
 
-        from verl_sglang_sync.report import SyncReport
-        from verl_sglang_sync.routes.route import Recovery
-
-        if self.pull.choose(self.export, SyncReport(mode="compiled", replica=0)) is None:
-            self._export(may_read)
-            return
-        cause = None
-        self.group.all_gather(None)  # all have written what they export
-        try:
-            with mock.patch.object(DTensor, "full_tensor", autospec=True) as gather:
-                self._read()
-            self.seen.num_gathers += gather.call_count
-        except Exception as error:
-            cause = error
-        if all(each is None for each in self.group.all_gather(cause and repr(cause))):
-            self.pull.end()
-            self.seen.routes.append("pull")
-            return
-        recovery = self.pull.recover(cause, self.export)
-        self.seen.recoveries.append(recovery.name)
-        if recovery is Recovery.AGAIN:
-            self.sync()
-        elif recovery is Recovery.EXPORT:
-            self._export(may_read)
-
-    def _export(self, may_read: bool) -> None:
-        from verl_sglang_sync.report import SyncReport
-        from verl_sglang_sync.sources.export import Export
-
-        for _ in self.stream.batches(Export(self.export), SyncReport(mode="compiled", replica=0)):
-            pass
-        self.seen.routes.append("export")
-        if self.pull.can_learn(self.export):
-            self.pull.learn(self.export, loaded(may_read))
-        self.seen.off = self.pull.off
-
-    def _read(self) -> None:
-        """As an engine: from the mapped blocks, every tensor of every bucket."""
-        from verl_sglang_sync.report import SyncReport
-
-        report, read = SyncReport(mode="compiled", replica=0), {}
-        slots, self.keeps = [], self.pull.keeps_mappings
-        for block in self.pull.blocks:
+        self.keeps, self.slots = keep, []
+        for block in blocks:
             if block.name not in self.mapped:
-                assert block.handle is not None
+                if block.handle is None:
+                    raise BlockNotMapped("gone")
                 self.mapped[block.name] = map_buffer(block.handle, CPU)
-            slots.append(self.mapped[block.name])
-        for pulled in self.pull.buckets(report):
-            layout = pulled.bucket.layout
+            self.slots.append(self.mapped[block.name])
+
+    def read(self, source: Any) -> None:
+        read = {}
+        source.map_memory(self)
+        for ready in source:
+            layout = ready.bucket.layout
             pieces = [
-                Piece(p.start, slots[p.slot][p.offset : p.offset + p.nbytes]) for p in pulled.pieces
+                Piece(p.start, self.slots[p.slot][p.offset : p.offset + p.nbytes])
+                for p in ready.pieces
             ]
             packed = BucketSource(pieces).packed(layout)
             read.update({name: tensor.clone() for name, tensor in layout.views(packed)})
-        for _ in self.pull.confirm(self.export, self.stream.cuts):
-            pass
-        self.read = read
+        source.confirm()
+        self.was_read = read
         if not self.keeps:
             self.mapped.clear()
 
-    def compare(self) -> None:
-        """What was pulled last with the full export."""
+    def compare(self) -> list[str]:
         full = dict(self.export)
-        assert full.keys() == self.read.keys()
+        assert full.keys() == self.was_read.keys()
         assert any(tensor.any() for tensor in full.values())
-        pairs = [(name, self.read[name], full[name]) for name in full]
-        self.seen.wrong.append([name for name, have, want in pairs if not torch.equal(have, want)])
-
-    def step(self) -> None:
-        """As an optimizer: in place, another value for each element."""
-        with torch.no_grad():
-            for parameter in self.model.parameters():
-                local = parameter.to_local()
-                local.add_(torch.arange(local.numel(), dtype=local.dtype).view(local.shape) + 1)
-
-
-def loaded(may_read: bool) -> Any:
-    """What an engine rank says that has loaded an exported sync."""
-    from sglang_loader.common.session.messages import Loaded
-
-    return Loaded(
-        num_replayed=0,
-        num_eager=1,
-        reason=None,
-        may_read_in_place=may_read,
-        arrangements=None,
-        seconds={},
-    )
+        return [name for name, want in full.items() if not torch.equal(self.was_read[name], want)]
 
 
 def share(model: torch.nn.Module) -> None:
@@ -184,14 +106,13 @@ def move(model: torch.nn.Module, number: int | None = None) -> None:
 
 def pull_model(kind: str) -> dict[str, Any]:
     """Learn, then pull three times, with a step of the optimizer in between."""
-    rank = Rank(kind)
+    rank = PullRank(kind)
     rank.sync(may_read=False)
     rank.sync()
     handles = []
     for _ in range(3):
         rank.step()
         rank.sync()
-        rank.compare()
         handles.append(rank.num_handles)
     assert handles[0] < handles[1] == handles[2], "blocks that stay mapped need no new handles"
     return dataclasses.asdict(rank.seen)
@@ -199,31 +120,29 @@ def pull_model(kind: str) -> dict[str, Any]:
 
 def pull_offloaded() -> dict[str, Any]:
     """All parameters come back elsewhere before every sync."""
-    rank = Rank("moe")
+    rank = PullRank("moe")
     rank.sync()
     for _ in range(3):
         move(rank.model)
         rank.step()
         rank.sync()
-        rank.compare()
     return {**dataclasses.asdict(rank.seen), "keeps": rank.keeps}
 
 
 def pull_moved(on: int) -> dict[str, Any]:
     """One shard moves on one rank alone, after all were located."""
-    rank = Rank("dense")
+    rank = PullRank("dense")
     for _ in range(3):
         rank.sync()
     if dist.get_rank() == on:
         move(rank.model, number=2)
     rank.sync()
-    rank.compare()
     return dataclasses.asdict(rank.seen)
 
 
 def pull_other_parameters() -> dict[str, Any]:
     """A parameter that was tied is not tied any more: what was traced holds no longer."""
-    rank = Rank("tied")
+    rank = PullRank("tied")
     for _ in range(3):
         rank.sync()
     model = rank.model
@@ -234,28 +153,16 @@ def pull_other_parameters() -> dict[str, Any]:
         head.to_local().add_(1)
     rank.sync()
     rank.sync()
-    rank.compare()
     return dataclasses.asdict(rank.seen)
 
 
 def pull_engine_forgot() -> dict[str, Any]:
     """One rank's engine was started anew: it has nothing mapped, and the handles are used."""
-    from verl_sglang_sync.engine.session import BlockNotMapped
-
-    rank = Rank("dense")
+    rank = PullRank("dense")
     for _ in range(3):
         rank.sync()
     rank.mapped.clear()
-    read = rank._read
-
-    def forgetful() -> None:
-        if not rank.mapped and all(block.handle is None for block in rank.pull.blocks):
-            raise BlockNotMapped("gone")
-        read()
-
-    rank._read = forgetful  # type: ignore[method-assign]
     rank.sync()
-    rank.compare()
     return {**dataclasses.asdict(rank.seen), "keeps": rank.keeps}
 
 
@@ -264,7 +171,7 @@ def pull_refused(case: str) -> dict[str, Any]:
     from verl_sglang_sync.engine.session import EngineCannotMap
     from verl_sglang_sync.sources import export_trace, shard_memory
 
-    rank = Rank("moe", is_shared=case != "private")
+    rank = PullRank("moe", is_shared=case != "private")
     if case == "hosts":
         with mock.patch.object(shard_memory, "host_id", lambda: f"host {dist.get_rank() // 2}"):
             rank.sync()
@@ -277,7 +184,7 @@ def pull_refused(case: str) -> dict[str, Any]:
     if case == "mapping":
         _fail_on(1, rank, EngineCannotMap("no access"))
     rank.sync()
-    return dataclasses.asdict(rank.seen) | {"off": rank.pull.off}
+    return dataclasses.asdict(rank.seen) | {"off": rank.route.off}
 
 
 def _spoiled_on_rank_1(trace: Any) -> Any:
@@ -294,22 +201,22 @@ def _spoiled_on_rank_1(trace: Any) -> Any:
 
 def pull_rechecked() -> dict[str, Any]:
     """Every second sync goes through the export."""
-    rank = Rank("dense", recheck=2)
+    rank = PullRank("dense", recheck=2)
     for _ in range(5):
         rank.step()
         rank.sync()
     return dataclasses.asdict(rank.seen)
 
 
-def _fail_on(number: int, rank: Rank, error: Exception) -> None:
+def _fail_on(number: int, rank: PullRank, error: Exception) -> None:
     """The engine of one rank fails."""
     side_effect = error if dist.get_rank() == number else None
-    rank._read = mock.Mock(side_effect=side_effect)  # type: ignore[method-assign]
+    rank.read = mock.Mock(side_effect=side_effect)  # type: ignore[method-assign]
 
 
 def pull_other_failure() -> list[str]:
     """A failure that has nothing to do with the pull is not recovered from."""
-    rank = Rank("dense")
+    rank = PullRank("dense")
     rank.sync()
     _fail_on(2, rank, RuntimeError("the engine failed"))
     rank.sync()

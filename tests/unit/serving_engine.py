@@ -7,10 +7,11 @@ engine.models[1].loaded             # what TP rank 1 got in the last sync, by na
 
 from __future__ import annotations
 
+import base64
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -22,6 +23,8 @@ from sglang_loader.common.session.messages import SESSION_FORMAT, decode_descrip
 from sglang_loader.session import serve as session
 from sglang_loader.session.broadcast_receiver import BroadcastReceiver
 from sglang_loader.session.state import Layouts, Mappings, Sources
+from verl_sglang_sync.engine.server_client import operations
+from verl_sglang_sync.engine.server_client.operations import Call
 
 NO_STEPS = session.SessionSteps(
     once_joined=lambda: None, before_loading=lambda layout: None, once_loaded=lambda: None
@@ -144,30 +147,32 @@ class ServingEngine:
         if self.fails == operation:
             raise RuntimeError(f"the engine cannot {operation}")
 
-    async def release_memory(self, tags: Sequence[str]) -> Any:
-        self._record("release", *tags)
-        return costs_of(tags)
-
-    async def resume_memory(self, tags: Sequence[str]) -> Any:
-        self._record(" ".join(("resume", *tags)))
-        return costs_of(tags)
-
-    def start_update(
-        self,
-        handles: Sequence[bytes],
-        *,
-        load_format: str,
-        flush_cache: bool,
-        weight_version: str | None,
-        sent: threading.Event | None = None,
-    ) -> Future[Any]:
-        assert (load_format, flush_cache, len(handles)) == (SESSION_FORMAT, True, len(self.models))
+    def submit(self, call: Call) -> Future[Any]:
+        """Do as a server does with a request; an update's reply comes when its sessions end."""
         reply: Future[Any] = Future()
+        fields = call.payload or {}
         try:
-            self._record("update", weight_version)
+            if call.operation == operations.UPDATE:
+                self._record("update", fields["weight_version"])
+                self._update(fields, call.sent, reply)
+                return reply
+            tags = fields["tags"]
+            if call.operation == operations.RELEASE:
+                self._record("release", *tags)
+            else:
+                assert call.operation == operations.RESUME
+                self._record(" ".join(("resume", *tags)))
+            reply.set_result({"stages": costs_of(tags)})
         except RuntimeError as error:
             reply.set_exception(error)
-            return reply
+        return reply
+
+    def _update(
+        self, fields: Mapping[str, Any], sent: threading.Event | None, reply: Future[Any]
+    ) -> None:
+        assert (fields["load_format"], fields["flush_cache"]) == (SESSION_FORMAT, True)
+        handles = [base64.b64decode(text) for text in fields["serialized_named_tensors"]]
+        assert len(handles) == len(self.models)
         failures: list[str] = []
         self.checks = [decode_descriptor(handle).manifest_check for handle in handles]
         agreed = threading.Barrier(len(handles), action=lambda: self._answer(reply, failures))
@@ -178,7 +183,6 @@ class ServingEngine:
             self._serving[rank].start()
         if sent is not None:
             sent.set()
-        return reply
 
     def _serve(
         self,

@@ -15,12 +15,13 @@ from sglang_loader.common.layout import BucketLayout, WireError, digest_of
 from sglang_loader.common.regions.arrangement import Arrangement, Read
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.routes.arranged_sending import (
+    NOTHING_KNOWN,
     ArrangedSync,
     EngineArrangements,
     KnownArrangements,
 )
 from verl_sglang_sync.routes.staging_ring import StagingRing
-from verl_sglang_sync.sources.bucket_stream import Batch, Bucket, BucketStream, Cut
+from verl_sglang_sync.sources.bucket_stream import Bucket, BucketStream
 
 CPU = torch.device("cpu")
 LAYOUT = BucketLayout.pack([("a", (16, 8), torch.float32), ("b", (8,), torch.bfloat16)])
@@ -107,26 +108,19 @@ def test_an_engine_that_holds_others_gets_whole_buckets(held: str) -> None:
 
 
 def test_nothing_is_known_at_first() -> None:
-    arranged = ArrangedSync(None)
+    arranged = ArrangedSync(NOTHING_KNOWN)
     arranged.keep_if_held("0" * 64)
     assert (arranged.digest, arranged.expected(0), arranged.of(0, BUCKETS[0])) == ("", None, None)
-
-
-def stream_of(tensors: list[tuple[str, torch.Tensor]]) -> tuple[list[Cut], list[Batch]]:
-    stream = BucketStream(1024)
-    batches = list(stream.batches(iter(tensors), SyncReport(mode="compiled", replica=0)))
-    return stream.cuts, batches
 
 
 def test_the_ring_has_room_for_what_is_sent() -> None:
     """Buffers of the arranged size; grown, and packed anew, where a bucket must come whole."""
     tensors = [(f"t{i}", torch.randn(16, 16)) for i in range(4)]
-    cuts, batches = stream_of(tensors)
+    report = SyncReport(mode="compiled", replica=0)
+    batches = list(BucketStream(1024).batches(iter(tensors), report))
     half = Arrangement((Read(0, 512, (), 512, 0),), 512)
-    offer = encode_arrangements([(cut.bucket.digest, half) for cut in cuts])
-    arranged = ArrangedSync(KnownArrangements.of(offer, [cut.bucket for cut in cuts]))
     ring = StagingRing(CPU, num_buffers=2, bucket_bytes=1024)
-    ring.prepare(cuts, arranged=arranged)
+    ring.prepare([half.nbytes] * len(batches))
     assert ring.nbytes == 2 * 512
     for _ in range(2):
         for batch, (_, tensor) in zip(batches, tensors, strict=True):
@@ -152,8 +146,8 @@ def test_a_trainer_learns_what_it_may_use(caplog: pytest.LogCaptureFixture) -> N
     arrangements.learn(offer, BUCKETS)
     assert arrangements.known_digest(BUCKETS) == digest_of(offer)
     assert arrangements.for_sync().digest == digest_of(offer)
-    assert arrangements.fitting(BUCKETS) is not None
-    assert arrangements.fitting(BUCKETS[1:]) is None
+    assert arrangements.fitting(BUCKETS).digest == digest_of(offer)
+    assert arrangements.fitting(BUCKETS[1:]) == NOTHING_KNOWN
     arrangements.forget()
     assert arrangements.known_digest(BUCKETS) == ""
     with caplog.at_level(logging.WARNING):

@@ -96,99 +96,52 @@ def test_without_a_preset_there_are_no_settings(custom):
     assert WeightSyncConfig.from_rollout(config) is None
 
 
-ALLOWED = {
-    "mode": "allowed: bucketed, flattened, compiled",
-    "number": "expected a number greater than 0 and at most 86400",
-    "path": "expected a file path or null",
-    "megabytes": "expected a whole number of MiB, at least 1",
-    "truth": "allowed: True, False",
-    "backup": "allowed: auto, on, off",
-    "check": "allowed: error, warn, off",
-    "operation": f"unknown operation; allowed: {', '.join(LIMITS)}",
-    "operations": f"expected seconds by operation: {', '.join(LIMITS)}",
-    "url": "expected a URL such as http://10.0.0.1:30000",
-    "key": f"unknown key; allowed: {', '.join(PRESET_KEYS)}",
-    "preset": r"choose one with +weight_sync=<bucketed|flattened|compiled>",
-}
 ROLLOUT = "actor_rollout_ref.rollout"
-REFUSED = [
-    *(
-        ("custom__weight_sync__mode", value, f"{SECTION}.mode", ALLOWED["mode"])
-        for value in ("fastest", "Flattened", "", None, 1)
+A_NUMBER = "expected a number greater than 0 and at most 86400"
+OPERATIONS = ", ".join(LIMITS)
+IN_SECTION = {  # key: values, and what is allowed
+    "mode": (("fastest", "Flattened", "", None, 1), "allowed: bucketed, flattened, compiled"),
+    "request_timeout_s": ((0, -1, 0.0, True, "60", None, 86_401, math.inf, math.nan), A_NUMBER),
+    **{f"timeouts_s.{name}": ((0, "60", math.inf), A_NUMBER) for name in LIMITS},
+    "timeouts_s.updates": ((5,), f"unknown operation; allowed: {OPERATIONS}"),
+    "timeouts_s": ((5,), f"expected seconds by operation: {OPERATIONS}"),
+    "report_file": (("", 3, False), "expected a file path or null"),
+    "host_backup": (("Auto", "", None, 1), "allowed: auto, on, off"),
+    "sleep_order": ((["weights", "lora"],), "unknown 'lora'; allowed: kv_cache, weights, cuda_"),
+    "wake_order": (("weights",), "expected a list of"),
+    "stale_requests": (("Wait", "abort", None, True), "allowed: wait, refuse"),
+    "stale_requests_timeout_s": ((0, "60", None), A_NUMBER),
+    "manifest_check": (("Error", "", None, 0, True), "allowed: error, warn, off"),
+    "router_url": (
+        ("", "10.0.0.1:30000", "ftp://h", "http://::1:30000", 30000),
+        "expected a URL such as http://10.0.0.1:30000",
     ),
-    *(
-        ("custom__weight_sync__request_timeout_s", value, key, ALLOWED["number"])
-        for key in (f"{SECTION}.request_timeout_s",)
-        for value in (0, -1, 0.0, True, "60", None, 86_401, math.inf, math.nan)
-    ),
-    *(
-        (f"custom__weight_sync__timeouts_s__{name}", value, key, ALLOWED["number"])
-        for name in LIMITS
-        for key in (f"{SECTION}.timeouts_s.{name}",)
-        for value in (0, "60", math.inf)
-    ),
-    (
-        "custom__weight_sync__timeouts_s__updates",
-        5,
-        f"{SECTION}.timeouts_s.updates",
-        ALLOWED["operation"],
-    ),
-    ("custom__weight_sync__timeouts_s", 5, f"{SECTION}.timeouts_s", ALLOWED["operations"]),
-    *(
-        ("custom__weight_sync__report_file", value, f"{SECTION}.report_file", ALLOWED["path"])
-        for value in ("", 3, False)
-    ),
-    *(
-        ("custom__weight_sync__host_backup", value, f"{SECTION}.host_backup", ALLOWED["backup"])
-        for value in ("Auto", "", None, 1)
-    ),
-    (
-        "custom__weight_sync__sleep_order",
-        ["weights", "lora"],
-        f"{SECTION}.sleep_order",
-        "unknown 'lora'; allowed: kv_cache, weights, cuda_graph",
-    ),
-    ("custom__weight_sync__wake_order", "weights", f"{SECTION}.wake_order", "expected a list of"),
-    *(
-        ("custom__weight_sync__stale_requests", value, key, "allowed: wait, refuse")
-        for key in (f"{SECTION}.stale_requests",)
-        for value in ("Wait", "abort", None, True)
-    ),
-    *(
-        ("custom__weight_sync__stale_requests_timeout_s", value, key, ALLOWED["number"])
-        for key in (f"{SECTION}.stale_requests_timeout_s",)
-        for value in (0, "60", None)
-    ),
-    *(
-        ("custom__weight_sync__manifest_check", v, f"{SECTION}.manifest_check", ALLOWED["check"])
-        for v in ("Error", "", None, 0, True)
-    ),
-    *(
-        ("checkpoint_engine__update_weights_bucket_megabytes", v, BUCKET_KEY, ALLOWED["megabytes"])
-        for v in (0, -1, 0.5, 512.0, "512", True, None)
-    ),
-    *(
-        (key, value, f"{ROLLOUT}.{key}", ALLOWED["truth"])
-        for key in ("multi_stage_wake_up", "free_cache_engine")
-        for value in (1, "true", None)
-    ),
-    *(
-        ("custom__weight_sync__router_url", value, f"{SECTION}.router_url", ALLOWED["url"])
-        for value in ("", "10.0.0.1:30000", "ftp://h", "http://::1:30000", 30000)
-    ),
-    ("custom__weight_sync__bucket_mb", 3, f"{SECTION}.bucket_mb", ALLOWED["key"]),
-    ("custom__weight_sync__Mode", "bucketed", f"{SECTION}.Mode", ALLOWED["key"]),
-    ("custom__weight_sync", "flattened", SECTION, ALLOWED["preset"]),
-    ("custom__weight_sync", True, SECTION, ALLOWED["preset"]),
-]
+    "bucket_mb": ((3,), f"unknown key; allowed: {', '.join(PRESET_KEYS)}"),
+    "Mode": (("bucketed",), f"unknown key; allowed: {', '.join(PRESET_KEYS)}"),
+}
+REFUSED = {
+    **{f"{SECTION}.{key}": found for key, found in IN_SECTION.items()},
+    SECTION: (("flattened", True), "choose one with +weight_sync=<bucketed|flattened|compiled>"),
+    BUCKET_KEY: ((0, -1, 0.5, 512.0, "512", True, None), "a whole number of MiB, at least 1"),
+    f"{ROLLOUT}.multi_stage_wake_up": ((1, "true", None), "allowed: True, False"),
+    f"{ROLLOUT}.free_cache_engine": ((1, "true", None), "allowed: True, False"),
+}
 
 
-@pytest.mark.parametrize(("path", "value", "key", "allowed"), REFUSED)
-def test_a_bad_value_is_refused_by_key_value_and_what_is_allowed(path, value, key, allowed):
-    config = rollout(**{path: value})
+@pytest.mark.parametrize(
+    ("key", "value", "allowed"),
+    [(key, value, allowed) for key, (values, allowed) in REFUSED.items() for value in values],
+)
+def test_a_bad_value_is_refused_by_key_value_and_what_is_allowed(key, value, allowed):
+    config = rollout(**{key.removeprefix(f"{ROLLOUT}.").replace(".", "__"): value})
     with pytest.raises(ValueError, match=re.escape(f"{key}={value!r}: ")) as error:
         WeightSyncConfig.from_rollout(config)
     assert allowed in str(error.value)
+
+
+def test_a_mode_that_nobody_gave_is_refused():
+    with pytest.raises(ValueError, match=re.escape(f"{SECTION}.mode=None: allowed: bucketed")):
+        WeightSyncConfig.from_rollout(rollout(custom__weight_sync__mode="???"))
 
 
 def test_the_routers_key_is_refused_and_told_to_nobody():

@@ -21,7 +21,6 @@ from typer.testing import CliRunner
 from sglang_loader.common import shared_memory
 from sglang_loader.probe import SGLangFacts
 from verl_sglang_sync import cli, doctor
-from verl_sglang_sync.config import PRESETS
 from verl_sglang_sync.doctor import Check, Status, hardware, installation, presets, report
 from verl_sglang_sync.doctor.check import ProbeError, run_probe
 
@@ -42,7 +41,7 @@ GOOD_SGLANG = SGLangFacts(policy="", load_errors=[], hooks={"a.B.resume": True})
 CPU, GPU = (), ("H200", "H200")
 ROLLOUT = "actor_rollout_ref.rollout"
 NO_GPU = presets.Machine(num_gpus=0, reads_other_gpus=True)
-EIGHT_GPUS = presets.Machine(num_gpus=8, reads_other_gpus=True)
+COMPILED = (*presets.USUAL, "+weight_sync=compiled")
 
 
 def statuses(checks: list[Check]) -> dict[str, Status]:
@@ -263,111 +262,6 @@ class TestHardware:
         assert hardware.shared_memory_check().status is Status.WARN
         monkeypatch.setattr(hardware, "SHM", tmp_path / "missing")
         assert hardware.shared_memory_check().status is Status.WARN
-
-
-class TestPresets:
-    @pytest.mark.parametrize(
-        ("machine", "status"), [(EIGHT_GPUS, Status.OK), (NO_GPU, Status.WARN)]
-    )
-    def test_every_preset_is_described(self, machine: presets.Machine, status: Status) -> None:
-        checks = list(presets.preset_checks(machine))
-        assert [check.name for check in checks] == [f"+weight_sync={name}" for name in PRESETS]
-        assert {check.status for check in checks} == {status}
-        assert all("2048 MiB" in check.detail for check in checks)
-
-    def test_presets_that_hydra_does_not_find_are_failures(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        assert presets.hydra_check().status is Status.OK
-        monkeypatch.setattr(presets, "PLUGIN", "another.Plugin")
-        assert presets.hydra_check().status is Status.FAIL
-        monkeypatch.setattr(presets, "PRESETS", ("no_such_preset",))
-        (check,) = presets.preset_checks(NO_GPU)
-        assert (check.name, check.status) == ("+weight_sync=no_such_preset", Status.FAIL)
-        assert "Could not find 'weight_sync/no_such_preset'" in check.detail
-
-
-COMPILED = (*presets.USUAL, "+weight_sync=compiled")
-SECTION = f"{ROLLOUT}.custom.weight_sync"
-IN_PLACE = "read the trainer's parameters in place"
-
-
-class TestRecipe:
-    @pytest.mark.parametrize(
-        ("overrides", "said"),
-        [
-            (COMPILED, IN_PLACE),
-            (COMPILED, "Sleep releases kv_cache, weights, and the host keeps all weights until"),
-            (COMPILED, "wake-up: weights, sync, kv_cache"),
-            ((*COMPILED, f"{ROLLOUT}.multi_stage_wake_up=False"), "wake-up: weights, kv_cache, sy"),
-            ((*COMPILED, f"{ROLLOUT}.free_cache_engine=False"), "Nothing sleeps: free_cache_"),
-            ((*COMPILED, f"{SECTION}.recheck_every_n_syncs=9"), "checked again every 9 syncs"),
-            (
-                (*COMPILED, f"{ROLLOUT}.tensor_model_parallel_size=2"),
-                "exchange the trainer ranks' shards (not in place: rollout.tensor_model_parallel",
-            ),
-            ((*COMPILED, "trainer.nnodes=2"), "exchange the trainer ranks' shards (not in place"),
-            (
-                (*COMPILED, "trainer.n_gpus_per_node=1", f"{SECTION}.read_in_place=False"),
-                "Every sync makes the full export (not in place: read_in_place=False)",
-            ),
-            (
-                (*COMPILED, "actor_rollout_ref.actor.strategy=fsdp"),
-                "Every sync makes the full export (not in place: actor.strategy=fsdp is not fsdp2)",
-            ),
-            ((*COMPILED, f"{ROLLOUT}.quantization=fp8"), "rollout.quantization=fp8"),
-            ((*COMPILED, f"{ROLLOUT}.checkpoint_engine.backend=nccl"), "backend='nccl' brings the"),
-            ((*presets.USUAL, "+weight_sync=bucketed"), "through 1 staging buffer, shared by CUDA"),
-            ((*presets.USUAL, *presets.SEPARATE, "+weight_sync=disaggregated"), "over NCCL"),
-        ],
-    )
-    def test_what_it_does_follows_from_the_config(
-        self, overrides: tuple[str, ...], said: str
-    ) -> None:
-        *checks, last = presets.recipe_checks(overrides, EIGHT_GPUS)
-        assert all(check.status is not Status.FAIL for check in checks)
-        assert said in last.detail, last.detail
-
-    def test_what_it_does_follows_from_the_machine(self) -> None:
-        alone = presets.Machine(num_gpus=8, reads_other_gpus=False)
-        *_, last = presets.recipe_checks(COMPILED, alone)
-        assert "exchange the trainer ranks' shards (not in place: CUDA IPC" in last.detail
-        *_, last = presets.recipe_checks(COMPILED, presets.Machine(4, True))
-        assert last.advice == "trainer.n_gpus_per_node=8, but 4 GPUs are visible here"
-        *_, last = presets.recipe_checks(COMPILED, NO_GPU)
-        assert "shared by /dev/shm" in last.detail
-        assert "the CPU engine keeps its memory" in last.detail
-
-    def test_every_check_of_the_preflight_says_something(self) -> None:
-        overrides = [*COMPILED, "actor_rollout_ref.model.lora_rank=8", f"{ROLLOUT}.name=vllm"]
-        checks = {check.name: check for check in presets.recipe_checks(overrides, EIGHT_GPUS)}
-        assert checks["recipe: LoRA"].status is Status.FAIL
-        assert "actor_rollout_ref.model.lora_rank=8" in checks["recipe: LoRA"].detail
-        assert "name='vllm'" in checks["recipe: engine"].detail
-        assert checks["recipe: CUDA graphs"].status is Status.OK
-        assert "recipe: what it does" not in checks
-
-    @pytest.mark.parametrize(
-        ("overrides", "name", "said"),
-        [
-            (["actor_rollout_ref.rollut=1"], "recipe: config", "actor_rollout_ref.rollut"),
-            ([*COMPILED, f"{SECTION}.bukket=1"], "recipe: config", "bukket"),
-            ([*COMPILED, f"+{SECTION}.bukket=1"], "recipe: settings", "bukket=1: unknown key"),
-            ([*COMPILED, f"{SECTION}.host_backup=1"], "recipe: settings", "host_backup=1: allowed"),
-        ],
-    )
-    def test_what_cannot_be_read_is_a_failure(
-        self, overrides: list[str], name: str, said: str
-    ) -> None:
-        (check,) = presets.recipe_checks(overrides, EIGHT_GPUS)
-        assert (check.name, check.status) == (name, Status.FAIL)
-        assert said in check.detail
-
-    def test_flags_without_effect_are_warnings(self) -> None:
-        ignored, last = presets.recipe_checks(presets.USUAL, EIGHT_GPUS)
-        assert (ignored.name, ignored.status) == ("recipe: ignored", Status.WARN)
-        assert "only together with +weight_sync=<preset>" in ignored.detail
-        assert "verl's own weight sync" in last.detail
 
 
 class TestProbe:

@@ -74,7 +74,6 @@ BAD = {
     "vLLM": ({f"{ROLLOUT}.name": "vllm"}, [f"{ROLLOUT}.name='vllm': allowed: 'sglang'"]),
     "no rollout": ({f"{ROLLOUT}.name": "???"}, [f"{ROLLOUT}.name=None: allowed: 'sglang'"]),
     "empty bucket": ({BUCKET: 0}, [f"{BUCKET}=0: expected a whole number of MiB, at least 1"]),
-    "negative bucket": ({BUCKET: -1}, [f"{BUCKET}=-1: expected a whole number"]),
     "disaggregation": (
         {f"{ROLLOUT}.disaggregation.enabled": True},
         [f"{ROLLOUT}.disaggregation.enabled=True: allowed: False"],
@@ -100,11 +99,6 @@ BAD = {
         {f"{SECTION}.checksum": True},
         [f"{SECTION}.checksum=True: unknown key; allowed: mode, request_timeout_s, timeouts_s"],
     ),
-    "an unknown scheme of the router": (
-        {f"{SECTION}.router_url": "ftp://router:1"},
-        [f"{SECTION}.router_url='ftp://router:1': expected a URL such as http://"],
-    ),
-    "an unknown mode": ({f"{SECTION}.mode": "x"}, [f"{SECTION}.mode='x': allowed: bucketed"]),
 }
 
 

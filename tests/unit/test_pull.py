@@ -26,7 +26,7 @@ from verl_sglang_sync.sources.shard_memory import consecutive_reads
 def test_what_is_pulled_is_what_the_export_would_give(pool: Any, kind: str) -> None:
     for seen in pool.run(pull_ranks.pull_model, kind):
         assert seen["routes"] == ["export", "export", "pull", "pull", "pull"]
-        assert seen["wrong"] == [[], [], []]
+        assert not any(seen["wrong"])
         assert seen["num_gathers"] == 0
         assert seen["off"] is None
 
@@ -35,7 +35,7 @@ def test_parameters_that_come_back_elsewhere_are_pulled_from_there(pool: Any) ->
     for seen in pool.run(pull_ranks.pull_offloaded):
         assert seen["routes"] == ["export", "pull", "pull", "pull"]
         assert seen["recoveries"] == ["AGAIN"], "from then on they are located before each sync"
-        assert seen["wrong"] == [[], [], []]
+        assert not any(seen["wrong"])
         assert not seen["keeps"]
 
 
@@ -43,21 +43,21 @@ def test_a_shard_that_moved_on_one_rank_is_pulled_from_where_it_is(pool: Any) ->
     for seen in pool.run(pull_ranks.pull_moved, 2):
         assert seen["routes"] == ["export", "pull", "pull", "pull"]
         assert seen["recoveries"] == ["AGAIN"]
-        assert seen["wrong"] == [[]]
+        assert not any(seen["wrong"])
 
 
 def test_other_parameters_are_exported_and_traced_again(pool: Any) -> None:
     for seen in pool.run(pull_ranks.pull_other_parameters):
         assert seen["routes"] == ["export", "pull", "pull", "export", "pull"]
         assert seen["recoveries"] == ["EXPORT"]
-        assert seen["wrong"] == [[]]
+        assert not any(seen["wrong"])
 
 
 def test_an_engine_that_has_nothing_mapped_gets_new_handles(pool: Any) -> None:
     for seen in pool.run(pull_ranks.pull_engine_forgot):
         assert seen["routes"] == ["export", "pull", "pull", "pull"]
         assert seen["recoveries"] == ["AGAIN"]
-        assert seen["wrong"] == [[]]
+        assert not any(seen["wrong"])
         assert seen["keeps"], "the parameters have not moved"
 
 

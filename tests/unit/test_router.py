@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from support.router import Router, serving
-from verl_sglang_sync.engine.server_client import RouterError, core, router
+from verl_sglang_sync.engine.server_client import RouterError, client, router
 from verl_sglang_sync.engine.server_client.router import RouterClient, Worker
 from verl_sglang_sync.engine.server_client.urls import checked_base_url, server_url
 from verl_sglang_sync.verl.router_guard import Watch, start_guard
@@ -21,7 +21,7 @@ SERVER6 = "http://[fd00::1]:30000"
 
 @pytest.fixture(autouse=True)
 def short_delays(monkeypatch):
-    monkeypatch.setattr(core, "RETRY_DELAY_S", 0.05)
+    monkeypatch.setattr(client, "RETRY_DELAY_S", 0.05)
     monkeypatch.setattr(router, "POLL_S", 0.02)
 
 

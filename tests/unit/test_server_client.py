@@ -20,11 +20,10 @@ from verl_sglang_sync.engine.server_client import (
     ServerError,
     ServerUnreachable,
     SGLangServerClient,
-    SyncSGLangServerClient,
-    core,
+    client,
     operations,
 )
-from verl_sglang_sync.engine.server_client.core import ATTEMPTS, CONNECT_ATTEMPTS
+from verl_sglang_sync.engine.server_client.client import ATTEMPTS, CONNECT_ATTEMPTS
 from verl_sglang_sync.engine.server_client.loop_thread import LoopThread
 
 SUCCESS = '{"success": true, "message": "Success"}'
@@ -69,16 +68,20 @@ async def serving(server, host="127.0.0.1", port=0):
         await runner.cleanup()
 
 
-def talk(server, conversation, *, timeout_s=5.0, host="127.0.0.1", base="{url}", **access):
-    """Run `conversation(client)` against `server`."""
+def talk(server, call, *, timeout_s=5.0, host="127.0.0.1", base="{url}", **access):
+    """Run a call against `server`; its reply."""
+
+    def run():
+        with SGLangServerClient(
+            base.format(url=server.url), timeout_s=timeout_s, **access
+        ) as started:
+            return started.run(call)
 
     async def main():
         async with serving(server, host):
-            url = base.format(url=server.url)
-            async with SGLangServerClient(url, timeout_s=timeout_s, **access) as client:
-                await conversation(client)
+            return await asyncio.to_thread(run)
 
-    asyncio.run(main())
+    return asyncio.run(main())
 
 
 def free_port():
@@ -89,7 +92,7 @@ def free_port():
 
 @pytest.fixture(autouse=True)
 def short_retry_delay(monkeypatch):
-    monkeypatch.setattr(core, "RETRY_DELAY_S", 0.05)
+    monkeypatch.setattr(client, "RETRY_DELAY_S", 0.05)
 
 
 GROUP = {
@@ -100,24 +103,28 @@ GROUP = {
     "group_name": "weights",
     "backend": "gloo",
 }
-ADMIN, NORMAL, OPEN = "admin", "normal", None
+ADMIN, NORMAL = "admin", "normal"
 
 
-def update(client):
-    return client.update_weights([b"abc"], load_format="a.b")
-
+UPDATE = operations.update_weights([b"abc"], load_format="a.b")
+RELEASE = operations.release_memory(["weights"])
+INIT_GROUP = operations.init_update_group(**GROUP)
+DESTROY_GROUP = operations.destroy_update_group("weights")
+DISTRIBUTED = operations.update_from_distributed(
+    ("a", "b"), ("float32", "bfloat16"), ((2, 3), ()), group_name="weights"
+)
 
 CALLS = {
     "release": (
-        lambda client: client.release_memory(("kv_cache", "weights")),
+        operations.release_memory(("kv_cache", "weights")),
         ("POST", "/release_memory_occupation", {"tags": ["kv_cache", "weights"]}, ADMIN),
     ),
     "resume": (
-        lambda client: client.resume_memory(["weights"]),
+        operations.resume_memory(["weights"]),
         ("POST", "/resume_memory_occupation", {"tags": ["weights"]}, ADMIN),
     ),
     "update": (
-        lambda client: client.update_weights([b"\x00\xff\n", b""], load_format="a.b"),
+        operations.update_weights([b"\x00\xff\n", b""], load_format="a.b"),
         (
             "POST",
             "/update_weights_from_tensor",
@@ -131,7 +138,7 @@ CALLS = {
         ),
     ),
     "last update": (
-        lambda client: client.update_weights(
+        operations.update_weights(
             [b"abc"], load_format="a.b", flush_cache=True, weight_version="17"
         ),
         (
@@ -147,9 +154,7 @@ CALLS = {
         ),
     ),
     "update from distributed": (
-        lambda client: client.update_from_distributed(
-            ("a", "b"), ("float32", "bfloat16"), ((2, 3), ()), group_name="weights"
-        ),
+        DISTRIBUTED,
         (
             "POST",
             "/update_weights_from_distributed",
@@ -165,26 +170,12 @@ CALLS = {
             ADMIN,
         ),
     ),
-    "init group": (
-        lambda client: client.init_update_group(**GROUP),
-        ("POST", "/init_weights_update_group", GROUP, ADMIN),
-    ),
+    "init group": (INIT_GROUP, ("POST", "/init_weights_update_group", GROUP, ADMIN)),
     "destroy group": (
-        lambda client: client.destroy_update_group("weights"),
+        DESTROY_GROUP,
         ("POST", "/destroy_weights_update_group", {"group_name": "weights"}, ADMIN),
     ),
-    "flush": (lambda client: client.flush_cache(), ("POST", "/flush_cache", None, ADMIN)),
-    "pause": (
-        lambda client: client.pause_generation("retract"),
-        ("POST", "/pause_generation", {"mode": "retract"}, ADMIN),
-    ),
-    "continue": (
-        lambda client: client.continue_generation(),
-        ("POST", "/continue_generation", {}, ADMIN),
-    ),
-    "server info": (lambda client: client.server_info(), ("GET", "/server_info", None, NORMAL)),
-    "model info": (lambda client: client.model_info(), ("GET", "/model_info", None, NORMAL)),
-    "health": (lambda client: client.health(), ("GET", "/health", None, NORMAL)),
+    "model info": (operations.model_info(), ("GET", "/model_info", None, NORMAL)),
 }
 all_calls = pytest.mark.parametrize(("call", "sent"), CALLS.values(), ids=CALLS.keys())
 
@@ -237,38 +228,17 @@ def test_each_endpoint_gets_the_key_that_sglang_wants(call, sent, keys, tokens):
         assert not is_let_in(None)
 
 
-def test_both_clients_send_the_same():
-    server = Server()
-
-    def from_a_thread(url):
-        with SyncSGLangServerClient(url, timeout_s=5) as client:
-            client.run(operations.update_weights([b"abc"], load_format="a.b"))
-            return client.run(operations.model_info())
-
-    async def main():
-        async with serving(server):
-            async with SGLangServerClient(server.url, timeout_s=5) as client:
-                await update(client)
-                info = await client.model_info()
-            assert await asyncio.to_thread(from_a_thread, server.url) == info
-
-    asyncio.run(main())
-    assert [(r[0], r[1], r[3]) for r in server.requests[:2]] == [
-        (r[0], r[1], r[3]) for r in server.requests[2:]
-    ]
-
-
 def test_a_bucket_of_many_bytes_arrives_whole():
     server, handle = Server(), bytes(range(256)) * 40_000
-    talk(server, lambda client: client.update_weights([handle], load_format="a.b"))
+    talk(server, operations.update_weights([handle], load_format="a.b"))
     (text,) = server.only_request[3]["serialized_named_tensors"]
     assert base64.b64decode(text, validate=True) == handle
 
 
 def test_a_slash_after_the_base_url_does_no_harm():
     server = Server()
-    talk(server, lambda client: client.resume_memory(["weights"]), base="{url}/")
-    assert server.only_request[1] == "/resume_memory_occupation"
+    talk(server, RELEASE, base="{url}/")
+    assert server.only_request[1] == "/release_memory_occupation"
 
 
 def test_an_ipv6_server():
@@ -277,7 +247,7 @@ def test_an_ipv6_server():
     except OSError as error:
         pytest.skip(f"this host has no IPv6 loopback: {error}")
     server = Server()
-    talk(server, lambda client: client.release_memory(["weights"]), host="::1")
+    talk(server, RELEASE, host="::1")
     assert server.url.startswith("http://[::1]:")
     assert server.only_request[1] == "/release_memory_occupation"
 
@@ -285,31 +255,33 @@ def test_an_ipv6_server():
 # Connections.
 
 
-def test_calls_from_several_loops_share_a_connection_and_close_ends_the_thread():
-    server, started, stop = Server(), threading.Event(), threading.Event()
+def has_thread():
+    return "sglang-server-client" in {thread.name for thread in threading.enumerate()}
 
-    async def serve():
-        async with serving(server):
-            started.set()
-            await asyncio.to_thread(stop.wait, 20)
 
-    thread = threading.Thread(target=lambda: asyncio.run(serve()))
-    thread.start()
-    try:
-        assert started.wait(10)
-        client = SGLangServerClient(server.url, timeout_s=5)
-        for _ in range(3):
-            asyncio.run(update(client))
+def test_calls_from_anywhere_share_a_connection_and_close_ends_the_thread():
+    server = Server()
+
+    def calls(url):
+        started = SGLangServerClient(url, timeout_s=5)
+
+        async def from_a_loop():
+            return await asyncio.wrap_future(started.submit(UPDATE))
+
+        assert asyncio.run(from_a_loop()) == asyncio.run(from_a_loop()) == started.run(UPDATE)
         assert (len(server.requests), len(server.peers)) == (3, 1)
-        asyncio.run(client.close())
-        assert "sglang-server-client" not in {t.name for t in threading.enumerate()}
-        asyncio.run(update(client))  # a later call opens it again
+        assert has_thread()
+        started.close()
+        assert not has_thread()
+        started.run(UPDATE)  # a later call opens it again
         assert len(server.peers) == 2
-        del client
-        wait_until(lambda: "sglang-server-client" not in {t.name for t in threading.enumerate()})
-    finally:
-        stop.set()
-        thread.join()
+
+    async def main():
+        async with serving(server):
+            await asyncio.to_thread(calls, server.url)
+
+    asyncio.run(main())
+    wait_until(lambda: not has_thread())  # the client is gone
 
 
 def test_who_waits_for_a_call_learns_that_the_client_was_closed():
@@ -341,7 +313,7 @@ def wait_until(condition, limit_s=5.0):
 def test_a_refusal_names_endpoint_status_and_message(status):
     server = Server(status=status, text='{"success": false, "message": "TP rank 1: no such layer"}')
     with pytest.raises(RequestFailed) as error:
-        talk(server, update, rank=4, replica=2)
+        talk(server, UPDATE, rank=4, replica=2)
     assert str(error.value) == (
         f"rank 4, replica 2: {server.url}/update_weights_from_tensor: HTTP {status}: "
         '{"success": false, "message": "TP rank 1: no such layer"}'
@@ -352,7 +324,7 @@ def test_a_refusal_names_endpoint_status_and_message(status):
 
 
 @pytest.mark.parametrize("status", (401, 403))
-@pytest.mark.parametrize("call", (update, lambda client: client.release_memory(["weights"])))
+@pytest.mark.parametrize("call", (UPDATE, RELEASE), ids=("update", "release"))
 def test_a_wrong_key_is_named_at_once(status, call):
     server = Server(status=status, text='{"error": "Unauthorized"}')
     with pytest.raises(NotAuthorized, match=rf": HTTP {status}: the server refused the admin_api"):
@@ -364,19 +336,19 @@ def test_a_wrong_key_is_named_at_once(status, call):
 def test_an_update_has_succeeded_only_if_the_reply_says_so(text):
     server = Server(text=text)
     with pytest.raises(RequestFailed, match="/update_weights_from_tensor: HTTP 200: "):
-        talk(server, update)
+        talk(server, UPDATE)
     with pytest.raises(RequestFailed, match="/init_weights_update_group: HTTP 200: "):
-        talk(server, lambda client: client.init_update_group(**GROUP))
+        talk(server, INIT_GROUP)
 
 
 @pytest.mark.parametrize("text", ("null", "", "Cache flushed.\n", '{"status": "ok"}'))
 def test_other_operations_succeed_by_status(text):
-    talk(Server(text=text), lambda client: client.release_memory(["weights"]))
+    talk(Server(text=text), RELEASE)
 
 
 def test_a_long_message_is_cut():
     with pytest.raises(ServerError) as error:
-        talk(Server(status=500, text="x" * 100_000), lambda client: client.release_memory([]))
+        talk(Server(status=500, text="x" * 100_000), RELEASE)
     assert len(str(error.value)) < 4200
 
 
@@ -393,57 +365,41 @@ def test_an_error_survives_pickling():
 
 def test_a_slow_reply_within_the_limit_is_a_success():
     server = Server(delay_s=0.3)
-    talk(server, update, timeout_s=5)
+    talk(server, UPDATE, timeout_s=5)
     assert len(server.requests) == 1
 
 
-def update_from_distributed(client):
-    return client.update_from_distributed([], [], [], group_name="weights")
-
-
-@pytest.mark.parametrize("call", (update, update_from_distributed))
-def test_an_update_that_may_have_been_executed_is_never_sent_again(call):
-    server = Server(delay_s=1.0)
-
-    async def conversation(client):
-        message = (
-            r"/update_weights_from_\w+: no reply within 0\.2 s; not sent again, because it may "
-            "have been executed$"
-        )
-        with pytest.raises(NoReply, match=message):
-            await call(client)
-        await asyncio.sleep(1.0)  # a repetition would have come by now
-
-    talk(server, conversation, timeout_s=0.2)
-    assert len(server.requests) == 1
-
-
-@pytest.mark.parametrize("name", ["init group", "destroy group"])
-def test_what_is_not_idempotent_is_never_repeated(name):
-    server = Server(delay_s=1.0)
-    with pytest.raises(NoReply, match="not sent again"):
-        talk(server, CALLS[name][0], timeout_s=0.2)
+@pytest.mark.parametrize(
+    "call",
+    (UPDATE, DISTRIBUTED, INIT_GROUP, DESTROY_GROUP),
+    ids=("update", "distributed", "init group", "destroy group"),
+)
+def test_what_may_have_been_executed_is_never_sent_again(call):
+    server = Server(delay_s=0.5)
+    end = r"within 0\.2 s; not sent again, because it may have been executed$"
+    with pytest.raises(NoReply, match=rf"/{call.operation.path}: no reply {end}"):
+        talk(server, call, timeout_s=0.2)
     assert len(server.requests) == 1
 
 
 def test_repetitions_end():
     server = Server(delay_s=1.0)
     with pytest.raises(NoReply, match=rf": no reply within 0.2 s, in {ATTEMPTS} attempts$"):
-        talk(server, lambda client: client.resume_memory(["weights"]), timeout_s=0.2)
+        talk(server, RELEASE, timeout_s=0.2)
     assert len(server.requests) == ATTEMPTS
 
 
 def test_an_idempotent_request_is_repeated():
     server = Server(delay_s=1.0, num_slow=1)
-    talk(server, lambda client: client.release_memory(["weights"]), timeout_s=0.2)
+    talk(server, RELEASE, timeout_s=0.2)
     assert len(server.requests) == 2
 
 
 def test_every_operation_has_a_limit_of_its_own():
     server = Server(delay_s=0.5)
-    talk(server, update, timeout_s=0.2, timeouts_s={"update": 5})
+    talk(server, UPDATE, timeout_s=0.2, timeouts_s={"update": 5})
     with pytest.raises(NoReply, match=r"within 0\.1 s"):
-        talk(server, lambda c: c.release_memory([]), timeout_s=5, timeouts_s={"release": 0.1})
+        talk(server, RELEASE, timeout_s=5, timeouts_s={"release": 0.1})
 
 
 # No connection.
@@ -453,20 +409,20 @@ def test_a_refused_connection_is_tried_again_and_then_named():
     url = f"http://127.0.0.1:{free_port()}"
     message = f"{url}/update_weights_from_tensor: no connection in {CONNECT_ATTEMPTS} attempts: "
     with pytest.raises(ServerUnreachable, match=re.escape(message)):
-        asyncio.run(update(SGLangServerClient(url, timeout_s=5)))
+        SGLangServerClient(url, timeout_s=5).run(UPDATE)
 
 
 def test_a_server_that_starts_late_is_reached(monkeypatch):
-    monkeypatch.setattr(core, "RETRY_DELAY_S", 0.5)
+    monkeypatch.setattr(client, "RETRY_DELAY_S", 0.5)
     server, port = Server(), free_port()
 
     async def main():
-        client = SGLangServerClient(f"http://127.0.0.1:{port}", timeout_s=5)
-        call = asyncio.create_task(update(client))
+        started = SGLangServerClient(f"http://127.0.0.1:{port}", timeout_s=5)
+        reply = started.submit(UPDATE)
         await asyncio.sleep(0.1)
-        assert not call.done()
+        assert not reply.done()
         async with serving(server, port=port):
-            await call
+            await asyncio.wrap_future(reply)
 
     asyncio.run(main())
     assert len(server.requests) == 1
@@ -483,7 +439,7 @@ REPLIES = {
 
 @pytest.mark.parametrize("abort", (False, True), ids=("closed", "reset"))
 @pytest.mark.parametrize("reply", REPLIES.values(), ids=REPLIES.keys())
-@pytest.mark.parametrize("is_idempotent", (False, True), ids=("update", "resume"))
+@pytest.mark.parametrize("is_idempotent", (False, True), ids=("update", "release"))
 def test_a_connection_that_breaks_is_named(reply, abort, is_idempotent):
     connections = []
 
@@ -499,8 +455,8 @@ def test_a_connection_that_breaks_is_named(reply, abort, is_idempotent):
         listener = await asyncio.start_server(answer, "127.0.0.1", 0)
         async with listener:
             port = listener.sockets[0].getsockname()[1]
-            client = SGLangServerClient(f"http://127.0.0.1:{port}", timeout_s=5)
-            await (client.resume_memory(["weights"]) if is_idempotent else update(client))
+            started = SGLangServerClient(f"http://127.0.0.1:{port}", timeout_s=5)
+            await asyncio.wrap_future(started.submit(RELEASE if is_idempotent else UPDATE))
 
     with pytest.raises(ConnectionBroken, match="the connection broke") as error:
         asyncio.run(main())

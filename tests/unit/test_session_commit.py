@@ -26,7 +26,7 @@ from verl_sglang_sync.engine.session import (
     TrainerSession,
 )
 from verl_sglang_sync.report import SyncReport
-from verl_sglang_sync.routes.arranged_sending import ArrangedSync
+from verl_sglang_sync.routes.arranged_sending import NOTHING_KNOWN, ArrangedSync
 from verl_sglang_sync.routes.export import ExportedBuckets
 from verl_sglang_sync.routes.staging_ring import StagingRing
 from verl_sglang_sync.sources.bucket_stream import BucketStream
@@ -160,7 +160,7 @@ def send_all(trainer: TrainerSession, ring: StagingRing) -> None:
     """Both buckets, and that they are all, without a look at what the engine says."""
     report = SyncReport(mode="compiled", replica=0)
     export, stream = Export(list(WEIGHTS.items())), BucketStream(SETTINGS.bucket_bytes)
-    arranged = ArrangedSync(None)
+    arranged = ArrangedSync(NOTHING_KNOWN)
     for ready in ExportedBuckets(export, stream, ring, arranged, report):
         assert ready.storage is not None
         slot = trainer.map_buffer(ready.storage, keep=True)

@@ -47,7 +47,7 @@ def test_a_rank_whose_last_reply_was_bad_exports_before_it_agrees(
             yield name, torch.ones(60)
 
     transport = SessionTransport(
-        engine=FailsReplies(bad),  # type: ignore[arg-type]
+        engine=FailsReplies(bad),
         settings=replace(SETTINGS, manifest_check="off"),
         group=Group(events),
         device=torch.device("cpu"),

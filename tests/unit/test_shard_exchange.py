@@ -3,6 +3,7 @@
 import pytest
 
 from unit import exchange_ranks
+from unit.route_ranks import BUCKET_BYTES
 from verl_sglang_sync.sources.source_map import MAX_TRACES
 
 NUM_RANKS = 4
@@ -14,36 +15,37 @@ NUM_RANKS = 4
 )
 def test_the_buffers_are_those_of_the_full_export(pool, kind, dtype):
     for seen in pool.run(exchange_ranks.exchange_model, kind, dtype):
-        assert seen["reason"] is None
-        assert seen["kinds"] == ["CHECK", "EXCHANGE", "EXCHANGE"]
+        assert seen["off"] is None
+        assert seen["routes"] == ["export", "exchange", "exchange"]
         assert seen["wrong"] == [[], []]
         assert seen["num_gathers"] == 0
-        assert seen["num_buckets"] > 1
-        assert seen["arranged_bytes"] < seen["payload_bytes"]
-        assert 0 < seen["scratch_bytes"] < 2 * exchange_ranks.BUCKET_BYTES
+        assert seen["counts"]["arranged"] < seen["counts"]["payload"]
+        assert 0 < seen["counts"]["scratch"] < 2 * BUCKET_BYTES
 
 
 def test_a_shard_that_moves_on_one_rank_is_sent_from_where_it_is(pool):
     for seen in pool.run(exchange_ranks.move_storages):
-        assert seen["kinds"] == ["CHECK", "EXCHANGE", "EXCHANGE"]
+        assert seen["routes"] == ["export", "exchange", "exchange"]
         assert not any(seen["wrong"])
 
 
 def test_other_parameters_are_exported_and_traced_again_a_few_times(pool):
     for seen in pool.run(exchange_ranks.change_parameters):
-        assert seen["kinds"] == ["CHECK", "EXCHANGE", "FULL"] * MAX_TRACES
+        assert seen["routes"] == ["export", "exchange"] * MAX_TRACES + ["export", "export"]
         assert not any(seen["wrong"])
-        assert f"the parameters were replaced by others {MAX_TRACES} times" in seen["reason"]
+        assert f"the parameters were replaced by others {MAX_TRACES} times" in seen["off"]
 
 
 def test_what_was_planned_with_another_trace_is_not_exchanged(pool):
-    assert pool.run(exchange_ranks.trace_anew) == [["CHECK", "FULL"]] * 4
+    assert pool.run(exchange_ranks.trace_anew) == [["export", "export", "exchange"]] * NUM_RANKS
 
 
 def test_the_comparison_is_repeated_when_it_is_due(pool):
+    """With other parameters, nothing is concluded: all is planned anew after the next sync."""
     for seen in pool.run(exchange_ranks.recheck):
-        assert seen["kinds"] == ["CHECK", "CHECK", "EXCHANGE", "CHECK", "EXCHANGE"]
+        assert seen["routes"] == ["export", "exchange", "export", "exchange", "export", "export"]
         assert not any(seen["wrong"])
+        assert seen["off"] is None
 
 
 PACKINGS = ("own", "sends", "unpacks")
@@ -52,17 +54,18 @@ PACKINGS = ("own", "sends", "unpacks")
 @pytest.mark.parametrize("packing", PACKINGS)
 @pytest.mark.parametrize("piece", [0, -1])
 def test_a_rank_that_cannot_pack_fails_alone_and_the_next_sync_is_right(pool, piece, packing):
-    answers = pool.run(exchange_ranks.fail_in_a_sync, piece, packing)
-    for rank, (error, *after) in enumerate(answers):
-        assert error == ("no room to pack" if rank == 1 else None)
-        assert after == ["EXCHANGE", []]
+    for rank, seen in enumerate(pool.run(exchange_ranks.fail_in_a_sync, piece, packing)):
+        assert seen["errors"] == ["no room to pack" if rank == 1 else None, None]
+        assert seen["recoveries"] == ["RAISE"]
+        assert seen["routes"] == ["export", "exchange"]
+        assert seen["wrong"] == [[]]
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_a_rank_that_cannot_pack_ends_the_proof_on_all_ranks(pool, packing):
-    for reason, kinds in pool.run(exchange_ranks.fail_in_the_proof, 0, packing):
-        assert "rank 1: " in reason and "no room to pack" in reason
-        assert kinds == ["CHECK", "FULL"]
+    for seen in pool.run(exchange_ranks.fail_in_the_proof, 0, packing):
+        assert "rank 1: " in seen["off"] and "no room to pack" in seen["off"]
+        assert seen["routes"] == ["export", "export", "export"]
 
 
 def test_an_export_that_computes_is_not_traced(pool):
@@ -81,9 +84,9 @@ def test_an_export_that_computes_is_not_traced(pool):
     answers = pool.run(exchange_ranks.refused_exports)
     assert answers == [answers[0]] * NUM_RANKS
     assert answers[0].keys() == words.keys()
-    for name, (reason, kind) in answers[0].items():
+    for name, (reason, routes) in answers[0].items():
         assert words[name] in reason
-        assert kind == "FULL"
+        assert routes == ["export", "export"]
 
 
 def test_parameters_that_are_laid_out_otherwise_are_refused(pool):
@@ -110,25 +113,18 @@ def test_views_and_copies_of_what_is_gathered_are_followed(pool):
 
 
 def test_a_wrong_origin_never_reaches_the_engine(pool):
-    for prepared, kinds, reason, off in pool.run(exchange_ranks.wrong_origins):
-        assert prepared
-        assert kinds == ["CHECK", "FULL"]
-        assert "experts.2.up_proj.weight differs from the full export" in reason
-        assert off == reason
+    for seen in pool.run(exchange_ranks.wrong_origins):
+        assert seen["routes"] == ["export", "export"]
+        assert "experts.2.up_proj.weight differs from the full export" in seen["off"]
 
 
 def test_a_backend_without_an_all_to_all_means_the_full_export(pool):
-    for prepared, kinds, off in pool.run(exchange_ranks.a_backend_that_cannot):
-        assert prepared
-        assert kinds == ["CHECK", "FULL"]
-        assert "this backend has no all-to-all" in off
+    for seen in pool.run(exchange_ranks.a_backend_that_cannot):
+        assert seen["routes"] == ["export", "export"]
+        assert "this backend has no all-to-all" in seen["off"]
 
 
 def test_a_rank_that_gives_up_still_sends_what_the_others_wait_for(pool):
-    outcomes = pool.run(exchange_ranks.drain_on_rank_1)
-    for rank, (is_ready, right, num_exchanged, num_tensors) in enumerate(outcomes):
-        assert is_ready
-        assert all(right)
-        assert num_exchanged == len(right)
-        assert (len(right) == 1) == (rank == 1)
-        assert num_tensors > 0
+    for seen in pool.run(exchange_ranks.drain_on_rank_1):
+        assert seen["routes"] == ["export", "exchange"]
+        assert seen["wrong"] == [[]]

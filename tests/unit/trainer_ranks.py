@@ -30,7 +30,7 @@ PRELOADED = [
     "verl.utils.ulysses",
     "verl.workers.engine.fsdp.transformer_impl",
     "verl_sglang_sync.sync.transport",
-    "unit.exchange_ranks",
+    "unit.route_ranks",
 ]
 
 

@@ -3,10 +3,8 @@
 `native` is verl 0.9.1's own code with its own settings (host backup, named tensors, one request per
 bucket), `copy_limit` a copy of the same bytes within the device; the others are ours, with the host
 backup that their preset gets. `compiled` is the preset as it is: the engine reads the trainer's
-parameters in place. `compiled_tensors` and `compiled_flat` do so with a list of tensors that does
-not say what it reads, and is gone through at every sync; the tensors are in storages of their own,
-or in one. `compiled_packed` packs, as a trainer must that gathers its shards. `native_float32` and
-`compiled_float32` export float32, verl's default, into engines of bfloat16.
+parameters in place. `compiled_packed` packs, as a trainer must that gathers its shards.
+`native_float32` and `compiled_float32` export float32, verl's default, into engines of bfloat16.
 """
 
 from __future__ import annotations
@@ -52,8 +50,6 @@ ARMS = {
     "bucketed": Arm("bucketed", host_backup=True),
     "flattened": Arm("flattened", host_backup=True),
     "compiled": Arm("compiled"),
-    "compiled_tensors": Arm("compiled", trainer="tensors"),
-    "compiled_flat": Arm("compiled", trainer="flat"),
     "compiled_packed": Arm("compiled", settings={**PACKED, "keep_staging_buffers": True}),
     "compiled_packed_freed": Arm("compiled", settings=PACKED),
     "native_float32": Arm(None, host_backup=True, trainer="fsdp2_float32"),

@@ -143,7 +143,7 @@ def row_of(
 
 def copy_limit(model: str, device: torch.device, runs: int) -> dict[str, Any]:
     """`_foreach_copy_` of all tensors within the device."""
-    weights = make_weights(model, device, flat=False)
+    weights = make_weights(model, device)
     sources = [tensor for _, tensor in weights]
     targets = [torch.empty_like(tensor) for tensor in sources]
     measured: list[dict[str, float]] = []

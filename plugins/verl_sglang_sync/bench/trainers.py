@@ -1,8 +1,8 @@
-"""What stands for the trainer: an FSDP2 model exported as verl does, or tensors alone."""
+"""What stands for the trainer: an FSDP2 model exported as verl does, or tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Literal
 
 import torch
@@ -15,7 +15,7 @@ from verl_sglang_sync.sources.reexport import Reexport
 
 NamedTensor = tuple[str, torch.Tensor]
 NamedTensors = list[NamedTensor]
-Kind = Literal["fsdp2", "fsdp2_float32", "tensors", "flat"]
+Kind = Literal["fsdp2", "fsdp2_float32"]
 
 
 class ShardedModel:
@@ -58,22 +58,15 @@ class ShardedModel:
         return sum(p.detach().to_local().nbytes for p in self._module.parameters())
 
 
-def make_trainer(kind: Kind, model: str, device: torch.device) -> Iterable[NamedTensor]:
-    """An export that can be started again: of an FSDP2 model, or of `make_weights`."""
-    if kind in ("fsdp2", "fsdp2_float32"):
-        return ShardedModel(model, device, dtype_of(kind, device)).reexport()
-    return make_weights(model, device, flat=kind == "flat")
+def make_trainer(kind: Kind, model: str, device: torch.device) -> Reexport:
+    """An export that can be started again, of an FSDP2 model."""
+    return ShardedModel(model, device, dtype_of(kind, device)).reexport()
 
 
-def make_weights(model: str, device: torch.device, *, flat: bool) -> NamedTensors:
-    """Random weights of a model's shape, each in its own storage or all in one."""
-    dtype, shapes = dtype_on(device), list(tensor_shapes(MODELS[model]))
-    if not flat:
-        return [(name, _random(shape, dtype, device)) for name, shape in shapes]
-    total = sum(torch.Size(shape).numel() for _, shape in shapes)
-    arena = _random((total,), dtype, device)
-    parts = arena.split([torch.Size(shape).numel() for _, shape in shapes])
-    return [(name, part.view(shape)) for (name, shape), part in zip(shapes, parts, strict=True)]
+def make_weights(model: str, device: torch.device) -> NamedTensors:
+    """Random weights of a model's shape, each in its own storage."""
+    dtype, shapes = dtype_on(device), tensor_shapes(MODELS[model])
+    return [(name, _filled(torch.empty(s, dtype=dtype, device=device))) for name, s in shapes]
 
 
 def size_of(model: str, device: torch.device, kind: Kind = "fsdp2") -> tuple[int, int]:
@@ -90,10 +83,6 @@ def dtype_of(kind: Kind, device: torch.device) -> torch.dtype:
 def dtype_on(device: torch.device) -> torch.dtype:
     """Of the engine's weights, and of those of most trainers."""
     return torch.float32 if device.type == "cpu" else torch.bfloat16
-
-
-def _random(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return _filled(torch.empty(shape, dtype=dtype, device=device))
 
 
 def _filled(tensor: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, requires, version
 
 import msgspec
@@ -159,71 +159,67 @@ def look_at_verl() -> VerlFacts:
 
 def verl_checks(facts: VerlFacts) -> list[Check]:
     """Judge a process that has imported verl."""
+    errors = [] if facts.load_error is None else [facts.load_error]
+    is_all = facts.policy.strip().lower() == "auto"
+    recipes = Check("recipe checks", OK, "verl's validate_config runs our checks before Ray starts")
+    if not facts.checks_recipes:
+        detail = "verl's validate_config does not run our checks"
+        recipes = Check("recipe checks", FAIL, detail, REPLACED)
     return [
-        verl_plugin_check(facts),
-        verl_class_check("verl rollout class", facts.rollout_class, ROLLOUT_CLASS, facts),
-        verl_class_check("verl replica class", facts.replica_class, REPLICA_CLASS, facts),
-        recipe_check(facts),
+        plugin_check("verl", errors, "VERL_USE_EXTERNAL_PLUGINS", facts.policy, is_all=is_all),
+        class_check("verl rollout class", facts.rollout_class, ROLLOUT_CLASS, facts.import_error),
+        class_check("verl replica class", facts.replica_class, REPLICA_CLASS, facts.import_error),
+        recipes,
     ]
 
 
-def verl_plugin_check(facts: VerlFacts) -> Check:
-    """Does verl load our entry point?"""
-    title = "verl plugin"
-    if facts.load_error is not None:
-        return Check(title, FAIL, last_line(facts.load_error), facts.load_error)
-    if facts.policy.strip().lower() != "auto" and not names_us(facts.policy):
-        detail = f"VERL_USE_EXTERNAL_PLUGINS={facts.policy!r} keeps verl from loading it"
+def sglang_checks(facts: SGLangFacts) -> list[Check]:
+    """Judge a process that has loaded SGLang's plugins."""
+    errors, is_all = facts.load_errors, not facts.policy
+    return [
+        plugin_check("SGLang", errors, "SGLANG_PLUGINS", facts.policy, is_all=is_all),
+        hooks_check(facts.hooks),
+    ]
+
+
+def plugin_check(
+    who: str, load_errors: Sequence[str], variable: str, policy: str, *, is_all: bool
+) -> Check:
+    """Does upstream load our entry point?
+
+    Args:
+        who: verl or SGLang.
+        load_errors: tracebacks.
+        variable: environment variable that chooses plugins.
+        policy: its value.
+        is_all: it chooses all of them.
+    """
+    title = f"{who} plugin"
+    if load_errors:
+        return Check(title, FAIL, last_line(load_errors[0]), "\n".join(load_errors))
+    if not is_all and NAME not in {name.strip() for name in policy.split(",")}:
+        detail = f"{variable}={policy!r} keeps {who} from loading it"
         return Check(title, FAIL, detail, f"unset it, or add {NAME} to the list")
-    return Check(title, OK, "verl loads it")
+    return Check(title, OK, f"{who} loads it")
 
 
-def verl_class_check(title: str, found: str | None, ours: str, facts: VerlFacts) -> Check:
+def class_check(title: str, found: str | None, ours: str, import_error: str | None) -> Check:
     """Is the class in verl's registry ours, and can it be imported?"""
-    if found is None or (facts.import_error is not None and found == ours):
-        error = facts.import_error or "nothing registered"
+    if found is None or (import_error is not None and found == ours):
+        error = import_error or "nothing registered"
         return Check(title, FAIL, last_line(error), error)
     if found != ours:
         return Check(title, FAIL, f"verl's registry holds {found}, not {ours}", REPLACED)
     return Check(title, OK, found)
 
 
-def recipe_check(facts: VerlFacts) -> Check:
-    """Does verl check recipes with our preflight?"""
-    title = "recipe checks"
-    if facts.checks_recipes:
-        return Check(title, OK, "verl's validate_config runs our checks before Ray starts")
-    return Check(title, FAIL, "verl's validate_config does not run our checks", REPLACED)
-
-
-def sglang_checks(facts: SGLangFacts) -> list[Check]:
-    """Judge a process that has loaded SGLang's plugins."""
-    return [sglang_plugin_check(facts), sglang_hooks_check(facts)]
-
-
-def sglang_plugin_check(facts: SGLangFacts) -> Check:
-    """Does SGLang load our entry point?"""
-    title = "SGLang plugin"
-    if facts.load_errors:
-        return Check(title, FAIL, last_line(facts.load_errors[0]), "\n".join(facts.load_errors))
-    if facts.policy and not names_us(facts.policy):
-        detail = f"SGLANG_PLUGINS={facts.policy!r} keeps SGLang from loading it"
-        return Check(title, FAIL, detail, f"unset it, or add {NAME} to the list")
-    return Check(title, OK, "SGLang loads it")
-
-
-def sglang_hooks_check(facts: SGLangFacts) -> Check:
+def hooks_check(hooks: Mapping[str, bool]) -> Check:
     """Are all our hooks in place?"""
     title, advice = "SGLang hooks", "see the SGLang plugin's error"
-    hooks = sorted((path.rpartition(".")[2], applied) for path, applied in facts.hooks.items())
-    missing = [method for method, applied in hooks if not applied]
+    found = sorted((path.rpartition(".")[2], applied) for path, applied in hooks.items())
+    missing = [method for method, applied in found if not applied]
     if missing:
         return Check(title, FAIL, f"not applied: {', '.join(missing)}", advice)
-    if not hooks:
+    if not found:
         return Check(title, FAIL, "none registered", advice)
-    return Check(title, OK, f"in place: {', '.join(method for method, _ in hooks)}")
-
-
-def names_us(policy: str) -> bool:
-    """Is our plugin in a comma-separated list of plugins?"""
-    return NAME in {name.strip() for name in policy.split(",")}
+    return Check(title, OK, f"in place: {', '.join(method for method, _ in found)}")

@@ -35,7 +35,7 @@ from sglang_loader.common.broadcast.update_group import (
     secret_of,
     was_left,
 )
-from verl_sglang_sync.engine.server_client import ServerError, SyncSGLangServerClient, operations
+from verl_sglang_sync.engine.server_client import ServerError, SGLangServerClient, operations
 from verl_sglang_sync.engine.session import SessionSockets
 
 logger = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ class Replica:
     admin_api_key: str | None = None
 
 
-Member: TypeAlias = tuple[Replica, SyncSGLangServerClient]
+Member: TypeAlias = tuple[Replica, SGLangServerClient]
 """A replica that is in the group, and the client of its server."""
 
 Members: TypeAlias = tuple[Member, ...]
@@ -126,7 +126,7 @@ class UpdateGroups:
         self._timeouts_s = timeouts_s
         self._form_timeout_s = (timeouts_s or {}).get("group", timeout_s)
         self._group: UpdateGroup | None = None
-        self._clients: dict[Replica, SyncSGLangServerClient] = {}
+        self._clients: dict[Replica, SGLangServerClient] = {}
         self._left: list[str] = []  # names of groups that the engines still know
         self.num_formed = 0
 
@@ -169,9 +169,9 @@ class UpdateGroups:
             self._dissolve(self._group)
         self._close_clients_but(())
 
-    def _client(self, replica: Replica) -> SyncSGLangServerClient:
+    def _client(self, replica: Replica) -> SGLangServerClient:
         if replica not in self._clients:
-            self._clients[replica] = SyncSGLangServerClient(
+            self._clients[replica] = SGLangServerClient(
                 replica.base_url,
                 timeout_s=self._timeout_s,
                 timeouts_s=self._timeouts_s,

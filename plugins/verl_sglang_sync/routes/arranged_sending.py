@@ -30,11 +30,12 @@ class KnownArrangements:
 
     Attributes:
         digest: names them on the wire.
-        buckets: (digest of the layout, arrangement) by index; None: the bucket is sent whole.
+        buckets: (digest of the layout, arrangement) by index; None: the bucket is sent whole, as
+            is every bucket after these.
     """
 
-    digest: str
-    buckets: tuple[tuple[str, Arrangement | None], ...]
+    digest: str = ""
+    buckets: tuple[tuple[str, Arrangement | None], ...] = ()
 
     @classmethod
     def of(cls, encoded: bytes, sent: Iterable[Bucket]) -> KnownArrangements:
@@ -50,35 +51,40 @@ class KnownArrangements:
         """True if these are the buckets that it speaks of, in their order."""
         return [layout for layout, _ in self.buckets] == [bucket.digest for bucket in sent]
 
+    def expected(self, index: int) -> Arrangement | None:
+        """The arrangement of a bucket that has yet to come; None: it will be whole."""
+        return self.buckets[index][1] if index < len(self.buckets) else None
+
+
+NOTHING_KNOWN = KnownArrangements()
+
 
 class ArrangedSync:
-    """One sync's use of arrangements; `known`: None where there are none."""
+    """One sync's use of arrangements."""
 
-    def __init__(self, known: KnownArrangements | None) -> None:
+    def __init__(self, known: KnownArrangements) -> None:
         self._known = known
 
     @property
     def digest(self) -> str:
         """Of the arrangements by which this sync's buckets are packed; "" for none."""
-        return self._known.digest if self._known is not None else ""
+        return self._known.digest
 
     def keep_if_held(self, held: str) -> None:
         """The engine has said by which arrangements buckets may come; "" for none."""
         if self.digest != held:
-            self._known = None
+            self._known = NOTHING_KNOWN
 
     def expected(self, index: int) -> Arrangement | None:
-        """The arrangement of a bucket that has yet to come."""
-        known = self._known.buckets if self._known is not None else ()
-        return known[index][1] if index < len(known) else None
+        """See `KnownArrangements`."""
+        return self._known.expected(index)
 
     def of(self, index: int, bucket: Bucket) -> Arrangement | None:
         """How to pack the bucket; None: whole."""
-        known = self._known.buckets if self._known is not None else ()
+        known = self._known.buckets
         if index >= len(known) or known[index][0] != bucket.digest:
-            self._known = None
-            return None
-        return known[index][1]
+            self._known = NOTHING_KNOWN
+        return self._known.expected(index)
 
 
 class EngineArrangements:
@@ -90,7 +96,7 @@ class EngineArrangements:
 
     def __init__(self, *, is_wanted: bool) -> None:
         self._is_wanted = is_wanted
-        self.known: KnownArrangements | None = None
+        self.known = NOTHING_KNOWN
 
     def for_sync(self) -> ArrangedSync:
         """How the buckets of the next sync may come."""
@@ -100,11 +106,11 @@ class EngineArrangements:
         """What the engine need not say again; None where it need not say anything."""
         if not self._is_wanted or not sent:
             return None
-        return self.known.digest if self.known is not None else ""
+        return self.known.digest
 
-    def fitting(self, sent: Iterable[Bucket]) -> KnownArrangements | None:
-        """What is known, if it speaks of these buckets."""
-        return self.known if self.known is not None and self.known.fits(sent) else None
+    def fitting(self, sent: Iterable[Bucket]) -> KnownArrangements:
+        """What is known, if it speaks of these buckets; else nothing."""
+        return self.known if self.known.fits(sent) else NOTHING_KNOWN
 
     def learn(self, encoded: bytes, sent: Iterable[Bucket]) -> None:
         """From the next sync on, send what the engine rank reads."""
@@ -118,4 +124,4 @@ class EngineArrangements:
 
     def forget(self) -> None:
         """The next sync is made as the first one was."""
-        self.known = None
+        self.known = NOTHING_KNOWN

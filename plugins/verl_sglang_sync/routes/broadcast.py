@@ -147,7 +147,7 @@ class BroadcastTransport:
         self, source: Export, sync: _BroadcastSync, report: SyncReport, exported: _Exported
     ) -> None:
         """Send all buckets, and have all loaded."""
-        self._ring.prepare(self._stream.cuts)
+        self._ring.prepare([bucket.layout.nbytes for bucket in self._stream.buckets])
         for batch in self._stream.batches(source, report):
             for tensor in batch.bucket.layout.tensors:
                 exported.add(_sum_of(tensor.name, tensor.nbytes))

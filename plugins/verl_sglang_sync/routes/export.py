@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from verl_sglang_sync.engine.session import TrainerSession
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.routes.arranged_sending import ArrangedSync
-from verl_sglang_sync.routes.route import ReadyBucket
+from verl_sglang_sync.routes.route import ReadyBucket, SyncSource
 from verl_sglang_sync.routes.staging_ring import StagingRing
 from verl_sglang_sync.sources.bucket_stream import Batch, BucketStream
 from verl_sglang_sync.sources.export import Export
 
 
-class ExportedBuckets:
+class ExportedBuckets(SyncSource):
     """The full export, packed; a bucket takes the staging buffer of the one `num_buffers` before.
 
     Args:
@@ -24,9 +23,6 @@ class ExportedBuckets:
         arranged: which buckets hold only what this rank's engine reads.
         report: gets the counts and seconds.
     """
-
-    is_packed = True
-    needs_arrangements = None
 
     def __init__(
         self,
@@ -40,8 +36,7 @@ class ExportedBuckets:
         self._ring = ring
         self._arranged = arranged
         self._report = report
-        ring.prepare(stream.cuts, arranged=arranged)
-        self._batches = stream.batches(export, report)
+        self._batches = self._all_batches(stream)
         self._first: ReadyBucket | None = None
         self._first_batch: Batch | None = None
 
@@ -68,19 +63,19 @@ class ExportedBuckets:
             del batch
             yield packed
 
-    def map_memory(self, session: TrainerSession) -> None:
-        """Nothing to do: staging buffers are mapped with the buckets in them."""
-
-    def confirm(self) -> None:
-        """Nothing to do: every tensor came from the export."""
-
-    def end(self) -> None:
-        """Nothing to do."""
-
     def drain(self) -> None:
         """Go on exporting: the export's collectives need every rank."""
         self._first = self._first_batch = None
         self._export.drain()
+
+    def _all_batches(self, stream: BucketStream) -> Iterator[Batch]:
+        """The export, cut; the buffers are allocated with its first bucket, where a rank may fail
+        as it may in any other step.
+        """
+        self._ring.prepare(
+            [(self._arranged.expected(i) or b.layout).nbytes for i, b in enumerate(stream.buckets)]
+        )
+        yield from stream.batches(self._export, self._report)
 
     def _packed(self, batch: Batch) -> ReadyBucket:
         arrangement = self._arranged.of(batch.index, batch.bucket)

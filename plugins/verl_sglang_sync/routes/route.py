@@ -2,7 +2,7 @@
 
 The engines of one sync are loaded from a `SyncSource`: verl's full export, packed
 (`export.ExportedBuckets`), or what a `Route` offers, which has learnt from a good exported sync how
-to do without: "pull" (`pull.Pull`) and "exchange" (`exchange.route.Exchange`).
+to do without: "pull" (`pull.route.Pull`) and "exchange" (`exchange.route.Exchange`).
 
 A source is chosen before the engine has joined, the same on all ranks, and used in this order:
 
@@ -17,18 +17,23 @@ A source is chosen before the engine has joined, the same on all ranks, and used
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import ClassVar
 
 import torch
 
 from sglang_loader.common.session.messages import BucketPiece, Loaded
+from verl_sglang_sync.collective import TrainerGroup
 from verl_sglang_sync.engine.session import TrainerSession
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.sources.bucket_stream import Bucket
 from verl_sglang_sync.sources.export import NamedTensor
+from verl_sglang_sync.sources.known_sources import sources_of
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -52,18 +57,16 @@ class ReadyBucket:
     pieces: list[BucketPiece] | None = None
 
 
-class SyncSource(Protocol):
-    """The buckets of one sync of one trainer rank; see the module.
+class SyncSource:
+    """The buckets of one sync of one trainer rank; see the module. By default a step does nothing.
 
     Attributes:
         is_packed: True: buckets lie in staging buffers, and may hold only what the engine reads.
         needs_arrangements: digest of those that every rank's engine must hold; None: none must.
     """
 
-    is_packed: bool
-
-    @property
-    def needs_arrangements(self) -> str | None: ...
+    is_packed = True
+    needs_arrangements: str | None = None
 
     def start(self, has_arrived: Callable[[], bool]) -> None:
         """Do what can be done while the engine joins, until it has."""
@@ -74,7 +77,8 @@ class SyncSource(Protocol):
     def map_memory(self, session: TrainerSession) -> None:
         """Have the engine map, with the first bucket, what all buckets need."""
 
-    def __iter__(self) -> Iterator[ReadyBucket]: ...
+    def __iter__(self) -> Iterator[ReadyBucket]:
+        raise NotImplementedError
 
     def confirm(self) -> None:
         """Raise unless the buckets are what the export gives."""
@@ -94,11 +98,36 @@ class Recovery(Enum):
     EXPORT = "by the full export"
 
 
-class Route(Protocol):
+class Route:
     """How syncs are loaded without the full export; of one trainer rank, for all its sessions.
 
-    `choose`, `learn` and `recover` are collective; what they say is equal on all ranks.
+    After a good exported sync a route finds every byte that the engines read, and compares it with
+    the full export (`learn`). From then on it is proven, until one of these: what it was proven for
+    has changed, every n-th sync, a sync that failed. Then a sync is exported, and it learns again.
+
+    All methods but `rest` are collective, and what they say is equal on all ranks.
+
+    Args:
+        group: the trainer's ranks.
+        is_wanted: False: this way is never taken.
+        recheck_every_n_syncs: compare with the full export again in every n-th sync; 0: never.
+
+    Attributes:
+        not_taken: what it means that this way is not taken, for the log.
+        off: why it is not taken any more; None: it may be.
     """
+
+    not_taken: ClassVar[str]
+
+    def __init__(
+        self, group: TrainerGroup, *, is_wanted: bool, recheck_every_n_syncs: int = 0
+    ) -> None:
+        self.off: str | None = None
+        self._group = group
+        self._is_wanted = is_wanted
+        self._recheck_every_n_syncs = recheck_every_n_syncs
+        self._num_syncs = 0
+        self._is_proven = False
 
     def choose(self, weights: Iterable[NamedTensor], report: SyncReport) -> SyncSource | None:
         """The buckets of this sync; None: it goes another way.
@@ -107,9 +136,22 @@ class Route(Protocol):
             weights: the export that would be left out.
             report: gets the counts and seconds.
         """
+        if not self._is_proven:
+            return None
+        self._num_syncs += 1
+        every = self._recheck_every_n_syncs
+        is_due = every > 0 and self._num_syncs % every == 0
+        source = None if is_due else self._source(weights, report)
+        self._is_proven = source is not None
+        return source
+
+    def _source(self, weights: Iterable[NamedTensor], report: SyncReport) -> SyncSource | None:
+        """`choose` where all is proven; None: something has changed."""
+        raise NotImplementedError
 
     def can_learn(self, weights: Iterable[NamedTensor]) -> bool:
-        """True if `learn` may find something; equal on all ranks, whose exports are of a kind."""
+        """True if `learn` may find something; all ranks' exports are of a kind."""
+        return self._is_wanted and self.off is None and sources_of(weights) is not None
 
     def learn(self, weights: Iterable[NamedTensor], loaded: Loaded) -> bool:
         """After a good exported sync: prepare, and prove, the next ones.
@@ -121,6 +163,16 @@ class Route(Protocol):
         Returns:
             True if the next syncs go this way and need no staging buffers.
         """
+        raise NotImplementedError
+
+    def _conclude(self, reason: str | None) -> bool:
+        """End `learn`: the route is proven, or never taken again, for a reason that is logged."""
+        self._is_proven = reason is None
+        if reason is not None:
+            self.forget()
+            self.off = reason
+            logger.warning("%s: %s", self.not_taken, reason)
+        return self._is_proven
 
     def recover(self, cause: Exception | None, weights: Iterable[NamedTensor]) -> Recovery:
         """What to do after a sync by this route that failed.
@@ -129,9 +181,11 @@ class Route(Protocol):
             cause: what went wrong on this rank; None: nothing.
             weights: the export that was left out.
         """
+        return Recovery.RAISE
 
     def forget(self) -> None:
         """A sync has failed for good: the next one is exported."""
+        self._is_proven = False
 
     def rest(self) -> None:
         """A session is over, good or not: give back the memory that only a sync needs."""

@@ -8,10 +8,8 @@ import torch
 
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.regions.arrangement import Arrangement
-from verl_sglang_sync.routes.arranged_sending import ArrangedSync
 from verl_sglang_sync.routes.byte_gather import ByteGather
-from verl_sglang_sync.sources.bucket_stream import Batch, Cut
-from verl_sglang_sync.sources.staging import StagingBuffer
+from verl_sglang_sync.sources.bucket_stream import Batch
 
 LARGE_BYTES = 8 << 20
 """One `copy_` moves 1.85 TB/s on an H200, the fused kernel 1.46 (benchmarks/copy_kernels.py)."""
@@ -20,6 +18,44 @@ MAPPABLE_BYTES = 1
 """A bucket of empty tensors has a buffer, too: no memory at all cannot be mapped."""
 
 _Groups = list[tuple[list[int], list[torch.Tensor]]]
+
+
+class StagingBuffer:
+    """A flat uint8 buffer that grows to the largest bucket it has held.
+
+    Allocated by torch's ordinary allocator, never inside a torch_memory_saver region. On a GPU it
+    must not lie in an expandable segment (its IPC handle could not be exported): verl switches
+    those off around a sync.
+
+    Args:
+        device: where the engine of this rank runs; on a CPU the buffer is shared memory.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held at present."""
+        return self._buffer.numel()
+
+    def reserve(self, nbytes: int) -> None:
+        """Make the buffer at least `nbytes` long; the old content is lost when it grows."""
+        if nbytes <= self._buffer.numel():
+            return
+        self._buffer = torch.empty(0, dtype=torch.uint8, device=self.device)  # free before growing
+        buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        self._buffer = buffer.share_memory_() if self.device.type == "cpu" else buffer
+
+    def first(self, nbytes: int) -> torch.Tensor:
+        """The first `nbytes` bytes: uint8 of shape `[nbytes]`, a view of the buffer."""
+        return self._buffer[:nbytes]
+
+    def synchronize(self) -> None:
+        """Wait for what was copied into the buffer on the current stream."""
+        if self.device.type != "cpu":
+            torch.get_device_module(self.device).current_stream(self.device).synchronize()
 
 
 class StagingRing:
@@ -36,7 +72,7 @@ class StagingRing:
         self._bucket_bytes = bucket_bytes
         self._buffers = [StagingBuffer(device) for _ in range(num_buffers)]
         self._views: dict[tuple[str, int], _Groups] = {}
-        self._packings: dict[str, ByteGather] = {}
+        self._packings: dict[int, ByteGather] = {}  # by the bucket's number
 
     @property
     def num_buffers(self) -> int:
@@ -48,23 +84,11 @@ class StagingRing:
         """Bytes held at present."""
         return sum(buffer.nbytes for buffer in self._buffers)
 
-    def prepare(self, cuts: Sequence[Cut], *, arranged: ArrangedSync | None = None) -> None:
-        """Make every buffer fit the buckets that are expected in it.
-
-        Args:
-            cuts: how the sync will be cut, as far as that is known.
-            arranged: which of them are expected arranged.
-        """
+    def prepare(self, sizes: Sequence[int]) -> None:
+        """Make every buffer fit the buckets that are expected in it; `sizes` are their bytes."""
         num = len(self._buffers)
-        expected = {cut.bucket.digest for cut in cuts}
-        self._packings = {key: kept for key, kept in self._packings.items() if key in expected}
         for slot in range(num):
-            sizes = [
-                _nbytes(cut, arranged.expected(i) if arranged is not None else None)
-                for i, cut in enumerate(cuts)
-                if i % num == slot
-            ]
-            self._reserve(slot, max(sizes, default=0))
+            self._reserve(slot, max(sizes[slot::num], default=0))
 
     def pack(self, batch: Batch) -> torch.UntypedStorage:
         """Copy a bucket into its buffer, wait for it, and return the buffer's storage."""
@@ -91,11 +115,10 @@ class StagingRing:
         """`pack` for what the engine rank reads of a bucket."""
         slot, nbytes = batch.index % len(self._buffers), arrangement.nbytes
         self._reserve(slot, max(nbytes, MAPPABLE_BYTES))
-        key, flat = batch.bucket.digest, self._buffers[slot].first(nbytes)
-        packing = self._packings.get(key)
+        packing = self._packings.get(batch.index)
         if packing is None or packing.arrangement is not arrangement:
-            packing = self._packings[key] = ByteGather(arrangement, self._device)
-        packing.run(batch.tensors, flat)
+            packing = self._packings[batch.index] = ByteGather(arrangement, self._device)
+        packing.run(batch.tensors, self._buffers[slot].first(nbytes))
         return self._written(slot, nbytes)
 
     def fill(
@@ -122,10 +145,6 @@ class StagingRing:
             for key in [key for key in self._views if key[1] == slot]:
                 del self._views[key]
             self._buffers[slot].reserve(nbytes)
-
-
-def _nbytes(cut: Cut, arrangement: Arrangement | None) -> int:
-    return cut.bucket.layout.nbytes if arrangement is None else arrangement.nbytes
 
 
 def _grouped_views(layout: BucketLayout, flat: torch.Tensor) -> _Groups:

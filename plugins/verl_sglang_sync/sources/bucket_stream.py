@@ -98,6 +98,11 @@ class BucketStream:
         """How the next sync will be cut if its stream is the same; empty if unknown."""
         return self._cuts or []
 
+    @property
+    def buckets(self) -> list[Bucket]:
+        """What those cuts become."""
+        return [cut.bucket for cut in self.cuts]
+
     def batches(self, weights: Iterable[NamedTensor], report: SyncReport) -> Iterator[Batch]:
         """Yield the buckets of `weights` in order; one bucket and what closes it is held.
 

@@ -4,17 +4,15 @@ A `TracedExport` says which bytes of which parameter an exported tensor is, and 
 them; it stays true for as long as the model does. Where those bytes are in memory is
 another question: parameters that are offloaded come back elsewhere.
 
-    shards = locate(names, sources(), device)                 # each rank, of its own memory
-    table = shards.share(block_names, mapped, 4, folder.record)  # one handle per block and reader
-    tables = group.all_gather(table)                          # then every rank knows all of them
-    reads = consecutive_reads(layout, traced, rank)           # pure: which shard holds which bytes
+    shards, table = share_shards(names, sources(), device, share)  # each rank, of its own memory
+    tables = group.all_gather(table)                  # then every rank knows all of them
+    reads = consecutive_reads(layout, traced, rank)   # pure: which shard holds which bytes
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 
 import torch
@@ -24,7 +22,7 @@ from sglang_loader.common.regions.arrangement import Read
 from sglang_loader.common.shared_memory import BufferHandle
 from verl_sglang_sync.sources.export_trace import NotTraceable, TracedExport
 from verl_sglang_sync.sources.known_sources import memory_of
-from verl_sglang_sync.sources.memory_blocks import Block, BlockNames, BlockTable, share_block
+from verl_sglang_sync.sources.memory_blocks import Block, BlockTable
 from verl_sglang_sync.sources.transfer_plan import ShardRead, shard_reads, whole_bucket
 
 MAX_BLOCKS = 8192
@@ -80,7 +78,7 @@ class MemoryTable:
         blocks: names of the memory blocks in which the shards lie.
         shards: by parameter: position of its block, and where in that the shard begins; `NO_BYTES`
             where the rank holds nothing of it.
-        handles: by reading rank, then by block: what its engine maps; each is used once. None
+        handles: by block, then by reading rank: what its engine maps; each is used once. None
             where the engines have the block mapped.
     """
 
@@ -90,82 +88,50 @@ class MemoryTable:
     handles: tuple[tuple[BufferHandle | None, ...], ...]
 
 
-class LocatedShards:
-    """This rank's shards at one time; keeps their memory alive while it is needed.
-
-    Args:
-        shards: flat bytes by parameter.
-        blocks: the block of each; None where a shard is empty.
-    """
-
-    def __init__(self, shards: Sequence[torch.Tensor], blocks: Sequence[Block | None]) -> None:
-        self.shards = shards
-        self._members: dict[Block, torch.UntypedStorage] = {}
-        for shard, block in zip(shards, blocks, strict=True):
-            if block is not None:
-                self._members.setdefault(block, shard.untyped_storage())
-        positions = {block: i for i, block in enumerate(self._members)}
-        self._places = tuple(
-            NO_BYTES if block is None else (positions[block], shard.data_ptr() - block.address)
-            for shard, block in zip(shards, blocks, strict=True)
-        )
-
-    def share(
-        self,
-        names: BlockNames,
-        mapped: Container[str],
-        num_readers: int,
-        record: Callable[[BufferHandle], None],
-    ) -> MemoryTable:
-        """What the other ranks are to know.
-
-        Args:
-            names: of this process's blocks.
-            mapped: names of those that the engines have mapped.
-            num_readers: how many engine ranks map every block.
-            record: notes a handle before it leaves this process.
-
-        Raises:
-            ValueError: the memory cannot be shared.
-        """
-        named = {
-            names.name_of(block, member): (block, member) for block, member in self._members.items()
-        }
-        handles = tuple(
-            tuple(None if name in mapped else share_block(*named[name]) for name in named)
-            for _ in range(num_readers)
-        )
-        for handle in chain.from_iterable(handles):
-            if handle is not None:
-                record(handle)
-        return MemoryTable(host_id(), tuple(named), self._places, handles)
-
-
-def locate(
-    names: Sequence[str], now: Mapping[str, torch.Tensor], device: torch.device
-) -> LocatedShards:
-    """Find the blocks of this rank's shards.
+def share_shards(
+    names: Sequence[str],
+    now: Mapping[str, torch.Tensor],
+    device: torch.device,
+    share: Callable[[Block, torch.UntypedStorage], tuple[str, tuple[BufferHandle | None, ...]]],
+) -> tuple[list[torch.Tensor], MemoryTable]:
+    """This rank's shards, and what the other ranks are to know of them.
 
     Args:
         names: of the parameters among `now`, by number.
         now: the trainer's tensors.
         device: of the engine on this rank; memory elsewhere cannot be read in place.
+        share: given a block and a storage in it: the block's name, and its handles by reading rank.
+
+    Returns:
+        Flat bytes by parameter, which keep the memory alive, and the table.
 
     Raises:
         NotTraceable: a shard lies in no memory that another process can map.
+        ValueError: likewise.
     """
-    table, shards, blocks = BlockTable(device), [], []
+    table, shards = BlockTable(device), []
+    blocks: dict[Block, tuple[int, torch.UntypedStorage]] = {}  # its position, a storage in it
+    places = []
     for name in names:
-        shard, block = memory_of(now[name]), None
+        shard, place = memory_of(now[name]), NO_BYTES
         if shard.numel():
-            block = table.block_of(Block.of(shard.untyped_storage()))
+            storage = shard.untyped_storage()
+            block = table.block_of(Block.of(storage))
             if block is None or not _is_mappable(shard, device):
                 raise NotTraceable(f"{name} on {shard.device} cannot be mapped by other processes")
+            position, _ = blocks.setdefault(block, (len(blocks), storage))
+            place = position, shard.data_ptr() - block.address
         shards.append(shard)
-        blocks.append(block)
-    if len(set(blocks)) > MAX_BLOCKS:
-        raise NotTraceable(f"the parameters lie in {len(set(blocks))} blocks of memory")
-    return LocatedShards(shards, blocks)
+        places.append(place)
+    if len(blocks) > MAX_BLOCKS:
+        raise NotTraceable(f"the parameters lie in {len(blocks)} blocks of memory")
+    shared = [share(block, storage) for block, (_, storage) in blocks.items()]
+    return shards, MemoryTable(
+        host=host_id(),
+        blocks=tuple(name for name, _ in shared),
+        shards=tuple(places),
+        handles=tuple(of_block for _, of_block in shared),
+    )
 
 
 def host_id() -> str:

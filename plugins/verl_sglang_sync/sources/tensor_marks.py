@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -11,22 +11,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 # By `map`, and past the Python of `StorageWeakRef.expired`, which takes four times as long.
 _is_expired = cast(Callable[[int], bool], torch.UntypedStorage._expired)
-
-
-class StorageRefs:
-    """References that keep the identities of storages taken, not their memory.
-
-    Args:
-        refs: one per storage.
-    """
-
-    def __init__(self, refs: Iterable[StorageWeakRef]) -> None:
-        self._refs = list(refs)
-        self._weak = [ref.cdata for ref in self._refs]
-
-    def expired(self) -> list[bool]:
-        """For each storage whether it is gone: what is in its place is other memory."""
-        return list(map(_is_expired, self._weak))
 
 
 class TensorMarks:
@@ -38,13 +22,15 @@ class TensorMarks:
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         locals_ = locals_of(tensors)
-        self._storages = StorageRefs(StorageWeakRef(local.untyped_storage()) for local in locals_)
+        # These keep the identities of the storages taken, not their memory.
+        self._refs = [StorageWeakRef(local.untyped_storage()) for local in locals_]
+        self._weak = [ref.cdata for ref in self._refs]
         self._marks = _marks(tensors, locals_)
 
     def first_changed(self, tensors: Sequence[torch.Tensor]) -> int | None:
         """Position of the first tensor that is another now, or elsewhere; None: all are as then."""
         marks = _marks(tensors, locals_of(tensors))
-        expired = self._storages.expired()
+        expired = list(map(_is_expired, self._weak))  # what is there now is other memory
         if marks == self._marks and not any(expired):
             return None
         rows, then = list(zip(*marks, strict=True)), list(zip(*self._marks, strict=True))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import traceback
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from typing import Any, Protocol, TypeVar
@@ -17,7 +17,8 @@ from verl_sglang_sync.collective import (
     WeightSyncError,
     export_signature,
 )
-from verl_sglang_sync.engine.server_client import ReplyLost
+from verl_sglang_sync.engine.server_client import ReplyLost, operations
+from verl_sglang_sync.engine.server_client.operations import Call
 from verl_sglang_sync.report import log_remarks
 from verl_sglang_sync.sources.bucket_stream import Bucket
 
@@ -28,22 +29,11 @@ MAY_BE_INCOMPLETE = "the engine's weights may be incomplete"
 MAY_SERVE = "the engine may serve the new weights already"
 
 
-class Updater(Protocol):
-    """The engine's update request; `SGLangServerClient` has it."""
+class Engine(Protocol):
+    """The engine's server; `SGLangServerClient` is one."""
 
-    def start_update(
-        self,
-        handles: Sequence[bytes],
-        *,
-        load_format: str,
-        flush_cache: bool,
-        weight_version: str | None,
-        sent: threading.Event | None = None,
-    ) -> Future[Any]:
-        """Open a session on every TP rank; on success drop the prefix cache, publish the version.
-
-        `sent` is set when the request has left.
-        """
+    def submit(self, call: Call) -> Future[Any]:
+        """Start an operation (`operations`); the future gets its reply."""
 
 
 class OpeningRequest:
@@ -53,7 +43,7 @@ class OpeningRequest:
     session ended well has to wait for the reply, but it must be looked at, later (`result`).
     """
 
-    def __init__(self, engine: Updater | None, version: str | None) -> None:
+    def __init__(self, engine: Engine | None, version: str | None) -> None:
         self._engine = engine
         self._version = version
         self._reply: Future[Any] | None = None
@@ -65,13 +55,14 @@ class OpeningRequest:
         """
         assert self._engine is not None, "only the leader gathers invitations"
         sent = threading.Event()
-        self._reply = self._engine.start_update(
+        call = operations.update_weights(
             invitations,
             load_format=SESSION_FORMAT,
             flush_cache=True,
             weight_version=self._version,
             sent=sent,
         )
+        self._reply = self._engine.submit(call)
         self._reply.add_done_callback(lambda _: sent.set())  # also if it never left
         sent.wait(SEND_WAIT_S)
 
@@ -141,6 +132,18 @@ class RanksInStep:
             self.cause = self.cause or error
             self._failure = self._failure or traceback.format_exc()
             return None
+
+    def repeat_until_all(self, step: Callable[[], bool]) -> bool:
+        """Repeat a step, all ranks in step, until it was True on every rank; False after a failure.
+
+        A rank whose step was True takes it again while others wait; it must not wait itself then.
+        """
+        is_done = False
+        while self.error is None:
+            is_done = bool(self.run_if_ok(step))
+            if self.agree(is_ready=is_done):
+                return True
+        return False
 
     def sent(self, bucket: Bucket) -> None:
         """Count a bucket into what the ranks compare."""

@@ -14,30 +14,22 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from types import TracebackType
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from verl.utils.ulysses import BaseShardingManager
 
-from sglang_loader.common.stage_costs import StageCosts
+from sglang_loader.common.stage_costs import stage_costs_in
 from verl_sglang_sync.collective import TrainerGroup, WeightSyncError, wait_in_step
 from verl_sglang_sync.config import WeightSyncConfig
+from verl_sglang_sync.engine.server_client import operations
+from verl_sglang_sync.engine.server_client.operations import Call
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.sources.export import NamedTensor
 from verl_sglang_sync.sources.reexport import Reexport
 from verl_sglang_sync.stages import KV_CACHE, WEIGHTS
-from verl_sglang_sync.sync.ranks_in_step import Updater
+from verl_sglang_sync.sync.ranks_in_step import Engine
 from verl_sglang_sync.sync.transport import SessionTransport
-
-
-class Engine(Updater, Protocol):
-    """The engine's control operations; `SGLangServerClient` is one."""
-
-    async def release_memory(self, tags: Sequence[str]) -> StageCosts:
-        """Free the memory of `tags`, in their order; what that cost."""
-
-    async def resume_memory(self, tags: Sequence[str]) -> StageCosts:
-        """Map the memory of `tags` again, in their order; what that cost."""
 
 
 def _nothing() -> None:
@@ -118,7 +110,7 @@ class SGLangShardingManager(BaseShardingManager):  # type: ignore[misc]
         name = "resume_" + "_and_".join(
             tag for tag in (WEIGHTS, KV_CACHE) if tag in tags or one_stage
         )
-        await self._on_leader(name, lambda engine: engine.resume_memory(wanted))
+        await self._on_leader(name, operations.resume_memory(wanted))
         if KV_CACHE in tags:
             self._publish()
 
@@ -127,7 +119,7 @@ class SGLangShardingManager(BaseShardingManager):  # type: ignore[misc]
         if not self._settings.free_cache_engine:
             return
         wanted = self._settings.stages.sleep if tags is None else tags
-        await self._on_leader("release", lambda engine: engine.release_memory(wanted))
+        await self._on_leader("release", operations.release_memory(wanted))
 
     async def sync(self, weights: Iterable[NamedTensor], *, version: str | None = None) -> None:
         """Send all weights; the engine drops its prefix cache, and publishes the version.
@@ -151,21 +143,21 @@ class SGLangShardingManager(BaseShardingManager):  # type: ignore[misc]
         if not self._settings.free_cache_engine:
             self._publish()
 
-    async def _on_leader(self, stage: str, step: Callable[[Engine], Awaitable[StageCosts]]) -> None:
-        """Run a step on the replica's leader; if it fails on any replica, every rank raises."""
+    async def _on_leader(self, stage: str, call: Call) -> None:
+        """Have the leader's engine do it; if it fails on any replica, every rank raises."""
         task: asyncio.Future[None] | None = None
         if self._engine is not None:
-            task = asyncio.ensure_future(self._run_stage(stage, step(self._engine)))
+            task = asyncio.ensure_future(self._run_stage(stage, self._engine, call))
         result = await wait_in_step(self._group, task)
         if result.failures:
             if task is not None:
                 task.cancel()
             raise WeightSyncError(f"stage {stage!r} failed\n" + "\n".join(result.failures))
 
-    async def _run_stage(self, stage: str, step: Awaitable[StageCosts]) -> None:
+    async def _run_stage(self, stage: str, engine: Engine, call: Call) -> None:
         with self._report.stage(stage):
-            costs = await step
-        self._report.add_costs(stage, costs)
+            reply = await asyncio.wrap_future(engine.submit(call))
+        self._report.add_costs(stage, stage_costs_in(reply))
         self._transport.check_reply(self._report)
 
     async def wake_up(self, *, version: str | None = None) -> None:

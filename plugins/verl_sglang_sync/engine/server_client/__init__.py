@@ -1,13 +1,11 @@
-"""HTTP clients of an SGLang server's control endpoints, asynchronous and synchronous.
+"""HTTP client of an SGLang server's control endpoints, for any thread and any event loop.
 
-async with SGLangServerClient("http://[::1]:30000", timeout_s=600) as client:
-    await client.release_memory(["kv_cache", "weights"])
-
-with SyncSGLangServerClient("http://10.0.0.1:30000", timeout_s=600) as client:
+with SGLangServerClient("http://[::1]:30000", timeout_s=600) as client:
     client.run(operations.release_memory(["kv_cache", "weights"]))
+    future = client.submit(operations.model_info())
 """
 
-from verl_sglang_sync.engine.server_client.client import SGLangServerClient, SyncSGLangServerClient
+from verl_sglang_sync.engine.server_client.client import SGLangServerClient
 from verl_sglang_sync.engine.server_client.errors import (
     ConnectionBroken,
     NoReply,
@@ -29,5 +27,4 @@ __all__ = [
     "SGLangServerClient",
     "ServerError",
     "ServerUnreachable",
-    "SyncSGLangServerClient",
 ]

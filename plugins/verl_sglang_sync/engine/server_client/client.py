@@ -1,32 +1,59 @@
-"""The clients of one SGLang server: what they share, then the asynchronous and the synchronous one.
+"""The client of one server: its connections, API keys, timeouts, and what is sent again.
 
-Every operation either succeeded on the server or raised a `ServerError`. Both clients may be used
-from any thread and any event loop, and keep their connections open from call to call.
+Every operation either succeeded on the server or raised a `ServerError`. Sent again is, after
+
+- no connection: any operation, `CONNECT_ATTEMPTS` times; nothing was executed;
+- no reply in time, or a broken connection: idempotent operations, `ATTEMPTS` times; others never,
+  because they may have been executed;
+- a reply, good or bad: nothing.
+
+So an operation ends within `ATTEMPTS` x its timeout, plus a few seconds for the connections.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import weakref
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
-from functools import wraps
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+from typing import Any, Self
 
-from sglang_loader.common.stage_costs import stage_costs_in
-from verl_sglang_sync.engine.server_client import operations
-from verl_sglang_sync.engine.server_client.core import ServerAccess, ServerCore
+import aiohttp
+
+from verl_sglang_sync.engine.server_client.errors import (
+    ConnectionBroken,
+    NoReply,
+    NotAuthorized,
+    RequestFailed,
+    ServerError,
+    ServerUnreachable,
+)
 from verl_sglang_sync.engine.server_client.loop_thread import LoopThread
-from verl_sglang_sync.engine.server_client.operations import Call
+from verl_sglang_sync.engine.server_client.operations import Call, Operation
 
+CONNECT_ATTEMPTS = 3
+ATTEMPTS = 3
+RETRY_DELAY_S = 1.0
+CONNECT_TIMEOUT_S = 10.0
 CLOSE_TIMEOUT_S = 5.0
+# Shorter than any server's: a connection is not used while its server is about to close it.
+KEEP_ALIVE_S = 2.0
+MESSAGE_CHARS = 4000
 
-Arguments = ParamSpec("Arguments")
-Result = TypeVar("Result")
 
+class SGLangServerClient:
+    """Runs operations (see `operations`); keeps its connections open from call to call.
 
-class _Client:
-    """What both clients are made of; the arguments are those of `ServerAccess`."""
+    Args:
+        base_url: such as "http://10.0.0.1:30000" or "http://[::1]:30000".
+        timeout_s: limit of one request, in seconds.
+        timeouts_s: other limits for some operations, by `operations.LIMITS`.
+        api_key: SGLang's `api_key`.
+        admin_api_key: SGLang's `admin_api_key`; its control endpoints want this one if it is set.
+        rank: the trainer's rank, for errors.
+        replica: the rollout replica, for errors.
+    """
 
     def __init__(
         self,
@@ -39,94 +66,29 @@ class _Client:
         rank: int | None = None,
         replica: int | None = None,
     ) -> None:
-        self._core = ServerCore(
-            ServerAccess(
-                base_url=base_url.rstrip("/"),
-                timeout_s=timeout_s,
-                timeouts_s=dict(timeouts_s or {}),
-                api_key=api_key,
-                admin_api_key=admin_api_key,
-                rank=rank,
-                replica=replica,
-            )
-        )
-        self._loop = LoopThread("sglang-server-client", self._core.close)
+        self._base_url = base_url.rstrip("/")
+        self._timeout_s = timeout_s
+        self._timeouts_s = dict(timeouts_s or {})
+        self._api_key = api_key
+        self._admin_api_key = admin_api_key
+        self._rank = rank
+        self._replica = replica
+        self._connections = _Connections()
+        self._loop = LoopThread("sglang-server-client", self._connections.close)
         weakref.finalize(self, self._loop.stop)
 
     def submit(self, call: Call) -> Future[Any]:
-        """Start one operation; the future gets its reply. Cancelling the future cancels it."""
-        return self._loop.submit(self._core.send(call))
-
-    def _close(self) -> None:
-        if thread := self._loop.stop():
-            thread.join(CLOSE_TIMEOUT_S)
-
-
-def _nothing_in(reply: Any) -> None:
-    """For operations whose reply tells no more than their success."""
-
-
-def _method(
-    operation: Callable[Arguments, Call], read: Callable[[Any], Result]
-) -> Callable[Concatenate[SGLangServerClient, Arguments], Coroutine[Any, Any, Result]]:
-    """A method that runs an operation and returns what `read` finds in the reply."""
-
-    @wraps(operation)
-    async def run(
-        client: SGLangServerClient, /, *args: Arguments.args, **kwargs: Arguments.kwargs
-    ) -> Result:
-        return read(await asyncio.wrap_future(client.submit(operation(*args, **kwargs))))
-
-    return run
-
-
-def _starter(
-    operation: Callable[Arguments, Call],
-) -> Callable[Concatenate[SGLangServerClient, Arguments], Future[Any]]:
-    """A method that starts an operation and returns its future."""
-
-    @wraps(operation)
-    def start(
-        client: SGLangServerClient, /, *args: Arguments.args, **kwargs: Arguments.kwargs
-    ) -> Future[Any]:
-        return client.submit(operation(*args, **kwargs))
-
-    return start
-
-
-class SGLangServerClient(_Client):
-    """Asynchronous client; each method takes the arguments of the operation that it runs."""
-
-    release_memory = _method(operations.release_memory, stage_costs_in)
-    resume_memory = _method(operations.resume_memory, stage_costs_in)
-    update_weights = _method(operations.update_weights, _nothing_in)
-    start_update = _starter(operations.update_weights)
-    update_from_distributed = _method(operations.update_from_distributed, _nothing_in)
-    init_update_group = _method(operations.init_update_group, _nothing_in)
-    destroy_update_group = _method(operations.destroy_update_group, _nothing_in)
-    flush_cache = _method(operations.flush_cache, _nothing_in)
-    pause_generation = _method(operations.pause_generation, _nothing_in)
-    continue_generation = _method(operations.continue_generation, _nothing_in)
-    server_info = _method(operations.server_info, dict[str, Any])
-    model_info = _method(operations.model_info, dict[str, Any])
-    health = _method(operations.health, _nothing_in)
-
-    async def close(self) -> None:
-        """Close the connections and end the client's thread; a later call starts both again."""
-        await asyncio.to_thread(self._close)
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
-
-
-class SyncSGLangServerClient(_Client):
-    """Synchronous client: `client.run(operations.release_memory(["weights"]))`."""
+        """Start one operation; the future gets its reply, decoded if it is JSON, or a `ServerError`
+        of which the class says what happened. Cancelling the future cancels it.
+        """
+        return self._loop.submit(self._send(call))
 
     def run(self, call: Call) -> Any:
-        """Run one operation to its end; returns the reply, decoded if it is JSON."""
+        """Run one operation to its end, and return its reply.
+
+        Raises:
+            ServerError: it did not succeed.
+        """
         future = self.submit(call)
         try:
             return future.result()
@@ -136,10 +98,131 @@ class SyncSGLangServerClient(_Client):
 
     def close(self) -> None:
         """Close the connections and end the client's thread; a later call starts both again."""
-        self._close()
+        if thread := self._loop.stop():
+            thread.join(CLOSE_TIMEOUT_S)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    async def _send(self, call: Call) -> Any:
+        num_refused = num_lost = 0
+        while True:
+            try:
+                return await self._attempt(call)
+            except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+                num_refused += 1
+                if num_refused == CONNECT_ATTEMPTS:
+                    message = f"no connection in {num_refused} attempts: {error}"
+                    raise self._error(ServerUnreachable, call, message) from None
+            except (TimeoutError, aiohttp.ClientError) as error:
+                num_lost += 1
+                if num_lost == ATTEMPTS or not call.operation.idempotent:
+                    raise self._lost(call, error, num_lost) from None
+            await asyncio.sleep(RETRY_DELAY_S)
+
+    async def _attempt(self, call: Call) -> Any:
+        operation, timeout_s = call.operation, self._timeout_of(call.operation)
+        headers, body = {}, None
+        key = self._admin_api_key or self._api_key if operation.admin else self._api_key
+        if key:
+            headers["Authorization"] = f"Bearer {key}"
+        if call.payload is not None:
+            body = json.dumps(call.payload).encode()
+            headers["Content-Type"] = "application/json"
+        connect_s = min(timeout_s, CONNECT_TIMEOUT_S)
+        async with self._connections.session().request(
+            operation.method,
+            self._url(operation),
+            params=call.query,
+            data=body,
+            headers=headers,
+            timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=connect_s),
+            trace_request_ctx=call.sent,
+        ) as response:
+            text = await response.text(errors="replace")
+            if response.status >= 500:
+                response.close()  # a server that failed closes the connection behind its reply
+            return self._result(call, response.status, text)
+
+    def _result(self, call: Call, status: int, text: str) -> Any:
+        """The reply's content, if it tells of success."""
+        if status in (401, 403):
+            which = "admin_api_key or api_key" if call.operation.admin else "api_key"
+            message = f"the server refused the {which}: {text[:MESSAGE_CHARS]}"
+            raise self._error(NotAuthorized, call, message, status)
+        if status >= 400:
+            raise self._error(RequestFailed, call, text[:MESSAGE_CHARS], status)
+        try:
+            content = json.loads(text)
+        except ValueError:
+            content = text
+        success = content.get("success") if isinstance(content, dict) else None
+        if success is False or (call.operation.confirmed and success is not True):
+            raise self._error(RequestFailed, call, text[:MESSAGE_CHARS], status)
+        return content
+
+    def _timeout_of(self, operation: Operation) -> float:
+        """Seconds that one attempt may take."""
+        return self._timeouts_s.get(operation.limit, self._timeout_s)
+
+    def _url(self, operation: Operation) -> str:
+        return f"{self._base_url}/{operation.path}"
+
+    def _lost(self, call: Call, error: Exception, attempts: int) -> ServerError:
+        times = "" if attempts == 1 else f", in {attempts} attempts"
+        kind: type[ServerError]
+        if isinstance(error, TimeoutError):
+            kind = NoReply
+            message = f"no reply within {self._timeout_of(call.operation):g} s{times}"
+        else:
+            kind, message = ConnectionBroken, f"the connection broke{times}: {error!r}"
+        if attempts < ATTEMPTS:
+            message += "; not sent again, because it may have been executed"
+        return self._error(kind, call, message)
+
+    def _error(
+        self, kind: type[ServerError], call: Call, message: str, status: int | None = None
+    ) -> ServerError:
+        return kind(
+            message,
+            endpoint=self._url(call.operation),
+            status=status,
+            rank=self._rank,
+            replica=self._replica,
+        )
+
+
+class _Connections:
+    """aiohttp's session in the client's loop; it does not keep the client alive."""
+
+    def __init__(self) -> None:
+        self._session: aiohttp.ClientSession | None = None
+
+    def session(self) -> aiohttp.ClientSession:
+        """Opened with the first call, and with the first one after `close`."""
+        if self._session is None:
+            connector = aiohttp.TCPConnector(keepalive_timeout=KEEP_ALIVE_S)
+            self._session = aiohttp.ClientSession(
+                connector=connector, trace_configs=[_setting_sent()]
+            )
+        return self._session
+
+    async def close(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+
+def _setting_sent() -> aiohttp.TraceConfig:
+    """Makes a session set the event of a call when its body has been written."""
+
+    async def chunk_sent(_: Any, context: Any, __: Any) -> None:
+        if context.trace_request_ctx is not None:  # called just before the write
+            asyncio.get_running_loop().call_soon(context.trace_request_ctx.set)
+
+    config = aiohttp.TraceConfig()
+    config.on_request_chunk_sent.append(chunk_sent)
+    return config

@@ -41,12 +41,7 @@ UPDATE = Operation("update_weights_from_tensor", limit="update", idempotent=Fals
 UPDATE_DISTRIBUTED = replace(UPDATE, path="update_weights_from_distributed")
 INIT_GROUP = Operation("init_weights_update_group", limit="group", idempotent=False, confirmed=True)
 DESTROY_GROUP = replace(INIT_GROUP, path="destroy_weights_update_group")
-FLUSH_CACHE = Operation("flush_cache", limit="info", idempotent=True)
-PAUSE = Operation("pause_generation", limit="info", idempotent=True)
-CONTINUE = Operation("continue_generation", limit="info", idempotent=True)
-SERVER_INFO = Operation("server_info", "GET", limit="info", idempotent=True, admin=False)
-MODEL_INFO = replace(SERVER_INFO, path="model_info")
-HEALTH = replace(SERVER_INFO, path="health")
+MODEL_INFO = Operation("model_info", "GET", limit="info", idempotent=True, admin=False)
 
 
 @dataclass(frozen=True)
@@ -137,31 +132,6 @@ def destroy_update_group(group_name: str) -> Call:
     return Call(DESTROY_GROUP, {"group_name": group_name})
 
 
-def flush_cache() -> Call:
-    """Drop the prefix cache; fails while requests run."""
-    return Call(FLUSH_CACHE)
-
-
-def pause_generation(mode: str = "abort") -> Call:
-    """Pause generation; `mode` is "abort", "retract" or "in_place"."""
-    return Call(PAUSE, {"mode": mode})
-
-
-def continue_generation() -> Call:
-    """End a pause."""
-    return Call(CONTINUE, {})
-
-
-def server_info() -> Call:
-    """The server's arguments and state."""
-    return Call(SERVER_INFO)
-
-
 def model_info() -> Call:
     """The model, and the version of its weights as `weight_version`."""
     return Call(MODEL_INFO)
-
-
-def health() -> Call:
-    """Succeeds if the server is up."""
-    return Call(HEALTH)

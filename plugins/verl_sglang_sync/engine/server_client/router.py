@@ -22,7 +22,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from verl_sglang_sync.engine.server_client.core import ServerAccess, ServerCore
+from verl_sglang_sync.engine.server_client.client import SGLangServerClient
 from verl_sglang_sync.engine.server_client.errors import (
     NotAuthorized,
     RequestFailed,
@@ -51,7 +51,7 @@ class Worker(msgspec.Struct, frozen=True):
 
 
 class RouterClient:
-    """Asynchronous client of one router; belongs to one event loop.
+    """Asynchronous client of one router.
 
     Args:
         url: of the router, such as "http://10.0.0.9:30000" or "http://[::1]:30000".
@@ -62,8 +62,7 @@ class RouterClient:
     def __init__(self, url: str, *, timeout_s: float, api_key: str | None = None) -> None:
         self._url = url.rstrip("/")
         self._timeout_s = timeout_s
-        access = ServerAccess(base_url=self._url, timeout_s=timeout_s, api_key=api_key)
-        self._core = ServerCore(access)
+        self._client = SGLangServerClient(self._url, timeout_s=timeout_s, api_key=api_key)
 
     async def add(self, url: str, *, api_key: str | None = None) -> Worker:
         """Add the server at `url` to the workers; returns when the router sends it requests.
@@ -80,7 +79,7 @@ class RouterClient:
         payload = {"url": url} | ({} if api_key is None else {"api_key": api_key})
         try:
             try:
-                reply = await self._core.send(Call(_operation("workers"), payload))
+                reply = await self._send(Call(_operation("workers"), payload))
             except RequestFailed as error:
                 if error.status not in NO_SUCH_ROUTE:
                     raise
@@ -100,28 +99,27 @@ class RouterClient:
         """
         try:
             if worker.id is None:
-                await self._core.send(Call(_operation("remove_worker"), query={"url": worker.url}))
+                await self._send(Call(_operation("remove_worker"), query={"url": worker.url}))
             else:
-                await self._core.send(Call(_operation(_path(worker.id), "DELETE")))
+                await self._send(Call(_operation(_path(worker.id), "DELETE")))
         except ServerError as error:
             if error.status != 404:
                 what = f"did not let the server {worker.url} go"
                 raise self._named(what, error) from error
 
-    async def close(self) -> None:
-        """Close the connections."""
-        await self._core.close()
-
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self.close()
+        await asyncio.to_thread(self._client.close)
+
+    async def _send(self, call: Call) -> Any:
+        return await asyncio.wrap_future(self._client.submit(call))
 
     async def _add_by_query(self, query: dict[str, str]) -> Worker:
         """Remove and add it: this protocol refuses to add a URL that the router has already."""
-        await self._core.send(Call(_operation("remove_worker"), query={"url": query["url"]}))
-        await self._core.send(Call(_operation("add_worker"), query=query))
+        await self._send(Call(_operation("remove_worker"), query={"url": query["url"]}))
+        await self._send(Call(_operation("add_worker"), query=query))
         return Worker(query["url"], None)
 
     async def _wait_until_healthy(self, worker: Worker) -> None:
@@ -145,7 +143,7 @@ class RouterClient:
     async def _look_up(self, operation: Operation) -> dict[str, Any]:
         """What the router reports of a worker; empty before its job has begun."""
         try:
-            reply = await self._core.send(Call(operation))
+            reply = await self._send(Call(operation))
         except RequestFailed as error:
             if error.status == 404:
                 return {}
@@ -154,7 +152,7 @@ class RouterClient:
 
     async def _has(self, url: str) -> bool:
         """True if the server is among the workers: then a failed job did no harm."""
-        reply = await self._core.send(Call(_operation("workers", "GET")))
+        reply = await self._send(Call(_operation("workers", "GET")))
         return url in [worker.get("url") for worker in reply.get("workers", ())]
 
     def _named(self, what: str, error: ServerError) -> RouterError:

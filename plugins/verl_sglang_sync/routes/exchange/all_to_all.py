@@ -47,6 +47,7 @@ class AllToAll:
         self._pieces = [
             _Piece.of(plan, bucket, device) for bucket, some in enumerate(plans) for plan in some
         ]
+        self._nbytes = [of_bucket[0].nbytes for of_bucket in plans]
         plans_of_pieces = [piece.plan for piece in self._pieces]
         self._scratch = [_Scratch(plans_of_pieces, device) for _ in range(NUM_TRAVELLING)]
         self._shards: ByPosition = ()
@@ -78,8 +79,14 @@ class AllToAll:
             buffer: flat uint8 of the arranged size; None: send what the others need, keep nothing.
 
         Raises:
+            ValueError: the buffer is of another length, and would be filled in part.
             Exception: the first that went wrong; the other ranks got their turn all the same.
         """
+        needed = self._nbytes[index]
+        if buffer is not None and buffer.numel() != needed:
+            raise ValueError(
+                f"bucket {index} has a buffer of {buffer.numel()} bytes, was prepared for {needed}"
+            )
         failed: Exception | None = None
         while not self._is_done and self._pieces[self._num_finished].bucket <= index:
             is_wanted = failed is None and self._pieces[self._num_finished].bucket == index

@@ -1,38 +1,50 @@
 """Route "exchange": the ranks fill their engines' staging buffers from each other's shards.
 
-    source = exchange.choose(weights, report)       # while the engine joins
-    exchange.learn(weights, loaded)                 # after a good sync that was exported
+The export is traced, so that every rank knows which shard holds each byte that an engine rank
+reads; each bucket then takes one all-to-all instead of the full export. Every bucket was compared
+with the full export, bit for bit, before any is sent so:
+
+    exchange.learn(export, loaded)                  # after a good exported sync
+    source = exchange.choose(export, report)        # in the next ones
 
 Each bucket is collective, too; whoever fails drains the buckets that are left.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import logging
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.regions.arrangement import Arrangement
 from sglang_loader.common.session.messages import Loaded
-from verl_sglang_sync.collective import TrainerGroup, holds_everywhere, world_size
-from verl_sglang_sync.config import WeightSyncConfig
-from verl_sglang_sync.engine.session import TrainerSession
-from verl_sglang_sync.report import SyncReport
-from verl_sglang_sync.routes.arranged_sending import (
-    ArrangedSync,
-    EngineArrangements,
-    KnownArrangements,
+from verl_sglang_sync.collective import (
+    TrainerGroup,
+    common_reason,
+    holds_everywhere,
+    own_rank,
+    result_or_reason,
+    world_size,
 )
-from verl_sglang_sync.routes.exchange.shard_exchange import ShardExchange
-from verl_sglang_sync.routes.route import ReadyBucket, Recovery
+from verl_sglang_sync.report import SyncReport
+from verl_sglang_sync.routes.arranged_sending import EngineArrangements, KnownArrangements
+from verl_sglang_sync.routes.exchange.all_to_all import AllToAll
+from verl_sglang_sync.routes.exchange.exchange_plan import BucketExchange, pieces_of, plan_bucket
+from verl_sglang_sync.routes.exchange.proof import compare_with_export
+from verl_sglang_sync.routes.route import ReadyBucket, Route, SyncSource
 from verl_sglang_sync.routes.staging_ring import StagingRing
-from verl_sglang_sync.sources.bucket_stream import BucketStream, Cut
+from verl_sglang_sync.sources.bucket_stream import Bucket, BucketStream
 from verl_sglang_sync.sources.export import Export, NamedTensor
-from verl_sglang_sync.sources.known_sources import sources_of
+from verl_sglang_sync.sources.export_trace import NotTraceable, TracedExport
+from verl_sglang_sync.sources.known_sources import SourcesChanged, memory_of
 from verl_sglang_sync.sources.source_map import SourceMap
 from verl_sglang_sync.sources.transfer_plan import whole_bucket
+
+logger = logging.getLogger(__name__)
 
 PIECES_PER_BUCKET = 4
 """A rank sends, and receives, this part of a bucket at a time: the scratch, for two pieces each
@@ -40,173 +52,267 @@ way, is no larger than a bucket.
 """
 
 
-class Exchange:
-    """A `Route`.
+@dataclass(frozen=True)
+class ExchangePlan:
+    """What this rank sends and receives, and what that was planned for.
+
+    Attributes:
+        traced: the export.
+        buckets: of it.
+        arranged: what this rank's engine had said that it reads.
+        arrangements: by bucket, whole where the engine had said nothing.
+        exchange: executes it.
+    """
+
+    traced: TracedExport
+    buckets: list[Bucket]
+    arranged: KnownArrangements
+    arrangements: list[Arrangement]
+    exchange: AllToAll
+
+    def digest_for(self, index: int) -> str:
+        """Of the arrangements by which a bucket is packed; "": it is whole."""
+        return "" if self.arranged.expected(index) is None else self.arranged.digest
+
+
+class Exchange(Route):
+    """See `Route`.
 
     Args:
-        settings: the preset.
-        group: the trainer's ranks.
-        device: of the engine on this rank.
+        group: the trainer's ranks; torch's default group must be the same ranks.
+        device: of the engine on this rank, and of the shards.
         source_map: of the export.
         stream: its buckets.
         arrangements: what this rank's engine reads of them.
         ring: this rank's staging buffers.
+        is_wanted: False: never exchange.
+        piece_nbytes: that a rank sends, or receives, at a time; the scratch is four times that.
+        recheck_every_n_syncs: compare again in every n-th sync; 0: never.
     """
+
+    not_taken = "every rank exports all weights in full, nothing is exchanged"
 
     def __init__(
         self,
-        settings: WeightSyncConfig,
         group: TrainerGroup,
         device: torch.device,
         source_map: SourceMap,
-        *,
         stream: BucketStream,
+        *,
         arrangements: EngineArrangements,
         ring: StagingRing,
+        is_wanted: bool,
+        piece_nbytes: int,
+        recheck_every_n_syncs: int = 0,
     ) -> None:
-        self._is_wanted = settings.exchange_shards
-        self._group = group
+        super().__init__(group, is_wanted=is_wanted, recheck_every_n_syncs=recheck_every_n_syncs)
+        self._device = device
+        self._source_map = source_map
         self._stream = stream
         self._arrangements = arrangements
         self._ring = ring
-        self._exchange = ShardExchange(
-            group,
-            device,
-            source_map,
-            piece_nbytes=settings.bucket_bytes // PIECES_PER_BUCKET,
-            recheck_every_n_syncs=settings.recheck_every_n_syncs,
-        )
-        self._prepared_for: KnownArrangements | None = None  # None: for whole buckets
+        self._piece_nbytes = piece_nbytes
+        self._plan: ExchangePlan | None = None
 
-    def choose(self, weights: Iterable[NamedTensor], report: SyncReport) -> ExchangedBuckets | None:
-        """See `Route`."""
-        is_ready = False
-        if self._exchange.is_prepared:
-            with report.stage("confirm"):  # while the engine joins
-                layouts = [cut.bucket.layout for cut in self._stream.cuts]
-                is_ready = self._exchange.ready(weights, layouts)
-        if not is_ready:
-            return None
-        arranged = ArrangedSync(self._prepared_for)
-        return ExchangedBuckets(self._exchange, self._stream.cuts, arranged, self._ring, report)
+    def _source(self, weights: Iterable[NamedTensor], report: SyncReport) -> SyncSource | None:
+        with report.stage("confirm"):  # while the engine joins
+            if not self._begin(weights):
+                return None
+        assert self._plan is not None
+        return ExchangedBuckets(self._plan, self._ring, report)
 
     def can_learn(self, weights: Iterable[NamedTensor]) -> bool:
         """See `Route`."""
-        return (
-            self._is_wanted
-            and self._exchange.off is None
-            and sources_of(weights) is not None
-            and world_size() > 1
-        )
+        return super().can_learn(weights) and world_size() > 1
 
     def learn(self, weights: Iterable[NamedTensor], loaded: Loaded) -> bool:
-        """See `Route`."""
-        known = self._arrangements.fitting(cut.bucket for cut in self._stream.cuts)
-        # An engine that has replayed its plan has said what it reads, unless that is all. A proof
-        # that is due is due on all ranks, also where the engine has loaded this sync eagerly.
-        is_final = known is not None or not loaded.num_eager
-        if not (self._exchange.needs_proof or holds_everywhere(self._group, is_final)):
+        """Trace, plan and compare; see `Route`."""
+        arranged = self._arrangements.fitting(self._stream.buckets)
+        # An engine that has replayed its plan has said what it reads, unless that is all. What is
+        # to be compared again is so on all ranks, also where the engine has loaded this eagerly.
+        is_final = bool(arranged.digest) or not loaded.num_eager
+        is_due = self._plan is not None and not self._is_proven
+        if not (is_due or holds_everywhere(self._group, is_final)):
             return False
-        is_prepared = self._exchange.is_prepared and known == self._prepared_for
-        if not holds_everywhere(self._group, is_prepared):
-            layouts = [cut.bucket.layout for cut in self._stream.cuts]
-            own = [None] * len(layouts) if known is None else [read for _, read in known.buckets]
-            everyones = self._group.all_gather(own)
-            by_rank = [_completed(arrangements, layouts) for arrangements in everyones]
-            self._prepared_for = known
-            if self._exchange.prepare(weights, by_rank, layouts) is not None:
-                return False
-        if not self._exchange.needs_proof:
+        is_planned = self._plan is not None and self._plan.arranged == arranged
+        if not holds_everywhere(self._group, is_planned):
+            reason = self._make_plan(weights, arranged)
+            if reason is not None:
+                return self._conclude(reason)
+        elif self._is_proven:
             return False
-        report = SyncReport(mode="compiled", replica=0)  # of no sync
-        batches = self._stream.batches(Export(weights), report)
-        self._exchange.prove(weights, ((b.bucket.layout, b.tensors) for b in batches))
+        if self._begin(weights):
+            self._conclude(self._prove(weights))
         return False  # they are exchanged into staging buffers
 
-    def recover(self, cause: Exception | None, weights: Iterable[NamedTensor]) -> Recovery:
-        """See `Route`."""
-        return Recovery.RAISE
-
     def forget(self) -> None:
-        """See `Route`; the engine says anew what it reads."""
-        self._exchange.forget()
+        """See `Route`; all is planned anew."""
+        super().forget()
+        self.rest()
+        self._plan = None
 
     def rest(self) -> None:
-        """Give the scratch back."""
-        self._exchange.free()
+        """Give the scratch back, and let go of the shards."""
+        if self._plan is not None:
+            self._plan.exchange.end()
+
+    def _make_plan(self, weights: Iterable[NamedTensor], arranged: KnownArrangements) -> str | None:
+        """Find what all ranks' engines read in the ranks' shards; collective.
+
+        Returns:
+            Why it is not there, equal on all ranks; None: it is.
+        """
+        self.forget()
+        buckets = self._stream.buckets
+        own = [arranged.expected(i) or whole_bucket(b.layout) for i, b in enumerate(buckets)]
+        everyones: list[list[Arrangement]] = self._group.all_gather(own)
+        if (reason := self._source_map.trace(weights)) is not None:
+            return reason
+        traced = self._source_map.traced
+        drafts, reason = result_or_reason(
+            lambda: _of_this_rank(everyones, buckets, traced), NotTraceable
+        )
+        own_needs = None if drafts is None else [draft.scratch_nbytes for draft in drafts]
+        needs = self._group.all_gather(own_needs)
+        exchange: AllToAll | None = None
+        if drafts is not None and None not in needs:
+            largest = [max(of_bucket) for of_bucket in zip(*needs, strict=True)]
+            exchange, reason = result_or_reason(partial(self._in_pieces, drafts, largest))
+        inputs = everyones, [bucket.digest for bucket in buckets]
+        agreed = common_reason(self._group, reason, zlib.crc32(repr(inputs).encode()))
+        if agreed is None:
+            assert exchange is not None
+            self._plan = ExchangePlan(traced, buckets, arranged, own, exchange)
+        return agreed
+
+    def _in_pieces(self, drafts: Sequence[BucketExchange], largest: Sequence[int]) -> AllToAll:
+        """Cut every bucket, on all ranks alike.
+
+        Args:
+            drafts: by bucket, what this rank does.
+            largest: by bucket, what any rank sends or receives, in bytes.
+        """
+        numbers = [max(1, -(-nbytes // self._piece_nbytes)) for nbytes in largest]
+        plans = [pieces_of(draft, n) for draft, n in zip(drafts, numbers, strict=True)]
+        return AllToAll(plans, self._device)
+
+    def _begin(self, weights: Iterable[NamedTensor]) -> bool:
+        """Take the shards as they are now, and make ready what an exchange needs; collective.
+
+        Returns:
+            True on all ranks if it can be done; else all is planned anew.
+        """
+        plan = self._plan
+        assert plan is not None, "see learn"
+
+        def begin() -> None:
+            if self._stream.buckets != plan.buckets:
+                raise SourcesChanged("the export is cut into other buckets")
+            now = self._source_map.current(weights, plan.traced)
+            plan.exchange.begin(_Shards(plan.traced.names, now))
+
+        _, reason = result_or_reason(begin, SourcesChanged)
+        agreed = common_reason(self._group, reason)
+        if agreed is not None:
+            self.forget()
+            logger.info("shards are not exchanged in this sync: %s", agreed)
+        return agreed is None
+
+    def _prove(self, weights: Iterable[NamedTensor]) -> str | None:
+        """Exchange every bucket once, and compare it with the full export; collective.
+
+        Returns:
+            Why shards are not exchanged, equal on all ranks; None if they are from now on.
+        """
+        assert self._plan is not None
+        plan, report = self._plan, SyncReport(mode="compiled", replica=0)  # of no sync
+        batches = self._stream.batches(Export(weights), report)
+        problem = compare_with_export(
+            plan.exchange, plan.buckets, plan.arrangements, batches, self._device
+        )
+        plan.exchange.drain()
+        plan.exchange.end()
+        return common_reason(self._group, problem)
 
 
-class ExchangedBuckets:
+class ExchangedBuckets(SyncSource):
     """The buckets of one sync, out of the ranks' shards; each step is collective.
 
     Args:
-        exchange: ready.
-        cuts: the buckets.
-        arranged: what was prepared: what this rank's engine reads; the engines must hold it.
+        plan: whose exchange has begun; the engines must hold the arrangements that it is for.
         ring: of this rank's staging buffers.
         report: gets the counts and the seconds of "gather".
     """
 
-    is_packed = True
-
-    def __init__(
-        self,
-        exchange: ShardExchange,
-        cuts: Sequence[Cut],
-        arranged: ArrangedSync,
-        ring: StagingRing,
-        report: SyncReport,
-    ) -> None:
-        self.needs_arrangements = arranged.digest
-        self._exchange = exchange
-        self._cuts = cuts
-        self._arranged = arranged
+    def __init__(self, plan: ExchangePlan, ring: StagingRing, report: SyncReport) -> None:
+        self.needs_arrangements = plan.arranged.digest
+        self._plan = plan
         self._ring = ring
         self._report = report
         self._has_begun = False
 
-    def __iter__(self) -> Iterator[ReadyBucket]:
-        report = self._report
-        self._ring.prepare(self._cuts, arranged=self._arranged)
-        for index, cut in enumerate(self._cuts):
-            bucket = cut.bucket
-            arrangement = self._arranged.of(index, bucket)
-            nbytes = bucket.layout.nbytes if arrangement is None else arrangement.nbytes
-            with report.stage("gather"):
-                storage = self._ring.fill(index, nbytes, partial(self._exchange.fill, index))
-            report.count_bucket(len(bucket.layout.tensors), bucket.payload_bytes)
-            report.num_exchanged += 1
-            held = self._ring.nbytes + self._exchange.nbytes
-            report.staging_bytes = max(report.staging_bytes, held)
-            arranged = "" if arrangement is None else self._arranged.digest
-            yield ReadyBucket(index, bucket, storage=storage, arranged=arranged, nbytes=nbytes)
-
-    def start(self, has_arrived: Callable[[], bool]) -> None:
-        """Nothing to do: how the buckets may come is not known yet."""
-
     def engine_joined(self, held: str) -> None:
         """See `SyncSource`; from here on the ranks wait for each other."""
-        self._arranged.keep_if_held(held)
         self._has_begun = True
 
-    def map_memory(self, session: TrainerSession) -> None:
-        """Nothing to do: staging buffers are mapped with the buckets in them."""
-
-    def confirm(self) -> None:
-        """Nothing to do: the shards were looked at when this was chosen."""
-
-    def end(self) -> None:
-        """Nothing to do."""
+    def __iter__(self) -> Iterator[ReadyBucket]:
+        report, exchange = self._report, self._plan.exchange
+        sizes = [arrangement.nbytes for arrangement in self._plan.arrangements]
+        self._ring.prepare(sizes)
+        for index, bucket in enumerate(self._plan.buckets):
+            with report.stage("gather"):
+                storage = self._ring.fill(index, sizes[index], partial(exchange.fill, index))
+            report.count_bucket(len(bucket.layout.tensors), bucket.payload_bytes)
+            report.num_exchanged += 1
+            report.staging_bytes = max(report.staging_bytes, self._ring.nbytes + exchange.nbytes)
+            yield ReadyBucket(
+                index,
+                bucket,
+                storage=storage,
+                arranged=self._plan.digest_for(index),
+                nbytes=sizes[index],
+            )
 
     def drain(self) -> None:
         """Send what the other ranks still wait for."""
         if self._has_begun:
-            self._exchange.drain()
+            self._plan.exchange.drain()
 
 
-def _completed(
-    arrangements: Sequence[Arrangement | None], layouts: Sequence[BucketLayout]
-) -> list[Arrangement]:
-    """With a whole bucket where the engine has no arrangement."""
-    pairs = zip(arrangements, layouts, strict=True)
-    return [whole_bucket(layout) if found is None else found for found, layout in pairs]
+def _of_this_rank(
+    everyones: Sequence[Sequence[Arrangement]], buckets: Sequence[Bucket], traced: TracedExport
+) -> list[BucketExchange]:
+    """What this rank does for each bucket; pure.
+
+    Args:
+        everyones: arrangements by rank, then by bucket.
+        buckets: of the export.
+        traced: where its tensors come from.
+    """
+    rank = own_rank()
+    return [
+        plan_bucket(
+            rank,
+            [arrangements[index] for arrangements in everyones],
+            traced.origins_of(bucket.layout),
+            traced.owners,
+        )
+        for index, bucket in enumerate(buckets)
+    ]
+
+
+class _Shards:
+    """This rank's shards; each one's bytes are looked up when they are first asked for, while
+    others travel.
+    """
+
+    def __init__(self, names: Sequence[str], now: Mapping[str, torch.Tensor]) -> None:
+        self._names = names
+        self._now = now
+        self._known: dict[int, torch.Tensor] = {}
+
+    def __getitem__(self, position: int, /) -> torch.Tensor:
+        found = self._known.get(position)
+        if found is None:
+            found = self._known[position] = memory_of(self._now[self._names[position]])
+        return found

@@ -13,24 +13,12 @@ from sglang_loader.common.regions.arrangement import Arrangement, Read
 from sglang_loader.common.session.messages import BucketPiece
 from verl_sglang_sync.collective import own_rank
 from verl_sglang_sync.engine.session import SharedBlock
+from verl_sglang_sync.routes.route import ReadyBucket
 from verl_sglang_sync.sources.bucket_stream import Bucket
 from verl_sglang_sync.sources.export_trace import TracedExport
 from verl_sglang_sync.sources.known_sources import KnownSources
-from verl_sglang_sync.sources.shard_memory import LocatedShards, MemoryTable
+from verl_sglang_sync.sources.shard_memory import MemoryTable, consecutive_reads
 from verl_sglang_sync.sources.transfer_plan import ShardRead, shard_reads
-
-
-@dataclass(frozen=True)
-class PulledBucket:
-    """A bucket that lies in the trainer ranks' parameters.
-
-    Attributes:
-        bucket: what it is.
-        pieces: where; a slot is a position in `Located.blocks`.
-    """
-
-    bucket: Bucket
-    pieces: list[BucketPiece]
 
 
 @dataclass(frozen=True)
@@ -44,8 +32,26 @@ class PullPlan:
     """
 
     traced: TracedExport
-    buckets: tuple[Bucket, ...]
-    reads: tuple[list[ShardRead], ...]
+    buckets: list[Bucket]
+    reads: list[list[ShardRead]]
+
+    @classmethod
+    def of(cls, traced: TracedExport, buckets: list[Bucket], rank: int) -> PullPlan:
+        """Find the buckets' bytes.
+
+        Args:
+            traced: the export.
+            buckets: of it.
+            rank: whose own copy is read of a parameter that every rank has all of.
+
+        Raises:
+            NotTraceable: a tensor was not traced, or its bytes are not consecutive in a parameter.
+        """
+        return cls(traced, buckets, [consecutive_reads(b.layout, traced, rank) for b in buckets])
+
+    def is_of(self, traced: TracedExport, buckets: list[Bucket]) -> bool:
+        """True if it was made of these."""
+        return self.traced is traced and self.buckets == buckets
 
 
 @dataclass(frozen=True)
@@ -55,12 +61,12 @@ class Located:
     Attributes:
         known: recognises this rank's parameters.
         blocks: of all ranks; the engine maps them with the first bucket.
-        buckets: in those blocks.
+        buckets: in those blocks; a slot is a position in `blocks`.
     """
 
     known: KnownSources
     blocks: tuple[SharedBlock, ...]
-    buckets: tuple[PulledBucket, ...]
+    buckets: tuple[ReadyBucket, ...]
 
     @classmethod
     def of(cls, plan: PullPlan, known: KnownSources, tables: Sequence[MemoryTable]) -> Located:
@@ -73,9 +79,9 @@ class Located:
         """
         rank = own_rank()
         blocks = [
-            SharedBlock(name, handle)
+            SharedBlock(name, handles[rank])
             for table in tables
-            for name, handle in zip(table.blocks, table.handles[rank], strict=True)
+            for name, handles in zip(table.blocks, table.handles, strict=True)
         ]
         first_slots = [0, *accumulate(len(table.blocks) for table in tables)]
 
@@ -85,9 +91,10 @@ class Located:
             slot, read = first_slots[part.owner] + block, part.read
             return BucketPiece(slot, shard_start + read.offset, read.start, read.run)
 
+        pairs = enumerate(zip(plan.buckets, plan.reads, strict=True))
         buckets = tuple(
-            PulledBucket(bucket, [piece(part) for part in parts])
-            for bucket, parts in zip(plan.buckets, plan.reads, strict=True)
+            ReadyBucket(index, bucket, pieces=[piece(part) for part in parts])
+            for index, (bucket, parts) in pairs
         )
         return cls(known, tuple(blocks), buckets)
 
@@ -108,7 +115,7 @@ class Located:
 
 
 def first_difference(
-    name: str, exported: torch.Tensor, traced: TracedExport, located: LocatedShards
+    name: str, exported: torch.Tensor, traced: TracedExport, shards: Sequence[torch.Tensor]
 ) -> str | None:
     """What of an exported tensor is not in this rank's shards as traced; None: all of it is."""
     found = traced.tensors.get(name)
@@ -118,7 +125,7 @@ def first_difference(
         return None
     flat = exported.detach().contiguous().view(-1).view(torch.uint8)
     everything = Arrangement((Read(0, 0, (), flat.numel(), 0),), flat.numel())
-    shard = located.shards[found.origin.parameter]
+    shard = shards[found.origin.parameter]
     for part in shard_reads(everything, [found.origin], traced.owners):
         if part.owner not in (None, own_rank()):
             continue

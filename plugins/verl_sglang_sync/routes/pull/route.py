@@ -16,8 +16,6 @@ changes is noticed before the engines may publish, and the sync is made again.
 
 from __future__ import annotations
 
-import logging
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
@@ -29,23 +27,14 @@ from verl_sglang_sync.collective import (
     common_reason,
     holds_everywhere,
     own_rank,
+    result_or_reason,
     world_size,
 )
-from verl_sglang_sync.engine.session import (
-    BlockNotMapped,
-    EngineCannotMap,
-    SharedBlock,
-    TrainerSession,
-)
+from verl_sglang_sync.engine.session import BlockNotMapped, EngineCannotMap, TrainerSession
 from verl_sglang_sync.report import SyncReport, warn_once
-from verl_sglang_sync.routes.pull.located import (
-    Located,
-    PulledBucket,
-    PullPlan,
-    first_difference,
-)
-from verl_sglang_sync.routes.route import ReadyBucket, Recovery
-from verl_sglang_sync.sources.bucket_stream import Bucket, BucketStream, Cut
+from verl_sglang_sync.routes.pull.located import Located, PullPlan, first_difference
+from verl_sglang_sync.routes.route import ReadyBucket, Recovery, Route, SyncSource
+from verl_sglang_sync.sources.bucket_stream import BucketStream
 from verl_sglang_sync.sources.export import NamedTensor
 from verl_sglang_sync.sources.export_trace import NotTraceable
 from verl_sglang_sync.sources.known_sources import (
@@ -54,22 +43,15 @@ from verl_sglang_sync.sources.known_sources import (
     require_sources,
     sources_of,
 )
-from verl_sglang_sync.sources.memory_blocks import BlockNames
-from verl_sglang_sync.sources.shard_memory import (
-    LocatedShards,
-    MemoryTable,
-    consecutive_reads,
-    locate,
-)
+from verl_sglang_sync.sources.memory_blocks import Block, BlockNames, share_block
+from verl_sglang_sync.sources.shard_memory import MemoryTable, share_shards
 from verl_sglang_sync.sources.source_map import SourceMap
-
-logger = logging.getLogger(__name__)
 
 NOT_IN_PLACE = "the engines do not read the trainer's parameters in place"
 
 
-class Pull:
-    """A `Route`.
+class Pull(Route):
+    """See `Route`.
 
     Args:
         group: the trainer's ranks.
@@ -80,6 +62,8 @@ class Pull:
         record: notes a handle before it leaves this process.
         recheck_every_n_syncs: go through the export, and compare, in every n-th sync; 0: never.
     """
+
+    not_taken = NOT_IN_PLACE
 
     def __init__(
         self,
@@ -92,45 +76,30 @@ class Pull:
         record: Callable[[BufferHandle], None],
         recheck_every_n_syncs: int = 0,
     ) -> None:
-        self._group = group
+        super().__init__(group, is_wanted=is_wanted, recheck_every_n_syncs=recheck_every_n_syncs)
         self._device = device
         self._source_map = source_map
         self._stream = stream
-        self._is_wanted = is_wanted
         self._record = record
-        self._recheck_every_n_syncs = recheck_every_n_syncs
         self._names = BlockNames()
         self._plan: PullPlan | None = None
         self._located: Located | None = None
         self._used: frozenset[str] = frozenset()  # blocks that the last pulled sync read
         self._mapped: frozenset[str] = frozenset()  # those of them that the engines keep mapped
-        self._num_syncs = 0
-        self.off: str | None = None
 
-    @property
-    def keeps_mappings(self) -> bool:
-        """True if engines are to keep the parameters mapped after this sync.
-
-        Only where they lay in the same blocks in the one before: what is mapped elsewhere cannot be
-        freed, and a trainer that offloads its parameters must free it.
-        """
-        return self._located is not None and self._located.names == self._used
-
-    def choose(self, weights: Iterable[NamedTensor], report: SyncReport) -> PulledBuckets | None:
-        """See `Route`."""
-        if self._located is None:
-            return None
-        self._num_syncs += 1
-        every = self._recheck_every_n_syncs
-        if every and self._num_syncs % every == 0:
-            return None
+    def _source(self, weights: Iterable[NamedTensor], report: SyncReport) -> SyncSource | None:
         reason = None
-        if not self._located.is_mappable(self._mapped):
+        if self._located is None or not self._located.is_mappable(self._mapped):
             reason = self._locate(weights)
         if reason is not None:
             warn_once(f"{NOT_IN_PLACE} in a sync: {reason}")
             return None
-        return PulledBuckets(self, weights, self._stream, self._device, report)
+        assert self._located is not None, "see _locate"
+        checks = self._checks(self._located, weights)
+        # What is mapped elsewhere cannot be freed, and a trainer that offloads its parameters must
+        # free it: the engines keep mapped what lay in the same blocks in the sync before.
+        keeps = self._located.names == self._used
+        return PulledBuckets(self._located, checks, self._device, report, keeps, self._was_read)
 
     def can_learn(self, weights: Iterable[NamedTensor]) -> bool:
         """See `Route`."""
@@ -139,63 +108,15 @@ class Pull:
                 f"{NOT_IN_PLACE}: the export does not name those that it hands on as they are "
                 "(verl's does with FSDP2, without adapters and quantisation)"
             )
-            return False
-        return self._is_wanted and self.off is None
+        return super().can_learn(weights)
 
     def learn(self, weights: Iterable[NamedTensor], loaded: Loaded) -> bool:
         """Trace, locate and compare; see `Route`."""
         if not holds_everywhere(self._group, loaded.may_read_in_place):
             warn_once(f"{NOT_IN_PLACE}: an engine has no load plan that leaves them as they are")
             return False
-        buckets = tuple(cut.bucket for cut in self._stream.cuts)
-        reason = self._make_plan(weights, buckets)
-        reason = reason or self._locate(weights, self._compare_with_export)
-        if reason is not None:
-            self._switch_off(reason)
-        return reason is None
-
-    @property
-    def blocks(self) -> tuple[SharedBlock, ...]:
-        """What the engine has to map."""
-        assert self._located is not None, "see choose"
-        return self._located.blocks
-
-    def buckets(self, report: SyncReport) -> Iterator[PulledBucket]:
-        """The buckets of a sync that is pulled.
-
-        Args:
-            report: gets the counts.
-        """
-        assert self._located is not None, "see choose"
-        for pulled in self._located.buckets:
-            report.count_bucket(len(pulled.bucket.layout.tensors), pulled.bucket.payload_bytes)
-            report.num_pulled += 1
-            yield pulled
-
-    def confirm(self, weights: Iterable[NamedTensor], cuts: Sequence[Cut]) -> Iterator[None]:
-        """Check that the parameters are still what and where they were when they were traced.
-
-        In small steps, for moments in which the engine is waited for; nothing is confirmed before
-        the last is taken.
-
-        Args:
-            weights: the export that is left out.
-            cuts: how it would have been cut.
-
-        Raises:
-            SourcesChanged: it may be something else.
-        """
-        assert self._located is not None, "see choose"
-        if [cut.bucket for cut in cuts] != [pulled.bucket for pulled in self._located.buckets]:
-            raise SourcesChanged("the export is cut into other buckets")
-        yield from self._located.known.checks(require_sources(weights))
-
-    def end(self) -> None:
-        """After a good sync: the engines have mapped what they were to map."""
-        assert self._located is not None, "see choose"
-        names = self._located.names
-        self._mapped, self._used = names if self.keeps_mappings else frozenset(), names
-        self._located = self._located.without_handles()
+        reason = self._make_plan(weights) or self._locate(weights, self._compare_with_export)
+        return self._conclude(reason)
 
     def recover(self, cause: Exception | None, weights: Iterable[NamedTensor]) -> Recovery:
         """See `Route`."""
@@ -205,18 +126,39 @@ class Pull:
         if not holds_everywhere(self._group, cause is None or bool(is_known)):
             return Recovery.RAISE
         if (agreed := common_reason(self._group, cannot_map)) is not None:
-            self._switch_off(agreed)
+            self._conclude(agreed)
             return Recovery.EXPORT
-        return Recovery.AGAIN if self._locate(weights) is None else Recovery.EXPORT
+        self._is_proven = self._locate(weights) is None
+        return Recovery.AGAIN if self._is_proven else Recovery.EXPORT
 
     def forget(self) -> None:
-        """The next sync is exported; what the engines have mapped is not known any more."""
+        """See `Route`; what the engines have mapped is not known any more."""
+        super().forget()
         self._located, self._mapped = None, frozenset()
 
-    def rest(self) -> None:
-        """Nothing to do: no memory was needed."""
+    def _was_read(self, located: Located, keeps: bool) -> None:
+        """After a good sync: the engines have mapped what they were to map."""
+        self._mapped, self._used = located.names if keeps else frozenset(), located.names
+        self._located = located.without_handles()
 
-    def _make_plan(self, weights: Iterable[NamedTensor], buckets: tuple[Bucket, ...]) -> str | None:
+    def _checks(self, located: Located, weights: Iterable[NamedTensor]) -> Iterator[None]:
+        """Check that the parameters are still what and where they were when they were traced.
+
+        In small steps, for moments in which the engine is waited for; nothing is confirmed before
+        the last is taken.
+
+        Args:
+            located: where they were.
+            weights: the export that is left out.
+
+        Raises:
+            SourcesChanged: it may be something else.
+        """
+        if self._stream.buckets != [ready.bucket for ready in located.buckets]:
+            raise SourcesChanged("the export is cut into other buckets")
+        yield from located.known.checks(require_sources(weights))
+
+    def _make_plan(self, weights: Iterable[NamedTensor]) -> str | None:
         """Find the buckets' bytes in the shards, unless that is known; collective.
 
         Returns:
@@ -224,25 +166,19 @@ class Pull:
         """
         if (reason := self._source_map.trace(weights)) is not None:
             return reason
-        traced, plan = self._source_map.traced, self._plan
-        is_known = plan is not None and plan.traced is traced and plan.buckets == buckets
+        traced, buckets = self._source_map.traced, self._stream.buckets
+        is_known = self._plan is not None and self._plan.is_of(traced, buckets)
         if holds_everywhere(self._group, is_known):
             return None
-        self._plan = None
-        try:
-            rank = own_rank()
-            reads = tuple(consecutive_reads(bucket.layout, traced, rank) for bucket in buckets)
-            self._plan = PullPlan(traced, buckets, reads)
-        except NotTraceable as error:
-            reason = str(error)
-        except Exception:
-            reason = traceback.format_exc()
+        self._plan, reason = result_or_reason(
+            lambda: PullPlan.of(traced, buckets, own_rank()), NotTraceable
+        )
         return common_reason(self._group, reason)
 
     def _locate(
         self,
         weights: Iterable[NamedTensor],
-        check: Callable[[Iterable[NamedTensor], LocatedShards], str | None] | None = None,
+        check: Callable[[Iterable[NamedTensor], list[torch.Tensor]], str | None] | None = None,
     ) -> str | None:
         """Find all ranks' parameters where they are now; collective.
 
@@ -254,34 +190,52 @@ class Pull:
             Why they cannot be read there, equal on all ranks; None if they can.
         """
         self._located = None
-        shards: LocatedShards | None = None
-        known: KnownSources | None = None
-        table: MemoryTable | None = None
-        reason = None
-        try:
-            assert self._plan is not None, "nothing was traced"
-            now = self._source_map.current(weights, self._plan.traced)
-            known = KnownSources(now, require_sources(weights))
-            shards = locate(self._plan.traced.names, now, self._device)
-            table = shards.share(self._names, self._mapped, world_size(), self._record)
-        except (NotTraceable, SourcesChanged) as error:
-            reason = str(error)
-        except Exception:
-            reason = traceback.format_exc()
-        tables: list[MemoryTable | None] = self._group.all_gather(table)
+        found, reason = result_or_reason(
+            lambda: self._own_memory(weights), NotTraceable, SourcesChanged
+        )
+        tables = self._group.all_gather(None if found is None else found[2])
         if reason is None and len({each.host for each in tables if each is not None}) > 1:
             reason = "the trainer's ranks are on several nodes"
         agreed = common_reason(self._group, reason)
         if agreed is None and check is not None:
-            assert shards is not None
-            agreed = common_reason(self._group, check(weights, shards))
+            assert found is not None
+            agreed = common_reason(self._group, check(weights, found[1]))
         if agreed is None:
-            assert self._plan is not None and known is not None
-            self._located = Located.of(self._plan, known, [each for each in tables if each])
+            assert self._plan is not None and found is not None
+            self._located = Located.of(self._plan, found[0], tables)
         return agreed
 
+    def _own_memory(
+        self, weights: Iterable[NamedTensor]
+    ) -> tuple[KnownSources, list[torch.Tensor], MemoryTable]:
+        """This rank's parameters: recognised later, kept while compared, told to the others.
+
+        Raises:
+            NotTraceable: they lie in memory that cannot be mapped.
+            SourcesChanged: they are not those that were traced.
+        """
+        assert self._plan is not None, "nothing was traced"
+        now = self._source_map.current(weights, self._plan.traced)
+        names = self._plan.traced.names
+        shards, table = share_shards(names, now, self._device, self._shared)
+        return KnownSources(now, require_sources(weights)), shards, table
+
+    def _shared(
+        self, block: Block, member: torch.UntypedStorage
+    ) -> tuple[str, tuple[BufferHandle | None, ...]]:
+        """A block's name, and a handle for each rank's engine: each is used once. None where the
+        engines have it mapped.
+        """
+        name = self._names.name_of(block, member)
+        if name in self._mapped:
+            return name, (None,) * world_size()
+        handles = tuple(share_block(block, member) for _ in range(world_size()))
+        for handle in handles:
+            self._record(handle)
+        return name, handles
+
     def _compare_with_export(
-        self, weights: Iterable[NamedTensor], located: LocatedShards
+        self, weights: Iterable[NamedTensor], shards: Sequence[torch.Tensor]
     ) -> str | None:
         """Go through the export, and compare this rank's shards with it; collective.
 
@@ -291,47 +245,45 @@ class Pull:
         assert self._plan is not None
         traced, problem, seen = self._plan.traced, None, set()
         for name, exported in weights:  # to the end: the other ranks need this one's shards
-            try:
-                seen.add(name)
-                problem = problem or first_difference(name, exported, traced, located)
-            except Exception:
-                problem = problem or traceback.format_exc()
+            seen.add(name)
+            found, reason = result_or_reason(
+                lambda: first_difference(name, exported, traced, shards)  # noqa: B023
+            )
+            problem = problem or found or reason
         if seen != traced.tensors.keys():
             problem = problem or f"{len(seen)} tensors were exported, {len(traced.tensors)} traced"
         return problem
 
-    def _switch_off(self, reason: str) -> None:
-        self._plan = self._located = None
-        self.off = reason
-        logger.warning("%s: %s", NOT_IN_PLACE, reason)
 
-
-class PulledBuckets:
+class PulledBuckets(SyncSource):
     """Buckets that lie in the trainer ranks' parameters.
 
     Args:
-        pull: has located the parameters.
-        weights: the export that is left out.
-        stream: how it would have been cut.
+        located: where.
+        checks: that they are still there, in small steps.
         device: of the parameters on this rank.
         report: gets the counts and seconds.
+        keeps: the engines keep mapped what they map.
+        was_read: told after a good sync; gets `located` and `keeps`.
     """
 
     is_packed = False
-    needs_arrangements = None
 
     def __init__(
         self,
-        pull: Pull,
-        weights: Iterable[NamedTensor],
-        stream: BucketStream,
+        located: Located,
+        checks: Iterator[None],
         device: torch.device,
         report: SyncReport,
+        keeps: bool,
+        was_read: Callable[[Located, bool], None],
     ) -> None:
-        self._pull = pull
+        self._located = located
+        self._checks = checks
         self._device = device
         self._report = report
-        self._checks = pull.confirm(weights, stream.cuts)
+        self._keeps = keeps
+        self._was_read = was_read
 
     def start(self, has_arrived: Callable[[], bool]) -> None:
         """Wait for what still writes the parameters: once all ranks have, any engine may read."""
@@ -339,27 +291,24 @@ class PulledBuckets:
             torch.cuda.current_stream(self._device).synchronize()
         self._check(until=has_arrived)
 
-    def engine_joined(self, held: str) -> None:
-        """Nothing to do: what an engine does not need it does not read."""
+    def map_memory(self, session: TrainerSession) -> None:
+        """The parameters of all ranks."""
+        session.map_blocks(self._located.blocks, keep=self._keeps)
 
     def __iter__(self) -> Iterator[ReadyBucket]:
-        for index, pulled in enumerate(self._pull.buckets(self._report)):
-            yield ReadyBucket(index, pulled.bucket, pieces=pulled.pieces)
+        for ready in self._located.buckets:
+            bucket = ready.bucket
+            self._report.count_bucket(len(bucket.layout.tensors), bucket.payload_bytes)
+            self._report.num_pulled += 1
+            yield ready
 
     def confirm(self) -> None:
         """The parameters are where the engines were told to read them."""
         self._check()
 
-    def drain(self) -> None:
-        """Nothing to do: no rank waits for an export."""
-
-    def map_memory(self, session: TrainerSession) -> None:
-        """The parameters of all ranks."""
-        session.map_blocks(self._pull.blocks, keep=self._pull.keeps_mappings)
-
     def end(self) -> None:
-        """The engines have mapped what they were to map."""
-        self._pull.end()
+        """See `SyncSource`."""
+        self._was_read(self._located, self._keeps)
 
     def _check(self, until: Callable[[], bool] = lambda: False) -> None:
         with self._report.stage("confirm"):

@@ -1,0 +1,330 @@
+"""What one rank exports reaches its engine bit by bit; what is held, counted, and said of it."""
+
+import asyncio
+import math
+from unittest.mock import Mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from unit.serving_engine import ServingEngine
+from verl_sglang_sync import WeightSyncError
+from verl_sglang_sync.collective import SingleProcess
+from verl_sglang_sync.config import WeightSyncConfig
+from verl_sglang_sync.report import SyncReport, warn_once
+from verl_sglang_sync.routes.pull.route import NOT_IN_PLACE
+from verl_sglang_sync.routes.route import Route
+from verl_sglang_sync.routes.staging_ring import StagingBuffer
+from verl_sglang_sync.sync.transport import SessionTransport
+
+MODES = ("bucketed", "flattened")
+both_modes = pytest.mark.parametrize("mode", MODES)
+
+
+class Trainer:
+    """A rank on its own, and its engine."""
+
+    def __init__(self, mode, bucket_bytes=1024):
+        self.engine = ServingEngine()
+        self.mode = mode
+        config = WeightSyncConfig(
+            mode=mode,
+            bucket_bytes=bucket_bytes,
+            request_timeout_s=20,
+            manifest_check="off",
+            multi_stage_wake_up=True,
+            free_cache_engine=False,
+        )
+        self.transport = SessionTransport(
+            engine=self.engine,
+            settings=config.for_session(),
+            group=SingleProcess(),
+            device=torch.device("cpu"),
+        )
+
+    def sync(self, weights):
+        """One sync; its report."""
+        report = SyncReport(mode=self.mode, replica=0)
+        asyncio.run(self.transport.sync(iter(weights), version="1", report=report))
+        return report
+
+    def received(self, weights):
+        """What the engine's `load_weights` saw in one sync: contents by name, in order."""
+        self.sync(weights)
+        return {name: content(t) for name, t in self.engine.models[0].loaded.items()}
+
+
+@pytest.fixture(scope="module")
+def trainers():
+    """One of each mode, for one sync after the other."""
+    return {mode: Trainer(mode) for mode in MODES}
+
+
+def content(tensor):
+    """Everything that must arrive: dtype, shape, and the bytes in logical order."""
+    with torch.no_grad():
+        raw = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor).view(-1).view(torch.uint8)
+    return tensor.dtype, tuple(tensor.shape), bytes(raw.tolist())
+
+
+def contents(weights):
+    return {name: content(tensor) for name, tensor in weights}
+
+
+DTYPES = (
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.float8_e4m3fn,
+    torch.int8,
+    torch.int64,
+    torch.bool,
+)
+
+
+def filled(shape, dtype, seed=0):
+    """Random bytes as a tensor; for bool random truth values."""
+    generator = torch.Generator().manual_seed(seed)
+    high = 2 if dtype is torch.bool else 256
+    nbytes = math.prod(shape) * dtype.itemsize
+    raw = torch.randint(0, high, (nbytes,), generator=generator, dtype=torch.uint8)
+    return raw.view(dtype).reshape(shape) if nbytes else torch.empty(shape, dtype=dtype)
+
+
+def transposed(shape, dtype, seed):
+    return filled(shape[::-1], dtype, seed).permute(tuple(range(len(shape)))[::-1])
+
+
+def row_of_a_bigger_one(shape, dtype, seed):
+    return filled((3, *shape), dtype, seed)[1]
+
+
+def every_second_column(shape, dtype, seed):
+    return filled((*shape, 2), dtype, seed)[..., 1]
+
+
+def expanded(shape, dtype, seed):
+    return filled(shape[1:], dtype, seed).expand(shape)
+
+
+LAYOUTS = (filled, transposed, row_of_a_bigger_one, every_second_column, expanded)
+
+
+@st.composite
+def exports(draw):
+    weights = []
+    for index in range(draw(st.integers(1, 12))):
+        shape = tuple(draw(st.lists(st.integers(0, 6), max_size=3)))
+        layout = draw(st.sampled_from(LAYOUTS))
+        weights.append((f"model.{index}", layout(shape, draw(st.sampled_from(DTYPES)), index)))
+    return weights
+
+
+@both_modes
+@settings(max_examples=30)
+@given(weights=exports())
+def test_what_arrives_is_what_was_exported(trainers, mode, weights):
+    assert trainers[mode].received(weights) == contents(weights)
+
+
+def test_the_layouts_are_what_they_say():
+    shape = (3, 4)
+    made = {layout.__name__: layout(shape, torch.float32, 0) for layout in LAYOUTS}
+    assert {name for name, tensor in made.items() if not tensor.is_contiguous()} == {
+        "transposed",
+        "every_second_column",
+        "expanded",
+    }
+    in_bigger = {n for n, t in made.items() if t.untyped_storage().nbytes() > t.nbytes}
+    assert in_bigger == {"row_of_a_bigger_one", "every_second_column"}
+    assert all(tensor.shape == shape for tensor in made.values())
+
+
+def test_the_comparison_sees_one_wrong_bit():
+    tensor = filled((3, 4), torch.bfloat16)
+    other = tensor.clone()
+    other.view(torch.int16)[1, 2] ^= 1
+    assert content(tensor) == content(tensor.clone())
+    assert content(tensor) != content(other)
+    assert content(tensor) != content(tensor.view(torch.float16))
+
+
+TIED = filled((4, 4), torch.float32)
+UNUSUAL = {
+    "every dtype in one bucket": [(str(dtype), filled((3,), dtype)) for dtype in DTYPES],
+    "not a number, negative zero": [
+        ("w", torch.tensor([0x7FC1, -62, -32768, 0x7F80], dtype=torch.int16).view(torch.bfloat16))
+    ],
+    "one tensor, ten times a bucket": [("giant", filled((10, 256), torch.float32))],
+    "a giant among others": [
+        ("a", torch.ones(4)),
+        ("giant", filled((10, 256), torch.float32)),
+        ("b", torch.zeros(4)),
+    ],
+    "nothing but empty tensors": [
+        ("a", torch.empty(0, 3)),
+        ("b", torch.empty(2, 0, dtype=torch.bfloat16)),
+    ],
+    "one memory under two names": [("model.embed_tokens.weight", TIED), ("lm_head.weight", TIED)],
+    "parameters, and views of them": [
+        (str(i), part)
+        for i, part in enumerate(nn.Parameter(filled((8, 4), torch.float32)).chunk(2))
+    ],
+}
+
+
+@both_modes
+@pytest.mark.parametrize("weights", UNUSUAL.values(), ids=UNUSUAL.keys())
+def test_unusual_exports_arrive(trainers, mode, weights):
+    assert trainers[mode].received(weights) == contents(weights)
+
+
+@both_modes
+def test_a_name_exported_twice_is_refused(mode):
+    with pytest.raises(WeightSyncError, match="'w' was exported twice"):
+        Trainer(mode).sync([("w", torch.zeros(1)), ("w", torch.ones(1))])
+
+
+@pytest.mark.parametrize(("mode", "num_buffers"), (("bucketed", 1), ("flattened", 2)))
+def test_the_report_counts_a_sync(mode, num_buffers):
+    report = Trainer(mode).sync([(f"t{i}", torch.ones(64)) for i in range(9)])
+    assert (report.num_buckets, report.num_tensors, report.payload_bytes) == (3, 9, 9 * 256)
+    assert (report.num_replayed, report.num_eager) == (0, 3)
+    assert report.staging_bytes == num_buffers * 1024
+    assert {"export", "pack", "load", "commit"} <= set(report.seconds)
+
+
+@both_modes
+def test_a_failed_sync_drains_an_export_that_fails_again(mode):
+    seen, trainer = [], Trainer(mode)
+
+    def export():
+        for i in range(12):
+            seen.append(i)
+            yield f"t{i}", torch.ones(64)
+        seen.append("end")
+        raise RuntimeError("and the export broke as well")
+
+    trainer.engine.models[0].fails_at = 0
+    with pytest.raises(WeightSyncError, match="the engine refused") as error:
+        trainer.sync(export())
+    assert seen == [*range(12), "end"]
+    assert "rank 0: Traceback" in str(error.value)
+
+
+@both_modes
+def test_a_rank_without_memory_for_its_buffers_fails_as_in_any_other_step(mode, monkeypatch):
+    """They are allocated anew in each sync; the other ranks wait in the export's collectives."""
+    seen, trainer = [], Trainer(mode)
+
+    def export():
+        for i in range(12):
+            seen.append(i)
+            yield f"t{i}", torch.ones(64)
+
+    trainer.sync(export())
+    with monkeypatch.context() as patched:
+        patched.setattr(StagingBuffer, "reserve", Mock(side_effect=MemoryError("no room")))
+        with pytest.raises(WeightSyncError, match=r"(?s)rank 0: Traceback.*MemoryError: no room"):
+            trainer.sync(export())
+    assert seen == [*range(12)] * 2
+    trainer.sync(export())
+
+
+@both_modes
+@pytest.mark.parametrize("is_fused", (False, True))
+def test_no_more_than_a_bucket_and_the_next_tensor_is_held(mode, is_fused):
+    refs, alive = [], []
+
+    def export():
+        for index in range(12):
+            tensor = torch.ones(2 if is_fused else 1, 64)
+            refs.append(StorageWeakRef(tensor.untyped_storage()))
+            alive.append(sum(not ref.expired() for ref in refs))
+            for i, row in enumerate(tensor):
+                yield f"t{index}.{i}", row
+                del row
+            del tensor
+
+    Trainer(mode).sync(export())
+    assert len(refs) == 12
+    assert max(alive) == (3 if is_fused else 5)  # four rows make a bucket, the fifth closes it
+
+
+class ByName(nn.Module):
+    """Has a parameter for each tensor, so that a load plan can be made."""
+
+    def __init__(self, weights):
+        super().__init__()
+        for name, tensor in weights:
+            parameter = nn.Parameter(torch.zeros_like(tensor), requires_grad=False)
+            self.register_parameter(name, parameter)
+
+    def load_weights(self, weights):
+        for name, tensor in weights:
+            self.get_parameter(name).copy_(tensor)
+
+
+@pytest.mark.parametrize("mode", ("compiled", *MODES))
+def test_only_compiled_makes_a_plan_and_all_modes_load_the_same(mode):
+    seen, trainer = [], Trainer(mode)
+    for seed in range(3):
+        weights = [(f"t{i}", filled((8, 16), torch.bfloat16, 10 * seed + i)) for i in range(9)]
+        if not seed:
+            trainer.engine.models = [ByName(weights)]
+        report = trainer.sync(weights)
+        seen.append((report.num_replayed, report.num_eager))
+        assert contents(trainer.engine.models[0].named_parameters()) == contents(weights)
+    replayed = [(0, 3), (3, 0), (3, 0)]
+    assert seen == (replayed if mode == "compiled" else [(0, 3)] * 3)
+
+
+def test_an_export_that_names_no_parameters_is_packed_and_the_trainer_says_so_once(caplog):
+    warn_once.cache_clear()
+    weights = [(f"t{i}", filled((8, 16), torch.bfloat16, i)) for i in range(9)]
+    trainer = Trainer("compiled")
+    trainer.engine.models = [ByName(weights)]
+    for _ in range(3):
+        assert trainer.sync(weights).num_pulled == 0
+    said = [record.getMessage() for record in caplog.records if NOT_IN_PLACE in record.getMessage()]
+    assert len(said) == 1
+    assert "FSDP2, without adapters" in said[0]
+
+
+class Learns(Route):
+    """A route that is proven after each exported sync, and is never taken.
+
+    Args:
+        needs_no_staging: what it answers.
+    """
+
+    not_taken = "never"
+
+    def __init__(self, *, needs_no_staging):
+        super().__init__(SingleProcess(), is_wanted=True)
+        self.needs_no_staging, self.events = needs_no_staging, []
+
+    def can_learn(self, weights):
+        return True
+
+    def learn(self, weights, loaded):
+        self.events.append("learn")
+        return self.needs_no_staging
+
+    def forget(self):
+        self.events.append("forget")
+
+
+@pytest.mark.parametrize("is_enough", (True, False))
+def test_where_the_best_route_is_proven_the_others_give_back_what_they_hold(is_enough):
+    """Else a recheck of the best one would be a sync by another, and compare nothing."""
+    trainer = Trainer("compiled")
+    best, other = Learns(needs_no_staging=is_enough), Learns(needs_no_staging=False)
+    trainer.transport._routes = (best, other)
+    trainer.sync([("t", torch.ones(64))])
+    assert best.events == ["learn"]
+    assert other.events == (["forget"] if is_enough else ["learn"])
