@@ -1,4 +1,4 @@
-"""Real Megatron trainers, exported by real mbridge, arrive bit for bit in real SGLang engines.
+"""Real Megatron trainers, exported by real bridges, arrive bit for bit in real SGLang engines.
 
 The reference is the engine that has loaded the Hugging Face checkpoint itself. The trainer's actor
 is verl's own engine class; between the syncs its weights change, and move to the host and back.
@@ -57,12 +57,19 @@ WORLDS = {
         tp=2,
         other=("qwen3_moe", False, Layout(tp=2, pp=2, ep=2)),
     ),
-    "moe-untied-ep2": World(
+    "moe-tp2-ep2": World(
         architecture="qwen3_moe",
         tied=False,
-        layout=Layout(ep=2),
+        layout=Layout(tp=2, ep=2),
         tp=1,
         other=("qwen3", True, Layout(pp=2)),
+    ),
+    "mbridge-moe-ep2": World(
+        architecture="qwen3_moe",
+        tied=False,
+        layout=Layout(ep=2, mbridge=True),
+        tp=1,
+        other=("qwen3", True, Layout(pp=2, mbridge=True)),
     ),
 }
 
@@ -131,20 +138,22 @@ def case(
     yield Case(world, outcomes)
 
 
-def check_export(seen: dict[str, Any], *, twice: tuple[str, ...] = ()) -> None:
-    """Every tensor of the checkpoint, once or as often as told, bit for bit."""
+def check_export(seen: dict[str, Any], layout: Layout, *, tied: bool) -> None:
+    """Every tensor of the checkpoint once, bit for bit.
+
+    mbridge exports the copy of a tied embedding on the last pipeline stage under the same name.
+    """
+    twice = [EMBEDDING] * (tied and layout.pp > 1 and layout.mbridge)
     assert sorted(seen["names"]) == sorted([*seen["checkpoint"], *twice])
     assert seen["different"] == []
 
 
 def test_the_export_is_the_checkpoint_on_every_rank(case: Case) -> None:
-    """A tied embedding has a copy on the last pipeline stage, exported under the same name."""
     _, other_tied, other_layout = case.world.other
     for seen in case.results:
-        is_twice = case.world.tied and case.world.layout.pp > 1
-        check_export(seen["export"], twice=(EMBEDDING,) * is_twice)
+        check_export(seen["export"], case.world.layout, tied=case.world.tied)
         (other,) = seen["others"]
-        check_export(other, twice=(EMBEDDING,) * (other_tied and other_layout.pp > 1))
+        check_export(other, other_layout, tied=other_tied)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -14,27 +14,32 @@ from pathlib import Path
 import msgspec
 import torch
 
-from support.megatron_cpu import (
-    LOCAL_LAYERS,
-    UnpinnedMemory,
-    stand_in_for_cuda,
-    use_local_layers,
-)
+from support import transformer_engine
+from support.megatron_cpu import PARAMETERS_ALONE, UnpinnedMemory, stand_in_for_cuda
 
 ENVIRONMENT = {"VERL_PLATFORM": "cpu"}
 """Of a trainer rank's process, before it imports verl."""
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True):
-    """Parallel sizes of the trainer; the experts are not cut across TP."""
+    """Parallel sizes of the trainer, and how it exports.
+
+    Attributes:
+        tp: tensor parallel; likewise `pp`, `ep`, and `etp` of the experts.
+        mbridge: the bridge that verl has deprecated, not its default.
+        offload: the parameters live on the host between syncs.
+    """
 
     tp: int = 1
     pp: int = 1
     ep: int = 1
+    etp: int = 1
+    mbridge: bool = False
+    offload: bool = True
 
 
 class MegatronActor:
-    """verl's engine of this rank, DDP-wrapped as it trains; weights loaded by mbridge.
+    """verl's engine of this rank, DDP-wrapped as it trains; weights loaded by its bridge.
 
     Args:
         model: Hugging Face checkpoint.
@@ -43,6 +48,7 @@ class MegatronActor:
 
     def __init__(self, model: Path, layout: Layout) -> None:
         on_cpu = not torch.cuda.is_available()
+        transformer_engine.install()
         if on_cpu:
             stand_in_for_cuda()
         from verl.trainer.config import CheckpointConfig
@@ -52,7 +58,6 @@ class MegatronActor:
         from verl_sglang_sync.verl.exports import make_exports_repeatable
 
         make_exports_repeatable()  # as the rollout adapter does in this process
-        use_local_layers("qwen3", "qwen3_moe")
         self._unpinned = UnpinnedMemory if on_cpu else torch.no_grad
         self._engine = MegatronEngineWithLMHead(
             HFModelConfig(path=str(model), load_tokenizer=False),
@@ -60,10 +65,10 @@ class MegatronActor:
                 tensor_model_parallel_size=layout.tp,
                 pipeline_model_parallel_size=layout.pp,
                 expert_model_parallel_size=layout.ep,
-                expert_tensor_parallel_size=1,
-                vanilla_mbridge=True,
-                param_offload=True,
-                override_transformer_config=LOCAL_LAYERS,
+                expert_tensor_parallel_size=layout.etp,
+                vanilla_mbridge=layout.mbridge,
+                param_offload=layout.offload,
+                override_transformer_config=PARAMETERS_ALONE,
             ),
             McoreOptimizerConfig(lr=1e-6),
             CheckpointConfig(),
