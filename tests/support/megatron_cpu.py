@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-
 PARAMETERS_ALONE = {
     "perform_initialization": False,  # the weights are loaded
     "sequence_parallel": False,

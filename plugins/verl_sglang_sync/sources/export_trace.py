@@ -120,8 +120,7 @@ def trace_export(
     Raises:
         NotTraceable: a tensor is computed, moved, or comes from elsewhere.
     """
-    names = {_identity(tensor): name for name, tensor in reversed(list(sources().items()))}
-    follower = _Follower(names, world_size, device)
+    follower = _Follower(sources(), world_size, device)
     tensors: dict[str, TracedTensor] = {}
     try:
         with torch.no_grad(), follower, follower.instead_of_gathering():
@@ -148,12 +147,13 @@ class _Follower(TorchDispatchMode):
     """Knows of every storage in the export which parameter's bytes it holds."""
 
     def __init__(
-        self, names: Mapping[tuple[Any, ...], str], world_size: int, device: torch.device
+        self, sources: Mapping[str, torch.Tensor], world_size: int, device: torch.device
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.parameters: list[TracedParameter] = []
         self.problem: str | None = None
-        self._names = names
+        self._sources = sources
+        self._names = {_identity(tensor): name for name, tensor in reversed(list(sources.items()))}
         self._world_size = world_size
         self._device = device
         self._traced: dict[int, _TracedStorage] = {}
@@ -204,15 +204,18 @@ class _Follower(TorchDispatchMode):
         return full
 
     def _plain(self, name: str, tensor: torch.Tensor) -> _TracedStorage:
-        """A tensor that is not sharded: every rank has all of its storage."""
+        """A tensor that is not sharded: every rank has all of it."""
         source = self._names.get(_identity(tensor))
         if source is None:
             self._refuse(f"{name} is none of the trainer's own tensors, nor part of one")
         if tensor.device.type != self._device.type:
             self._refuse(f"{name} is on {tensor.device}, the engine on {self._device}")
-        nbytes = tensor.untyped_storage().nbytes()
-        everything = ByteMap.of(Region(0, (max(nbytes, 1),), (1,), 1))
-        known = _TracedStorage(self._add(source, everyone(nbytes)), everything)
+        own = self._sources[source]
+        start, stop = own.storage_offset() * own.element_size(), own.untyped_storage().nbytes()
+        if not own.is_contiguous() or (start, start + own.nbytes) != (0, stop):
+            self._refuse(f"{source} is a part of the memory that it is in")
+        everything = ByteMap.of(Region(0, (max(stop, 1),), (1,), 1))
+        known = _TracedStorage(self._add(source, everyone(stop, self._world_size)), everything)
         self._keep(tensor, known)
         return known
 

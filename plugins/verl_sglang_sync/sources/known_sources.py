@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from verl_sglang_sync.sources.module_tree import ModuleState, ModuleTree
 from verl_sglang_sync.sources.tensor_marks import TensorMarks, describe_tensors, locals_of
@@ -115,10 +114,8 @@ class SourceKinds:
 
 
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A shard's bytes; of a tensor that is not sharded, its storage's. Flat uint8."""
+    """The bytes of what this rank has of a tensor, which is contiguous. Flat uint8."""
     [local] = locals_of([tensor])
     whole = torch.empty(0, dtype=torch.uint8, device=local.device).set_(local.untyped_storage())
-    if not isinstance(tensor, DTensor):
-        return whole
     start, size = int(local.storage_offset()), local.element_size()
     return whole[start * size : (start + local.numel()) * size]

@@ -4,7 +4,7 @@ A `TracedExport` says which bytes of which parameter an exported tensor is, and 
 them; it stays true for as long as the model does. Where those bytes are in memory is
 another question: parameters that are offloaded come back elsewhere.
 
-    shards = locate(names, sources(), device)                 # each rank, of its own memory
+    shards = locate(traced, sources(), device, rank)          # each rank, of its own memory
     table = shards.share(block_names, mapped, 4, folder.record)  # one handle per block and reader
     tables = group.all_gather(table)                          # then every rank knows all of them
     reads = consecutive_reads(layout, traced, rank)           # pure: which shard holds which bytes
@@ -39,7 +39,7 @@ def consecutive_reads(layout: BucketLayout, traced: TracedExport, rank: int) -> 
     Args:
         layout: of the bucket.
         traced: where its tensors come from.
-        rank: whose own copy is read of a parameter that every rank has all of.
+        rank: whose engine reads.
 
     Raises:
         NotTraceable: a tensor was not traced, or its bytes are not consecutive in a parameter.
@@ -50,15 +50,14 @@ def consecutive_reads(layout: BucketLayout, traced: TracedExport, rank: int) -> 
             name = traced.parameters[origin.parameter].source
             raise NotTraceable(f"the bytes of {tensor.name} are not consecutive in {name}")
     joined: list[ShardRead] = []
-    for part in shard_reads(whole_bucket(layout), origins, traced.owners):
-        owner = rank if part.owner is None else part.owner
+    for part in shard_reads(whole_bucket(layout), origins, traced.owners, rank):
         last = joined[-1] if joined else None
-        if last is not None and last.owner == owner and _continues(last.read, part.read):
+        if last is not None and last.owner == part.owner and _continues(last.read, part.read):
             first = joined.pop().read
             run = part.read.start + part.read.run - first.start
-            joined.append(ShardRead(owner, replace(first, run=run)))
+            joined.append(ShardRead(part.owner, replace(first, run=run)))
         else:
-            joined.append(ShardRead(owner, part.read))
+            joined.append(part)
     return joined
 
 
@@ -142,21 +141,24 @@ class LocatedShards:
 
 
 def locate(
-    names: Sequence[str], now: Mapping[str, torch.Tensor], device: torch.device
+    traced: TracedExport, now: Mapping[str, torch.Tensor], device: torch.device, rank: int
 ) -> LocatedShards:
     """Find the blocks of this rank's shards.
 
     Args:
-        names: of the parameters among `now`, by number.
+        traced: the parameters, and who holds them.
         now: the trainer's tensors.
         device: of the engine on this rank; memory elsewhere cannot be read in place.
+        rank: this one.
 
     Raises:
         NotTraceable: a shard lies in no memory that another process can map.
     """
     table, shards, blocks = BlockTable(device), [], []
-    for name in names:
-        shard, block = memory_of(now[name]), None
+    nothing = torch.empty(0, dtype=torch.uint8, device=device)
+    for parameter in traced.parameters:
+        name, block = parameter.source, None
+        shard = memory_of(now[name]) if parameter.owners.is_held_by(rank) else nothing
         if shard.numel():
             block = table.block_of(Block.of(shard.untyped_storage()))
             if block is None or not _is_mappable(shard, device):

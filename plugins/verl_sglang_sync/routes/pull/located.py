@@ -80,7 +80,6 @@ class Located:
         first_slots = [0, *accumulate(len(table.blocks) for table in tables)]
 
         def piece(part: ShardRead) -> BucketPiece:
-            assert part.owner is not None, "see consecutive_reads"
             block, shard_start = tables[part.owner].shards[part.read.tensor]
             slot, read = first_slots[part.owner] + block, part.read
             return BucketPiece(slot, shard_start + read.offset, read.start, read.run)
@@ -119,8 +118,8 @@ def first_difference(
     flat = exported.detach().contiguous().view(-1).view(torch.uint8)
     everything = Arrangement((Read(0, 0, (), flat.numel(), 0),), flat.numel())
     shard = located.shards[found.origin.parameter]
-    for part in shard_reads(everything, [found.origin], traced.owners):
-        if part.owner not in (None, own_rank()):
+    for part in shard_reads(everything, [found.origin], traced.owners, own_rank(), own_rank()):
+        if part.owner != own_rank():
             continue
         read = part.read
         own = shard[read.offset : read.offset + read.run]

@@ -262,7 +262,7 @@ class Pull:
             assert self._plan is not None, "nothing was traced"
             now = self._source_map.current(weights, self._plan.traced)
             known = KnownSources(now, require_sources(weights))
-            shards = locate(self._plan.traced.names, now, self._device)
+            shards = locate(self._plan.traced, now, self._device, own_rank())
             table = shards.share(self._names, self._mapped, world_size(), self._record)
         except (NotTraceable, SourcesChanged) as error:
             reason = str(error)
