@@ -120,6 +120,7 @@ class Rank:
             slots.append(self.mapped[block.name])
         for pulled in self.pull.buckets(report):
             layout = pulled.bucket.layout
+            assert not any(piece.shards for piece in pulled.pieces)
             pieces = [
                 Piece(p.start, slots[p.slot][p.offset : p.offset + p.nbytes]) for p in pulled.pieces
             ]
@@ -206,6 +207,21 @@ def pull_offloaded() -> dict[str, Any]:
         rank.step()
         rank.sync()
         rank.compare()
+    return {**dataclasses.asdict(rank.seen), "keeps": rank.keeps}
+
+
+def pull_emptied() -> dict[str, Any]:
+    """Offloaded parameters come back into the same storages, at the same addresses perhaps."""
+    rank = Rank("moe")
+    rank.export.sources.empties_storages = True
+    handles = []
+    for _ in range(4):
+        rank.step()
+        rank.sync()
+        handles.append(rank.num_handles)
+        if rank.seen.routes[-1] == "pull":
+            rank.compare()
+    assert handles == [i * handles[1] for i in range(4)] != [0] * 4, "new ones for each sync"
     return {**dataclasses.asdict(rank.seen), "keeps": rank.keeps}
 
 

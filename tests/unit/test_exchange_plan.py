@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_loader.common.regions.arrangement import Arrangement, Read
-from sglang_loader.common.regions.compose import ByteMap, compose
+from sglang_loader.common.regions.compose import ByteMap, compose_read
 from sglang_loader.common.regions.geometry import Region
 from verl_sglang_sync.routes.exchange import exchange_plan
 from verl_sglang_sync.routes.exchange.exchange_plan import pieces_of, plan_bucket
@@ -70,7 +70,7 @@ def test_a_strided_set_of_a_view_is_found_in_its_parameter(data):
     region, _, _ = data.draw(regions())
     source = ByteMap.of(region)
     offset, dims, run = data.draw(strided_sets(source.nbytes))
-    parts = list(compose(source, Read(7, offset, dims, run, 0)))
+    parts = list(compose_read(source, Read(7, offset, dims, run, 0)))
     found = [indices(part.offset, part.dims, part.run) for part in parts]
     assert np.array_equal(np.concatenate(found), bytes_of(source)[indices(offset, dims, run)])
     starts = np.cumsum([0, *(part.nbytes for part in parts)])
@@ -86,7 +86,7 @@ def test_rows_of_a_column_slice_need_one_part_each_way():
         (4, ((6, 8),), 4, 1),
         (4, (), 40, 3),  # ends in the middle of rows
     ):
-        assert len(list(compose(half, Read(0, offset, dims, run, 0)))) == num_parts
+        assert len(list(compose_read(half, Read(0, offset, dims, run, 0)))) == num_parts
 
 
 @st.composite

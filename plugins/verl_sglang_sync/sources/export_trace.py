@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_iter, tree_map_only
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.op_traits import read_traits
 from sglang_loader.common.regions.arrangement import Read
-from sglang_loader.common.regions.compose import ByteMap, compose
+from sglang_loader.common.regions.compose import ByteMap, compose_read
 from sglang_loader.common.regions.geometry import Region
 from verl_sglang_sync.sources.export import NamedTensor
 from verl_sglang_sync.sources.known_sources import Sources
@@ -239,7 +239,7 @@ class _Follower(TorchDispatchMode):
         if stride != 1:
             outer, run = [*view.dims], 1
         whole = Read(0, view.offset, tuple(outer), run, 0)
-        parts = list(compose(known.bytes, whole)) if view.nbytes else []
+        parts = list(compose_read(known.bytes, whole)) if view.nbytes else []
         if len(parts) != 1:
             self._refuse(f"{name} is a view of a copy that is no view of its parameter")
         return ByteMap(parts[0].offset, (*parts[0].dims, (parts[0].run, 1)))

@@ -30,6 +30,13 @@ def sources_of(export: object) -> Sources | None:
     return sources
 
 
+def empties_storages(export: object) -> bool:
+    """True if what an export reads may be offloaded and come back into the same storages: that one
+    lives, at the same address even, does not say that it is the memory that it was.
+    """
+    return bool(getattr(sources_of(export), "empties_storages", False))
+
+
 class SourcesChanged(ValueError):
     """A source is not what or where it was; names it."""
 

@@ -7,7 +7,7 @@ another question: parameters that are offloaded come back elsewhere.
     shards = locate(traced, sources(), device, rank)          # each rank, of its own memory
     table = shards.share(block_names, mapped, 4, folder.record)  # one handle per block and reader
     tables = group.all_gather(table)                          # then every rank knows all of them
-    reads = consecutive_reads(layout, traced, rank)           # pure: which shard holds which bytes
+    reads = bucket_reads(layout, traced, rank)                # pure: which shard holds which bytes
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from pathlib import Path
 import torch
 
 from sglang_loader.common.layout import BucketLayout
-from sglang_loader.common.regions.arrangement import Read
+from sglang_loader.common.regions.arrangement import Arrangement
 from sglang_loader.common.shared_memory import BufferHandle
 from verl_sglang_sync.sources.export_trace import NotTraceable, TracedExport
 from verl_sglang_sync.sources.known_sources import memory_of
 from verl_sglang_sync.sources.memory_blocks import Block, BlockNames, BlockTable, share_block
+from verl_sglang_sync.sources.owners import Origin
 from verl_sglang_sync.sources.transfer_plan import ShardRead, shard_reads, whole_bucket
 
 MAX_BLOCKS = 8192
@@ -33,8 +34,25 @@ MAX_BLOCKS = 8192
 NO_BYTES = (-1, 0)
 
 
-def consecutive_reads(layout: BucketLayout, traced: TracedExport, rank: int) -> list[ShardRead]:
-    """Which shards hold a bucket's bytes, in ascending order; none has dimensions. Pure.
+@dataclass(frozen=True, slots=True)
+class SpreadRead:
+    """A tensor whose bytes are not consecutive in its parameter.
+
+    Attributes:
+        start: first byte in the bucket.
+        origin: what the tensor is.
+    """
+
+    start: int
+    origin: Origin
+
+
+def bucket_reads(
+    layout: BucketLayout, traced: TracedExport, rank: int
+) -> list[ShardRead | SpreadRead]:
+    """Which shards hold a bucket's bytes, in ascending order. Pure.
+
+    Bytes that are consecutive in a shard and in the bucket are one read, of several tensors even.
 
     Args:
         layout: of the bucket.
@@ -42,29 +60,31 @@ def consecutive_reads(layout: BucketLayout, traced: TracedExport, rank: int) -> 
         rank: whose engine reads.
 
     Raises:
-        NotTraceable: a tensor was not traced, or its bytes are not consecutive in a parameter.
+        NotTraceable: a tensor was not traced.
     """
     origins = traced.origins_of(layout)
-    for tensor, origin in zip(layout.tensors, origins, strict=True):
-        if tensor.nbytes and not origin.bytes.is_dense:
-            name = traced.parameters[origin.parameter].source
-            raise NotTraceable(f"the bytes of {tensor.name} are not consecutive in {name}")
-    joined: list[ShardRead] = []
-    for part in shard_reads(whole_bucket(layout), origins, traced.owners, rank):
-        last = joined[-1] if joined else None
-        if last is not None and last.owner == part.owner and _continues(last.read, part.read):
-            first = joined.pop().read
-            run = part.read.start + part.read.run - first.start
-            joined.append(ShardRead(part.owner, replace(first, run=run)))
-        else:
-            joined.append(part)
+    joined: list[ShardRead | SpreadRead] = []
+    for read in whole_bucket(layout).reads:
+        origin = origins[read.tensor]
+        if not origin.bytes.is_dense and read.nbytes:
+            joined.append(SpreadRead(read.start, origin))
+            continue
+        alone = Arrangement((read,), layout.nbytes)
+        for part in shard_reads(alone, origins, traced.owners, rank):
+            last = joined[-1] if joined else None
+            if isinstance(last, ShardRead) and _continues(last, part):
+                run = part.read.start + part.read.run - last.read.start
+                joined[-1] = replace(last, read=replace(last.read, run=run))
+            else:
+                joined.append(part)
     return joined
 
 
-def _continues(read: Read, after: Read) -> bool:
+def _continues(last: ShardRead, part: ShardRead) -> bool:
     """True if bytes of a shard and of the bucket go on alike, gaps of the layout included."""
+    read, after = last.read, part.read
     return (
-        read.tensor == after.tensor
+        (last.owner, read.tensor) == (part.owner, after.tensor)
         and read.offset < after.offset
         and after.offset - read.offset == after.start - read.start
     )
@@ -80,13 +100,17 @@ class MemoryTable:
         shards: by parameter: position of its block, and where in that the shard begins; `NO_BYTES`
             where the rank holds nothing of it.
         handles: by reading rank, then by block: what its engine maps; each is used once. None
-            where the engines have the block mapped.
+            where the engines have the block mapped. Empty: none were made.
     """
 
     host: str
     blocks: tuple[str, ...]
     shards: tuple[tuple[int, int], ...]
     handles: tuple[tuple[BufferHandle | None, ...], ...]
+
+    def handles_for(self, reader: int) -> tuple[BufferHandle | None, ...]:
+        """By block."""
+        return self.handles[reader] if self.handles else (None,) * len(self.blocks)
 
 
 class LocatedShards:

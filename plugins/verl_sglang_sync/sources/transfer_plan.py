@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.regions.arrangement import Arrangement, Read
-from sglang_loader.common.regions.compose import compose
+from sglang_loader.common.regions.compose import compose_read
 from sglang_loader.common.regions.split import split_copy
 from verl_sglang_sync.sources.owners import Origin, Owners
 
@@ -69,7 +69,7 @@ def shard_reads(
         origin = origins[read.tensor]
         held = owners[origin.parameter]
         wanted = Read(origin.parameter, read.offset, read.dims, read.run, read.start)
-        for part in compose(origin.bytes, wanted):
+        for part in compose_read(origin.bytes, wanted):
             shard = held.shard_of(part.offset)
             if part.stop > held.range_of(shard)[1]:
                 for copy in split_copy(part.as_copy(), held.starts):

@@ -9,15 +9,17 @@ from itertools import accumulate
 
 import torch
 
-from sglang_loader.common.regions.arrangement import Arrangement, Read
+from sglang_loader.common.copies import copy_views
+from sglang_loader.common.regions.compose import shard_copies
+from sglang_loader.common.regions.geometry import StridedCopy
 from sglang_loader.common.session.messages import BucketPiece
 from verl_sglang_sync.collective import own_rank
 from verl_sglang_sync.engine.session import SharedBlock
 from verl_sglang_sync.sources.bucket_stream import Bucket
 from verl_sglang_sync.sources.export_trace import TracedExport
 from verl_sglang_sync.sources.known_sources import KnownSources
-from verl_sglang_sync.sources.shard_memory import LocatedShards, MemoryTable
-from verl_sglang_sync.sources.transfer_plan import ShardRead, shard_reads
+from verl_sglang_sync.sources.shard_memory import LocatedShards, MemoryTable, SpreadRead
+from verl_sglang_sync.sources.transfer_plan import ShardRead
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class PullPlan:
 
     traced: TracedExport
     buckets: tuple[Bucket, ...]
-    reads: tuple[list[ShardRead], ...]
+    reads: tuple[list[ShardRead | SpreadRead], ...]
 
 
 @dataclass(frozen=True)
@@ -75,14 +77,28 @@ class Located:
         blocks = [
             SharedBlock(name, handle)
             for table in tables
-            for name, handle in zip(table.blocks, table.handles[rank], strict=True)
+            for name, handle in zip(table.blocks, table.handles_for(rank), strict=True)
         ]
         first_slots = [0, *accumulate(len(table.blocks) for table in tables)]
 
-        def piece(part: ShardRead) -> BucketPiece:
-            block, shard_start = tables[part.owner].shards[part.read.tensor]
-            slot, read = first_slots[part.owner] + block, part.read
-            return BucketPiece(slot, shard_start + read.offset, read.start, read.run)
+        def place(owner: int, parameter: int) -> tuple[int, int]:
+            block, shard_start = tables[owner].shards[parameter]
+            return first_slots[owner] + block, shard_start
+
+        def piece(part: ShardRead | SpreadRead) -> BucketPiece:
+            if isinstance(part, ShardRead):
+                (slot, offset), read = place(part.owner, part.read.tensor), part.read
+                return BucketPiece(slot, offset + read.offset, read.start, read.run)
+            parameter, source = part.origin.parameter, part.origin.bytes
+            owners, shards = plan.traced.owners[parameter], []
+            for shard in range(len(owners.starts)):
+                start, stop = owners.range_of(shard)
+                slot, offset = place(owners.owner_of(shard, rank), parameter)
+                shards.append((slot, offset, stop - start))
+            slot = shards[0][0]
+            return BucketPiece(
+                slot, source.offset, part.start, source.nbytes, source.dims, tuple(shards)
+            )
 
         buckets = tuple(
             PulledBucket(bucket, [piece(part) for part in parts])
@@ -116,14 +132,12 @@ def first_difference(
     if not exported.numel():
         return None
     flat = exported.detach().contiguous().view(-1).view(torch.uint8)
-    everything = Arrangement((Read(0, 0, (), flat.numel(), 0),), flat.numel())
-    shard = located.shards[found.origin.parameter]
-    for part in shard_reads(everything, [found.origin], traced.owners, own_rank(), own_rank()):
-        if part.owner != own_rank():
+    own, owners = located.shards[found.origin.parameter], traced.owners[found.origin.parameter]
+    everything = StridedCopy(0, 0, int(flat.storage_offset()), (), flat.numel())
+    for shard, copy in shard_copies(found.origin.bytes, owners.starts, everything):
+        if owners.owner_of(shard, own_rank()) != own_rank():
             continue
-        read = part.read
-        own = shard[read.offset : read.offset + read.run]
-        whole = flat[read.start : read.start + read.run]
-        if own.data_ptr() != whole.data_ptr() and not torch.equal(own, whole):
+        whole, part = copy_views(copy, own, flat)
+        if part.data_ptr() != whole.data_ptr() and not torch.equal(part, whole):
             return f"{name} is exported with other bytes than its parameter has"
     return None

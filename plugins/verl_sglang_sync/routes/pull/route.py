@@ -51,6 +51,7 @@ from verl_sglang_sync.sources.export_trace import NotTraceable
 from verl_sglang_sync.sources.known_sources import (
     KnownSources,
     SourcesChanged,
+    empties_storages,
     require_sources,
     sources_of,
 )
@@ -58,7 +59,7 @@ from verl_sglang_sync.sources.memory_blocks import BlockNames
 from verl_sglang_sync.sources.shard_memory import (
     LocatedShards,
     MemoryTable,
-    consecutive_reads,
+    bucket_reads,
     locate,
 )
 from verl_sglang_sync.sources.source_map import SourceMap
@@ -125,7 +126,7 @@ class Pull:
         if every and self._num_syncs % every == 0:
             return None
         reason = None
-        if not self._located.is_mappable(self._mapped):
+        if empties_storages(weights) or not self._located.is_mappable(self._mapped):
             reason = self._locate(weights)
         if reason is not None:
             warn_once(f"{NOT_IN_PLACE} in a sync: {reason}")
@@ -137,7 +138,8 @@ class Pull:
         if self._is_wanted and sources_of(weights) is None:
             warn_once(
                 f"{NOT_IN_PLACE}: the export does not name those that it hands on as they are "
-                "(verl's does with FSDP2, without adapters and quantisation)"
+                "(verl's does with FSDP2, and with Megatron-Bridge; not with adapters or "
+                "quantisation)"
             )
             return False
         return self._is_wanted and self.off is None
@@ -149,7 +151,8 @@ class Pull:
             return False
         buckets = tuple(cut.bucket for cut in self._stream.cuts)
         reason = self._make_plan(weights, buckets)
-        reason = reason or self._locate(weights, self._compare_with_export)
+        may_share = not empties_storages(weights)
+        reason = reason or self._locate(weights, self._compare_with_export, may_share=may_share)
         if reason is not None:
             self._switch_off(reason)
         return reason is None
@@ -207,7 +210,8 @@ class Pull:
         if (agreed := common_reason(self._group, cannot_map)) is not None:
             self._switch_off(agreed)
             return Recovery.EXPORT
-        return Recovery.AGAIN if self._locate(weights) is None else Recovery.EXPORT
+        reason = self._locate(weights, may_share=not empties_storages(weights))
+        return Recovery.AGAIN if reason is None else Recovery.EXPORT
 
     def forget(self) -> None:
         """The next sync is exported; what the engines have mapped is not known any more."""
@@ -231,7 +235,7 @@ class Pull:
         self._plan = None
         try:
             rank = own_rank()
-            reads = tuple(consecutive_reads(bucket.layout, traced, rank) for bucket in buckets)
+            reads = tuple(bucket_reads(bucket.layout, traced, rank) for bucket in buckets)
             self._plan = PullPlan(traced, buckets, reads)
         except NotTraceable as error:
             reason = str(error)
@@ -243,12 +247,16 @@ class Pull:
         self,
         weights: Iterable[NamedTensor],
         check: Callable[[Iterable[NamedTensor], LocatedShards], str | None] | None = None,
+        *,
+        may_share: bool = True,
     ) -> str | None:
         """Find all ranks' parameters where they are now; collective.
 
         Args:
             weights: the export.
             check: what else must hold, also collective.
+            may_share: False: make no handles, whose memory lives until an engine has used them;
+                they are located again before the next sync.
 
         Returns:
             Why they cannot be read there, equal on all ranks; None if they can.
@@ -263,7 +271,10 @@ class Pull:
             now = self._source_map.current(weights, self._plan.traced)
             known = KnownSources(now, require_sources(weights))
             shards = locate(self._plan.traced, now, self._device, own_rank())
-            table = shards.share(self._names, self._mapped, world_size(), self._record)
+            if empties_storages(weights):  # the names of what was there before say nothing now
+                self._names = BlockNames()
+            num_readers = world_size() if may_share else 0
+            table = shards.share(self._names, self._mapped, num_readers, self._record)
         except (NotTraceable, SourcesChanged) as error:
             reason = str(error)
         except Exception:
