@@ -20,6 +20,10 @@ PARAMETERS_ALONE = {
 """What a TransformerConfig must say where layers have no kernels."""
 
 
+INITIALIZED_ON_CPU = {"perform_initialization": True, "use_cpu_initialization": True}
+"""Besides that for mbridge: what is cut across TP it knows by a mark that initialisation leaves."""
+
+
 def stand_in_for_cuda() -> None:
     """Let code that names CUDA outright run on the CPU, in this process, for good."""
     from megatron.core import tensor_parallel

@@ -15,7 +15,12 @@ import msgspec
 import torch
 
 from support import transformer_engine
-from support.megatron_cpu import PARAMETERS_ALONE, UnpinnedMemory, stand_in_for_cuda
+from support.megatron_cpu import (
+    INITIALIZED_ON_CPU,
+    PARAMETERS_ALONE,
+    UnpinnedMemory,
+    stand_in_for_cuda,
+)
 
 ENVIRONMENT = {"VERL_PLATFORM": "cpu"}
 """Of a trainer rank's process, before it imports verl."""
@@ -68,7 +73,8 @@ class MegatronActor:
                 expert_tensor_parallel_size=layout.etp,
                 vanilla_mbridge=layout.mbridge,
                 param_offload=layout.offload,
-                override_transformer_config=PARAMETERS_ALONE,
+                override_transformer_config=PARAMETERS_ALONE
+                | (INITIALIZED_ON_CPU if layout.mbridge else {}),
             ),
             McoreOptimizerConfig(lr=1e-6),
             CheckpointConfig(),
@@ -76,6 +82,9 @@ class MegatronActor:
         # `initialize` up to the optimizer, which allocates on "cuda" by that name.
         self._engine._build_tf_config()
         self._engine.module = self._engine._build_megatron_module()
+        if on_cpu and not layout.offload:  # what an engine can read where it is
+            for parameter in self._parameters():
+                parameter.untyped_storage().share_memory_()
 
     def close(self) -> None:
         """Dissolve Megatron's groups, so that another layout can be built."""
@@ -89,9 +98,8 @@ class MegatronActor:
         from verl.utils.megatron_utils import load_megatron_model_to_gpu
 
         load_megatron_model_to_gpu(self._engine.module, load_grad=False)
-        for chunk in self._engine.module:
-            for parameter in chunk.parameters():
-                parameter.mul_(factor)
+        for parameter in self._parameters():
+            parameter.mul_(factor)
 
     def export(self) -> Iterable[tuple[str, torch.Tensor]]:
         """What verl's worker hands to the rollout."""
@@ -105,5 +113,7 @@ class MegatronActor:
 
         with self._unpinned():
             offload_megatron_model_to_cpu(self._engine.module)
-        parameters = [p for chunk in self._engine.module for p in chunk.parameters()]
-        return sum(parameter.untyped_storage().nbytes() for parameter in parameters)
+        return sum(parameter.untyped_storage().nbytes() for parameter in self._parameters())
+
+    def _parameters(self) -> list[torch.nn.Parameter]:
+        return [p for chunk in self._engine.module for p in chunk.parameters()]
