@@ -44,7 +44,8 @@ class _Layer(nn.Module):
         is_row = parallel_mode == "row"
         self.in_features = in_features // tp_size if is_row else in_features
         self.out_features = out_features // tp_size if parallel_mode == "column" else out_features
-        self.use_bias, self.return_bias = bias, settings.get("return_bias", False)
+        self.parallel_mode, self.use_bias = parallel_mode, bias
+        self.return_bias = settings.get("return_bias", False)
         self.dtype, self.fp8_meta = params_dtype, {}  # type: ignore[var-annotated]
         self._dim = 1 if is_row else 0
 
