@@ -12,9 +12,10 @@ PYTHON ?= python3.11
 CACHE ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/verl-sglang-sync
 DEPS_PY = import hashlib, json, platform, tomllib; \
   p = tomllib.load(open("pyproject.toml", "rb")); x = p["project"]["optional-dependencies"]; \
-  deps = p["project"]["dependencies"] + x["test"] + x["megatron"]
+  deps = p["project"]["dependencies"] + x["test"] + x["megatron"]; \
+  alone = p["dependency-groups"]["without-dependencies"]
 # Of the dependencies and of Python's version; empty where PYTHON is not there.
-KEY := $(shell $(PYTHON) -c '$(DEPS_PY); print(hashlib.sha256(json.dumps([deps, platform.python_version()]).encode()).hexdigest()[:16])')
+KEY := $(shell $(PYTHON) -c '$(DEPS_PY); print(hashlib.sha256(json.dumps([deps, alone, platform.python_version()]).encode()).hexdigest()[:16])')
 DEPS := $(CACHE)/$(KEY)
 RUN = PYTHONDONTWRITEBYTECODE=1 .venv/bin/python
 PYTEST_ARGS ?=
@@ -39,8 +40,10 @@ $(DEPS)/.complete:
 	    $(PYTHON) -c "$$0" > $(DEPS)/requirements.txt; \
 	    $(DEPS)/bin/python -m pip install -q -U pip; \
 	    $(DEPS)/bin/python -m pip install -q -r $(DEPS)/requirements.txt $(NO_INDEX_WARNINGS); \
+	    $(PYTHON) -c "$$1" > $(DEPS)/without-dependencies.txt; \
+	    $(DEPS)/bin/python -m pip install -q --no-deps -r $(DEPS)/without-dependencies.txt $(NO_INDEX_WARNINGS); \
 	    touch $(DEPS)/.complete; \
-	  fi' '$(DEPS_PY); print("\n".join(deps))'
+	  fi' '$(DEPS_PY); print("\n".join(deps))' '$(DEPS_PY); print("\n".join(alone))'
 
 .venv/.ready-$(KEY): $(DEPS)/.complete pyproject.toml
 	@rm -rf .venv

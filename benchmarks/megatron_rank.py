@@ -1,4 +1,4 @@
-"""A trainer rank of `megatron_sync`: exports with mbridge and syncs, arm after arm."""
+"""A trainer rank of `megatron_sync`: exports with its bridge and syncs, arm after arm."""
 
 from __future__ import annotations
 
@@ -97,6 +97,8 @@ def _syncing(
             "bytes": report.payload_bytes,
             "num_buckets": report.num_buckets,
             "num_replayed": report.num_replayed,
+            "num_pulled": report.num_pulled,
+            "num_exchanged": report.num_exchanged,
             "eager_reason": report.eager_reason,
             "staging_bytes": report.staging_bytes,
         }

@@ -3,10 +3,11 @@
     python benchmarks/megatron_sync.py --device cpu --json FILE
     python benchmarks/megatron_sync.py --model qwen3-30b-a3b --ep 2 --runs 5     # two GPUs
 
-The trainer is verl's `MegatronEngine` with megatron-core and mbridge (layers without Transformer
-Engine), one process per rank and GPU; its ranks are those of one real SGLang engine. Weights are
-random. Arms: `export_only` runs mbridge's export to its end and sends nothing; `per_tensor` sends
-one request per tensor; the others are the presets. All arms in one run, one after the other.
+The trainer is verl's `MegatronEngine` with megatron-core and Megatron-Bridge, verl's default, or
+`--mbridge` (of Transformer Engine's layers only the parameters), one process per rank and GPU; its
+ranks are those of one real SGLang engine. Weights are random. Arms: `export_only` runs the bridge's
+export to its end and sends nothing; `per_tensor` sends one request per tensor; the others are the
+presets. All arms in one run, one after the other.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def make_checkpoint(folder: Path, model: str) -> Path:
 def measure(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     """Start the engine and the trainer; a row for each arm."""
     checkpoint = make_checkpoint(folder / args.model, args.model)
-    layout = Layout(tp=args.tp, pp=args.pp, ep=args.ep)
+    layout = Layout(tp=args.tp, pp=args.pp, ep=args.ep, mbridge=args.mbridge, offload=args.offload)
     num_ranks = max(args.tp * args.pp, args.ep * args.pp)
     extra = ("--dtype", "bfloat16", "--load-format", "dummy", "--skip-tokenizer-init")
     with sglang_server(checkpoint, folder, tp=num_ranks, device=args.device, extra=extra) as server:
@@ -108,6 +109,8 @@ def main() -> None:
     parser.add_argument("--tp", type=int, default=1, help="of the trainer; likewise pp and ep")
     parser.add_argument("--pp", type=int, default=1)
     parser.add_argument("--ep", type=int, default=1)
+    parser.add_argument("--mbridge", action="store_true")
+    parser.add_argument("--offload", action="store_true", help="verl's param_offload")
     parser.add_argument("--bucket-mb", type=int, default=2048, help="verl's default is 2048")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--folder", type=Path, help="logs; default: a temporary folder")

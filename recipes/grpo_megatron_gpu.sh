@@ -50,7 +50,7 @@ actor=(
   actor_rollout_ref.actor.megatron.tensor_model_parallel_size="$TRAIN_TP"
   actor_rollout_ref.actor.megatron.expert_model_parallel_size="$TRAIN_EP"
   actor_rollout_ref.actor.megatron.expert_tensor_parallel_size=1
-  actor_rollout_ref.actor.megatron.vanilla_mbridge=True # the bridge that the extra installs
+  actor_rollout_ref.actor.megatron.vanilla_mbridge=True # megatron-bridge 0.3.1 would not read rope_theta: with transformers 5 it is elsewhere
   actor_rollout_ref.actor.megatron.param_offload=True
   actor_rollout_ref.actor.megatron.optimizer_offload=True
 )

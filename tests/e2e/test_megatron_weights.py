@@ -1,4 +1,4 @@
-"""Real Megatron trainers, exported by real mbridge, arrive bit for bit in real SGLang engines.
+"""Real Megatron trainers, exported by real bridges, arrive bit for bit in real SGLang engines.
 
 The reference is the engine that has loaded the Hugging Face checkpoint itself. The trainer's actor
 is verl's own engine class; between the syncs its weights change, and move to the host and back.
@@ -57,12 +57,19 @@ WORLDS = {
         tp=2,
         other=("qwen3_moe", False, Layout(tp=2, pp=2, ep=2)),
     ),
-    "moe-untied-ep2": World(
+    "moe-tp2-ep2": World(
         architecture="qwen3_moe",
         tied=False,
-        layout=Layout(ep=2),
+        layout=Layout(tp=2, ep=2, offload=False),
         tp=1,
         other=("qwen3", True, Layout(pp=2)),
+    ),
+    "mbridge-dense-tied-tp2-pp2": World(
+        architecture="qwen3",
+        tied=True,
+        layout=Layout(tp=2, pp=2, mbridge=True),
+        tp=2,
+        other=("qwen3_moe", False, Layout(tp=2, pp=2, ep=2, mbridge=True)),
     ),
 }
 
@@ -131,20 +138,26 @@ def case(
     yield Case(world, outcomes)
 
 
-def check_export(seen: dict[str, Any], *, twice: tuple[str, ...] = ()) -> None:
-    """Every tensor of the checkpoint, once or as often as told, bit for bit."""
+def check_export(seen: dict[str, Any], layout: Layout, *, tied: bool) -> None:
+    """Every tensor of the checkpoint once, bit for bit, and where the trace says that it is.
+
+    mbridge exports the copy of a tied embedding on the last pipeline stage under the same name.
+    """
+    twice = [EMBEDDING] * (tied and layout.pp > 1 and layout.mbridge)
     assert sorted(seen["names"]) == sorted([*seen["checkpoint"], *twice])
     assert seen["different"] == []
+    if layout.mbridge:
+        assert "does not say which tensors it reads" in seen["off"]
+    else:
+        assert (seen["off"], seen["misplaced"]) == (None, [])
 
 
 def test_the_export_is_the_checkpoint_on_every_rank(case: Case) -> None:
-    """A tied embedding has a copy on the last pipeline stage, exported under the same name."""
     _, other_tied, other_layout = case.world.other
     for seen in case.results:
-        is_twice = case.world.tied and case.world.layout.pp > 1
-        check_export(seen["export"], twice=(EMBEDDING,) * is_twice)
+        check_export(seen["export"], case.world.layout, tied=case.world.tied)
         (other,) = seen["others"]
-        check_export(other, twice=(EMBEDDING,) * (other_tied and other_layout.pp > 1))
+        check_export(other, other_layout, tied=other_tied)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -165,7 +178,8 @@ def test_sync_is_bit_exact_on_every_replica(case: Case, mode: str) -> None:
 def test_the_parameters_were_offloaded_between_syncs(case: Case) -> None:
     for seen in case.results:
         for mode in MODES:
-            assert [left for _, _, left in seen[mode]] == [0] * len(FACTORS[mode])
+            left_over = 0 if case.world.layout.offload else None
+            assert [left for _, _, left in seen[mode]] == [left_over] * len(FACTORS[mode])
 
 
 def test_compiled_syncs_are_replayed(case: Case) -> None:
@@ -175,6 +189,20 @@ def test_compiled_syncs_are_replayed(case: Case) -> None:
         if case.world.tp > 1:
             assert report["num_arranged"] > 0, "a rank is sent what it reads"
             assert report["sent_bytes"] < 0.6 * report["payload_bytes"]
+
+
+def test_compiled_syncs_export_nothing(case: Case) -> None:
+    """The second sync already: the engines read the ranks' shards, or these are exchanged."""
+    for seen in case.results:
+        reports = [report for _, report, _ in seen["compiled"]]
+        exported = [r["num_buckets"] - r["num_pulled"] - r["num_exchanged"] for r in reports]
+        if case.world.layout.mbridge:
+            assert exported == [report["num_buckets"] for report in reports]
+            continue
+        assert exported == [reports[0]["num_buckets"], 0, 0, 0]
+        route = "num_exchanged" if case.world.layout.offload else "num_pulled"
+        assert [r[route] for r in reports] == [0] + [r["num_buckets"] for r in reports[1:]]
+        assert not [report for report in reports[1:] if "export" in report["seconds"]]
 
 
 def test_a_lost_tensor_would_show(case: Case) -> None:

@@ -4,8 +4,10 @@ import importlib
 
 import setproctitle
 
+from support import transformer_engine
 from support.forks import die_with_parent
 
+transformer_engine.install()  # megatron-core looks for it when it is imported
 for module in (
     "sglang.launch_server",
     "sglang.srt.entrypoints.http_server",

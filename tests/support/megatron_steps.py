@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import torch
 
+from support.assembled import misplaced
 from support.engine_steps import MODES
 from support.megatron_trainer import Layout, MegatronActor
 from support.trainer import TrainerRank, engine_hashes
@@ -24,13 +25,23 @@ FACTORS = {"bucketed": (0.5, 2.0), "flattened": (0.5, 2.0), "compiled": (0.5, 2.
 """By mode: what training does to the weights before each sync; in the end they are as before."""
 
 
-def compared(actor: MegatronActor, model: Path) -> dict[str, Any]:
-    """Bit for bit, tensors held to the end: the exporter must not reuse their memory."""
+def compared(rank: TrainerRank, actor: MegatronActor, model: Path) -> dict[str, Any]:
+    """Bit for bit, tensors held to the end: the exporter must not reuse their memory.
+
+    Also what a trace says of them; None where the export does not say what it reads.
+    """
     from safetensors.torch import load_file
 
-    exported = list(actor.export())
+    from verl_sglang_sync.sources.source_map import SourceMap
+
+    export, group = actor.export(), rank.group()
+    exported = list(export)
+    source_map = SourceMap(group, rank.device)
+    off = source_map.trace(export)
     reference = load_file(model / "model.safetensors")
     return {
+        "off": off,
+        "misplaced": misplaced(export, source_map, group) if off is None else None,
         "names": [name for name, _ in exported],
         "checkpoint": sorted(reference),
         "different": [
@@ -53,11 +64,12 @@ def exercise_engine(
         layout: of the trainer.
         others: further `[model, layout]` whose export alone is compared with the checkpoint.
     """
-    actor = MegatronActor(Path(model), msgspec.convert(layout, Layout))
+    shape = msgspec.convert(layout, Layout)
+    actor = MegatronActor(Path(model), shape)
     hash_folder = Path(folder, f"replica{rank.replica}")
     hash_folder.mkdir(exist_ok=True)
     seen: dict[str, Any] = {
-        "export": compared(actor, Path(model)),
+        "export": compared(rank, actor, Path(model)),
         "reference": engine_hashes(rank, hash_folder),
     }
     for mode in MODES:
@@ -68,7 +80,7 @@ def exercise_engine(
             asyncio.run(manager.resume(("weights",)))
             asyncio.run(manager.sync(actor.export(), version=mode))
             report = asdict(manager.report)
-            left = actor.offload()
+            left = actor.offload() if shape.offload else None
             asyncio.run(manager.resume(("kv_cache",)))
             syncs.append((engine_hashes(rank, hash_folder), report, left))
         seen[mode] = syncs
@@ -83,7 +95,7 @@ def exercise_engine(
     for other, other_layout in others:
         actor.close()
         actor = MegatronActor(Path(other), msgspec.convert(other_layout, Layout))
-        seen["others"].append(compared(actor, Path(other)))
+        seen["others"].append(compared(rank, actor, Path(other)))
     return seen
 
 

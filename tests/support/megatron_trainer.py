@@ -14,11 +14,12 @@ from pathlib import Path
 import msgspec
 import torch
 
+from support import transformer_engine
 from support.megatron_cpu import (
-    LOCAL_LAYERS,
+    INITIALIZED_ON_CPU,
+    PARAMETERS_ALONE,
     UnpinnedMemory,
     stand_in_for_cuda,
-    use_local_layers,
 )
 
 ENVIRONMENT = {"VERL_PLATFORM": "cpu"}
@@ -26,15 +27,24 @@ ENVIRONMENT = {"VERL_PLATFORM": "cpu"}
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True):
-    """Parallel sizes of the trainer; the experts are not cut across TP."""
+    """Parallel sizes of the trainer, and how it exports.
+
+    Attributes:
+        tp: tensor parallel; likewise `pp`, `ep`, and `etp` of the experts.
+        mbridge: the bridge that verl has deprecated, not its default.
+        offload: the parameters live on the host between syncs.
+    """
 
     tp: int = 1
     pp: int = 1
     ep: int = 1
+    etp: int = 1
+    mbridge: bool = False
+    offload: bool = True
 
 
 class MegatronActor:
-    """verl's engine of this rank, DDP-wrapped as it trains; weights loaded by mbridge.
+    """verl's engine of this rank, DDP-wrapped as it trains; weights loaded by its bridge.
 
     Args:
         model: Hugging Face checkpoint.
@@ -43,6 +53,7 @@ class MegatronActor:
 
     def __init__(self, model: Path, layout: Layout) -> None:
         on_cpu = not torch.cuda.is_available()
+        transformer_engine.install()
         if on_cpu:
             stand_in_for_cuda()
         from verl.trainer.config import CheckpointConfig
@@ -52,7 +63,6 @@ class MegatronActor:
         from verl_sglang_sync.verl.exports import make_exports_repeatable
 
         make_exports_repeatable()  # as the rollout adapter does in this process
-        use_local_layers("qwen3", "qwen3_moe")
         self._unpinned = UnpinnedMemory if on_cpu else torch.no_grad
         self._engine = MegatronEngineWithLMHead(
             HFModelConfig(path=str(model), load_tokenizer=False),
@@ -60,10 +70,11 @@ class MegatronActor:
                 tensor_model_parallel_size=layout.tp,
                 pipeline_model_parallel_size=layout.pp,
                 expert_model_parallel_size=layout.ep,
-                expert_tensor_parallel_size=1,
-                vanilla_mbridge=True,
-                param_offload=True,
-                override_transformer_config=LOCAL_LAYERS,
+                expert_tensor_parallel_size=layout.etp,
+                vanilla_mbridge=layout.mbridge,
+                param_offload=layout.offload,
+                override_transformer_config=PARAMETERS_ALONE
+                | (INITIALIZED_ON_CPU if layout.mbridge else {}),
             ),
             McoreOptimizerConfig(lr=1e-6),
             CheckpointConfig(),
@@ -71,6 +82,9 @@ class MegatronActor:
         # `initialize` up to the optimizer, which allocates on "cuda" by that name.
         self._engine._build_tf_config()
         self._engine.module = self._engine._build_megatron_module()
+        if on_cpu and not layout.offload:  # what an engine can read where it is
+            for parameter in self._parameters():
+                parameter.untyped_storage().share_memory_()
 
     def close(self) -> None:
         """Dissolve Megatron's groups, so that another layout can be built."""
@@ -84,9 +98,8 @@ class MegatronActor:
         from verl.utils.megatron_utils import load_megatron_model_to_gpu
 
         load_megatron_model_to_gpu(self._engine.module, load_grad=False)
-        for chunk in self._engine.module:
-            for parameter in chunk.parameters():
-                parameter.mul_(factor)
+        for parameter in self._parameters():
+            parameter.mul_(factor)
 
     def export(self) -> Iterable[tuple[str, torch.Tensor]]:
         """What verl's worker hands to the rollout."""
@@ -100,5 +113,7 @@ class MegatronActor:
 
         with self._unpinned():
             offload_megatron_model_to_cpu(self._engine.module)
-        parameters = [p for chunk in self._engine.module for p in chunk.parameters()]
-        return sum(parameter.untyped_storage().nbytes() for parameter in parameters)
+        return sum(parameter.untyped_storage().nbytes() for parameter in self._parameters())
+
+    def _parameters(self) -> list[torch.nn.Parameter]:
+        return [p for chunk in self._engine.module for p in chunk.parameters()]

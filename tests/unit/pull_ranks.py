@@ -65,6 +65,7 @@ class PullRank(Rank):
         source.map_memory(self)
         for ready in source:
             layout = ready.bucket.layout
+            assert not any(piece.shards for piece in ready.pieces)
             pieces = [
                 Piece(p.start, self.slots[p.slot][p.offset : p.offset + p.nbytes])
                 for p in ready.pieces
@@ -126,6 +127,21 @@ def pull_offloaded() -> dict[str, Any]:
         move(rank.model)
         rank.step()
         rank.sync()
+    return {**dataclasses.asdict(rank.seen), "keeps": rank.keeps}
+
+
+def pull_emptied() -> dict[str, Any]:
+    """Offloaded parameters come back into the same storages, at the same addresses perhaps."""
+    rank = PullRank("moe")
+    rank.export.sources.empties_storages = True
+    handles = []
+    for _ in range(4):
+        rank.step()
+        rank.sync()
+        handles.append(rank.num_handles)
+        if rank.seen.routes[-1] == "pull":
+            rank.compare()
+    assert handles == [i * handles[1] for i in range(4)] != [0] * 4, "new ones for each sync"
     return {**dataclasses.asdict(rank.seen), "keeps": rank.keeps}
 
 

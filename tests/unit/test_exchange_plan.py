@@ -1,6 +1,7 @@
 """The exchange of shards as numbers: the ranks simulated on bytes, against plain indexing."""
 
 import math
+from dataclasses import replace
 from unittest import mock
 
 import numpy as np
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_loader.common.regions.arrangement import Arrangement, Read
-from sglang_loader.common.regions.compose import ByteMap, compose
+from sglang_loader.common.regions.compose import ByteMap, compose_read
 from sglang_loader.common.regions.geometry import Region
 from verl_sglang_sync.routes.exchange import exchange_plan
 from verl_sglang_sync.routes.exchange.exchange_plan import pieces_of, plan_bucket
@@ -69,7 +70,7 @@ def test_a_strided_set_of_a_view_is_found_in_its_parameter(data):
     region, _, _ = data.draw(regions())
     source = ByteMap.of(region)
     offset, dims, run = data.draw(strided_sets(source.nbytes))
-    parts = list(compose(source, Read(7, offset, dims, run, 0)))
+    parts = list(compose_read(source, Read(7, offset, dims, run, 0)))
     found = [indices(part.offset, part.dims, part.run) for part in parts]
     assert np.array_equal(np.concatenate(found), bytes_of(source)[indices(offset, dims, run)])
     starts = np.cumsum([0, *(part.nbytes for part in parts)])
@@ -85,7 +86,7 @@ def test_rows_of_a_column_slice_need_one_part_each_way():
         (4, ((6, 8),), 4, 1),
         (4, (), 40, 3),  # ends in the middle of rows
     ):
-        assert len(list(compose(half, Read(0, offset, dims, run, 0)))) == num_parts
+        assert len(list(compose_read(half, Read(0, offset, dims, run, 0)))) == num_parts
 
 
 @st.composite
@@ -97,8 +98,14 @@ def buckets(draw):
     for number in range(draw(st.integers(1, 4))):
         region, full, itemsize = draw(regions())
         rows, row_bytes = full[0], itemsize * math.prod(full[1:])
-        replicated = draw(st.integers(0, 4)) == 0
-        held = everyone(rows * row_bytes) if replicated else shards_of_rows(rows, row_bytes, ranks)
+        kind = draw(st.sampled_from(["shards", "replicated shards", "everyone"]))
+        held = shards_of_rows(rows, row_bytes, ranks[: draw(st.integers(1, world_size))])
+        if kind == "everyone":
+            held = everyone(rows * row_bytes, world_size)
+        if kind == "replicated shards":
+            spare = [rank for rank in ranks if not held.is_held_by(rank)]
+            replicas = [(*has, *spare[i : i + 1]) for i, has in enumerate(held.holders)]
+            held = replace(held, holders=tuple(tuple(sorted(has)) for has in replicas))
         owners.append(held)
         for _ in range(draw(st.integers(1, 2))):
             origins.append(Origin(number, ByteMap.of(region)))
@@ -155,10 +162,8 @@ def test_every_rank_gets_the_bytes_that_it_reads(bucket, num_pieces, cut_bytes):
     shards = [[np.empty(0, dtype=np.int64) for _ in owners] for _ in range(world_size)]
     for rank in range(world_size):
         for number, held in enumerate(owners):
-            if not held.ranks and held.starts:
-                shards[rank][number] = full[number]
-            for shard, owner in enumerate(held.ranks):
-                if owner == rank:
+            for shard, holders in enumerate(held.holders):
+                if rank in holders:
                     start, stop = held.range_of(shard)
                     shards[rank][number] = full[number][start:stop]
     plans = [plan_bucket(rank, arrangements, origins, owners) for rank in range(world_size)]
@@ -214,9 +219,9 @@ def test_chunks_are_torchs():
         for world_size in range(1, 6):
             held = shards_of_rows(num_rows, 2, range(world_size))
             chunks = [len(c) for c in torch.arange(num_rows).chunk(world_size) if len(c)]
-            ranges = [held.range_of(shard) for shard in range(len(held.ranks))]
+            ranges = [held.range_of(shard) for shard in range(len(held.holders))]
             assert [(stop - start) // 2 for start, stop in ranges] == chunks
-            assert held.ranks == tuple(range(len(chunks)))
+            assert held.holders == tuple((rank,) for rank in range(len(chunks)))
 
 
 def test_a_rank_keeps_its_own_and_sends_nothing_that_nobody_reads():

@@ -13,13 +13,12 @@ from sglang_loader.common.layout import BucketLayout, BucketTensor
 from sglang_loader.common.regions.compose import ByteMap
 from unit import pull_ranks
 from verl_sglang_sync.sources.export_trace import (
-    NotTraceable,
     TracedExport,
     TracedParameter,
     TracedTensor,
 )
-from verl_sglang_sync.sources.owners import Origin, everyone, shards_of_rows
-from verl_sglang_sync.sources.shard_memory import consecutive_reads
+from verl_sglang_sync.sources.owners import Origin, Owners, everyone, shards_of_rows
+from verl_sglang_sync.sources.shard_memory import SpreadRead, bucket_reads
 
 
 @pytest.mark.parametrize("kind", ["dense", "tied", "moe", "vl"])
@@ -37,6 +36,14 @@ def test_parameters_that_come_back_elsewhere_are_pulled_from_there(pool: Any) ->
         assert seen["recoveries"] == ["AGAIN"], "from then on they are located before each sync"
         assert not any(seen["wrong"])
         assert not seen["keeps"]
+
+
+def test_memory_that_was_offloaded_is_mapped_anew_for_each_sync(pool: Any) -> None:
+    for seen in pool.run(pull_ranks.pull_emptied):
+        assert seen["routes"] == ["export", "pull", "pull", "pull"]
+        assert seen["recoveries"] == []
+        assert seen["wrong"] == [[], [], []]
+        assert not seen["keeps"], "mapped memory could not be given back"
 
 
 def test_a_shard_that_moved_on_one_rank_is_pulled_from_where_it_is(pool: Any) -> None:
@@ -97,7 +104,7 @@ def _sharded_exports(draw: st.DrawFn) -> tuple[BucketLayout, TracedExport, list[
         nbytes = rows * row_bytes
         owners = shards_of_rows(rows, row_bytes, list(range(world)))
         if draw(st.booleans()):
-            owners = everyone(nbytes)
+            owners = everyone(nbytes, world)
         parameters.append(TracedParameter(f"p{number}", owners))
         full.append(torch.randint(0, 255, (nbytes,), dtype=torch.uint8))
         for part in range(draw(st.integers(0, 3))):
@@ -119,17 +126,14 @@ def test_the_pieces_are_the_bytes_of_the_tensors(
     layout, traced, full = case
     rank = data.draw(st.integers(0, 4))
     bucket, stop = torch.zeros(layout.nbytes, dtype=torch.uint8), 0
-    for part in consecutive_reads(layout, traced, rank):
+    for part in bucket_reads(layout, traced, rank):
         read = part.read
         assert read.start >= stop and not read.dims, "ascending, and apart"
         stop = read.start + read.run
         owners = traced.parameters[read.tensor].owners
-        first = 0
-        if owners.ranks:
-            first, _ = owners.range_of(owners.ranks.index(part.owner))
-        else:
-            assert part.owner == rank
-        at = first + read.offset
+        shard = next(i for i, ranks in enumerate(owners.holders) if part.owner in ranks)
+        assert part.owner == rank or rank not in owners.holders[shard]
+        at = owners.starts[shard] + read.offset
         bucket[read.start : stop] = full[read.tensor][at : at + read.run]
     for tensor in layout.tensors:
         origin = traced.tensors[tensor.name].origin
@@ -138,11 +142,12 @@ def test_the_pieces_are_the_bytes_of_the_tensors(
         assert torch.equal(bucket[tensor.offset : tensor.offset + tensor.nbytes], expected)
 
 
-def test_a_tensor_whose_bytes_are_spread_is_refused() -> None:
+def test_a_tensor_whose_bytes_are_spread_is_found_in_its_shards() -> None:
+    """A row-parallel weight of [4, 8] bytes: rank 0 has the left half of each row."""
     traced = TracedExport(
-        (TracedParameter("p", everyone(16)),),
-        {"t": TracedTensor(torch.uint8, (8,), Origin(0, ByteMap(0, ((8, 2),))))},
+        (TracedParameter("p", Owners((0, 16), ((0,), (1,)), 32)),),
+        {"t": TracedTensor(torch.uint8, (4, 8), Origin(0, ByteMap(0, ((4, 4), (2, 16), (4, 1)))))},
     )
-    layout = BucketLayout((BucketTensor("t", (8,), torch.uint8, 0),), 8)
-    with pytest.raises(NotTraceable, match="the bytes of t are not consecutive in p"):
-        consecutive_reads(layout, traced, 0)
+    layout = BucketLayout((BucketTensor("t", (4, 8), torch.uint8, 8),), 40)
+    (read,) = bucket_reads(layout, traced, 0)
+    assert read == SpreadRead(8, traced.tensors["t"].origin)

@@ -6,24 +6,36 @@ are read in place, `BucketSource` says which memory stands behind which bytes of
     source = BucketSource([Piece(0, mapped[4096:8192]), Piece(4096, other[:512])])
     memory, offset = source.locate(4096, 4608)      # other, 0
 
-A plan is made for the layout alone, and a piece may end within a tensor, where a shard does. Copies
-are split at the ends of pieces when they are bound (`split_copy`).
+A plan is made for the layout alone, and a piece may end within a tensor, where a shard does; or a
+tensor's bytes are spread over shards (`SpreadPiece`), as those of a row-parallel weight are. Copies
+are found in the memory when they are bound:
+
+    for copy, memory in source.copies(bucket_copy): ...
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import TypeAlias
 
 import torch
 
+from sglang_loader.common.copies import copy_views
 from sglang_loader.common.layout import BucketLayout, check_buffer
+from sglang_loader.common.regions.compose import ByteMap, shard_copies
+from sglang_loader.common.regions.geometry import StridedCopy
+from sglang_loader.common.regions.split import split_copy
+
+CopyFrom: TypeAlias = tuple[StridedCopy, torch.Tensor]
+"""A copy whose `src` counts in this memory: flat uint8."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Consecutive bytes of a bucket.
+    """Consecutive bytes of a bucket that are consecutive in memory.
 
     Attributes:
         start: of the first byte in the bucket's layout.
@@ -32,6 +44,54 @@ class Piece:
 
     start: int
     memory: torch.Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Of the bucket."""
+        return self.memory.numel()
+
+    @property
+    def memories(self) -> tuple[torch.Tensor, ...]:
+        """All that it lies in."""
+        return (self.memory,)
+
+    def copies(self, copy: StridedCopy) -> Iterator[CopyFrom]:
+        """A copy out of the piece, `src` counting from its first byte."""
+        yield copy, self.memory
+
+
+@dataclass(frozen=True, slots=True)
+class SpreadPiece:
+    """Consecutive bytes of a bucket that are a strided set of bytes of shards.
+
+    Attributes:
+        start: of the first byte in the bucket's layout.
+        memories: of the shards: flat contiguous uint8, none empty.
+        bytes: where the bytes are in the shards put one behind the other.
+    """
+
+    start: int
+    memories: tuple[torch.Tensor, ...]
+    bytes: ByteMap
+
+    @property
+    def nbytes(self) -> int:
+        """Of the bucket."""
+        return self.bytes.nbytes
+
+    @property
+    def is_within(self) -> bool:
+        """True if the bytes are bytes of the shards."""
+        offset, dims = self.bytes.offset, self.bytes.dims
+        reach = offset + sum((count - 1) * stride for count, stride in dims)
+        is_forward = offset >= 0 and all(count > 0 <= stride for count, stride in dims)
+        return is_forward and reach < sum(memory.numel() for memory in self.memories)
+
+    def copies(self, copy: StridedCopy) -> Iterator[CopyFrom]:
+        """As `Piece.copies`."""
+        starts = list(accumulate((memory.numel() for memory in self.memories), initial=0))[:-1]
+        for shard, part in shard_copies(self.bytes, starts, copy):
+            yield part, self.memories[shard]
 
 
 class BucketSource:
@@ -44,18 +104,19 @@ class BucketSource:
         ValueError: pieces overlap, are out of order, or are not flat bytes.
     """
 
-    def __init__(self, pieces: Sequence[Piece]) -> None:
+    def __init__(self, pieces: Sequence[Piece | SpreadPiece]) -> None:
         stop = 0
         for piece in pieces:
-            check_buffer(piece.memory, 0)
+            for memory in piece.memories:
+                check_buffer(memory, 0)
             if piece.start < stop:
                 raise ValueError(
                     f"a piece starts at byte {piece.start}, the one before it ends at {stop}"
                 )
-            stop = piece.start + piece.memory.numel()
+            stop = piece.start + piece.nbytes
         self._pieces = tuple(pieces)
-        self.starts = [piece.start for piece in pieces]
-        self.key = tuple((piece.start, piece.memory.data_ptr()) for piece in pieces)
+        self._starts = [piece.start for piece in pieces]
+        self.key = tuple(map(_key, pieces))
 
     @classmethod
     def flat(cls, buffer: torch.Tensor) -> BucketSource:
@@ -65,38 +126,26 @@ class BucketSource:
     def check(self, layout: BucketLayout) -> None:
         """Raise ValueError unless the pieces hold every byte of every tensor of the layout."""
         for tensor in layout.tensors:
-            if tensor.nbytes:
-                self.parts(tensor.offset, tensor.offset + tensor.nbytes)
+            self.check_range(tensor.offset, tensor.offset + tensor.nbytes)
 
-    def locate(self, start: int, stop: int) -> tuple[torch.Tensor, int]:
-        """The memory that holds bytes [start, stop) of the bucket, and where in it they begin.
-
-        Raises:
-            ValueError: no single piece holds them.
-        """
-        i = bisect_right(self.starts, start) - 1
-        if i >= 0:
-            piece = self._pieces[i]
-            if stop <= piece.start + piece.memory.numel():
-                return piece.memory, start - piece.start
-        raise ValueError(f"bytes {start} to {stop} of the bucket are in no piece of its source")
-
-    def parts(self, start: int, stop: int) -> list[torch.Tensor]:
-        """The memory that holds bytes [start, stop) of the bucket, piece by piece.
-
-        Raises:
-            ValueError: no piece holds one of them.
-        """
-        found, at = [], start
+    def check_range(self, start: int, stop: int) -> None:
+        """Raise ValueError unless the pieces hold bytes [start, stop) of the bucket."""
+        at = start
         while at < stop:
-            i = bisect_right(self.starts, at) - 1
-            piece = self._pieces[i] if i >= 0 else None
-            end = piece.start + piece.memory.numel() if piece is not None else at
-            if piece is None or end <= at:
+            i = bisect_right(self._starts, at) - 1
+            end = self._starts[i] + self._pieces[i].nbytes if i >= 0 else at
+            if end <= at:
                 raise ValueError(f"byte {at} of the bucket is in no piece of its source")
-            found.append(piece.memory[at - piece.start : min(end, stop) - piece.start])
             at = end
-        return found
+
+    def copies(self, copy: StridedCopy) -> Iterator[CopyFrom]:
+        """A copy out of the bucket as copies out of the memory behind it; see `check`."""
+        for part in split_copy(copy, self._starts):
+            piece = self._pieces[bisect_right(self._starts, part.src) - 1]
+            start, stop = part.src_bounds()
+            if not piece.start <= start <= stop <= piece.start + piece.nbytes:
+                raise ValueError(f"bytes {start} to {stop} of the bucket are in no piece")
+            yield from piece.copies(replace(part, src=part.src - piece.start))
 
     def packed(self, layout: BucketLayout) -> torch.Tensor:
         """The bucket as one buffer: the source's own memory if that is one, else a copy.
@@ -106,13 +155,20 @@ class BucketSource:
         """
         nbytes = layout.nbytes
         if len(self._pieces) == 1 and self._pieces[0].start == 0:
-            memory = self._pieces[0].memory
-            if memory.numel() >= nbytes:
+            memory = self._pieces[0].memories[0]
+            if isinstance(self._pieces[0], Piece) and memory.numel() >= nbytes:
                 return memory[:nbytes]
         self.check(layout)
-        device = self._pieces[0].memory.device if self._pieces else None
+        device = self._pieces[0].memories[0].device if self._pieces else None
         buffer = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         for piece in self._pieces:
-            room = buffer[piece.start : piece.start + piece.memory.numel()]
-            room.copy_(piece.memory[: room.numel()])
+            room = max(0, min(piece.nbytes, nbytes - piece.start))
+            for copy, memory in piece.copies(StridedCopy(0, 0, piece.start, (), room)):
+                target, origin = copy_views(copy, memory, buffer)
+                target.copy_(origin)
         return buffer
+
+
+def _key(piece: Piece | SpreadPiece) -> tuple[object, ...]:
+    addresses = tuple(memory.data_ptr() for memory in piece.memories)
+    return piece.start, addresses, piece.bytes if isinstance(piece, SpreadPiece) else None

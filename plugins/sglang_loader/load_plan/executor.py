@@ -22,7 +22,7 @@ import torch
 from sglang_loader.common.bucket_source import BucketSource
 from sglang_loader.common.copies import copy_views
 from sglang_loader.common.copy_kernel import WORD, BatchedCopy, is_available
-from sglang_loader.common.regions.split import split_copy
+from sglang_loader.common.regions.geometry import StridedCopy
 from sglang_loader.load_plan.destinations import Destinations
 from sglang_loader.load_plan.plan import BucketPlan, LoadPlan, TapeStep
 from sglang_loader.load_plan.trace import Space, TensorRef, leaves, map_leaves
@@ -90,7 +90,7 @@ def _check_source(plan: BucketPlan, source: BucketSource) -> None:
     if plan.source_nbytes is None:
         source.check(plan.layout)
     else:
-        source.locate(0, plan.source_nbytes)
+        source.check_range(0, plan.source_nbytes)
 
 
 def _run(binding: _Binding) -> None:
@@ -103,7 +103,8 @@ def _run(binding: _Binding) -> None:
 
 
 def _bind(plan: BucketPlan, destinations: Destinations, source: BucketSource) -> _Binding:
-    gathered = _Gathered(source)
+    grouped = _Grouped()
+    gathered = _Gathered(source, grouped)
 
     def resolve(value: Any) -> Any:
         """Everything but temporaries is a tensor from now on."""
@@ -116,61 +117,65 @@ def _bind(plan: BucketPlan, destinations: Destinations, source: BucketSource) ->
         return view_of((plan.constants if is_constant else destinations.memory)[value.index], value)
 
     with torch.inference_mode(False), torch.no_grad():
-        groups = _grouped_copies(plan, destinations, source)
+        for copy in plan.copies:
+            for part, memory in source.copies(copy):
+                grouped.add(part, memory, destinations.memory[copy.storage])
         tape = tuple(
             partial(_run_step, step, plan, *map_leaves(resolve, (step.args, step.kwargs)))
             for step in plan.tape
         )
-        groups += gathered.copies
-        copies = tuple(_bind_copies(targets, sources) for targets, sources in groups)
+        copies = grouped.bound()
     return _Binding(copies, tape)
 
 
-def _grouped_copies(
-    plan: BucketPlan, destinations: Destinations, source: BucketSource
-) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
-    """Targets and sources of the plan's copies, by what one launch can take."""
-    grouped: dict[object, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-    for copy in (part for c in plan.copies for part in split_copy(c, source.starts)):
-        memory, shift = source.locate(*copy.src_bounds())
-        moved = replace(copy, src=shift)
-        target, origin = copy_views(moved, memory, destinations.memory[copy.storage])
+class _Grouped:
+    """Copies, those that are made at once together."""
+
+    def __init__(self) -> None:
+        self._groups: dict[object, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+
+    def add(self, copy: StridedCopy, memory: torch.Tensor, base: torch.Tensor) -> None:
+        """A copy from `memory` to `base`."""
+        target, origin = copy_views(copy, memory, base)
         # torch's fused kernel takes a group only if all of it is dense.
         words = target.dtype == origin.dtype == WORD and is_available(target.device)
         is_dense = None if words else not copy.dims
         key = (target.dtype, origin.dtype, is_dense, target.device, origin.device)
-        targets, origins = grouped.setdefault(key, ([], []))
+        targets, origins = self._groups.setdefault(key, ([], []))
         targets.append(target)
         origins.append(origin)
-    return list(grouped.values())
+
+    def bound(self) -> tuple[Callable[[], object], ...]:
+        """What makes them all."""
+        return tuple(_bind_copies(*group) for group in self._groups.values())
 
 
 class _Gathered:
-    """What operators of a tape read from a source; what lies in several pieces is copied together.
+    """What operators of a tape read from a source; what lies in several places is copied together.
 
     Args:
         source: the bucket.
-
-    Attributes:
-        copies: targets and sources of the copies that must run before the tape does.
+        grouped: gets the copies, which must be made before the tape runs.
     """
 
-    def __init__(self, source: BucketSource) -> None:
+    def __init__(self, source: BucketSource, grouped: _Grouped) -> None:
         self._source = source
+        self._grouped = grouped
         self._joined: dict[tuple[int, int], torch.Tensor] = {}
-        self.copies: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
 
     def locate(self, start: int, stop: int) -> tuple[torch.Tensor, int]:
-        """As `BucketSource.locate`."""
-        parts = self._source.parts(start, stop)
-        if len(parts) < 2:
-            return self._source.locate(start, stop)
-        if (start, stop) not in self._joined:
-            buffer = torch.empty(stop - start, dtype=torch.uint8, device=parts[0].device)
-            targets = list(buffer.split([part.numel() for part in parts]))
-            self.copies.append((targets, parts))
-            self._joined[start, stop] = buffer
-        return self._joined[start, stop], 0
+        """The memory that holds bytes [start, stop) of the bucket, and where in it they begin."""
+        if (joined := self._joined.get((start, stop))) is not None:
+            return joined, 0
+        parts = list(self._source.copies(StridedCopy(0, start, 0, (), stop - start)))
+        copy, memory = parts[0]
+        if len(parts) == 1 and not copy.dims:
+            return memory, copy.src
+        buffer = torch.empty(stop - start, dtype=torch.uint8, device=memory.device)
+        for part, memory in parts:
+            self._grouped.add(part, memory, buffer)
+        self._joined[start, stop] = buffer
+        return buffer, 0
 
 
 def _bind_copies(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> Callable[[], object]:

@@ -13,8 +13,9 @@ from typing import Protocol
 
 import torch
 
-from sglang_loader.common.bucket_source import BucketSource, Piece
+from sglang_loader.common.bucket_source import BucketSource, Piece, SpreadPiece
 from sglang_loader.common.layout import BucketLayout, WireError, decode_layout, digest_of
+from sglang_loader.common.regions.compose import ByteMap
 from sglang_loader.common.session import messages as wire
 from sglang_loader.common.session.messages import SessionError
 from sglang_loader.common.shared_memory import map_buffer
@@ -138,27 +139,38 @@ class _CachedSource:
     ) -> _CachedSource:
         used = {}
         for piece in message.pieces:
-            if piece.slot not in slots:
-                raise SessionError(f"bucket {message.index} lies in slot {piece.slot}: not mapped")
-            used[piece.slot] = slots[piece.slot]
-        pieces = [
-            _piece(piece, used[piece.slot], nbytes, message.index) for piece in message.pieces
-        ]
+            for slot in (piece.slot, *(slot for slot, _, _ in piece.shards)):
+                if slot not in slots:
+                    raise SessionError(f"bucket {message.index} lies in slot {slot}: not mapped")
+                used[slot] = slots[slot]
+        pieces = [_piece(piece, used, nbytes, message.index) for piece in message.pieces]
         return cls(message.pieces, used, BucketSource(pieces))
 
 
-def _piece(piece: wire.BucketPiece, buffer: torch.Tensor, bucket_nbytes: int, index: int) -> Piece:
-    offset, start, nbytes = piece.offset, piece.start, piece.nbytes
-    if not 0 <= offset <= offset + nbytes <= buffer.numel():
-        raise SessionError(
-            f"bucket {index} at bytes {offset}+{nbytes} leaves the buffer of {buffer.numel()}"
-        )
+def _piece(
+    piece: wire.BucketPiece, buffers: Mapping[int, torch.Tensor], bucket_nbytes: int, index: int
+) -> Piece | SpreadPiece:
+    def within(slot: int, offset: int, nbytes: int) -> torch.Tensor:
+        buffer = buffers[slot]
+        if not 0 <= offset <= offset + nbytes <= buffer.numel():
+            raise SessionError(
+                f"bucket {index} at bytes {offset}+{nbytes} leaves the buffer of {buffer.numel()}"
+            )
+        return buffer[offset : offset + nbytes]
+
+    start, nbytes = piece.start, piece.nbytes
     if not 0 <= start <= start + nbytes <= bucket_nbytes:
         raise SessionError(
             f"a piece of bucket {index} at bytes {start}+{nbytes} leaves the bucket's "
             f"{bucket_nbytes}"
         )
-    return Piece(start, buffer[offset : offset + nbytes])
+    if not piece.shards:
+        return Piece(start, within(piece.slot, piece.offset, nbytes))
+    memories = tuple(within(*shard) for shard in piece.shards)
+    spread = SpreadPiece(start, memories, ByteMap(piece.offset, piece.dims))
+    if spread.nbytes != nbytes or not spread.is_within:
+        raise SessionError(f"a piece of bucket {index} at byte {start} leaves its shards")
+    return spread
 
 
 class BucketMemory(Protocol):

@@ -26,7 +26,11 @@ TESTED = {
     "hydra-core": "1.3.8",
     "TransferQueue": "0.1.11",
 }
-TESTED_WITH_MEGATRON = {"megatron-core": "0.16.1", "mbridge": "0.15.1"}
+TESTED_WITH_MEGATRON = {
+    "megatron-core": "0.16.1",
+    "megatron-bridge": "0.3.1",
+    "mbridge": "0.15.1",
+}
 TESTED_PYTHONS = ("3.11", "3.12")
 
 NAME = "verl_sglang_sync"
@@ -59,7 +63,8 @@ def version_checks(installed: Callable[[str], str | None] = installed_version) -
     for name, tested in (TESTED | TESTED_WITH_MEGATRON).items():
         found = installed(name)
         if found is None and name in TESTED_WITH_MEGATRON:
-            detail = f"not installed; for Megatron trainers: pip install {name}=={tested}"
+            alone = "--no-deps " * (name == "megatron-bridge")  # it wants transformers < 5
+            detail = f"not installed; for Megatron trainers: pip install {alone}{name}=={tested}"
             checks.append(Check(f"version of {name}", OK, detail))
         else:
             checks.append(version_check(name, tested, found, allowed.get(name.lower())))

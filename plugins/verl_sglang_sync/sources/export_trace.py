@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_iter, tree_map_only
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.op_traits import read_traits
 from sglang_loader.common.regions.arrangement import Read
-from sglang_loader.common.regions.compose import ByteMap, compose
+from sglang_loader.common.regions.compose import ByteMap, compose_read
 from sglang_loader.common.regions.geometry import Region
 from verl_sglang_sync.sources.export import NamedTensor
 from verl_sglang_sync.sources.known_sources import Sources
@@ -120,8 +120,7 @@ def trace_export(
     Raises:
         NotTraceable: a tensor is computed, moved, or comes from elsewhere.
     """
-    names = {_identity(tensor): name for name, tensor in reversed(list(sources().items()))}
-    follower = _Follower(names, world_size, device)
+    follower = _Follower(sources(), world_size, device)
     tensors: dict[str, TracedTensor] = {}
     try:
         with torch.no_grad(), follower, follower.instead_of_gathering():
@@ -148,12 +147,13 @@ class _Follower(TorchDispatchMode):
     """Knows of every storage in the export which parameter's bytes it holds."""
 
     def __init__(
-        self, names: Mapping[tuple[Any, ...], str], world_size: int, device: torch.device
+        self, sources: Mapping[str, torch.Tensor], world_size: int, device: torch.device
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.parameters: list[TracedParameter] = []
         self.problem: str | None = None
-        self._names = names
+        self._sources = sources
+        self._names = {_identity(tensor): name for name, tensor in reversed(list(sources.items()))}
         self._world_size = world_size
         self._device = device
         self._traced: dict[int, _TracedStorage] = {}
@@ -204,15 +204,18 @@ class _Follower(TorchDispatchMode):
         return full
 
     def _plain(self, name: str, tensor: torch.Tensor) -> _TracedStorage:
-        """A tensor that is not sharded: every rank has all of its storage."""
+        """A tensor that is not sharded: every rank has all of it."""
         source = self._names.get(_identity(tensor))
         if source is None:
             self._refuse(f"{name} is none of the trainer's own tensors, nor part of one")
         if tensor.device.type != self._device.type:
             self._refuse(f"{name} is on {tensor.device}, the engine on {self._device}")
-        nbytes = tensor.untyped_storage().nbytes()
-        everything = ByteMap.of(Region(0, (max(nbytes, 1),), (1,), 1))
-        known = _TracedStorage(self._add(source, everyone(nbytes)), everything)
+        own = self._sources[source]
+        start, stop = own.storage_offset() * own.element_size(), own.untyped_storage().nbytes()
+        if not own.is_contiguous() or (start, start + own.nbytes) != (0, stop):
+            self._refuse(f"{source} is a part of the memory that it is in")
+        everything = ByteMap.of(Region(0, (max(stop, 1),), (1,), 1))
+        known = _TracedStorage(self._add(source, everyone(stop, self._world_size)), everything)
         self._keep(tensor, known)
         return known
 
@@ -236,7 +239,7 @@ class _Follower(TorchDispatchMode):
         if stride != 1:
             outer, run = [*view.dims], 1
         whole = Read(0, view.offset, tuple(outer), run, 0)
-        parts = list(compose(known.bytes, whole)) if view.nbytes else []
+        parts = list(compose_read(known.bytes, whole)) if view.nbytes else []
         if len(parts) != 1:
             self._refuse(f"{name} is a view of a copy that is no view of its parameter")
         return ByteMap(parts[0].offset, (*parts[0].dims, (parts[0].run, 1)))

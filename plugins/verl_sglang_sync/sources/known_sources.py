@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from verl_sglang_sync.sources.module_tree import ModuleState, ModuleTree
 from verl_sglang_sync.sources.tensor_marks import TensorMarks, describe_tensors, locals_of
@@ -29,6 +28,13 @@ def sources_of(export: object) -> Sources | None:
     """What an export reads; None where it does not say."""
     sources: Sources | None = getattr(export, "sources", None)
     return sources
+
+
+def empties_storages(export: object) -> bool:
+    """True if what an export reads may be offloaded and come back into the same storages: that one
+    lives, at the same address even, does not say that it is the memory that it was.
+    """
+    return bool(getattr(sources_of(export), "empties_storages", False))
 
 
 class SourcesChanged(ValueError):
@@ -115,10 +121,8 @@ class SourceKinds:
 
 
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A shard's bytes; of a tensor that is not sharded, its storage's. Flat uint8."""
+    """The bytes of what this rank has of a tensor, which is contiguous. Flat uint8."""
     [local] = locals_of([tensor])
     whole = torch.empty(0, dtype=torch.uint8, device=local.device).set_(local.untyped_storage())
-    if not isinstance(tensor, DTensor):
-        return whole
     start, size = int(local.storage_offset()), local.element_size()
     return whole[start * size : (start + local.numel()) * size]

@@ -1,7 +1,8 @@
-"""Which bytes of which parameter an exported tensor is, and which rank holds them.
+"""Which bytes of which parameter an exported tensor is, and which ranks hold them.
 
-A parameter that FSDP2 shards along its first dimension is, in memory, consecutive bytes on each
-rank: torch's chunks, of which the last may be short or empty.
+A parameter is its shards' memory, one behind the other. FSDP2 shards along the first dimension:
+torch's chunks, of which the last may be short or empty. Megatron's shards are the parameters of
+tensor and expert parallel ranks, of which each data parallel rank has a replica.
 """
 
 from __future__ import annotations
@@ -40,21 +41,26 @@ class Owners:
 
     Attributes:
         starts: first byte of every shard that is not empty, ascending.
-        ranks: who has it; empty: every rank has all of the parameter.
+        holders: by shard: the ranks that have it, ascending.
         nbytes: of the parameter.
     """
 
     starts: tuple[int, ...]
-    ranks: tuple[int, ...]
+    holders: tuple[tuple[int, ...], ...]
     nbytes: int
+
+    def is_held_by(self, rank: int) -> bool:
+        """True if a rank has any of the shards."""
+        return any(rank in ranks for ranks in self.holders)
 
     def shard_of(self, offset: int) -> int:
         """Which shard a byte lies in."""
         return bisect_right(self.starts, offset) - 1
 
-    def owner_of(self, shard: int) -> int | None:
-        """Who has a shard; None: every rank."""
-        return self.ranks[shard] if self.ranks else None
+    def owner_of(self, shard: int, reader: int) -> int:
+        """Whose shard a rank reads: its own if it has it; replicas elsewhere share the readers."""
+        holders = self.holders[shard]
+        return reader if reader in holders else holders[reader % len(holders)]
 
     def range_of(self, shard: int) -> tuple[int, int]:
         """First byte of a shard, and where it ends."""
@@ -62,9 +68,9 @@ class Owners:
         return self.starts[shard], self.nbytes if last else self.starts[shard + 1]
 
 
-def everyone(nbytes: int) -> Owners:
+def everyone(nbytes: int, world_size: int) -> Owners:
     """Of a tensor that every rank has all of."""
-    return Owners((0,), (), nbytes)
+    return Owners((0,), (tuple(range(world_size)),), nbytes)
 
 
 def shards_of_rows(num_rows: int, row_bytes: int, ranks: Sequence[int]) -> Owners:
@@ -73,7 +79,7 @@ def shards_of_rows(num_rows: int, row_bytes: int, ranks: Sequence[int]) -> Owner
     shards = [(i * size, rank) for i, rank in enumerate(ranks) if i * size < num_rows and row_bytes]
     return Owners(
         tuple(row * row_bytes for row, _ in shards),
-        tuple(rank for _, rank in shards),
+        tuple((rank,) for _, rank in shards),
         num_rows * row_bytes,
     )
 
@@ -97,7 +103,7 @@ def owners_of(parameter: DTensor, world_size: int) -> Owners:
     nbytes = parameter.numel() * parameter.element_size()
     (placement,) = parameter.placements
     if placement == Replicate():
-        return everyone(nbytes)
+        return everyone(nbytes, world_size)
     if placement != Shard(0):
         raise NotOwned(f"it is placed as {placement}, neither Shard(0) nor Replicate()")
     owners = shards_of_rows(parameter.shape[0], nbytes // max(parameter.shape[0], 1), ranks)
@@ -113,8 +119,8 @@ def _check_own_shard(parameter: DTensor, local: torch.Tensor, owners: Owners) ->
     nbytes = local.numel() * local.element_size()
     rank = torch.distributed.get_rank()
     expected = (0, 0)
-    if rank in owners.ranks:
-        start, stop = owners.range_of(owners.ranks.index(rank))
+    if (rank,) in owners.holders:
+        start, stop = owners.range_of(owners.holders.index((rank,)))
         expected = start, stop - start
     row_bytes = owners.nbytes // max(parameter.shape[0], 1)
     found = (offset[0] * row_bytes, nbytes) if nbytes else (0, 0)

@@ -4,25 +4,26 @@ A `TracedExport` says which bytes of which parameter an exported tensor is, and 
 them; it stays true for as long as the model does. Where those bytes are in memory is
 another question: parameters that are offloaded come back elsewhere.
 
-    shards, table = share_shards(names, sources(), device, share)  # each rank, of its own memory
+    shards, table = share_shards(traced, sources(), device, rank, share)  # each rank, of its own
     tables = group.all_gather(table)                  # then every rank knows all of them
-    reads = consecutive_reads(layout, traced, rank)   # pure: which shard holds which bytes
+    reads = bucket_reads(layout, traced, rank)        # pure: which shard holds which bytes
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from sglang_loader.common.layout import BucketLayout
-from sglang_loader.common.regions.arrangement import Read
+from sglang_loader.common.regions.arrangement import Arrangement
 from sglang_loader.common.shared_memory import BufferHandle
 from verl_sglang_sync.sources.export_trace import NotTraceable, TracedExport
 from verl_sglang_sync.sources.known_sources import memory_of
 from verl_sglang_sync.sources.memory_blocks import Block, BlockTable
+from verl_sglang_sync.sources.owners import Origin
 from verl_sglang_sync.sources.transfer_plan import ShardRead, shard_reads, whole_bucket
 
 MAX_BLOCKS = 8192
@@ -31,39 +32,57 @@ MAX_BLOCKS = 8192
 NO_BYTES = (-1, 0)
 
 
-def consecutive_reads(layout: BucketLayout, traced: TracedExport, rank: int) -> list[ShardRead]:
-    """Which shards hold a bucket's bytes, in ascending order; none has dimensions. Pure.
+@dataclass(frozen=True, slots=True)
+class SpreadRead:
+    """A tensor whose bytes are not consecutive in its parameter.
+
+    Attributes:
+        start: first byte in the bucket.
+        origin: what the tensor is.
+    """
+
+    start: int
+    origin: Origin
+
+
+def bucket_reads(
+    layout: BucketLayout, traced: TracedExport, rank: int
+) -> list[ShardRead | SpreadRead]:
+    """Which shards hold a bucket's bytes, in ascending order. Pure.
+
+    Bytes that are consecutive in a shard and in the bucket are one read, of several tensors even.
 
     Args:
         layout: of the bucket.
         traced: where its tensors come from.
-        rank: whose own copy is read of a parameter that every rank has all of.
+        rank: whose engine reads.
 
     Raises:
-        NotTraceable: a tensor was not traced, or its bytes are not consecutive in a parameter.
+        NotTraceable: a tensor was not traced.
     """
     origins = traced.origins_of(layout)
-    for tensor, origin in zip(layout.tensors, origins, strict=True):
-        if tensor.nbytes and not origin.bytes.is_dense:
-            name = traced.parameters[origin.parameter].source
-            raise NotTraceable(f"the bytes of {tensor.name} are not consecutive in {name}")
-    joined: list[ShardRead] = []
-    for part in shard_reads(whole_bucket(layout), origins, traced.owners):
-        owner = rank if part.owner is None else part.owner
-        last = joined[-1] if joined else None
-        if last is not None and last.owner == owner and _continues(last.read, part.read):
-            first = joined.pop().read
-            run = part.read.start + part.read.run - first.start
-            joined.append(ShardRead(owner, replace(first, run=run)))
-        else:
-            joined.append(ShardRead(owner, part.read))
+    joined: list[ShardRead | SpreadRead] = []
+    for read in whole_bucket(layout).reads:
+        origin = origins[read.tensor]
+        if not origin.bytes.is_dense and read.nbytes:
+            joined.append(SpreadRead(read.start, origin))
+            continue
+        alone = Arrangement((read,), layout.nbytes)
+        for part in shard_reads(alone, origins, traced.owners, rank):
+            last = joined[-1] if joined else None
+            if isinstance(last, ShardRead) and _continues(last, part):
+                run = part.read.start + part.read.run - last.read.start
+                joined[-1] = replace(last, read=replace(last.read, run=run))
+            else:
+                joined.append(part)
     return joined
 
 
-def _continues(read: Read, after: Read) -> bool:
+def _continues(last: ShardRead, part: ShardRead) -> bool:
     """True if bytes of a shard and of the bucket go on alike, gaps of the layout included."""
+    read, after = last.read, part.read
     return (
-        read.tensor == after.tensor
+        (last.owner, read.tensor) == (part.owner, after.tensor)
         and read.offset < after.offset
         and after.offset - read.offset == after.start - read.start
     )
@@ -89,17 +108,19 @@ class MemoryTable:
 
 
 def share_shards(
-    names: Sequence[str],
+    traced: TracedExport,
     now: Mapping[str, torch.Tensor],
     device: torch.device,
+    rank: int,
     share: Callable[[Block, torch.UntypedStorage], tuple[str, tuple[BufferHandle | None, ...]]],
 ) -> tuple[list[torch.Tensor], MemoryTable]:
     """This rank's shards, and what the other ranks are to know of them.
 
     Args:
-        names: of the parameters among `now`, by number.
+        traced: the parameters, and who holds them.
         now: the trainer's tensors.
         device: of the engine on this rank; memory elsewhere cannot be read in place.
+        rank: this one.
         share: given a block and a storage in it: the block's name, and its handles by reading rank.
 
     Returns:
@@ -112,8 +133,10 @@ def share_shards(
     table, shards = BlockTable(device), []
     blocks: dict[Block, tuple[int, torch.UntypedStorage]] = {}  # its position, a storage in it
     places = []
-    for name in names:
-        shard, place = memory_of(now[name]), NO_BYTES
+    nothing = torch.empty(0, dtype=torch.uint8, device=device)
+    for parameter in traced.parameters:
+        name, place = parameter.source, NO_BYTES
+        shard = memory_of(now[name]) if parameter.owners.is_held_by(rank) else nothing
         if shard.numel():
             storage = shard.untyped_storage()
             block = table.block_of(Block.of(storage))

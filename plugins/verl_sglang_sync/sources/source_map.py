@@ -5,6 +5,9 @@
     source_map.traced.tensors["lm_head.weight"]   # which bytes of which parameter
     now = source_map.current(export, traced)      # the parameters; raises if they were replaced
 
+FSDP2's exports are traced as they run (`export_trace`). Sources that have a method `trace` know
+better how; each rank may know a part of the export then, and the parts are merged.
+
 An optimizer changes what is in the memory, and parameters that were offloaded come back at other
 addresses. What is traced holds all the same, as long as they are of the same kinds (`SourceKinds`).
 """
@@ -20,6 +23,7 @@ from verl_sglang_sync.collective import TrainerGroup, common_reason, holds_every
 from verl_sglang_sync.sources.export import NamedTensor
 from verl_sglang_sync.sources.export_trace import NotTraceable, TracedExport, trace_export
 from verl_sglang_sync.sources.known_sources import SourceKinds, SourcesChanged, require_sources
+from verl_sglang_sync.sources.merged_traces import merged_traces
 
 MAX_TRACES = 4
 """How often the parameters may be replaced by others before it is not worth the tracing."""
@@ -67,11 +71,25 @@ class SourceMap:
             reason = str(error)
         except Exception:
             reason = traceback.format_exc()
-        checksum = self._found[0].checksum if self._found is not None else 0
-        self.off = common_reason(self._group, reason, checksum)
+        self.off = common_reason(self._group, reason) or self._merge()
         if self.off is not None:
             self._found = None
         return self.off
+
+    def _merge(self) -> str | None:
+        """Put together what the ranks have traced; collective.
+
+        Returns:
+            Why it does not fit, equal on all ranks; None: all ranks know all of the export.
+        """
+        assert self._found is not None
+        traced, kinds = self._found
+        if len(set(self._group.agree(signature=traced.checksum).signatures)) > 1:
+            try:
+                self._found = merged_traces(self._group.all_gather(traced)), kinds
+            except NotTraceable as error:
+                return str(error)
+        return None
 
     def current(self, export: object, traced: TracedExport) -> Mapping[str, torch.Tensor]:
         """The parameters as they are now, by name, wherever they lie.
@@ -102,5 +120,7 @@ class SourceMap:
         if self._num_traces > MAX_TRACES:
             raise NotTraceable(f"the parameters were replaced by others {MAX_TRACES} times")
         sources = require_sources(export)
+        if (trace := getattr(sources, "trace", None)) is not None:
+            return trace(self._device), SourceKinds(sources())
         traced = trace_export(export, sources=sources, world_size=world_size(), device=self._device)
         return traced, SourceKinds(sources())

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.regions.arrangement import Arrangement, Read
-from sglang_loader.common.regions.compose import compose
+from sglang_loader.common.regions.compose import compose_read
 from sglang_loader.common.regions.split import split_copy
 from verl_sglang_sync.sources.owners import Origin, Owners
 
@@ -31,11 +31,11 @@ class ShardRead:
     """Bytes that lie in one shard.
 
     Attributes:
-        owner: who holds it; None where every rank does.
+        owner: whose.
         read: `tensor` is the parameter, `offset` a byte of the shard.
     """
 
-    owner: int | None
+    owner: int
     read: Read
 
 
@@ -51,6 +51,7 @@ def shard_reads(
     arrangement: Arrangement,
     origins: Sequence[Origin],
     owners: Sequence[Owners],
+    reader: int,
     only: int | None = None,
 ) -> Iterator[ShardRead]:
     """An arrangement's reads, cut where shards end, in their order.
@@ -59,6 +60,7 @@ def shard_reads(
         arrangement: of the engine rank.
         origins: of the bucket's tensors, by position in its layout.
         owners: by parameter.
+        reader: the rank whose engine reads; of what several ranks hold it reads its own.
         only: leave out what this rank does not own, where that is quickly known.
     """
     for read in arrangement.reads:
@@ -67,18 +69,18 @@ def shard_reads(
         origin = origins[read.tensor]
         held = owners[origin.parameter]
         wanted = Read(origin.parameter, read.offset, read.dims, read.run, read.start)
-        for part in compose(origin.bytes, wanted):
+        for part in compose_read(origin.bytes, wanted):
             shard = held.shard_of(part.offset)
             if part.stop > held.range_of(shard)[1]:
                 for copy in split_copy(part.as_copy(), held.starts):
-                    yield _shard_read(Read.from_copy(copy, part.tensor), held)
-            elif only is None or held.owner_of(shard) == only:
-                yield _shard_read(part, held)
+                    yield _shard_read(Read.from_copy(copy, part.tensor), held, reader)
+            elif only is None or held.owner_of(shard, reader) == only:
+                yield _shard_read(part, held, reader)
 
 
-def _shard_read(read: Read, held: Owners) -> ShardRead:
+def _shard_read(read: Read, held: Owners, reader: int) -> ShardRead:
     """Of bytes of a parameter that lie in one shard."""
     shard = held.shard_of(read.offset)
     offset = read.offset - held.starts[shard]
     within = Read(read.tensor, offset, read.dims, read.run, read.start)
-    return ShardRead(held.owner_of(shard), within)
+    return ShardRead(held.owner_of(shard, reader), within)

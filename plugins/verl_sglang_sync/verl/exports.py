@@ -9,8 +9,10 @@ from typing import Any
 from torch.distributed.fsdp import FSDPModule
 
 from verl_sglang_sync.sources.export import NamedTensor
+from verl_sglang_sync.sources.known_sources import Sources
 from verl_sglang_sync.sources.module_tree import ModuleState
 from verl_sglang_sync.sources.reexport import Reexport, is_repeatable, transformed
+from verl_sglang_sync.verl.bridge_sources import bridge_sources
 
 _METHOD = "get_per_tensor_param"
 
@@ -41,7 +43,7 @@ def _repeatable(method: Callable[..., Any]) -> Callable[..., Any]:
         again = functools.partial(_export_alone, method, engine, *args, **kwargs)
         export: Iterable[NamedTensor] = Reexport(again, weights, _sources_of(engine))
         if (peft_config is None and _adapted(engine)) or _empties_storages(engine):
-            export = transformed(export, _copied, computes=True)
+            export = transformed(export, _copied)
         return export, peft_config
 
     return wrapper
@@ -52,11 +54,11 @@ def _export_alone(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Iter
     return weights
 
 
-def _sources_of(engine: Any) -> ModuleState | None:
+def _sources_of(engine: Any) -> Sources | None:
     """What an engine's export reads: FSDP2 without adapters exports its module's own state."""
     module = getattr(engine, "module", None)
     if not isinstance(module, FSDPModule) or _adapted(engine):
-        return None
+        return bridge_sources(engine)
     return ModuleState(module)  # type: ignore[arg-type]
 
 

@@ -10,8 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from sglang_loader.common.bucket_source import BucketSource, Piece
+from sglang_loader.common.bucket_source import BucketSource, Piece, SpreadPiece
 from sglang_loader.common.layout import BucketLayout
+from sglang_loader.common.regions.compose import ByteMap
+from sglang_loader.common.regions.geometry import Region, StridedCopy
 from sglang_loader.load_plan import PlanBuilder, PlanExecutor, trace_bucket
 
 SHAPES = [("q", (4, 8)), ("k", (2, 8)), ("v", (2, 8)), ("o", (8, 4)), ("n", (8,))]
@@ -44,6 +46,14 @@ def random_tensors(seed):
     return [torch.randn(shape, generator=generator) for _, shape in SHAPES]
 
 
+def executor_of(model):
+    """Replays what the model does with the bucket."""
+    builder = PlanBuilder({})
+    zeros = torch.zeros(LAYOUT.nbytes, dtype=torch.uint8)
+    builder.add_bucket(trace_bucket(model, model.load_weights, LAYOUT, zeros))
+    return PlanExecutor(builder.finish())
+
+
 def in_pieces(tensors, cuts):
     """The bucket, parted before any of its elements, each part in memory of its own."""
     buffer = torch.zeros(LAYOUT.nbytes, dtype=torch.uint8)
@@ -57,10 +67,7 @@ def in_pieces(tensors, cuts):
 @given(st.sets(st.integers(1, LAYOUT.nbytes // 4 - 1), max_size=9), st.integers(0, 1000))
 def test_a_replay_from_pieces_is_the_eager_load(cuts, seed):
     model, expected = Model(), Model()
-    builder = PlanBuilder({})
-    zeros = torch.zeros(LAYOUT.nbytes, dtype=torch.uint8)
-    builder.add_bucket(trace_bucket(model, model.load_weights, LAYOUT, zeros))
-    executor = PlanExecutor(builder.finish())
+    executor = executor_of(model)
     tensors = random_tensors(seed)
     source = in_pieces(tensors, cuts)
     executor.replay(0, source)
@@ -69,6 +76,51 @@ def test_a_replay_from_pieces_is_the_eager_load(cuts, seed):
         assert torch.equal(mine, theirs)
     views = LAYOUT.views(source.packed(LAYOUT))
     assert all(torch.equal(view, t) for (_, view), t in zip(views, tensors, strict=True))
+
+
+def spread(tensors, axes):
+    """Each tensor parted along an axis into two shards, in memory of their own; None: it is not."""
+    pieces = []
+    for entry, tensor, axis in zip(LAYOUT.tensors, tensors, axes, strict=True):
+        if axis is None:
+            memory = tensor.clone().view(-1).view(torch.uint8)
+            pieces.append(Piece(entry.offset, memory))
+            continue
+        axis %= tensor.dim()
+        halves = torch.stack(tensor.chunk(2, axis))  # the shards, one behind the other
+        order = halves.movedim(0, axis)
+        region = Region(0, tuple(order.shape), tuple(order.stride()), tensor.element_size())
+        shards = tuple(half.clone().view(-1).view(torch.uint8) for half in halves)
+        pieces.append(SpreadPiece(entry.offset, shards, ByteMap.of(region)))
+    return BucketSource(pieces)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@given(st.tuples(*[st.sampled_from([None, 0, 1])] * len(SHAPES)), st.integers(0, 1000))
+def test_a_replay_from_shards_is_the_eager_load(dtype, axes, seed):
+    """Row-parallel weights among them; also where the model has another dtype."""
+    model, expected = Model().to(dtype), Model().to(dtype)
+    executor = executor_of(model)
+    tensors = random_tensors(seed)
+    source = spread(tensors, axes)
+    source.check(LAYOUT)
+    executor.replay(0, source)
+    expected.load_weights(zip([name for name, _ in SHAPES], tensors, strict=True))
+    for mine, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    views = LAYOUT.views(source.packed(LAYOUT))
+    assert all(torch.equal(view, t) for (_, view), t in zip(views, tensors, strict=True))
+
+
+def test_a_shard_of_a_row_parallel_weight_is_one_copy():
+    shards = tuple(torch.arange(64, dtype=torch.uint8) + 64 * i for i in range(2))
+    piece = SpreadPiece(0, shards, ByteMap(0, ((16, 4), (2, 64), (4, 1))))  # [16, 8] bytes
+    parts = list(BucketSource([piece]).copies(StridedCopy(0, 0, 0, (), 128)))
+    assert [(copy.dims, copy.run, copy.src, copy.dst) for copy, _ in parts] == [
+        (((16, 4, 8),), 4, 0, 0),
+        (((16, 4, 8),), 4, 0, 4),
+    ]
+    assert [memory.data_ptr() for _, memory in parts] == [shard.data_ptr() for shard in shards]
 
 
 def test_one_buffer_is_not_copied():

@@ -5,19 +5,21 @@ weight, a tied embedding. `ByteMap` says which bytes of its parameter such a ten
 says which bytes of the parameter a strided set of the tensor's bytes is:
 
     expert = ByteMap.of(Region(4096, (8, 16), (32, 1), 2))
-    for read in compose(expert, Read(7, 32, (), 32, 0)): ...
+    for read in compose_read(expert, Read(7, 32, (), 32, 0)): ...
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeAlias
 
 from sglang_loader.common.regions.arrangement import Read
-from sglang_loader.common.regions.geometry import Region
+from sglang_loader.common.regions.geometry import Dim, Region, StridedCopy
+from sglang_loader.common.regions.split import split_copy
 
 Dims: TypeAlias = tuple[tuple[int, int], ...]
 """`(count, stride in bytes)`, outermost first."""
@@ -79,66 +81,102 @@ class ByteMap:
         return sum(digit * stride for digit, (_, stride) in zip(digits, self.dims, strict=True))
 
 
-def compose(source: ByteMap, read: Read) -> Iterator[Read]:
-    """A read of a tensor as reads of what the tensor is a view of: in the same order, without gaps.
+def compose(source: ByteMap, copy: StridedCopy) -> Iterator[StridedCopy]:
+    """A copy out of a tensor as copies out of what the tensor is a view of: in the same order.
 
     What no single strided set describes there is cut: at the ends of the tensor's own consecutive
     bytes, and where a dimension does not fit into the tensor's.
 
     Args:
         source: the tensor.
-        read: `offset` counts in the tensor's C order; `tensor` is kept as it is.
+        copy: `src` counts in the tensor's C order.
     """
     if source.is_dense:
-        yield Read(read.tensor, source.offset + read.offset, read.dims, read.run, read.start)
+        yield replace(copy, src=source.offset + copy.src)
         return
-    at = source.digits(read.offset)
-    steps = [source.digits(stride) for _, stride in (*read.dims, (read.run, 1))]
-    counts = [*(count for count, _ in read.dims), read.run]
+    unit = copy.unit
+    at = source.digits(copy.src)
+    dims = (*copy.dims, (copy.run, unit.src_bytes, unit.dst_bytes))
+    steps = [source.digits(stride) for _, stride, _ in dims]
     reach = [
-        digit + sum((n - 1) * step[k] for n, step in zip(counts, steps, strict=True))
+        digit + sum((n - 1) * step[k] for (n, _, _), step in zip(dims, steps, strict=True))
         for k, digit in enumerate(at)
     ]
     if any(top >= count for top, (count, _) in zip(reach, source.dims, strict=True)):
-        for part in _cut(source, read):
+        for part in _cut(source, copy):
             yield from compose(source, part)
         return
-    first = source.offset + source.distance(at)
-    dims = [(n, source.distance(step)) for n, step in zip(counts, steps, strict=True)]
+    moved = [(n, source.distance(step), dst) for (n, _, dst), step in zip(dims, steps, strict=True)]
     run = 1
-    if dims[-1][1] == 1 or read.run == 1:
-        *dims, (run, _) = dims
-    yield Read(read.tensor, first, tuple(dims), run, read.start)
+    if moved[-1][1] == unit.src_bytes or copy.run == 1:
+        *moved, (run, _, _) = moved
+    src = source.offset + source.distance(at)
+    yield replace(copy, src=src, dims=tuple(moved), run=run)
 
 
-def _cut(source: ByteMap, read: Read) -> list[Read]:
-    """A read that carries from one of the tensor's dimensions into another, in smaller ones."""
-    factored = _factored(source, read.offset, (*read.dims, (read.run, 1)))
+def compose_read(source: ByteMap, read: Read) -> Iterator[Read]:
+    """`compose` for what is dense in a buffer, where it stays dense; `tensor` is kept as it is."""
+    if source.is_dense:  # most are: without a detour by copies
+        yield replace(read, offset=source.offset + read.offset)
+        return
+    for part in compose(source, read.as_copy()):
+        yield Read.from_copy(part, read.tensor)
+
+
+def shard_copies(
+    source: ByteMap, starts: Sequence[int], copy: StridedCopy
+) -> Iterator[tuple[int, StridedCopy]]:
+    """A copy out of a tensor as copies out of the shards that make up its parameter, in any order.
+
+    Args:
+        source: the tensor.
+        starts: where the shards begin in the parameter, ascending.
+        copy: out of the tensor.
+
+    Yields:
+        A shard's number, and a copy whose `src` counts in that shard.
+    """
+    for part in compose(source, copy):
+        # The widest steps first: then a copy is cut once where a shard ends, not in every row.
+        dims = tuple(sorted(part.dims, key=lambda dim: -dim[1]))
+        for cut in split_copy(replace(part, dims=dims), starts):
+            shard = bisect_right(starts, cut.src) - 1
+            yield shard, replace(cut, src=cut.src - starts[shard])
+
+
+def _cut(source: ByteMap, copy: StridedCopy) -> list[StridedCopy]:
+    """A copy that carries from one of the tensor's dimensions into another, in smaller ones."""
+    unit = copy.unit
+    whole = (*copy.dims, (copy.run, unit.src_bytes, unit.dst_bytes))
+    factored = _factored(source, copy.src, whole)
     if factored is not None:
-        *outer, (run, _) = factored
-        return [replace(read, dims=tuple(outer), run=run)]
-    if read.dims:
-        (count, stride), *inner = read.dims
-        row = replace(read, dims=tuple(inner))
-        return [
-            replace(row, offset=read.offset + i * stride, start=read.start + i * row.nbytes)
-            for i in range(count)
-        ]
-    row_nbytes = source.dims[-1][0]
-    head = min(read.run, -read.offset % row_nbytes or row_nbytes)
-    if head == row_nbytes and read.run > row_nbytes:
-        head = read.run - read.run % row_nbytes
-    rest = replace(read, offset=read.offset + head, run=read.run - head, start=read.start + head)
-    return [replace(read, run=head), *([rest] if rest.run else [])]
+        *outer, (run, _, _) = factored
+        return [replace(copy, dims=tuple(outer), run=run)]
+    if copy.dims:
+        (count, src, dst), *inner = copy.dims
+        row = replace(copy, dims=tuple(inner))
+        return [replace(row, src=copy.src + i * src, dst=copy.dst + i * dst) for i in range(count)]
+    row_units = source.dims[-1][0] // unit.src_bytes
+    head = min(copy.run, -(copy.src // unit.src_bytes) % row_units or row_units)
+    if head == row_units and copy.run > row_units:
+        head = copy.run - copy.run % row_units
+    rest = replace(
+        copy,
+        src=copy.src + head * unit.src_bytes,
+        dst=copy.dst + head * unit.dst_bytes,
+        run=copy.run - head,
+    )
+    return [replace(copy, run=head), *([rest] if rest.run else [])]
 
 
-def _factored(source: ByteMap, offset: int, dims: Dims) -> Dims | None:
+def _factored(source: ByteMap, offset: int, dims: tuple[Dim, ...]) -> tuple[Dim, ...] | None:
     """The same dimensions with one split at the end of one of the tensor's; None if none can be."""
-    for i, (count, stride) in enumerate(dims):
+    for i, (count, src, dst) in enumerate(dims):
         for weight in source.weights[:-1]:
-            if stride and stride < weight and weight % stride == 0:
-                inner = weight // stride
-                fits = offset % weight + (inner - 1) * stride < weight
+            if src and src < weight and weight % src == 0:
+                inner = weight // src
+                fits = offset % weight + (inner - 1) * src < weight
                 if fits and count > inner and count % inner == 0:
-                    return (*dims[:i], (count // inner, weight), (inner, stride), *dims[i + 1 :])
+                    split = ((count // inner, weight, inner * dst), (inner, src, dst))
+                    return (*dims[:i], *split, *dims[i + 1 :])
     return None

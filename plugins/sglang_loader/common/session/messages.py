@@ -141,15 +141,21 @@ class BucketPiece(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
 
     Attributes:
         slot: the buffer.
-        offset: of the piece's first byte in that buffer.
+        offset: of the piece's first byte in that buffer; in the shards, where there are some.
         start: of the piece's first byte in the bucket's layout.
         nbytes: length.
+        dims: `(count, stride in bytes)`, outermost first: the counts are the digits of the n-th
+            byte of the piece; (): the bytes are consecutive.
+        shards: `(slot, offset, length)` of what the bytes are spread over, put one behind another;
+            the first is in `slot`; (): they are in one buffer.
     """
 
     slot: int
     offset: int
     start: int
     nbytes: int
+    dims: tuple[tuple[int, int], ...] = ()
+    shards: tuple[tuple[int, int, int], ...] = ()
 
 
 class LoadBucket(_Message, frozen=True, kw_only=True):

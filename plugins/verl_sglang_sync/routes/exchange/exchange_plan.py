@@ -96,13 +96,13 @@ def plan_bucket(
     sends: list[list[Read]] = [[] for _ in arrangements]
     for destination, arrangement in enumerate(arrangements):
         mine = destination == rank
-        for part in shard_reads(arrangement, origins, owners, None if mine else rank):
-            owner = destination if part.owner is None else part.owner
-            if mine and owner == rank:
+        only = None if mine else rank
+        for part in shard_reads(arrangement, origins, owners, destination, only):
+            if mine and part.owner == rank:
                 own.append(part.read)
             elif mine:
-                receives[owner].append(part.read)
-            elif owner == rank:
+                receives[part.owner].append(part.read)
+            elif part.owner == rank:
                 sends[destination].append(part.read)
     _check_filled_once(arrangements[rank], [*own, *(read for some in receives for read in some)])
     return BucketExchange(

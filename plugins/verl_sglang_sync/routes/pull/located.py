@@ -9,7 +9,9 @@ from itertools import accumulate
 
 import torch
 
-from sglang_loader.common.regions.arrangement import Arrangement, Read
+from sglang_loader.common.copies import copy_views
+from sglang_loader.common.regions.compose import shard_copies
+from sglang_loader.common.regions.geometry import StridedCopy
 from sglang_loader.common.session.messages import BucketPiece
 from verl_sglang_sync.collective import own_rank
 from verl_sglang_sync.engine.session import SharedBlock
@@ -17,8 +19,8 @@ from verl_sglang_sync.routes.route import ReadyBucket
 from verl_sglang_sync.sources.bucket_stream import Bucket
 from verl_sglang_sync.sources.export_trace import TracedExport
 from verl_sglang_sync.sources.known_sources import KnownSources
-from verl_sglang_sync.sources.shard_memory import MemoryTable, consecutive_reads
-from verl_sglang_sync.sources.transfer_plan import ShardRead, shard_reads
+from verl_sglang_sync.sources.shard_memory import MemoryTable, SpreadRead, bucket_reads
+from verl_sglang_sync.sources.transfer_plan import ShardRead
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class PullPlan:
 
     traced: TracedExport
     buckets: list[Bucket]
-    reads: list[list[ShardRead]]
+    reads: list[list[ShardRead | SpreadRead]]
 
     @classmethod
     def of(cls, traced: TracedExport, buckets: list[Bucket], rank: int) -> PullPlan:
@@ -42,12 +44,12 @@ class PullPlan:
         Args:
             traced: the export.
             buckets: of it.
-            rank: whose own copy is read of a parameter that every rank has all of.
+            rank: whose engine reads.
 
         Raises:
-            NotTraceable: a tensor was not traced, or its bytes are not consecutive in a parameter.
+            NotTraceable: a tensor was not traced.
         """
-        return cls(traced, buckets, [consecutive_reads(b.layout, traced, rank) for b in buckets])
+        return cls(traced, buckets, [bucket_reads(b.layout, traced, rank) for b in buckets])
 
     def is_of(self, traced: TracedExport, buckets: list[Bucket]) -> bool:
         """True if it was made of these."""
@@ -85,11 +87,24 @@ class Located:
         ]
         first_slots = [0, *accumulate(len(table.blocks) for table in tables)]
 
-        def piece(part: ShardRead) -> BucketPiece:
-            assert part.owner is not None, "see consecutive_reads"
-            block, shard_start = tables[part.owner].shards[part.read.tensor]
-            slot, read = first_slots[part.owner] + block, part.read
-            return BucketPiece(slot, shard_start + read.offset, read.start, read.run)
+        def place(owner: int, parameter: int) -> tuple[int, int]:
+            block, shard_start = tables[owner].shards[parameter]
+            return first_slots[owner] + block, shard_start
+
+        def piece(part: ShardRead | SpreadRead) -> BucketPiece:
+            if isinstance(part, ShardRead):
+                (slot, offset), read = place(part.owner, part.read.tensor), part.read
+                return BucketPiece(slot, offset + read.offset, read.start, read.run)
+            parameter, source = part.origin.parameter, part.origin.bytes
+            owners, shards = plan.traced.owners[parameter], []
+            for shard in range(len(owners.starts)):
+                start, stop = owners.range_of(shard)
+                slot, offset = place(owners.owner_of(shard, rank), parameter)
+                shards.append((slot, offset, stop - start))
+            slot = shards[0][0]
+            return BucketPiece(
+                slot, source.offset, part.start, source.nbytes, source.dims, tuple(shards)
+            )
 
         pairs = enumerate(zip(plan.buckets, plan.reads, strict=True))
         buckets = tuple(
@@ -124,14 +139,12 @@ def first_difference(
     if not exported.numel():
         return None
     flat = exported.detach().contiguous().view(-1).view(torch.uint8)
-    everything = Arrangement((Read(0, 0, (), flat.numel(), 0),), flat.numel())
-    shard = shards[found.origin.parameter]
-    for part in shard_reads(everything, [found.origin], traced.owners):
-        if part.owner not in (None, own_rank()):
+    own, owners = shards[found.origin.parameter], traced.owners[found.origin.parameter]
+    everything = StridedCopy(0, 0, int(flat.storage_offset()), (), flat.numel())
+    for shard, copy in shard_copies(found.origin.bytes, owners.starts, everything):
+        if owners.owner_of(shard, own_rank()) != own_rank():
             continue
-        read = part.read
-        own = shard[read.offset : read.offset + read.run]
-        whole = flat[read.start : read.start + read.run]
-        if own.data_ptr() != whole.data_ptr() and not torch.equal(own, whole):
+        whole, part = copy_views(copy, own, flat)
+        if part.data_ptr() != whole.data_ptr() and not torch.equal(part, whole):
             return f"{name} is exported with other bytes than its parameter has"
     return None

@@ -17,6 +17,7 @@ changes is noticed before the engines may publish, and the sync is made again.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 
 import torch
 
@@ -40,6 +41,7 @@ from verl_sglang_sync.sources.export_trace import NotTraceable
 from verl_sglang_sync.sources.known_sources import (
     KnownSources,
     SourcesChanged,
+    empties_storages,
     require_sources,
     sources_of,
 )
@@ -89,7 +91,8 @@ class Pull(Route):
 
     def _source(self, weights: Iterable[NamedTensor], report: SyncReport) -> SyncSource | None:
         reason = None
-        if self._located is None or not self._located.is_mappable(self._mapped):
+        is_mappable = self._located is not None and self._located.is_mappable(self._mapped)
+        if empties_storages(weights) or not is_mappable:
             reason = self._locate(weights)
         if reason is not None:
             warn_once(f"{NOT_IN_PLACE} in a sync: {reason}")
@@ -106,7 +109,8 @@ class Pull(Route):
         if self._is_wanted and sources_of(weights) is None:
             warn_once(
                 f"{NOT_IN_PLACE}: the export does not name those that it hands on as they are "
-                "(verl's does with FSDP2, without adapters and quantisation)"
+                "(verl's does with FSDP2, and with Megatron-Bridge; not with adapters or "
+                "quantisation)"
             )
         return super().can_learn(weights)
 
@@ -115,7 +119,9 @@ class Pull(Route):
         if not holds_everywhere(self._group, loaded.may_read_in_place):
             warn_once(f"{NOT_IN_PLACE}: an engine has no load plan that leaves them as they are")
             return False
-        reason = self._make_plan(weights) or self._locate(weights, self._compare_with_export)
+        may_share = not empties_storages(weights)
+        reason = self._make_plan(weights)
+        reason = reason or self._locate(weights, self._compare_with_export, may_share=may_share)
         return self._conclude(reason)
 
     def recover(self, cause: Exception | None, weights: Iterable[NamedTensor]) -> Recovery:
@@ -128,7 +134,8 @@ class Pull(Route):
         if (agreed := common_reason(self._group, cannot_map)) is not None:
             self._conclude(agreed)
             return Recovery.EXPORT
-        self._is_proven = self._locate(weights) is None
+        reason = self._locate(weights, may_share=not empties_storages(weights))
+        self._is_proven = reason is None
         return Recovery.AGAIN if self._is_proven else Recovery.EXPORT
 
     def forget(self) -> None:
@@ -179,19 +186,23 @@ class Pull(Route):
         self,
         weights: Iterable[NamedTensor],
         check: Callable[[Iterable[NamedTensor], list[torch.Tensor]], str | None] | None = None,
+        *,
+        may_share: bool = True,
     ) -> str | None:
         """Find all ranks' parameters where they are now; collective.
 
         Args:
             weights: the export.
             check: what else must hold, also collective.
+            may_share: False: make no handles, whose memory lives until an engine has used them;
+                they are located again before the next sync.
 
         Returns:
             Why they cannot be read there, equal on all ranks; None if they can.
         """
         self._located = None
         found, reason = result_or_reason(
-            lambda: self._own_memory(weights), NotTraceable, SourcesChanged
+            lambda: self._own_memory(weights, may_share), NotTraceable, SourcesChanged
         )
         tables = self._group.all_gather(None if found is None else found[2])
         if reason is None and len({each.host for each in tables if each is not None}) > 1:
@@ -206,7 +217,7 @@ class Pull(Route):
         return agreed
 
     def _own_memory(
-        self, weights: Iterable[NamedTensor]
+        self, weights: Iterable[NamedTensor], may_share: bool
     ) -> tuple[KnownSources, list[torch.Tensor], MemoryTable]:
         """This rank's parameters: recognised later, kept while compared, told to the others.
 
@@ -216,18 +227,20 @@ class Pull(Route):
         """
         assert self._plan is not None, "nothing was traced"
         now = self._source_map.current(weights, self._plan.traced)
-        names = self._plan.traced.names
-        shards, table = share_shards(names, now, self._device, self._shared)
+        if empties_storages(weights):  # the names of what was there before say nothing now
+            self._names = BlockNames()
+        share = partial(self._shared, may_share)
+        shards, table = share_shards(self._plan.traced, now, self._device, own_rank(), share)
         return KnownSources(now, require_sources(weights)), shards, table
 
     def _shared(
-        self, block: Block, member: torch.UntypedStorage
+        self, may_share: bool, block: Block, member: torch.UntypedStorage
     ) -> tuple[str, tuple[BufferHandle | None, ...]]:
         """A block's name, and a handle for each rank's engine: each is used once. None where the
-        engines have it mapped.
+        engines have it mapped, or none are wanted.
         """
         name = self._names.name_of(block, member)
-        if name in self._mapped:
+        if name in self._mapped or not may_share:
             return name, (None,) * world_size()
         handles = tuple(share_block(block, member) for _ in range(world_size()))
         for handle in handles:

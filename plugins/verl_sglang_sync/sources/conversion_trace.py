@@ -1,0 +1,291 @@
+"""Traces an export that converts parameter by parameter, such as that of Megatron-Bridge.
+
+    conversion = Conversion("0.decoder.layers.0.mlp.linear_fc1.weight", parameter, convert)
+    traced = trace_conversions([conversion, ...], rank=0, world_size=8, device=device)
+
+`convert` gathers a parameter from other ranks and makes exported tensors of it. It is run on codes
+in the parameter's place: integers that name a rank and an element. Collectives are answered here,
+so no rank waits for another: what another rank of the group would send is what this one has, moved
+to that rank. What comes out names the rank and the element of every exported element.
+
+Arithmetic cannot hide: `convert` is run a second time on scrambled codes, and must give the same
+elements, scrambled. What the ranks trace is merged (`merged_traces`) and then proven, bit for bit,
+against the real export: no knowledge of Megatron's layout of ranks is trusted here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FakeWork, ProcessGroup
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sglang_loader.common.regions.compose import ByteMap
+from sglang_loader.common.regions.geometry import Region
+from verl_sglang_sync.sources.export import NamedTensor
+from verl_sglang_sync.sources.export_trace import (
+    NotTraceable,
+    TracedExport,
+    TracedParameter,
+    TracedTensor,
+)
+from verl_sglang_sync.sources.owners import Origin, Owners
+
+FACTOR, MASK = 0x2545F4914F6CDD1D, 0x1B873593CC9E2D51
+"""Of the scrambled codes, modulo the integers' range; the factor is odd, so it has an inverse."""
+
+CHUNK = 1 << 24
+"""Elements looked at in one step: what is needed besides the codes themselves is as large."""
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What an export makes of one parameter.
+
+    Attributes:
+        source: the parameter's name among the sources, the same on all ranks that hold a part.
+        parameter: what this rank has of it.
+        convert: `(name, tensor)` of whatever is given in the parameter's place.
+    """
+
+    source: str
+    parameter: torch.Tensor
+    convert: Callable[[torch.Tensor], Iterable[NamedTensor]]
+
+
+def trace_conversions(
+    conversions: Iterable[Conversion], *, rank: int, world_size: int, device: torch.device
+) -> TracedExport:
+    """What this rank knows of the export: the tensors made of its own parameters' kind.
+
+    Args:
+        conversions: of all parameters of this rank.
+        rank: this one.
+        world_size: of the trainer.
+        device: of the engine on this rank.
+
+    Raises:
+        NotTraceable: a tensor is computed, or is no strided set of the shards' bytes.
+    """
+    numbers: dict[TracedParameter, int] = {}
+    tensors: dict[str, TracedTensor] = {}
+    with torch.no_grad():
+        for conversion in conversions:
+            parameter = conversion.parameter
+            if parameter.device.type != device.type or not parameter.is_contiguous():
+                raise NotTraceable(
+                    f"{conversion.source} is on {parameter.device} with strides "
+                    f"{parameter.stride()}, the engine on {device}"
+                )
+            codes = _Codes(parameter, rank, world_size)
+            for name, shape, found in _converted(conversion, codes):
+                number = numbers.setdefault(
+                    TracedParameter(conversion.source, found.owners), len(numbers)
+                )
+                if name in tensors:
+                    raise NotTraceable(f"{name} is made of two parameters")
+                tensors[name] = TracedTensor(parameter.dtype, shape, Origin(number, found.bytes))
+    return TracedExport(tuple(numbers), tensors)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """Which bytes of which ranks' shards a tensor is."""
+
+    owners: Owners
+    bytes: ByteMap
+
+
+def _converted(
+    conversion: Conversion, codes: _Codes
+) -> Iterator[tuple[str, tuple[int, ...], _Found]]:
+    """Convert the codes twice, and read what comes out."""
+    plain = _answered(conversion, codes, is_scrambled=False)
+    scrambled = _answered(conversion, codes, is_scrambled=True)
+    if [name for name, _ in plain] != [name for name, _ in scrambled]:
+        raise NotTraceable(f"what {conversion.source} becomes depends on its values")
+    for (name, tensor), (_, other) in zip(plain, scrambled, strict=True):
+        try:
+            yield name, tuple(tensor.shape), codes.read(tensor, other)
+        except NotTraceable as error:
+            raise NotTraceable(f"{name} {error}") from None
+
+
+def _answered(conversion: Conversion, codes: _Codes, *, is_scrambled: bool) -> list[NamedTensor]:
+    given = codes.scramble(codes.own) if is_scrambled else codes.own.clone()
+    answers = _Answers(codes, is_scrambled=is_scrambled)
+    try:
+        with answers:
+            made = list(conversion.convert(given.view(conversion.parameter.shape)))
+    except Exception as error:
+        reason = answers.problem or f"the conversion failed while it was traced: {error!r}"
+        raise NotTraceable(f"{conversion.source}: {reason}") from error
+    if answers.problem is not None:
+        raise NotTraceable(f"{conversion.source}: {answers.problem}")
+    return made
+
+
+class _Codes:
+    """Integers that name the elements of a parameter's shards: `rank * numel + element`.
+
+    Args:
+        parameter: what this rank has.
+        rank: this one.
+        world_size: of the trainer.
+    """
+
+    def __init__(self, parameter: torch.Tensor, rank: int, world_size: int) -> None:
+        self._numel, self._itemsize = parameter.numel(), parameter.element_size()
+        self._world_size = world_size
+        self.rank = rank
+        is_small = self._numel * world_size < 1 << 31
+        self.dtype, self._bits = (torch.int32, 32) if is_small else (torch.int64, 64)
+        start = rank * self._numel
+        self.own = torch.arange(
+            start, start + self._numel, dtype=self.dtype, device=parameter.device
+        )
+
+    def scramble(self, codes: torch.Tensor) -> torch.Tensor:
+        """Other codes of the same elements."""
+        return (codes * self._wrapped(FACTOR)) ^ self._wrapped(MASK)
+
+    def unscramble(self, codes: torch.Tensor) -> torch.Tensor:
+        """The inverse of `scramble`."""
+        inverse = pow(FACTOR, -1, 1 << self._bits)
+        return (codes ^ self._wrapped(MASK)) * self._wrapped(inverse)
+
+    def of_rank(self, codes: torch.Tensor, rank: int, *, is_scrambled: bool) -> torch.Tensor:
+        """What a rank has where this one has `codes`."""
+        plain = self.unscramble(codes) if is_scrambled else codes
+        moved = plain + (rank - self.rank) * self._numel
+        return self.scramble(moved) if is_scrambled else moved
+
+    def read(self, tensor: torch.Tensor, scrambled: torch.Tensor) -> _Found:
+        """Where a converted tensor's elements come from.
+
+        Args:
+            tensor: made of the codes.
+            scrambled: made of the scrambled codes.
+
+        Raises:
+            NotTraceable: it is none of the shards' elements, in a strided order.
+        """
+        if tensor.dtype != self.dtype or scrambled.dtype != self.dtype:
+            raise NotTraceable(f"is converted to another dtype, or computed: {tensor.dtype}")
+        if tensor.shape != scrambled.shape:
+            raise NotTraceable("has a shape that depends on values")
+        places, other = tensor.reshape(-1).clone(), scrambled.reshape(-1)
+        has_part = torch.zeros(self._world_size, dtype=torch.bool, device=tensor.device)
+        for chunk in _chunks(places.numel()):
+            codes = places[chunk]
+            if not torch.equal(self.unscramble(other[chunk]), codes):
+                raise NotTraceable("is computed")
+            ranks = codes // max(self._numel, 1)
+            if int(ranks.min()) < 0 or int(ranks.max()) >= self._world_size:
+                raise NotTraceable("is computed, or comes from a rank that is not there")
+            has_part[ranks] = True
+        ranks = has_part.nonzero().flatten()
+        shard_of_rank = torch.cumsum(has_part, 0, dtype=self.dtype) - 1
+        for chunk in _chunks(places.numel()):
+            codes = places[chunk]
+            shards = shard_of_rank[codes // self._numel]
+            places[chunk] = shards * self._numel + codes % self._numel
+        nbytes = self._numel * self._itemsize
+        starts = tuple(i * nbytes for i in range(len(ranks)))
+        owners = Owners(starts, tuple((rank,) for rank in ranks.tolist()), len(ranks) * nbytes)
+        return _Found(owners, ByteMap.of(_strided(places, self._itemsize)))
+
+    def _wrapped(self, number: int) -> int:
+        """A number modulo the integers' range, as signed."""
+        number &= (1 << self._bits) - 1
+        return number - (1 << self._bits if number >> (self._bits - 1) else 0)
+
+
+class _Answers(TorchDispatchMode):
+    """Answers collectives of codes: no rank sends anything."""
+
+    def __init__(self, codes: _Codes, *, is_scrambled: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._codes = codes
+        self._is_scrambled = is_scrambled
+        self.problem: str | None = None
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func.namespace != "c10d":
+            return func(*args, **(kwargs or {}))
+        name = func._schema.name
+        if name == "c10d::allgather_":
+            ((outputs,), (given,), _), ranks = args[:3], self._ranks(args[2])
+            pairs = zip(outputs, ranks, strict=True)
+            sent = [(output, given, rank) for output, rank in pairs]
+        elif name == "c10d::broadcast_":
+            ((output,), _, root), ranks = args[:3], self._ranks(args[1])
+            sent = [(output, output, ranks[root])]
+        else:
+            self._refuse(f"the export communicates by {func}")
+        for output, given, rank in sent:
+            if {output.dtype, given.dtype} != {self._codes.dtype}:
+                self._refuse(f"the export communicates {given.dtype}: {func}")
+            output.copy_(self._codes.of_rank(given, rank, is_scrambled=self._is_scrambled))
+        return args[0], FakeWork().boxed()
+
+    def _ranks(self, boxed: Any) -> list[int]:
+        """The trainer's ranks in a group."""
+        return list(dist.get_process_group_ranks(ProcessGroup.unbox(boxed)))
+
+    def _refuse(self, reason: str) -> NoReturn:
+        self.problem = self.problem or reason
+        raise NotTraceable(reason)
+
+
+def _strided(places: torch.Tensor, itemsize: int) -> Region:
+    """The strided set of elements that these are, in this order.
+
+    Raises:
+        NotTraceable: they are none.
+    """
+    dims: list[tuple[int, int]] = []
+    first, rest = (int(places[0]) if places.numel() else 0), places
+    while rest.numel() > 1:
+        step = int(rest[1] - rest[0])
+        run = _run_length(rest, step)
+        if rest.numel() % run or step < 1:
+            raise NotTraceable("is no strided set of its parameter's elements")
+        dims.insert(0, (run, step))
+        rest = rest[::run]
+    for chunk in _chunks(places.numel()):
+        numbers = torch.arange(chunk.start, chunk.stop, device=places.device)
+        expected = torch.full_like(numbers, first)
+        for count, step in reversed(dims):
+            expected += numbers % count * step
+            numbers = numbers // count
+        if not torch.equal(expected, places[chunk].to(torch.int64)):
+            raise NotTraceable("is no strided set of its parameter's elements")
+    if not places.numel():
+        dims = [(0, 1)]
+    shape, strides = tuple(count for count, _ in dims), tuple(step for _, step in dims)
+    return Region(first * itemsize, shape, strides, itemsize)
+
+
+def _run_length(places: torch.Tensor, step: int) -> int:
+    """How many of the first elements are a step apart."""
+    for chunk in _chunks(places.numel() - 1):
+        apart = places[chunk.start + 1 : chunk.stop + 1] - places[chunk]
+        if len(breaks := (apart != step).nonzero()):
+            return int(chunk.start) + int(breaks[0]) + 1
+    return places.numel()
+
+
+def _chunks(number: int) -> Iterator[slice]:
+    for start in range(0, number, CHUNK):
+        yield slice(start, min(start + CHUNK, number))

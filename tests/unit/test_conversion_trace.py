@@ -1,0 +1,86 @@
+"""Exports that convert parameter by parameter: traced by codes, merged, and compared with the
+export.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from sglang_loader.common.regions.compose import ByteMap
+from unit import conversion_ranks
+from verl_sglang_sync.sources.export_trace import (
+    NotTraceable,
+    TracedExport,
+    TracedParameter,
+    TracedTensor,
+)
+from verl_sglang_sync.sources.merged_traces import merged_traces
+from verl_sglang_sync.sources.owners import Origin, Owners
+
+
+def test_every_tensor_is_the_bytes_that_the_trace_names(pool):
+    for names, wrong, holders in pool.run(conversion_ranks.trace_and_assemble):
+        assert len(names) == 8
+        assert wrong == []
+        by_tensor_parallel_rank = ((0, 2), (1, 3))
+        assert holders == {
+            **dict.fromkeys(("q.weight", "k.weight", "v.weight"), by_tensor_parallel_rank),
+            "o.weight": by_tensor_parallel_rank,
+            "experts.0.weight": ((0,), (1,)),
+            "experts.1.weight": ((2,), (3,)),
+            "norm.weight": ((0, 1, 2, 3),),
+            "bias": ((1, 3),),
+        }
+
+
+@pytest.mark.parametrize(
+    ("conversion", "reason"),
+    [
+        ("plus_one", "t is computed"),
+        ("blend", "t is computed"),
+        ("reduced", "the export communicates by c10d.allreduce_"),
+        ("as_float", "t is converted to another dtype, or computed: torch.float32"),
+        ("shuffled", "t is no strided set"),
+        ("by_value", "what by_value becomes depends on its values"),
+        ("an_object", "the export communicates"),
+    ],
+)
+def test_what_is_not_the_parameters_bytes_is_refused(pool, conversion, reason):
+    for rank, found in enumerate(pool.run(conversion_ranks.refused, conversion)):
+        assert reason in found, rank
+
+
+@pytest.mark.parametrize("number", [torch.int32, torch.int64])
+def test_codes_that_do_not_fit_32_bits_have_64(number, monkeypatch):
+    """In one process: which integers are chosen, and that both can be scrambled."""
+    from verl_sglang_sync.sources.conversion_trace import _Codes
+
+    world_size = 4 if number == torch.int32 else 1 << 30
+    codes = _Codes(torch.zeros(6), 3, world_size)
+    assert codes.dtype == number
+    scrambled = codes.scramble(codes.own)
+    assert torch.equal(codes.unscramble(scrambled), codes.own)
+    assert not (scrambled == codes.own).any()
+    there = codes.of_rank(scrambled, 1, is_scrambled=True)
+    assert codes.unscramble(there).tolist() == [6, 7, 8, 9, 10, 11]
+
+
+def test_ranks_that_traced_a_tensor_differently_agree_on_nothing():
+    tensor = TracedTensor(torch.uint8, (4,), Origin(0, ByteMap(0, ((4, 1),))))
+    first = TracedExport((TracedParameter("p", Owners((0,), ((0,),), 8)),), {"t": tensor})
+    other = replace(tensor, origin=Origin(0, ByteMap(4, ((4, 1),))))
+    with pytest.raises(NotTraceable, match="the ranks traced different exports: t differs"):
+        merged_traces([first, replace(first, tensors={"t": other})])
+
+
+def test_what_each_rank_knows_is_put_together():
+    """Two pipeline stages, with parameters of one name."""
+    tensor = TracedTensor(torch.uint8, (4,), Origin(0, ByteMap(0, ((4, 1),))))
+    stages = [
+        TracedExport((TracedParameter("p", Owners((0,), ((rank,),), 4)),), {name: tensor})
+        for rank, name in enumerate(("first", "second"))
+    ]
+    merged = merged_traces(stages)
+    assert [p.owners.holders for p in merged.parameters] == [((0,),), ((1,),)]
+    assert [t.origin.parameter for t in merged.tensors.values()] == [0, 1]
