@@ -22,7 +22,7 @@ from sglang_loader.common.check_remarks import with_remark
 from sglang_loader.common.session.messages import SESSION_FORMAT, decode_descriptor
 from sglang_loader.session import serve as session
 from sglang_loader.session.broadcast_receiver import BroadcastReceiver
-from sglang_loader.session.state import Layouts, Mappings, Sources
+from sglang_loader.session.state import Layouts, MappedMemory
 from verl_sglang_sync.engine.server_client import operations
 from verl_sglang_sync.engine.server_client.operations import Call
 
@@ -46,14 +46,13 @@ class _OfEachRank:
 
 
 def _serve_in_threads() -> None:
-    if isinstance(session._mappings, _OfEachRank):
+    if isinstance(session._mapped, _OfEachRank):
         return
     engine_context, tp_rank = session.engine_context, session.tp_rank
     module: Any = session
     module._kept = _OfEachRank(lambda: session.KeptChannels(session.NUM_TRAINERS))
     module._layouts = _OfEachRank(Layouts)
-    module._mappings = _OfEachRank(Mappings)
-    module._sources = _OfEachRank(Sources)
+    module._mapped = _OfEachRank(MappedMemory)
     module.receiver = _OfEachRank(BroadcastReceiver)
     is_ours = lambda: hasattr(_thread, "rank")  # noqa: E731
     module.engine_context = lambda model: {} if is_ours() else engine_context(model)

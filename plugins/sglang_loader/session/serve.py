@@ -27,14 +27,7 @@ from sglang_loader.common.shared_memory import CannotMap
 from sglang_loader.session.arranged_plan import ArrangedPlan
 from sglang_loader.session.broadcast_receiver import BroadcastBuckets, BroadcastReceiver
 from sglang_loader.session.model_loader import ArrangementError, ModelLoader, SyncOutcome, loader_of
-from sglang_loader.session.state import (
-    BucketMemory,
-    InFlight,
-    Layouts,
-    MappedBuckets,
-    Mappings,
-    Sources,
-)
+from sglang_loader.session.state import BucketMemory, InFlight, Layouts, MappedMemory
 from sglang_loader.upstream import device_of, engine_context, synchronize, tp_rank
 
 logger = logging.getLogger(__name__)
@@ -112,8 +105,7 @@ class ServedSession:
 _kept: KeptChannels[FromTrainer] = KeptChannels(NUM_TRAINERS)
 _invitations: deque[SessionDescriptor] = deque(maxlen=NUM_INVITATIONS)
 _layouts = Layouts()
-_mappings = Mappings()
-_sources = Sources()
+_mapped = MappedMemory()
 receiver = BroadcastReceiver()
 """This process's; groups that it has left are forgotten by `hooks.update_groups`."""
 
@@ -133,7 +125,7 @@ class _Session:
         self._loaders: list[ModelLoader] = [loader_of(model) for model in models]
         self._models = models
         self._device = device = device_of(models[0])
-        self._memory: BucketMemory = MappedBuckets(_mappings, _sources, device)
+        self._memory: BucketMemory = _mapped.begin_session(device)
         if group is not None:
             self._memory = BroadcastBuckets(receiver, group, device, descriptor.timeout_s)
         self._digests: list[str] = []
@@ -178,7 +170,7 @@ class _Session:
         channel.send(
             wire.Hello,
             layouts=_layouts.digests,
-            buffers=_mappings.names,
+            buffers=_mapped.names,
             arrangements=_digest(self._arranged),
         )
         self._steps.once_joined()
@@ -219,22 +211,24 @@ class _Session:
             return channel.receive()
 
     def _is_busy(self, channel: Channel[FromTrainer]) -> bool:
-        """Begin buckets where there is room, launch the next if it has come, tell which are done;
-        False if none is left.
+        """Tell which buckets are done, begin others in their place, and launch the next if it has
+        come; False if none is left.
         """
+        self._tell_done(channel)
         self._begin(channel)
         if self._begun and self._memory.has_come():
             with self._spending("launching"):
                 self._load(*self._begun.popleft())
-            return True
-        if not (self._begun or self._in_flight):
-            return False
-        with self._spending("copying" if self._in_flight else "waiting"):
-            for index in self._in_flight.finished():
-                channel.send(wire.BucketDone, index=index)
-            if self._in_flight or self._begun:
+        elif self._begun or self._in_flight:
+            with self._spending("copying" if self._in_flight else "waiting"):
                 time.sleep(POLL_S)
+        else:
+            return False
         return True
+
+    def _tell_done(self, channel: Channel[FromTrainer]) -> None:
+        for index in self._in_flight.finished():
+            channel.send(wire.BucketDone, index=index)
 
     def _begin(self, channel: Channel[FromTrainer]) -> None:
         while self._announced:
@@ -253,8 +247,7 @@ class _Session:
         if self._in_flight:
             with self._spending("copying"):
                 synchronize(self._device)
-            for index in self._in_flight.finished():
-                channel.send(wire.BucketDone, index=index)
+            self._tell_done(channel)
 
     @contextmanager
     def _spending(self, what: str) -> Iterator[None]:

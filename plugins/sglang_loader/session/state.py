@@ -60,66 +60,100 @@ class Layouts:
         self._distinct = tuple(digests)
 
 
-class Mappings:
-    """The trainer's buffers in this process, by name; some outlive the session."""
+class BucketMemory(Protocol):
+    """How the bytes of one session's buckets come to this process: mapped, or by broadcast.
+
+    Attributes:
+        max_unread: buckets that can be begun and not read to the end.
+    """
+
+    @property
+    def max_unread(self) -> int: ...
+
+    def begin(self, message: wire.LoadBucket, layout: BucketLayout) -> None:
+        """Begin to get a bucket; raises where that cannot be."""
+
+    def has_come(self) -> bool:
+        """True if the oldest bucket that was begun can be read; raises if it never can."""
+
+    def source(self, message: wire.LoadBucket, nbytes: int) -> BucketSource:
+        """The oldest bucket that was begun, which has come; `nbytes`: of it, as it came."""
+
+    def let_go(self) -> bool:
+        """The session is over: keep what the next one can use; True if memory was let go of."""
+
+
+class MappedMemory:
+    """See `BucketMemory`: the trainer's memory, as far as this process has mapped it.
+
+    It serves one session after the other: `begin_session` comes first, `let_go` last. A buffer is
+    mapped by name, and unmapped with the session unless that asks to keep it. The sources of the
+    last sessions are remembered: a bucket may have thousands of pieces.
+    """
+
+    max_unread = sys.maxsize  # the trainer knows how many buffers it has
 
     def __init__(self) -> None:
         self._mapped: dict[str, torch.Tensor] = {}
         self._kept: set[str] = set()
+        self._slots: dict[int, torch.Tensor] = {}
+        self._sources: OrderedDict[tuple[int, str], _CachedSource] = OrderedDict()
+        self._device = torch.device("cpu")
+
+    def begin_session(self, device: torch.device) -> MappedMemory:
+        """Itself; `device`: of the engine's weights."""
+        self._device = device
+        return self
 
     @property
     def names(self) -> list[str]:
+        """Of the buffers that are mapped."""
         return list(self._mapped)
 
-    def get(self, buffer: wire.SharedBuffer, device: torch.device) -> torch.Tensor:
-        """Map the memory, or find it mapped; keep it after the session, or not."""
-        name = buffer.name
-        if buffer.handle is not None:
-            self._mapped[name] = map_buffer(buffer.handle, device)
-        if name not in self._mapped:
-            raise SessionError(f"buffer {name} is not mapped, and no handle came with it")
-        if buffer.keep:
-            self._kept.add(name)
-        return self._mapped[name]
+    def begin(self, message: wire.LoadBucket, layout: BucketLayout) -> None:
+        """Map the buffers that come with a bucket, or find them mapped.
 
-    def end_session(self) -> bool:
-        """Unmap all that the session did not ask to keep; True if anything was dropped."""
-        kept = {name: self._mapped[name] for name in self._kept}
-        dropped = len(kept) < len(self._mapped)
-        self._mapped, self._kept = kept, set()
-        return dropped
+        Raises:
+            SessionError: one is not mapped, and came without a handle.
+            CannotMap: see `map_buffer`.
+        """
+        for buffer in message.buffers:
+            name = buffer.name
+            if buffer.handle is not None:
+                self._mapped[name] = map_buffer(buffer.handle, self._device)
+            if name not in self._mapped:
+                raise SessionError(f"buffer {name} is not mapped, and no handle came with it")
+            if buffer.keep:
+                self._kept.add(name)
+            self._slots[buffer.slot] = self._mapped[name]
 
+    def has_come(self) -> bool:
+        """The trainer announces what is there."""
+        return True
 
-class Sources:
-    """Sources of the buckets of the last sessions: a bucket may have thousands of pieces."""
-
-    def __init__(self) -> None:
-        self._sources: OrderedDict[tuple[int, str], _CachedSource] = OrderedDict()
-
-    def get(
-        self, message: wire.LoadBucket, slots: Mapping[int, torch.Tensor], nbytes: int
-    ) -> BucketSource:
+    def source(self, message: wire.LoadBucket, nbytes: int) -> BucketSource:
         """The memory that a message speaks of.
-
-        Args:
-            message: with the pieces.
-            slots: the session's buffers.
-            nbytes: of the bucket as it came.
 
         Raises:
             SessionError: a piece lies in no mapped buffer, or leaves it or the bucket.
         """
         key = message.pieces[0].slot if message.pieces else -1, message.digest
         cached = self._sources.get(key)
-        if cached is None or not cached.holds(message.pieces, slots):
-            cached = self._sources[key] = _CachedSource.of(message, slots, nbytes)
+        if cached is None or not cached.holds(message.pieces, self._slots):
+            cached = self._sources[key] = _CachedSource.of(message, self._slots, nbytes)
             while len(self._sources) > MAX_LAYOUTS:
                 self._sources.popitem(last=False)
         return cached.source
 
-    def forget(self) -> None:
-        """Let go of all memory."""
-        self._sources.clear()
+    def let_go(self) -> bool:
+        """Unmap all that the session did not ask to keep."""
+        kept = {name: self._mapped[name] for name in self._kept}
+        is_dropped = len(kept) < len(self._mapped)
+        self._mapped, self._kept = kept, set()
+        self._slots = {}
+        if is_dropped:
+            self._sources.clear()
+        return is_dropped
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,68 +205,6 @@ def _piece(
     if spread.nbytes != nbytes or not spread.is_within:
         raise SessionError(f"a piece of bucket {index} at byte {start} leaves its shards")
     return spread
-
-
-class BucketMemory(Protocol):
-    """How the bytes of one session's buckets come to this process: mapped, or by broadcast.
-
-    Attributes:
-        max_unread: buckets that can be begun and not read to the end.
-    """
-
-    @property
-    def max_unread(self) -> int: ...
-
-    def begin(self, message: wire.LoadBucket, layout: BucketLayout) -> None:
-        """Begin to get a bucket; raises where that cannot be."""
-
-    def has_come(self) -> bool:
-        """True if the oldest bucket that was begun can be read; raises if it never can."""
-
-    def source(self, message: wire.LoadBucket, nbytes: int) -> BucketSource:
-        """The oldest bucket that was begun, which has come; `nbytes`: of it, as it came."""
-
-    def let_go(self) -> bool:
-        """The session is over: keep what the next one can use; True if memory was let go of."""
-
-
-class MappedBuckets:
-    """See `BucketMemory`: buckets in memory of the trainer's processes.
-
-    Args:
-        mappings: of this process.
-        sources: of this process.
-        device: of the engine's weights.
-    """
-
-    def __init__(self, mappings: Mappings, sources: Sources, device: torch.device) -> None:
-        self._mappings = mappings
-        self._sources = sources
-        self._device = device
-        self._slots: dict[int, torch.Tensor] = {}
-
-    max_unread = sys.maxsize  # the trainer knows how many buffers it has
-
-    def begin(self, message: wire.LoadBucket, layout: BucketLayout) -> None:
-        """Map the buffers that come with the bucket."""
-        for buffer in message.buffers:
-            self._slots[buffer.slot] = self._mappings.get(buffer, self._device)
-
-    def has_come(self) -> bool:
-        """The trainer announces what is there."""
-        return True
-
-    def source(self, message: wire.LoadBucket, nbytes: int) -> BucketSource:
-        """See `Sources.get`."""
-        return self._sources.get(message, self._slots, nbytes)
-
-    def let_go(self) -> bool:
-        """Unmap what the session did not ask to keep."""
-        self._slots.clear()
-        if not self._mappings.end_session():
-            return False
-        self._sources.forget()
-        return True
 
 
 class InFlight:
