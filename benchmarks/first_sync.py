@@ -38,6 +38,7 @@ SMALL = {
     "moe_intermediate_size": 16,
     "vocab_size": 128,
 }
+ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_NCCL_SO_PATH": "/nonexistent"}
 PHASES = ("trace", "uses", "compile", "prove", "arrange", "finish", "check", "sync")
 PREPARE = "load_weights"
 """Beside the phases: one plain `load_weights` of all buckets, for comparison."""
@@ -52,7 +53,7 @@ class Arm:
         self._ranks = [
             subprocess.Popen(
                 [sys.executable, __file__, "--rank", str(rank), str(tp), model, str(folder)],
-                env=os.environ | {"PYTHONPATH": path, "SGLANG_USE_CPU_ENGINE": "1"},
+                env=os.environ | ENVIRONMENT | {"PYTHONPATH": path},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
