@@ -137,7 +137,7 @@ def first_sync(model: Any, buckets: list[Any], *, is_alone: bool = True) -> dict
     """Seconds by phase of a sync that records and proves a plan, with a loader that knows none.
 
     Args:
-        is_alone: no other rank reads the rest of the tensors, so the manifest check must be content.
+        is_alone: there is no other rank: the manifest check must be content with this one.
     """
     from sglang_loader.common.bucket_source import BucketSource
     from sglang_loader.session import model_loader, weight_check
