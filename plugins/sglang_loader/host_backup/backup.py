@@ -125,7 +125,11 @@ class WeightsBackup:
     def publish(
         self, destinations: Destinations, written: Mapping[str, Iterable[Interval]]
     ) -> None:
-        """Take over a proven coverage; the sync that proved it has written all of it."""
+        """Take over a proven coverage; the sync that proved it has written all of it. Does nothing
+        where this very coverage is published.
+        """
+        if self._written is written and self._destinations is destinations:
+            return
         starts = {entry.name: (entry.data_ptr, entry.nbytes) for entry in destinations.storages}
         covered = []
         for name, ranges in written.items():
@@ -141,12 +145,6 @@ class WeightsBackup:
         self._destinations, self._written, self._covered = destinations, written, merge(covered)
         self._undefined = subtract(self._undefined, self._covered)
         self._free_if_defined()
-
-    def covers(
-        self, destinations: Destinations | None, written: Mapping[str, Iterable[Interval]]
-    ) -> bool:
-        """True if this very coverage is published."""
-        return self._written is written and self._destinations is destinations
 
     def withdraw(self, reason: str) -> None:
         """From now on everything is saved again; what is undefined stays so."""
@@ -247,8 +245,7 @@ def publish_coverage(
     Raises:
         ValueError: a key or a range that the model does not have.
     """
-    backup = _backups.get(model)
-    if backup is not None and not backup.covers(destinations, written):
+    if (backup := _backups.get(model)) is not None:
         backup.publish(destinations or collect_destinations(model), written)
 
 

@@ -41,6 +41,7 @@ from sglang_loader.load_plan.destinations import (
 from sglang_loader.load_plan.executor import replay_once
 from sglang_loader.load_plan.plan import BucketPlan, LoadWeights
 from sglang_loader.load_plan.trace import Space
+from sglang_loader.load_plan.tracer import collector_paused
 
 POISON = 0xA5
 _FLIPPED_BITS = {
@@ -97,7 +98,8 @@ def check_bucket(
             plan knows of is looked at twice. Anything else must be as it was.
     """
     source = buffer[: bucket.layout.nbytes]
-    load_weights(iter(bucket.layout.views(source.clone())))
+    with collector_paused():
+        load_weights(iter(bucket.layout.views(source.clone())))
     expected = _expected(bucket, destinations, known)
 
     def differs() -> str | None:
@@ -160,7 +162,8 @@ def _reason(
 ) -> str | None:
     """What differs, or what the check failed of; then the bucket is loaded eagerly."""
     try:
-        reason = differs()
+        with collector_paused():
+            reason = differs()
     except Exception as error:
         reason = f"the check failed: {error!r}"
     if reason is not None:

@@ -23,6 +23,7 @@ from sglang_loader.load_plan.executor import replay_once
 from sglang_loader.load_plan.plan import BucketPlan
 from sglang_loader.load_plan.verify import check_arranged, gather
 from support.plan_check import differing, snapshot
+from unit.strided_moves import moves
 
 CAST = Unit(4, 2, (torch.float32, torch.bfloat16))
 
@@ -41,18 +42,6 @@ def plan_of(layout: BucketLayout, copies: list[StridedCopy]) -> BucketPlan:
         changes_buffer=False,
         num_traced_copies=len(copies),
     )
-
-
-def moves(copy: StridedCopy) -> list[tuple[tuple[int, int], tuple[int, Unit]]]:
-    """((storage, first byte), (first byte in the bucket, unit)) of every unit that is moved."""
-    found = []
-    for index in np.ndindex(*[count for count, _, _ in copy.dims], copy.run):
-        *outer, i = (int(n) for n in index)
-        src = copy.src + sum(n * d[1] for n, d in zip(outer, copy.dims, strict=True))
-        dst = copy.dst + sum(n * d[2] for n, d in zip(outer, copy.dims, strict=True))
-        place = copy.storage, dst + i * copy.unit.dst_bytes
-        found.append((place, (src + i * copy.unit.src_bytes, copy.unit)))
-    return found
 
 
 def origins(arrangement: Arrangement, layout: BucketLayout) -> dict[int, int]:

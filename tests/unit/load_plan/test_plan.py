@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -277,6 +278,8 @@ def test_refuses_rebound_parameter_data() -> None:
         lambda t: float(t.abs().max()),
         lambda t: t.tolist(),
         lambda t: t.numpy().sum(),
+        lambda t: np.asarray(t).sum(),
+        lambda t: np.from_dlpack(t).sum(),
         lambda t: torch.equal(t, t + 1),
         lambda t: t[t > 0].numel(),
         lambda t: t.nonzero().shape,

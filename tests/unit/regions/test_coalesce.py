@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,23 +13,14 @@ from hypothesis import strategies as st
 from sglang_loader.common.regions.coalesce import coalesce, find_overlapping, join_adjacent
 from sglang_loader.common.regions.geometry import BYTES, StridedCopy, Unit
 from sglang_loader.common.regions.split import split_copy
+from unit.strided_moves import moves
 
 SPACE = 512
 
 
-def written_by(copy: StridedCopy) -> list[tuple[int, int]]:
-    """(destination byte, source byte) of every byte that the copy moves."""
-    moves = []
-    for index in np.ndindex(*[count for count, _, _ in copy.dims]):
-        src = copy.src + sum(i * d[1] for i, d in zip(index, copy.dims, strict=True))
-        dst = copy.dst + sum(i * d[2] for i, d in zip(index, copy.dims, strict=True))
-        moves += [(dst + i, src + i) for i in range(copy.run)]
-    return moves
-
-
 def ledger(copies: list[StridedCopy]) -> dict[tuple[int, int], int]:
     """Which source byte each destination byte gets, in order: later copies win."""
-    return {(c.storage, dst): src for c in copies for dst, src in written_by(c)}
+    return {place: src for copy in copies for place, (src, _) in moves(copy)}
 
 
 @st.composite
@@ -103,8 +93,8 @@ def test_every_overlap_is_found(copies: list[StridedCopy]) -> None:
     overlapping = find_overlapping(copies)
     owner: dict[tuple[int, int], int] = {}
     for i, copy in enumerate(copies):
-        for dst, _ in written_by(copy):
-            first = owner.setdefault((copy.storage, dst), i)
+        for place, _ in moves(copy):
+            first = owner.setdefault(place, i)
             if first != i:
                 assert {first, i} <= overlapping
 
@@ -166,8 +156,8 @@ def test_a_split_copy_moves_the_same_bytes_each_part_within_one_piece(
     starts = sorted([0, *starts])
     for copy in copies:
         parts = list(split_copy(copy, starts))
-        moved = [move for part in parts for move in written_by(part)]
-        assert sorted(moved) == sorted(written_by(copy))
+        assert sorted(ledger(parts).items()) == sorted(ledger([copy]).items())
+        assert sum(map(num_units, parts)) == num_units(copy)
         for part in parts:
             first, stop = part.src_bounds()
             assert not any(first < start < stop for start in starts)

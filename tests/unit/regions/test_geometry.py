@@ -12,24 +12,15 @@ from hypothesis import strategies as st
 from sglang_loader.common.regions.geometry import (
     BYTES,
     Region,
-    StridedCopy,
     Unit,
     broadcast_to,
     collapse,
     describe_copy,
     region_runs,
 )
+from unit.strided_moves import moves
 
 ITEMSIZES = st.sampled_from([1, 2, 4, 8])
-
-
-def apply_copy(copy: StridedCopy, src: np.ndarray, dst: np.ndarray) -> None:
-    """Byte by byte, by the definition of a strided copy (no cast)."""
-    assert copy.unit is BYTES or copy.unit.cast is None
-    for index in np.ndindex(*[count for count, _, _ in copy.dims]):
-        at_src = copy.src + sum(i * d[1] for i, d in zip(index, copy.dims, strict=True))
-        at_dst = copy.dst + sum(i * d[2] for i, d in zip(index, copy.dims, strict=True))
-        dst[at_dst : at_dst + copy.run] = src[at_src : at_src + copy.run]
 
 
 def numpy_view(region: Region, data: np.ndarray) -> np.ndarray:
@@ -72,7 +63,8 @@ def test_describe_copy_moves_the_bytes_of_a_tensor_copy(pair: tuple[Region, Regi
     got = want.copy()
     numpy_view(dst_region, want)[...] = numpy_view(src_region, src)
     copy = describe_copy(0, src_region, dst_region, BYTES)
-    apply_copy(copy, src, got)
+    for (_, at), (origin, _) in moves(copy):
+        got[at] = src[origin]
     np.testing.assert_array_equal(got, want)
     assert (
         copy.run * math.prod(count for count, _, _ in copy.dims)
