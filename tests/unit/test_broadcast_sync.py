@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from concurrent.futures.thread import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
@@ -16,7 +14,6 @@ from torch._C._distributed_c10d import ProcessGroup, ProcessGroupGloo
 from torch.distributed.distributed_c10d import _world
 
 from sglang_loader.common.broadcast.broadcast import Broadcast
-from sglang_loader.common.session.messages import SESSION_FORMAT
 from sglang_loader.session.broadcast_receiver import BroadcastReceiver
 from unit.serving_engine import ServingEngine
 from verl_sglang_sync import WeightSyncError
@@ -31,19 +28,6 @@ from verl_sglang_sync.routes.broadcast import BroadcastTransport
 CPU = torch.device("cpu")
 TPS = (1, 2)
 """Of the replicas."""
-
-
-class Client:
-    """A replica's server; `Future`s as of the HTTP client's."""
-
-    def __init__(self, engine: ServingEngine) -> None:
-        self._engine = engine
-
-    def submit(self, call: Any) -> Future[Any]:
-        fields = dict(call.payload)
-        handles = [base64.b64decode(text) for text in fields.pop("serialized_named_tensors")]
-        assert fields.pop("load_format") == SESSION_FORMAT
-        return self._engine.start_update(handles, load_format=SESSION_FORMAT, **fields)
 
 
 class Groups:
@@ -83,7 +67,7 @@ class Groups:
         own, *others = gloo_ranks(1 + sum(TPS))
         for engine, tp in zip(self.engines, TPS, strict=True):
             engine.groups, others = others[:tp], others[tp:]
-        clients: Any = [Client(engine) for engine in self.engines]
+        clients: Any = self.engines
         sockets = tuple(SessionSockets("127.0.0.1") for _ in range(sum(TPS)))
         members = tuple(zip(replicas, clients, strict=True))
         return UpdateGroup("weight_sync_a", own, members, None, b"secret", sockets)  # type: ignore[arg-type]
