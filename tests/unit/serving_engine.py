@@ -109,6 +109,7 @@ class ServingEngine:
     Attributes:
         models: one for each TP rank.
         refuses: why it publishes nothing when all is loaded; None: it does.
+        tells_late_s: seconds from its reply to what its sessions tell of the publication.
         remark: of its manifest check, in every reply.
         checks: the setting that each TP rank was given in the last sync.
         num_published: syncs that were good on all TP ranks.
@@ -122,6 +123,7 @@ class ServingEngine:
         self._events = [] if events is None else events
         self.fails = fails
         self.refuses: str | None = None
+        self.tells_late_s = 0.0
         self.remark = ""
         self.checks: list[str] = []
         self.models: list[Any] = [RecordingModel() for _ in range(tp)]
@@ -205,6 +207,7 @@ class ServingEngine:
         except Exception:
             failures.append(f"TP rank {rank}: {traceback.format_exc()}")
         agreed.wait()
+        time.sleep(self.tells_late_s)
         if served is not None:
             served.conclude(failures)
 

@@ -141,6 +141,16 @@ def weights(num: int = 5, first: float = 0.0) -> list[tuple[str, torch.Tensor]]:
     return [(f"t{i}", torch.arange(128.0) + i + first) for i in range(num)]
 
 
+def test_good_replies_may_come_before_the_sessions_tell_of_the_publication(
+    groups: Groups, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sglang_loader.common.session.channel.GRACE_MS", 10)
+    for engine in groups.engines:
+        engine.tells_late_s = 0.3
+    transport(groups)(weights())
+    assert [engine.num_published for engine in groups.engines] == [1, 1]
+
+
 @pytest.mark.parametrize("mode", ["flattened", "compiled"])
 def test_every_rank_of_every_engine_gets_every_tensor(groups: Groups, mode: str) -> None:
     sync = transport(groups, mode)

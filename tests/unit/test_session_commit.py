@@ -188,7 +188,7 @@ def test_what_was_committed_is_published(
     trainer.wait_until_done(1)
     assert event.waited, "told to be done while the device was at it"
     outcome = trainer.outcome()
-    trainer.commit()
+    trainer.commit(lambda: None)
     trainer.wait_until_published()
     engine.join()
     assert engine.error is None
@@ -243,7 +243,7 @@ def test_an_engine_that_was_held_up_does_not_act_on_a_commit_that_was_given_up(
     model.load_weights = load_late  # type: ignore[method-assign]
     engine = joined(trainer, model)
     send_all(trainer, ring)
-    trainer.commit()  # all that it takes lies in the engine's socket
+    trainer.commit(lambda: None)  # all that it takes lies in the engine's socket
     if then == "aborts":
         trainer.abort("given up", None)
     else:
@@ -259,7 +259,7 @@ def test_a_commit_that_comes_early_is_found_where_nobody_gives_up(
     """The control of the test above."""
     engine = joined(trainer, Model(tuple(WEIGHTS)))
     send_all(trainer, ring)
-    trainer.commit()
+    trainer.commit(lambda: None)
     engine.join(20)
     assert engine.has_served
 
@@ -282,7 +282,7 @@ def test_what_failed_on_another_tp_rank_is_heard_after_the_commit(
     send_all(trainer, ring)
     trainer.wait_until_done(1)
     trainer.outcome()
-    trainer.commit()
+    trainer.commit(lambda: None)
     with pytest.raises(EngineFailed, match="TP rank 1: no memory"):
         trainer.wait_until_published()
     engine.join()
@@ -362,7 +362,7 @@ def serve_whole(trainer: TrainerSession, ring: StagingRing, engine: Engine) -> N
     send_all(trainer, ring)
     trainer.wait_until_done(1)
     trainer.outcome()
-    trainer.commit()
+    trainer.commit(lambda: None)
     trainer.wait_until_published()
     engine.join(20)
     assert engine.has_served

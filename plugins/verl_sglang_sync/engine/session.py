@@ -299,8 +299,14 @@ class TrainerSession:
         """
         return self._receive(wire.Loaded)
 
-    def commit(self) -> None:
-        """Have the weights published: every trainer rank's engine has read what it was to read."""
+    def commit(self, watch: Callable[[], None]) -> None:
+        """Have the weights published: every trainer rank's engine has read what it was to read.
+
+        Args:
+            watch: from now on instead of that of `greet`: the engine may answer its request at any
+                time, also before this rank hears of the publication here.
+        """
+        self._watch = watch
         self._send(wire.Commit)
 
     def wait_until_published(self) -> None:

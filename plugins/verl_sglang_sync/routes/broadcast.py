@@ -202,6 +202,13 @@ class _Engine:
             self.reply.result()
             raise SessionError("the engine ended the update before its session")
 
+    def check_refused(self) -> None:
+        """Raise if the replica's answer is a failure, or was lost; a good one may come before each
+        of its ranks has told of the publication.
+        """
+        if self.reply.done():
+            self.reply.result()
+
 
 class _BroadcastSync:
     """One sync: its sessions, and the broadcasts in flight. A context manager."""
@@ -304,7 +311,9 @@ class _BroadcastSync:
     def publish(self) -> None:
         """Have the weights and their version served by all engines."""
         with self._report.stage("publish"):
-            self._each(lambda session: session.commit())
+            for engine in self._engines:
+                with _naming(engine):
+                    engine.session.commit(engine.check_refused)
             self._each(lambda session: session.wait_until_published())
         with self._report.stage("reply"):
             for reply in self._replies:

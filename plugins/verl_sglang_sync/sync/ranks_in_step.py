@@ -77,6 +77,13 @@ class OpeningRequest:
             self._reply.result()
             raise SessionError("the engine ended the update before its session")
 
+    def check_refused(self) -> None:
+        """Raise if the engine's answer is a failure, or was lost. A good one may come before the
+        session has told of the publication.
+        """
+        if self._reply is not None and self._reply.done():
+            self._reply.result()
+
     def check_answer(self) -> None:
         """Raise if the engine has answered: nobody is left to talk to. After a lost reply there may
         be: an engine that is yet to join.

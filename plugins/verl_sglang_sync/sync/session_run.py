@@ -137,7 +137,7 @@ class SessionRun:
     def commit(self) -> None:
         """Have the weights published: all ranks have agreed that all is loaded."""
         self.ranks.may_be_served = True
-        self.session.commit()
+        self.session.commit(self._request.check_refused)
         try:
             with self._report.stage("publish"):
                 self.session.wait_until_published()
