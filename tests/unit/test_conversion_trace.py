@@ -3,6 +3,7 @@ export.
 """
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from verl_sglang_sync.sources.export_trace import (
 )
 from verl_sglang_sync.sources.merged_traces import merged_traces
 from verl_sglang_sync.sources.owners import Origin, Owners
+from verl_sglang_sync.verl.bridge_sources import bridge_sources
 
 
 def test_every_tensor_is_the_bytes_that_the_trace_names(pool):
@@ -84,3 +86,25 @@ def test_what_each_rank_knows_is_put_together():
     merged = merged_traces(stages)
     assert [p.owners.holders for p in merged.parameters] == [((0,),), ((1,),)]
     assert [t.origin.parameter for t in merged.tensors.values()] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"vanilla_bridge": True},
+        {"peft_cls": object},
+        {"_qat_enabled": True},
+        {"bridge": SimpleNamespace(export_weight_dtype="fp8")},
+    ],
+)
+def test_only_what_the_bridge_alone_exports_is_traced(other):
+    bridged = {
+        "vanilla_bridge": False,
+        "peft_cls": None,
+        "_qat_enabled": False,
+        "bridge": SimpleNamespace(),
+        "is_param_offload_enabled": True,
+    }
+    assert bridge_sources(SimpleNamespace(**bridged)).empties_storages
+    assert bridge_sources(SimpleNamespace(**bridged | other)) is None
+    assert bridge_sources(SimpleNamespace(module=None)) is None

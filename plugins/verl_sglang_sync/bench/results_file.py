@@ -20,7 +20,7 @@ from rich.table import Table
 
 PACKAGES = (
     *("verl", "sglang", "torch", "torch-memory-saver", "transformers", "ray"),
-    *("megatron-core", "mbridge"),
+    *("megatron-core", "megatron-bridge", "mbridge"),
 )
 
 

@@ -1,0 +1,49 @@
+"""Where a message says that a bucket's bytes are: what is mapped, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sglang_loader.common.layout import BucketLayout
+from sglang_loader.common.session.messages import BucketPiece, LoadBucket, SessionError
+from sglang_loader.session.state import Sources
+
+LAYOUT = BucketLayout.pack([("t", (4, 8), torch.uint8)])
+BUFFERS = {slot: torch.arange(64, dtype=torch.uint8) + 100 * slot for slot in range(2)}
+ROWS = ((4, 4), (2, 16), (4, 1))
+"""Of a row-parallel weight of [4, 8] bytes: two shards of 16 bytes."""
+SHARDS = ((0, 16, 16), (1, 32, 16))
+
+
+def source_of(*pieces: BucketPiece):
+    message = LoadBucket(
+        index=3, buffers=[], pieces=list(pieces), digest="d", layout=None, read_only=True,
+        arranged="",
+    )  # fmt: skip
+    return Sources().get(message, BUFFERS, LAYOUT.nbytes)
+
+
+def test_a_piece_is_spread_over_the_shards_that_it_names() -> None:
+    packed = source_of(BucketPiece(0, 0, 0, 32, ROWS, SHARDS)).packed(LAYOUT)
+    left, right = BUFFERS[0][16:32].view(4, 4), BUFFERS[1][32:48].view(4, 4)
+    assert torch.equal(packed[:32].view(4, 8), torch.cat([left, right], dim=1))
+
+
+@pytest.mark.parametrize(
+    ("piece", "reason"),
+    [
+        (BucketPiece(2, 0, 0, 32), "slot 2: not mapped"),
+        (BucketPiece(0, 40, 0, 32), r"bytes 40\+32 leaves the buffer of 64"),
+        (BucketPiece(0, 0, LAYOUT.nbytes, 32), "leaves the bucket's"),
+        (BucketPiece(0, 0, 0, 32, ROWS, ((0, 16, 16), (2, 0, 16))), "slot 2: not mapped"),
+        (BucketPiece(0, 0, 0, 32, ROWS, ((0, 16, 16), (1, 56, 16))), r"bytes 56\+16 leaves"),
+        (BucketPiece(0, 0, 0, 32, ROWS, SHARDS[:1]), "leaves its shards"),
+        (BucketPiece(0, 1, 0, 32, ROWS, SHARDS), "leaves its shards"),
+        (BucketPiece(0, 0, 0, 16, ROWS, SHARDS), "leaves its shards"),
+        (BucketPiece(0, 31, 0, 32, ((32, -1),), SHARDS), "leaves its shards"),
+    ],
+)
+def test_bytes_outside_of_what_is_mapped_are_refused(piece: BucketPiece, reason: str) -> None:
+    with pytest.raises(SessionError, match=reason):
+        source_of(piece)
