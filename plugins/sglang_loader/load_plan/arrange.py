@@ -25,7 +25,7 @@ from sglang_loader.common.regions.geometry import BYTES, Dim, StridedCopy, colla
 from sglang_loader.common.regions.intervals import Interval
 from sglang_loader.common.regions.split import split_copy
 from sglang_loader.load_plan.plan import BucketPlan, TapeStep
-from sglang_loader.load_plan.trace import Space, TensorRef, map_leaves
+from sglang_loader.load_plan.trace import Space, TensorRef, collector_paused, map_leaves
 
 UNIT_ALIGNMENT = 16
 """No dtype is wider: a copy whose two sides agree modulo this moves words, or whole elements."""
@@ -36,6 +36,7 @@ SHORT_RUN = 16
 _ReadKey = tuple[int, int, tuple[Dim, ...], int, object]
 
 
+@collector_paused()
 def arrange(plan: BucketPlan) -> tuple[Arrangement, BucketPlan] | None:
     """What the plan reads of its bucket, and the plan that reads it from the arranged buffer.
 

@@ -17,7 +17,6 @@ from sglang_loader.load_plan.destinations import Destinations
 from sglang_loader.load_plan.guard import Fingerprint
 from sglang_loader.load_plan.plan import BucketPlan, LoadPlan, PlanRefused
 from sglang_loader.load_plan.trace import TracedBucket
-from sglang_loader.load_plan.tracer import collector_paused
 
 
 class PlanBuilder:
@@ -39,8 +38,7 @@ class PlanBuilder:
         Raises:
             PlanRefused: no plan for this bucket, hence none for the sync.
         """
-        with collector_paused():
-            self._buckets.append(compile_bucket(traced))
+        self._buckets.append(compile_bucket(traced))
         self._destinations = traced.destinations
         return self._buckets[-1]
 

@@ -28,9 +28,10 @@ from sglang_loader.common.regions.geometry import (
 from sglang_loader.common.regions.intervals import Interval, contains, merge, merge_runs
 from sglang_loader.load_plan.origins import judge_host_reads
 from sglang_loader.load_plan.plan import BucketPlan, PlanRefused, TapeStep
-from sglang_loader.load_plan.trace import Space, Step, TensorRef, TracedBucket
+from sglang_loader.load_plan.trace import Space, Step, TensorRef, TracedBucket, collector_paused
 
 
+@collector_paused()
 def compile_bucket(traced: TracedBucket) -> BucketPlan:
     """The plan for one bucket.
 

@@ -16,7 +16,6 @@ What the mode cannot see is named or prevented:
 
 from __future__ import annotations
 
-import gc
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -47,6 +46,7 @@ from sglang_loader.load_plan.trace import (
     TensorRef,
     Trace,
     TracedBucket,
+    collector_paused,
     leaves,
     map_leaves,
 )
@@ -99,6 +99,7 @@ def trace_bucket(
     return traced
 
 
+@collector_paused()
 def _trace_once(
     model: nn.Module,
     load_weights: LoadWeights,
@@ -107,12 +108,11 @@ def _trace_once(
     before: Destinations,
     earlier: Destinations | None,
 ) -> TracedBucket:
-    with collector_paused():
-        views = layout.views(scratch)  # made here, so that the recorder does not see them made
-        trace = record(lambda: load_weights(iter(views)), scratch, before)
-        moved = first_difference(before, _collect(model, before))
-        if moved is None and earlier is not None:  # what was bound since is new to the plan
-            moved = first_difference(earlier, before, new_allowed=True)
+    views = layout.views(scratch)  # made here, so that the recorder does not see them made
+    trace = record(lambda: load_weights(iter(views)), scratch, before)
+    moved = first_difference(before, _collect(model, before))
+    if moved is None and earlier is not None:  # what was bound since is new to the plan
+        moved = first_difference(earlier, before, new_allowed=True)
     return TracedBucket(layout, trace, before, moved)
 
 
@@ -124,20 +124,6 @@ def _collect(model: nn.Module, known: Destinations | None) -> Destinations:
     if found.opaque:
         raise PlanRefused(f"{found.opaque[0]} is not a plain strided tensor")
     return found
-
-
-@contextmanager
-def collector_paused() -> Iterator[None]:
-    """Tracing makes a million small objects and no cycles, which live on while the plan is proved:
-    collections would take a third of the one and a fifth of the other.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def record(load: Callable[[], object], bucket: torch.Tensor, destinations: Destinations) -> Trace:

@@ -20,8 +20,7 @@ from sglang_loader.common.regions.geometry import Region, region_runs
 from sglang_loader.common.regions.intervals import Interval, merge_runs
 from sglang_loader.load_plan.host_reads import MEMORY_GIVEN_AWAY
 from sglang_loader.load_plan.origins import Origins
-from sglang_loader.load_plan.trace import Space, Step, TensorRef, TracedBucket
-from sglang_loader.load_plan.tracer import collector_paused
+from sglang_loader.load_plan.trace import Space, Step, TensorRef, TracedBucket, collector_paused
 
 _COPY = torch.ops.aten.copy_.default
 
@@ -74,12 +73,12 @@ class BucketUses:
         ]
 
 
+@collector_paused()
 def uses_of(traced: TracedBucket) -> BucketUses:
     """The uses of a bucket's tensors in one traced load."""
     reading = _Reading(traced.layout)
-    with collector_paused():
-        for step in traced.trace.steps:
-            reading.follow(step)
+    for step in traced.trace.steps:
+        reading.follow(step)
     problems = [*([traced.moved] if traced.moved else []), *traced.trace.problems]
     storages = traced.destinations.storages
     for read in traced.trace.host_reads:  # Python may write it back as a number

@@ -40,8 +40,7 @@ from sglang_loader.load_plan.destinations import (
 )
 from sglang_loader.load_plan.executor import replay_once
 from sglang_loader.load_plan.plan import BucketPlan, LoadWeights
-from sglang_loader.load_plan.trace import Space
-from sglang_loader.load_plan.tracer import collector_paused
+from sglang_loader.load_plan.trace import Space, collector_paused
 
 POISON = 0xA5
 _FLIPPED_BITS = {
@@ -79,6 +78,7 @@ class CheckResult:
         return self.reason is None
 
 
+@collector_paused()
 def check_bucket(
     model: nn.Module,
     bucket: BucketPlan,
@@ -98,8 +98,7 @@ def check_bucket(
             plan knows of is looked at twice. Anything else must be as it was.
     """
     source = buffer[: bucket.layout.nbytes]
-    with collector_paused():
-        load_weights(iter(bucket.layout.views(source.clone())))
+    load_weights(iter(bucket.layout.views(source.clone())))
     expected = _expected(bucket, destinations, known)
 
     def differs() -> str | None:
@@ -120,6 +119,7 @@ def check_bucket(
     return CheckResult(known=KnownDigests(destinations.storages, tuple(expected)))
 
 
+@collector_paused()
 def check_arranged(
     bucket: BucketPlan,
     arrangement: Arrangement,
@@ -162,8 +162,7 @@ def _reason(
 ) -> str | None:
     """What differs, or what the check failed of; then the bucket is loaded eagerly."""
     try:
-        with collector_paused():
-            reason = differs()
+        reason = differs()
     except Exception as error:
         reason = f"the check failed: {error!r}"
     if reason is not None:
