@@ -373,8 +373,10 @@ class _BroadcastSync:
                 self._abort(str(exc_value))
         for engine in self._engines:
             forget_invitation(self._group.process_group, engine.session.invitation)
-        # A group ends with the last work in it; an error may keep this object for long.
+        # A gloo group ends with the last reference to it or a broadcast in it; engines wait for
+        # that. A reply that failed refers to the frames that have read it, and so to this object.
         self._broadcasts.clear()
+        self._engines.clear()
 
     def _abort(self, reason: str) -> None:
         """Tell the engines to give up, and wait until they have, `GIVE_UP_S` at most."""
