@@ -5,9 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
+from sglang_loader.common.bucket_source import BucketSource
 from sglang_loader.common.layout import BucketLayout
-from sglang_loader.common.session.messages import BucketPiece, LoadBucket, SessionError
-from sglang_loader.session.state import Sources
+from sglang_loader.common.session.messages import (
+    BucketPiece,
+    LoadBucket,
+    SessionError,
+    SharedBuffer,
+)
+from sglang_loader.common.shared_memory import share_storage
+from sglang_loader.session.state import MappedMemory
 
 LAYOUT = BucketLayout.pack([("t", (4, 8), torch.uint8)])
 BUFFERS = {slot: torch.arange(64, dtype=torch.uint8) + 100 * slot for slot in range(2)}
@@ -16,12 +23,22 @@ ROWS = ((4, 4), (2, 16), (4, 1))
 SHARDS = ((0, 16, 16), (1, 32, 16))
 
 
-def source_of(*pieces: BucketPiece):
+def source_of(*pieces: BucketPiece) -> BucketSource:
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    shared = {slot: buffer.clone().share_memory_() for slot, buffer in BUFFERS.items()}
+    buffers = [
+        SharedBuffer(
+            slot=slot, name=f"b{slot}", handle=share_storage(buffer.untyped_storage()), keep=False
+        )
+        for slot, buffer in shared.items()
+    ]
     message = LoadBucket(
-        index=3, buffers=[], pieces=list(pieces), digest="d", layout=None, read_only=True,
+        index=3, buffers=buffers, pieces=list(pieces), digest="d", layout=None, read_only=True,
         arranged="",
     )  # fmt: skip
-    return Sources().get(message, BUFFERS, LAYOUT.nbytes)
+    memory = MappedMemory().begin_session(torch.device("cpu"))
+    memory.begin(message, LAYOUT)
+    return memory.source(message, LAYOUT.nbytes)
 
 
 def test_a_piece_is_spread_over_the_shards_that_it_names() -> None:
