@@ -199,13 +199,16 @@ class ServingEngine:
         model, served = self.models[rank], None
         if isinstance(model, RecordingModel):
             model.begin()
+        # A gloo group with a broadcast in it is destroyed when its trainer is gone: not in this thread,
+        # for which the next request waits.
+        group = [self.groups[rank] if self.groups else None]
         try:
-            group = self.groups[rank] if self.groups else None
-            served = session.serve_session(decode_descriptor(handle), [model], NO_STEPS, group)
+            served = session.serve_session(decode_descriptor(handle), [model], NO_STEPS, group[0])
             if self.refuses is not None:
                 failures.append(f"TP rank {rank}: {self.refuses}")
         except Exception:
             failures.append(f"TP rank {rank}: {traceback.format_exc()}")
+        threading.Thread(target=group.clear, daemon=True).start()
         agreed.wait()
         time.sleep(self.tells_late_s)
         if served is not None:
