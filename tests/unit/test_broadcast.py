@@ -19,9 +19,9 @@ from sglang_loader.common.layout import BucketLayout, BucketTensor, WireError, e
 from sglang_loader.common.session.messages import SESSION_VERSION, SessionError
 from sglang_loader.hooks import weights as weight_updater_hooks
 from sglang_loader.session.broadcast_receiver import BroadcastReceiver
+from support.settings import settings_of
 from verl_sglang_sync import WeightSyncError
 from verl_sglang_sync.collective import SingleProcess
-from verl_sglang_sync.config import WeightSyncConfig
 from verl_sglang_sync.engine import update_groups
 from verl_sglang_sync.engine.update_groups import Replica, UpdateGroup, UpdateGroups
 from verl_sglang_sync.report import SyncReport
@@ -221,13 +221,7 @@ def test_no_broadcast_begins_before_the_engines_are_told(monkeypatch, num_bucket
         return SimpleNamespace(is_done=lambda: True)
 
     monkeypatch.setattr(broadcast_transport, "Broadcast", start)
-    settings = WeightSyncConfig(
-        mode="flattened",
-        bucket_bytes=512,
-        multi_stage_wake_up=True,
-        free_cache_engine=True,
-        manifest_check="warn",
-    )
+    settings = settings_of(bucket_bytes=512, manifest_check="warn")
     transport = BroadcastTransport(
         groups=log, settings=settings, agree=SingleProcess().agree, device=CPU
     )
@@ -274,9 +268,7 @@ def test_a_group_that_is_not_formed_in_time_is_an_error_and_left(monkeypatch):
 
 def test_a_failed_sync_abandons_the_group(monkeypatch):
     log = Log()
-    settings = WeightSyncConfig(
-        mode="flattened", bucket_bytes=512, multi_stage_wake_up=True, free_cache_engine=True
-    )
+    settings = settings_of(bucket_bytes=512)
     transport = BroadcastTransport(
         groups=log, settings=settings, agree=SingleProcess().agree, device=CPU
     )
