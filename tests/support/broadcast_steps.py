@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import time
@@ -237,13 +236,10 @@ class Sender:
         """By target and TP rank, taken in the engines' processes; empty on other ranks."""
         from verl_sglang_sync.engine.server_client import SGLangServerClient
 
-        async def take(url: str, tp: int) -> None:
-            async with SGLangServerClient(url, timeout_s=60) as client:
-                await run_loader(client, tp, HASH_LOADER, str(folder), self._rank.device)
-
         seen, folder = [], self._rank.folder
         for url, tp in self._targets if self._rank.rank == 0 else ():
-            asyncio.run(take(url, tp))
+            client = SGLangServerClient(url, timeout_s=60)
+            run_loader(client, tp, HASH_LOADER, str(folder), self._rank.device)
             seen.append(read_hashes(folder, tp))
         return seen
 

@@ -176,6 +176,7 @@ def sync_away_and_back(rank: TrainerRank) -> list[Hashes]:
     """
     from support.engine_loaders import HASH_LOADER
     from support.ipc import serialize_handles
+    from verl_sglang_sync.engine.server_client import operations
 
     manager, seen = rank.manager("flattened"), []
     for scale in (None, 0.5, 1.0):
@@ -187,7 +188,8 @@ def sync_away_and_back(rank: TrainerRank) -> list[Hashes]:
             handles, serialize_handles([(str(rank.folder), tensor)])
         )
         if rank.is_leader:
-            asyncio.run(rank.client.update_weights(handles, load_format=HASH_LOADER))
+            call = operations.update_weights(handles, load_format=HASH_LOADER)
+            rank.client.submit(call).result()
         torch.distributed.barrier()
         seen.append(read_hashes(rank.folder, rank.tp))
     return seen

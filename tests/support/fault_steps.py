@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import signal
@@ -13,6 +12,7 @@ from support.engine_loaders import COUNT_LOADER
 from support.exports import calling_at
 from support.fault_proxy import Fault, plan, seen
 from support.trainer import TrainerRank, ask_engine, sync_error
+from verl_sglang_sync.engine.server_client import operations
 
 UPDATE_TIMEOUT_S = 3.0
 KEYS = {"api_key": "normal", "admin_api_key": "admin"}
@@ -76,7 +76,8 @@ def faults_of_a_request(rank: TrainerRank, url: str) -> dict[str, Any]:
             found |= {"mode": mode, "kind": fault.kind, "scale": scale}
             if rank.is_leader:
                 found["requests"] = seen(url)
-                found["version"] = asyncio.run(rank.client.model_info())["weight_version"]
+                info = rank.client.submit(operations.model_info()).result()
+                found["version"] = info["weight_version"]
             found["loads"] = num_loads(rank)
             found["hashes"] = rank.hashes()
             found["good"] = sync(rank, mode, weights[scale])["error"]

@@ -9,7 +9,6 @@ A broken invariant raises `Violation`, with a kind that the report counts by.
 
 from __future__ import annotations
 
-import asyncio
 import http.client
 import json
 import threading
@@ -130,7 +129,7 @@ class StormEngine:
         folder, tp = self._engine.folder, self._engine.tp
         for rank in range(tp):
             (folder / f"rank{rank}.json").unlink(missing_ok=True)
-        asyncio.run(run_loader(self._client, tp, HASH_LOADER, str(folder)))
+        run_loader(self._client, tp, HASH_LOADER, str(folder))
         return read_hashes(folder, tp)
 
     def serves(self, limit_s: float = PROBE_S) -> tuple[str, Tokens] | None:

@@ -149,19 +149,20 @@ Hashes = list[dict[str, str]]
 def ask_engine(rank: TrainerRank, loader: str, argument: str = "") -> None:
     """Run one of the tests' loaders (`engine_loaders`, `memory_loaders`) on every TP rank."""
     if rank.is_leader:
-        asyncio.run(run_loader(rank.client, rank.tp, loader, argument, rank.device))
+        run_loader(rank.client, rank.tp, loader, argument, rank.device)
 
 
-async def run_loader(
+def run_loader(
     client: Any, tp: int, loader: str, argument: str, device: torch.device = CPU
 ) -> None:
     """The same of any engine."""
     from support.ipc import serialize_handles
+    from verl_sglang_sync.engine.server_client import operations
 
     # One tensor for each TP rank, kept until the reply: the first to open a handle consumes it.
     tensors = [torch.zeros(1, device=device) for _ in range(tp)]
     handles = [serialize_handles([(argument, tensor)]) for tensor in tensors]
-    await client.update_weights(handles, load_format=loader)
+    client.submit(operations.update_weights(handles, load_format=loader)).result()
 
 
 def engine_hashes(rank: TrainerRank, folder: Path) -> Hashes:
