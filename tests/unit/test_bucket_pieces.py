@@ -5,27 +5,52 @@ from __future__ import annotations
 import pytest
 import torch
 
+from sglang_loader.common.bucket_source import BucketSource
 from sglang_loader.common.layout import BucketLayout
-from sglang_loader.common.session.messages import BucketPiece, LoadBucket, SessionError
-from sglang_loader.session.state import Sources
+from sglang_loader.common.session.messages import (
+    BucketPiece,
+    LoadBucket,
+    SessionError,
+    SharedBuffer,
+)
+from sglang_loader.common.shared_memory import share_storage
+from sglang_loader.session.state import MappedMemory
 
 LAYOUT = BucketLayout.pack([("t", (4, 8), torch.uint8)])
-BUFFERS = {slot: torch.arange(64, dtype=torch.uint8) + 100 * slot for slot in range(2)}
+BUFFERS = [torch.arange(64, dtype=torch.uint8) + 100 * slot for slot in range(2)]
 ROWS = ((4, 4), (2, 16), (4, 1))
 """Of a row-parallel weight of [4, 8] bytes: two shards of 16 bytes."""
 SHARDS = ((0, 16, 16), (1, 32, 16))
 
 
-def source_of(*pieces: BucketPiece):
+@pytest.fixture(scope="module")
+def shared() -> list[SharedBuffer]:
+    """`BUFFERS` by slot, as a trainer shares them."""
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    return [
+        SharedBuffer(
+            slot=slot,
+            name=f"buffer {slot}",
+            handle=share_storage(buffer.share_memory_().untyped_storage()),
+            keep=False,
+        )
+        for slot, buffer in enumerate(BUFFERS)
+    ]
+
+
+def source_of(shared: list[SharedBuffer], piece: BucketPiece) -> BucketSource:
+    """What an engine makes of a message that brings the buffers and names a piece of them."""
     message = LoadBucket(
-        index=3, buffers=[], pieces=list(pieces), digest="d", layout=None, read_only=True,
+        index=3, buffers=shared, pieces=[piece], digest="d", layout=None, read_only=True,
         arranged="",
     )  # fmt: skip
-    return Sources().get(message, BUFFERS, LAYOUT.nbytes)
+    memory = MappedMemory().begin_session(torch.device("cpu"))
+    memory.begin(message, LAYOUT)
+    return memory.source(message, LAYOUT.nbytes)
 
 
-def test_a_piece_is_spread_over_the_shards_that_it_names() -> None:
-    packed = source_of(BucketPiece(0, 0, 0, 32, ROWS, SHARDS)).packed(LAYOUT)
+def test_a_piece_is_spread_over_the_shards_that_it_names(shared: list[SharedBuffer]) -> None:
+    packed = source_of(shared, BucketPiece(0, 0, 0, 32, ROWS, SHARDS)).packed(LAYOUT)
     left, right = BUFFERS[0][16:32].view(4, 4), BUFFERS[1][32:48].view(4, 4)
     assert torch.equal(packed[:32].view(4, 8), torch.cat([left, right], dim=1))
 
@@ -44,6 +69,8 @@ def test_a_piece_is_spread_over_the_shards_that_it_names() -> None:
         (BucketPiece(0, 31, 0, 32, ((32, -1),), SHARDS), "leaves its shards"),
     ],
 )
-def test_bytes_outside_of_what_is_mapped_are_refused(piece: BucketPiece, reason: str) -> None:
+def test_bytes_outside_of_what_is_mapped_are_refused(
+    shared: list[SharedBuffer], piece: BucketPiece, reason: str
+) -> None:
     with pytest.raises(SessionError, match=reason):
-        source_of(piece)
+        source_of(shared, piece)
