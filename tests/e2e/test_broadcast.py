@@ -116,7 +116,7 @@ def test_what_others_send_with_the_trainers_group_is_refused_before_anything_is_
     group that an engine was told to leave is formed anew before anything is sent.
     """
     seen = two_ranks[0]["strangers"]
-    assert "not one of its trainer's" in seen["answers"]["repeated"]
+    assert "the same request has come before" in seen["answers"]["repeated"]
     assert "changed on its way" in seen["answers"]["changed"]
     assert "a group of verl-sglang-sync" in seen["answers"]["in sglang's format"]
     assert seen["num_formed"] == 2

@@ -17,31 +17,23 @@ from sglang_loader.common.shared_memory import share_storage
 from sglang_loader.session.state import MappedMemory
 
 LAYOUT = BucketLayout.pack([("t", (4, 8), torch.uint8)])
-BUFFERS = [torch.arange(64, dtype=torch.uint8) + 100 * slot for slot in range(2)]
+BUFFERS = {slot: torch.arange(64, dtype=torch.uint8) + 100 * slot for slot in range(2)}
 ROWS = ((4, 4), (2, 16), (4, 1))
 """Of a row-parallel weight of [4, 8] bytes: two shards of 16 bytes."""
 SHARDS = ((0, 16, 16), (1, 32, 16))
 
 
-@pytest.fixture(scope="module")
-def shared() -> list[SharedBuffer]:
-    """`BUFFERS` by slot, as a trainer shares them."""
+def source_of(*pieces: BucketPiece) -> BucketSource:
     torch.multiprocessing.set_sharing_strategy("file_system")
-    return [
+    shared = {slot: buffer.clone().share_memory_() for slot, buffer in BUFFERS.items()}
+    buffers = [
         SharedBuffer(
-            slot=slot,
-            name=f"buffer {slot}",
-            handle=share_storage(buffer.share_memory_().untyped_storage()),
-            keep=False,
+            slot=slot, name=f"b{slot}", handle=share_storage(buffer.untyped_storage()), keep=False
         )
-        for slot, buffer in enumerate(BUFFERS)
+        for slot, buffer in shared.items()
     ]
-
-
-def source_of(shared: list[SharedBuffer], piece: BucketPiece) -> BucketSource:
-    """What an engine makes of a message that brings the buffers and names a piece of them."""
     message = LoadBucket(
-        index=3, buffers=shared, pieces=[piece], digest="d", layout=None, read_only=True,
+        index=3, buffers=buffers, pieces=list(pieces), digest="d", layout=None, read_only=True,
         arranged="",
     )  # fmt: skip
     memory = MappedMemory().begin_session(torch.device("cpu"))
@@ -49,8 +41,8 @@ def source_of(shared: list[SharedBuffer], piece: BucketPiece) -> BucketSource:
     return memory.source(message, LAYOUT.nbytes)
 
 
-def test_a_piece_is_spread_over_the_shards_that_it_names(shared: list[SharedBuffer]) -> None:
-    packed = source_of(shared, BucketPiece(0, 0, 0, 32, ROWS, SHARDS)).packed(LAYOUT)
+def test_a_piece_is_spread_over_the_shards_that_it_names() -> None:
+    packed = source_of(BucketPiece(0, 0, 0, 32, ROWS, SHARDS)).packed(LAYOUT)
     left, right = BUFFERS[0][16:32].view(4, 4), BUFFERS[1][32:48].view(4, 4)
     assert torch.equal(packed[:32].view(4, 8), torch.cat([left, right], dim=1))
 
@@ -69,8 +61,6 @@ def test_a_piece_is_spread_over_the_shards_that_it_names(shared: list[SharedBuff
         (BucketPiece(0, 31, 0, 32, ((32, -1),), SHARDS), "leaves its shards"),
     ],
 )
-def test_bytes_outside_of_what_is_mapped_are_refused(
-    shared: list[SharedBuffer], piece: BucketPiece, reason: str
-) -> None:
+def test_bytes_outside_of_what_is_mapped_are_refused(piece: BucketPiece, reason: str) -> None:
     with pytest.raises(SessionError, match=reason):
-        source_of(shared, piece)
+        source_of(piece)
