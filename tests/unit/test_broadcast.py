@@ -2,15 +2,18 @@
 back, and what it refuses to receive.
 """
 
+import json
 import os
 import socket
 import threading
 from concurrent.futures import Future
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 import torch
-from torch._C._distributed_c10d import TCPStore
+from hypothesis import given
+from hypothesis import strategies as st
 
 from sglang_loader.common.broadcast import broadcast, update_group
 from sglang_loader.common.broadcast.broadcast import Broadcast, BroadcastError
@@ -159,41 +162,64 @@ def test_what_does_not_come_by_broadcast_is_not_received(work, receiver, changes
     assert not receiver.is_waiting_in(GROUP)
 
 
+SECRET = b"of the group"
+DESCRIPTOR = wire.signed(
+    wire.SessionDescriptor(
+        version=wire.SESSION_VERSION,
+        endpoint="tcp://10.0.0.1:4567",
+        token="t",
+        timeout_s=60,
+        uses_plan=True,
+        manifest_check="off",
+        recheck_every_n_syncs=0,
+        group="weight_sync_a",
+    ),
+    SECRET,
+)
+
+
+@given(place=st.integers(0, 10_000), other=st.characters())
+def test_an_invitation_that_was_changed_is_refused(place, other):
+    text = wire.encode_descriptor(DESCRIPTOR).decode()
+    wire.check_signature(wire.decode_descriptor(text.encode()), SECRET)
+    with pytest.raises(SessionError, match="not one of its trainer's"):
+        wire.check_signature(DESCRIPTOR, b"another")
+    place %= len(text)
+    changed = (text[:place] + other + text[place + 1 :]).encode()
+    if json_of(changed) == json_of(text.encode()):
+        return
+    with pytest.raises(SessionError):
+        wire.check_signature(wire.decode_descriptor(changed), SECRET)
+
+
+def json_of(data):
+    try:
+        return json.loads(data)
+    except ValueError:
+        return None
+
+
 @pytest.fixture
 def joined(monkeypatch):
-    """A runner that is in a group, with the group's real store."""
-    store = TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
-    monkeypatch.setattr(update_group, "_get_process_group_store", lambda group: store)
-    monkeypatch.setattr(group_hooks, "receiver", BroadcastReceiver())
+    """A runner that is in the group of `DESCRIPTOR`."""
     runner = Runner()
-    runner._model_update_group |= {"weight_sync_a": GROUP, "sglangs": object()}
+    runner._model_update_group["weight_sync_a"] = GROUP
+    monkeypatch.setitem(group_hooks._joined, "weight_sync_a", group_hooks._JoinedGroup(SECRET))
+    monkeypatch.setattr(group_hooks, "receiver", BroadcastReceiver())
     return runner
 
 
-INVITATION = b'{"endpoint": "tcp://10.0.0.1:4567", "group": "weight_sync_a"}'
-
-
 def test_a_session_is_served_in_the_group_of_its_trainer_alone(work, joined):
-    def group_of(name="weight_sync_a", invitation=INVITATION):
-        return group_hooks.group_of(joined, name, invitation, [])
-
+    assert group_hooks.group_of(joined, DESCRIPTOR, []) is GROUP
+    elsewhere = msgspec.structs.replace(DESCRIPTOR, endpoint="tcp://10.6.6.6:1")
     with pytest.raises(SessionError, match="not one of its trainer's, or was changed on its way"):
-        group_of()
-    update_group.write_invitation(GROUP, INVITATION)
-    assert group_of() is GROUP
-    for place in range(len(INVITATION)):
-        changed = INVITATION[:place] + b"~" + INVITATION[place + 1 :]
-        with pytest.raises(SessionError, match="not one of its trainer's"):
-            group_of(invitation=changed)
-    for unknown in ("weight_sync_b", "sglangs"):
-        with pytest.raises(SessionError, match=f"'{unknown}' was never formed; known: weight_sync"):
-            group_of(unknown)
+        group_hooks.group_of(joined, elsewhere, [])
+    unknown = msgspec.structs.replace(DESCRIPTOR, group="weight_sync_b")
+    with pytest.raises(SessionError, match="'weight_sync_b' was never formed; known: weight_sync_"):
+        group_hooks.group_of(joined, unknown, [])
     expecting(group_hooks.receiver, 1)  # of a session that failed
     with pytest.raises(SessionError, match="a sync in weight_sync_a has failed"):
-        group_of()
-    update_group.forget_invitation(GROUP, INVITATION)
-    with pytest.raises(SessionError, match="not one of its trainer's"):
-        group_of()
+        group_hooks.group_of(joined, DESCRIPTOR, [])
 
 
 def test_a_group_that_is_not_formed_in_time_is_an_error_and_left(monkeypatch):
@@ -259,6 +285,7 @@ def left(monkeypatch):
 def test_an_engine_connects_a_group_of_ours(work, monkeypatch):
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
     work.completed = True
+    monkeypatch.setattr(group_hooks, "secret_of", lambda group: SECRET)
     runner = Runner()
     assert join(runner, "weight_sync_a") == (True, "joined")
     assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3"
@@ -297,15 +324,14 @@ def test_a_group_is_aborted_only_if_a_broadcast_is_outstanding(work, left, joine
     expecting(receiver, 2)
     assert group_hooks.leave_group(None, joined, "weight_sync_a")[0]
     assert left == [(GROUP, not arrived)]
-    assert list(joined._model_update_group) == ["sglangs"]
+    assert not joined._model_update_group
     assert not receiver.is_waiting_in(GROUP)
 
 
 def test_plans_let_go_of_the_memory_of_a_group_that_is_left(work, left, joined, monkeypatch):
     loader, unbound = loader_of(joined.model), []
     monkeypatch.setattr(loader, "unbind", lambda: unbound.append(loader))
-    update_group.write_invitation(GROUP, INVITATION)
-    group_hooks.group_of(joined, "weight_sync_a", INVITATION, [joined.model])
+    group_hooks.group_of(joined, DESCRIPTOR, [joined.model])
     assert group_hooks.leave_group(None, joined, "weight_sync_a")[0]
     assert unbound == [loader]
 

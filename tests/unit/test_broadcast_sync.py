@@ -70,7 +70,7 @@ class Groups:
         clients: Any = self.engines
         sockets = tuple(SessionSockets("127.0.0.1") for _ in range(sum(TPS)))
         members = tuple(zip(replicas, clients, strict=True))
-        return UpdateGroup("weight_sync_a", own, members, None, sockets)  # type: ignore[arg-type]
+        return UpdateGroup("weight_sync_a", own, members, None, b"secret", sockets)  # type: ignore[arg-type]
 
 
 def gloo_ranks(world_size: int) -> list[Any]:

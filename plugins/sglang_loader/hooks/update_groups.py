@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from sglang_loader.common.broadcast.update_group import (
@@ -16,11 +17,15 @@ from sglang_loader.common.broadcast.update_group import (
     check_reachable,
     connect,
     errors_left_to_us,
-    has_invitation,
     leave,
     say_left,
+    secret_of,
 )
-from sglang_loader.common.session.messages import SessionError
+from sglang_loader.common.session.messages import (
+    SessionDescriptor,
+    SessionError,
+    check_signature,
+)
 from sglang_loader.session.model_loader import loader_of
 from sglang_loader.session.serve import NUM_TRAINERS, receiver
 from sglang_loader.upstream import device_of, io_struct
@@ -30,8 +35,16 @@ logger = logging.getLogger(__name__)
 Original = Callable[..., Any]
 
 
-_models: dict[str, Sequence[Any]] = {}
-"""What has been loaded from the groups that this process is in, by the group's name."""
+@dataclass
+class _JoinedGroup:
+    """`models`: those that have been loaded from it."""
+
+    secret: bytes
+    models: list[Any] = field(default_factory=list)
+
+
+_joined: dict[str, _JoinedGroup] = {}
+"""The groups that this process is in, by name; the process group itself is SGLang's to keep."""
 
 
 def join_group(
@@ -61,6 +74,7 @@ def join_group(
     try:
         group = runner._model_update_group[group_name]
         connect(group, device_of(runner.model))
+        _joined[group_name] = _JoinedGroup(secret_of(group))
     except Exception:
         logger.exception("cannot connect %s", group_name)
         leave(runner._model_update_group.pop(group_name), broken=True)
@@ -89,36 +103,27 @@ def _leave(runner: Any, group_name: str) -> None:
     say_left(group)
     is_waiting = receiver.is_waiting_in(group)
     receiver.left(group)
-    for model in _models.pop(group_name, ()):
+    joined = _joined.pop(group_name, None)
+    for model in joined.models if joined is not None else ():
         loader_of(model).unbind()
     leave(group, broken=is_waiting)
 
 
-def group_of(runner: Any, name: str, invitation: bytes, models: Sequence[Any]) -> Any:
-    """The process group of a session.
-
-    Args:
-        runner: SGLang's `ModelRunner`.
-        name: of the group.
-        invitation: to the session, as it came.
-        models: that will be loaded from it.
+def group_of(runner: Any, descriptor: SessionDescriptor, models: Sequence[Any]) -> Any:
+    """The process group of a session, for as long as the session's trainer is the group's.
 
     Raises:
-        SessionError: the group was never formed, or is no more use, or the invitation is not its
-            trainer's.
-        torch.distributed.DistError: that trainer is gone.
+        SessionError: the group was never formed, or is no more use, or somebody else sent this.
     """
-    ours = {n: g for n, g in runner._model_update_group.items() if n.startswith(GROUP_PREFIX)}
-    group = ours.get(name)
-    if group is None:
-        raise SessionError(f"group {name!r} was never formed; known: {', '.join(ours) or 'none'}")
-    if not has_invitation(group, invitation):
-        raise SessionError(
-            f"the session of {name} is not one of its trainer's, or was changed on its way"
-        )
+    name = descriptor.group
+    group, joined = runner._model_update_group.get(name), _joined.get(name)
+    if group is None or joined is None:
+        known = ", ".join(_joined) or "none"
+        raise SessionError(f"group {name!r} was never formed; known: {known}")
+    check_signature(descriptor, joined.secret)
     if receiver.is_waiting_in(group):
         raise SessionError(f"a sync in {name} has failed: it is no more use")
-    _models[name] = models
+    joined.models = list(models)
     return group
 
 

@@ -74,8 +74,7 @@ def _serve_session(update: WeightUpdate, updater: Any, request: Any) -> list[str
         update.manifest_check = descriptor.manifest_check
         group = None
         if descriptor.group:
-            runner = updater.tp_worker.model_runner
-            group = group_of(runner, descriptor.group, invitation, models)
+            group = group_of(updater.tp_worker.model_runner, descriptor, models)
         steps = SessionSteps(
             once_joined=update.flush, before_loading=update.loading, once_loaded=update.loaded
         )

@@ -62,7 +62,7 @@ def serve_session(
     """Serve the session that the request invites to.
 
     Args:
-        descriptor: the trainer's; one with a group was found in the group's store.
+        descriptor: the trainer's; the signature of one with a group was checked.
         models: SGLang's models that are to be loaded; with speculative decoding two, the target
             last.
         steps: the caller's.
@@ -140,8 +140,8 @@ class _Session:
     def run(self) -> Channel[FromTrainer]:
         """Serve until commit; tell the trainer of a failure before raising it."""
         endpoint = self._descriptor.endpoint
-        is_vouched_for = bool(self._descriptor.group)
-        channel = _kept.take(endpoint) or engine_end(endpoint, is_vouched_for=is_vouched_for)
+        is_signed = bool(self._descriptor.group)
+        channel = _kept.take(endpoint) or engine_end(endpoint, is_signed=is_signed)
         channel.begin(self._descriptor.token, timeout_s=self._descriptor.timeout_s)
         with ExitStack() as stack:
             stack.enter_context(channel)

@@ -113,6 +113,7 @@ class TrainerSession:
         settings: the preset.
         names: of this process's memory, the same for all its sessions.
         group: name of the update group by which the buckets go; "": the engine maps them.
+        secret: of that group.
 
     Attributes:
         arrangements: digest of those that the engine holds for this sync, once they have met.
@@ -127,6 +128,7 @@ class TrainerSession:
         names: BlockNames,
         *,
         group: str = "",
+        secret: bytes = b"",
     ) -> None:
         token = secrets.token_hex(16)
         self._sockets = sockets
@@ -143,7 +145,9 @@ class TrainerSession:
             recheck_every_n_syncs=settings.recheck_every_n_syncs,
             group=group,
         )
-        self.invitation = wire.encode_descriptor(descriptor)
+        self.invitation = wire.encode_descriptor(
+            wire.signed(descriptor, secret) if group else descriptor
+        )
         self._watch: Callable[[], None] | None = None
         self._names = names
         self._engine_layouts: set[str] = set()

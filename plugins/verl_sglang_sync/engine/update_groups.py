@@ -32,6 +32,7 @@ from sglang_loader.common.broadcast.update_group import (
     import_helpers,
     join_as_source,
     leave,
+    secret_of,
     was_left,
 )
 from verl_sglang_sync.engine.server_client import ServerError, SGLangServerClient, operations
@@ -84,6 +85,7 @@ class UpdateGroup:
         process_group: torch's; the trainer is rank 0.
         members: the replicas, in rank order, with the clients of their servers.
         meeting: the store through which NCCL's ranks connect at their first collective.
+        secret: what only its ranks know; it signs the invitations to its sessions.
         sockets: for the session with each engine rank, in rank order.
     """
 
@@ -91,6 +93,7 @@ class UpdateGroup:
     process_group: Any
     members: Members
     meeting: MeetingPoint
+    secret: bytes
     sockets: tuple[SessionSockets, ...]
 
     @property
@@ -220,7 +223,7 @@ class UpdateGroups:
             raise UpdateGroupError(f"{name} was not formed: {problem}")
         logger.info("formed %s of %d replicas, %d ranks", name, len(members), world_size)
         sockets = tuple(SessionSockets(self._address) for _ in range(world_size - 1))
-        return UpdateGroup(name, own.result(), members, meeting, sockets)
+        return UpdateGroup(name, own.result(), members, meeting, secret_of(own.result()), sockets)
 
     def _dissolve(self, group: UpdateGroup) -> None:
         """Leave a healthy group together with whoever is still there."""

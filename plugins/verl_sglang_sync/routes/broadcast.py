@@ -31,7 +31,6 @@ from typing import Any, TypeVar
 import torch
 
 from sglang_loader.common.broadcast.broadcast import POLL_S, Broadcast, BroadcastError
-from sglang_loader.common.broadcast.update_group import forget_invitation, write_invitation
 from sglang_loader.common.session.folder import remove_orphans
 from sglang_loader.common.session.messages import SESSION_FORMAT, SessionError
 from verl_sglang_sync.collective import Agreement, WeightSyncError, export_signature
@@ -243,12 +242,11 @@ class _BroadcastSync:
                         self._settings,
                         BlockNames(),
                         group=self._group.name,
+                        secret=self._group.secret,
                     )
                 )
                 for _ in range(replica.num_ranks)
             ]
-            for session in sessions:
-                write_invitation(self._group.process_group, session.invitation)
             reply = client.submit(
                 operations.update_weights(
                     [session.invitation for session in sessions],
@@ -380,8 +378,6 @@ class _BroadcastSync:
         with self._stack:
             if exc_value is not None:
                 self._abort(str(exc_value))
-        for engine in self._engines:
-            forget_invitation(self._group.process_group, engine.session.invitation)
         # A gloo group ends with the last reference to it or a broadcast in it; engines wait for
         # that. A reply that failed refers to the frames that have read it, and so to this object.
         self._broadcasts.clear()

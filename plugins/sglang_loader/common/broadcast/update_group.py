@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import secrets
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -24,7 +25,6 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.distributed_c10d import _get_process_group_store
 
 from sglang_loader.common.broadcast.broadcast import Broadcast
-from sglang_loader.common.layout import digest_of
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +34,7 @@ GROUP_PREFIX = "weight_sync_"
 REACH_TIMEOUT_S = 5.0
 CONNECT_TIMEOUT_S = 120.0
 LEAVE_TIMEOUT_S = 10.0
+_SECRET = "secret"
 _LEFT = "left"
 _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
@@ -134,28 +135,11 @@ def join_as_source(
     return group
 
 
-def write_invitation(group: Any, invitation: bytes) -> None:
-    """Trainer: write down in the group's store that this invitation to a session is its own."""
-    _get_process_group_store(group).set(_key_of(invitation), "")
-
-
-def forget_invitation(group: Any, invitation: bytes) -> None:
-    """Trainer: the session is over."""
-    with suppress(dist.DistError):
-        _get_process_group_store(group).delete_key(_key_of(invitation))
-
-
-def has_invitation(group: Any, invitation: bytes) -> bool:
-    """Engine: True if the group's trainer has made this invitation, as it is.
-
-    Raises:
-        torch.distributed.DistError: the trainer is gone.
-    """
-    return bool(_get_process_group_store(group).check([_key_of(invitation)]))
-
-
-def _key_of(invitation: bytes) -> str:
-    return f"invitation {digest_of(invitation)}"
+def secret_of(group: Any) -> bytes:
+    """What only the ranks of a group know, see `messages`; the first rank that asks makes it."""
+    store = _get_process_group_store(group)
+    secret: bytes = store.compare_set(_SECRET, "", secrets.token_hex(16))
+    return secret
 
 
 def backend_of(device: torch.device) -> str:

@@ -248,18 +248,18 @@ def trainer_end_on_network(host: str) -> Channel[FromEngine]:
     return channel
 
 
-def engine_end(endpoint: str, *, is_vouched_for: bool = False) -> Channel[FromTrainer]:
+def engine_end(endpoint: str, *, is_signed: bool = False) -> Channel[FromTrainer]:
     """Connect to a trainer's socket.
 
     Args:
         endpoint: zmq address.
-        is_vouched_for: the trainer of this engine's update group says so, which may be on another
-            host.
+        is_signed: the trainer of this engine's update group vouches for it, so that it may be on
+            another host.
 
     Raises:
         SessionError: the address is not one.
     """
-    if not is_vouched_for:
+    if not is_signed:
         check_endpoint(endpoint)
     return Channel(endpoint, bind=False, decode=wire.decode_from_trainer, peer="trainer")
 

@@ -33,8 +33,8 @@ An engine on another host has a session with the trainer's first rank, over TCP,
 by broadcast in an update group (`broadcast.update_group`). Such a LoadBucket has no pieces. The
 engine answers Receiving as soon as a buffer is free and it has begun to receive; when all engine
 ranks have, the trainer begins to broadcast. So no broadcast of the trainer's waits for an engine
-that has failed: gloo cannot abort one. An engine connects only where the group's store has the
-invitation, into which the trainer writes it before it asks.
+that has failed: gloo cannot abort one. The descriptor is signed with what only the group's ranks
+know, so that an engine connects to nobody else.
 
 Every message carries the version and the session's token. msgspec rejects a missing field, a wrong
 type or an unknown one; nothing is unpickled. The version changes whenever a field does.
@@ -42,6 +42,8 @@ type or an unknown one; nothing is unpickled. The version changes whenever a fie
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 from typing import Any
 
 import msgspec
@@ -80,6 +82,7 @@ class SessionDescriptor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             sync; 0: only when it is made.
         group: name of the update group in which the buckets are broadcast; "": they lie in memory
             that the engine maps.
+        signature: see `signed`; "" where there is no group.
     """
 
     version: int
@@ -90,6 +93,7 @@ class SessionDescriptor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     manifest_check: ManifestCheck
     recheck_every_n_syncs: int
     group: str = ""
+    signature: str = ""
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
@@ -309,6 +313,29 @@ def decode_descriptor(data: bytes) -> SessionDescriptor:
             f"at most {MAX_TIMEOUT_S:g} seconds"
         )
     return descriptor
+
+
+def signed(descriptor: SessionDescriptor, secret: bytes) -> SessionDescriptor:
+    """The descriptor with a code over all of its fields.
+
+    Args:
+        descriptor: of a session with a group.
+        secret: of that group, see `update_group.secret_of`.
+    """
+    unsigned = msgspec.structs.replace(descriptor, signature="")
+    unsigned = _descriptor.decode(encode_descriptor(unsigned))  # 60 seconds arrive as 60.0
+    code = hashlib.blake2b(encode_descriptor(unsigned), key=secret, digest_size=16)
+    return msgspec.structs.replace(unsigned, signature=code.hexdigest())
+
+
+def check_signature(descriptor: SessionDescriptor, secret: bytes) -> None:
+    """Raise SessionError unless the trainer of this group has made the descriptor as it is."""
+    expected = signed(descriptor, secret).signature
+    if not hmac.compare_digest(descriptor.signature.encode(), expected.encode()):
+        raise SessionError(
+            f"the session of {descriptor.group} is not one of its trainer's, or was changed on its "
+            "way"
+        )
 
 
 def check_version(version: int) -> None:
