@@ -14,22 +14,19 @@ from typing import Any
 import pytest
 import torch
 
-from contract.load_plan_proof import LAYOUTS, load_eagerly, prove, split, sync
+from contract.load_plan_proof import LAYOUTS, load_eagerly, prove, split
 from contract.tiny_architectures import (
     NamedWeights,
     Ranks,
-    build_model,
     prepare_process,
-    random_weights,
-    save_checkpoint,
     start_world,
     stop_process_groups,
 )
+from contract.tiny_engine import TinyEngine
 from contract.weight_check_proof import check, specs_of
 from sglang_loader.load_plan.destinations import collect_destinations
-from sglang_loader.session.model_loader import ModelLoader, SyncOutcome
 from support.fp8_models import case_of, model_override, quantizer
-from support.plan_check import differing, snapshot, uncovered
+from support.plan_check import snapshot, uncovered
 
 prepare_process()
 pytest.importorskip("sglang", reason="needs the SGLang that the plugin supports")
@@ -153,21 +150,12 @@ def test_weights_that_are_broadcast_are_not_quantised() -> None:
         adapter.rollout_server()
 
 
-class Engine:
-    """A model in fp8 that was loaded once, and two sets of quantised weights."""
-
-    def __init__(self, name: str, folder: Path, ranks: Ranks, quantize: Any) -> None:
-        case = case_of(name)
-        like = save_checkpoint(case, folder)
-        self.first, self.second = (list(quantize(random_weights(like, i))) for i in (1, 2))
-        self.model = build_model(
-            case, folder, ranks, quantization="fp8", json_model_override_args=model_override()
-        )
-        self.model.load_weights(iter(self.first))
-        self.loader = ModelLoader(self.model)
-
-    def sync(self, named: NamedWeights) -> SyncOutcome:
-        return sync(self.loader, self.model, named, "cut")
+@pytest.fixture
+def engine_of(tmp_path: Path, ranks: Ranks, quantize: Any) -> Callable[[str], TinyEngine]:
+    """Makes a model in fp8 that was loaded once, and two sets of quantised weights."""
+    options = {"sent_as": quantize, "quantization": "fp8"}
+    options["json_model_override_args"] = model_override()
+    return lambda name: TinyEngine(case_of(name), tmp_path / "model", ranks, **options)
 
 
 def precise(weights: NamedWeights) -> NamedWeights:
@@ -180,11 +168,9 @@ def precise(weights: NamedWeights) -> NamedWeights:
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3-moe"])
-def test_replay_is_byte_identical(
-    name: str, tmp_path: Path, ranks: Ranks, quantize: Callable[[Any], Any]
-) -> None:
-    engine = Engine(name, tmp_path / "model", ranks, quantize)
-    specs = specs_of(engine.first)
+def test_replay_is_byte_identical(name: str, engine_of: Callable[[str], TinyEngine]) -> None:
+    engine = engine_of(name)
+    specs = engine.specs
     assert "a quantised model" in (check(engine.model, specs, published=specs).not_checked or "")
     refused = check(engine.model, specs_of(precise(engine.first)), published=specs)
     assert "(bfloat16, the engine has float8_e4m3fn)" in refused.text()
@@ -202,29 +188,28 @@ def test_replay_is_byte_identical(
     ],
 )
 def test_weights_in_fp8_on_one_side_alone_are_refused(
-    name: str, mismatched: set[str], tmp_path: Path, ranks: Ranks, quantize: Callable[[Any], Any]
+    name: str, mismatched: set[str], engine_of: Callable[[str], TinyEngine]
 ) -> None:
     """verl picks by name what it quantises; these models of SGLang differ, and take it silently."""
-    engine = Engine(name, tmp_path / "model", ranks, quantize)
-    specs = specs_of(engine.first)
-    for published in (specs, None):
-        verdict = check(engine.model, specs, published=published)
+    engine = engine_of(name)
+    for published in (engine.specs, None):
+        verdict = check(engine.model, engine.specs, published=published)
         names = {text.split(" ")[0] for text in verdict.mismatched}
         assert {".".join(found.split(".")[-2:]) for found in names} == mismatched
 
 
 def test_a_loader_that_binds_its_scales_anew_stays_eager(
-    tmp_path: Path, ranks: Ranks, quantize: Callable[[Any], Any]
+    engine_of: Callable[[str], TinyEngine],
 ) -> None:
     """DeepSeek takes w_kc and w_vc apart with a scale that is another tensor after every load.
 
     What it is sent here is refused by the manifest check; eager or replayed, the bytes are alike.
     """
-    engine = Engine("deepseek-v2-lite", tmp_path / "model", ranks, quantize)
+    engine = engine_of("deepseek-v2-lite")
     load_eagerly(engine.model, split(engine.second, "cut"))
     expected = snapshot(collect_destinations(engine.model))
-    engine.sync(engine.first)
-    outcome = engine.sync(engine.second)
+    engine.sync(engine.first, "cut")
+    outcome = engine.sync(engine.second, "cut")
     assert outcome.num_replayed == 0
     assert "w_scale was rebound" in (outcome.reason or "")
-    assert differing(collect_destinations(engine.model), expected) == ()
+    assert engine.has(expected)

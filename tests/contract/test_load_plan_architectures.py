@@ -14,23 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from contract.load_plan_proof import LAYOUTS, pack, prove
 from contract.tiny_architecture_cases import CASES, case_named
-from contract.tiny_architectures import (
-    CannotBuild,
-    Case,
-    NamedWeights,
-    Ranks,
-    build_model,
-    finish_loading,
-    prepare_process,
-    random_weights,
-    save_checkpoint,
-    stop_process_groups,
-)
-from contract.weight_check_proof import check, specs_of
+from contract.tiny_architectures import CannotBuild, Ranks, prepare_process, stop_process_groups
+from contract.tiny_engine import TinyEngine
+from contract.weight_check_proof import check
 from sglang_loader.load_plan import PlanBuilder, trace_bucket, uses_of
 from sglang_loader.session.findings import Verdict
 from support.plan_check import uncovered
@@ -43,25 +32,6 @@ _proved: dict[str, set[str]] = {}
 _not_built: dict[str, str] = {}
 
 
-@dataclasses.dataclass(frozen=True)
-class Built:
-    """One tiny model that was loaded once, and two sets of weights for it."""
-
-    name: str
-    model: nn.Module
-    first: NamedWeights
-    second: NamedWeights
-
-
-def build(case: Case, folder: Path, rendezvous: Path) -> Built:
-    like = save_checkpoint(case, folder)
-    model = build_model(case, folder, Ranks(rendezvous))
-    first = random_weights(like, 1)
-    model.load_weights(iter(first))
-    finish_loading(model)
-    return Built(case.name, model, first, random_weights(like, 2))
-
-
 @pytest.fixture(scope="module")
 def rendezvous(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     yield tmp_path_factory.mktemp("ranks") / "rendezvous"
@@ -71,17 +41,17 @@ def rendezvous(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: case.name)
 def built(
     request: Any, rendezvous: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Built]:
+) -> Iterator[TinyEngine]:
     try:
-        yield build(request.param, tmp_path_factory.mktemp("checkpoint"), rendezvous)
+        yield TinyEngine(request.param, tmp_path_factory.mktemp("checkpoint"), Ranks(rendezvous))
     except CannotBuild as reason:
         _not_built[request.param.name] = str(reason)
         pytest.skip(str(reason))
 
 
 @pytest.mark.parametrize("uses_plan", [False, True])
-def test_a_complete_checkpoint_fits(built: Built, uses_plan: bool) -> None:
-    specs = specs_of(built.first)
+def test_a_complete_checkpoint_fits(built: TinyEngine, uses_plan: bool) -> None:
+    specs = built.specs
     verdict = check(built.model, specs, published=specs, uses_plan=uses_plan)
     assert verdict == Verdict()
     blind = check(built.model, specs, published=None, uses_plan=uses_plan)
@@ -92,7 +62,7 @@ def test_a_complete_checkpoint_fits(built: Built, uses_plan: bool) -> None:
 
 
 @pytest.mark.parametrize("how", LAYOUTS)
-def test_replay_is_byte_identical(built: Built, how: str) -> None:
+def test_replay_is_byte_identical(built: TinyEngine, how: str) -> None:
     prove(built.model, built.first, built.second, how)
     _proved.setdefault(built.name, set()).add(how)
 
@@ -111,7 +81,7 @@ def test_a_boundary_between_two_halves_is_reported(rendezvous: Path, tmp_path: P
     The plan is as wrong as the eager loader, to the byte; what it can do is name both halves.
     """
     case = case_named("deepseek-v3")
-    built = build(case, tmp_path, rendezvous)
+    built = TinyEngine(case, tmp_path, Ranks(rendezvous))
     halves = ("q_a_proj.weight", "kv_a_proj_with_mqa.weight")
     names = [n for n, _ in built.first if n.endswith(halves)]
     parted = [item for item in built.first if not item[0].endswith(halves[1])]
@@ -136,7 +106,7 @@ def test_hundreds_of_experts_become_a_few_copies(rendezvous: Path, tmp_path: Pat
     """128 experts a layer under the names of Qwen3-30B-A3B: ten copies a layer and three more."""
     case = case_named("qwen3-moe")
     case = dataclasses.replace(case, options={**case.options, "num_experts": 128})
-    built = build(case, tmp_path, rendezvous)
+    built = TinyEngine(case, tmp_path, Ranks(rendezvous))
     assert len(built.first) == 2 * (3 * 128 + 9) + 3
     order = {"gate_proj": 0, "up_proj": 1, "down_proj": 2}
 

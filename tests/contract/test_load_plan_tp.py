@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from contract.tiny_architecture_cases import CASES
+from contract.load_plan_rank import main
+from contract.tiny_architecture_cases import case_named
 from contract.tiny_architectures import prepare_process, save_checkpoint
+from support.forks import Fork
+from support.sglang_server import environment
 
 prepare_process()
 pytest.importorskip("sglang", reason="needs the SGLang that the plugin supports")
@@ -37,9 +39,8 @@ TIMEOUT_S = 300
 def test_each_rank_replays_byte_identically(
     ep_size: int, names: tuple[str, ...], tmp_path: Path
 ) -> None:
-    for case in CASES:
-        if case.name in names:
-            save_checkpoint(case, tmp_path / case.name)
+    for name in names:
+        save_checkpoint(case_named(name), tmp_path / name)
     results = run_ranks(tmp_path, ep_size, names)
     for name in names:
         parts = [result[name] for result in results]
@@ -55,21 +56,14 @@ def test_each_rank_replays_byte_identically(
             assert all(part["ignored"] > 0 for part in parts), "every rank loads every expert"
 
 
-def run_ranks(folder: Path, ep_size: int, names: tuple[str, ...]) -> list[dict]:
+def run_ranks(folder: Path, ep_size: int, names: tuple[str, ...]) -> list[dict[str, Any]]:
     """Both ranks' results; fails with the output of the rank that failed."""
-    env = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path]),
-        "SGLANG_NCCL_SO_PATH": "/nonexistent",
-        "SGLANG_CPU_OMP_THREADS_BIND": "0|1",
-        "OMP_NUM_THREADS": "1",
-    }
+    variables = {**os.environ, **environment("cpu", NUM_RANKS)}
     logs = [folder / f"rank-{rank}.log" for rank in range(NUM_RANKS)]
-    running = []
-    for rank, log in enumerate(logs):
-        module = [sys.executable, "-m", "contract.load_plan_rank", str(folder), str(rank)]
-        command = [*module, str(NUM_RANKS), str(ep_size), *names]
-        with log.open("w") as out:
-            running.append(subprocess.Popen(command, env=env, stdout=out, stderr=out))
+    running = [
+        Fork(main, folder, rank, NUM_RANKS, ep_size, names, environment=variables, log=log)
+        for rank, log in enumerate(logs)
+    ]
     try:
         codes = [process.wait(timeout=TIMEOUT_S) for process in running]
     finally:

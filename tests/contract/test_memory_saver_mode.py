@@ -1,30 +1,29 @@
 """Graphs can be released wherever megatron-core is installed, too."""
 
-import subprocess
-import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch_memory_saver
 
 from sglang_loader.hooks.memory_saver_mode import choose_preload
+from support.forks import CPU_ENVIRONMENT, Fork
 
 STOCK = """
-import os
-os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
 import sglang.srt.model_executor.model_runner
 from torch_memory_saver import torch_memory_saver as saver
 print("before", saver._impl_ctor_kwargs.get("hook_mode"))
 from sglang_loader.hooks.memory_saver_mode import choose_preload
 choose_preload()
-print("after", saver._impl_ctor_kwargs.get("hook_mode"))
+print("after", saver._impl_ctor_kwargs.get("hook_mode"), flush=True)
 """
 
 
-def test_sglang_beside_megatron_gets_the_way_in_which_graphs_are_released():
-    run = subprocess.run([sys.executable, "-c", STOCK], capture_output=True, text=True, timeout=200)
-    assert run.returncode == 0, run.stderr[-2000:]
-    assert "before torch\nafter preload" in run.stdout, "upstream no longer needs this"
+def test_sglang_beside_megatron_gets_the_way_in_which_graphs_are_released(tmp_path: Path):
+    log = tmp_path / "log"
+    code = Fork(exec, STOCK, environment=CPU_ENVIRONMENT, log=log).wait(200)
+    assert code == 0, log.read_text()[-2000:]
+    assert "before torch\nafter preload" in log.read_text(), "upstream no longer needs this"
 
 
 @pytest.mark.parametrize("mode", ("preload", "torch"))

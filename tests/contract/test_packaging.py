@@ -7,7 +7,6 @@ accident. The wheel is what `make dist` makes, which builds it from the sdist.
 
 from __future__ import annotations
 
-import ast
 import importlib.util
 import os
 import re
@@ -17,7 +16,6 @@ import sys
 import tarfile
 import venv
 import zipfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from email.message import Message
 from email.parser import Parser
@@ -28,6 +26,7 @@ import pytest
 from omegaconf import OmegaConf
 from packaging.requirements import Requirement
 
+from support.our_imports import PLUGINS, imports
 from support.processes import break_imports, run_python
 from verl_sglang_sync.preflight import RecipeError, check_recipe
 
@@ -39,7 +38,21 @@ OPTIONAL = {
     "matplotlib",  # of `report --plot`, which says so
 }
 
-IN_VERL = """
+IN_HYDRA = """
+from hydra import compose, initialize
+with initialize(version_base=None, config_path=None):
+    config = compose(overrides=["+weight_sync=flattened"])
+"""
+
+LOADED = (
+    IN_HYDRA
+    + """
+assert config.actor_rollout_ref.rollout.custom.weight_sync.mode == "flattened", config
+import sys
+assert "verl" not in sys.modules and "sglang" not in sys.modules
+import hydra_plugins.verl_sglang_sync.search_path as plugin
+print(plugin.__file__)
+
 import verl
 from verl.utils.config import validate_config
 from verl.workers.rollout import base, replica
@@ -59,9 +72,7 @@ loaded = {entry.group: entry.load() for entry in distribution("verl-sglang-sync"
 groups = {"console_scripts", "verl.plugins", "sglang.srt.plugins", "hydra.plugins"}
 assert loaded.keys() == groups, loaded
 print(loaded["verl.plugins"].__file__)
-"""
 
-IN_SGLANG = """
 from sglang.srt.plugins import load_plugins
 load_plugins()
 from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
@@ -78,23 +89,8 @@ for method, hook in {
     assert hook in cells and wrapper.__wrapped__ in cells, method
 print(hooks.__file__)
 """
-
-IN_HYDRA = """
-from hydra import compose, initialize
-with initialize(version_base=None, config_path=None):
-    config = compose(overrides=["+weight_sync=flattened"])
-assert config.actor_rollout_ref.rollout.custom.weight_sync.mode == "flattened", config
-import sys
-assert "verl" not in sys.modules and "sglang" not in sys.modules
-import hydra_plugins.verl_sglang_sync.search_path as plugin
-print(plugin.__file__)
-"""
-
-IN_HYDRA_WITHOUT_US = """
-from hydra import compose, initialize
-with initialize(version_base=None, config_path=None):
-    print(compose(overrides=["+weight_sync=flattened"]))
-"""
+)
+"""Hydra, verl and SGLang, one after the other; `test_doctor` has a process for each."""
 
 
 @dataclass(frozen=True)
@@ -128,14 +124,9 @@ def dist(sources: Path) -> Path:
     # Setuptools warns of the one, and `make test` sets the other.
     left_out = ("PYTHONDONTWRITEBYTECODE", "MAKEFLAGS")
     environment = {name: value for name, value in os.environ.items() if name not in left_out}
-    made = subprocess.run(
-        ["make", "dist", f"PYTHON={sys.executable}", build],
-        cwd=sources,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = ["make", "dist", f"PYTHON={sys.executable}", build]
+    options = {"capture_output": True, "text": True, "check": False}
+    made = subprocess.run(command, cwd=sources, env=environment, **options)
     printed = made.stdout + made.stderr
     assert made.returncode == 0, printed[-4000:]
     assert "warning" not in printed.lower(), printed
@@ -200,6 +191,7 @@ def run(*arguments: str, cwd: Path, python: Path | str = sys.executable) -> str:
 
 class TestWheel:
     def test_holds_every_module_and_data_file(self, wheel: Path, sources: Path) -> None:
+        """And leaves the namespace `hydra_plugins` open: it has no `__init__.py`."""
         packages = sources / "plugins"
         names = set(zipfile.ZipFile(wheel).namelist())
         expected = {
@@ -210,9 +202,7 @@ class TestWheel:
         assert "verl_sglang_sync/conf/weight_sync/flattened.yaml" in expected
         assert {"verl_sglang_sync/py.typed", "sglang_loader/py.typed"} <= expected
         assert {name for name in names if ".dist-info/" not in name} == expected
-
-    def test_leaves_the_hydra_namespace_open(self, wheel: Path) -> None:
-        assert "hydra_plugins/__init__.py" not in zipfile.ZipFile(wheel).namelist()
+        assert "hydra_plugins/__init__.py" not in names
 
     def test_comes_with_its_licence(self, wheel: Path, dist: Path, metadata: Message) -> None:
         text = (ROOT / "LICENSE").read_bytes()
@@ -225,13 +215,14 @@ class TestWheel:
         with tarfile.open(sdist) as packed:
             assert f"{sdist.name.removesuffix('.tar.gz')}/LICENSE" in packed.getnames()
 
-    def test_declares_what_verl_leaves_to_an_extra(self, metadata: Message) -> None:
-        assert {"transferqueue", "cachetools"} <= declared(metadata)
-
     def test_declares_every_package_that_it_imports(self, metadata: Message) -> None:
-        """A module of another distribution is there today because verl or SGLang bring it."""
+        """Else a module of another distribution is there because verl or SGLang bring it today. And
+        what verl leaves to an extra.
+        """
+        assert {"transferqueue", "cachetools"} <= declared(metadata)
         provided_by = packages_distributions()
-        imported = set(imported_modules(ROOT / "plugins"))
+        modules = {module.partition(".")[0] for _, module, _ in imports()}
+        imported = modules - sys.stdlib_module_names - {path.name for path in PLUGINS.iterdir()}
         assert {"zmq", "torch"} <= imported, "the control"
         missing = {
             module
@@ -251,36 +242,9 @@ def normalised(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def imported_modules(packages: Path) -> Iterator[str]:
-    """Top-level modules that are imported anywhere in `packages`: neither Python's nor our own."""
-    own = {path.name for path in packages.iterdir()}
-    for path in packages.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            names: list[str] = []
-            if isinstance(node, ast.Import):
-                names = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-                names = [node.module]
-            for name in names:
-                module = name.partition(".")[0]
-                if module not in sys.stdlib_module_names and module not in own:
-                    yield module
-
-
 class TestLoaded:
-    @pytest.mark.parametrize(
-        "code", [IN_VERL, IN_SGLANG, IN_HYDRA], ids=["verl", "sglang", "hydra"]
-    )
-    @pytest.mark.parametrize("installation", ["wheel"], indirect=True)
-    def test_from_wheel(self, installation: Installation, code: str, tmp_path: Path) -> None:
-        printed = run("-c", code, python=installation.python, cwd=tmp_path)
-        assert Path(printed.splitlines()[-1]).is_relative_to(installation.packages)
-
-    @pytest.mark.parametrize("installation", ["editable"], indirect=True)
-    def test_from_editable_install(self, installation: Installation, tmp_path: Path) -> None:
-        """All in one process: `test_doctor.py` runs one each, in an editable install too."""
-        code = IN_HYDRA + IN_VERL + IN_SGLANG
-        printed = run("-c", code, python=installation.python, cwd=tmp_path)
+    def test_by_hydra_verl_and_sglang(self, installation: Installation, tmp_path: Path) -> None:
+        printed = run("-c", LOADED, python=installation.python, cwd=tmp_path)
         loaded = [line for line in printed.splitlines() if line.endswith(".py")]
         assert len(loaded) == 3
         assert all(Path(file).is_relative_to(installation.packages) for file in loaded)
@@ -288,10 +252,9 @@ class TestLoaded:
     def test_console_script(self, installation: Installation, tmp_path: Path) -> None:
         script = installation.python.with_name("verl-sglang-sync")
         for arguments, expected in ((["--help"], "doctor"), (["doctor", "--help"], "--json")):
-            result = subprocess.run(
-                [script, *arguments], cwd=tmp_path, capture_output=True, text=True, check=True
+            assert expected in subprocess.check_output(
+                [script, *arguments], cwd=tmp_path, text=True
             )
-            assert expected in result.stdout
 
     def test_without_the_project_there_is_no_preset(self, tmp_path: Path) -> None:
         """Negative control: the environment alone does not provide it.
@@ -299,7 +262,7 @@ class TestLoaded:
         Hydra then takes the flag for a plain value, which is why our own checks refuse that value.
         """
         python = thin_environment(tmp_path / "bare")
-        printed = run("-c", IN_HYDRA_WITHOUT_US, python=python, cwd=tmp_path)
+        printed = run("-c", f"{IN_HYDRA}print(config)", python=python, cwd=tmp_path)
         assert printed.strip() == "{'weight_sync': 'flattened'}"
         rollout = {"rollout": {"name": "sglang", "custom": None}}
         config = OmegaConf.create({"weight_sync": "flattened", "actor_rollout_ref": rollout})
@@ -309,11 +272,8 @@ class TestLoaded:
 
 class TestLoudFailure:
     def test_verl_and_sglang_go_on_but_the_errors_are_seen(self, tmp_path: Path) -> None:
-        broken = break_imports(
-            tmp_path / "site",
-            "verl_sglang_sync.preflight",
-            "sglang_loader.hooks.weights",
-        )
+        modules = ("verl_sglang_sync.preflight", "sglang_loader.hooks.weights")
+        broken = break_imports(tmp_path / "site", *modules)
         code = (
             "import verl; print('verl goes on')\n"
             "from sglang.srt.plugins import load_plugins; load_plugins(); print('so does SGLang')"

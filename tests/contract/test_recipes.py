@@ -7,12 +7,14 @@ before anything starts.
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from omegaconf import DictConfig, OmegaConf
+
+from support.processes import run_process
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 SCRIPTS = sorted(path.name for path in RECIPES.glob("*.sh"))
@@ -20,20 +22,11 @@ PRESETS = {"ppo_fsdp_gpu.sh": {"WEIGHT_SYNC": "bucketed"}}  # the others: the de
 RAY_STARTS = "ray init kwargs"  # verl prints it just before `ray.init`
 
 
-def run_recipe(
-    script: str, *arguments: str, cwd: Path, **environment: str
-) -> subprocess.CompletedProcess[str]:
+def run_recipe(script: str, *arguments: str, cwd: Path, **environment: str) -> Any:
     """Run a script with this interpreter as its `python`."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    return subprocess.run(
-        [RECIPES / script, *arguments],
-        env={**os.environ, "PATH": path, "HYDRA_FULL_ERROR": "0", **environment},
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    environment |= {"PATH": path, "HYDRA_FULL_ERROR": "0"}
+    return run_process(str(RECIPES / script), *arguments, cwd=cwd, environment=environment)
 
 
 def compose(script: str, *overrides: str, cwd: Path, **environment: str) -> DictConfig:
@@ -70,13 +63,11 @@ def test_all_recipes_are_here() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    "script",
-    [
-        pytest.param(name, marks=[] if name.startswith("grpo_fsdp") else pytest.mark.slow)
-        for name in SCRIPTS
-    ],
-)
+def slow_but_the_first(name: str) -> Any:
+    return pytest.param(name, marks=[] if name.startswith("grpo_fsdp") else pytest.mark.slow)
+
+
+@pytest.mark.parametrize("script", map(slow_but_the_first, SCRIPTS))
 def test_recipe_composes_with_our_flags(script: str, model_folder: Path, tmp_path: Path) -> None:
     import verl.utils.config
     from verl.trainer.ppo.utils import need_critic, need_reference_policy

@@ -8,9 +8,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
-import types
-import typing
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -117,7 +114,7 @@ class TestArguments:
         """
         lost = set()
         for invert in (False, True):
-            given = {one.name: one.other(invert) for one in arguments_of_sglang()}
+            given = given_arguments(invert)
             for launched in launch(model, *overrides, arguments=given, hosts=hosts):
                 reached = launched.arguments
                 assert set(reached) == set(given)
@@ -126,67 +123,34 @@ class TestArguments:
                 assert reached["custom_weight_loader"] == [*users, SESSION_FORMAT]
         assert lost == set(changed)
 
-    def test_every_argument_is_given_a_value_that_tells(self) -> None:
-        arguments = list(arguments_of_sglang())
-        assert len(arguments) > 380
-        assert [one.name for one in arguments if one.other(False) == one.default] == []
-
     def test_without_engine_kwargs_nothing_of_them_arrives(self, model: Path) -> None:
-        """Negative control: what arrives above is the recipe's, not verl's own."""
+        """Negative control: each value above tells, and is the recipe's, not verl's own."""
+        from sglang.srt.server_args import ServerArgs
+
+        given = given_arguments()
+        assert len(given) > 380
+        defaults = {field.name: field.default for field in dataclasses.fields(ServerArgs)}
+        assert [name for name, value in given.items() if value == defaults[name]] == []
         reached = launch(model)[0].arguments
         assert reached["custom_weight_loader"] == [SESSION_FORMAT]
-        given = {one.name: one.other(False) for one in arguments_of_sglang()}
         same = {name for name in given if reached[name] == given[name]}
-        switches = {one.name for one in arguments_of_sglang() if one.kind is bool}
+        switches = {name for name, value in given.items() if isinstance(value, bool)}
         assert len(same) < 10 and same <= switches, "verl switches few things itself"
 
 
-@dataclasses.dataclass(frozen=True)
-class Argument:
-    """A field of SGLang's `ServerArgs`; `number` makes its value one of a kind."""
-
-    name: str
-    kind: Any
-    default: Any
-    number: int
-
-    def other(self, invert: bool) -> Any:
-        """A value that is not the default; inverted, a switch has its other one."""
-        value = another_value(self.kind, self.default, self.number)
-        return not value if invert and isinstance(value, bool) else value
-
-
-def arguments_of_sglang() -> Iterator[Argument]:
-    """All that `sglang.launch_server` can be told."""
+def given_arguments(invert: bool = False) -> dict[str, Any]:
+    """A value for each argument of `sglang.launch_server`: other than its default, one of a kind,
+    with all that a recipe can say in it. Inverted, a switch has its other one.
+    """
     from sglang.srt.server_args import ServerArgs
 
-    kinds = typing.get_type_hints(ServerArgs)
-    for number, field in enumerate(dataclasses.fields(ServerArgs)):
-        default = field.default
-        if field.default_factory is not dataclasses.MISSING:
-            default = field.default_factory()
-        yield Argument(field.name, kinds[field.name], default, 1000 + number)
-
-
-def another_value(kind: Any, default: Any, number: int) -> Any:
-    """A value of `kind`, other than `default`; `number` makes it one of a kind."""
-    origin, inner = typing.get_origin(kind), typing.get_args(kind)
-    if origin in (typing.Union, types.UnionType):
-        kinds = [one for one in inner if one is not type(None)]
-        return another_value(kinds[0], default, number)
-    if origin is typing.Literal:
-        return next(one for one in inner if one not in (default, None))
-    if kind is bool:
-        return not default
-    if kind in (int, float):
-        return kind(number) + kind(0.5)
-    if kind is str:
-        return f"value-{number}"
-    if origin in (list, set):
-        return [another_value(inner[0], None, number)]
-    if kind is dict or origin is dict:
-        return {"key": f"value-{number}"}
-    return f"python.object:{number}"  # a recipe can only name a callable, or a class of SGLang's
+    given: dict[str, Any] = {}
+    for field in dataclasses.fields(ServerArgs):
+        is_switch = isinstance(field.default, bool)
+        given[field.name] = (
+            field.default == invert if is_switch else [field.name, {"numbers": [7, 0.5]}]
+        )
+    return given | {"custom_weight_loader": ["users.own.loader"]}
 
 
 class TestTwoNodes:

@@ -1,8 +1,8 @@
 """What upstream's functions do that we rely on: a release that changed it fails here first.
 
-Each test runs one of verl 0.9.1's or sglang 0.5.14's own functions on small stand-ins; a failure
-names the function and the modules of ours that rely on it. What a test with a real engine would
-notice is not here; names and signatures are in `test_upstream_surface`.
+Each test runs one of verl 0.9.1's or sglang 0.5.14's own functions on small stand-ins; its
+docstring names the modules of ours that rely on it. What a test with a real engine would notice is
+not here; names and signatures are in `test_upstream_surface`.
 """
 
 from __future__ import annotations
@@ -10,15 +10,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import functools
 import importlib
-import importlib.util
 import inspect
 import os
 import pickle
 import pkgutil
 from collections import defaultdict
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import AsyncMock, MagicMock
@@ -36,46 +33,15 @@ TOKENIZER = f"{MANAGERS}.tokenizer_control_mixin:TokenizerControlMixin"
 RUNNER = "sglang.srt.model_executor.model_runner"
 
 
-def relies(ours: str, symbol: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Have a test's failure say that our modules `ours` rely on upstream's `symbol`."""
-    for module in ours.split(" and "):
-        assert importlib.util.find_spec(module), f"{module} is gone; nobody may need {symbol}"
-
-    def decorate(test: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(test)
-        def named(*args: Any, **kwargs: Any) -> None:
-            try:
-                test(*args, **kwargs)
-            except Exception as error:
-                error.add_note(f"{ours} relies on {symbol}")
-                raise
-
-        return named
-
-    return decorate
-
-
 def original(symbol: str) -> Any:
     """An upstream function, without our hooks where this process has applied them."""
     return inspect.unwrap(pkgutil.resolve_name(symbol))
 
 
-def test_a_failure_names_who_relies_on_what() -> None:
-    """Negative control."""
-
-    @relies("sglang_loader.upstream", "sglang.srt:x")
-    def failing() -> None:
-        raise AssertionError
-
-    with pytest.raises(AssertionError) as failed:
-        failing()
-    assert failed.value.__notes__ == ["sglang_loader.upstream relies on sglang.srt:x"]
-
-
 class TestVerl:
-    @relies("verl_sglang_sync.verl.rollout", "ServerAdapter._init_server_adapter")
     def test_adapter_finds_its_server(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """We read these attributes, and gather over this dimension of the mesh."""
+        """For `verl_sglang_sync.verl.rollout`:
+        we read these attributes, and gather over this dimension of the mesh."""
         from sglang.srt.server_args import ServerArgs
         from verl.workers.config import RolloutConfig
         from verl.workers.rollout.sglang_rollout import sglang_rollout
@@ -99,12 +65,9 @@ class TestVerl:
         assert (server.host, server.port) == ("10.0.0.1", 30001)
         mesh.__getitem__.assert_called_with("infer_tp")
 
-    @relies(
-        "verl_sglang_sync.verl.rollout and verl_sglang_sync.sources.staging",
-        "ActorRolloutRefWorker.update_weights",
-    )
     def test_worker_takes_the_stages_in_our_order(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Expandable segments, which cannot be shared, are off meanwhile."""
+        """For `verl_sglang_sync.verl.rollout` and `verl_sglang_sync.sources.staging`:
+        expandable segments, which cannot be shared, are off meanwhile."""
         module = importlib.import_module("verl.workers.engine_workers")
         steps: list[Any] = []
         rollout = SimpleNamespace(sleep_level=2, resume=AsyncMock(), update_weights=AsyncMock())
@@ -120,27 +83,6 @@ class TestVerl:
         update = original("verl.workers.engine_workers:ActorRolloutRefWorker.update_weights")
         asyncio.run(update(worker, global_steps=1, mode="naive"))
         assert steps == [False, ["weights"], "export", ["kv_cache"], True]
-
-    @relies("verl_sglang_sync.verl.step_metrics", "PPOTrainer._consume_sync_metrics")
-    def test_a_step_logs_the_metrics_that_a_sync_left_once(self) -> None:
-        from verl.trainer.ppo.v1.trainer_base import PPOTrainer
-
-        trainer = SimpleNamespace(_pending_sync_metrics={"weight_sync/sync_s": 1.0})
-        consume = inspect.unwrap(PPOTrainer._consume_sync_metrics)
-        assert [consume(trainer), consume(trainer)] == [{"weight_sync/sync_s": 1.0}, {}]
-
-    @relies("verl_sglang_sync.verl.cpu_platform", "PlatformBase and VERL_PLATFORM")
-    def test_cpu_platform_is_chosen_by_variable(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """It implements all that is abstract, or it could not be made."""
-        from verl.plugin.platform import platform_manager
-
-        from verl_sglang_sync.verl.cpu_platform import CpuPlatform
-
-        monkeypatch.setenv("VERL_PLATFORM", "cpu")
-        monkeypatch.setattr(platform_manager, "_current_platform", None)
-        platforms = {"found first": type("Other", (CpuPlatform,), {}), "cpu": CpuPlatform}
-        monkeypatch.setattr(platform_manager.PlatformRegistry, "_platforms", platforms)
-        assert type(platform_manager.get_platform()) is CpuPlatform
 
 
 class RecordingLock:
@@ -159,9 +101,9 @@ class RecordingLock:
 
 class TestTokenizerProcess:
     @pytest.mark.parametrize("success", [True, False])
-    @relies("sglang_loader.hooks.http", "TokenizerControlMixin.update_weights_from_tensor")
     def test_update(self, success: bool) -> None:
-        """Holds the writer lock, asks a communicator that can be replaced, publishes the version
+        """For `sglang_loader.hooks.http`:
+        holds the writer lock, asks a communicator that can be replaced, publishes the version
         if that succeeded, and returns what the replies say."""
         name, io = "update_weights_from_tensor", importlib.import_module(IO)
         reply = io.UpdateWeightsFromTensorReqOutput(success, "said")
@@ -178,8 +120,8 @@ class TestTokenizerProcess:
         publish = manager._update_weight_version_if_provided
         assert [call.args for call in publish.mock_calls] == [("7",)] * success
 
-    @relies("sglang_loader.hooks.http", "TokenizerManager.generate_request")
     def test_request_holds_the_reader_lock(self) -> None:
+        """For `sglang_loader.hooks.http`."""
         lock, held = RecordingLock(), []
         manager = MagicMock(is_pause=False, model_update_lock=lock)
         manager.server_args.tokenizer_worker_num = 1
@@ -194,9 +136,9 @@ class TestTokenizerProcess:
         assert (asyncio.run(ask()), held) == (["answer"], ["reader"])
 
     @pytest.mark.parametrize("name", ["release_memory_occupation", "resume_memory_occupation"])
-    @relies("sglang_loader.hooks.http", "TokenizerControlMixin.*_memory_occupation")
     def test_stage_is_no_more_than_we_repeat(self, name: str) -> None:
-        """We do these two steps in its place, to see the replies."""
+        """For `sglang_loader.hooks.http`:
+        we do these two steps in its place, to see the replies."""
         manager, communicator = MagicMock(), AsyncMock()
         manager.attach_mock(communicator, f"{name}_communicator")
         asyncio.run(original(f"{TOKENIZER}.{name}")(manager, "request"))
@@ -207,9 +149,8 @@ class TestTokenizerProcess:
         ]
 
     @pytest.mark.parametrize("generates", [True, False])
-    @relies("verl_sglang_sync.verl.replica", "http_server.health_generate")
     def test_health_check(self, generates: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-        """A router's checks can be kept from generating."""
+        """For `verl_sglang_sync.verl.replica`: a router's checks can be kept from generating."""
         from sglang.srt.entrypoints import http_server
 
         from verl_sglang_sync.verl.replica import HEALTH_GENERATES
@@ -224,11 +165,11 @@ class TestTokenizerProcess:
 
 class TestScheduler:
     @pytest.mark.parametrize(("rank", "sent"), [(0, ["let through"]), (1, None)])
-    @relies("sglang_loader.hooks.request_gate", "SchedulerRequestReceiver.recv_requests")
     def test_gate_comes_before_the_broadcast(
         self, rank: int, sent: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Our hook decides on the rank that reads the sockets, for all of them."""
+        """For `sglang_loader.hooks.request_gate`:
+        our hook decides on the rank that reads the sockets, for all of them."""
         module = importlib.import_module(RECEIVER)
         receiver_class = module.SchedulerRequestReceiver
         pull = original(f"{RECEIVER}:SchedulerRequestReceiver._pull_raw_reqs")
@@ -255,9 +196,9 @@ class TestScheduler:
     @pytest.mark.parametrize(
         "abort", [{"rid": "a"}, {"rid": "ab"}, {"rid": "x", "abort_all": True}]
     )
-    @relies("sglang_loader.hooks.request_gate", "Scheduler.abort_request")
     def test_aborts_reach_the_same_requests_as_ours(self, abort: dict[str, Any]) -> None:
-        """We abort what is held back as the scheduler aborts what it has queued."""
+        """For `sglang_loader.hooks.request_gate`:
+        we abort what is held back as the scheduler aborts what it has queued."""
         from sglang.srt.managers.io_struct import AbortReq, TokenizedGenerateReqInput
 
         from sglang_loader.common.engine_settings import GatePolicy
@@ -280,11 +221,9 @@ class TestScheduler:
         assert left == [request.rid for request in scheduler.waiting_queue] != ["a", "abc", "b"]
 
     @pytest.mark.parametrize("kind", ["ReleaseMemoryOccupation", "UpdateWeightsFromTensor"])
-    @relies(
-        "sglang_loader.hooks.memory and sglang_loader.hooks.weights", "SenderWrapper.send_output"
-    )
     def test_replies_travel_with_attributes(self, kind: str) -> None:
-        """We tell more than upstream's replies have fields for."""
+        """For `sglang_loader.hooks.memory` and `sglang_loader.hooks.weights`:
+        we tell more than upstream's replies have fields for."""
         from sglang.srt.managers.scheduler_components.output_sender import SenderWrapper
 
         reply = getattr(importlib.import_module(IO), f"{kind}ReqOutput")
@@ -295,8 +234,8 @@ class TestScheduler:
         (sent,) = socket.send_pyobj.call_args.args
         assert pickle.loads(pickle.dumps(sent)).refusal == "why"
 
-    @relies("verl_sglang_sync.stages and sglang_loader.hooks.memory", "GPU_MEMORY_ALL_TYPES")
     def test_memory_tags(self) -> None:
+        """For `verl_sglang_sync.stages` and `sglang_loader.hooks.memory`."""
         from sglang.srt.constants import GPU_MEMORY_ALL_TYPES
 
         from sglang_loader.hooks.memory import RELEASE_ORDER, RESUME_ORDER
@@ -308,11 +247,10 @@ class TestScheduler:
 
 class TestMemory:
     @pytest.mark.parametrize("backup", [True, False])
-    @relies("sglang_loader.hooks.memory", "ModelRunner.load_model")
     def test_load_model_reads_the_backup_argument(
         self, backup: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """We switch it off around this call."""
+        """For `sglang_loader.hooks.memory`: we switch it off around this call."""
         module = importlib.import_module(RUNNER)
         for name in ("get_available_gpu_memory", "ModelOptConfig", "LoadConfig"):
             monkeypatch.setattr(module, name, MagicMock(return_value=0), raising=False)
@@ -325,11 +263,11 @@ class TestMemory:
         assert (region.args, region.kwargs) == (("weights",), {"enable_cpu_backup": backup})
 
     @pytest.mark.parametrize("is_set", [True, False])
-    @relies("verl_sglang_sync.verl.replica and sglang_loader.hooks.memory", "FullCudaGraphBackend")
     def test_graphs_are_captured_under_their_tag(
         self, is_set: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """We set the variable, release the tag, and measure the pool."""
+        """For `verl_sglang_sync.verl.replica` and `sglang_loader.hooks.memory`:
+        we set the variable, release the tag, and measure the pool."""
         from sglang.srt.model_executor.runner_backend import full_cuda_graph_backend as module
 
         from sglang_loader.common.engine_settings import CUDA_GRAPH_TAG, GRAPHS_VARIABLE
@@ -348,9 +286,8 @@ class TestMemory:
         assert [call.kwargs["tag"] for call in captures] == [CUDA_GRAPH_TAG] * is_set
         assert all(call.kwargs["pool"] is backend._pool for call in captures)
 
-    @relies("sglang_loader.host_backup.allocations", "torch_memory_saver's _mem_pools")
     def test_pools_by_tag_and_backup(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """We list the memory saver's own pools."""
+        """For `sglang_loader.host_backup.allocations`: we list the memory saver's own pools."""
         from torch_memory_saver import entrypoint, torch_memory_saver
 
         from sglang_loader.host_backup import allocations
@@ -368,13 +305,3 @@ class TestMemory:
         assert allocations.nbytes_under(["weights"], 0) == 8
         assert allocations.host_nbytes_under("weights", 0) == 4
         assert allocations.why_not_enumerable() is None
-
-    @relies("verl_sglang_sync.verl.cpu_platform", "find_nccl_library")
-    def test_nccl_can_be_kept_away(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from sglang.srt.distributed.device_communicators import pynccl_wrapper
-
-        from verl_sglang_sync.verl.cpu_platform import ROLLOUT_ENVIRONMENT
-
-        name = "SGLANG_NCCL_SO_PATH"
-        monkeypatch.setenv(name, ROLLOUT_ENVIRONMENT[name])
-        assert pynccl_wrapper.find_nccl_library() == ROLLOUT_ENVIRONMENT[name]

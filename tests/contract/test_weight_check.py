@@ -9,23 +9,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from contract.tiny_architecture_cases import case_named
-from contract.tiny_architectures import (
-    Ranks,
-    build_model,
-    finish_loading,
-    prepare_process,
-    save_checkpoint,
-    stop_process_groups,
-)
-from contract.weight_check_proof import check, layout_of, specs_of
+from contract.tiny_architectures import Ranks, prepare_process, stop_process_groups
+from contract.tiny_engine import TinyEngine
+from contract.weight_check_proof import check, layout_of
 from sglang_loader.session.findings import Verdict
 from sglang_loader.session.published import Spec
 from sglang_loader.session.weight_check import known_verdict
@@ -35,117 +27,97 @@ pytest.importorskip("sglang", reason="needs the SGLang that the plugin supports"
 
 MAX_SUSPECTS = 3
 """Tensors that are named at an error: DeepSeek fuses two, and has a third in hand."""
-NAMES = ("qwen2-tied", "phi3", "qwen3-moe", "deepseek-v3", "qwen2_5-vl")
 
 
-@dataclass(frozen=True)
-class Engine:
-    """A tiny model, and what its checkpoint holds."""
-
-    model: nn.Module
-    specs: list[Spec]
-
-    def check(self, specs: list[Spec], *, blind: bool = False) -> Verdict:
-        """The verdict; `blind`: the engine has no published checkpoint to look at."""
-        return check(self.model, specs, published=None if blind else self.specs)
-
-    @property
-    def some(self) -> list[int]:
-        """Of the tensors whose names differ in numbers only, the last."""
-        by_pattern = {re.sub(r"\d+", "*", name): i for i, (name, _, _) in enumerate(self.specs)}
-        return list(by_pattern.values())
-
-
-@pytest.fixture(scope="module", params=NAMES)
-def engine(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    case = case_named(request.param)
+@pytest.fixture(
+    scope="module", params=("qwen2-tied", "phi3", "qwen3-moe", "deepseek-v3", "qwen2_5-vl")
+)
+def engine(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyEngine]:
     folder = tmp_path_factory.mktemp("checkpoint")
-    weights = save_checkpoint(case, folder)
-    model = build_model(case, folder, Ranks(tmp_path_factory.mktemp("ranks") / "rendezvous"))
-    model.load_weights(iter(weights))
-    finish_loading(model)
-    yield Engine(model, specs_of(weights))
+    yield TinyEngine(case_named(request.param), folder, Ranks(folder / "rendezvous"))
     stop_process_groups()
 
 
-def changed(specs: list[Spec], index: int, change: Callable[[Spec], Spec]) -> list[Spec]:
-    return [change(spec) if i == index else spec for i, spec in enumerate(specs)]
+def verdict(engine: TinyEngine, specs: list[Spec], *, blind: bool = False) -> Verdict:
+    """Of a sync of such tensors; `blind`: the engine has no published checkpoint to look at."""
+    return check(engine.model, specs, published=None if blind else engine.specs)
+
+
+def each(engine: TinyEngine) -> Iterator[tuple[int, Spec]]:
+    """Of the tensors whose names differ in numbers only, the last, with its position."""
+    specs = enumerate(engine.specs)
+    yield from {re.sub(r"\d+", "*", spec[0]): (i, spec) for i, spec in specs}.values()
+
+
+def without(engine: TinyEngine, index: int) -> list[Spec]:
+    return engine.specs[:index] + engine.specs[index + 1 :]
+
+
+def changed(engine: TinyEngine, index: int, spec: Spec) -> list[Spec]:
+    return [*engine.specs[:index], spec, *engine.specs[index + 1 :]]
 
 
 def names_in(found: tuple[str, ...]) -> list[str]:
     return [text.split(" ")[0] for text in found]
 
 
-def test_a_verdict_is_remembered_with_its_tensors(engine: Engine) -> None:
+def test_a_verdict_is_remembered_with_its_tensors(engine: TinyEngine) -> None:
     for specs, text in ((engine.specs, ""), (engine.specs[:-1], "1 missing")):
-        engine.check(specs)
+        verdict(engine, specs)
         known = known_verdict([layout_of(specs)], engine.model)
         assert known is not None and text in known.text()
     assert known_verdict([layout_of(engine.specs)], engine.model) is None
 
 
-def test_a_tensor_that_is_left_out_is_missing(engine: Engine) -> None:
-    for i in engine.some:
-        verdict = engine.check(engine.specs[:i] + engine.specs[i + 1 :])
-        assert verdict == Verdict(missing=(engine.specs[i][0],))
+def test_a_tensor_that_is_left_out_is_missing(engine: TinyEngine) -> None:
+    """Without a published checkpoint, other layers tell what is."""
+    for i, (name, _, _) in each(engine):
+        assert verdict(engine, without(engine, i)) == Verdict(missing=(name,))
+        blind = verdict(engine, without(engine, i), blind=True)
+        assert blind.missing or blind.doubtful, name
+        if name.endswith("self_attn.o_proj.weight"):
+            assert len(blind.missing) == 1
 
 
-def test_a_tensor_under_another_name_is_unexpected_and_missing(engine: Engine) -> None:
-    for i in engine.some:
-        name, dtype, shape = engine.specs[i]
+def test_a_tensor_under_another_name_is_unexpected_and_missing(engine: TinyEngine) -> None:
+    for i, (name, dtype, shape) in each(engine):
         other = f"{name}_of_another_model"
-        verdict = engine.check(changed(engine.specs, i, lambda _: (other, dtype, shape)))  # noqa: B023
-        if not verdict.mismatched:  # some loaders refuse what they do not know
-            assert verdict.missing == (name,)
-        assert other in names_in(verdict.unexpected or verdict.mismatched), (name, verdict)
+        found = verdict(engine, changed(engine, i, (other, dtype, shape)))
+        if not found.mismatched:  # some loaders refuse what they do not know
+            assert found.missing == (name,)
+        assert other in names_in(found.unexpected or found.mismatched), (name, found)
 
 
-def test_a_tensor_of_another_size_is_mismatched(engine: Engine) -> None:
-    for blind in (False, True):
-        for i in engine.some:
-            doubled = changed(engine.specs, i, lambda s: (s[0], s[1], (2 * s[2][0], *s[2][1:])))
-            verdict = engine.check(doubled, blind=blind)
-            named = names_in(verdict.mismatched)
-            assert engine.specs[i][0] in named, verdict
-            assert len(named) <= MAX_SUSPECTS, verdict
-            assert not verdict.missing
-            assert not verdict.unexpected
+MISFITS: dict[str, Callable[[Spec], Spec]] = {
+    "twice its first size": lambda s: (s[0], s[1], (2 * s[2][0], *s[2][1:])),
+    "twice its last size": lambda s: (s[0], s[1], (*s[2][:-1], 2 * s[2][-1])),
+    "its last size less one": lambda s: (s[0], s[1], (*s[2][:-1], s[2][-1] - 1)),
+    "a last size of one": lambda s: (s[0], s[1], (*s[2][:-1], 1)),
+    "int32": lambda s: (s[0], torch.int32, s[2]),
+    "complex64": lambda s: (s[0], torch.complex64, s[2]),
+    "float8": lambda s: (s[0], torch.float8_e4m3fn, s[2]),
+}
 
 
-def test_a_tensor_with_another_last_dimension_is_mismatched(engine: Engine) -> None:
-    for i in engine.some:
-        for size in (lambda n: 2 * n, lambda n: n - 1, lambda n: 1):
-            cut = changed(
-                engine.specs,
-                i,
-                lambda s: (s[0], s[1], (*s[2][:-1], size(s[2][-1]))),  # noqa: B023
-            )
-            named = names_in(engine.check(cut).mismatched)
-            assert engine.specs[i][0] in named and len(named) <= MAX_SUSPECTS, cut[i]
+@pytest.mark.parametrize("misfit", MISFITS)
+def test_a_tensor_of_another_size_or_kind_is_mismatched(engine: TinyEngine, misfit: str) -> None:
+    for blind in (False, True) if misfit == "twice its first size" else (False,):
+        for i, spec in each(engine):
+            found = verdict(engine, changed(engine, i, MISFITS[misfit](spec)), blind=blind)
+            named = names_in(found.mismatched)
+            assert spec[0] in named and len(named) <= MAX_SUSPECTS, (spec, found)
+            if misfit == "twice its first size":
+                assert not found.missing and not found.unexpected
 
 
-def test_a_tensor_of_another_kind_of_number_is_mismatched(engine: Engine) -> None:
-    for i in engine.some:
-        for dtype in (torch.int32, torch.complex64, torch.float8_e4m3fn):
-            other = changed(engine.specs, i, lambda s: (s[0], dtype, s[2]))  # noqa: B023
-            named = names_in(engine.check(other).mismatched)
-            assert engine.specs[i][0] in named and len(named) <= MAX_SUSPECTS, other[i]
-    for dtype in (torch.float32, torch.float16):
-        assert engine.check([(name, dtype, shape) for name, _, shape in engine.specs]).fits
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_another_precision_fits(engine: TinyEngine, dtype: torch.dtype) -> None:
+    assert verdict(engine, [(name, dtype, shape) for name, _, shape in engine.specs]).fits
 
 
-def test_a_tied_head_may_come_under_both_names(engine: Engine) -> None:
+def test_a_tied_head_may_come_under_both_names(engine: TinyEngine) -> None:
     names = {name for name, _, _ in engine.specs}
     if "lm_head.weight" in names:
         pytest.skip("not tied")
     embedding = next(spec for spec in engine.specs if spec[0].endswith("embed_tokens.weight"))
-    assert engine.check([*engine.specs, ("lm_head.weight", *embedding[1:])]).fits
-
-
-def test_without_a_published_checkpoint_other_layers_tell_what_is_missing(engine: Engine) -> None:
-    for i in engine.some:
-        name = engine.specs[i][0]
-        verdict = engine.check(engine.specs[:i] + engine.specs[i + 1 :], blind=True)
-        assert verdict.missing or verdict.doubtful, name
-        if name.endswith("self_attn.o_proj.weight"):
-            assert len(verdict.missing) == 1
+    assert verdict(engine, [*engine.specs, ("lm_head.weight", *embedding[1:])]).fits

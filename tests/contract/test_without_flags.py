@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 import torch
 from aiohttp import web
-from hydra import compose, initialize_config_module
 from tiny_assets import make_assets
+
+from unit.composed_recipe import ROLLOUT, compose
 
 pytestmark = pytest.mark.e2e
 
@@ -34,27 +35,19 @@ def rollout(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any
 
     folder = tmp_path_factory.mktemp("plain")
     make_assets(folder)
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        config = compose(
-            "ppo_trainer",
-            overrides=[
-                "actor_rollout_ref.rollout.name=sglang",
-                "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
-                f"actor_rollout_ref.model.path={folder}/model",
-                "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=1",
-            ],
-        )
+    config = compose(
+        f"{ROLLOUT}.tensor_model_parallel_size=1",
+        f"actor_rollout_ref.model.path={folder}/model",
+        f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes=1",
+    )
     OmegaConf.resolve(config)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RANK", "0")
-        patch.setenv("RAY_LOCAL_WORLD_SIZE", "1")
-        patch.setenv("SGLANG_USE_CPU_ENGINE", "1")
+        for name, value in (("RANK", 0), ("RAY_LOCAL_WORLD_SIZE", 1), ("SGLANG_USE_CPU_ENGINE", 1)):
+            patch.setenv(name, str(value))
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
         ray.init(num_cpus=1, include_dashboard=False, logging_level="error")
-        yield (
-            omega_conf_to_dataclass(config.actor_rollout_ref.rollout),
-            omega_conf_to_dataclass(config.actor_rollout_ref.model),
-        )
+        actor = config.actor_rollout_ref
+        yield omega_conf_to_dataclass(actor.rollout), omega_conf_to_dataclass(actor.model)
         ray.shutdown()
         dist.destroy_process_group()
 
@@ -72,8 +65,9 @@ def requests_of(adapter_class: type[Any], rollout: tuple[Any, Any]) -> list[Requ
         seen.append((request.method, request.raw_path, headers, _readable(payload)))
         return web.json_response({"success": True, "message": "ok"})
 
-    @ray.remote
-    class Server:
+    class Server:  # not the module's: Ray's workers cannot import that
+        """In the place of verl's."""
+
         def __init__(self, port: int) -> None:
             self.port = port
             self.steps: list[int] = []
@@ -92,10 +86,9 @@ def requests_of(adapter_class: type[Any], rollout: tuple[Any, Any]) -> list[Requ
         app.router.add_route("*", "/{tail:.*}", record)
         runner = web.AppRunner(app)
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        port = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
-        actor = Server.options(name="sglang_server_0_0").remote(port)
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        server = ray.remote(Server).options(name="sglang_server_0_0")
+        actor = server.remote(runner.addresses[0][1])
         try:
             adapter = adapter_class(config=rollout[0], model_config=rollout[1], device_mesh=None)
             await adapter.resume(tags=["weights"])
@@ -149,20 +142,21 @@ def cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     set_sharing_strategy(before)
 
 
-def test_without_a_preset_the_requests_are_verls_own(
+def test_without_a_preset_the_requests_and_the_server_are_verls_own(
     rollout: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from verl.workers.engine import FSDPEngine
     from verl.workers.rollout.base import get_rollout_class
+    from verl.workers.rollout.replica import get_rollout_replica_class
     from verl.workers.rollout.sglang_rollout import sglang_rollout
+    from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer
 
     from verl_sglang_sync.verl.rollout import WeightSyncServerAdapter
 
     monkeypatch.setattr(sglang_rollout, "get_device_id", lambda: "cpu")
     assert get_rollout_class("sglang") is WeightSyncServerAdapter, "the plugin is installed"
     verls = requests_of(sglang_rollout.ServerAdapter, rollout)
-    ours = requests_of(WeightSyncServerAdapter, rollout)
-    assert ours == verls
+    assert requests_of(WeightSyncServerAdapter, rollout) == verls
     export = FSDPEngine.get_per_tensor_param
     assert export.__module__ == FSDPEngine.__module__, "verl's export is wrapped"
     assert not hasattr(export, "__wrapped__"), "verl's export is wrapped"
@@ -174,11 +168,5 @@ def test_without_a_preset_the_requests_are_verls_own(
         "/release_memory_occupation",
         "set_global_steps",
     ]
-
-
-def test_without_a_preset_the_server_is_verls_own(rollout: tuple[Any, Any]) -> None:
-    from verl.workers.rollout.replica import get_rollout_replica_class
-    from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer
-
-    replica = get_rollout_replica_class("sglang")(0, rollout[0], rollout[1], gpus_per_node=1)
+    replica = get_rollout_replica_class("sglang")(0, *rollout, gpus_per_node=1)
     assert replica.server_class.__ray_actor_class__ is SGLangHttpServer

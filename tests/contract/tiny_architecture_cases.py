@@ -11,7 +11,9 @@ from typing import Any
 
 from contract.tiny_architectures import Case
 
-_TEXT: dict[str, Any] = {
+Options = dict[str, Any]
+
+_TEXT: Options = {
     "vocab_size": 96,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -24,33 +26,58 @@ _TEXT: dict[str, Any] = {
     "eos_token_id": 2,
 }
 _HEAD = {"head_dim": 16}
-_MOE: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-_MLA: dict[str, Any] = {
+_TIED = {"tie_word_embeddings": True}
+_GPT = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128}
+_CONV = {"layer_types": ["conv", "full_attention"], "conv_L_cache": 3}
+_MAMBA = {"d_ssm": 64, "n_heads": 4, "d_head": 16, "d_state": 16, "n_groups": 1}
+_LINEAR: Options = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_num_key_heads_cpu": 2,
+    "linear_num_value_heads_cpu": 4,
+    "linear_value_head_dim": 16,
+}
+_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_LOCAL_MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_ROUTED_MOE = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_LLAMA4_MOE: Options = {
+    "num_local_experts": 4,
+    "num_experts_per_tok": 1,
+    "interleave_moe_layer_step": 1,
+    "intermediate_size_mlp": 96,
+    "head_dim": 16,
+}
+_YARN: Options = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 2.0,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "original_max_position_embeddings": 64,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+_MLA: Options = {
     "kv_lora_rank": 16,
     "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 8,
     "v_head_dim": 16,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_shared_experts": 1,
-    "moe_intermediate_size": 32,
-    "first_k_dense_replace": 1,
     "num_key_value_heads": 4,
+    "rope_parameters": _YARN,
+    "first_k_dense_replace": 1,
+    **_ROUTED_MOE,
+    "n_shared_experts": 1,
     "n_group": 2,
     "topk_group": 1,
     "moe_layer_freq": 1,
-    "rope_parameters": {
-        "rope_type": "yarn",
-        "rope_theta": 10000.0,
-        "factor": 2.0,
-        "original_max_position_embeddings": 64,
-        "beta_fast": 32,
-        "beta_slow": 1,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-    },
 }
-_QWEN_VISION = {
+_MROPE = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0}
+_ROPE = {"rope_parameters": _MROPE}
+_PARTIAL_ROPE = {"rope_parameters": {**_MROPE, "partial_rotary_factor": 1.0}}
+_QWEN_VISION: Options = {
     "depth": 2,
     "embed_dim": 32,
     "hidden_size": 64,
@@ -62,292 +89,169 @@ _QWEN_VISION = {
     "in_channels": 3,
     "in_chans": 3,
 }
-_QWEN25_VISION = {
+_SMALL_VISION: Options = {
     "depth": 2,
     "hidden_size": 32,
     "intermediate_size": 64,
     "num_heads": 2,
     "out_hidden_size": 64,
-    "patch_size": 14,
     "spatial_merge_size": 2,
+}
+_QWEN25_VISION = {
+    **_SMALL_VISION,
+    "patch_size": 14,
     "window_size": 56,
     "fullatt_block_indexes": [1],
 }
-_QWEN3_VISION = {
-    "depth": 2,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_heads": 2,
-    "out_hidden_size": 64,
+_QWEN3_VISION: Options = {
+    **_SMALL_VISION,
     "patch_size": 16,
-    "spatial_merge_size": 2,
     "num_position_embeddings": 16,
     "deepstack_visual_indexes": [0],
 }
-_SIGLIP = {
+_GLM_VISION = {**_QWEN25_VISION, "image_size": 56}
+_TRANSFORMER: Options = {
     "hidden_size": 32,
     "intermediate_size": 64,
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
-    "image_size": 56,
-    "patch_size": 14,
 }
-_MROPE = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0}
-
+_SIGLIP = {**_TRANSFORMER, "image_size": 56, "patch_size": 14}
+_MLLAMA_VISION: Options = {
+    **_SIGLIP,
+    "attention_heads": 2,
+    "num_global_layers": 1,
+    "vision_output_dim": 64,
+    "intermediate_layers_indices": [0],
+    "max_num_tiles": 2,
+    "supported_aspect_ratios": [[1, 1], [1, 2]],
+}
+_LLAMA4_VISION: Options = {
+    **_SIGLIP,
+    "vision_output_dim": 64,
+    "projector_input_dim": 64,
+    "projector_output_dim": 64,
+}
 
 _CASE_FIELDS = ("attention_backend", "renamed", "transposed", "architecture")
 
 
-def _case(name: str, config: str, model: str, options: dict[str, Any], **parts: Any) -> Case:
+def _case(name: str, stem: str, kind: str, options: Options, **parts: Any) -> Case:
     special = {key: options.pop(key) for key in _CASE_FIELDS if key in options}
+    config = options.pop("config", f"{stem}Config")
+    model = options.pop("model", f"{stem}For{kind}")
     return Case(name, config, model, options, **parts, **special)
 
 
-def _text(name: str, config: str, model: str, **options: Any) -> Case:
-    return _case(name, config, model, {**_TEXT, **options})
+def _text(name: str, stem: str, *groups: Options, **options: Any) -> Case:
+    """A language model of transformers' classes `<stem>Config` and `<stem>ForCausalLM`."""
+    merged: Options = {**_TEXT}
+    for group in (*groups, options):
+        merged |= group
+    return _case(name, stem, "CausalLM", merged)
 
 
-def _vision(
-    name: str, config: str, model: str, text: dict[str, Any], vision: dict[str, Any], **options: Any
-) -> Case:
-    return _case(name, config, model, options, text={**_TEXT, **text}, vision=vision)
+def _vision(name: str, stem: str, text: Options, vision: Options, **options: Any) -> Case:
+    """A model that sees; `text` and `vision` are what its two parts have of their own."""
+    parts = {"text": {**_TEXT, **text}, "vision": vision}
+    return _case(name, stem, "ConditionalGeneration", options, **parts)
 
 
 CASES: tuple[Case, ...] = (
-    _text("llama", "LlamaConfig", "LlamaForCausalLM"),
-    _text("llama-tied", "LlamaConfig", "LlamaForCausalLM", tie_word_embeddings=True),
-    _text("mistral", "MistralConfig", "MistralForCausalLM", **_HEAD),
-    _text("qwen2", "Qwen2Config", "Qwen2ForCausalLM"),
-    _text("qwen2-tied", "Qwen2Config", "Qwen2ForCausalLM", tie_word_embeddings=True),
-    _text("qwen3", "Qwen3Config", "Qwen3ForCausalLM", **_HEAD),
-    _text("qwen3-tied", "Qwen3Config", "Qwen3ForCausalLM", tie_word_embeddings=True, **_HEAD),
-    _text("gemma", "GemmaConfig", "GemmaForCausalLM", **_HEAD),
-    _text("gemma2", "Gemma2Config", "Gemma2ForCausalLM", hidden_act="gelu_pytorch_tanh", **_HEAD),
-    _text("gemma3-text", "Gemma3TextConfig", "Gemma3ForCausalLM", **_HEAD),
-    _text("phi", "PhiConfig", "PhiForCausalLM"),
-    _text("phi3", "Phi3Config", "Phi3ForCausalLM"),
-    _text("granite", "GraniteConfig", "GraniteForCausalLM"),
-    _text("olmo", "OlmoConfig", "OlmoForCausalLM"),
-    _text("olmo2", "Olmo2Config", "Olmo2ForCausalLM"),
-    _text("cohere", "CohereConfig", "CohereForCausalLM"),
-    _text("cohere2", "Cohere2Config", "Cohere2ForCausalLM"),
-    _text("stablelm", "StableLmConfig", "StableLmForCausalLM"),
-    _text("starcoder2", "Starcoder2Config", "Starcoder2ForCausalLM"),
-    _text("glm4", "Glm4Config", "Glm4ForCausalLM", **_HEAD),
-    _text("apertus", "ApertusConfig", "ApertusForCausalLM"),
-    _text("arcee", "ArceeConfig", "ArceeForCausalLM"),
-    _text("ernie4_5", "Ernie4_5Config", "Ernie4_5ForCausalLM"),
-    _text(
-        "hunyuan-dense",
-        "HunYuanDenseV1Config",
-        "HunYuanDenseV1ForCausalLM",
-        use_qk_norm=True,
-        **_HEAD,
-    ),
-    _text("seed-oss", "SeedOssConfig", "SeedOssForCausalLM", **_HEAD),
-    _text("gpt2", "GPT2Config", "GPT2LMHeadModel", n_embd=64, n_layer=2, n_head=4, n_positions=128),
-    _text(
-        "gpt-bigcode",
-        "GPTBigCodeConfig",
-        "GPTBigCodeForCausalLM",
-        n_embd=64,
-        n_layer=2,
-        n_head=4,
-        n_positions=128,
-    ),
-    _text("gptj", "GPTJConfig", "GPTJForCausalLM", n_embd=64, n_layer=2, n_head=4, rotary_dim=8),
-    _text("opt", "OPTConfig", "OPTForCausalLM", ffn_dim=96, word_embed_proj_dim=64),
-    _text("persimmon", "PersimmonConfig", "PersimmonForCausalLM"),
-    _text(
-        "lfm2",
-        "Lfm2Config",
-        "Lfm2ForCausalLM",
-        layer_types=["conv", "full_attention"],
-        conv_L_cache=3,
-    ),
-    _text(
-        "falcon-h1",
-        "FalconH1Config",
-        "FalconH1ForCausalLM",
-        mamba_d_ssm=64,
-        mamba_n_heads=4,
-        mamba_d_head=16,
-        mamba_d_state=16,
-        mamba_n_groups=1,
-        **_HEAD,
-    ),
-    _text(
-        "qwen2-moe",
-        "Qwen2MoeConfig",
-        "Qwen2MoeForCausalLM",
-        shared_expert_intermediate_size=32,
-        **_MOE,
-    ),
-    _text("qwen3-moe", "Qwen3MoeConfig", "Qwen3MoeForCausalLM", **_MOE, **_HEAD),
-    _text(
-        "qwen3-next",
-        "Qwen3NextConfig",
-        "Qwen3NextForCausalLM",
-        shared_expert_intermediate_size=32,
-        layer_types=["linear_attention", "full_attention"],
-        full_attention_interval=2,
-        linear_num_key_heads_cpu=2,
-        linear_num_value_heads_cpu=4,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=16,
-        linear_value_head_dim=16,
-        **_MOE,
-        **_HEAD,
-    ),
-    _text(
-        "mixtral", "MixtralConfig", "MixtralForCausalLM", num_local_experts=4, num_experts_per_tok=2
-    ),
-    _text(
-        "olmoe",
-        "OlmoeConfig",
-        "OlmoeForCausalLM",
-        num_key_value_heads=4,
-        num_experts=4,
-        num_experts_per_tok=2,
-    ),
-    _text(
-        "phimoe",
-        "PhimoeConfig",
-        "PhimoeForCausalLM",
-        architecture="PhiMoEForCausalLM",
-        num_local_experts=4,
-        num_experts_per_tok=2,
-    ),
-    _text(
-        "granitemoe",
-        "GraniteMoeConfig",
-        "GraniteMoeForCausalLM",
-        num_local_experts=4,
-        num_experts_per_tok=2,
-    ),
+    _text("llama", "Llama"),
+    _text("llama-tied", "Llama", _TIED),
+    _text("mistral", "Mistral", _HEAD),
+    _text("qwen2", "Qwen2"),
+    _text("qwen2-tied", "Qwen2", _TIED),
+    _text("qwen3", "Qwen3", _HEAD),
+    _text("qwen3-tied", "Qwen3", _HEAD, _TIED),
+    _text("gemma", "Gemma", _HEAD),
+    _text("gemma2", "Gemma2", _HEAD, hidden_act="gelu_pytorch_tanh"),
+    _text("gemma3-text", "Gemma3", _HEAD, config="Gemma3TextConfig"),
+    _text("phi", "Phi"),
+    _text("phi3", "Phi3"),
+    _text("granite", "Granite"),
+    _text("olmo", "Olmo"),
+    _text("olmo2", "Olmo2"),
+    _text("cohere", "Cohere"),
+    _text("cohere2", "Cohere2"),
+    _text("stablelm", "StableLm"),
+    _text("starcoder2", "Starcoder2"),
+    _text("glm4", "Glm4", _HEAD),
+    _text("apertus", "Apertus"),
+    _text("arcee", "Arcee"),
+    _text("ernie4_5", "Ernie4_5"),
+    _text("hunyuan-dense", "HunYuanDenseV1", _HEAD, use_qk_norm=True),
+    _text("seed-oss", "SeedOss", _HEAD),
+    _text("gpt2", "GPT2", _GPT, model="GPT2LMHeadModel"),
+    _text("gpt-bigcode", "GPTBigCode", _GPT),
+    _text("gptj", "GPTJ", n_embd=64, n_layer=2, n_head=4, rotary_dim=8),
+    _text("opt", "OPT", ffn_dim=96, word_embed_proj_dim=64),
+    _text("persimmon", "Persimmon"),
+    _text("lfm2", "Lfm2", _CONV),
+    _text("falcon-h1", "FalconH1", _HEAD, {f"mamba_{key}": value for key, value in _MAMBA.items()}),
+    _text("qwen2-moe", "Qwen2Moe", _MOE, shared_expert_intermediate_size=32),
+    _text("qwen3-moe", "Qwen3Moe", _MOE, _HEAD),
+    _text("qwen3-next", "Qwen3Next", _MOE, _HEAD, _LINEAR, shared_expert_intermediate_size=32),
+    _text("mixtral", "Mixtral", _LOCAL_MOE),
+    _text("olmoe", "Olmoe", num_experts=4, num_experts_per_tok=2, num_key_value_heads=4),
+    _text("phimoe", "Phimoe", _LOCAL_MOE, architecture="PhiMoEForCausalLM"),
+    _text("granitemoe", "GraniteMoe", _LOCAL_MOE),
     _text(
         "gpt-oss",
-        "GptOssConfig",
-        "GptOssForCausalLM",
+        "GptOss",
+        _LOCAL_MOE,
+        _HEAD,
+        {"intermediate_size": 64, "swiglu_limit": 7.0},
         attention_backend="triton",
-        swiglu_limit=7.0,
         transposed=r"experts\.gate_up_proj$",
-        intermediate_size=64,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        **_HEAD,
     ),
     _text(
         "glm4-moe",
-        "Glm4MoeConfig",
-        "Glm4MoeForCausalLM",
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        n_shared_experts=1,
-        moe_intermediate_size=32,
+        "Glm4Moe",
+        _ROUTED_MOE,
+        _HEAD,
+        {"n_shared_experts": 1},
         first_k_dense_replace=1,
         n_group=1,
         topk_group=1,
-        **_HEAD,
     ),
     _text(
         "ernie4_5-moe",
-        "Ernie4_5_MoeConfig",
-        "Ernie4_5_MoeForCausalLM",
-        moe_num_experts=4,
-        moe_k=2,
+        "Ernie4_5_Moe",
+        {"moe_num_experts": 4, "moe_k": 2},
         moe_intermediate_size=32,
         moe_layer_start_index=1,
     ),
     _text(
         "minimax-m2",
-        "MiniMaxM2Config",
-        "MiniMaxM2ForCausalLM",
+        "MiniMaxM2",
+        _LOCAL_MOE,
+        _HEAD,
         scoring_func="sigmoid",
         use_qk_norm=True,
         rotary_dim=8,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        **_HEAD,
     ),
-    _text(
-        "afmoe",
-        "AfmoeConfig",
-        "AfmoeForCausalLM",
-        num_dense_layers=1,
-        num_shared_experts=1,
-        **_MOE,
-        **_HEAD,
-    ),
-    _text(
-        "lfm2-moe",
-        "Lfm2MoeConfig",
-        "Lfm2MoeForCausalLM",
-        layer_types=["conv", "full_attention"],
-        num_dense_layers=1,
-        conv_L_cache=3,
-        **_MOE,
-    ),
-    _text(
-        "deepseek-v2-lite",
-        "DeepseekV2Config",
-        "DeepseekV2ForCausalLM",
-        **{**_MLA, "q_lora_rank": None},
-    ),
-    _text("deepseek-v2", "DeepseekV2Config", "DeepseekV2ForCausalLM", q_lora_rank=24, **_MLA),
-    _text(
-        "deepseek-v3",
-        "DeepseekV3Config",
-        "DeepseekV3ForCausalLM",
-        q_lora_rank=24,
-        topk_method="noaux_tc",
-        **_MLA,
-    ),
-    _text("glm4-moe-lite", "Glm4MoeLiteConfig", "Glm4MoeLiteForCausalLM", q_lora_rank=24, **_MLA),
-    _text(
-        "llama4-text",
-        "Llama4TextConfig",
-        "Llama4ForCausalLM",
-        num_local_experts=4,
-        num_experts_per_tok=1,
-        intermediate_size_mlp=96,
-        interleave_moe_layer_step=1,
-        **_HEAD,
-    ),
-    _vision(
-        "qwen2-vl",
-        "Qwen2VLConfig",
-        "Qwen2VLForConditionalGeneration",
-        {"rope_parameters": _MROPE},
-        _QWEN_VISION,
-    ),
-    _vision(
-        "qwen2_5-vl",
-        "Qwen2_5_VLConfig",
-        "Qwen2_5_VLForConditionalGeneration",
-        {"rope_parameters": _MROPE},
-        _QWEN25_VISION,
-    ),
-    _vision(
-        "qwen3-vl",
-        "Qwen3VLConfig",
-        "Qwen3VLForConditionalGeneration",
-        {"rope_parameters": _MROPE, **_HEAD},
-        _QWEN3_VISION,
-    ),
+    _text("afmoe", "Afmoe", _MOE, _HEAD, num_dense_layers=1, num_shared_experts=1),
+    _text("lfm2-moe", "Lfm2Moe", _MOE, _CONV, num_dense_layers=1),
+    _text("deepseek-v2-lite", "DeepseekV2", _MLA, q_lora_rank=None),
+    _text("deepseek-v2", "DeepseekV2", _MLA, q_lora_rank=24),
+    _text("deepseek-v3", "DeepseekV3", _MLA, q_lora_rank=24, topk_method="noaux_tc"),
+    _text("glm4-moe-lite", "Glm4MoeLite", _MLA, q_lora_rank=24),
+    _text("llama4-text", "Llama4", _LLAMA4_MOE, config="Llama4TextConfig"),
+    _vision("qwen2-vl", "Qwen2VL", _ROPE, _QWEN_VISION),
+    _vision("qwen2_5-vl", "Qwen2_5_VL", _ROPE, _QWEN25_VISION),
+    _vision("qwen3-vl", "Qwen3VL", {**_ROPE, **_HEAD}, _QWEN3_VISION),
     _vision(
         "qwen3-vl-moe",
-        "Qwen3VLMoeConfig",
-        "Qwen3VLMoeForConditionalGeneration",
-        {"rope_parameters": _MROPE, **_MOE, **_HEAD},
+        "Qwen3VLMoe",
+        {**_ROPE, **_MOE, **_HEAD},
         _QWEN3_VISION,
         transposed=r"experts\.(gate_up|down)_proj$",
     ),
     _vision(
         "gemma3",
-        "Gemma3Config",
-        "Gemma3ForConditionalGeneration",
+        "Gemma3",
         _HEAD,
         {**_SIGLIP, "vision_use_head": False},
         mm_tokens_per_image=4,
@@ -355,175 +259,91 @@ CASES: tuple[Case, ...] = (
     ),
     _vision(
         "llava",
-        "LlavaConfig",
-        "LlavaForConditionalGeneration",
+        "Llava",
         {"model_type": "llama"},
         {"model_type": "clip_vision_model", "projection_dim": 32, **_SIGLIP},
     ),
-    _vision(
-        "glm4v",
-        "Glm4vConfig",
-        "Glm4vForConditionalGeneration",
-        {"rope_parameters": _MROPE},
-        {**_QWEN25_VISION, "image_size": 56},
-    ),
+    _vision("glm4v", "Glm4v", _ROPE, _GLM_VISION),
     _vision(
         "mistral3",
-        "Mistral3Config",
-        "Mistral3ForConditionalGeneration",
+        "Mistral3",
         {"model_type": "mistral", **_HEAD},
         {"model_type": "pixtral", **_SIGLIP, "head_dim": 16},
     ),
-    _vision(
-        "idefics2",
-        "Idefics2Config",
-        "Idefics2ForConditionalGeneration",
-        {"model_type": "mistral", **_HEAD},
-        _SIGLIP,
-    ),
-    _vision(
-        "mllama",
-        "MllamaConfig",
-        "MllamaForConditionalGeneration",
-        {"cross_attention_layers": [1]},
-        {
-            **_SIGLIP,
-            "attention_heads": 2,
-            "num_global_layers": 1,
-            "intermediate_layers_indices": [0],
-            "vision_output_dim": 64,
-            "max_num_tiles": 2,
-            "supported_aspect_ratios": [[1, 1], [1, 2]],
-        },
-    ),
+    _vision("idefics2", "Idefics2", {"model_type": "mistral", **_HEAD}, _SIGLIP),
+    _vision("mllama", "Mllama", {"cross_attention_layers": [1]}, _MLLAMA_VISION),
     _vision(
         "llama4",
-        "Llama4Config",
-        "Llama4ForConditionalGeneration",
-        {
-            "num_local_experts": 4,
-            "num_experts_per_tok": 1,
-            "intermediate_size_mlp": 96,
-            "interleave_moe_layer_step": 1,
-            "original_total_num_kv_heads": 2,
-            "original_num_attention_heads": 4,
-            **_HEAD,
-        },
-        {**_SIGLIP, "vision_output_dim": 64, "projector_input_dim": 64, "projector_output_dim": 64},
+        "Llama4",
+        {**_LLAMA4_MOE, "original_total_num_kv_heads": 2, "original_num_attention_heads": 4},
+        _LLAMA4_VISION,
     ),
     _text(
         "glm-moe-dsa",
-        "GlmMoeDsaConfig",
-        "GlmMoeDsaForCausalLM",
+        "GlmMoeDsa",
+        _MLA,
         q_lora_rank=24,
         index_n_heads=2,
         index_head_dim=16,
         index_topk=8,
-        **_MLA,
     ),
     _text(
         "gemma4-text",
-        "Gemma4TextConfig",
-        "Gemma4ForCausalLM",
-        attention_backend="triton",
+        "Gemma4",
+        _HEAD,
+        {"config": "Gemma4TextConfig"},
         hidden_size_per_layer_input=8,
         vocab_size_per_layer_input=96,
         num_kv_shared_layers=0,
         global_head_dim=16,
-        **_HEAD,
+        attention_backend="triton",
     ),
     _text(
         "gemma3n-text",
-        "Gemma3nTextConfig",
-        "Gemma3nForCausalLM",
-        vocab_size_per_layer_input=96,
+        "Gemma3n",
+        _HEAD,
+        {"config": "Gemma3nTextConfig", "laurel_rank": 8},
         hidden_size_per_layer_input=8,
-        laurel_rank=8,
+        vocab_size_per_layer_input=96,
         num_kv_shared_layers=0,
         layer_types=["sliding_attention", "full_attention"],
-        **_HEAD,
     ),
-    _text("nemotron-h", "NemotronHConfig", "NemotronHForCausalLM", **_HEAD),
-    _text(
-        "solar-open",
-        "SolarOpenConfig",
-        "SolarOpenForCausalLM",
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=32,
-        n_shared_experts=1,
-        **_HEAD,
-    ),
-    _vision(
-        "qwen3_5",
-        "Qwen3_5Config",
-        "Qwen3_5ForConditionalGeneration",
-        {
-            "rope_parameters": {**_MROPE, "partial_rotary_factor": 1.0},
-            "layer_types": ["linear_attention", "full_attention"],
-            "full_attention_interval": 2,
-            "linear_num_key_heads_cpu": 2,
-            "linear_num_value_heads_cpu": 4,
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-            "linear_key_head_dim": 16,
-            "linear_value_head_dim": 16,
-            **_HEAD,
-        },
-        {**_QWEN3_VISION},
-    ),
+    _text("nemotron-h", "NemotronH", _HEAD),
+    _text("solar-open", "SolarOpen", _ROUTED_MOE, _HEAD, n_shared_experts=1),
+    _vision("qwen3_5", "Qwen3_5", {**_PARTIAL_ROPE, **_LINEAR, **_HEAD}, _QWEN3_VISION),
     _vision(
         "glm4v-moe",
-        "Glm4vMoeConfig",
-        "Glm4vMoeForConditionalGeneration",
+        "Glm4vMoe",
         {
-            "rope_parameters": {**_MROPE, "partial_rotary_factor": 1.0},
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-            "n_shared_experts": 1,
-            "moe_intermediate_size": 32,
-            "first_k_dense_replace": 1,
+            **_PARTIAL_ROPE,
+            **_ROUTED_MOE,
             **_HEAD,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
         },
-        {**_QWEN25_VISION, "image_size": 56},
+        _GLM_VISION,
     ),
     _vision(
         "gemma4",
-        "Gemma4Config",
-        "Gemma4ForConditionalGeneration",
+        "Gemma4",
         {"vocab_size_per_layer_input": 96, "hidden_size_per_layer_input": 8, **_HEAD},
-        {
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 2,
-            "head_dim": 16,
-        },
+        {**_TRANSFORMER, "num_key_value_heads": 2, "head_dim": 16},
         attention_backend="triton",
         audio_config=None,
     ),
     _vision(
         "internvl",
-        "InternVLConfig",
-        "InternVLForConditionalGeneration",
+        "InternVL",
         {"model_type": "qwen2"},
         {**_SIGLIP, "image_size": [56, 56], "patch_size": [14, 14]},
     ),
     _vision(
         "lfm2-vl",
-        "Lfm2VlConfig",
-        "Lfm2VlForConditionalGeneration",
-        {"layer_types": ["conv", "full_attention"], "conv_L_cache": 3, "model_type": "lfm2"},
+        "Lfm2Vl",
+        {**_CONV, "model_type": "lfm2"},
         {"model_type": "siglip2_vision_model", **_SIGLIP, "num_patches": 16},
     ),
-    _vision(
-        "paddleocr-vl",
-        "PaddleOCRVLConfig",
-        "PaddleOCRVLForConditionalGeneration",
-        {"rope_parameters": _MROPE, **_HEAD},
-        _SIGLIP,
-    ),
+    _vision("paddleocr-vl", "PaddleOCRVL", {**_ROPE, **_HEAD}, _SIGLIP),
 )
 
 

@@ -17,9 +17,8 @@ import pytest
 from tiny_assets import make_assets
 
 from support.broadcast_steps import PLAN, broadcast_syncs, syncs_and_faults
-from support.engine_hash import HASH_LOADER
 from support.sglang_server import Server, loopback, sglang_server
-from support.trainer import Outcome, Step, run_trainer
+from support.trainer import Step, results_of, run_trainer
 from verl_sglang_sync.engine.server_client import SGLangServerClient, operations
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -32,18 +31,11 @@ class Engines:
     servers: tuple[Server, Server]
     folder: Path
 
-    @property
-    def targets(self) -> list[list[Any]]:
-        return [[server.url, tp] for server, tp in zip(self.servers, (1, 2), strict=True)]
-
-    @property
-    def arguments(self) -> tuple[str, str, list[list[Any]]]:
-        return str(self.folder / "model"), str(self.folder), self.targets
-
-    def run(self, step: Step, *args: Any, world_size: int) -> list[Outcome]:
-        """Run trainer ranks; their group is the trainer's own, the replicas are in `args`."""
+    def run(self, step: Step, *args: Any, world_size: int) -> list[dict[str, Any]]:
+        """Run trainer ranks, whose group is their own; their results."""
+        targets = [[server.url, tp] for server, tp in zip(self.servers, (1, 2), strict=True)]
         urls = [self.servers[0].url] * world_size
-        return run_trainer(step, self.folder, *args, urls=urls, tp=1)
+        return results_of(run_trainer(step, self.folder, targets, *args, urls=urls))
 
 
 @pytest.fixture(scope="module")
@@ -51,41 +43,24 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
     folder = tmp_path_factory.mktemp("broadcast")
     make_assets(folder, architecture="qwen3_moe")
     with ExitStack() as stack:
-        one, two = (
-            stack.enter_context(
-                sglang_server(
-                    folder / "model",
-                    _subfolder(folder, tp),
-                    tp=tp,
-                    loaders=(HASH_LOADER,),
-                    host=host,
-                )
-            )
-            for tp, host in ((1, loopback()), (2, "127.0.0.1"))
-        )
-        yield Engines((one, two), folder)
-
-
-def _subfolder(folder: Path, tp: int) -> Path:
-    made = folder / f"tp{tp}"
-    made.mkdir()
-    return made
+        servers = []
+        for tp, host in ((1, loopback()), (2, "127.0.0.1")):
+            own = folder / f"tp{tp}"
+            own.mkdir()
+            server = sglang_server(folder / "model", own, tp=tp, host=host)
+            servers.append(stack.enter_context(server))
+        yield Engines((servers[0], servers[1]), folder)
 
 
 @pytest.fixture(scope="module")
-def two_ranks(engines: Engines) -> list[Outcome]:
+def two_ranks(engines: Engines) -> list[dict[str, Any]]:
     """What a trainer of two ranks saw; it ends with the death of the second server."""
-    check_syncs(engines, engines.run(broadcast_syncs, *engines.arguments, world_size=1))
-    pids = [engines.servers[1].process.pid]
-    outcomes = engines.run(syncs_and_faults, *engines.arguments, pids, world_size=2)
-    assert [outcome.error for outcome in outcomes] == [None, None]
-    return outcomes
+    check_syncs(engines.run(broadcast_syncs, world_size=1)[0])
+    return engines.run(syncs_and_faults, [engines.servers[1].process.pid], world_size=2)
 
 
-def check_syncs(engines: Engines, outcomes: list[Outcome]) -> None:
+def check_syncs(seen: dict[str, Any]) -> None:
     """Every sync of `PLAN` left the members with its weights and the others as they were."""
-    assert [outcome.error for outcome in outcomes] == [None] * len(outcomes)
-    seen = outcomes[0].result
     by_scale: dict[float, list[Any]] = {1.0: seen["reference"]}
     state = [1.0, 1.0]
     for (what, scale, _, members), sync in zip(PLAN, seen["syncs"], strict=True):
@@ -111,61 +86,59 @@ def check_syncs(engines: Engines, outcomes: list[Outcome]) -> None:
 
 
 def test_replicas_come_and_go_and_all_weights_arrive(
-    engines: Engines, two_ranks: list[Outcome]
+    engines: Engines, two_ranks: list[dict[str, Any]]
 ) -> None:
-    check_syncs(engines, [Outcome(o.result["syncs"], o.error) for o in two_ranks])
+    check_syncs(two_ranks[0]["syncs"])
     assert "buckets replayed, 0 loaded eagerly" in engines.servers[1].log.read_text()
 
 
 def test_a_fault_is_named_on_every_rank_and_the_next_sync_is_right(
-    two_ranks: list[Outcome],
+    two_ranks: list[dict[str, Any]],
 ) -> None:
-    seen = [outcome.result["faults"] for outcome in two_ranks]
-    reference = two_ranks[0].result["syncs"]["reference"]
+    seen = [result["faults"] for result in two_ranks]
+    reference = two_ranks[0]["syncs"]["reference"]
     for fault, text in (
         ("shape", "TP rank 0: Traceback"),
         ("manifest", "1 unexpected: "),
         ("cannot pack", "meta tensor"),
         ("other tensors on one rank", "the ranks exported different tensors"),
     ):
-        errors = {rank[fault]["error"] for rank in seen}
-        assert len(errors) == 1, errors
-        assert text in next(iter(errors))
+        (error,) = {rank[fault]["error"] for rank in seen}
+        assert text in error
         assert seen[0][fault]["seconds"] < 20
         assert seen[0][fault]["hashes"] == reference
 
 
 def test_what_others_send_with_the_trainers_group_is_refused_before_anything_is_received(
-    two_ranks: list[Outcome],
+    two_ranks: list[dict[str, Any]],
 ) -> None:
     """A receive that nobody meets would meet the next broadcast, and gloo ends the engine there. A
     group that an engine was told to leave is formed anew before anything is sent.
     """
-    seen = two_ranks[0].result["strangers"]
+    seen = two_ranks[0]["strangers"]
     assert "the same request has come before" in seen["answers"]["repeated"]
     assert "changed on its way" in seen["answers"]["changed"]
     assert "a group of verl-sglang-sync" in seen["answers"]["in sglang's format"]
     assert seen["num_formed"] == 2
-    assert seen["hashes"] == two_ranks[0].result["syncs"]["reference"]
+    assert seen["hashes"] == two_ranks[0]["syncs"]["reference"]
 
 
 def test_a_replica_that_does_not_join_is_named_and_the_others_leave_at_once(
-    engines: Engines, two_ranks: list[Outcome]
+    engines: Engines, two_ranks: list[dict[str, Any]]
 ) -> None:
-    seen = [outcome.result["refusal"] for outcome in two_ranks]
-    errors = {rank["refused"]["error"] for rank in seen}
-    assert len(errors) == 1, errors
+    seen = [result["refusal"] for result in two_ranks]
+    (error,) = {rank["refused"]["error"] for rank in seen}
     url = engines.servers[1].url
-    assert f"replica 1 ({url}) did not join the update group: {url}/init_" in next(iter(errors))
+    assert f"replica 1 ({url}) did not join the update group: {url}/init_" in error
     assert seen[0]["refused"]["seconds"] < 20
     for what in ("the other alone", "both again"):
         assert seen[0][what]["error"] == "no error"
         assert seen[0][what]["seconds"] < 20, "its ranks waited for the one that did not come"
-    assert seen[0]["hashes"] == two_ranks[0].result["syncs"]["reference"]
+    assert seen[0]["hashes"] == two_ranks[0]["syncs"]["reference"]
 
 
 def test_an_ipv6_server_is_told_updates_and_asked_for_its_state(
-    engines: Engines, two_ranks: list[Outcome]
+    engines: Engines, two_ranks: list[dict[str, Any]]
 ) -> None:
     """The first engine listens at ::1, and all that the other tests saw of it came from there."""
     url = engines.servers[0].url
@@ -179,10 +152,9 @@ def test_an_ipv6_server_is_told_updates_and_asked_for_its_state(
 
 
 def test_a_server_that_dies_mid_sync_is_named_in_time(
-    engines: Engines, two_ranks: list[Outcome]
+    engines: Engines, two_ranks: list[dict[str, Any]]
 ) -> None:
-    seen = [outcome.result["death"] for outcome in two_ranks]
-    errors = {rank["error"] for rank in seen}
-    assert len(errors) == 1, errors
-    assert engines.servers[1].url.removeprefix("http://") in next(iter(errors))
+    seen = [result["death"] for result in two_ranks]
+    (error,) = {rank["error"] for rank in seen}
+    assert engines.servers[1].url.removeprefix("http://") in error
     assert seen[0]["seconds"] < 25

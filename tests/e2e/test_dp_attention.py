@@ -8,12 +8,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tiny_assets import make_assets
 
-from support.engine_hash import HASH_LOADER
-from support.engine_steps import SCALES, syncs_in_a_row
-from support.sglang_server import sglang_server
-from support.trainer import run_trainer
+from support.engine_steps import syncs_in_a_row
+from support.served import served
+from support.sync_checks import check_syncs_in_a_row
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -24,35 +22,15 @@ NO_GENERATION = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false"}
 
 
 def test_every_scheduler_gets_the_weights(tmp_path: Path) -> None:
-    make_assets(tmp_path, architecture="qwen3_moe")
-    model = tmp_path / "model"
-    with sglang_server(
-        model,
-        tmp_path,
-        tp=TP,
-        loaders=(HASH_LOADER,),
-        extra=DP_ATTENTION,
-        variables=NO_GENERATION,
-    ) as server:
-        outcomes = run_trainer(
-            syncs_in_a_row, tmp_path, str(model), str(tmp_path), urls=[server.url], tp=TP
-        )
-        assert [outcome.error for outcome in outcomes] == [None] * TP
-        assert server.process.poll() is None
-    seen = outcomes[0].result
-    eager = [hashes for hashes, _ in seen["eager"]]
-    assert len(eager) == len(SCALES)
-    attention, experts = ("self_attn.qkv_proj.weight", "mlp.experts.w13_weight")
-    first, second = eager[0]
-    assert [name for name in first if name.endswith(attention) and first[name] == second[name]]
-    assert not [name for name in first if name.endswith(experts) and first[name] == second[name]]
-    ways = [*seen["compiled"], *seen["sharded"], *seen["pulled"]]
-    for way in [*ways, *seen["moved"]]:
-        assert [hashes for hashes, _ in way] == eager
-    for way in ways:
-        last = way[-1][1]
-        assert last["num_replayed"] == last["num_buckets"], last["eager_reason"]
+    options = {"extra": DP_ATTENTION, "variables": NO_GENERATION}
+    with served(tmp_path, tp=TP, architecture="qwen3_moe", **options) as engine:
+        seen = engine.run(syncs_in_a_row)[0]
+        assert engine.lives
+    check_syncs_in_a_row(seen, TP)
+    first, second = seen["eager"][0][0]
+    same = [name for name in first if first[name] == second[name]]
+    assert [name for name in same if name.endswith("self_attn.qkv_proj.weight")]
+    assert not [name for name in same if name.endswith("mlp.experts.w13_weight")]
     for way in seen["sharded"]:
         last = way[-1][1]
-        assert last["num_exchanged"] == last["num_buckets"]
         assert 0 < last["num_arranged"] < last["num_buckets"], "experts alone are sharded"

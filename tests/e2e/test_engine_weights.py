@@ -7,21 +7,30 @@ other weights B (the hash must change), and is synced back to A (the reference m
 from __future__ import annotations
 
 import json
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from functools import cached_property
 from typing import Any
 
 import pytest
 from tiny_assets import make_assets
 
-from support.engine_hash import HASH_LOADER
-from support.engine_steps import MODES, SCALES, exercise_engine, store_tied_head
-from support.manifest_steps import DOUBLED, LOST, STRANGE
-from support.session_steps import die_mid_session, faults_and_good_syncs, good_syncs
-from support.sglang_server import Server, sglang_server
-from support.trainer import Outcome, Step, run_trainer
+from support.engine_steps import (
+    LOST,
+    MODES,
+    SCALES,
+    STRANGE,
+    crash,
+    die_mid_session,
+    exercise_engine,
+    faults_and_good_syncs,
+    good_syncs,
+)
+from support.exports import NORM, store_tied_head
+from support.http_requests import get
+from support.served import Served, served
+from support.sync_checks import check_syncs_in_a_row
+from support.trainer import Outcome, results_of
 
 pytestmark = pytest.mark.e2e
 
@@ -30,28 +39,30 @@ pytestmark = pytest.mark.e2e
 class Case:
     """A served model and what its trainer ranks saw."""
 
-    server: Server
+    engine: Served
     outcomes: list[Outcome]
-    folder: Path
-    tp: int
 
-    def run(self, step: Step, *args: str) -> list[Outcome]:
-        """Run new trainer processes against the server."""
-        return run_trainer(step, self.folder, *args, urls=[self.server.url], tp=self.tp)
+    @property
+    def tp(self) -> int:
+        """Of the engine."""
+        return self.engine.tp
+
+    @cached_property
+    def results(self) -> list[dict[str, Any]]:
+        """By rank."""
+        return results_of(self.outcomes)
+
+    @property
+    def leader(self) -> dict[str, Any]:
+        """What the replica's leader saw."""
+        return self.results[0]
 
     def check_recovered(self, good: dict[str, Any]) -> None:
         """The engine lives, and what `good_syncs` saw is right and prompt."""
         assert good["hashes"] == self.leader["reference"]
         assert good["num_replayed"] > 0
         assert good["seconds"] < 20
-        assert self.server.process.poll() is None
-
-    @property
-    def leader(self) -> dict[str, Any]:
-        """What the replica's leader saw."""
-        assert [outcome.error for outcome in self.outcomes] == [None] * len(self.outcomes)
-        seen: dict[str, Any] = self.outcomes[0].result
-        return seen
+        assert self.engine.lives
 
 
 @pytest.fixture(
@@ -70,92 +81,58 @@ def case(
     architecture, tied, tp = request.param
     folder = tmp_path_factory.mktemp("engine")
     make_assets(folder, architecture=architecture, tied=tied)
-    model = folder / "model"
     if tied and architecture == "qwen3_moe":
-        store_tied_head(model)
-    with sglang_server(model, folder, tp=tp, loaders=(HASH_LOADER,)) as server:
-        outcomes = run_trainer(
-            exercise_engine, folder, str(model), str(folder), urls=[server.url], tp=tp
-        )
-        yield Case(server, outcomes, folder, tp)
+        store_tied_head(folder / "model")
+    with served(folder, tp=tp) as engine:
+        yield Case(engine, engine.attempt(exercise_engine))
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_sync_is_bit_exact(case: Case, mode: str) -> None:
+def test_sync_is_bit_exact_also_after_a_failed_one(case: Case, mode: str) -> None:
     reference, seen = case.leader["reference"], case.leader[mode]
     assert len(reference) == len(case.outcomes)
     for before, after in zip(reference, seen["changed"], strict=True):
         assert before.keys() == after.keys()
         assert not [name for name in before if before[name] == after[name]]
-    assert seen["restored"] == reference
+    assert seen["restored"] == seen["recovered"] == reference
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_failed_load_is_named_on_every_rank(case: Case, mode: str) -> None:
-    for outcome in case.outcomes:
-        failure = outcome.result[mode]["failure"]
-        assert failure.startswith("weight sync failed")
-        assert "rank 0: Traceback" in failure
-        assert "TP rank 0" in failure
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_the_sync_after_a_failed_one_is_right(case: Case, mode: str) -> None:
-    assert case.leader[mode]["recovered"] == case.leader["reference"]
-
-
-def the_error(case: Case, mode: str, what: str) -> str:
-    """That of one sync, the same on all ranks."""
-    errors = {str(outcome.result["manifest"][mode][what]) for outcome in case.outcomes}
-    assert len(errors) == 1, errors
-    return errors.pop()
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_tensor_that_the_loader_refuses_is_named(case: Case, mode: str) -> None:
-    assert f"load_weights failed at {DOUBLED} [128]: " in the_error(case, mode, "refused")
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_tensors_that_are_missing_or_dropped_are_named_and_not_published(
+def test_tensors_that_do_not_fit_are_named_on_every_rank_and_not_published(
     case: Case, mode: str
 ) -> None:
     """Also where they come again, or in an export that cannot be repeated."""
-    for what in ("dropped", "one shot", "less"):
-        error = the_error(case, mode, what)
-        assert "nothing is published: the weights do not fit the engine's model" in error
-        assert f"1 missing: {LOST}" in error
-        assert (f"1 unexpected: {STRANGE}" in error) == (what != "less")
-    assert "None" not in the_error(case, mode, "dropped")
-    assert the_error(case, mode, "good") == str([None] * 4)
-    assert case.leader["manifest"][mode]["hashes"] == case.leader["reference"]
+
+    def error(what: str) -> str:
+        (found,) = {str(result[mode][what]) for result in case.results}
+        return found
+
+    assert error("good") == str([None] * 5)
+    refused = error("refused")
+    assert refused.startswith("weight sync failed")
+    assert f"load_weights failed at {NORM} [128]: " in refused
+    assert "TP rank 0: Traceback" in refused
+    for what in ("dropped", "dropped again", "one shot", "less"):
+        assert "nothing is published: the weights do not fit the engine's model" in error(what)
+        assert f"1 missing: {LOST}" in error(what)
+        assert (f"1 unexpected: {STRANGE}" in error(what)) == (what != "less")
 
 
 def test_a_warning_lets_the_sync_go_on_and_is_logged_once(case: Case) -> None:
-    seen = [outcome.result["manifest"] for outcome in case.outcomes]
-    assert [rank["warned"] for rank in seen] == [[None, None]] * case.tp
-    assert [len(rank["said"]) for rank in seen] == [1] + [0] * (case.tp - 1)
-    assert f"1 missing: {LOST}" in seen[0]["said"][0]
+    assert [result["warned"] for result in case.results] == [[None, None]] * case.tp
+    assert [len(result["said"]) for result in case.results] == [1] + [0] * (case.tp - 1)
+    assert f"1 missing: {LOST}" in case.leader["said"][0]
 
 
 def test_the_engine_survived_and_reports_the_last_version(case: Case) -> None:
-    assert case.leader["repeated"] == "ok"
-    assert case.server.process.poll() is None
-    with urllib.request.urlopen(f"{case.server.url}/model_info", timeout=10) as reply:
-        assert json.loads(reply.read())["weight_version"] == str(SCALES[-1])
+    assert case.engine.lives
+    version = json.loads(get(case.engine.url, "model_info").text)["weight_version"]
+    assert version == str(SCALES[-1])
 
 
-def test_compiled_syncs_replay_what_the_eager_loader_does(case: Case) -> None:
-    syncs = case.leader["syncs"]
-    eager = [hashes for hashes, _ in syncs["eager"]]
-    assert len({json.dumps(hashes) for hashes in eager}) == len(SCALES)
-    for compiled in syncs["compiled"]:
-        assert [hashes for hashes, _ in compiled] == eager
-        reports = [report for _, report in compiled]
-        assert all(report["num_buckets"] > 2 for report in reports)
-        checked = sum("check" in (report["eager_reason"] or "") for report in reports[1:])
-        replayed = sum(report["num_replayed"] == report["num_buckets"] for report in reports[1:])
-        assert replayed == len(SCALES) - 1 - checked, reports
+def test_every_way_of_a_sync_leaves_what_the_eager_loader_does(case: Case) -> None:
+    for result in case.results:
+        check_syncs_in_a_row(result["syncs"], case.tp)
 
 
 def test_the_rechecks_come_when_they_are_due(case: Case) -> None:
@@ -166,113 +143,101 @@ def test_the_rechecks_come_when_they_are_due(case: Case) -> None:
 
 
 def test_a_rank_is_sent_what_it_reads(case: Case) -> None:
-    ordered, freed, rechecked = case.leader["syncs"]["compiled"]
-    for _, report in [ordered[0], freed[0], rechecked[0]]:
-        assert report["num_arranged"] == 0, "nothing is known before the first sync"
-        assert report["sent_bytes"] == report["payload_bytes"]
-    for _, report in [*ordered[1:], *freed[1:]]:
+    ordered, freed, rechecked = (
+        [report for _, report in syncs] for syncs in case.leader["syncs"]["compiled"]
+    )
+    assert all(report["num_buckets"] > 2 for report in (*ordered, *freed, *rechecked))
+    for first in (ordered[0], freed[0], rechecked[0]):
+        assert first["num_arranged"] == 0, "nothing is known before the first sync"
+        assert first["sent_bytes"] == first["payload_bytes"]
+    for report in (*ordered[1:], *freed[1:]):
         assert report["sent_bytes"] <= report["payload_bytes"]
         if case.tp > 1:
             assert report["num_arranged"] > 0.8 * report["num_buckets"]
             assert report["sent_bytes"] < 0.6 * report["payload_bytes"]
     if case.tp > 1:
-        arranged = [report["num_arranged"] > 0 for _, report in rechecked]
+        arranged = [report["num_arranged"] > 0 for report in rechecked]
         assert arranged == [False, True, False, True], "a check needs whole buckets"
-        staged = [report["staging_bytes"] for _, report in ordered]
-        assert staged[1] < staged[0]
+        assert ordered[1]["staging_bytes"] < ordered[0]["staging_bytes"]
 
 
 def test_sharded_trainers_exchange_what_the_engines_read(case: Case) -> None:
     """FSDP2's shards over two ranks to TP 2: no rank gathers a weight once that is proven."""
-    for outcome in case.outcomes:
-        syncs = outcome.result["syncs"]
-        if case.tp == 1:
-            assert syncs["sharded"] == []
-            continue
-        plain, rechecked = syncs["sharded"]
-        for rows in (plain, rechecked):
-            assert [hashes for hashes, _ in rows] == [hashes for hashes, _ in syncs["eager"]]
-        exchanged = [report["num_exchanged"] for _, report in plain]
-        assert exchanged == [0, *(report["num_buckets"] for _, report in plain[1:])]
-        for _, report in plain[1:]:
+    if case.tp == 1:
+        pytest.skip("a trainer of one rank has no shards")
+    for syncs in (result["syncs"] for result in case.results):
+        plain, rechecked = ([report for _, report in rows] for rows in syncs["sharded"])
+        assert plain[0]["num_exchanged"] == 0
+        for report in plain[1:]:
+            assert report["num_exchanged"] == report["num_buckets"]
             assert report["num_arranged"] > 0.8 * report["num_buckets"]
             assert report["sent_bytes"] < 0.6 * report["payload_bytes"]
             assert "export" not in report["seconds"], "nobody gathered"
             assert report["seconds"]["gather"] > 0
-        used = [report["num_exchanged"] > 0 for _, report in rechecked]
-        assert used == [False, True, False, True], "a check needs the full export"
-
-
-def test_an_exchange_after_a_failed_one_is_right(case: Case) -> None:
-    """The engine keeps its arrangements when a sync fails; the trainer has forgotten them."""
-    for outcome in case.outcomes:
-        syncs = outcome.result["syncs"]
-        for rows in syncs["exchanged after a failure"]:
-            assert [hashes for hashes, _ in rows] == [hashes for hashes, _ in syncs["eager"]]
-            used = [report["num_exchanged"] > 0 for _, report in rows]
-            assert used == [False, True, False, True], "what was prepared is forgotten"
+        failed = [report for _, report in syncs["exchanged after a failure"]]
+        for reports, why in (
+            (rechecked, "a check needs the full export"),
+            (failed, "what was prepared for a failed sync is forgotten"),
+        ):
+            used = [report["num_exchanged"] > 0 for report in reports]
+            assert used == [False, True, False, True], why
 
 
 def test_engines_pull_parameters_that_the_trainer_keeps(case: Case) -> None:
-    """Full tensors on every rank, or shards over all ranks, written anew before every sync."""
-    for outcome in case.outcomes:
-        syncs = outcome.result["syncs"]
-        eager = [hashes for hashes, _ in syncs["eager"]]
-        every, rechecked = [False, True, True, True], [False, True, False, True]
-        for rows, pulled in zip(syncs["pulled"], (every, rechecked) * 2, strict=True):
-            assert [hashes for hashes, _ in rows] == eager
+    """Full tensors on every rank, or shards over all ranks, written anew before every sync; one of
+    them elsewhere, after the engines were told to read where it had been, in `moved`.
+    """
+    every, rechecked = [False, True, True, True], [False, True, False, True]
+    for syncs in (result["syncs"] for result in case.results):
+        ways = (*syncs["pulled"], *syncs["moved"])
+        for rows, pulled in zip(ways, (every, rechecked) * 2 + (every,) * 2, strict=True):
             reports = [report for _, report in rows]
             assert [report["num_pulled"] > 0 for report in reports] == pulled
             for report in reports:
                 assert report["num_pulled"] in (0, report["num_buckets"])
                 assert report["num_tensors"] == reports[0]["num_tensors"]
                 assert report["payload_bytes"] == reports[0]["payload_bytes"]
+        for rows in syncs["pulled"]:
+            for report in (report for _, report in rows):
                 told = report["engine_seconds"]
                 assert told.keys() == {"waiting", "launching", "copying"}
                 assert min(told.values()) >= 0 < told["launching"] < 10
-            last = reports[-1]
+            last = rows[-1][1]
             assert last["num_replayed"] == last["num_buckets"]
             assert last["staging_bytes"] == 0
             assert "export" not in last["seconds"], "nobody gathered"
-
-
-def test_a_parameter_that_moved_is_noticed_before_the_commit(case: Case) -> None:
-    """On one rank alone, after the engines were told to read where it had been."""
-    for outcome in case.outcomes:
-        syncs = outcome.result["syncs"]
-        for moved in syncs["moved"]:
-            assert [hashes for hashes, _ in moved] == [hashes for hashes, _ in syncs["eager"]]
-            reports = [report for _, report in moved]
-            assert [report["num_pulled"] > 0 for report in reports] == [False, True, True, True]
-            assert [report["num_tensors"] for report in reports] == [reports[0]["num_tensors"]] * 4
-            assert reports[2]["seconds"]["confirm"] > 0
+        for rows in syncs["moved"]:
+            assert rows[2][1]["seconds"]["confirm"] > 0, "it is noticed before the commit"
 
 
 def test_the_engine_survives_trainers_that_die_mid_session(case: Case) -> None:
-    outcomes = case.run(die_mid_session, str(case.folder / "model"))
-    assert all(outcome.error is not None for outcome in outcomes)
-    outcomes = case.run(good_syncs, str(case.folder / "model"), str(case.folder))
-    assert [outcome.error for outcome in outcomes] == [None] * case.tp
-    case.check_recovered(outcomes[0].result)
-    assert "the trainer's process is gone" in case.server.log.read_text()
+    outcomes = case.engine.attempt(die_mid_session)
+    assert all("exited with 9" in str(outcome.error) for outcome in outcomes)
+    case.check_recovered(case.engine.run(good_syncs)[0])
+    assert "the trainer's process is gone" in case.engine.server.log.read_text()
+
+
+def test_a_rank_that_crashes_is_named_with_its_signal_and_traceback(case: Case) -> None:
+    for rank, outcome in enumerate(case.engine.attempt(crash)):
+        error = str(outcome.error)
+        assert error.startswith(f"rank {rank} was killed by SIGSEGV")
+        assert "Segmentation fault" in error and "in crash" in error
 
 
 def test_a_failure_is_raised_on_all_ranks_alike_and_the_next_sync_is_good(case: Case) -> None:
-    outcomes = case.run(faults_and_good_syncs, str(case.folder / "model"), str(case.folder))
-    assert [outcome.error for outcome in outcomes] == [None] * case.tp
-    for outcome in outcomes:
-        forged = outcome.result["arranged by something else"]
+    results = case.engine.run(faults_and_good_syncs)
+    for result in results:
+        forged = result["arranged by something else"]
         assert "bucket 0 came arranged by '0000" in forged["error"]
         assert "for this sync the engine holds" in forged["error"]
         before, then, failed, after = forged["num_arranged"]
         assert before == failed == 0, "the sync after a failed one is whole"
         assert (then > 0) == (after > 0) == (case.tp > 1 or then > 0)
-    assert outcomes[0].result["arranged by something else"]["hashes"] == case.leader["reference"]
+    assert results[0]["arranged by something else"]["hashes"] == case.leader["reference"]
     for name, expected in (
         ("a rank that cannot pack", (f"rank {case.tp - 1}: Traceback", "meta tensor")),
         ("a wrong token", ("weight sync failed", "wrong token")),
     ):
-        errors = {outcome.result[name]["error"] for outcome in outcomes}
-        assert len(errors) == 1, errors
-        assert all(text in next(iter(errors)) for text in expected)
-        case.check_recovered(outcomes[0].result[name]["good"])
+        (error,) = {result[name]["error"] for result in results}
+        assert all(text in error for text in expected)
+        case.check_recovered(results[0][name]["good"])

@@ -17,7 +17,6 @@ import pytest
 import torch
 from tiny_assets import make_assets
 
-from support.engine_hash import HASH_LOADER
 from support.engine_steps import MODES
 from support.megatron_steps import ALTERED, FACTORS, LOST, exercise_engine
 from support.megatron_trainer import ENVIRONMENT, Layout
@@ -119,9 +118,7 @@ def case(
         for replica in range(NUM_REPLICAS):
             own = folder / f"server{replica}"
             own.mkdir()
-            server = sglang_server(
-                model, own, tp=world.tp, loaders=(HASH_LOADER,), extra=("--dtype", "bfloat16")
-            )
+            server = sglang_server(model, own, tp=world.tp, extra=("--dtype", "bfloat16"))
             urls.append(stack.enter_context(server).url)
         outcomes = run_trainer(
             exercise_engine,

@@ -1,313 +1,355 @@
 """Whatever breaks off, stalls or lies: the engine serves exactly one published version, or nothing.
 
-Each test first brings the engine to a state of its own by good syncs, so that they can run in any
-order, or alone.
+The trainer has one rank, in this process. Each test first brings the engine to a state of its own
+by good syncs, so that they can run in any order, or alone.
 """
 
 from __future__ import annotations
 
+import base64
+import contextlib
 import json
 import os
 import re
-import shutil
 import signal
-import tempfile
+import socket
+import threading
 import time
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import psutil
 import pytest
-from tiny_assets import make_assets
+import zmq
 
 from sglang_loader.common.engine_settings import STALE_REQUESTS_VARIABLE
-from support.engine_hash import HASH_LOADER
-from support.engine_stop import STOP_LOADER
-from support.hostile_steps import (
-    DEAD_PEER_LIMIT_S,
-    EMBEDDING,
-    die_with_shared_memory,
-    forged_endpoints,
-    given_up_sync,
-    good_sync,
-    good_syncs_of,
-    growing_export,
-    live_on,
-    outlive_a_rank,
-    parts_after_a_broken_sync,
-    repeated_embeddings,
-    syncs_while_streaming,
-)
-from support.sglang_server import Server, sglang_server
-from support.trainer import Step, run_trainer
+from sglang_loader.common.session.messages import SESSION_FORMAT
+from support.engine_loaders import STOP_LOADER
+from support.exports import KeptExport, calling_at, doubled
+from support.http_requests import greedy, paused_generation, post, request, status_of_request
+from support.served import Served, served
+from support.sglang_server import free_port
+from support.trainer import LoneTrainer, NamedTensors, ask_engine, sync_error
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
-
-@dataclass(frozen=True)
-class Case:
-    """A served model; `hashes` are the engine's, by scale of the weights."""
-
-    server: Server
-    folder: Path
-    tp: int
-    hashes: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def model(self) -> str:
-        """The checkpoint."""
-        return str(self.folder / "model")
-
-    @property
-    def schedulers(self) -> list[int]:
-        """The engine's processes that load weights and compute, one for each TP rank."""
-        children = psutil.Process(self.server.process.pid).children(recursive=True)
-        found = [child.pid for child in children if "scheduler" in " ".join(child.cmdline())]
-        assert len(found) == self.tp, [child.cmdline() for child in children]
-        return found
-
-    def run(self, step: Step, *args: Any, **options: Any) -> list[Any]:
-        """Results of a step by rank, in new trainer processes."""
-        outcomes = run_trainer(
-            step, self.folder, *args, urls=[self.server.url], tp=self.tp, **options
-        )
-        assert [outcome.error for outcome in outcomes] == [None] * self.tp
-        return [outcome.result for outcome in outcomes]
-
-
-@pytest.fixture(scope="module")
-def case(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Case]:
-    """A real server; its parameter is the TP size and what it does with stale requests."""
-    tp, policy = request.param
-    folder = tmp_path_factory.mktemp("hostile")
-    make_assets(folder)
-    variables = {STALE_REQUESTS_VARIABLE: policy}
-    with sglang_server(
-        folder / "model", folder, tp=tp, loaders=LOADERS, variables=variables
-    ) as server:
-        yield Case(server, folder, tp)
-
-
-LOADERS = (HASH_LOADER, STOP_LOADER)
-
-refusing = pytest.mark.parametrize("case", [(1, "refuse 60")], indirect=True, ids=["refuse"])
-waiting = pytest.mark.parametrize("case", [(1, "wait 120")], indirect=True, ids=["wait"])
-two_ranks = pytest.mark.parametrize("case", [(2, "refuse 60")], indirect=True, ids=["tp2"])
-
-NUM_SYNCS = 10
 MARGIN_S = 6.0
 """For a machine that is busy, beyond each limit."""
 
-ENDPOINTS = (
-    "a TCP port that is closed",
-    "a TCP port",
-    "a name that is looked up",
-    "another process's socket",
-    "nobody in our folder",
-)
-IN_LOAD = True
-WAYS: dict[str, tuple[str, dict[str, Any], bool]] = {
-    "in place, without export": ("compiled", {}, not IN_LOAD),
-    "staged": ("compiled", {"recheck_every_n_syncs": 1, "read_in_place": False}, IN_LOAD),
-    "flattened": ("flattened", {}, IN_LOAD),
-}
-"""Mode, settings, where the engine stops. With the recheck every sync is loaded eagerly, too."""
+
+@pytest.fixture(scope="module")
+def engine(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
+    """A real server; its parameter is what it does with stale requests."""
+    options = {"loaders": (STOP_LOADER,), "variables": {STALE_REQUESTS_VARIABLE: request.param}}
+    with served(tmp_path_factory.mktemp("hostile"), **options) as engine:
+        yield engine
+
+
+@pytest.fixture
+def trainer(engine: Served) -> LoneTrainer:
+    """A new one for each test."""
+    return engine.trainer()
+
+
+refusing = pytest.mark.parametrize("engine", ["refuse 60"], indirect=True)
+waiting = pytest.mark.parametrize("engine", ["wait 120"], indirect=True)
+
+# The trainer gives up while the engine is stopped.
+
+GIVEN_UP_AFTER_S = 5.0
+"""Limit of a request, and of a session's silence, where the engine is stopped."""
+JOINS_WITHIN_S = 2.0
+"""In which an engine joins a session on a busy machine; less than `GIVEN_UP_AFTER_S`."""
+SETTLES_WITHIN_S = 5.0
+"""In which a continued engine works off what had been sent to it."""
+GARBAGE = 7.0
 
 
 @refusing
-@pytest.mark.parametrize("way", WAYS)
-def test_a_sync_that_its_trainer_has_given_up_is_never_published(case: Case, way: str) -> None:
-    """The scheduler stops when it has joined, or in its first load, and goes on when the trainer
-    has raised, and its tensors are garbage."""
-    pids = case.schedulers
+@pytest.mark.parametrize(
+    ("mode", "settings", "stops_in_load"),
+    [
+        ("compiled", {}, False),
+        ("compiled", {"recheck_every_n_syncs": 1, "read_in_place": False}, True),
+        ("flattened", {}, True),
+    ],
+    ids=("in place, without export", "staged, and loaded eagerly too", "flattened"),
+)
+def test_a_sync_that_its_trainer_has_given_up_is_never_published(
+    engine: Served,
+    trainer: LoneTrainer,
+    mode: str,
+    settings: dict[str, Any],
+    stops_in_load: bool,
+) -> None:
+    """The scheduler stops when it has joined, or in the model's `load_weights`, and goes on when
+    the trainer has raised, and its tensors are garbage."""
+    trainer.use_client(engine.url, timeout_s=GIVEN_UP_AFTER_S)
+    manager = trainer.manager(mode, timeout_s=GIVEN_UP_AFTER_S, bucket_bytes=1 << 20, **settings)
+    export, (pid,) = KeptExport(trainer.weights()), engine.schedulers
+    weights, hashes = export.reexport(), {}
+
+    def stop() -> None:
+        time.sleep(JOINS_WITHIN_S)
+        os.kill(pid, signal.SIGSTOP)
+
+    for scale in (0.5, 2.0, 1.0):
+        export.write(trainer.weights(scale))
+        assert sync_error(manager, weights, "good") is None
+        hashes[scale] = trainer.hashes()
+    export.write(trainer.weights(0.25))
+    if stops_in_load:
+        ask_engine(trainer, STOP_LOADER)
+    else:
+        export.before_reading = stop
     try:
-        [seen] = case.run(given_up_sync, case.model, str(case.folder), pids, *WAYS[way])
+        assert sync_error(manager, weights, "given up") is not None
+        assert psutil.Process(pid).status() == "stopped"
+        for tensor in export.state.values():
+            tensor.fill_(GARBAGE)
     finally:
-        for pid in pids:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGCONT)
-    assert set(seen["good"]) == {None}
-    assert seen["were stopped"] == [True]
-    assert seen["error"] is not None
-    then = seen["then"]
-    assert then["versions"] == ["good"], "what was given up was published"
-    if then["status"] != 503:
-        assert then["status"] == 200
-        assert then["hashes"] == seen["hashes"]["1.0"], "what is served was never published"
-    assert seen["next"] == {
-        "error": None,
-        "version": "next",
-        "status": 200,
-        "hashes": seen["hashes"]["0.5"],
-    }
+        os.kill(pid, signal.SIGCONT)
+    deadline = time.monotonic() + SETTLES_WITHIN_S
+    while time.monotonic() < deadline:
+        assert engine.version == "good", "what was given up was published"
+        time.sleep(0.1)
+    if (status := status_of_request(engine.url)) == 200:
+        assert trainer.hashes() == hashes[1.0], "what is served was never published"
+    else:
+        assert status == 503
+    export.write(trainer.weights(0.5))
+    assert sync_error(manager, weights, "next") is None
+    assert (engine.version, status_of_request(engine.url)) == ("next", 200)
+    assert trainer.hashes() == hashes[0.5]
+
+
+# Updates that are refused, and syncs while requests are streamed.
+
+NUM_SYNCS = 10
+STREAMED_TOKENS = 120
+STREAMS_START_WITHIN_S = 0.5
+PROMPTS = ("One", "It was a night of two moons", "def main():", "7 8 9 10 11 12 13 14 15 16 17 18")
 
 
 @waiting
 @pytest.mark.parametrize(("mode", "refusal"), [("flattened", "rubbish"), ("compiled", "running")])
 def test_after_a_refused_update_no_request_mixes_two_versions(
-    case: Case, mode: str, refusal: str
+    engine: Served, trainer: LoneTrainer, mode: str, refusal: str
 ) -> None:
     """Streams without a break while ten syncs come; what was refused has touched nothing."""
-    [seen] = case.run(syncs_while_streaming, case.model, mode, refusal, NUM_SYNCS)
-    half, whole = (seen["references"][scale] for scale in ("0.5", "1.0"))
+    manager, ask = trainer.manager(mode), partial(streamed_ids, engine.url)
+    weights = [trainer.weights(scale) for scale in (0.5, 1.0)]
+    references = []
+    for named in weights:
+        assert sync_error(manager, named) is None
+        references.append([ask(prompt) for prompt in PROMPTS])
+    half, whole = references
     assert all(a != b for a, b in zip(half, whole, strict=True))
-    assert seen["unsynced"] == whole, "greedy answers depend on what else runs"
-    assert set(seen["refused"]) == {400}
-    mixed = [ids for number, ids in seen["answers"] if ids not in (half[number], whole[number])]
-    assert not mixed, f"{len(mixed)} of {len(seen['answers'])} answers are of no version"
-    assert seen["errors"] == [None] * NUM_SYNCS
-    for reference in (half, whole):
-        assert any(ids == reference[number] for number, ids in seen["answers"])
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        together = list(pool.map(ask, PROMPTS))
+    assert together == whole, "greedy answers depend on what else runs"
+    if refusal == "running":
+        with paused_generation(engine.url, 300):  # for which no session can wait
+            error = sync_error(trainer.manager("compiled"), weights[1], "refused")
+        assert error is not None and "requests" in error, error
+    with streams(engine.url) as answers:
+        for i in range(NUM_SYNCS):
+            if refusal == "rubbish":
+                assert post_rubbish(engine.url) == 400
+            time.sleep(STREAMS_START_WITHIN_S)
+            assert sync_error(manager, weights[i % 2], f"{i}") is None
+    mixed = [ids for number, ids in answers if ids not in (half[number], whole[number])]
+    assert not mixed, f"{len(mixed)} of {len(answers)} answers are of no version"
+    for reference in references:
+        assert any(ids == reference[number] for number, ids in answers)
+
+
+def post_rubbish(url: str) -> int:
+    """A session that the engine refuses before it touches anything; the reply's status."""
+    rubbish = {"serialized_named_tensors": ["AAAA"], "load_format": SESSION_FORMAT}
+    return post(url, "update_weights_from_tensor", rubbish).status
+
+
+@contextlib.contextmanager
+def streams(url: str) -> Iterator[list[Any]]:
+    """One stream after the other for each prompt; `(prompt, token ids or what came instead)`."""
+    answers: list[Any] = []
+    is_over = threading.Event()
+
+    def run(number: int) -> None:
+        while not is_over.is_set():
+            answers.append((number, streamed_ids(url, PROMPTS[number])))
+
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        for number in range(len(PROMPTS)):
+            pool.submit(run, number)
+        try:
+            yield answers
+        finally:
+            is_over.set()
+
+
+def streamed_ids(url: str, prompt: str) -> list[int] | str:
+    """Greedy token ids of a streamed answer; a text that says what came instead."""
+    body = json.dumps(greedy(STREAMED_TOKENS, prompt, stream=True)).encode()
+    reply = request(f"{url}/generate", body, limit_s=180)
+    lines = [line for line in reply.text.split("\n") if line]
+    if reply.status != 200 or len(lines) < 2 or lines[-1] != "data: [DONE]":
+        return f"{reply.status}: a stream that ends with {lines[-1:]}"
+    ids: list[int] = json.loads(lines[-2].removeprefix("data: ")).get("output_ids", [])
+    return ids if len(ids) == STREAMED_TOKENS else f"{len(ids)} ids: {lines[-2]}"
+
+
+# Exports that break off, grow, or say something twice.
+
+BREAKS_AT = 10
 
 
 @refusing
+@pytest.mark.parametrize("num_tensors", [0, 2])
 @pytest.mark.parametrize(("mode", "how"), [("flattened", "raises"), ("compiled", "doubles")])
 def test_after_a_sync_that_broke_off_only_a_whole_one_is_served(
-    case: Case, mode: str, how: str
+    engine: Served, trainer: LoneTrainer, mode: str, how: str, num_tensors: int
 ) -> None:
-    [seen] = case.run(parts_after_a_broken_sync, case.model, str(case.folder), mode, how)
-    for part, syncs in seen.items():
-        for name in ("before", "whole"):
-            good = syncs[name]
-            assert (good["error"], good["status"], good["version"]) == (None, 200, name), part
-            assert good["hashes"] == syncs["before"]["hashes"]
-        assert syncs["broken"]["error"] is not None
-        assert syncs["broken"]["hashes"] != syncs["before"]["hashes"], "it broke off too early"
-        for name in ("broken", "part"):
-            assert (syncs[name]["status"], syncs[name]["version"]) == (503, "before"), (part, name)
+    """Not one of a part of the tensors alone."""
+    manager = trainer.manager(mode, manifest_check="off", bucket_bytes=1 << 12)
+    whole, others = trainer.weights(), trainer.weights(0.5)
+
+    def fail() -> None:
+        raise RuntimeError("the export broke off")
+
+    broken: Iterable[Any] = calling_at(others, BREAKS_AT, fail)
+    if how == "doubles":
+        broken = iter(doubled(others, others[BREAKS_AT][0]))
+    assert sync_error(manager, iter(whole), "before") is None
+    before = trainer.hashes()
+    assert sync_error(manager, broken, "broken") is not None
+    assert trainer.hashes() != before, "it broke off too early"
+    assert (status_of_request(engine.url), engine.version) == (503, "before")
+    sync_error(manager, iter(others[:num_tensors]), "part")
+    assert (status_of_request(engine.url), engine.version) == (503, "before")
+    assert sync_error(manager, iter(whole), "whole") is None
+    assert (status_of_request(engine.url), engine.version) == (200, "whole")
+    assert trainer.hashes() == before
 
 
 @refusing
-def test_an_export_that_grows_is_loaded_right(case: Case) -> None:
-    """The bucket that ended the shorter one is not the last any more."""
-    [seen] = case.run(growing_export, case.model, str(case.folder))
-    assert set(seen["errors"]) == {None}
-    for scale, hashes in seen["hashes"].items():
-        assert hashes == [hashes[0]] * len(hashes), f"other weights than those of {scale}"
-
-
-DEAD = [("flattened", 1), ("compiled", 0)]
-
-
-@two_ranks
-@pytest.mark.parametrize(("mode", "victim"), DEAD)
-def test_a_rank_that_is_killed_is_named_by_the_others_in_time(
-    case: Case, mode: str, victim: int
-) -> None:
-    file = f"{mode}-{victim}.json"
-    arguments = (case.model, str(case.folder))
-    outcomes = run_trainer(
-        outlive_a_rank,
-        case.folder,
-        *(*arguments, mode, victim, file),
-        urls=[case.server.url],
-        tp=case.tp,
-    )
-    assert (case.folder / file).exists(), outcomes
-    seen = json.loads((case.folder / file).read_text())
-    assert seen["kind"] == "WeightSyncError", seen
-    assert re.search(rf"(?<!TP )\brank {victim}\b", seen["text"]), seen["text"]
-    assert seen["seconds"] < DEAD_PEER_LIMIT_S + MARGIN_S
-    results = case.run(good_syncs_of, *arguments, mode)
-    for scale in ("0.5", "1.0"):
-        good = [rank[scale] for rank in results]
-        assert [rank["error"] for rank in good] == [None] * case.tp
-        assert good[0]["version"] == f"{mode} {scale}"
-        assert max(rank["seconds"] for rank in good) < 60
-        # The same in all modes: the first test that comes here finds them.
-        assert good[0]["hashes"] == case.hashes.setdefault(scale, good[0]["hashes"])
-    assert case.hashes["0.5"] != case.hashes["1.0"]
+def test_an_export_that_grows_is_loaded_right(engine: Served, trainer: LoneTrainer) -> None:
+    """Two tensors between whole exports: the bucket that ended the shorter one is not the last any
+    more. A refusal of the small ones is as good as a sync.
+    """
+    settings: dict[str, Any] = {"manifest_check": "off"}
+    manager = trainer.manager("compiled", bucket_bytes=1 << 12, **settings)
+    weights, fresh = {scale: trainer.weights(scale) for scale in (0.5, 1.0)}, {}
+    for scale, named in weights.items():
+        assert sync_error(trainer.manager("flattened", **settings), iter(named)) is None
+        fresh[scale] = trainer.hashes()
+    for scale, other in ((0.5, 1.0), (1.0, 0.5)) * 3:
+        sync_error(manager, iter(weights[other][:2]))
+        assert sync_error(manager, iter(weights[scale])) is None
+        assert trainer.hashes() == fresh[scale], f"other weights than those of {scale}"
 
 
 @refusing
-def test_a_session_at_an_endpoint_of_another_kind_is_refused_at_once(case: Case) -> None:
+def test_an_embedding_that_comes_again_with_other_values_is_an_error(
+    engine: Served, trainer: LoneTrainer
+) -> None:
+    name, weights = "model.embed_tokens.weight", trainer.weights()
+    first = dict(weights)[name]
+    last = first.clone()
+    last[-1, -1] += 1
+
+    def sync(again: Any, version: str) -> str | None:
+        return sync_error(trainer.manager("flattened"), [*weights, (name, again)], version)
+
+    assert sync(first.clone(), "a copy") is None
+    hashes = trainer.hashes()
+    for other in (first * 2, last):
+        error = sync(other, "other values")
+        assert error is not None, "dropped without a word"
+        assert name in error
+        assert engine.version == "a copy"
+    assert sync(first.clone(), "a copy again") is None
+    assert engine.version == "a copy again"
+    assert trainer.hashes() == hashes
+
+
+# Sessions that name another endpoint than the one on which the trainer listens.
+
+FORGED_TIMEOUT_S = 20.0
+
+
+class ForgedInvitations:
+    """A client whose invitations name the endpoint that `forge` makes of the real one."""
+
+    def __init__(self, client: Any, forge: Callable[[str], str]) -> None:
+        self._client = client
+        self._forge = forge
+        self.num_forged = 0
+
+    def submit(self, call: Any) -> Any:
+        """As the client's, but for the endpoint of an update."""
+        fields = dict(call.payload or {})
+        if handles := fields.get("serialized_named_tensors"):
+            forged = (self._forged(base64.b64decode(item)) for item in handles)
+            fields["serialized_named_tensors"] = [base64.b64encode(f).decode() for f in forged]
+            call = replace(call, payload=fields)
+        return self._client.submit(call)
+
+    def run(self, call: Any) -> Any:
+        """As the client's."""
+        return self.submit(call).result()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+    def _forged(self, invitation: bytes) -> bytes:
+        forged, number = re.subn(
+            rb"ipc://[^\"]*", lambda found: self._forge(found[0].decode()).encode(), invitation
+        )
+        self.num_forged += number
+        return forged
+
+
+@refusing
+def test_a_session_at_an_endpoint_of_another_kind_is_refused_at_once(
+    engine: Served, trainer: LoneTrainer
+) -> None:
     """The engine goes on serving what it had; nothing is connected to."""
-    [seen] = case.run(forged_endpoints, case.model, str(case.folder))
-    for name in ENDPOINTS:
-        forged = seen[name]
-        assert forged["num_forged"] == 1
-        assert forged["error"] is not None
-        limit_s = 5 if name == "nobody in our folder" else 2
-        assert forged["seconds"] < limit_s + MARGIN_S, name
-        assert forged["served_s"] < limit_s + 2 * MARGIN_S, name
-        assert (forged["status"], forged["version"]) == (200, "before"), name
-        assert forged["hashes"] == seen["before"], name
-    assert not seen["was connected"]
-    assert seen["next"] is None
-
-
-@refusing
-@pytest.mark.parametrize("mode", ["flattened"])
-def test_an_embedding_that_comes_again_with_other_values_is_an_error(case: Case, mode: str) -> None:
-    [seen] = case.run(repeated_embeddings, case.model, str(case.folder), mode)
-    for name in ("a copy", "a copy again"):
-        assert seen[name]["error"] is None
-        assert seen[name]["version"] == name
-        assert seen[name]["hashes"] == seen["a copy"]["hashes"]
-    for name in ("other values", "one other value"):
-        assert seen[name]["error"] is not None, f"{name}: dropped without a word"
-        assert EMBEDDING in seen[name]["error"]
-        assert seen[name]["version"] == "a copy"
-
-
-@refusing
-@pytest.mark.slow
-def test_what_killed_trainers_leave_is_removed_by_the_next_one(case: Case) -> None:
-    """And nothing of a trainer that lives: it can go on."""
-    folder = Path(tempfile.mkdtemp(dir="/tmp"))  # a socket's path must be short
-    arguments = (case.model, str(folder))
-    environment = {"TMPDIR": str(folder)}
-    try:
-        with ThreadPoolExecutor(1) as pool:
-            living = pool.submit(case.run, live_on, *arguments, environment=environment)
-            try:
-                lives = wait_for(folder / "live", living)
-                run_trainer(
-                    die_with_shared_memory,
-                    case.folder,
-                    *arguments,
-                    urls=[case.server.url],
-                    environment=environment,
-                )
-                left = set(json.loads((folder / "dead").read_text())) - lives
-                assert any("weight-sync-" in path for path in left), "control"
-                assert any("torch_" in path for path in left), "control"
-                [good] = case.run(good_sync, *arguments, "compiled", 1.0, environment=environment)
-                assert good["error"] is None
-                still = those_that_stay(left)
-                gone = {path for path in lives if not Path(path).exists()}
-            finally:
-                (folder / "go").touch()
-            [result] = living.result(300)
-    finally:
-        shutil.rmtree(folder)
-    assert result["errors"] == [None] * 4
-    assert result["hashes"] != good["hashes"], "the living trainer's last sync has other weights"
-    assert not gone, "taken from a trainer that lives"
-    assert not still, f"nobody has removed what a killed trainer left: {sorted(still)}"
-
-
-def those_that_stay(paths: set[str], timeout_s: float = 20) -> set[str]:
-    """The paths that still exist then."""
-    deadline = time.monotonic() + timeout_s
-    while (still := {path for path in paths if Path(path).exists()}) and (
-        time.monotonic() < deadline
+    weights: NamedTensors = trainer.weights()
+    assert sync_error(trainer.manager("compiled"), weights, "before") is None
+    before, client = trainer.hashes(), trainer.client
+    settings: dict[str, Any] = {"read_in_place": False, "manifest_check": "off"}
+    with (
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        zmq.Context() as context,
+        context.socket(zmq.PAIR) as other,
     ):
-        time.sleep(0.1)
-    return still
-
-
-def wait_for(file: Path, process: Future[Any], timeout_s: float = 120) -> set[str]:
-    """The paths that a trainer tells of, as soon as it does."""
-    deadline = time.monotonic() + timeout_s
-    while not file.exists():
-        assert not process.done(), process.result()
-        assert time.monotonic() < deadline, f"there is no {file}"
-        time.sleep(0.1)
-    return set(json.loads(file.read_text()))
+        other.bind(f"ipc://{engine.folder / 'foreign'}")
+        silent.settimeout(0.5)
+        port = silent.getsockname()[1]
+        for limit_s, forge in (
+            (2, lambda _: f"tcp://127.0.0.1:{free_port()}"),  # where nobody listens
+            (2, lambda _: f"tcp://127.0.0.1:{port}"),
+            (2, lambda _: "tcp://localhost:1"),  # a name that is looked up
+            (2, lambda _: f"ipc://{engine.folder / 'foreign'}"),  # another process's socket
+            (5, lambda real: f"{real.rpartition('/')[0]}/999"),  # nobody, in our folder
+        ):
+            trainer.client = forged = ForgedInvitations(client, forge)
+            manager = trainer.manager("compiled", timeout_s=FORGED_TIMEOUT_S, **settings)
+            started = time.monotonic()
+            assert sync_error(manager, weights, "forged") is not None
+            assert forged.num_forged == 1
+            assert time.monotonic() - started < limit_s + MARGIN_S
+            assert (status_of_request(engine.url), engine.version) == (200, "before")
+            assert time.monotonic() - started < limit_s + 2 * MARGIN_S
+            trainer.client = client
+            assert trainer.hashes() == before
+        with pytest.raises(TimeoutError):
+            silent.accept()
+    assert sync_error(trainer.manager("compiled"), weights, "next") is None

@@ -24,13 +24,13 @@ import pytest
 from tiny_assets import make_assets
 
 from support.captured_launch import Worker
-from support.engine_hash import HASH_LOADER
+from support.engine_loaders import HASH_LOADER
+from support.engine_steps import sync_away_and_back
 from support.host_actor import HostActors
-from support.host_steps import sync_away_and_back
 from support.hosts import Host, two_hosts
 from support.router import is_installed, router_process
 from support.sglang_server import START_TIMEOUT_S, environment, free_port
-from support.trainer import run_trainer
+from support.trainer import results_of, run_trainer
 from unit.composed_recipe import ROLLOUT, SECTION, compose
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -141,21 +141,13 @@ def test_the_server_has_joined_its_router(launched: Launched) -> None:
 
 
 def test_one_update_reaches_both_hosts(launched: Launched) -> None:
-    outcomes = run_trainer(
-        sync_away_and_back,
-        launched.folder,
-        f"{launched.folder}/model",
-        str(launched.folder),
-        urls=[launched.url],
-        tp=2,
-        hosts=launched.hosts,
-    )
-    assert [outcome.error for outcome in outcomes] == [None, None]
-    seen = outcomes[0].result
-    for first, halved, back in zip(seen["at first"], seen["halved"], seen["back"], strict=True):
-        assert back == first
-        assert all(halved[name] != first[name] for name in first if name.endswith("weight"))
-    assert seen["at first"][0] != seen["at first"][1], "the ranks have shards of their own"
+    options = {"urls": [launched.url], "tp": 2, "hosts": launched.hosts}
+    outcomes = run_trainer(sync_away_and_back, launched.folder, **options)
+    at_first, halved, back = results_of(outcomes)[0]
+    assert back == at_first
+    for before, after in zip(at_first, halved, strict=True):
+        assert all(after[name] != before[name] for name in before if name.endswith("weight"))
+    assert at_first[0] != at_first[1], "the ranks have shards of their own"
 
 
 def test_a_server_whose_actor_is_killed_leaves_its_router(launched: Launched) -> None:

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from tiny_assets import make_assets
 
 from support.broadcast_steps import ONE_REPLICA, syncs_to_one_replica
-from support.engine_hash import HASH_LOADER
-from support.sglang_server import sglang_server
-from support.trainer import ON_GPUS, run_trainer
+from support.served import served
+from support.trainer import ON_GPUS
 
 NUM_GPUS = torch.cuda.device_count()
 pytestmark = [
@@ -25,30 +22,13 @@ pytestmark = [
 
 
 def test_broadcast_syncs_are_bit_exact_over_nccl(tmp_path: Path) -> None:
-    make_assets(tmp_path, architecture="qwen3_moe")
-    model = tmp_path / "model"
-    with sglang_server(
-        model, tmp_path, device="cuda", loaders=(HASH_LOADER,), extra=("--base-gpu-id", "1")
-    ) as server:
-        (outcome,) = run_trainer(
-            syncs_to_one_replica,
-            tmp_path,
-            str(model),
-            str(tmp_path),
-            server.url,
-            urls=[server.url],
-            device="cuda",
-            environment=ON_GPUS,
-        )
-        check_syncs_to_one_replica(outcome.result, outcome.error)
-        assert server.process.poll() is None
-        log = server.log.read_text()
-    assert re.search(r"sync: [1-9]\d* buckets replayed, 0 loaded eagerly", log)
-
-
-def check_syncs_to_one_replica(seen: Any, error: str | None) -> None:
     """Eager and compiled leave the same bytes, and those of the checkpoint where it was sent."""
-    assert error is None, error
+    options = {"device": "cuda", "extra": ("--base-gpu-id", "1")}
+    with served(tmp_path, architecture="qwen3_moe", **options) as engine:
+        (seen,) = engine.run(syncs_to_one_replica, engine.url, **ON_GPUS)
+        assert engine.lives
+        log = engine.server.log.read_text()
+    assert re.search(r"sync: [1-9]\d* buckets replayed, 0 loaded eagerly", log)
     after = [sync["hashes"] for sync in seen["syncs"]]
     by_scale = {1.0: seen["reference"], 0.5: after[0], 2.0: after[3]}
     assert len({str(hashes) for hashes in by_scale.values()}) == 3

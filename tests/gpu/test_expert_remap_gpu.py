@@ -12,10 +12,9 @@ import pytest
 import torch
 
 from support.cycle_models import make_model
-from support.engine_hash import HASH_LOADER
-from support.remap_steps import MODEL, REBALANCED, around_a_remap
-from support.sglang_server import sglang_server
-from support.trainer import ON_GPUS, run_trainer
+from support.gpu_steps import MODEL, REBALANCED, around_a_remap
+from support.served import served
+from support.trainer import ON_GPUS
 
 NUM_GPUS = torch.cuda.device_count()
 NUM_ITERATIONS = 20
@@ -32,31 +31,14 @@ pytestmark = [
 
 
 def test_a_rebalancing_ends_the_plan_and_the_next_one_is_right(tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    model.mkdir()
-    make_model(MODEL, model)
-    with sglang_server(
-        model,
-        tmp_path,
-        tp=2,
-        device="cuda",
-        loaders=(HASH_LOADER,),
-        extra=EXTRA,
-        host_backup="auto",
-    ) as server:
-        outcomes = run_trainer(
-            around_a_remap,
-            tmp_path,
-            str(tmp_path),
-            NUM_ITERATIONS + 5,
-            urls=[server.url],
-            tp=2,
-            device="cuda",
-            environment=ON_GPUS,
-        )
-        log = server.log.read_text(errors="replace")
+    (tmp_path / "model").mkdir()
+    make_model(MODEL, tmp_path / "model")
+    options = {"device": "cuda", "extra": EXTRA, "host_backup": "auto"}
+    with served(tmp_path, tp=2, **options) as engine:
+        outcomes = engine.attempt(around_a_remap, NUM_ITERATIONS + 5, **ON_GPUS)
+        log = engine.server.log.read_text(errors="replace")
         assert [outcome.error for outcome in outcomes] == [None, None], log[-4000:]
-        assert server.process.poll() is None
+        assert engine.lives
     assert REBALANCED in log
     seen = outcomes[0].result
     learned, remapped, eager = (seen[key] for key in ("learned", "remapped", "eager"))

@@ -12,11 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from support.engine_hash import HASH_LOADER
 from support.fp8_models import make_model, model_override
-from support.fp8_steps import quantized_syncs
-from support.sglang_server import sglang_server
-from support.trainer import ON_GPUS, run_trainer
+from support.gpu_steps import quantized_syncs
+from support.served import served
+from support.trainer import ON_GPUS
 
 NUM_GPUS = torch.cuda.device_count()
 pytestmark = [
@@ -30,40 +29,18 @@ EXTRA = ("--quantization", "fp8", "--load-format", "dummy", "--disable-cuda-grap
 def test_fp8_is_bit_exact(name: str, tp: int, tmp_path: Path) -> None:
     if tp > NUM_GPUS:
         pytest.skip(f"needs {tp} GPUs, this machine has {NUM_GPUS}")
-    model = tmp_path / "model"
-    make_model(name, model)
-    with sglang_server(
-        model,
-        tmp_path,
-        tp=tp,
-        device="cuda",
-        loaders=(HASH_LOADER,),
-        extra=(*EXTRA, "--json-model-override-args", model_override()),
-        host_backup="auto",
-    ) as server:
-        outcomes = run_trainer(
-            quantized_syncs,
-            tmp_path,
-            name,
-            str(model),
-            str(tmp_path),
-            urls=[server.url],
-            tp=tp,
-            device="cuda",
-            environment=ON_GPUS,
-        )
-        assert [outcome.error for outcome in outcomes] == [None] * tp, server.log.read_text()[
-            -4000:
-        ]
-    flattened, bucketed, compiled, rechecked = outcomes[0].result
+    make_model(name, tmp_path / "model")
+    extra = (*EXTRA, "--json-model-override-args", model_override())
+    with served(tmp_path, tp=tp, device="cuda", extra=extra, host_backup="auto") as engine:
+        flattened, *others = engine.run(quantized_syncs, name, **ON_GPUS)[0]
     eager = [hashes for hashes, _ in flattened]
     assert any(key.endswith("weight_scale_inv") for key in eager[0][0])
     for before, after in pairwise(eager):
         for rank_before, rank_after in zip(before, after, strict=True):
             same = [key for key in rank_before if rank_before[key] == rank_after[key]]
             assert not [key for key in same if "proj" in key or "experts" in key]
-    for way in (bucketed, compiled, rechecked):
+    for way in others:
         assert [hashes for hashes, _ in way] == eager
-    for _, report in compiled[1:]:
+    for _, report in others[1][1:]:
         assert report["num_replayed"] == report["num_buckets"], report["eager_reason"]
         assert report["num_pulled"] == 0, "what is sent is not in the trainer's memory"

@@ -17,12 +17,11 @@ import torch
 from tiny_assets import make_assets
 
 from sglang_loader.common.engine_settings import HostBackup
-from support.backup_steps import engine_state, occupy, poison, publish
-from support.coverage_loader import COVERAGE_LOADERS
 from support.engine_steps import sync_weights
-from support.http_requests import generate, release, resume
-from support.sglang_server import Server, sglang_server
-from support.trainer import LoneTrainer
+from support.http_requests import Reply, generate, release, resume
+from support.memory_loaders import LOOK_LOADER, MEMORY_LOADERS, POISON_LOADER, PUBLISH_LOADER
+from support.served import Served, served
+from support.trainer import LoneTrainer, ask_engine
 
 pytestmark = [
     pytest.mark.gpu,
@@ -43,25 +42,25 @@ LARGE = {
 
 
 class Engine:
-    """A server, and steps of a trainer on the same GPU."""
+    """A served model, and a trainer of one rank on the same GPU, in this process."""
 
-    def __init__(self, server: Server, folder: Path) -> None:
-        self.url = server.url
-        self.log = server.log
-        self.folder = folder
-        self.model = str(folder / "model")
-        self._trainer = LoneTrainer(server.url, torch.device("cuda", 0))
+    def __init__(self, engine: Served) -> None:
+        self.url = engine.url
+        self.log = engine.server.log
+        self.trainer = LoneTrainer(engine.url, torch.device("cuda", 0), engine.folder)
 
-    def step(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Run a step of the trainer; its result."""
-        return function(self._trainer, *arguments)
+    def ask(self, loader: str, **argument: Any) -> Any:
+        """Have the engine run one of `memory_loaders`; its answer."""
+        file = self.trainer.folder / "state.json"
+        ask_engine(self.trainer, loader, json.dumps({"path": str(file), **argument}))
+        return json.loads(file.read_text())
 
     def state(self) -> dict[str, Any]:
         """Hashes and sizes in the engine."""
-        state: dict[str, Any] = self.step(engine_state, str(self.folder / "state.json"))
+        state: dict[str, Any] = self.ask(LOOK_LOADER)
         return state
 
-    def stage(self, stage: Callable[..., tuple[int, str]], *tags: str) -> float:
+    def stage(self, stage: Callable[..., Reply], *tags: str) -> float:
         """Go through a stage; its seconds."""
         started = time.perf_counter()
         status, text = stage(self.url, *tags)
@@ -70,32 +69,19 @@ class Engine:
         return seconds
 
 
-@pytest.fixture(params=["auto", "on"])
-def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Engine]:
-    """A tiny mixture of experts under each policy."""
-    yield from serve(tmp_path, request.param)
-
-
 @pytest.fixture
-def auto_engine(tmp_path: Path) -> Iterator[Engine]:
-    """A tiny mixture of experts with our backup."""
-    yield from serve(tmp_path, "auto")
+def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Engine]:
+    """A tiny mixture of experts, with our backup unless the parameter is another policy."""
+    yield from serve(tmp_path, getattr(request, "param", "auto"))
 
 
 def serve(folder: Path, policy: HostBackup, *extra: str) -> Iterator[Engine]:
     """A server on `folder/model`, made where it is missing."""
-    if not (folder / "model").exists():
-        make_assets(folder, architecture="qwen3_moe")
-    with sglang_server(
-        folder / "model",
-        folder,
-        device="cuda",
-        loaders=COVERAGE_LOADERS,
-        extra=("--log-level", "info", *extra),
-        host_backup=policy,
-    ) as server:
-        yield Engine(server, folder)
-        assert server.process.poll() is None, "the engine died"
+    extra = ("--log-level", "info", *extra)
+    options = {"loaders": MEMORY_LOADERS, "extra": extra, "host_backup": policy}
+    with served(folder, architecture="qwen3_moe", device="cuda", **options) as engine:
+        yield Engine(engine)
+        assert engine.lives, "the engine died"
 
 
 def free_bytes() -> int:
@@ -103,6 +89,7 @@ def free_bytes() -> int:
     return torch.cuda.mem_get_info()[0]
 
 
+@pytest.mark.parametrize("engine", ["auto", "on"], indirect=True)
 def test_without_a_coverage_every_byte_returns(engine: Engine) -> None:
     before, text = engine.state(), generate(engine.url)
     for _ in range(3):
@@ -117,38 +104,38 @@ def test_without_a_coverage_every_byte_returns(engine: Engine) -> None:
     assert ("weights backup: saved" in log) == (before["policy"] == "auto")
 
 
-def test_all_that_a_release_frees_is_in_the_pool(auto_engine: Engine) -> None:
+def test_all_that_a_release_frees_is_in_the_pool(engine: Engine) -> None:
     """Memory under the tag that did not come from the pool would be lost without a copy."""
-    state = auto_engine.state()
-    auto_engine.stage(release, "weights")  # the engine's own copies of buffers find their place
-    auto_engine.stage(resume, "weights")
+    state = engine.state()
+    segments = state["allocated"]["segments"]["weights"]
+    engine.stage(release, "weights")  # the engine's own copies of buffers find their place
+    engine.stage(resume, "weights")
     before = free_bytes()
-    auto_engine.stage(release, "weights")
+    engine.stage(release, "weights")
     freed = free_bytes() - before
-    auto_engine.stage(resume, "weights")
-    assert abs(freed - state["segment_bytes"]) < 2 * MIB, "2 MiB is the smallest mapping"
-    assert 0 < state["weights_bytes"] <= state["segment_bytes"]
-    assert auto_engine.state()["hashes"] == state["hashes"]
+    engine.stage(resume, "weights")
+    assert abs(freed - segments) < 2 * MIB, "2 MiB is the smallest mapping"
+    assert 0 < weights_bytes(state) <= segments
+    assert engine.state()["hashes"] == state["hashes"]
 
 
-def test_with_a_coverage_only_the_residue_is_kept(auto_engine: Engine) -> None:
-    engine = auto_engine
+def test_with_a_coverage_only_the_residue_is_kept(engine: Engine) -> None:
     before, text = engine.state(), generate(engine.url)
-    engine.step(publish, UNCOVERED)
+    engine.ask(PUBLISH_LOADER, uncovered=UNCOVERED)
     for _ in range(3):
         engine.stage(release, "kv_cache", "weights")
         engine.stage(resume, "weights")
-        engine.step(poison, UNCOVERED)
+        engine.ask(POISON_LOADER)
         asleep = engine.state()
         assert "undefined since the last resume" in asleep["stale"]
-        assert 0 < asleep["host_bytes"] < before["weights_bytes"]
+        assert 0 < asleep["host_bytes"] < weights_bytes(before)
         changed = {n for n, h in before["hashes"].items() if asleep["hashes"][n] != h}
         assert changed, "the poison was not real"
         assert not changed & set(UNCOVERED)
         assert "cos_sin_cache" in " ".join(before["hashes"].keys() - changed)
         status, reason = resume(engine.url, "kv_cache")
         assert (status, "sync the weights first" in reason) == (400, True)
-        engine.step(sync_weights, engine.model)
+        sync_weights(engine.trainer)
         engine.stage(resume, "kv_cache")
         after = engine.state()
         assert after["hashes"] == before["hashes"]
@@ -164,20 +151,23 @@ def test_seconds_host_memory_and_lack_of_room_of_a_larger_model(tmp_path: Path) 
     path.write_text(json.dumps({**config, **LARGE}))
     for engine in serve(tmp_path, "auto", "--load-format", "dummy"):
         before = engine.state()
-        assert before["weights_bytes"] > 1 << 30
+        assert weights_bytes(before) > 1 << 30
         full = [engine.stage(release, "weights")]
-        status, text = engine.step(occupy, engine.url, 64 * MIB)
+        taken = torch.empty(max(free_bytes() - 64 * MIB, 0), dtype=torch.uint8, device="cuda")
+        status, text = resume(engine.url, "weights")
+        del taken
+        torch.cuda.empty_cache()
         assert status == 400, "more was mapped than there was room for"
         assert re.search(r"TP rank 0: resume of \['weights'\] refused: it needs \d+ MB", text)
         full.append(engine.stage(resume, "weights"))
         middle = engine.state()
         assert middle["hashes"] == before["hashes"]
-        engine.step(publish, [])
+        engine.ask(PUBLISH_LOADER, uncovered=[])
         seconds = [
             (engine.stage(release, "weights"), engine.stage(resume, "weights")) for _ in range(3)
         ]
         after = engine.state()
-        print(f"full {full}, residue {seconds}, before {_sizes(before)}, after {_sizes(after)}")
+        print(f"seconds of (release, resume): all {full}, residue {seconds}")
         residue = before["hashes"].keys() - {
             name for name, value in before["hashes"].items() if after["hashes"][name] != value
         }
@@ -188,5 +178,7 @@ def test_seconds_host_memory_and_lack_of_room_of_a_larger_model(tmp_path: Path) 
         assert min(a + b for a, b in seconds) < 0.2
 
 
-def _sizes(state: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in state.items() if key != "hashes"}
+def weights_bytes(state: dict[str, Any]) -> int:
+    """Allocated under the tag `weights`."""
+    size: int = state["allocated"]["weights"][1]
+    return size

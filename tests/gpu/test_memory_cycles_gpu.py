@@ -12,12 +12,11 @@ from __future__ import annotations
 import re
 import statistics
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from support.cycle_checks import check_cycles, check_poisoned_cycle, check_stray, check_syncs
+from support.cycle_checks import check_all
 from support.cycle_models import CYCLE_MODELS
 from support.cycle_steps import ALL_TAGS, run_cycles
 
@@ -34,34 +33,16 @@ MAX_LOST_BYTES = 32 * MIB
 
 @pytest.mark.parametrize("name", CYCLE_MODELS)
 def test_fifty_cycles_leave_no_trace(name: str, tmp_path: Path) -> None:
-    seen = run_cycles(name, tmp_path / name, device="cuda", num_cycles=NUM_CYCLES)
-    check_syncs(seen)
-    check_graphs(seen)
-    check_poisoned_cycle(seen)
-    check_cycles(seen, NUM_CYCLES)
-    check_stray(seen)
+    seen = run_cycles(name, tmp_path, device="cuda", num_cycles=NUM_CYCLES)
+    check_all(seen, NUM_CYCLES)
+    graphs = set(re.findall(r"Decode batch.*cuda graph: (\w+)", seen["log"]))
+    assert graphs == {"True"}, "tokens came from replayed graphs"
     assert seen["last"]["policy"] == "auto"
     assert seen["log"].count("were allocated under the tag 'weights' since the first") == 1
     assert seen["lost_gpu_bytes"] < MAX_LOST_BYTES
-    check_freed_bytes(seen)
-    print(name, _medians(seen))
-
-
-def check_graphs(seen: dict[str, Any]) -> None:
-    """Tokens came from replayed graphs."""
-    assert set(re.findall(r"Decode batch.*cuda graph: (\w+)", seen["log"])) == {"True"}
-
-
-def check_freed_bytes(seen: dict[str, Any]) -> None:
-    """Each tag has memory of its own, as much as the reply to its release tells."""
-    for tag in ALL_TAGS:
+    for tag in ALL_TAGS:  # each has memory of its own, as much as the reply to its release tells
         freed, told = seen["freed"][tag]["freed"], seen["freed"][tag]["told"]
         assert freed > 0
         assert abs(freed - told) < 2 * MIB, (tag, seen["freed"])
-
-
-def _medians(seen: dict[str, Any]) -> dict[str, float]:
     seconds = [cycle["seconds"] for cycle in seen["cycles"]]
-    return {
-        stage: round(statistics.median(each[stage] for each in seconds), 4) for stage in seconds[0]
-    }
+    print(name, {key: statistics.median(each[key] for each in seconds) for key in seconds[0]})

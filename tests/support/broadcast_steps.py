@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import base64
 import json
+import os
+import signal
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import torch
-
-from support.engine_hash import HASH_LOADER
-from support.engine_steps import weights_of
+from support.engine_loaders import HASH_LOADER
+from support.exports import calling_at, doubled, on_meta
+from support.settings import settings_of
 from support.sglang_server import free_port, loopback
-from support.trainer import NamedTensors, TrainerRank
+from support.trainer import Hashes, NamedTensors, TrainerRank, read_hashes, run_loader
 from verl_sglang_sync.engine.server_client import ServerError, SGLangServerClient, operations
 
-Target = tuple[str, int]
-"""A server's URL and its number of TP ranks."""
+Targets = list[tuple[str, int]]
+"""Servers' URLs and their numbers of TP ranks."""
 
 # (what happens, the weights' scale, mode, which targets take part)
 PLAN: tuple[tuple[str, float, str, tuple[int, ...]], ...] = (
@@ -32,62 +32,56 @@ PLAN: tuple[tuple[str, float, str, tuple[int, ...]], ...] = (
     ("one leaves", 1.0, "flattened", (1,)),
     ("it comes back", 1.0, "flattened", (0, 1)),
 )
+BOTH = (0, 1)
 
 
-def broadcast_syncs(
-    rank: TrainerRank, model: str, folder: str, targets: list[list[Any]]
-) -> dict[str, Any]:
+def broadcast_syncs(rank: TrainerRank, targets: Targets) -> dict[str, Any]:
     """Go through `PLAN`; returns hashes of all targets and the report after each sync."""
-    sender = Sender(rank, [(url, tp) for url, tp in targets])
-    seen: dict[str, Any] = {"reference": sender.hashes(Path(folder)), "syncs": []}
+    sender = Sender(rank, targets)
+    seen: dict[str, Any] = {"reference": sender.hashes(), "syncs": []}
     for what, scale, mode, members in PLAN:
-        report = sender.sync(weights_of(Path(model), rank.device, scale=scale), mode, members)
-        seen["syncs"].append(
-            {
-                "what": what,
-                "hashes": sender.hashes(Path(folder)),
-                "report": report,
-                "num_formed": sender.num_formed(mode),
-            }
-        )
+        report = sender.sync(rank.weights(scale), mode, members)
+        formed = sender.num_formed(mode)
+        found = {"what": what, "hashes": sender.hashes(), "num_formed": formed}
+        seen["syncs"].append(found | {"report": report})
     return seen
 
 
-def broadcast_faults(
-    rank: TrainerRank, model: str, folder: str, targets: list[list[Any]]
-) -> dict[str, Any]:
+def syncs_and_faults(rank: TrainerRank, targets: Targets, pids: list[int]) -> dict[str, Any]:
+    """All steps of this module in one trainer start; the second server does not survive it."""
+    good = rank.weights()
+    return {
+        "syncs": broadcast_syncs(rank, targets),
+        "faults": _faults(rank, good, targets),
+        "strangers": _among_strangers(rank, good, targets),
+        "refusal": _one_refuses(rank, good, targets),
+        "death": _one_dies(rank, good, targets, pids),
+    }
+
+
+def _faults(rank: TrainerRank, good: NamedTensors, targets: Targets) -> dict[str, Any]:
     """Faults that the engines survive, each followed by a good sync."""
-    at = [(url, tp) for url, tp in targets]
-    sender = Sender(rank, at, timeout_s=20)
-    blind = Sender(rank, at, timeout_s=20, manifest_check="off")
-    good = weights_of(Path(model), rank.device)
-    doubled = [(n, torch.cat([t, t]) if n == "model.norm.weight" else t) for n, t in good]
-    meta = [(n, t.to("meta") if n == "model.norm.weight" else t) for n, t in good]
-    everyone = tuple(range(len(targets)))
-    seen: dict[str, Any] = {}
+    sender = Sender(rank, targets, timeout_s=20)
+    blind = Sender(rank, targets, timeout_s=20, manifest_check="off")
     changed = [*good[:-1], (f"{good[-1][0]}_of_another", good[-1][1])]
-    alone = doubled if rank.rank == 1 else good  # a rank whose tensors are not sent
+    alone = doubled(good) if rank.rank == 1 else good  # a rank whose tensors are not sent
+    seen: dict[str, Any] = {}
     for name, bad, faulty in (
-        ("shape", doubled, blind),
+        ("shape", doubled(good), blind),
         ("manifest", changed, sender),
-        ("cannot pack", meta, sender),
+        ("cannot pack", on_meta(good), sender),
         ("other tensors on one rank", alone, sender),
     ):
-        faulty.sync(good, "flattened", everyone)
-        seen[name] = faulty.attempt(bad, everyone)
-        faulty.sync(good, "flattened", everyone)
-        seen[name]["hashes"] = sender.hashes(Path(folder))
+        faulty.sync(good)
+        seen[name] = faulty.attempt(bad)
+        faulty.sync(good)
+        seen[name]["hashes"] = sender.hashes()
     return seen
 
 
-def broadcast_among_strangers(
-    rank: TrainerRank, model: str, folder: str, targets: list[list[Any]]
-) -> dict[str, Any]:
+def _among_strangers(rank: TrainerRank, good: NamedTensors, targets: Targets) -> dict[str, Any]:
     """What others send with the trainer's group: how it is answered, and a good sync after it."""
-    sender = Sender(rank, [(url, tp) for url, tp in targets], timeout_s=20)
-    good = weights_of(Path(model), rank.device)
-    everyone = tuple(range(len(targets)))
-    sent: list[Any] = []
+    sender, sent, answers = Sender(rank, targets, timeout_s=20), [], {}
     make = operations.update_weights
 
     def recorded(*args: Any, **fields: Any) -> Any:
@@ -95,15 +89,14 @@ def broadcast_among_strangers(
         return sent[-1]
 
     with mock.patch.object(operations, "update_weights", recorded):
-        sender.sync(good, "flattened", everyone)
-    answers: dict[str, Any] = {}
-    if not rank.rank:
-        first = dict(sent[0].payload)
-        descriptor = json.loads(base64.b64decode(first["serialized_named_tensors"][0]))
-        group, later = descriptor["group"], {**descriptor, "timeout_s": 1000.0}
-        changed = [base64.b64encode(json.dumps(later).encode()).decode()]
-        stock = operations.update_from_distributed(["a"], ["uint8"], [[8]], group_name=group)
-        with SGLangServerClient(targets[0][0], timeout_s=20) as client:
+        sender.sync(good)
+    with SGLangServerClient(targets[0][0], timeout_s=20) as client:
+        if not rank.rank:
+            first = dict(sent[0].payload)
+            descriptor = json.loads(base64.b64decode(first["serialized_named_tensors"][0]))
+            group, later = descriptor["group"], {**descriptor, "timeout_s": 1000.0}
+            changed = [base64.b64encode(json.dumps(later).encode()).decode()]
+            stock = operations.update_from_distributed(["a"], ["uint8"], [[8]], group_name=group)
             for name, call in (
                 ("repeated", sent[0]),
                 (
@@ -117,77 +110,50 @@ def broadcast_among_strangers(
                     answers[name] = "no error"
                 except ServerError as error:
                     answers[name] = str(error)
-            sender.sync(good, "flattened", everyone)
+        sender.sync(good)
+        if not rank.rank:
             client.run(operations.destroy_update_group(group))
-    else:
-        sender.sync(good, "flattened", everyone)
-    sender.sync(good, "flattened", everyone)
+    sender.sync(good)
     formed = sender.num_formed("flattened")
-    return {"answers": answers, "hashes": sender.hashes(Path(folder)), "num_formed": formed}
+    return {"answers": answers, "hashes": sender.hashes(), "num_formed": formed}
 
 
-def broadcast_to_a_dying_server(
-    rank: TrainerRank, model: str, targets: list[list[Any]], pids: list[int]
-) -> dict[str, Any]:
-    """The second server is killed between two buckets; returns the error and the seconds."""
-    import os
-    import signal
-
-    sender = Sender(rank, [(url, tp) for url, tp in targets], timeout_s=20)
-    weights = weights_of(Path(model), rank.device)
-    sender.sync(weights, "flattened", (0, 1))
-
-    def export() -> Any:
-        for i, pair in enumerate(weights):
-            if i == len(weights) // 2 and rank.rank == 0:
-                for pid in pids:
-                    os.kill(pid, signal.SIGKILL)
-            yield pair
-
-    seen = sender.attempt(export(), (0, 1))
-    sender.sync(weights, "flattened", (0,))  # without the dead one
-    return seen
-
-
-def broadcast_that_one_refuses(
-    rank: TrainerRank, model: str, folder: str, targets: list[list[Any]]
-) -> dict[str, Any]:
+def _one_refuses(rank: TrainerRank, good: NamedTensors, targets: Targets) -> dict[str, Any]:
     """The second server has a group of the new one's name already, and refuses to join."""
-    sender = Sender(rank, [(url, tp) for url, tp in targets])
-    good = weights_of(Path(model), rank.device)
-    seen: dict[str, Any] = {}
-
+    sender, seen = Sender(rank, targets), {}
     with mock.patch("secrets.token_hex", return_value="taken"):
         if rank.rank == 0:
             url, tp = targets[1]
+            taken = operations.init_update_group(
+                master_address="127.0.0.1",
+                master_port=free_port(),
+                rank_offset=0,
+                world_size=tp,
+                group_name="weight_sync_taken",
+                backend="gloo",
+            )
             with SGLangServerClient(url, timeout_s=60) as client:
-                client.run(
-                    operations.init_update_group(
-                        master_address="127.0.0.1",
-                        master_port=free_port(),
-                        rank_offset=0,
-                        world_size=tp,
-                        group_name="weight_sync_taken",
-                        backend="gloo",
-                    )
-                )
-        seen["refused"] = sender.attempt(good, (0, 1))
+                client.run(taken)
+        seen["refused"] = sender.attempt(good)
     seen["the other alone"] = sender.attempt(good, (0,))
-    seen["both again"] = sender.attempt(good, (0, 1))
-    return seen | {"hashes": sender.hashes(Path(folder))}
+    seen["both again"] = sender.attempt(good)
+    return seen | {"hashes": sender.hashes()}
 
 
-def syncs_and_faults(
-    rank: TrainerRank, model: str, folder: str, targets: list[list[Any]], pids: list[int]
+def _one_dies(
+    rank: TrainerRank, good: NamedTensors, targets: Targets, pids: list[int]
 ) -> dict[str, Any]:
-    """All of the above in one trainer start; the second server does not survive it."""
-    return {
-        "syncs": broadcast_syncs(rank, model, folder, targets),
-        "faults": broadcast_faults(rank, model, folder, targets),
-        "strangers": broadcast_among_strangers(rank, model, folder, targets),
-        "refusal": broadcast_that_one_refuses(rank, model, folder, targets),
-        "death": broadcast_to_a_dying_server(rank, model, targets, pids),
-    }
+    """The second server is killed between two buckets; returns the error and the seconds."""
+    sender = Sender(rank, targets, timeout_s=20)
+    sender.sync(good)
+
+    def kill() -> None:
+        for pid in pids if rank.rank == 0 else ():
+            os.kill(pid, signal.SIGKILL)
+
+    seen = sender.attempt(calling_at(good, len(good) // 2, kill))
+    sender.sync(good, members=(0,))  # without the dead one
+    return seen
 
 
 # (the weights' scale, mode): "compiled" makes its plan in its first sync and replays it after that
@@ -200,24 +166,20 @@ ONE_REPLICA: tuple[tuple[float, str], ...] = (
 )
 
 
-def syncs_to_one_replica(rank: TrainerRank, model: str, folder: str, url: str) -> dict[str, Any]:
+def syncs_to_one_replica(rank: TrainerRank, url: str) -> dict[str, Any]:
     """Go through `ONE_REPLICA`, then a sync that fails and one that is good again."""
     sender = Sender(rank, [(url, 1)])
-    weights = {
-        scale: weights_of(Path(model), rank.device, scale=scale) for scale in (0.5, 1.0, 2.0)
-    }
-    seen: dict[str, Any] = {"reference": sender.hashes(Path(folder))[0], "syncs": []}
+    weights = {scale: rank.weights(scale) for scale in (0.5, 1.0, 2.0)}
+    seen: dict[str, Any] = {"reference": sender.hashes()[0], "syncs": []}
 
     def sync(scale: float, mode: str) -> None:
         report = sender.sync(weights[scale], mode, (0,))
-        hashes = sender.hashes(Path(folder))[0]
-        formed = sender.num_formed(mode)
-        seen["syncs"].append({"hashes": hashes, "report": report, "num_formed": formed})
+        found = {"hashes": sender.hashes()[0], "report": report}
+        seen["syncs"].append(found | {"num_formed": sender.num_formed(mode)})
 
     for scale, mode in ONE_REPLICA:
         sync(scale, mode)
-    doubled = [(n, torch.cat([t, t]) if n == "model.norm.weight" else t) for n, t in weights[1.0]]
-    seen |= sender.attempt(doubled, (0,))
+    seen |= sender.attempt(doubled(weights[1.0]), (0,))
     sync(0.5, "flattened")
     sync(1.0, "compiled")
     sender.close()
@@ -228,21 +190,22 @@ class Sender:
     """The disaggregated transports of one trainer rank, one for each mode."""
 
     def __init__(
-        self,
-        rank: TrainerRank,
-        targets: Sequence[Target],
-        timeout_s: float = 60,
-        manifest_check: str = "error",
+        self, rank: TrainerRank, targets: Targets, timeout_s: float = 60, **settings: Any
     ) -> None:
-        self._manifest_check = manifest_check
         self._rank = rank
         self._targets = targets
         self._timeout_s = timeout_s
+        self._settings = settings
         self._made: dict[str, tuple[Any, Any]] = {}
 
     def sync(
-        self, weights: Any, mode: str, members: Sequence[int], version: str = "v"
+        self,
+        weights: Any,
+        mode: str = "flattened",
+        members: Sequence[int] = BOTH,
+        version: str = "v",
     ) -> dict[str, Any]:
+        """Sync to some of the targets; the report."""
         from verl_sglang_sync.engine.update_groups import Replica
         from verl_sglang_sync.report import SyncReport
 
@@ -255,61 +218,43 @@ class Sender:
         transport.sync(weights, replicas, version=version, report=report)
         return asdict(report)
 
-    def attempt(self, weights: Any, members: Sequence[int]) -> dict[str, Any]:
+    def attempt(self, weights: Any, members: Sequence[int] = BOTH) -> dict[str, Any]:
         """Sync, by the eager loader; how it failed, if it did, and the seconds."""
         from verl_sglang_sync import WeightSyncError
 
-        started = time.monotonic()
+        started, error = time.monotonic(), "no error"
         try:
-            self.sync(weights, "flattened", members)
-            error = "no error"
+            self.sync(weights, members=members)
         except WeightSyncError as raised:
             error = str(raised)
         return {"error": error, "seconds": time.monotonic() - started}
 
     def num_formed(self, mode: str) -> int:
+        """How many groups this rank has formed."""
         groups = self._transport(mode)[1]
         return 0 if groups is None else groups.num_formed
 
     def close(self) -> None:
+        """Dissolve the groups."""
         for _, groups in self._made.values():
             if groups is not None:
                 groups.close()
 
-    def hashes(self, folder: Path) -> list[list[dict[str, str]]]:
+    def hashes(self) -> list[Hashes]:
         """By target and TP rank, taken in the engines' processes; empty on other ranks."""
-        from support.ipc import serialize_handles
-
-        if self._rank.rank:
-            return []
-        seen = []
-        for url, tp in self._targets:
-            device = self._rank.device
-            tensors: NamedTensors = [
-                (str(folder), torch.zeros(1, device=device)) for _ in range(tp)
-            ]
-            handles = [serialize_handles([pair]) for pair in tensors]
-
+        seen, folder = [], self._rank.folder
+        for url, tp in self._targets if self._rank.rank == 0 else ():
             with SGLangServerClient(url, timeout_s=60) as client:
-                client.run(operations.update_weights(handles, load_format=HASH_LOADER))
-            seen.append([json.loads((folder / f"rank{r}.json").read_text()) for r in range(tp)])
+                run_loader(client, tp, HASH_LOADER, str(folder), self._rank.device)
+            seen.append(read_hashes(folder, tp))
         return seen
 
     def _transport(self, mode: str) -> tuple[Any, Any]:
         from verl_sglang_sync.collective import TorchTrainerGroup
-        from verl_sglang_sync.config import WeightSyncConfig
         from verl_sglang_sync.engine.update_groups import UpdateGroups
         from verl_sglang_sync.routes.broadcast import BroadcastTransport
 
         if mode not in self._made:
-            settings = WeightSyncConfig(
-                mode=mode,  # type: ignore[arg-type]
-                request_timeout_s=self._timeout_s,
-                manifest_check=self._manifest_check,  # type: ignore[arg-type]
-                bucket_bytes=64 << 10,
-                multi_stage_wake_up=True,
-                free_cache_engine=True,
-            )
             groups = None
             if self._rank.rank == 0:
                 groups = UpdateGroups(
@@ -317,10 +262,11 @@ class Sender:
                     device=self._rank.device,
                     timeout_s=self._timeout_s,
                 )
+            limit_s = self._timeout_s
             transport = BroadcastTransport(
                 groups=groups,
-                settings=settings,
-                agree=TorchTrainerGroup(timeout_s=self._timeout_s).agree,
+                settings=settings_of(mode, request_timeout_s=limit_s, **self._settings),
+                agree=TorchTrainerGroup(timeout_s=limit_s).agree,
                 device=self._rank.device,
             )
             self._made[mode] = transport, groups

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from support.cycle_loader import STRAY_BYTES
+from support.memory_loaders import STRAY_BYTES
 
 SAME = ("hashes", "addresses", "nan", "allocated")
 
 
-def check_syncs(seen: dict[str, Any]) -> None:
+def check_all(seen: dict[str, Any], num_cycles: int) -> None:
+    """All of this module."""
+    _check_syncs(seen)
+    _check_poisoned_cycle(seen)
+    _check_cycles(seen, num_cycles)
+    _check_stray(seen)
+
+
+def _check_syncs(seen: dict[str, Any]) -> None:
     """The plan was made and then replayed, and left the bytes of SGLang's own load."""
     assert seen["second"]["num_replayed"] > 0
     assert seen["second"]["num_eager"] == 0
@@ -18,7 +26,7 @@ def check_syncs(seen: dict[str, Any]) -> None:
     assert _differences(seen["after each tag"], seen["never slept"]) == {}
 
 
-def check_poisoned_cycle(seen: dict[str, Any]) -> None:
+def _check_poisoned_cycle(seen: dict[str, Any]) -> None:
     """A sync and a restore leave nothing of what was lost, in any byte under the tag."""
     poisoned = seen["poisoned"]
     before, asleep, synced = (poisoned[key] for key in ("before", "asleep", "synced"))
@@ -34,7 +42,7 @@ def check_poisoned_cycle(seen: dict[str, Any]) -> None:
     assert seen["same after poison"]
 
 
-def check_cycles(seen: dict[str, Any], num_cycles: int) -> None:
+def _check_cycles(seen: dict[str, Any], num_cycles: int) -> None:
     """Every cycle generated the same; nothing moved, grew or was allocated under another tag."""
     cycles = seen["cycles"]
     assert len(cycles) == num_cycles
@@ -45,27 +53,23 @@ def check_cycles(seen: dict[str, Any], num_cycles: int) -> None:
         assert (state["stale"], state["host_bytes"]) == (None, 0)
 
 
-def check_stray(seen: dict[str, Any]) -> None:
+def _check_stray(seen: dict[str, Any]) -> None:
     """What is allocated under the tag by mistake is seen by the checks above."""
     before, after = (seen[key]["allocated"]["weights"][1] for key in ("last", "stray"))
     assert after - before == STRAY_BYTES
     assert "allocated" in _differences(seen["stray"], seen["last"])
 
 
-def _differences(state: dict[str, Any], reference: dict[str, Any]) -> dict[str, list[str]]:
+def _differences(state: dict[str, Any], reference: dict[str, Any]) -> dict[str, Any]:
     """What is not the same, by kind and name: short enough to be read in a failure."""
-    found: dict[str, list[str]] = {}
+    found: dict[str, Any] = {}
     for kind in SAME:
         ours, theirs = state[kind], reference[kind]
-        if ours == theirs:
-            continue
-        if isinstance(ours, dict):
-            names = sorted(ours.keys() | theirs.keys())
-            found[kind] = [
-                f"{name}: {ours.get(name)}, not {theirs.get(name)}"
-                for name in names
-                if ours.get(name) != theirs.get(name)
-            ]
-        else:
-            found[kind] = [f"{ours}, not {theirs}"]
+        if ours != theirs and isinstance(ours, dict):
+            both = {
+                name: (ours.get(name), theirs.get(name)) for name in ours.keys() | theirs.keys()
+            }
+            found[kind] = {name: pair for name, pair in both.items() if pair[0] != pair[1]}
+        elif ours != theirs:
+            found[kind] = ours, theirs
     return found

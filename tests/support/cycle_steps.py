@@ -12,12 +12,11 @@ from typing import Any
 
 import torch
 
-from support.backup_steps import call_loader
-from support.cycle_loader import CYCLE_LOADERS, LOOK_LOADER, POISON_LOADER, STRAY_LOADER
 from support.cycle_models import MIXTURES_OF_EXPERTS, checkpoint_weights, make_model
-from support.http_requests import generate, release, resume
-from support.sglang_server import sglang_server
-from support.trainer import TrainerRank, run_trainer
+from support.http_requests import Reply, generate, release, resume
+from support.memory_loaders import LOOK_LOADER, MEMORY_LOADERS, POISON_LOADER, STRAY_LOADER
+from support.served import served
+from support.trainer import TrainerRank, ask_engine
 
 ALL_TAGS = ("kv_cache", "cuda_graph", "weights")
 LOOK_EVERY = 10
@@ -26,50 +25,38 @@ GRAPHS_UNDER_THE_TAG = {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "true"}
 
 def run_cycles(name: str, folder: Path, *, device: str, num_cycles: int) -> dict[str, Any]:
     """Serve one of `CYCLE_MODELS` and put it through all; what `memory_cycles` saw, and the log."""
-    model = folder / "model"
-    model.mkdir(parents=True)
-    make_model(name, model)
-    extra = ["--log-level", "info", "--decode-log-interval", "1"]
-    if device != "cpu":
+    (folder / "model").mkdir(parents=True)
+    make_model(name, folder / "model")
+    extra, on_gpu = ["--log-level", "info", "--decode-log-interval", "1"], device != "cpu"
+    if on_gpu:
         extra += ["--mm-attention-backend", "triton_attn"]
         if name in MIXTURES_OF_EXPERTS:
             extra += ["--moe-runner-backend", "triton"]
-    with sglang_server(
-        model,
+    with served(
         folder,
         device=device,
-        loaders=CYCLE_LOADERS,
+        loaders=MEMORY_LOADERS,
         extra=tuple(extra),
         host_backup="auto",
-        variables=GRAPHS_UNDER_THE_TAG if device != "cpu" else {},
-    ) as server:
-        [outcome] = run_trainer(
-            memory_cycles,
-            folder,
-            server.url,
-            name,
-            str(folder),
-            num_cycles,
-            urls=[server.url],
-            device=device,
-        )
-        assert outcome.error is None, f"{outcome.error}\n{server.log.read_text()[-4000:]}"
-        assert server.process.poll() is None, "the engine died"
-    return {**outcome.result, "log": server.log.read_text(errors="replace")}
+        variables=GRAPHS_UNDER_THE_TAG if on_gpu else {},
+    ) as engine:
+        [outcome] = engine.attempt(memory_cycles, name, num_cycles, device=device)
+        log = engine.server.log.read_text(errors="replace")
+        assert outcome.error is None, f"{outcome.error}\n{log[-4000:]}"
+        assert engine.lives, "the engine died"
+    return {**outcome.result, "log": log}
 
 
-def memory_cycles(
-    rank: TrainerRank, url: str, name: str, folder: str, num_cycles: int
-) -> dict[str, Any]:
+def memory_cycles(rank: TrainerRank, name: str, num_cycles: int) -> dict[str, Any]:
     """Two syncs awake, one cycle with poison, `num_cycles` without.
 
     Returns:
         States of the engine by when they were taken, with greedy tokens and log-probabilities;
         for each cycle whether it generated the same; bytes freed by each tag; seconds.
     """
-    weights = checkpoint_weights(name, Path(folder, "model"), rank.device)
+    weights = checkpoint_weights(name, rank.folder / "model", rank.device)
     manager = rank.manager("compiled", bucket_bytes=1 << 20)
-    engine = _Engine(rank, url, Path(folder))
+    engine = _Engine(rank)
 
     def sync() -> dict[str, int]:
         asyncio.run(manager.sync(iter(weights), version="unchanged"))
@@ -81,91 +68,73 @@ def memory_cycles(
     seen["never slept"] = engine.look()
     engine.generate()  # kernels that are made with the first request
     expected = engine.generate()
-    seen["text"] = expected
     for _ in range(2):  # the engine's own copies of its buffers find their place in the first
         seen["freed"] = {tag: engine.freed_by(tag) for tag in ALL_TAGS}
         sync()  # the release of the weights has lost them
     seen["after each tag"] = engine.look()
     seen["poisoned"] = _poisoned_cycle(engine, sync)
     seen["same after poison"] = engine.generate() == expected
-    cycles = []
+    cycles = seen["cycles"] = []
     free_before = engine.free_bytes()
     for cycle in range(num_cycles):
-        with engine.asleep(ALL_TAGS) as seconds:
+        with engine.asleep() as seconds:
             replayed = sync()["num_replayed"]
-        cycles.append(
-            {
-                "same": engine.generate() == expected,
-                "replayed": replayed,
-                "seconds": seconds,
-                "state": engine.look() if (cycle + 1) % LOOK_EVERY == 0 else None,
-            }
-        )
-    seen["cycles"] = cycles
+        same = engine.generate() == expected
+        state = engine.look() if (cycle + 1) % LOOK_EVERY == 0 else None
+        cycles.append({"same": same, "replayed": replayed, "seconds": seconds, "state": state})
     seen["lost_gpu_bytes"] = free_before - engine.free_bytes()
     seen["last"] = engine.look()
-    engine.stray()
+    engine.ask(STRAY_LOADER)
     seen["stray"] = engine.look()
-    engine.sleep(ALL_TAGS)
+    engine.stage(release, *ALL_TAGS)
     return seen
 
 
 def _poisoned_cycle(engine: _Engine, sync: Callable[[], Any]) -> dict[str, Any]:
     """All that no restore brings back is NaN before the sync."""
-    before = engine.look()
-    with engine.asleep(ALL_TAGS):
-        num_bytes = engine.poison()
-        asleep = engine.look()
-        counts = sync()
-        synced = engine.look()
-    return {
-        "before": before,
-        "bytes": num_bytes,
-        "asleep": asleep,
-        "counts": counts,
-        "synced": synced,
-        "awake": engine.look(),
-    }
+    seen = {"before": engine.look()}
+    with engine.asleep():
+        seen["bytes"] = engine.ask(POISON_LOADER)
+        seen["asleep"] = engine.look()
+        seen["counts"] = sync()
+        seen["synced"] = engine.look()
+    return {**seen, "awake": engine.look()}
 
 
 class _Engine:
     """The server, and loaders in its process."""
 
-    def __init__(self, rank: TrainerRank, url: str, folder: Path) -> None:
+    def __init__(self, rank: TrainerRank) -> None:
         self._rank = rank
-        self._url = url
-        self._file = folder / "answer.json"
+        self._file = rank.folder / "answer.json"
+
+    def ask(self, loader: str) -> Any:
+        """Have the engine run one of `memory_loaders`; its answer."""
+        ask_engine(self._rank, loader, json.dumps({"path": str(self._file)}))
+        return json.loads(self._file.read_text())
 
     def look(self) -> Any:
-        return self._ask(LOOK_LOADER)
-
-    def poison(self) -> Any:
-        return self._ask(POISON_LOADER)
-
-    def stray(self) -> Any:
-        return self._ask(STRAY_LOADER)
+        """What the engine holds."""
+        return self.ask(LOOK_LOADER)
 
     def generate(self) -> list[list[float]]:
-        return generate(self._url)
+        """Greedy tokens."""
+        return generate(self._rank.url)
 
     @contextmanager
-    def asleep(self, tags: tuple[str, ...]) -> Any:
-        """Release `tags`, resume the weights; at the end of the block the rest of them."""
-        seconds: dict[str, float] = {}
-        self._stage(seconds, "release", release, *tags)
-        self._stage(seconds, "resume_weights", resume, "weights")
+    def asleep(self) -> Any:
+        """Release all, resume the weights; at the end of the block the rest. Yields the seconds."""
+        seconds = {"release": self.stage(release, *ALL_TAGS)[1]}
+        seconds["resume_weights"] = self.stage(resume, "weights")[1]
         yield seconds
-        self._stage(seconds, "resume_rest", resume, "cuda_graph", "kv_cache")
-
-    def sleep(self, tags: tuple[str, ...]) -> None:
-        self._stage({}, "release", release, *tags)
+        seconds["resume_rest"] = self.stage(resume, "cuda_graph", "kv_cache")[1]
 
     def freed_by(self, tag: str) -> dict[str, int]:
         """Bytes that the release of one tag gives back to the GPU, and what its reply tells."""
         before = self.free_bytes()
-        text = self._stage({}, "release", release, tag)
+        text, _ = self.stage(release, tag)
         freed = self.free_bytes() - before
-        self._stage({}, "resume", resume, tag)
+        self.stage(resume, tag)
         [told] = json.loads(text)["stages"][tag]["gpu_bytes"]
         return {"freed": freed, "told": told}
 
@@ -177,19 +146,10 @@ class _Engine:
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info()[0]
 
-    def _stage(
-        self,
-        seconds: dict[str, float],
-        name: str,
-        stage: Callable[..., tuple[int, str]],
-        *tags: str,
-    ) -> str:
+    def stage(self, stage: Callable[..., Reply], *tags: str) -> tuple[str, float]:
+        """Go through a stage; its reply and its seconds."""
         started = time.perf_counter()
-        status, text = stage(self._url, *tags)
-        seconds[name] = time.perf_counter() - started
+        status, text = stage(self._rank.url, *tags)
+        seconds = time.perf_counter() - started
         assert status == 200, text
-        return text
-
-    def _ask(self, loader: str) -> Any:
-        call_loader(self._rank, loader, {"path": str(self._file)})
-        return json.loads(self._file.read_text())
+        return text, seconds

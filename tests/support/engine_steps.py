@@ -1,275 +1,307 @@
-"""What the trainer ranks of `test_engine_weights` do, all in one process start per server."""
+"""What trainer ranks do to a real engine, in one process start: syncs in every mode, and faults."""
 
 from __future__ import annotations
 
 import asyncio
-import json
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock, patch
 
+import msgspec
 import torch
 
-from support.manifest_steps import manifest_faults
-from support.trainer import NamedTensors, TrainerRank, engine_hashes
+from sglang_loader.common.layout import BucketLayout
+from sglang_loader.common.regions.arrangement import Arrangement, Read
+from support.exports import (
+    NORM,
+    KeptExport,
+    ShardedExport,
+    calling_at,
+    doubled,
+    on_meta,
+)
+from support.trainer import Hashes, NamedTensors, TrainerRank, read_hashes, sync_error
 
 MODES = ("bucketed", "flattened", "compiled")
+LOST = "model.layers.0.self_attn.k_proj.weight"
+STRANGE = "model.layers.0.self_attn.of_another_model.weight"
+DIES_AFTER = 6
+
+Sync = tuple[Hashes, dict[str, Any]]
+"""The engine's hashes after it, and its report."""
 
 
-def weights_of(model: Path, device: torch.device, *, scale: float = 1.0) -> NamedTensors:
-    """The checkpoint's tensors as verl exports them: every state-dict name, tied ones twice."""
-    from safetensors.torch import load_file
-
-    named = dict(load_file(model / "model.safetensors"))
-    if json.loads((model / "config.json").read_text())["tie_word_embeddings"]:
-        named.setdefault("lm_head.weight", named["model.embed_tokens.weight"])
-    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    return [(name, (tensor * scale).to(device, dtype)) for name, tensor in named.items()]
-
-
-def store_tied_head(model: Path) -> None:
-    """Write the tied output layer into the checkpoint: SGLang's MoE classes have one of their own,
-    and leave it uninitialised when the file has none."""
-    from safetensors.torch import load_file, save_file
-
-    file = model / "model.safetensors"
-    named = load_file(file)
-    named["lm_head.weight"] = named["model.embed_tokens.weight"].clone()
-    save_file(named, file, {"format": "pt"})
-
-
-def exercise_engine(rank: TrainerRank, model: str, folder: str) -> dict[str, Any]:
+def exercise_engine(rank: TrainerRank) -> dict[str, Any]:
     """Sync away and back, fail, recover, and repeat stages, in all modes."""
-    weights = {scale: weights_of(Path(model), rank.device, scale=scale) for scale in (0.5, 1.0)}
-    seen: dict[str, Any] = {"reference": engine_hashes(rank, Path(folder))}
+    weights = {scale: rank.weights(scale) for scale in (0.5, 1.0)}
+    seen: dict[str, Any] = {"reference": rank.hashes()}
 
-    def cycle(
-        mode: str, named: NamedTensors, version: str, **settings: Any
-    ) -> list[dict[str, str]]:
-        return sync_asleep(rank, rank.manager(mode, **settings), named, version, Path(folder))[0]
+    def cycle(mode: str, scale: float, version: str, **settings: Any) -> Hashes:
+        manager = rank.manager(mode, **settings)
+        return sync_asleep(rank, manager, weights[scale], version)[0]
 
     for mode in MODES:
-        changed = cycle(mode, weights[0.5], "half")
-        restored = cycle(mode, weights[1.0], f"{mode}-back", bucket_bytes=1 << 20)
-        failure = _failing_sync(rank, mode, weights[1.0])
-        recovered = cycle(mode, weights[1.0], f"{mode}-again", multi_stage=False)
         seen[mode] = {
-            "changed": changed,
-            "restored": restored,
-            "failure": failure,
-            "recovered": recovered,
+            "changed": cycle(mode, 0.5, "half"),
+            **_misfits(rank, mode, weights[1.0]),
+            "restored": cycle(mode, 1.0, f"{mode}-back", bucket_bytes=1 << 20),
+            "recovered": cycle(mode, 1.0, f"{mode}-again", multi_stage=False),
         }
-    seen["manifest"] = manifest_faults(rank, weights[1.0], Path(folder))
-    seen["repeated"] = _repeated_stages(rank)
-    seen["syncs"] = syncs_in_a_row(rank, model, folder)
-    return seen
+    seen |= _warned(rank, weights[1.0])
+    for stages in (("release",) * 2, ("weights", "kv_cache") * 2):  # released, and resident
+        manager = rank.manager("flattened")
+        for stage in stages:
+            asyncio.run(manager.release() if stage == "release" else manager.resume((stage,)))
+    return seen | {"syncs": syncs_in_a_row(rank)}
+
+
+def _misfits(rank: TrainerRank, mode: str, good: NamedTensors) -> dict[str, Any]:
+    """What the loader refuses, what it drops without a word, and good syncs between."""
+    less = [(name, tensor) for name, tensor in good if name != LOST]
+    dropped = [*less, (STRANGE, torch.ones(4, 4, device=good[0][1].device))]
+    manager = rank.manager(mode)
+    errors: dict[str, Any] = {"good": [sync_error(manager, good)]}
+    for name, weights in (
+        ("refused", doubled(good)),
+        ("dropped", dropped),
+        ("dropped again", dropped),
+        ("one shot", iter(dropped)),
+        ("less", less),
+    ):
+        by = rank.manager(mode) if name == "one shot" else manager
+        errors[name] = sync_error(by, weights)
+        if name in ("one shot", "less"):
+            errors["good"] += [sync_error(manager, good), sync_error(manager, iter(good))]
+    return errors
+
+
+def _warned(rank: TrainerRank, good: NamedTensors) -> dict[str, Any]:
+    """With `manifest_check="warn"`: errors of two syncs that lack a tensor, and what is logged."""
+    said: list[str] = []
+    handler, logger = logging.Handler(logging.WARNING), logging.getLogger("verl_sglang_sync")
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    manager = rank.manager("flattened", manifest_check="warn")
+    less = [(name, tensor) for name, tensor in good if name != LOST]
+    logger.addHandler(handler)
+    errors = [sync_error(manager, less) for _ in range(2)]
+    logger.removeHandler(handler)
+    assert sync_error(manager, good) is None
+    return {"warned": errors, "said": [text for text in said if "manifest check" in text]}
 
 
 SCALES = (0.5, 0.25, 2.0, 1.0)
-COMPILED_SETTINGS = (
-    {"keep_staging_buffers": True, "read_in_place": False},
-    {"keep_staging_buffers": False, "read_in_place": False},
-    {"keep_staging_buffers": False, "recheck_every_n_syncs": 2, "read_in_place": False},
+STAGED: dict[str, Any] = {"read_in_place": False}
+COMPILED_SETTINGS: tuple[dict[str, Any], ...] = (
+    {**STAGED, "keep_staging_buffers": True},
+    {**STAGED, "keep_staging_buffers": False},
+    {**STAGED, "keep_staging_buffers": False, "recheck_every_n_syncs": 2},
 )
-
-
 PULLED_SETTINGS: tuple[dict[str, Any], ...] = ({}, {"recheck_every_n_syncs": 2})
 SHARDED_SETTINGS: tuple[dict[str, Any], ...] = (
-    {"read_in_place": False, "keep_staging_buffers": True},
-    {"read_in_place": False, "recheck_every_n_syncs": 2},
+    {**STAGED, "keep_staging_buffers": True},
+    {**STAGED, "recheck_every_n_syncs": 2},
 )
 
 
-def syncs_in_a_row(rank: TrainerRank, folder_of_model: str, folder: str) -> dict[str, Any]:
+def syncs_in_a_row(rank: TrainerRank) -> dict[str, Any]:
     """Other weights at every sync, by the eager loader and by each setting of the compiled one."""
-    model = Path(folder_of_model)
-    run = partial(_run_syncs, rank, model, Path(folder))
+    run = partial(_run_syncs, rank)
+    compiled = partial(run, "compiled")
+    kept = KeptExport, partial(ShardedExport, is_mappable=True)
+    sharded, is_sharded = partial(compiled, ShardedExport), rank.tp > 1
     return {
         "eager": run("flattened"),
-        "compiled": [run("compiled", **settings) for settings in COMPILED_SETTINGS],
-        "sharded": [
-            run("compiled", export=sharded_export(weights_of(model, rank.device)), **settings)
-            for settings in (SHARDED_SETTINGS if rank.tp > 1 else ())
-        ],
-        "exchanged after a failure": [
-            run("compiled", export=sharded_export(weights_of(model, rank.device)), **settings)
-            for settings in ([{"read_in_place": False, "fails_before": 2}] if rank.tp > 1 else ())
-        ],
-        "pulled": [
-            run("compiled", export=export_of(weights_of(model, rank.device)), **settings)
-            for export_of in (kept_export, partial(sharded_export, is_shared=True))
-            for settings in PULLED_SETTINGS
-        ],
-        "moved": [
-            run("compiled", export=export_of(weights_of(model, rank.device)), moves_after=2)
-            for export_of in (kept_export, partial(sharded_export, is_shared=True))
-        ],
+        "compiled": [compiled(**settings) for settings in COMPILED_SETTINGS],
+        "sharded": [sharded(**settings) for settings in SHARDED_SETTINGS] if is_sharded else [],
+        "exchanged after a failure": sharded(fails_before=2, **STAGED) if is_sharded else [],
+        "pulled": [compiled(export, **settings) for export in kept for settings in PULLED_SETTINGS],
+        "moved": [compiled(export, moves_after=2) for export in kept],
     }
 
 
-def sharded_replicas(rank: TrainerRank, model: str, folder: str) -> dict[str, Any]:
+def sharded_replicas(rank: TrainerRank) -> dict[str, Any]:
     """Shards over all ranks, and engines that each read all of every weight."""
-    run = partial(_run_syncs, rank, Path(model), Path(folder) / f"replica{rank.replica}")
-    weights = weights_of(Path(model), rank.device)
-    sharded = [
-        run("compiled", export=sharded_export(weights), **settings) for settings in SHARDED_SETTINGS
-    ]
-    pulled = run("compiled", export=sharded_export(weights, is_shared=True))
-    return {"eager": run("flattened"), "sharded": sharded, "pulled": pulled}
+    run = partial(_run_syncs, rank)
+    return {
+        "sharded": [run("compiled", ShardedExport, **settings) for settings in SHARDED_SETTINGS],
+        "pulled": run("compiled", partial(ShardedExport, is_mappable=True)),
+        "eager": run("flattened"),
+    }
 
 
 def _run_syncs(
     rank: TrainerRank,
-    model: Path,
-    folder: Path,
     mode: str,
-    export: Any = None,
+    export_of: Callable[[NamedTensors], KeptExport] | None = None,
     moves_after: int = -1,
     fails_before: int = -1,
     **settings: Any,
-) -> list[Any]:
-    """(the engine's hashes, the report) of each sync, with other weights every time."""
+) -> list[Sync]:
+    """Syncs of other weights every time, of plain lists or of an export that is kept."""
     manager, seen = rank.manager(mode, **settings), []
+    export = None if export_of is None else export_of(rank.weights())
     for scale in SCALES:
-        weights = weights_of(model, rank.device, scale=scale)
+        weights: Any = rank.weights(scale)
         if export is not None:
             if len(seen) == moves_after and rank.rank == rank.tp - 1:
-                move_one(export.sources())
-            for name, tensor in weights:
-                write_values(export.sources()[name], tensor)
-            weights = export
+                export.move(NORM)
+            export.write(weights)
+            weights = export.reexport()
         if len(seen) == fails_before:
             _fail_on_the_last_rank(rank, manager, weights)
-        seen.append(sync_asleep(rank, manager, weights, str(scale), folder))
+        seen.append(sync_asleep(rank, manager, weights, str(scale)))
     return seen
 
 
-def sync_asleep(
-    rank: TrainerRank, manager: Any, weights: Any, version: str, folder: Path
-) -> tuple[list[dict[str, str]], dict[str, Any]]:
-    """(the engine's hashes, the report) of a sync between a release and the end of the wake-up."""
+def sync_asleep(rank: TrainerRank, manager: Any, weights: Any, version: str) -> Sync:
+    """A sync between a release and the end of the wake-up."""
     asyncio.run(manager.release())
     asyncio.run(manager.resume(("weights",)))
     asyncio.run(manager.sync(weights, version=version))
     report = asdict(manager.report)
     asyncio.run(manager.resume(("kv_cache",)))
-    return engine_hashes(rank, folder), report
+    return rank.hashes(), report
 
 
-def sharded_export(weights: NamedTensors, *, is_shared: bool = False) -> Any:
-    """The tensors in shards on all ranks, gathered at every export, as FSDP2's are.
+def sync_away_and_back(rank: TrainerRank) -> list[Hashes]:
+    """Hashes of all TP ranks' weights: at first, after a sync of others, and of the first again.
 
-    Args:
-        weights: the full tensors.
-        is_shared: on a CPU, in memory that other processes can map, as a GPU's always is.
+    Each TP rank gets its tensor from the trainer rank of its host: they share no memory else.
     """
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
+    from support.engine_loaders import HASH_LOADER
+    from support.ipc import serialize_handles
+    from verl_sglang_sync.engine.server_client import operations
 
-    from verl_sglang_sync.sources.reexport import Reexport
-
-    mesh = init_device_mesh(weights[0][1].device.type, (torch.distributed.get_world_size(),))
-    state = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in weights}
-    if is_shared and weights[0][1].device.type == "cpu":
-        for shard in state.values():
-            shard.to_local().untyped_storage().share_memory_()
-    return Reexport(
-        lambda: ((name, shard.full_tensor()) for name, shard in state.items()),
-        sources=lambda: state,
-    )
-
-
-def kept_export(weights: NamedTensors) -> Any:
-    """Full tensors that the trainer keeps, exported as they are."""
-    from verl_sglang_sync.sources.reexport import Reexport
-
-    state = dict(in_storages_of_their_own(weights))
-    return Reexport(lambda: iter(state.items()), sources=lambda: state)
+    manager, seen = rank.manager("flattened"), []
+    for scale in (None, 0.5, 1.0):
+        if scale is not None:
+            weights = rank.weights(scale)
+            assert sync_error(manager, iter(weights), str(scale)) is None
+        tensor, handles = torch.zeros(1), [b""] * rank.tp
+        torch.distributed.all_gather_object(
+            handles, serialize_handles([(str(rank.folder), tensor)])
+        )
+        if rank.is_leader:
+            call = operations.update_weights(handles, load_format=HASH_LOADER)
+            rank.client.submit(call).result()
+        torch.distributed.barrier()
+        seen.append(read_hashes(rank.folder, rank.tp))
+    return seen
 
 
-def move_one(state: dict[str, torch.Tensor]) -> None:
-    """Put one tensor elsewhere; what is where it was is wrong from now on."""
-    name = "model.norm.weight"
-    old, state[name] = state[name], state[name].clone()
-    if old.device.type == "cpu":
-        moved: Any = state[name]
-        local = moved.to_local() if hasattr(moved, "to_local") else moved
-        local.untyped_storage().share_memory_()
-    old.fill_(7)
+def sync_weights(rank: TrainerRank, mode: str = "flattened") -> None:
+    """Send the checkpoint's own weights, without any stage."""
+    named = rank.weights()
+    asyncio.run(rank.manager(mode).sync(named, version="synced"))
 
 
-def write_values(shard: Any, tensor: torch.Tensor) -> None:
-    """Other values, in place, as an optimizer does."""
-    if not hasattr(shard, "device_mesh"):
-        shard.copy_(tensor)
-        return
-    rows = tensor.chunk(shard.device_mesh.size())
-    rank = shard.device_mesh.get_local_rank()
-    if rank < len(rows):
-        shard.to_local().copy_(rows[rank])
+def broken_sync(rank: TrainerRank) -> str | None:
+    """A sync that fails when some tensors are loaded; the error."""
+    bad = iter(doubled(rank.weights()))
+    return sync_error(rank.manager("flattened", manifest_check="off"), bad)
 
 
-def in_storages_of_their_own(weights: NamedTensors) -> NamedTensors:
-    """The same tensors, each in memory of its own that other processes can map."""
-    own = [(name, tensor.clone()) for name, tensor in weights]
-    for _, tensor in own:
-        if tensor.device.type == "cpu":
-            tensor.share_memory_()
-    return own
+# Faults of a session.
 
 
-def _failing_sync(rank: TrainerRank, mode: str, weights: NamedTensors) -> str:
-    """Send one tensor of twice its size; return the error."""
-    from verl_sglang_sync import WeightSyncError
+def crash(rank: TrainerRank) -> None:
+    """As native code crashes."""
+    os.kill(os.getpid(), signal.SIGSEGV)
 
-    bad = [
-        (name, torch.cat([tensor, tensor]) if name == "model.norm.weight" else tensor)
-        for name, tensor in weights
-    ]
-    try:
-        asyncio.run(rank.manager(mode, manifest_check="off").sync(iter(bad), version="bad"))
-    except WeightSyncError as error:
-        return str(error)
-    return "no error"
+
+def die_mid_session(rank: TrainerRank) -> None:
+    """All trainer ranks end without a word while buckets are under way."""
+    export = calling_at(rank.weights(), DIES_AFTER, lambda: os._exit(9))
+    manager = rank.manager("compiled", bucket_bytes=1 << 10)
+    asyncio.run(manager.sync(export, version="dead"))
+
+
+def good_syncs(rank: TrainerRank) -> dict[str, Any]:
+    """Two compiled syncs of the checkpoint; returns hashes and seconds."""
+    manager, started = rank.manager("compiled"), time.monotonic()
+    for _ in range(2):
+        asyncio.run(manager.sync(rank.weights(), version="good"))
+    return {
+        "seconds": time.monotonic() - started,
+        "num_replayed": manager.report.num_replayed,
+        "hashes": rank.hashes(),
+    }
+
+
+def faults_and_good_syncs(rank: TrainerRank) -> dict[str, Any]:
+    """Each fault that a trainer survives, followed by good syncs, in one trainer start."""
+    weights = rank.weights()
+    unpackable = on_meta(weights, weights[DIES_AFTER][0]) if rank.rank == rank.tp - 1 else weights
+    one = [(NORM, torch.ones(1, device=rank.device))]
+
+    def sync(weights: NamedTensors, **settings: Any) -> str | None:
+        return sync_error(rank.manager("compiled", **settings), weights)
+
+    seen: dict[str, Any] = {"arranged by something else": _forged_arrangements(rank, weights)}
+    seen["arranged by something else"]["hashes"] = rank.hashes()
+    for name, fault in (
+        ("a rank that cannot pack", lambda: sync(unpackable, bucket_bytes=1 << 10)),
+        ("a wrong token", lambda: _with_a_wrong_token(lambda: sync(one, manifest_check="off"))),
+    ):
+        seen[name] = {"error": fault(), "good": good_syncs(rank)}
+    return seen
 
 
 def _fail_on_the_last_rank(rank: TrainerRank, manager: Any, weights: Any) -> None:
     """A sync whose last bucket does not leave one rank."""
-    from verl_sglang_sync import WeightSyncError
     from verl_sglang_sync.engine.session import TrainerSession
 
     finish = MagicMock(side_effect=MemoryError("nothing is left"))
     if rank.rank != rank.tp - 1:
         finish = TrainerSession.finish
     with patch.object(TrainerSession, "finish", finish):
-        try:
-            asyncio.run(manager.sync(weights, version="failed"))
-        except WeightSyncError as error:
-            assert "nothing is left" in str(error)
-            return
-    raise AssertionError("the sync did not fail")
+        assert "nothing is left" in (sync_error(manager, weights) or "")
 
 
-def _repeated_stages(rank: TrainerRank) -> str:
-    """Release what is released and resume what is resident."""
-    manager = rank.manager("flattened")
-    for _ in range(2):
-        asyncio.run(manager.release())
-    for _ in range(2):
-        asyncio.run(manager.resume(("weights",)))
-        asyncio.run(manager.resume(("kv_cache",)))
-    return "ok"
+def _with_a_wrong_token(sync: Callable[[], Any]) -> Any:
+    """Invite the engine with a token that is not the session's."""
+    from verl_sglang_sync.engine.session import TrainerSession
+
+    def forge(self: TrainerSession, *arguments: Any, **options: Any) -> None:
+        init(self, *arguments, **options)
+        invitation = msgspec.json.decode(self.invitation)
+        self.invitation = msgspec.json.encode({**invitation, "token": "0" * 32})
+
+    init = TrainerSession.__init__
+    with patch.object(TrainerSession, "__init__", forge):
+        return sync()
 
 
-def broken_sync(rank: TrainerRank, model: str) -> str:
-    """A sync that fails when some tensors are loaded; the error."""
-    return _failing_sync(rank, "flattened", weights_of(Path(model), rank.device))
+def _forged_arrangements(rank: TrainerRank, weights: NamedTensors) -> dict[str, Any]:
+    """Send buckets arranged in a way that the engine does not hold, then go on as before."""
+    from verl_sglang_sync.routes.arranged_sending import ArrangedSync, KnownArrangements
+
+    manager, num_arranged = rank.manager("compiled", **STAGED), []
+
+    def sync() -> None:
+        asyncio.run(manager.sync(weights, version="good"))
+        num_arranged.append(manager.report.num_arranged)
+
+    sync()
+    sync()
+    transport = manager._transport
+    sent = [cut.bucket for cut in transport._stream.cuts]
+    buckets = tuple((bucket.digest, _whole(bucket.layout)) for bucket in sent)
+    transport._arrangements.known = KnownArrangements("0" * 64, buckets)
+    with patch.object(ArrangedSync, "keep_if_held", lambda *_: None):
+        error = sync_error(manager, weights)
+    sync()
+    sync()
+    return {"error": error, "num_arranged": num_arranged}
 
 
-def sync_weights(rank: TrainerRank, model: str, mode: str = "flattened") -> str:
-    """Send the checkpoint's own weights, without any stage."""
-    named = weights_of(Path(model), rank.device)
-    asyncio.run(rank.manager(mode).sync(named, version="synced"))
-    return "ok"
+def _whole(layout: BucketLayout) -> Arrangement:
+    """An arrangement that is the bucket as it is."""
+    reads = [Read(i, 0, (), t.nbytes, t.offset) for i, t in enumerate(layout.tensors) if t.nbytes]
+    return Arrangement(tuple(reads), layout.nbytes)

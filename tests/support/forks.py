@@ -8,6 +8,7 @@ tests (`test_training_cpu`, `test_two_hosts`) import everything in every process
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import multiprocessing
 import os
 import runpy
@@ -110,6 +111,7 @@ def _run(
     with Path(log).open("wb") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
+    faulthandler.enable(file=2)  # a crash in native code leaves Python's traceback in the log
     os.environ.clear()
     os.environ.update(environment)
     tempfile.tempdir = None  # found anew, from this environment

@@ -3,48 +3,66 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 PROMPT = "The weights of this model are random, and so"
 
 
-def post(url: str, endpoint: str, payload: dict[str, Any]) -> tuple[int, str]:
-    """Status and text of the reply, whatever the status."""
-    request = urllib.request.Request(
-        f"{url}/{endpoint}",
-        json.dumps(payload).encode(),
-        {"Content-Type": "application/json"},
-    )
+class Reply(NamedTuple):
+    """An HTTP reply; status 0: none came within the limit."""
+
+    status: int
+    text: str
+
+
+def open_url(url: str, body: bytes | None, limit_s: float) -> Any:
+    """The reply as it comes; a POST if there is a body."""
+    call = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+    return urllib.request.urlopen(call, timeout=limit_s)
+
+
+def request(url: str, body: bytes | None = None, *, limit_s: float = 120) -> Reply:
+    """One request and its reply, whatever the status."""
     try:
-        with urllib.request.urlopen(request, timeout=120) as reply:
-            return reply.status, reply.read().decode()
+        with open_url(url, body, limit_s) as reply:
+            return Reply(reply.status, reply.read().decode(errors="replace"))
     except urllib.error.HTTPError as error:
-        return error.code, error.read().decode()
+        return Reply(error.code, error.read().decode(errors="replace"))
+    except (OSError, http.client.HTTPException) as error:
+        return Reply(0, repr(error))
 
 
-def get(url: str, endpoint: str) -> tuple[int, str]:
-    """Status and text of the reply, whatever the status."""
-    try:
-        with urllib.request.urlopen(f"{url}/{endpoint}", timeout=120) as reply:
-            return reply.status, reply.read().decode()
-    except urllib.error.HTTPError as error:
-        return error.code, error.read().decode()
+def post(url: str, endpoint: str, payload: dict[str, Any]) -> Reply:
+    """Post JSON."""
+    return request(f"{url}/{endpoint}", json.dumps(payload).encode())
 
 
-def release(url: str, *tags: str) -> tuple[int, str]:
+def get(url: str, endpoint: str) -> Reply:
+    """Ask for something."""
+    return request(f"{url}/{endpoint}")
+
+
+def release(url: str, *tags: str) -> Reply:
     """Ask the server to release the memory of `tags`."""
     return post(url, "release_memory_occupation", {"tags": list(tags)})
 
 
-def resume(url: str, *tags: str) -> tuple[int, str]:
+def resume(url: str, *tags: str) -> Reply:
     """Ask the server to resume the memory of `tags`."""
     return post(url, "resume_memory_occupation", {"tags": list(tags)})
+
+
+def greedy(num_tokens: int, prompt: str = PROMPT, **more: Any) -> dict[str, Any]:
+    """The body of a request for greedy tokens."""
+    sampling = {"temperature": 0, "max_new_tokens": num_tokens, "ignore_eos": True}
+    return {"text": prompt, "sampling_params": sampling, **more}
 
 
 def generate(url: str, num_tokens: int = 24) -> list[list[float]]:
@@ -53,47 +71,46 @@ def generate(url: str, num_tokens: int = 24) -> list[list[float]]:
     The prefix cache is dropped first: with a prefix from it the last bits may differ.
     """
     _flush(url)
-    status, text = post(url, "generate", _greedy(num_tokens))
+    status, text = post(url, "generate", greedy(num_tokens, return_logprob=True))
     assert status == 200, text
+    return tokens_in(text)
+
+
+def tokens_in(text: str) -> list[list[float]]:
+    """`[[logprob, token id], ...]` of an answer."""
     tokens = json.loads(text)["meta_info"]["output_token_logprobs"]
     return [[logprob, token] for logprob, token, _ in tokens]
 
 
+def status_of_request(url: str) -> int:
+    """HTTP status of a short request for tokens: 200 where the engine serves."""
+    return post(url, "generate", greedy(2)).status
+
+
 @contextlib.contextmanager
-def answer_to(url: str, rid: str) -> Iterator[Future[tuple[int, str]]]:
-    """Status and text of the answer to a request with an id, as soon as there is one."""
+def answer_to(url: str, rid: str) -> Iterator[Future[Reply]]:
+    """The answer to a request with an id, as soon as there is one."""
     with ThreadPoolExecutor(1) as pool:
-        yield pool.submit(post, url, "generate", {**_greedy(24), "rid": rid})
+        yield pool.submit(post, url, "generate", greedy(24, rid=rid, return_logprob=True))
 
 
 def _flush(url: str, timeout_s: float = 10) -> None:
     """Drop the prefix cache, which SGLang refuses while the request before is being wound up."""
     deadline = time.monotonic() + timeout_s
-    while (reply := post(url, "flush_cache", {}))[0] != 200:
+    while (reply := post(url, "flush_cache", {})).status != 200:
         assert time.monotonic() < deadline, reply
         time.sleep(0.1)
 
 
-def _greedy(num_tokens: int) -> dict[str, Any]:
-    return {
-        "text": PROMPT,
-        "sampling_params": {"temperature": 0, "max_new_tokens": num_tokens, "ignore_eos": True},
-        "return_logprob": True,
-    }
-
-
 @contextlib.contextmanager
-def running_generation(url: str, num_tokens: int) -> Iterator[None]:
-    """A request that has its first token when the block starts and ends with the block."""
-    payload = {
-        "text": PROMPT,
-        "sampling_params": {"temperature": 0, "max_new_tokens": num_tokens, "ignore_eos": True},
-        "stream": True,
-    }
-    request = urllib.request.Request(
-        f"{url}/generate", json.dumps(payload).encode(), {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=120) as reply:
+def paused_generation(url: str, num_tokens: int) -> Iterator[None]:
+    """A request that has its first token, and is paused for the length of the block, so that it
+    does not end while somebody waits for it.
+    """
+    body = json.dumps(greedy(num_tokens, stream=True)).encode()
+    with open_url(f"{url}/generate", body, 120) as reply:
         assert reply.readline().startswith(b"data: ")
+        assert post(url, "pause_generation", {"mode": "in_place"}).status == 200
         yield
+        assert post(url, "continue_generation", {}).status == 200
         assert b"[DONE]" in reply.read(), "the request did not come to its end"

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+TIMEOUT_S = 300
 CPU_ENGINE = {"SGLANG_USE_CPU_ENGINE": "1"}
 
 _BREAKER = '''
@@ -29,16 +30,23 @@ def run_python(
     python: Path | str = sys.executable,
     cwd: Path,
     environment: dict[str, str] | None = None,
-    timeout_s: float = 300,
 ) -> subprocess.CompletedProcess[str]:
     """Run an interpreter with the CPU engine's environment, and wait for it."""
+    variables = {"PYTHONDONTWRITEBYTECODE": "1", **CPU_ENGINE, **(environment or {})}
+    return run_process(str(python), *arguments, cwd=cwd, environment=variables)
+
+
+def run_process(
+    *command: str, cwd: Path, environment: dict[str, str]
+) -> subprocess.CompletedProcess[str]:
+    """Run a command, with `environment` beside this process's, and wait for it."""
     return subprocess.run(
-        [str(python), *arguments],
-        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1", **CPU_ENGINE, **(environment or {})},
+        command,
+        env={**os.environ, **environment},
         cwd=cwd,
         capture_output=True,
         text=True,
-        timeout=timeout_s,
+        timeout=TIMEOUT_S,
         check=False,
     )
 

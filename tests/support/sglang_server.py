@@ -17,6 +17,7 @@ from pathlib import Path
 
 from sglang_loader.common.engine_settings import HOST_BACKUP_VARIABLE, HostBackup
 from sglang_loader.common.session.messages import SESSION_FORMAT
+from support.engine_loaders import HASH_LOADER
 from support.forks import CPU_ENVIRONMENT, Fork, die_with_parent, python_path, serve
 from verl_sglang_sync.engine.server_client.urls import server_url
 
@@ -46,6 +47,7 @@ GPU_ARGUMENTS = (
 def environment(device: str, tp: int) -> dict[str, str]:
     """Environment of an engine with `tp` ranks on "cpu" or "cuda"."""
     common = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": python_path()}
+    common["PYTHONFAULTHANDLER"] = "1"
     if device != "cpu":
         return common
     cores = "|".join(str(rank) for rank in range(tp))
@@ -65,14 +67,17 @@ def sglang_server(
     variables: Mapping[str, str] | None = None,
     host: str = "127.0.0.1",
 ) -> Iterator[Server]:
-    """Serve `model` until the block ends; the log goes to `folder/server.log`."""
+    """Serve `model` until the block ends; the log goes to `folder/server.log`.
+
+    `loaders` are further ones that the test asks for.
+    """
     port = free_port()
     arguments = [
         *("--model-path", str(model), "--host", host, "--port", str(port), "--tp-size", str(tp)),
         *("--sampling-backend", "pytorch", "--skip-server-warmup"),
         *("--max-total-tokens", "1024", "--max-running-requests", "4"),
         *(CPU_ARGUMENTS if device == "cpu" else GPU_ARGUMENTS),
-        *("--custom-weight-loader", SESSION_FORMAT, *loaders),
+        *("--custom-weight-loader", SESSION_FORMAT, HASH_LOADER, *loaders),
         *extra,
     ]
     log = folder / "server.log"

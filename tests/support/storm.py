@@ -13,12 +13,11 @@ from __future__ import annotations
 import json
 import os
 import random
-import signal
 import statistics
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -29,11 +28,11 @@ from safetensors.torch import load_file, save_file
 from tiny_assets import make_assets
 
 from sglang_loader.common.engine_settings import STALE_REQUESTS_VARIABLE
-from support.engine_hash import HASH_LOADER
 from support.fault_proxy import fault_proxy
+from support.served import Served
 from support.sglang_server import sglang_server
 from support.storm_checks import PROMPTS, StormEngine, Stream, Violation, shared_memory_of, strays
-from support.storm_trainer import NUM_VERSIONS, PRESETS, TIMEOUT_S, TrainerFactory, World
+from support.storm_trainer import NUM_VERSIONS, PRESETS, TIMEOUT_S, World
 from support.storm_wire import Wire
 from verl_sglang_sync.sync.ranks_in_step import MAY_SERVE
 
@@ -106,13 +105,11 @@ class Storm:
         self.temporary.mkdir()
         self._models = [_version(self.folder, slot) for slot in range(NUM_VERSIONS)]
         self._environment = {"TMPDIR": str(self.temporary)}
-        self._factory = TrainerFactory(self.folder, self._environment).__enter__()
         self.start_engine()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stop_engine()
-        self._factory.__exit__()
         deadline = time.monotonic() + STRAYS_S
         while time.monotonic() < deadline:
             if not (left := [*strays(self.folder), *shared_memory_of(self._pids)]):
@@ -132,13 +129,12 @@ class Storm:
                 self._models[0],
                 own,
                 tp=self.tp,
-                loaders=(HASH_LOADER,),
                 variables={**self._environment, STALE_REQUESTS_VARIABLE: GATES[self.tp]},
             )
         )
         self.wire = Wire(self.temporary)
         self.proxy = self._stack.enter_context(fault_proxy(server.url, self.wire))
-        self.engine = StormEngine(server, self.folder, self._models, self.tp)
+        self.engine = StormEngine(Served(server, self.folder, self.tp), self._models)
         self._pids |= {process.pid for process in self.engine.processes()}
         self._allowed = {str(NUM_VERSIONS - 1)}
         self.resources.clear()
@@ -156,9 +152,8 @@ class Storm:
         if trainer in self._current and not self._current[trainer].is_usable:
             self._current.pop(trainer).end()
         if trainer not in self._current:
-            world = self._factory.start(
-                self._models, url=self.engine.url, proxy=self.proxy, tp=self.tp
-            )
+            addresses = {"url": self.engine.url, "proxy": self.proxy}
+            world = World(self.folder, self._environment, self._models, **addresses, tp=self.tp)
             self._current[trainer] = world
             self._pids.update(world.pids)
         return self._current[trainer]
@@ -212,14 +207,6 @@ class Storm:
         """Sleep for a random time."""
         time.sleep(self.rng.uniform(0, longest_s))
 
-    @staticmethod
-    def stop_and_continue(pid: int, seconds: float) -> None:
-        """SIGSTOP a process for some time."""
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGSTOP)
-            time.sleep(seconds)
-            os.kill(pid, signal.SIGCONT)
-
     def note(self, text: str) -> None:
         """Add to what findings of this round show."""
         self._context += f" [{text}]"
@@ -263,12 +250,10 @@ class Storm:
         row.injected += injected
         self._guarded(self._check_served)
         streams.append(self._stream())
-        is_recovered = self._recover()
-        row.recovered += injected if is_recovered else 0
+        row.recovered += injected if self._recover() else 0
+        is_killed = self.engine is not engine
         for stream in filter(None, streams):
-            is_killed = self.engine is not engine
-            check = partial(stream.check, self.engine.references, may_be_cut=is_killed)
-            self._guarded(check)
+            self._guarded(partial(stream.check, self.engine.references, may_be_cut=is_killed))
         row.seconds.append(time.monotonic() - started)
         if VERBOSE or len(self.findings) > num_findings:
             print(
@@ -380,17 +365,6 @@ def _brief(replies: list[Any]) -> str:
     return " | ".join(texts)
 
 
-def summary(report: dict[str, Row]) -> list[list[str]]:
-    """The table's rows."""
-    rows = []
-    for name, row in sorted(report.items()):
-        median = f"{statistics.median(row.seconds):.1f}" if row.seconds else "-"
-        most = f"{max(row.seconds):.1f}" if row.seconds else "-"
-        counts = (row.injected, row.detected, row.recovered, row.wrong_weights, row.hangs)
-        rows.append([name, *map(str, counts), median, most])
-    return rows
-
-
 HEADER = "| fault | injected | detected | recovered | wrong weights | hangs | median s | max s |"
 
 
@@ -403,13 +377,18 @@ def write_report(file: Path, storms: list[Storm], about: dict[str, Any]) -> str:
             for key, value in vars(row).items():
                 setattr(into, key, getattr(into, key) + value)
     lines = [HEADER, "|---" + "|---:" * 7 + "|"]
-    lines += ["| " + " | ".join(row) + " |" for row in summary(merged)]
+    for name, row in sorted(merged.items()):
+        *counts, seconds = vars(row).values()
+        times = [f"{of(seconds):.1f}" if seconds else "-" for of in (statistics.median, max)]
+        lines.append(f"| {' | '.join([name, *map(str, counts), *times])} |")
     table = "\n".join(lines)
-    findings = [asdict(finding) for storm in storms for finding in storm.findings]
+    content = {
+        **about,
+        "rows": {name: asdict(row) for name, row in merged.items()},
+        "findings": [asdict(finding) for storm in storms for finding in storm.findings],
+        "resources": {f"tp{storm.tp}": storm.resources for storm in storms},
+    }
     file.parent.mkdir(parents=True, exist_ok=True)
     file.with_suffix(".md").write_text(table + "\n")
-    rows = {name: asdict(row) for name, row in merged.items()}
-    content = {**about, "rows": rows, "findings": findings}
-    content["resources"] = {f"tp{storm.tp}": storm.resources for storm in storms}
     file.with_suffix(".json").write_text(json.dumps(content, indent=1))
     return table

@@ -1,6 +1,6 @@
 """What must hold after every fault: one place for the storm's invariants and its findings.
 
-    engine = StormEngine(server, proxy_url, folder, models, tp)
+    engine = StormEngine(served, models)
     served = engine.served()        # the version that is served, proven bit for bit; None: it waits
     stream = Stream(engine.url, prompt).start(); ...; stream.check(engine.references)
 
@@ -14,16 +14,18 @@ import json
 import threading
 import time
 import urllib.error
-import urllib.request
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from support.engine_hash import HASH_LOADER
-from support.sglang_server import Server
+from support.engine_loaders import HASH_LOADER
+from support.http_requests import Reply, greedy, open_url, request
+from support.served import Served
 from support.storm_trainer import slot_of
+from support.trainer import Hashes, read_hashes, run_loader
+from verl_sglang_sync.engine.server_client import SGLangServerClient
 
 NUM_TOKENS = 64
 LOGPROB_TOLERANCE = 1e-3
@@ -48,30 +50,9 @@ class Violation(Exception):
         self.kind, self.detail = kind, detail
 
 
-@dataclass(frozen=True)
-class Reply:
-    """An HTTP reply; status 0: none came within the limit."""
-
-    status: int
-    text: str
-
-
-def request(url: str, body: bytes | None = None, *, limit_s: float = REPLY_S) -> Reply:
-    """One request, a POST if there is a body."""
-    call = urllib.request.Request(url, body, {"Content-Type": "application/json"})
-    try:
-        with urllib.request.urlopen(call, timeout=limit_s) as reply:
-            return Reply(reply.status, reply.read().decode(errors="replace"))
-    except urllib.error.HTTPError as error:
-        return Reply(error.code, error.read().decode(errors="replace"))
-    except (OSError, http.client.HTTPException) as error:
-        return Reply(0, repr(error))
-
-
 def _generate_body(prompt: str, num_tokens: int, *, stream: bool) -> bytes:
-    sampling = {"temperature": 0, "max_new_tokens": num_tokens, "ignore_eos": True}
-    payload = {"text": prompt, "sampling_params": sampling, "return_logprob": True}
-    return json.dumps({**payload, "stream": stream}).encode()
+    body = greedy(num_tokens, prompt, return_logprob=True, stream=stream)
+    return json.dumps(body).encode()
 
 
 def _tokens_of(answer: dict[str, Any]) -> Tokens:
@@ -92,7 +73,7 @@ def equal(tokens: Tokens, reference: Tokens) -> bool:
 class References:
     """By version slot: every TP rank's hashes, and each prompt's greedy tokens."""
 
-    hashes: list[list[dict[str, str]]] = field(default_factory=list)
+    hashes: list[Hashes] = field(default_factory=list)
     tokens: list[dict[str, Tokens]] = field(default_factory=list)
 
 
@@ -102,9 +83,10 @@ class StormEngine:
     The references are made by SGLang's own `/update_weights_from_disk`, not by the code under test.
     """
 
-    def __init__(self, server: Server, folder: Path, models: list[Path], tp: int) -> None:
-        self.server, self.url, self.tp = server, server.url, tp
-        self._folder = folder
+    def __init__(self, served: Served, models: list[Path]) -> None:
+        self.server, self.url = served.server, served.url
+        self._engine = served
+        self._client = SGLangServerClient(self.url, timeout_s=REPLY_S)
         self.references = References()
         for slot, model in enumerate(models):
             body = {"model_path": str(model), "weight_version": str(slot), "flush_cache": True}
@@ -129,7 +111,7 @@ class StormEngine:
 
     def label(self) -> str:
         """The version that `/model_info` reports."""
-        reply = request(f"{self.url}/model_info")
+        reply = request(f"{self.url}/model_info", limit_s=REPLY_S)
         self.must_live()
         if reply.status != 200:
             raise Violation("hang", f"/model_info: {reply}")
@@ -142,22 +124,13 @@ class StormEngine:
             cause = log.rfind("Traceback (most recent call last)")
             raise Violation("engine died", f"{self.server.log}: {log[cause:][:2000]}")
 
-    def hashes(self) -> list[dict[str, str]]:
+    def hashes(self) -> Hashes:
         """Of every tensor on every TP rank, taken in the engine's processes."""
-        import torch
-
-        from support.ipc import serialize_handles
-        from verl_sglang_sync.engine.server_client import SGLangServerClient, operations
-
-        files = [self._folder / f"rank{rank}.json" for rank in range(self.tp)]
-        for file in files:
-            file.unlink(missing_ok=True)
-        tensors = [torch.zeros(1) for _ in files]
-
-        handles = [serialize_handles([(str(self._folder), t)]) for t in tensors]
-        with SGLangServerClient(self.url, timeout_s=REPLY_S) as client:
-            client.run(operations.update_weights(handles, load_format=HASH_LOADER))
-        return [json.loads(file.read_text()) for file in files]
+        folder, tp = self._engine.folder, self._engine.tp
+        for rank in range(tp):
+            (folder / f"rank{rank}.json").unlink(missing_ok=True)
+        run_loader(self._client, tp, HASH_LOADER, str(folder))
+        return read_hashes(folder, tp)
 
     def serves(self, limit_s: float = PROBE_S) -> tuple[str, Tokens] | None:
         """(prompt, its tokens) if a request is answered; None: it waits, or is refused."""
@@ -193,13 +166,13 @@ class StormEngine:
             raise Violation("wrong weights", f"version {before} answered {tokens}")
         return before
 
-    def _hashes_or_raise(self) -> list[dict[str, str]]:
+    def _hashes_or_raise(self) -> Hashes:
         try:
             return self.hashes()
         except Exception as error:
             raise Violation("hang", f"it generates, and gives no hashes: {error}") from error
 
-    def _described(self, found: list[dict[str, str]]) -> str:
+    def _described(self, found: Hashes) -> str:
         """By TP rank, how many tensors are those of each version, and of none."""
         ranks = []
         for rank, hashes in enumerate(found):
@@ -218,11 +191,8 @@ class StormEngine:
             return []
 
     def schedulers(self) -> list[int]:
-        """Pids by TP rank."""
-        titles = [(" ".join(process.cmdline()), process.pid) for process in self.processes()]
-        pids = [pid for title, pid in sorted(titles) if title.startswith("sglang::scheduler")]
-        assert len(pids) == self.tp, titles
-        return pids
+        """Pids of the processes that load weights, one for each TP rank."""
+        return self._engine.schedulers
 
     def resources(self) -> dict[str, int]:
         """Open files, threads and resident MB of all the server's processes."""
@@ -247,11 +217,8 @@ class Stream(threading.Thread):
     def run(self) -> None:
         """Send the request and read to the end."""
         body = _generate_body(self._prompt, self._num_tokens, stream=True)
-        call = urllib.request.Request(
-            f"{self._url}/generate", body, {"Content-Type": "application/json"}
-        )
         try:
-            with urllib.request.urlopen(call, timeout=30) as reply:
+            with open_url(f"{self._url}/generate", body, 30) as reply:
                 self._status = reply.status
                 for line in reply:
                     self._read(line.decode().removeprefix("data: ").strip())

@@ -8,7 +8,9 @@ import os
 import random
 import signal
 import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -63,24 +65,20 @@ def _slow(storm: Storm) -> float:
 
 @fault("a trainer rank is killed", 3)
 def kill_rank(storm: Storm) -> None:
-    world = storm.begin(slow_s=_slow(storm))
-    storm.a_while(0.4)
-    world.send_signal(storm.rng.randrange(storm.tp), signal.SIGKILL)
-    storm.finish()
+    _kill(storm, storm.rng.randrange(storm.tp))
 
 
 @fault("all trainer ranks are killed", 2)
 def kill_world(storm: Storm) -> None:
+    _kill(storm, *range(storm.tp))
+
+
+def _kill(storm: Storm, *ranks: int) -> None:
+    """In the middle of a sync."""
     world = storm.begin(slow_s=_slow(storm))
     storm.a_while(0.4)
-    for rank in range(storm.tp):
-        world.send_signal(rank, signal.SIGKILL)
+    world.kill(*ranks)
     storm.finish()
-
-
-def _pause_s(storm: Storm) -> float:
-    """Mostly short, sometimes longer than the trainer's limit."""
-    return storm.rng.choice((0.1, 0.3, 0.5, TIMEOUT_S + 1))
 
 
 @fault("a trainer rank stands still", 3)
@@ -99,11 +97,17 @@ def stop_scheduler(storm: Storm) -> None:
 
 
 def _stand_still(storm: Storm, pid_of: Callable[[World], int]) -> None:
-    """Stop a process in the middle of a sync, for a while."""
+    """Stop a process in the middle of a sync: mostly shortly, sometimes for longer than the
+    trainer's limit.
+    """
     world = storm.begin(slow_s=_slow(storm))
     storm.a_while(0.3)
-    seconds = _pause_s(storm)
-    storm.stop_and_continue(pid_of(world), seconds)
+    seconds = storm.rng.choice((0.1, 0.3, 0.5, TIMEOUT_S + 1))
+    with suppress(ProcessLookupError):
+        pid = pid_of(world)
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(seconds)
+        os.kill(pid, signal.SIGCONT)
     storm.finish(more_s=seconds)
 
 

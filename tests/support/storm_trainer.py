@@ -1,25 +1,23 @@
 """Trainer ranks that live for many syncs, and that a driver commands, kills and replaces.
 
-with TrainerFactory(folder, environment) as factory:
-    world = factory.start(model_folders, url=..., proxy=..., tp=2)
-    world.begin({"preset": "bucketed", "label": 7})     # every rank starts the sync
-    replies = world.replies(limit_s=20)                 # by rank; None: died, or still busy
-    world.end()
+world = World(folder, environment, models, url=..., proxy=..., tp=2)
+world.begin({"preset": "bucketed", "label": 7})     # every rank starts the sync
+replies = world.replies(limit_s=20)                 # by rank; None: died, or still busy
+world.end()
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
-import select
 import signal
-import socket
 import time
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +25,9 @@ import torch
 import torch.distributed as dist
 
 from support.broadcast_steps import Sender
-from support.engine_steps import in_storages_of_their_own, kept_export, weights_of, write_values
+from support.exports import KeptExport, calling_at, doubled, on_meta, weights_of
 from support.forks import Fork
-from support.trainer import NamedTensors, TrainerRank
-from verl_sglang_sync.engine.server_client import SGLangServerClient
+from support.trainer import CPU, NamedTensors, TrainerRank
 from verl_sglang_sync.sources.reexport import Reexport
 
 TIMEOUT_S = 3.0
@@ -41,11 +38,9 @@ START_S = 120.0
 PRESETS = ("bucketed", "flattened", "packed", "in_place", "broadcast", "broadcast_compiled")
 BUCKET_BYTES = 32 << 10
 NUM_VERSIONS = 3
-VICTIM = "model.norm.weight"  # the tensor that a bad export spoils
 
 Reply = dict[str, Any]
-"""`error`: what the rank raised, or None; `seconds`: how long its sync took; `is_published`: the
-weights were published before that."""
+"""`error`: what the rank raised, or None; `is_published`: it had published the weights."""
 
 
 def slot_of(label: int | str) -> int:
@@ -54,14 +49,43 @@ def slot_of(label: int | str) -> int:
 
 
 class World:
-    """The ranks of one trainer, seen from the driver."""
+    """The ranks of one trainer, seen from the driver.
 
-    def __init__(self, links: Sequence[socket.socket], pids: Sequence[int]) -> None:
-        self.pids = list(pids)
-        self._links = list(links)
-        self._files = [link.makefile("rw") for link in links]
-        self._busy: set[int] = set()
-        self._dead: set[int] = set()
+    Args:
+        folder: for their logs.
+        environment: of their processes, beside this one's.
+        models: the checkpoints of the versions.
+        url: of the engine.
+        proxy: another address of the engine.
+        tp: number of ranks.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        environment: Mapping[str, str],
+        models: Sequence[Path],
+        *,
+        url: str,
+        proxy: str,
+        tp: int,
+    ) -> None:
+        store = folder / f"store-{os.urandom(4).hex()}"
+        launch = {"store": str(store), "models": models, "urls": {"direct": url, "proxy": proxy}}
+        self.pids: list[int] = []
+        self._links: list[Connection] = []
+        for rank in range(tp):
+            ours, theirs = Pipe()
+            log, variables = Path(f"{store}-{rank}.log"), {**os.environ, **environment}
+            fork = Fork(_serve, rank, tp, launch, theirs, environment=variables, log=log)
+            theirs.close()
+            self.pids.append(fork.pid)
+            self._links.append(ours)
+        self._busy, self._dead = set(range(tp)), set[int]()
+        self.replies(START_S)
+        if not self.is_usable:
+            self.end()
+            raise RuntimeError(f"a trainer did not start: {store}-*.log")
 
     @property
     def is_usable(self) -> bool:
@@ -70,11 +94,10 @@ class World:
 
     def begin(self, command: dict[str, Any]) -> None:
         """Have every rank start a sync; see `_Rank.sync` for what a command says."""
-        for rank, file in enumerate(self._files):
+        for rank, link in enumerate(self._links):
             self._busy.add(rank)
             with suppress(OSError):
-                file.write(json.dumps(command) + "\n")
-                file.flush()
+                link.send(command)
 
     def replies(self, limit_s: float) -> list[Reply | None]:
         """Wait for all ranks, at most so long; None for one that died or is still busy."""
@@ -82,15 +105,12 @@ class World:
         found: list[Reply | None] = [None] * len(self._links)
         while self._busy and (left := deadline - time.monotonic()) > 0:
             waiting = {self._links[rank]: rank for rank in self._busy}
-            for link in select.select(list(waiting), [], [], left)[0]:
-                rank = waiting[link]
-                line = ""
-                with suppress(OSError):
-                    line = self._files[rank].readline()
+            for link in wait(list(waiting), left):
+                rank = waiting[link]  # type: ignore[index]
                 self._busy.discard(rank)
-                if line:
-                    found[rank] = json.loads(line)
-                else:
+                try:
+                    found[rank] = self._links[rank].recv()
+                except (EOFError, OSError):
                     self._dead.add(rank)
         return found
 
@@ -98,79 +118,37 @@ class World:
         """Ranks that live and have not answered."""
         return sorted(self._busy - self._dead)
 
-    def send_signal(self, rank: int, number: int) -> None:
-        """Send a signal to a rank's process, if there still is one."""
-        if number == signal.SIGKILL:
+    def kill(self, *ranks: int) -> None:
+        """End some ranks, if they still live."""
+        for rank in ranks:
             self._dead.add(rank)
-        with suppress(ProcessLookupError):
-            os.kill(self.pids[rank], number)
+            with suppress(ProcessLookupError):
+                os.kill(self.pids[rank], signal.SIGKILL)
 
     def end(self) -> None:
         """End all ranks, at once."""
-        for rank in range(len(self.pids)):
-            self.send_signal(rank, signal.SIGKILL)
-        for link, file in zip(self._links, self._files, strict=True):
-            with suppress(OSError):
-                file.close()
+        self.kill(*range(len(self.pids)))
+        for link in self._links:
             link.close()
-
-
-class TrainerFactory:
-    """Starts trainers whose ranks connect to it. A context manager."""
-
-    def __init__(self, folder: Path, environment: Mapping[str, str]) -> None:
-        self._folder = folder
-        self._environment = {**os.environ, **environment}
-        self._num_worlds = 0
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self._listener.settimeout(START_S)
-
-    def start(self, models: Sequence[Path], *, url: str, proxy: str, tp: int) -> World:
-        """Start the ranks of a trainer; `models` are the checkpoints of the versions."""
-        self._num_worlds += 1
-        store = self._folder / f"store-{self._num_worlds}"
-        launch = {
-            "address": self._listener.getsockname(),
-            "store": str(store),
-            "models": [str(model) for model in models],
-            "urls": {"direct": url, "proxy": proxy},
-            "tp": tp,
-        }
-        for rank in range(tp):
-            log = Path(f"{store}-{rank}.log")
-            Fork(_serve, {**launch, "rank": rank}, environment=self._environment, log=log)
-        joined: dict[int, tuple[socket.socket, int]] = {}
-        while len(joined) < tp:
-            link, _ = self._listener.accept()
-            hello = json.loads(link.recv(4096))
-            joined[hello["rank"]] = link, hello["pid"]
-        links, pids = zip(*(joined[rank] for rank in range(tp)), strict=True)
-        return World(links, pids)
-
-    def __enter__(self) -> TrainerFactory:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._listener.close()
 
 
 class _Rank:
     """In a rank's process: syncs by any preset, through the server's own address or a proxy."""
 
-    def __init__(self, launch: dict[str, Any]) -> None:
-        rank, self._tp = launch["rank"], launch["tp"]
+    def __init__(self, rank: int, tp: int, launch: dict[str, Any]) -> None:
+        store = Path(launch["store"])
         dist.init_process_group(
             "gloo",
-            init_method=f"file://{launch['store']}",
+            init_method=f"file://{store}",
             rank=rank,
-            world_size=self._tp,
+            world_size=tp,
             timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
         )
         self._urls: dict[str, str] = launch["urls"]
         urls = [self._urls["direct"]]
-        self._trainer = TrainerRank(rank, self._tp, self._tp, urls, torch.device("cpu"))
-        self._versions = [weights_of(Path(m), torch.device("cpu")) for m in launch["models"]]
-        self._kept = kept_export(in_storages_of_their_own(self._versions[0]))
+        self._trainer = TrainerRank(rank, tp, tp, urls, CPU, store.parent)
+        self._versions = [weights_of(model, CPU) for model in launch["models"]]
+        self._kept = KeptExport(self._versions[0])
         self._managers: dict[tuple[str, str], Any] = {}
         self._senders: dict[str, Sender] = {}
         self._is_published = False
@@ -181,14 +159,12 @@ class _Rank:
         `preset`; `label`: the version; `via`: "direct" or "proxy"; `slow_s`: sleep before each
         tensor; `bad`, `at` (which tensor), `once`: see `_spoilt`; `on`: the rank that fails alone.
         """
-        started, error = time.monotonic(), None
-        self._is_published = False
+        error, self._is_published = None, False
         try:
             self._sync(**command)
         except Exception:
             error = traceback.format_exc()[-6000:]
-        seconds = time.monotonic() - started
-        return {"error": error, "seconds": seconds, "is_published": self._is_published}
+        return {"error": error, "is_published": self._is_published}
 
     def _sync(
         self,
@@ -203,14 +179,12 @@ class _Rank:
     ) -> None:
         named = self._versions[slot_of(label)]
         if preset == "in_place":
-            state = self._kept.sources()
-            for name, tensor in named:
-                write_values(state[name], tensor)
-            named = list(state.items())
+            self._kept.write(named)
+            named = list(self._kept.state.items())
         if bad is not None and on in (None, self._trainer.rank):
             values: Any = _spoilt(named, bad, at % len(named), once)
         elif preset == "in_place" and bad is None and not slow_s:
-            values = self._kept
+            values = self._kept.reexport()
         else:
             values = Reexport(lambda: _slowly(named, slow_s))
         if preset.startswith("broadcast"):
@@ -227,20 +201,17 @@ class _Rank:
 
     def _sender(self, via: str) -> Sender:
         if via not in self._senders:
-            target = [(self._urls[via], self._tp)]
+            target = [(self._urls[via], self._trainer.tp)]
             self._senders[via] = Sender(self._trainer, target, timeout_s=TIMEOUT_S)
         return self._senders[via]
 
     def _manager(self, preset: str, via: str) -> Any:
         if (preset, via) not in self._managers:
-            trainer = self._trainer
-            trainer.client = SGLangServerClient(
-                self._urls[via], timeout_s=TIMEOUT_S, rank=trainer.rank, replica=0
-            )
+            self._trainer.use_client(self._urls[via], timeout_s=TIMEOUT_S)
             mode, settings = preset, {}
             if preset in ("packed", "in_place"):
                 mode, settings = "compiled", {"read_in_place": preset == "in_place"}
-            self._managers[preset, via] = trainer.manager(
+            self._managers[preset, via] = self._trainer.manager(
                 mode, bucket_bytes=BUCKET_BYTES, timeout_s=TIMEOUT_S, **settings
             )
         return self._managers[preset, via]
@@ -253,21 +224,21 @@ def _spoilt(named: NamedTensors, kind: str, at: int, once: bool) -> Iterable[Any
     """The export with one fault in it; `once`: it cannot be iterated over twice."""
     name, tensor = named[at]
 
+    def fail() -> None:
+        raise RuntimeError(f"the export fails at tensor {at}, on purpose")
+
     def export() -> Iterator[Any]:
-        if kind == "empty":
-            return
-        for i, pair in enumerate(_slowly(named, 0)):
-            if i != at:
-                yield pair
-            elif kind == "raises":
-                raise RuntimeError(f"the export fails at tensor {at}, on purpose")
-            elif kind == "doubled":
-                yield name, torch.cat([tensor, tensor])
-            elif kind == "meta":
-                yield name, tensor.to("meta")
-            elif kind == "extra":
-                yield pair
-                yield f"{name}_of_another", tensor
+        copies = list(_slowly(named, 0))
+        if kind == "raises":
+            return calling_at(copies, at, fail)
+        others = {
+            "doubled": doubled(copies, name),
+            "meta": on_meta(copies, name),
+            "missing": copies[:at] + copies[at + 1 :],
+            "extra": [*copies[: at + 1], (f"{name}_of_another", tensor), *copies[at + 1 :]],
+            "empty": [],
+        }
+        return iter(others[kind])
 
     return export() if once else Reexport(export)
 
@@ -279,13 +250,12 @@ def _slowly(named: NamedTensors, seconds: float) -> Iterator[Any]:
         yield name, tensor.clone()
 
 
-def _serve(launch: dict[str, Any]) -> None:
+def _serve(rank: int, tp: int, launch: dict[str, Any], driver: Connection) -> None:
     """A rank's process."""
     torch.set_num_threads(1)
     torch.multiprocessing.set_sharing_strategy("file_system")
-    rank = _Rank(launch)
-    with socket.create_connection(launch["address"]) as link, link.makefile("rw") as file:
-        link.sendall(json.dumps({"rank": launch["rank"], "pid": os.getpid()}).encode())
-        for line in file:
-            file.write(json.dumps(rank.sync(json.loads(line))) + "\n")
-            file.flush()
+    served = _Rank(rank, tp, launch)
+    driver.send("ready")
+    with suppress(EOFError):
+        while True:
+            driver.send(served.sync(driver.recv()))

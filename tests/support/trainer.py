@@ -6,9 +6,11 @@ by name); what it returns, or its traceback, comes back per rank.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import pkgutil
+import signal
 import subprocess
 import sys
 import time
@@ -22,12 +24,15 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from support.engine_loaders import HASH_LOADER
 from support.forks import Fork, python_path
 from support.hosts import Host
 from verl_sglang_sync.engine.server_client import operations
 
-ON_GPUS = {"NCCL_CUMEM_ENABLE": "0"}
-"""Environment of trainer ranks on GPUs: what SGLang's processes have; a mixture fails in CUDA."""
+ON_GPUS: Any = {"device": "cuda", "environment": {"NCCL_CUMEM_ENABLE": "0"}}
+"""How `run_trainer` runs ranks on GPUs. SGLang's processes have that variable; a mixture fails."""
+
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -47,53 +52,65 @@ class TrainerRank:
         tp: ranks per replica.
         urls: server of each replica.
         device: of the trainer's tensors, the same as the engine's rank.
+        folder: with the checkpoint `model`; engines write what the tests ask them there.
     """
 
     def __init__(
-        self, rank: int, world_size: int, tp: int, urls: list[str], device: torch.device
+        self,
+        rank: int,
+        world_size: int,
+        tp: int,
+        urls: list[str],
+        device: torch.device,
+        folder: Path,
     ) -> None:
         from torch.distributed.device_mesh import init_device_mesh
-
-        from verl_sglang_sync.engine.server_client import SGLangServerClient
 
         self.rank = rank
         self.replica = rank // tp
         self.tp = tp
         self.device = device
+        self.folder = folder
         self.url = urls[self.replica]
         self.mesh = init_device_mesh(
             "cpu", (world_size // tp, tp), mesh_dim_names=("dp", "infer_tp")
         )
-        self.client = SGLangServerClient(self.url, timeout_s=60)
+        self.use_client(self.url, timeout_s=60)
+
+    def use_client(self, url: str, **access: Any) -> None:
+        """Talk to the server by this address from now on; arguments as for the client."""
+        from verl_sglang_sync.engine.server_client import SGLangServerClient
+
+        self.client = SGLangServerClient(url, **access, rank=self.rank, replica=self.replica)
 
     @property
     def is_leader(self) -> bool:
         """True on the rank that talks to the replica's server."""
         return self.rank % self.tp == 0
 
+    def weights(self, scale: float = 1.0) -> NamedTensors:
+        """The checkpoint's tensors, multiplied."""
+        from support.exports import weights_of
+
+        return weights_of(self.folder / "model", self.device, scale=scale)
+
+    def hashes(self) -> Hashes:
+        """Of the engine's own tensors by TP rank; empty but on the leader."""
+        folder = self.folder / f"replica{self.replica}"
+        folder.mkdir(exist_ok=True)
+        return engine_hashes(self, folder)
+
     def manager(
-        self,
-        mode: str,
-        *,
-        bucket_bytes: int = 64 << 10,
-        multi_stage: bool = True,
-        timeout_s: float = 60,
-        **settings: Any,
+        self, mode: str, *, multi_stage: bool = True, timeout_s: float = 60, **settings: Any
     ) -> Any:
         """A new sharding manager of this rank; `settings` are keys of the preset."""
-        from verl_sglang_sync.config import WeightSyncConfig
+        from support.settings import settings_of
         from verl_sglang_sync.sync.sharding_manager import SGLangShardingManager
 
+        settings |= {"request_timeout_s": timeout_s, "multi_stage_wake_up": multi_stage}
         return SGLangShardingManager(
             engine=self.client if self.is_leader else None,
-            settings=WeightSyncConfig(
-                mode=mode,  # type: ignore[arg-type]
-                request_timeout_s=timeout_s,
-                **settings,
-                bucket_bytes=bucket_bytes,
-                multi_stage_wake_up=multi_stage,
-                free_cache_engine=True,
-            ),
+            settings=settings_of(mode, **settings),
             group=self.group(timeout_s),
             device=self.device,
             replica=self.replica,
@@ -109,14 +126,14 @@ class TrainerRank:
 class LoneTrainer(TrainerRank):
     """A trainer of one rank, in the caller's own process."""
 
-    def __init__(self, url: str, device: torch.device) -> None:
-        from verl_sglang_sync.engine.server_client import SGLangServerClient
-
+    def __init__(self, url: str, device: torch.device, folder: Path) -> None:
+        prepare_process(device)
         self.rank = self.replica = 0
         self.tp = 1
         self.device = device
+        self.folder = folder
         self.url = url
-        self.client = SGLangServerClient(url, timeout_s=60)
+        self.use_client(url, timeout_s=60)
 
     def group(self, timeout_s: float = 60) -> Any:
         """There is nobody else."""
@@ -126,24 +143,59 @@ class LoneTrainer(TrainerRank):
 
 
 NamedTensors = list[tuple[str, torch.Tensor]]
+Hashes = list[dict[str, str]]
+"""sha256 by name of each TP rank's tensors."""
 
 
-def engine_hashes(rank: TrainerRank, folder: Path) -> list[dict[str, str]]:
-    """Have every TP rank of the engine hash its own tensors; empty on the other ranks."""
-    from support.engine_hash import HASH_LOADER
+def ask_engine(rank: TrainerRank, loader: str, argument: str = "") -> None:
+    """Run one of the tests' loaders (`engine_loaders`, `memory_loaders`) on every TP rank."""
+    if rank.is_leader:
+        run_loader(rank.client, rank.tp, loader, argument, rank.device)
+
+
+def run_loader(
+    client: Any, tp: int, loader: str, argument: str, device: torch.device = CPU
+) -> None:
+    """The same of any engine."""
     from support.ipc import serialize_handles
 
-    if not rank.is_leader:
-        return []
     # One tensor for each TP rank, kept until the reply: the first to open a handle consumes it.
-    tensors = [torch.zeros(1, device=rank.device) for _ in range(rank.tp)]
-    handles = [serialize_handles([(str(folder), tensor)]) for tensor in tensors]
-    rank.client.run(operations.update_weights(handles, load_format=HASH_LOADER))
-    return [json.loads((folder / f"rank{tp}.json").read_text()) for tp in range(rank.tp)]
+    tensors = [torch.zeros(1, device=device) for _ in range(tp)]
+    handles = [serialize_handles([(argument, tensor)]) for tensor in tensors]
+    client.run(operations.update_weights(handles, load_format=loader))
+
+
+def engine_hashes(rank: TrainerRank, folder: Path) -> Hashes:
+    """Have every TP rank of the engine hash its own tensors; empty on the other ranks."""
+    ask_engine(rank, HASH_LOADER, str(folder))
+    return read_hashes(folder, rank.tp) if rank.is_leader else []
+
+
+def read_hashes(folder: Path, tp: int) -> Hashes:
+    """What `HASH_LOADER` has written there."""
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(tp)]
+
+
+def sync_error(manager: Any, weights: Any, version: str = "v") -> str | None:
+    """One sync up to the last word of the engine; the `WeightSyncError` that it raised, or None."""
+    from verl_sglang_sync import WeightSyncError
+
+    try:
+        asyncio.run(manager.sync(weights, version=version))
+        asyncio.run(manager.resume(("kv_cache",)))  # it is resident
+    except WeightSyncError as error:
+        return str(error)
+    return None
 
 
 Step = Callable[..., Any]
 TIMEOUT_S = 420  # steps of a minute or two; the machine may be busy
+
+
+def results_of(outcomes: Sequence[Outcome]) -> list[Any]:
+    """By rank; none failed."""
+    assert [outcome.error for outcome in outcomes] == [None] * len(outcomes)
+    return [outcome.result for outcome in outcomes]
 
 
 def run_trainer(
@@ -178,7 +230,9 @@ def run_trainer(
         backend=backend,
     )
     variables = {**os.environ, **(environment or {}), "PYTHONPATH": python_path()}
+    variables["PYTHONFAULTHANDLER"] = "1"
     processes: list[subprocess.Popen[bytes] | Fork] = []
+    codes: list[int] = []
     for rank in range(world_size):
         log = folder / f"trainer-{name}-{rank}.log"
         if device == "cpu" and not hosts:
@@ -198,11 +252,11 @@ def run_trainer(
     try:
         deadline = time.monotonic() + timeout_s
         for process in processes:
-            process.wait(timeout=max(1.0, deadline - time.monotonic()))
+            codes.append(process.wait(timeout=max(1.0, deadline - time.monotonic())))
     finally:
         for process in processes:
             process.kill()
-    return [launch.read_outcome(rank) for rank in range(world_size)]
+    return [launch.read_outcome(rank, code) for rank, code in enumerate(codes)]
 
 
 class Launch(msgspec.Struct, kw_only=True):
@@ -222,23 +276,33 @@ class Launch(msgspec.Struct, kw_only=True):
         """Where a rank leaves its outcome."""
         return Path(self.folder, f"outcome-{self.name}-{rank}.json")
 
-    def read_outcome(self, rank: int) -> Outcome:
-        """The outcome of a finished rank; its log where it left none."""
-        if not self.outcome_file(rank).exists():
-            log = Path(self.folder, f"trainer-{self.name}-{rank}.log")
-            return Outcome(None, log.read_text(errors="replace")[-4000:])
-        return msgspec.json.decode(self.outcome_file(rank).read_bytes(), type=Outcome)
+    def read_outcome(self, rank: int, code: int) -> Outcome:
+        """The outcome of a rank that ended with this code; its log if it died, or left none."""
+        if self.outcome_file(rank).exists():
+            outcome = msgspec.json.decode(self.outcome_file(rank).read_bytes(), type=Outcome)
+            if code >= 0 or outcome.error:
+                return outcome
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
+        log = Path(self.folder, f"trainer-{self.name}-{rank}.log").read_text(errors="replace")
+        crash = log.rfind("Fatal Python error")  # the names of all modules come last
+        text = log[-4000:] if crash < 0 else log[crash : crash + 4000]
+        return Outcome(None, f"rank {rank} {how}:\n{text}")
+
+
+def prepare_process(device: torch.device) -> None:
+    """What a trainer's process needs before it syncs."""
+    if device.type == "cpu":
+        os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+        torch.multiprocessing.set_sharing_strategy("file_system")
 
 
 def main(rank: int, launch: Launch) -> None:
     """One rank's process."""
     device = torch.device(launch.device)
-    if device.type == "cpu":
-        os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
-        torch.multiprocessing.set_sharing_strategy("file_system")
-    else:
+    if device.type != "cpu":
         device = torch.device(device.type, rank)
         torch.cuda.set_device(device)
+    prepare_process(device)
     torch.set_num_threads(1)
     store = f"file://{launch.folder}/store-{launch.name}"
     dist.init_process_group(
@@ -246,7 +310,9 @@ def main(rank: int, launch: Launch) -> None:
     )
     try:
         step = pkgutil.resolve_name(launch.step)
-        trainer = TrainerRank(rank, launch.world_size, launch.tp, launch.urls, device)
+        trainer = TrainerRank(
+            rank, launch.world_size, launch.tp, launch.urls, device, Path(launch.folder)
+        )
         outcome = Outcome(step(trainer, *launch.args), None)
     except Exception:
         outcome = Outcome(None, traceback.format_exc())

@@ -15,10 +15,10 @@ from torch.distributed.distributed_c10d import _world
 
 from sglang_loader.common.broadcast.broadcast import Broadcast
 from sglang_loader.session.broadcast_receiver import BroadcastReceiver
+from support.settings import settings_of
 from unit.serving_engine import ServingEngine
 from verl_sglang_sync import WeightSyncError
 from verl_sglang_sync.collective import SingleProcess
-from verl_sglang_sync.config import WeightSyncConfig
 from verl_sglang_sync.engine.session import SessionSockets
 from verl_sglang_sync.engine.update_groups import Replica, UpdateGroup
 from verl_sglang_sync.report import SyncReport
@@ -115,14 +115,7 @@ REPLICAS = [
 
 def transport(groups: Groups, mode: str = "flattened", **options: Any) -> Callable[..., SyncReport]:
     """A trainer of one rank; syncs `weights` when it is called."""
-    settings = WeightSyncConfig(
-        mode=mode,  # type: ignore[arg-type]
-        bucket_bytes=512,
-        request_timeout_s=10,
-        multi_stage_wake_up=True,
-        free_cache_engine=True,
-        **options,
-    )
+    settings = settings_of(mode, bucket_bytes=512, request_timeout_s=10, **options)
     sending: Any = groups
     made = BroadcastTransport(
         groups=sending, settings=settings, agree=SingleProcess().agree, device=CPU

@@ -1,12 +1,9 @@
 """Imports go one way: each folder knows those below it, and none above."""
 
-import ast
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
-PLUGINS = Path(__file__).resolve().parents[2] / "plugins"
+from support.our_imports import imports
+
 LAYERS = {
     "sglang_loader": (
         "sglang_plugin",
@@ -44,15 +41,7 @@ WHO_IMPORTS = {
 }
 
 
-def imports(package: str) -> Iterator[tuple[str, str]]:
-    """(module, what it imports at the top of the file or in a function)."""
-    for path in sorted((PLUGINS / package).rglob("*.py")):
-        module = ".".join(path.relative_to(PLUGINS).with_suffix("").parts)
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and node.module:
-                yield from ((module, f"{node.module}.{alias.name}") for alias in node.names)
-            elif isinstance(node, ast.Import):
-                yield from ((module, alias.name) for alias in node.names)
+IMPORTS = [(ours, f"{module}.{name}".rstrip(".")) for ours, module, name in imports()]
 
 
 def layer_of(name: str, package: str) -> int | None:
@@ -66,8 +55,9 @@ def layer_of(name: str, package: str) -> int | None:
 def test_no_folder_imports_one_above_it(package: str) -> None:
     upwards = [
         f"{module} imports {name}"
-        for module, name in imports(package)
-        if name.startswith(f"{package}.")
+        for module, name in IMPORTS
+        if module.startswith(f"{package}.")
+        and name.startswith(f"{package}.")
         and (here := layer_of(module, package)) is not None
         and (there := layer_of(name, package)) is not None
         and there < here
@@ -80,8 +70,10 @@ def test_the_trainers_package_imports_what_both_sides_share_alone() -> None:
     allowed = ("sglang_loader.common.", "sglang_loader.probe.")
     others = [
         f"{module} imports {name}"
-        for module, name in imports("verl_sglang_sync")
-        if name.startswith("sglang_loader") and not name.startswith(allowed)
+        for module, name in IMPORTS
+        if module.startswith("verl_sglang_sync.")
+        and name.startswith("sglang_loader")
+        and not name.startswith(allowed)
     ]
     assert not others
 
@@ -90,8 +82,7 @@ def test_the_trainers_package_imports_what_both_sides_share_alone() -> None:
 def test_upstream_is_imported_by_its_own_side_alone(upstream: str) -> None:
     others = [
         f"{module} imports {name}"
-        for package in LAYERS
-        for module, name in imports(package)
+        for module, name in IMPORTS
         if name.split(".")[0] == upstream and not module.startswith(tuple(WHO_IMPORTS[upstream]))
     ]
     assert not others

@@ -6,11 +6,11 @@ import logging
 import pytest
 import torch
 
+from support.settings import settings_of
 from unit.serving_engine import ServingEngine
 from unit.trainer_ranks import full_tensor, name_of
 from verl_sglang_sync import WeightSyncError
 from verl_sglang_sync.collective import SingleProcess
-from verl_sglang_sync.config import WeightSyncConfig
 from verl_sglang_sync.sync.sharding_manager import SGLangShardingManager
 
 WEIGHTS = [(name_of(i), full_tensor(0, i)) for i in range(6)]
@@ -21,12 +21,8 @@ def make_manager(level="error", mode="flattened"):
     engine = ServingEngine()
     manager = SGLangShardingManager(
         engine=engine,
-        settings=WeightSyncConfig(
-            mode=mode,
-            bucket_bytes=4 * 256,
-            multi_stage_wake_up=True,
-            free_cache_engine=False,
-            manifest_check=level,
+        settings=settings_of(
+            mode, bucket_bytes=4 * 256, free_cache_engine=False, manifest_check=level
         ),
         group=SingleProcess(),
         device=torch.device("cpu"),

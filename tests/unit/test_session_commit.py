@@ -16,7 +16,7 @@ from sglang_loader.common.session.messages import BucketPiece, decode_descriptor
 from sglang_loader.common.shared_memory import CpuHandle
 from sglang_loader.session import serve as session
 from sglang_loader.session import state as session_state
-from verl_sglang_sync.config import WeightSyncConfig
+from support.settings import settings_of
 from verl_sglang_sync.engine.session import (
     BlockNotMapped,
     EngineCannotMap,
@@ -34,13 +34,7 @@ from verl_sglang_sync.sources.export import Export
 from verl_sglang_sync.sources.memory_blocks import BlockNames
 
 CPU = torch.device("cpu")
-SETTINGS = WeightSyncConfig(
-    mode="compiled",
-    bucket_bytes=256,
-    request_timeout_s=10,
-    multi_stage_wake_up=True,
-    free_cache_engine=True,
-)
+SETTINGS = settings_of("compiled", bucket_bytes=256, request_timeout_s=10)
 WEIGHTS = {name: torch.arange(60.0) + i for i, name in enumerate(("first", "second"))}
 
 

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from support.settings import settings_of
 from unit.serving_engine import ServingEngine
 from verl_sglang_sync import WeightSyncError
 from verl_sglang_sync.collective import SingleProcess
-from verl_sglang_sync.config import WeightSyncConfig
 from verl_sglang_sync.report import SyncReport, warn_once
 from verl_sglang_sync.routes.pull.route import NOT_IN_PLACE
 from verl_sglang_sync.routes.route import Route
@@ -31,12 +31,11 @@ class Trainer:
     def __init__(self, mode, bucket_bytes=1024):
         self.engine = ServingEngine()
         self.mode = mode
-        config = WeightSyncConfig(
-            mode=mode,
+        config = settings_of(
+            mode,
             bucket_bytes=bucket_bytes,
             request_timeout_s=20,
             manifest_check="off",
-            multi_stage_wake_up=True,
             free_cache_engine=False,
         )
         self.transport = SessionTransport(

@@ -7,12 +7,12 @@ import logging
 import pytest
 import torch
 
+from support.settings import settings_of
 from unit.failed_replies import BAD, LOST, failed_request
 from unit.serving_engine import ServingEngine, costs_of
 from unit.trainer_ranks import WORLD_SIZE, StageCase, stages
 from verl_sglang_sync import WeightSyncError
 from verl_sglang_sync.collective import SingleProcess
-from verl_sglang_sync.config import WeightSyncConfig
 from verl_sglang_sync.report import SyncReport
 
 UPDATE = ("update", "1")
@@ -30,17 +30,10 @@ def make_manager(events, *, fails=None, export=two_tensors, **settings):
     """A manager of one process; returns it and its engine."""
     from verl_sglang_sync.sync.sharding_manager import SGLangShardingManager
 
-    chosen = {
-        "mode": "flattened",
-        "bucket_bytes": 256,
-        "multi_stage_wake_up": True,
-        "free_cache_engine": True,
-        **settings,
-    }
     engine = ServingEngine(events, fails)
     manager = SGLangShardingManager(
         engine=engine,
-        settings=WeightSyncConfig(**chosen),
+        settings=settings_of(**{"bucket_bytes": 256, **settings}),
         group=SingleProcess(),
         device=torch.device("cpu"),
         replica=7,

@@ -8,6 +8,7 @@ anew.
 """
 
 import asyncio
+import faulthandler
 import hashlib
 import socket
 import time
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from support.settings import settings_of
 from unit.serving_engine import ServingEngine
 
 WORLD_SIZE = 4
@@ -93,6 +95,7 @@ class RankPool:
 
 
 def _serve(rank, rendezvous, connection):
+    faulthandler.enable()
     torch.set_num_threads(1)
     mp.set_sharing_strategy("file_system")
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=WORLD_SIZE)
@@ -222,7 +225,6 @@ def _export(case, outcome, group):
 def sync(case):
     """Run one sync on this rank."""
     from verl_sglang_sync import WeightSyncError
-    from verl_sglang_sync.config import WeightSyncConfig
     from verl_sglang_sync.report import SyncReport
     from verl_sglang_sync.sync.transport import SessionTransport
 
@@ -235,14 +237,8 @@ def sync(case):
         model.load_takes_s = case.load_takes_s
     if case.load_fails is not None and case.load_fails[0] == dist.get_rank():
         engine.models[case.load_fails[1]].fails_at = case.load_fails[2]
-    settings = WeightSyncConfig(
-        mode=case.mode,
-        bucket_bytes=4 * 256,
-        request_timeout_s=TIMEOUT_S,
-        manifest_check="off",
-        multi_stage_wake_up=True,
-        free_cache_engine=False,
-    )
+    limits = {"bucket_bytes": 4 * 256, "request_timeout_s": TIMEOUT_S}
+    settings = settings_of(case.mode, manifest_check="off", free_cache_engine=False, **limits)
     transport = SessionTransport(
         engine=engine if is_leader else None,
         settings=settings.for_session(),
@@ -285,7 +281,6 @@ class StageCase:
 def stages(case):
     """Go through a sharding manager's stages on this rank; return (events, error)."""
     from verl_sglang_sync import WeightSyncError
-    from verl_sglang_sync.config import WeightSyncConfig
     from verl_sglang_sync.sync.sharding_manager import SGLangShardingManager
 
     group, is_leader = trainer_group(case.tp)
@@ -293,12 +288,11 @@ def stages(case):
     fails = case.fails[1] if case.fails and case.fails[0] == dist.get_rank() else None
     manager = SGLangShardingManager(
         engine=ServingEngine(events, fails, tp=case.tp) if is_leader else None,
-        settings=WeightSyncConfig(
-            mode=case.mode,
+        settings=settings_of(
+            case.mode,
             report_file=case.report_file,
             bucket_bytes=256,
             multi_stage_wake_up=case.multi_stage_wake_up,
-            free_cache_engine=True,
         ),
         group=group,
         device=torch.device("cpu"),

@@ -1,9 +1,10 @@
-"""Custom weight loaders that look at the engine's memory from within, on a CPU too.
+"""Custom weight loaders that load nothing: they look at the engine's memory from within.
 
-Each takes one named tensor whose name is JSON. They load nothing: `LOOK_LOADER` writes what the
-process holds to the file `path`, `POISON_LOADER` overwrites with 0xFF (NaN in every floating-point
-type) all that lies under the tag "weights" but for what a restore brings back, `STRAY_LOADER`
-allocates under that tag what does not belong there.
+Each is told what to do by JSON, the name of its one tensor, and writes its answer to the file
+`path` that this names. `LOOK_LOADER` writes what the process holds; `POISON_LOADER` overwrites with
+0xFF (NaN in every floating-point type) all that lies under the tag "weights" but for what a restore
+brings back; `STRAY_LOADER` allocates under that tag what does not belong there; `PUBLISH_LOADER`
+claims that syncs write all parameters but those `uncovered`.
 
 Without a memory saver (a CPU) nothing is ever lost, so there the memory under the tag is what the
 model reaches, and what a restore would bring back is what the load plan leaves out.
@@ -17,10 +18,11 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from sglang_loader.common.regions.intervals import Interval, num_bytes, subtract
-from sglang_loader.host_backup import backup_of
+from sglang_loader.host_backup import backup_of, publish_coverage
 from sglang_loader.host_backup.allocations import (
     Allocations,
     bytes_at,
@@ -29,27 +31,30 @@ from sglang_loader.host_backup.allocations import (
 )
 from sglang_loader.host_backup.saved_bytes import synchronize
 from sglang_loader.load_plan.destinations import collect_destinations
+from support.engine_loaders import NamedTensors, hash_of
 from support.reachable_memory import reachable
 
-LOOK_LOADER = "support.cycle_loader.look"
-POISON_LOADER = "support.cycle_loader.poison_all_but_the_restored"
-STRAY_LOADER = "support.cycle_loader.allocate_under_the_tag"
-CYCLE_LOADERS = (LOOK_LOADER, POISON_LOADER, STRAY_LOADER)
+LOOK_LOADER = "support.memory_loaders.look"
+POISON_LOADER = "support.memory_loaders.poison_all_but_the_restored"
+STRAY_LOADER = "support.memory_loaders.allocate_under_the_tag"
+PUBLISH_LOADER = "support.memory_loaders.publish"
+MEMORY_LOADERS = (LOOK_LOADER, POISON_LOADER, STRAY_LOADER, PUBLISH_LOADER)
 STRAY_BYTES = 3 << 20
 
-NamedTensors = list[tuple[str, torch.Tensor]]
+
+def _answer(named_tensors: NamedTensors, answer: Any) -> None:
+    Path(json.loads(named_tensors[0][0])["path"]).write_text(json.dumps(answer))
 
 
 def look(model: Any, named_tensors: NamedTensors) -> None:
-    """Write hashes and addresses of every storage, NaNs, allocations, and the backup's state."""
+    """Hashes and addresses of every storage, NaNs, allocations, and the backup's state."""
     synchronize(next(model.parameters()).device)
     destinations = collect_destinations(model)
     storages = destinations.storages
     allocated = under_the_tag(model)
-    backup = backup_of(model)
-    assert backup is not None
+    backup, is_on_gpu = backup_of(model), allocated.device.type == "cuda"
     state = {
-        "hashes": {s.name: _hash(destinations.memory[i]) for i, s in enumerate(storages)},
+        "hashes": {s.name: hash_of(destinations.memory[i]) for i, s in enumerate(storages)},
         "addresses": {s.name: [s.data_ptr, s.nbytes] for s in storages},
         "nan": sorted(
             tensor.name
@@ -59,24 +64,31 @@ def look(model: Any, named_tensors: NamedTensors) -> None:
         "pool": _hash_of_ranges(allocated),
         "allocated": {
             "weights": [len(allocated.ranges), num_bytes(allocated.ranges)],
-            "segments": {tag: _segment_bytes(tag) for tag in ("weights", "kv_cache")},
+            "segments": {
+                tag: nbytes_under([tag], torch.cuda.current_device()) if is_on_gpu else 0
+                for tag in ("weights", "kv_cache")
+            },
         },
         "residue_bytes": num_bytes(restored(model, allocated)),
-        "policy": backup.policy,
-        "stale": backup.stale,
-        "host_bytes": backup.host_bytes,
+        "policy": None if backup is None else backup.policy,
+        "stale": None if backup is None else backup.stale,
+        "host_bytes": 0 if backup is None else backup.host_bytes,
+        "rss": psutil.Process().memory_info().rss,
+        "pinned": torch.cuda.host_memory_stats().get("allocated_bytes.current", 0)
+        if is_on_gpu
+        else 0,
     }
-    Path(json.loads(named_tensors[0][0])["path"]).write_text(json.dumps(state))
+    _answer(named_tensors, state)
 
 
 def poison_all_but_the_restored(model: Any, named_tensors: NamedTensors) -> None:
-    """Overwrite; the number of bytes goes to the file `path`."""
+    """Overwrite; the answer is the number of bytes."""
     allocated = under_the_tag(model)
     lost = subtract(allocated.ranges, restored(model, allocated))
     for start, stop in lost:
         bytes_at(allocated.device, start, stop).fill_(0xFF)
     synchronize(allocated.device)
-    Path(json.loads(named_tensors[0][0])["path"]).write_text(json.dumps(num_bytes(lost)))
+    _answer(named_tensors, num_bytes(lost))
 
 
 def allocate_under_the_tag(model: Any, named_tensors: NamedTensors) -> None:
@@ -89,7 +101,20 @@ def allocate_under_the_tag(model: Any, named_tensors: NamedTensors) -> None:
         region = torch_memory_saver.region(tag="weights")
     with torch.inference_mode(False), region:
         model.stray = torch.zeros(STRAY_BYTES, dtype=torch.uint8, device=device)
-    Path(json.loads(named_tensors[0][0])["path"]).write_text(json.dumps(STRAY_BYTES))
+    _answer(named_tensors, STRAY_BYTES)
+
+
+def publish(model: Any, named_tensors: NamedTensors) -> None:
+    """Publish the whole storages of the parameters as covered; those that are shared with
+    `uncovered` are left out.
+    """
+    destinations = collect_destinations(model)
+    uncovered = json.loads(named_tensors[0][0])["uncovered"]
+    parameters = {t.storage for t in destinations.tensors if t.kind == "parameter"}
+    kept = {t.storage for t in destinations.tensors if t.name in uncovered}
+    covered = [destinations.storages[i] for i in parameters - kept]
+    publish_coverage(model, {storage.name: [(0, storage.nbytes)] for storage in covered})
+    _answer(named_tensors, len(covered))
 
 
 def under_the_tag(model: Any) -> Allocations:
@@ -101,14 +126,11 @@ def under_the_tag(model: Any) -> Allocations:
 def restored(model: Any, allocated: Allocations) -> list[Interval]:
     """What a resume brings back: the saved ranges while there are any, else what they would be."""
     backup = backup_of(model)
-    assert backup is not None
+    if backup is None:
+        return []
     if backup._saved is not None:
         return list(backup._saved.ranges)
     return backup._worth_saving(allocated.ranges)
-
-
-def _segment_bytes(tag: str) -> int:
-    return nbytes_under([tag], torch.cuda.current_device()) if torch.cuda.is_available() else 0
 
 
 def _has_nan(destinations: Any, tensor: Any) -> bool:
@@ -117,10 +139,6 @@ def _has_nan(destinations: Any, tensor: Any) -> bool:
     offset = tensor.offset // tensor.dtype.itemsize
     view.set_(raw, offset, tensor.shape, tensor.stride)
     return bool(view.isnan().any())
-
-
-def _hash(raw: torch.Tensor) -> str:
-    return hashlib.sha256(raw.cpu().numpy().tobytes()).hexdigest()
 
 
 def _hash_of_ranges(allocated: Allocations) -> str:

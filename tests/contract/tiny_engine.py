@@ -1,0 +1,80 @@
+"""One tiny SGLang model that was loaded once, two sets of weights for it, and its loader."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from contract.load_plan_proof import load_eagerly, split, sync
+from contract.tiny_architectures import (
+    Case,
+    NamedWeights,
+    Ranks,
+    build_model,
+    finish_loading,
+    random_weights,
+    save_checkpoint,
+)
+from contract.weight_check_proof import specs_of
+from sglang_loader.load_plan.destinations import collect_destinations
+from sglang_loader.session.model_loader import ModelLoader, SyncOutcome
+from support.plan_check import differing, snapshot
+
+
+class TinyEngine:
+    """See the module.
+
+    Args:
+        case: the architecture.
+        folder: gets the checkpoint.
+        ranks: of this process and the others.
+        sent_as: what becomes of exported weights before they are sent.
+        once_built: called with the model before its first load.
+        arguments: more of SGLang's `ServerArgs`.
+
+    Raises:
+        CannotBuild: the class cannot be built here.
+    """
+
+    def __init__(
+        self,
+        case: Case,
+        folder: Path,
+        ranks: Ranks,
+        *,
+        sent_as: Callable[[NamedWeights], Iterable[Any]] = list,
+        once_built: Callable[[nn.Module], None] = lambda _: None,
+        **arguments: Any,
+    ) -> None:
+        like = save_checkpoint(case, folder)
+        self.name = case.name
+        self.first, self.second = (list(sent_as(random_weights(like, seed))) for seed in (1, 2))
+        self.specs = specs_of(self.first)
+        self.model = build_model(case, folder, ranks, **arguments)
+        once_built(self.model)
+        self.model.load_weights(iter(self.first))
+        if sent_as is list:  # else it is quantised, as it stays
+            finish_loading(self.model)
+        self.loader = ModelLoader(self.model)
+
+    def sync(self, weights: NamedWeights, how: str = "many") -> SyncOutcome:
+        """One sync as a session makes it."""
+        return sync(self.loader, self.model, weights, how)
+
+    def eager(self, weights: NamedWeights, how: str = "many") -> list[torch.Tensor]:
+        """What SGLang's own loader leaves; the model is as it was before."""
+        destinations = collect_destinations(self.model)
+        before = snapshot(destinations)
+        load_eagerly(self.model, split(weights, how))
+        after = snapshot(destinations)
+        for i, kept in enumerate(before):
+            destinations.memory[i].copy_(kept)
+        return after
+
+    def has(self, expected: list[torch.Tensor]) -> bool:
+        """True if every storage holds these bytes."""
+        return differing(collect_destinations(self.model), expected) == ()

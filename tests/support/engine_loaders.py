@@ -1,0 +1,92 @@
+"""Custom weight loaders that load nothing, for a look into an engine's processes from a test.
+
+Each runs in every scheduler process, when an update names it, and is told what to do by the name of
+its one tensor. `support.trainer.ask_engine` makes such updates.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+HASH_LOADER = "support.engine_loaders.write_hashes"
+STOP_LOADER = "support.engine_loaders.stop_in_next_load"
+COUNT_LOADER = "support.engine_loaders.count_loads"
+
+NamedTensors = list[tuple[str, torch.Tensor]]
+
+
+def write_hashes(model: Any, named_tensors: NamedTensors) -> None:
+    """Write `{tensor name: sha256}`, of what the engine really computes with, to `rank<n>.json` in
+    the folder that is named.
+    """
+    folder = Path(named_tensors[0][0])
+    hashes = {name: hash_of(tensor) for name, tensor in model.state_dict().items()}
+    rank = torch.distributed.get_rank()
+    (folder / f"rank{rank}.json").write_text(json.dumps(hashes))
+
+
+def hash_of(tensor: torch.Tensor) -> str:
+    """sha256 of the elements' bytes, in row-major order."""
+    raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.sha256(raw.cpu().numpy().tobytes()).hexdigest()
+
+
+def stop_in_next_load(model: Any, _: NamedTensors) -> None:
+    """Have the process stop itself, once, by SIGSTOP as it enters the model's own `load_weights`;
+    whoever asked for it sends SIGCONT.
+    """
+    original = model.load_weights
+    has_stopped = False
+
+    def load_weights(*arguments: Any, **options: Any) -> Any:
+        nonlocal has_stopped
+        vars(model).pop("load_weights", None)  # the class's own comes to light again
+        if not has_stopped:  # whoever keeps this wrapper
+            has_stopped = True
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return original(*arguments, **options)
+
+    model.load_weights = load_weights
+
+
+_loads = {"begun": 0, "done": 0, "nth": 0, "seconds": 0.0}
+
+
+def count_loads(model: Any, named_tensors: NamedTensors) -> None:
+    """Write how many sessions were loaded since the last call to `<folder>/loads<rank>.json`, and
+    have the nth later one take `seconds` longer. Told by JSON: `folder`, `nth`, `seconds`.
+    """
+    from sglang_loader.hooks import weights
+
+    _count(weights, "serve_session")
+    order = json.loads(named_tensors[0][0])
+    rank = torch.distributed.get_rank()
+    Path(order["folder"], f"loads{rank}.json").write_text(json.dumps(_loads["done"]))
+    _loads.update(begun=0, done=0, nth=order["nth"], seconds=order["seconds"])
+
+
+def _count(module: Any, name: str) -> None:
+    """Wrap what serves sessions, which is looked up in its module at every request."""
+    serve = getattr(module, name)
+    if hasattr(serve, "__wrapped__"):
+        return
+
+    @functools.wraps(serve)
+    def counting(*arguments: Any, **options: Any) -> Any:
+        _loads["begun"] += 1
+        if _loads["begun"] == _loads["nth"]:
+            time.sleep(_loads["seconds"])
+        result = serve(*arguments, **options)
+        _loads["done"] += 1
+        return result
+
+    setattr(module, name, counting)

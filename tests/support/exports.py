@@ -1,0 +1,140 @@
+"""What a trainer exports: a checkpoint's tensors, kept in its memory, whole or in shards."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from support.trainer import NamedTensors
+
+NORM = "model.norm.weight"
+
+
+def weights_of(model: Path | str, device: torch.device, *, scale: float = 1.0) -> NamedTensors:
+    """The checkpoint's tensors as verl exports them: every state-dict name, tied ones twice."""
+    from safetensors.torch import load_file
+
+    named = dict(load_file(Path(model, "model.safetensors")))
+    if json.loads(Path(model, "config.json").read_text())["tie_word_embeddings"]:
+        named.setdefault("lm_head.weight", named["model.embed_tokens.weight"])
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    return [(name, (tensor * scale).to(device, dtype)) for name, tensor in named.items()]
+
+
+def store_tied_head(model: Path) -> None:
+    """Write the tied output layer into the checkpoint: SGLang's MoE classes have one of their own,
+    and leave it uninitialised when the file has none."""
+    from safetensors.torch import load_file, save_file
+
+    file = model / "model.safetensors"
+    named = load_file(file)
+    named["lm_head.weight"] = named["model.embed_tokens.weight"].clone()
+    save_file(named, file, {"format": "pt"})
+
+
+def doubled(weights: NamedTensors, name: str = NORM) -> NamedTensors:
+    """One tensor has twice its size."""
+    return [(n, torch.cat([t, t]) if n == name else t) for n, t in weights]
+
+
+def on_meta(weights: NamedTensors, name: str = NORM) -> NamedTensors:
+    """One tensor cannot be packed."""
+    return [(n, t.to("meta") if n == name else t) for n, t in weights]
+
+
+def calling_at(
+    weights: NamedTensors, index: int, act: Callable[[], None]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """An export in which something happens before the tensor of this index."""
+    for i, pair in enumerate(weights):
+        if i == index:
+            act()
+        yield pair
+
+
+class KeptExport:
+    """Full tensors that the trainer keeps and exports as they are.
+
+    `before_reading` is called once, when the trainer next asks for the tensors: before the last
+    one is exported, or when the trainer looks where they are instead of exporting.
+    """
+
+    def __init__(self, weights: NamedTensors) -> None:
+        self.state = {name: _mappable(tensor.clone()) for name, tensor in weights}
+        self.before_reading: Callable[[], None] | None = None
+
+    def reexport(self) -> Any:
+        """What a manager gets."""
+        from verl_sglang_sync.sources.reexport import Reexport
+
+        return Reexport(self._export, sources=self._sources)
+
+    def write(self, weights: NamedTensors) -> None:
+        """Other values in the same memory."""
+        for name, tensor in weights:
+            self.state[name].copy_(tensor)
+
+    def move(self, name: str) -> None:
+        """Put one tensor elsewhere; what is where it was is wrong from now on."""
+        old, self.state[name] = self.state[name], _mappable(self.state[name].clone())
+        old.fill_(7)
+
+    def _export(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return calling_at(list(self.state.items()), len(self.state) - 1, self._call_hook)
+
+    def _sources(self) -> dict[str, Any]:
+        self._call_hook()
+        return self.state
+
+    def _call_hook(self) -> None:
+        hook, self.before_reading = self.before_reading, None
+        if hook is not None:
+            hook()
+
+
+class ShardedExport(KeptExport):
+    """The tensors in shards on all ranks, gathered at every export, as FSDP2's are.
+
+    Args:
+        weights: the full tensors.
+        is_mappable: on a CPU, in memory that other processes can map, as a GPU's always is.
+    """
+
+    def __init__(self, weights: NamedTensors, *, is_mappable: bool = False) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        super().__init__([])
+        size = torch.distributed.get_world_size()
+        self._mesh = init_device_mesh(weights[0][1].device.type, (size,))
+        for name, tensor in weights:
+            shard = self.state[name] = distribute_tensor(tensor, self._mesh, [Shard(0)])
+            if is_mappable:
+                _mappable(shard.to_local())
+
+    def write(self, weights: NamedTensors) -> None:
+        """Other values in the same memory."""
+        for name, tensor in weights:
+            rows = tensor.chunk(self._mesh.size())
+            if (rank := self._mesh.get_local_rank()) < len(rows):
+                self.state[name].to_local().copy_(rows[rank])
+
+    def move(self, name: str) -> None:
+        """Put one shard elsewhere; what is where it was is wrong from now on."""
+        old, self.state[name] = self.state[name], self.state[name].clone()
+        _mappable(self.state[name].to_local())
+        old.fill_(7)
+
+    def _export(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((name, shard.full_tensor()) for name, shard in self.state.items())
+
+
+def _mappable(tensor: torch.Tensor) -> torch.Tensor:
+    """Have other processes able to map its memory."""
+    if tensor.device.type == "cpu":
+        tensor.untyped_storage().share_memory_()
+    return tensor
