@@ -57,6 +57,7 @@ def run_recipe(folder: Path, preset: str, *overrides: str, console: Console) -> 
     for stale in ("metrics.jsonl", "syncs.jsonl"):
         (folder / stale).unlink(missing_ok=True)
     report = f"actor_rollout_ref.rollout.custom.weight_sync.report_file={folder}/syncs.jsonl"
+    reports = [report] if preset else []  # verl's own sync writes none
     environment = {
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
@@ -65,7 +66,7 @@ def run_recipe(folder: Path, preset: str, *overrides: str, console: Console) -> 
         "VERL_FILE_LOGGER_PATH": str(folder / "metrics.jsonl"),
         "PYTHONUNBUFFERED": "1",
     }
-    command = ["bash", str(RECIPE), *overrides, report]
+    command = ["bash", str(RECIPE), *overrides, *reports]
     with (
         (folder / "run.log").open("w") as log,
         subprocess.Popen(

@@ -199,8 +199,8 @@ class ServingEngine:
         model, served = self.models[rank], None
         if isinstance(model, RecordingModel):
             model.begin()
-        # A gloo group with a broadcast in it is destroyed when its trainer is gone: not in this thread,
-        # for which the next request waits.
+        # A gloo group with a broadcast in it is destroyed when its trainer is gone: not in this
+        # thread, for which the next request waits.
         group = [self.groups[rank] if self.groups else None]
         try:
             served = session.serve_session(decode_descriptor(handle), [model], NO_STEPS, group[0])
