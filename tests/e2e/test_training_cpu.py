@@ -47,6 +47,7 @@ SEPARATE = (
 )
 
 MERGED_LORA = (
+    "actor_rollout_ref.rollout.multi_stage_wake_up=False",
     "actor_rollout_ref.model.lora_rank=8",
     "actor_rollout_ref.model.lora_alpha=32",
     "actor_rollout_ref.model.target_modules=all-linear",
@@ -127,6 +128,8 @@ def test_the_weights_arrive_at_every_step(
         for name in ("num_buckets", "num_replayed", "num_eager", "num_pulled"):
             assert step.metrics[f"weight_sync/{name}"] == report[name]
         assert step.metrics["weight_sync/sync_s"] == pytest.approx(report["seconds"]["sync"])
+        if run.overrides == PPO:
+            assert step.metrics["critic/grad_norm"] > 0, "the critic trains beside the actor"
     assert "manifest check:" not in (tmp_path / "run.log").read_text()
 
 
@@ -171,11 +174,25 @@ def test_weights_of_another_checkpoint_engine_arrive_verls_own_way(
 
 
 @pytest.mark.slow
+def test_without_a_preset_the_installed_plugin_leaves_verls_own_sync_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overrides = ("actor_rollout_ref.rollout.multi_stage_wake_up=False",)  # verl's default
+    train(Run(preset="", overrides=overrides), tmp_path, monkeypatch)
+    steps = [Step(row["data"], {}) for row in read_metrics(tmp_path)]
+    assert [step.arrived for step in steps] == [True, True], [step.metrics for step in steps]
+    assert not any(name.startswith("weight_sync/") for name in steps[-1].metrics)
+    log = (tmp_path / "run.log").read_text()
+    assert "weight sync" not in log and "verl_sglang_sync." not in log
+
+
+@pytest.mark.slow
 def test_merged_adapters_arrive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """verl takes them out of its weights again when the export is through; without them the
     correlation is about 0."""
     train(Run("flattened", overrides=MERGED_LORA), tmp_path, monkeypatch)
     for step in read_steps(tmp_path):
+        assert "resume_weights_and_kv_cache" in step.sync["seconds"], "one stage"
         assert step.metrics["actor/grad_norm"] > 0.1, "the adapters must have moved"
         pearson = step.metrics["training/rollout_actor_probs_pearson_corr"]
         assert pearson > MIN_PEARSON_LORA, step.metrics
