@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from concurrent.futures.thread import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
@@ -239,3 +243,29 @@ def test_an_export_that_fails_ends_all_sessions(groups: Groups) -> None:
     for thread in (thread for engine in groups.engines for thread in engine._serving.values()):
         thread.join(10)
         assert not thread.is_alive()
+
+
+def test_the_group_of_a_sync_that_a_reply_has_failed_ends_at_once(
+    groups: Groups, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not when the garbage collector comes: engines that leave a gloo group wait for its end."""
+    sync = transport(groups)
+    sync(weights())
+    group = weakref.ref(groups.with_replicas(REPLICAS).process_group)
+    submit = groups.engines[1].submit
+
+    def lost(call: Any) -> Future[Any]:
+        submit(call)
+        reply: Future[Any] = Future()
+        reply.set_exception(ConnectionError("the connection broke"))
+        return reply
+
+    monkeypatch.setattr(groups.engines[1], "submit", lost)
+    gc.disable()
+    try:
+        with contextlib.suppress(WeightSyncError):
+            sync(weights())
+        assert groups.num_abandoned == 1
+        assert group() is None
+    finally:
+        gc.enable()

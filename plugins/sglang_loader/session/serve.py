@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import time
 import traceback
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -134,7 +134,7 @@ class _Session:
         self._begun: deque[tuple[wire.LoadBucket, BucketLayout]] = deque()  # not yet launched
         self._in_flight = InFlight(device)
         self._arranged: ArrangedPlan | None = None
-        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._seconds = dict.fromkeys(("waiting", "launching", "copying"), 0.0)
         self._has_let_go = False
 
     def run(self) -> Channel[FromTrainer]:

@@ -379,7 +379,11 @@ class _BroadcastSync:
             if exc_value is not None:
                 self._abort(str(exc_value))
         # A gloo group ends with the last reference to it or a broadcast in it; engines wait for
-        # that. A reply that failed refers to the frames that have read it, and so to this object.
+        # that. The error of a reply that failed refers to the frames that have raised it, and they
+        # to their callers, which have the group.
+        for reply in self._replies:
+            if reply.done() and not reply.cancelled() and (error := reply.exception()) is not None:
+                error.with_traceback(None)
         self._broadcasts.clear()
         self._engines.clear()
 
