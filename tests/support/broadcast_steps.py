@@ -149,7 +149,7 @@ def _one_dies(
 
     def kill() -> None:
         for pid in pids if rank.rank == 0 else ():
-            os.kill(pid, signal.SIGKILL)
+            os.killpg(pid, signal.SIGKILL)  # its schedulers, too: they might publish without it
 
     seen = sender.attempt(calling_at(good, len(good) // 2, kill))
     sender.sync(good, members=(0,))  # without the dead one
