@@ -140,6 +140,10 @@ def record(load: Callable[[], object], bucket: torch.Tensor, destinations: Desti
     return recorder.trace
 
 
+_one_patch = threading.RLock()
+"""Threads that trace at a time would undo their patches in another order, and leave one behind."""
+
+
 @contextmanager
 def inline_thread_pools() -> Iterator[None]:
     """Tasks that this thread submits to any `ThreadPoolExecutor` run at once, in this thread.
@@ -149,7 +153,6 @@ def inline_thread_pools() -> Iterator[None]:
     untouched.
     """
     tracing_thread = threading.get_ident()
-    submit = ThreadPoolExecutor.submit
 
     def run_now(self: ThreadPoolExecutor, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
         if threading.get_ident() != tracing_thread:
@@ -161,8 +164,10 @@ def inline_thread_pools() -> Iterator[None]:
             done.set_exception(error)
         return done
 
-    with mock.patch.object(ThreadPoolExecutor, "submit", run_now):
-        yield
+    with _one_patch:
+        submit = ThreadPoolExecutor.submit
+        with mock.patch.object(ThreadPoolExecutor, "submit", run_now):
+            yield
 
 
 class _Recorder(TorchDispatchMode):
