@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
@@ -369,6 +370,24 @@ class TrainerSession:
             self._sockets.keep(self._channel)
             return
         self._channel.close()
+
+
+def check_refused(reply: Future[Any]) -> None:
+    """Raise if the answer to the request that opened a session is a failure, or was lost.
+
+    After the commit: a good one may come before the session has told of the publication.
+    """
+    if reply.done():
+        reply.result()
+
+
+def check_unanswered(reply: Future[Any]) -> None:
+    """Raise if that request was answered at all, or the answer lost: before the commit the engine
+    is at its session no more then.
+    """
+    if reply.done():
+        reply.result()
+        raise SessionError("the engine ended the update before its session")
 
 
 def _expected(kind: type[Message], message: FromEngine) -> Message:

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -36,7 +36,12 @@ from sglang_loader.common.session.messages import SESSION_FORMAT, SessionError
 from verl_sglang_sync.collective import Agreement, WeightSyncError, export_signature
 from verl_sglang_sync.config import WeightSyncConfig
 from verl_sglang_sync.engine.server_client import ReplyLost, operations
-from verl_sglang_sync.engine.session import EngineFailed, TrainerSession
+from verl_sglang_sync.engine.session import (
+    EngineFailed,
+    TrainerSession,
+    check_refused,
+    check_unanswered,
+)
 from verl_sglang_sync.engine.update_groups import Replica, UpdateGroup, UpdateGroups
 from verl_sglang_sync.report import SyncReport, log_remarks
 from verl_sglang_sync.routes.staging_ring import StagingRing
@@ -198,16 +203,7 @@ class _Engine:
 
     def check(self) -> None:
         """Raise if the replica has answered: its engine ranks are at the session no more."""
-        if self.reply.done():
-            self.reply.result()
-            raise SessionError("the engine ended the update before its session")
-
-    def check_refused(self) -> None:
-        """Raise if the replica's answer is a failure, or was lost; a good one may come before each
-        of its ranks has told of the publication.
-        """
-        if self.reply.done():
-            self.reply.result()
+        check_unanswered(self.reply)
 
 
 class _BroadcastSync:
@@ -313,7 +309,7 @@ class _BroadcastSync:
         with self._report.stage("publish"):
             for engine in self._engines:
                 with _naming(engine):
-                    engine.session.commit(engine.check_refused)
+                    engine.session.commit(partial(check_refused, engine.reply))
             self._each(lambda session: session.wait_until_published())
         with self._report.stage("reply"):
             for reply in self._replies:

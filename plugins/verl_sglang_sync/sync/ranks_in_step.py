@@ -10,7 +10,7 @@ from concurrent.futures import Future, wait
 from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
-from sglang_loader.common.session.messages import SESSION_FORMAT, SessionError
+from sglang_loader.common.session.messages import SESSION_FORMAT
 from verl_sglang_sync.collective import (
     RankLost,
     TrainerGroup,
@@ -19,6 +19,7 @@ from verl_sglang_sync.collective import (
 )
 from verl_sglang_sync.engine.server_client import ReplyLost, operations
 from verl_sglang_sync.engine.server_client.operations import Call
+from verl_sglang_sync.engine.session import check_refused, check_unanswered
 from verl_sglang_sync.report import log_remarks
 from verl_sglang_sync.sources.bucket_stream import Bucket
 
@@ -73,16 +74,13 @@ class OpeningRequest:
 
     def check(self) -> None:
         """Raise if the engine has answered already, or its answer was lost."""
-        if self._reply is not None and self._reply.done():
-            self._reply.result()
-            raise SessionError("the engine ended the update before its session")
+        if self._reply is not None:
+            check_unanswered(self._reply)
 
     def check_refused(self) -> None:
-        """Raise if the engine's answer is a failure, or was lost. A good one may come before the
-        session has told of the publication.
-        """
-        if self._reply is not None and self._reply.done():
-            self._reply.result()
+        """Raise if the engine's answer is a failure, or was lost."""
+        if self._reply is not None:
+            check_refused(self._reply)
 
     def check_answer(self) -> None:
         """Raise if the engine has answered: nobody is left to talk to. After a lost reply there may
