@@ -7,6 +7,7 @@ One of the engines listens at ::1, and in mode compiled the group meets there.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -98,13 +99,13 @@ def test_a_fault_is_named_on_every_rank_and_the_next_sync_is_right(
     seen = [result["faults"] for result in two_ranks]
     reference = two_ranks[0]["syncs"]["reference"]
     for fault, text in (
-        ("shape", "TP rank 0: Traceback"),
+        ("shape", r"TP rank \d: Traceback"),  # of whichever engine rank says it first
         ("manifest", "1 unexpected: "),
         ("cannot pack", "meta tensor"),
         ("other tensors on one rank", "the ranks exported different tensors"),
     ):
         (error,) = {rank[fault]["error"] for rank in seen}
-        assert text in error
+        assert re.search(text, error), error
         assert seen[0][fault]["seconds"] < 20
         assert seen[0][fault]["hashes"] == reference
 
