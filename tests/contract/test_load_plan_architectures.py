@@ -27,7 +27,12 @@ from support.plan_check import uncovered
 prepare_process()
 pytest.importorskip("sglang", reason="needs the SGLang that the plugin supports")
 
-MIN_PROVED = 64
+NOT_BUILT = {
+    "llava": "sglang: AttributeError: 'Conv2d' object has no attribute 'num_embeddings'",
+    "glm-moe-dsa": "sglang: RuntimeError: Found no NVIDIA driver",
+}
+"""What a CPU cannot build, and how the reason begins."""
+
 _proved: dict[str, set[str]] = {}
 _not_built: dict[str, str] = {}
 
@@ -67,11 +72,12 @@ def test_replay_is_byte_identical(built: TinyEngine, how: str) -> None:
     _proved.setdefault(built.name, set()).add(how)
 
 
-def test_enough_architectures_were_proved() -> None:
+def test_every_architecture_was_proved_but_those_named() -> None:
     """Guards against a suite that skips everything; only where the whole file ran."""
     if len(_proved) + len(_not_built) < len(CASES):
         pytest.skip("only a part of the architectures was selected, or some failed")
-    assert len(_proved) >= MIN_PROVED, _not_built
+    assert _not_built.keys() == NOT_BUILT.keys(), _not_built
+    assert all(reason.startswith(NOT_BUILT[name]) for name, reason in _not_built.items())
     assert all(len(layouts) == len(LAYOUTS) for layouts in _proved.values()), _proved
 
 

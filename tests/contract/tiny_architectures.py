@@ -14,6 +14,7 @@ import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -76,7 +77,8 @@ def save_checkpoint(case: Case, folder: Path) -> NamedWeights:
         options |= {"text_config": case.text, "vision_config": case.vision}
     try:
         config = getattr(transformers, case.config)(**options)
-        model = getattr(transformers, case.model)._from_config(config, dtype=torch.bfloat16)
+        with _without_hub_kernels():
+            model = getattr(transformers, case.model)._from_config(config, dtype=torch.bfloat16)
         model.save_pretrained(folder)
     except Exception as error:
         raise CannotBuild(f"transformers: {_short(error)}") from error
@@ -85,6 +87,15 @@ def save_checkpoint(case: Case, folder: Path) -> NamedWeights:
         saved = json.loads(path.read_text())
         path.write_text(json.dumps(saved | {"architectures": [case.architecture]}))
     return read_checkpoint(case, folder)
+
+
+def _without_hub_kernels() -> Any:
+    """Mamba classes ask the hub for a GPU kernel as they are built, and do without where it has
+    none; where the hub cannot be reached they would not be built at all.
+    """
+    from transformers.integrations import hub_kernels
+
+    return mock.patch.object(hub_kernels, "get_kernel", side_effect=FileNotFoundError)
 
 
 def read_checkpoint(case: Case, folder: Path) -> NamedWeights:
