@@ -29,6 +29,7 @@ from verl_sglang_sync.engine.server_client.urls import checked_base_url
 from verl_sglang_sync.stages import SLEEP_ORDER, WAKE_ORDER, StageOrder
 
 Mode = Literal["bucketed", "flattened", "compiled"]
+DraftWeights = Literal["auto", "synced", "frozen"]
 MODES: tuple[str, ...] = get_args(Mode)
 MANIFEST_CHECKS: tuple[str, ...] = get_args(ManifestCheck)
 PRESETS = (*MODES, "disaggregated")
@@ -114,6 +115,7 @@ PRESET_KEYS: dict[str, Check] = {
     "stale_requests_timeout_s": _seconds,
     "router_url": _url,
     "manifest_check": _one_of(*MANIFEST_CHECKS, yaml={False: "off"}),
+    "draft_weights": _one_of(*get_args(DraftWeights)),
 }
 COMPILED_KEYS: dict[str, Check] = {
     "recheck_every_n_syncs": _count,
@@ -158,6 +160,10 @@ class WeightSyncConfig:
         manifest_check: what happens where the tensors that have come do not fit the engine's model,
             or are not all of it: "error" nothing is published, "warn" it is logged, "off" nobody
             looks.
+        draft_weights: with speculative decoding: "synced" loads every sync into the draft model,
+            too; "frozen" leaves it as it is; "auto" syncs it where the trainer has it
+            (`exports_draft`).
+        exports_draft: the trainer's export has the draft's weights (verl's `model.mtp.enable`).
         bucket_bytes: upper limit of one bucket, in bytes (verl's
             `checkpoint_engine.update_weights_bucket_megabytes`).
         multi_stage_wake_up: True resumes weights, syncs, lets the trainer free its memory and only
@@ -180,6 +186,8 @@ class WeightSyncConfig:
     stale_requests_timeout_s: float = 600.0
     router_url: str | None = None
     manifest_check: ManifestCheck = "error"
+    draft_weights: DraftWeights = "auto"
+    exports_draft: bool = False
     bucket_bytes: int
     multi_stage_wake_up: bool
     free_cache_engine: bool
@@ -198,6 +206,13 @@ class WeightSyncConfig:
     def effective_host_backup(self) -> HostBackup:
         """The host backup of this mode: only load plans prove anything that "auto" could use."""
         return "on" if self.host_backup == "auto" and not self.uses_plan else self.host_backup
+
+    @property
+    def syncs_draft(self) -> bool:
+        """True if a sync loads the draft model of speculative decoding as well."""
+        return self.draft_weights == "synced" or (
+            self.draft_weights == "auto" and self.exports_draft
+        )
 
     def for_session(self) -> WeightSyncConfig:
         """These settings without what needs a load plan, in the modes that have none."""
@@ -242,6 +257,7 @@ class WeightSyncConfig:
         found |= {"sleep_order": stages.sleep, "wake_order": stages.wake}
         return cls(
             **found,
+            exports_draft=bool(_get(_get(rollout, "mtp"), "enable", False)),
             bucket_bytes=_bucket_bytes(rollout),
             multi_stage_wake_up=_boolean(rollout, "multi_stage_wake_up"),
             free_cache_engine=_boolean(rollout, "free_cache_engine"),

@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 ROLLOUT = "actor_rollout_ref.rollout"
 MODEL = "actor_rollout_ref.model"
 CHECKPOINT_BACKENDS_REFUSED = ("delta_sharded",)
+NEVER_SYNCED = ("NGRAM", "DFLASH")
+"""Algorithms of speculative decoding of which SGLang updates the target alone."""
 
 
 class RecipeError(ValueError):
@@ -38,12 +40,13 @@ class Findings:
     Attributes:
         settings: the effective settings, or None where no preset was chosen.
         problems: by what was looked at; no line where all is well.
-        ignored: flags that will have no effect, and why.
+        remarks: what the user should know though nothing is wrong: flags that will have no effect,
+            and a draft model that is not synced.
     """
 
     settings: WeightSyncConfig | None
     problems: Mapping[str, Sequence[str]]
-    ignored: Sequence[str]
+    remarks: Sequence[str]
 
 
 def examine(config: DictConfig) -> Findings:
@@ -65,13 +68,13 @@ def examine(config: DictConfig) -> Findings:
     if settings is None:
         _refuse_lost_preset(config)
         _refuse_backend_without_preset(rollout)
-        return Findings(None, {}, tuple(_ignored_without_preset(rollout)))
+        return Findings(None, {}, tuple(_remarks_without_preset(rollout)))
     problems = {name: tuple(check(config, settings)) for name, check in _CHECKS.items()}
-    return Findings(settings, problems, tuple(_ignored(settings)))
+    return Findings(settings, problems, tuple(_remarks(config, settings)))
 
 
 def check_recipe(config: DictConfig) -> WeightSyncConfig | None:
-    """Validate a composed verl recipe, and log which flags it ignores; see `examine`.
+    """Validate a composed verl recipe, and log what is remarkable; see `examine`.
 
     Returns:
         The effective settings, or None where no preset was chosen.
@@ -85,8 +88,8 @@ def check_recipe(config: DictConfig) -> WeightSyncConfig | None:
         lines = "\n".join(f"  - {problem}" for problem in problems)
         mode = findings.settings.mode
         raise RecipeError(f"+weight_sync={mode} cannot run with this recipe:\n{lines}")
-    for flag in findings.ignored:
-        logger.warning("%s", flag)
+    for remark in findings.remarks:
+        logger.warning("%s", remark)
     return findings.settings
 
 
@@ -107,7 +110,7 @@ def _refuse_backend_without_preset(rollout: DictConfig) -> None:
         )
 
 
-def _ignored_without_preset(rollout: DictConfig) -> Iterator[str]:
+def _remarks_without_preset(rollout: DictConfig) -> Iterator[str]:
     if rollout.get("multi_stage_wake_up") and rollout.get("name") == "sglang":
         yield (
             f"{ROLLOUT}.multi_stage_wake_up=True is read by verl-sglang-sync only together with "
@@ -115,12 +118,28 @@ def _ignored_without_preset(rollout: DictConfig) -> Iterator[str]:
         )
 
 
-def _ignored(settings: WeightSyncConfig) -> Iterator[str]:
+def _remarks(config: DictConfig, settings: WeightSyncConfig) -> Iterator[str]:
     if settings.multi_stage_wake_up and not settings.free_cache_engine:
         yield (
             f"{ROLLOUT}.multi_stage_wake_up=True is ignored: free_cache_engine=False keeps the "
             "engine's memory resident, so there is nothing to wake in stages"
         )
+    algorithm = _drafts_by(config)
+    if algorithm and settings.draft_weights == "auto" and not settings.exports_draft:
+        yield (
+            f"speculative decoding ({algorithm}): no sync changes the draft model, because the "
+            f"trainer does not have it ({MODEL}.mtp.enable=False); {SECTION}.draft_weights=synced "
+            "loads every sync into it, too"
+        )
+
+
+def _drafts_by(config: DictConfig) -> str | None:
+    """The algorithm of speculative decoding, where it has a draft model that can be synced."""
+    algorithm = OmegaConf.select(config, f"{ROLLOUT}.engine_kwargs.sglang.speculative_algorithm")
+    if OmegaConf.select(config, f"{MODEL}.mtp.enable_rollout"):
+        algorithm = OmegaConf.select(config, f"{MODEL}.mtp.speculative_algorithm")
+    has_draft = algorithm is not None and str(algorithm).upper() not in NEVER_SYNCED
+    return str(algorithm) if has_draft else None
 
 
 def _check_engine(config: DictConfig, settings: WeightSyncConfig) -> Iterator[str]:
@@ -243,7 +262,7 @@ COLOCATED_KEYS = ("keep_staging_buffers", "read_in_place", "exchange_shards")
 SLEEP_KEYS = ("host_backup", "sleep_order", "wake_order")
 """Keys of engines whose weights sleep."""
 
-SYNC_KEYS = ("timeouts_s", "manifest_check", "recheck_every_n_syncs")
+SYNC_KEYS = ("timeouts_s", "manifest_check", "recheck_every_n_syncs", "draft_weights")
 """Keys of every sync that is ours; verl's own update obeys none of them. A `report_file` that stays
 empty harms nobody, and the log says why it does."""
 
@@ -261,6 +280,9 @@ def _check_keys(config: DictConfig, settings: WeightSyncConfig) -> Iterator[str]
         without_effect.append(("free_cache_engine=False: nothing sleeps", SLEEP_KEYS))
     elif _adapter(config):
         without_effect.append(("a LoRA adapter is served: the weights never sleep", SLEEP_KEYS))
+    if not _drafts_by(config):
+        why = "no speculative decoding with a draft model that SGLang updates"
+        without_effect.append((why, ("draft_weights",)))
     if settings.stale_requests != "wait":
         why = f"stale_requests={settings.stale_requests!r}: no request waits"
         without_effect.append((why, ("stale_requests_timeout_s",)))

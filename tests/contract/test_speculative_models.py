@@ -51,10 +51,6 @@ def updater_with(module: str | None, name: str, draft: Any = None) -> Any:
     return SimpleNamespace(tp_worker=target, draft_worker=worker)
 
 
-def request_with(*, draft: bool = True, **fields: Any) -> Any:
-    return SimpleNamespace(disable_draft_model=not draft, **fields)
-
-
 EAGLE = SimpleNamespace(draft_runner=SimpleNamespace(model=DRAFT))
 MULTI = SimpleNamespace(draft_runner=EAGLE.draft_runner, draft_runner_list=[EAGLE.draft_runner] * 3)
 
@@ -74,16 +70,16 @@ def test_the_models_are_those_of_sglangs_own_update(
     module: str | None, name: str, draft: Any, expected: list[Any]
 ) -> None:
     updater = updater_with(module, name, draft)
-    assert models_of(updater, request_with()) == expected
-    assert models_of(updater, request_with(draft=False)) == [TARGET]
+    assert models_of(updater, syncs_draft=True) == expected
+    assert models_of(updater, syncs_draft=False) == [TARGET]
 
 
 def test_a_worker_whose_models_are_not_known_is_refused() -> None:
     """SGLang's own update of this one raises; loading the first of its drafts alone would not."""
     updater = updater_with("multi_layer_eagle_worker_v2", "MultiLayerEagleWorkerV2", MULTI)
     with pytest.raises(SpeculationUnknown, match="MultiLayerEagleWorkerV2"):
-        models_of(updater, request_with())
-    assert models_of(updater, request_with(draft=False)) == [TARGET]
+        models_of(updater, syncs_draft=True)
+    assert models_of(updater, syncs_draft=False) == [TARGET]
 
 
 def test_every_rank_serves_its_own_invitation(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,11 +101,12 @@ def test_every_rank_serves_its_own_invitation(monkeypatch: pytest.MonkeyPatch) -
             uses_plan=True,
             manifest_check="off",
             recheck_every_n_syncs=0,
+            syncs_draft=True,
         )
         for rank in range(2)
     ]
     handles = [base64.b64encode(wire.encode_descriptor(each)).decode() for each in descriptors]
-    request = request_with(load_format=SESSION_FORMAT, serialized_named_tensors=handles)
+    request = SimpleNamespace(load_format=SESSION_FORMAT, serialized_named_tensors=handles)
     updater = SimpleNamespace(tp_worker=Target(tp_rank=1), draft_worker=None)
     assert weight_updater_hooks._serve_session(update, updater, request) == []
     assert [(*served[0][:2], served[0][3]), served[1]] == [(descriptors[1], [TARGET], None), []]
@@ -119,7 +116,7 @@ def test_a_format_of_another_release_is_refused_by_name() -> None:
     def original(*_: Any) -> None:
         raise AssertionError("SGLang would unpickle what is none")
 
-    request = request_with(load_format="sglang_loader.session.load_session")
+    request = SimpleNamespace(load_format="sglang_loader.session.load_session")
     reply = update_on_all_ranks(original, SimpleNamespace(), request)
     assert not reply.success
     assert "different releases" in reply.message
@@ -128,5 +125,5 @@ def test_a_format_of_another_release_is_refused_by_name() -> None:
 
 @pytest.mark.parametrize("load_format", [None, "flattened_bucket", "users.own.loader"])
 def test_what_is_not_ours_is_left_to_sglang(load_format: str | None) -> None:
-    request = request_with(load_format=load_format)
+    request = SimpleNamespace(load_format=load_format)
     assert update_on_all_ranks(lambda *_: "sglang's", SimpleNamespace(), request) == "sglang's"

@@ -172,6 +172,7 @@ DESCRIPTOR = wire.signed(
         uses_plan=True,
         manifest_check="off",
         recheck_every_n_syncs=0,
+        syncs_draft=False,
         group="weight_sync_a",
     ),
     SECRET,

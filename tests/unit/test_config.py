@@ -25,7 +25,7 @@ PRESETS = sorted(
     path.name.removesuffix(".yaml")
     for path in (files("verl_sglang_sync.conf") / "weight_sync").iterdir()
 )
-VERL_KEYS = {"bucket_bytes", "multi_stage_wake_up", "free_cache_engine"}
+VERL_KEYS = {"bucket_bytes", "multi_stage_wake_up", "free_cache_engine", "exports_draft"}
 
 
 def rollout(**changes):
@@ -112,6 +112,7 @@ IN_SECTION = {  # key: values, and what is allowed
     "stale_requests": (("Wait", "abort", None, True), "allowed: wait, refuse"),
     "stale_requests_timeout_s": ((0, "60", None), A_NUMBER),
     "manifest_check": (("Error", "", None, 0, True), "allowed: error, warn, off"),
+    "draft_weights": (("Synced", "", None, True), "allowed: auto, synced, frozen"),
     "router_url": (
         ("", "10.0.0.1:30000", "ftp://h", "http://::1:30000", 30000),
         "expected a URL such as http://10.0.0.1:30000",
@@ -238,6 +239,8 @@ def test_every_key_can_be_overridden_on_the_command_line():
         "stale_requests_timeout_s": 7.5,
         "router_url": "https://[fd00::9]:30000",
         "manifest_check": "off",
+        "draft_weights": "auto",
+        "exports_draft": False,
         "bucket_bytes": 64 << 20,
         "multi_stage_wake_up": True,
         "free_cache_engine": False,

@@ -111,7 +111,7 @@ class TestRecipe:
         assert said in check.detail
 
     def test_flags_without_effect_are_warnings(self) -> None:
-        ignored, last = presets.recipe_checks(presets.USUAL, EIGHT_GPUS)
-        assert (ignored.name, ignored.status) == ("recipe: ignored", Status.WARN)
-        assert "only together with +weight_sync=<preset>" in ignored.detail
+        remark, last = presets.recipe_checks(presets.USUAL, EIGHT_GPUS)
+        assert (remark.name, remark.status) == ("recipe: remark", Status.WARN)
+        assert "only together with +weight_sync=<preset>" in remark.detail
         assert "verl's own weight sync" in last.detail

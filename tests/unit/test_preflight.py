@@ -171,6 +171,32 @@ def test_a_flag_that_is_ignored_says_so(recipe, caplog, preset, changes, warning
     assert [warning in message for message in caplog.messages] == ([True] if warning else [])
 
 
+MTP = f"{MODEL}.mtp"
+TRAINED = {f"{MTP}.enable": True, f"{MTP}.enable_rollout": True}
+EAGLE = {f"{ROLLOUT}.engine_kwargs.sglang.speculative_algorithm": "EAGLE"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_synced", "is_remarked"),
+    (
+        ({}, False, False),
+        (EAGLE, False, True),
+        ({f"{ROLLOUT}.engine_kwargs.sglang.speculative_algorithm": "NGRAM"}, False, False),
+        (TRAINED, True, False),
+        ({**EAGLE, f"{SECTION}.draft_weights": "synced"}, True, False),
+        ({**EAGLE, f"{SECTION}.draft_weights": "frozen"}, False, False),
+        ({**TRAINED, f"{SECTION}.draft_weights": "frozen"}, False, False),
+    ),
+    ids=str,
+)
+def test_a_draft_model_is_synced_where_the_trainer_has_it(
+    recipe, caplog, changes, is_synced, is_remarked
+):
+    with caplog.at_level(logging.WARNING, logger="verl_sglang_sync"):
+        assert check_recipe(recipe("compiled", changes)).syncs_draft == is_synced
+    assert ["no sync changes the draft" in text for text in caplog.messages] == [True] * is_remarked
+
+
 def test_a_composed_recipe_is_checked_before_verls_own_validation(recipe):
     seen = []
 
@@ -206,6 +232,7 @@ OTHER_VALUES = {
     "stale_requests_timeout_s": 5.0,
     "router_url": "http://router:1",
     "manifest_check": "warn",
+    "draft_weights": "synced",
     "recheck_every_n_syncs": 2,
     "keep_staging_buffers": True,
     "read_in_place": False,
@@ -235,6 +262,7 @@ WITHOUT_EFFECT = {  # recipe: what it sets, its modes, the keys that nothing rea
     "no hybrid engine, but no other backend": ({HYBRID: False}, CHOSEN, set()),
     "a LoRA adapter": ({f"{MODEL}.lora_rank": 8}, ("bucketed",), SLEEP),
     "a merged LoRA": ({f"{MODEL}.lora_rank": 8, f"{MODEL}.lora.merge": True}, CHOSEN, set()),
+    "a draft model": (EAGLE, CHOSEN, set()),
     "requests are refused": ({f"{SECTION}.stale_requests": "refuse"}, CHOSEN, {STALE_LIMIT}),
 }
 
@@ -247,6 +275,8 @@ def test_every_key_is_in_the_table_of_keys_and_recipes():
 @pytest.mark.parametrize("name", WITHOUT_EFFECT)
 def test_a_key_that_does_nothing_is_refused(recipe, name, key):
     base, modes, without_effect = WITHOUT_EFFECT[name]
+    if base != EAGLE:
+        without_effect = {*without_effect, "draft_weights"}
     changes = {**base, f"{SECTION}.{key}": OTHER_VALUES[key]}
     if key == "wake_order":
         changes |= GRAPHS

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +22,7 @@ from sglang_loader.common.session.channel import (
     trainer_end,
 )
 from sglang_loader.common.session.messages import SessionError
+from support.settings import settings_of
 from verl_sglang_sync.engine.session import SessionSockets, TrainerSession
 from verl_sglang_sync.sources.memory_blocks import BlockNames
 
@@ -218,9 +218,7 @@ def test_an_engine_keeps_the_channels_of_a_few_trainers(new_endpoint: NewEndpoin
         end.close()
 
 
-SETTINGS: Any = SimpleNamespace(
-    request_timeout_s=20.0, uses_plan=True, manifest_check="off", recheck_every_n_syncs=0
-)
+SETTINGS = settings_of("compiled", request_timeout_s=20.0, manifest_check="off")
 
 
 def test_a_session_that_ends_well_leaves_its_socket_to_the_next() -> None:

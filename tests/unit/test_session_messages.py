@@ -92,6 +92,7 @@ DESCRIPTOR = wire.SessionDescriptor(
     uses_plan=True,
     manifest_check="error",
     recheck_every_n_syncs=0,
+    syncs_draft=False,
 )
 
 

@@ -176,21 +176,18 @@ def _may_be_incomplete(sync: Completeness) -> bool:
     return sync.is_broken and (not sync.has_completed or bool(sync.missing()))
 
 
-def _worker_for(updater: Any, request: Any) -> Any:
-    """Whom SGLang asks to update the weights."""
-    if updater.draft_worker is not None and not request.disable_draft_model:
-        return updater.draft_worker
-    return updater.tp_worker
+def models_of(updater: Any, *, syncs_draft: bool) -> list[Any]:
+    """The models that a sync loads, in the order of SGLang's own update: a draft, then the target.
 
-
-def models_of(updater: Any, request: Any) -> list[Any]:
-    """The models that SGLang's own update would load, in its order: a draft, then the target.
+    Args:
+        updater: SGLang's.
+        syncs_draft: False: a draft model keeps its weights.
 
     Raises:
         SpeculationUnknown: the worker may have others.
     """
-    worker, target = _worker_for(updater, request), updater.tp_worker.model_runner.model
-    if worker is updater.tp_worker:
+    worker, target = updater.draft_worker, updater.tp_worker.model_runner.model
+    if worker is None or not syncs_draft:
         return [target]
     update = getattr(worker, "update_weights_from_tensor", None)
     if getattr(update, "__self__", None) is updater.tp_worker or (
@@ -200,6 +197,7 @@ def models_of(updater: Any, request: Any) -> list[Any]:
     if is_eagle(worker):
         return [worker.draft_worker.draft_runner.model, target]
     raise SpeculationUnknown(
-        f"{type(worker).__name__} loads its models in a way that is not known here: weights "
-        "cannot be synced with this kind of speculative decoding"
+        f"{type(worker).__name__} loads its models in a way that is not known here: the draft of "
+        "this kind of speculative decoding cannot be synced; weight_sync.draft_weights=frozen "
+        "leaves it as it is"
     )

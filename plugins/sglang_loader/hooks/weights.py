@@ -68,9 +68,9 @@ def _serve_session(update: WeightUpdate, updater: Any, request: Any) -> list[str
     served: list[ServedSession] = []
 
     def load() -> None:
-        update.models = models = models_of(updater, request)
         invitation = base64.b64decode(request.serialized_named_tensors[updater.tp_worker.tp_rank])
         descriptor = decode_descriptor(invitation)
+        update.models = models = models_of(updater, syncs_draft=descriptor.syncs_draft)
         update.manifest_check = descriptor.manifest_check
         group = None
         if descriptor.group:

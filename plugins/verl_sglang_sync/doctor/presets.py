@@ -116,8 +116,8 @@ def recipe_checks(
     for name, problems in findings.problems.items():
         detail = "\n".join(problems) or "passes"
         yield Check(f"recipe: {name}", FAIL if problems else OK, detail)
-    for flag in findings.ignored:
-        yield Check("recipe: ignored", WARN, flag)
+    for remark in findings.remarks:
+        yield Check("recipe: remark", WARN, remark)
     if not any(findings.problems.values()):
         yield _outcome(title, config, findings, machine)
 

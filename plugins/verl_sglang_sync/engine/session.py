@@ -144,6 +144,7 @@ class TrainerSession:
             uses_plan=settings.uses_plan,
             manifest_check=settings.manifest_check,
             recheck_every_n_syncs=settings.recheck_every_n_syncs,
+            syncs_draft=settings.syncs_draft,
             group=group,
         )
         self.invitation = wire.encode_descriptor(

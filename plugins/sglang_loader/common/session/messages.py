@@ -51,7 +51,7 @@ import msgspec
 from sglang_loader.common.check_remarks import ManifestCheck
 from sglang_loader.common.shared_memory import CpuHandle, CudaHandle
 
-SESSION_VERSION = 10
+SESSION_VERSION = 11
 SESSION_FORMAT = "sglang_loader.session"
 """`load_format` of the request that opens a session: one descriptor for each TP rank."""
 
@@ -80,6 +80,7 @@ class SessionDescriptor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             not fit the model or are not all of it; "off": nobody looks.
         recheck_every_n_syncs: check the load plan against the model's own loader in every n-th
             sync; 0: only when it is made.
+        syncs_draft: with speculative decoding: load a draft model as well as its target.
         group: name of the update group in which the buckets are broadcast; "": they lie in memory
             that the engine maps.
         signature: see `signed`; "" where there is no group.
@@ -92,6 +93,7 @@ class SessionDescriptor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     uses_plan: bool
     manifest_check: ManifestCheck
     recheck_every_n_syncs: int
+    syncs_draft: bool
     group: str = ""
     signature: str = ""
 
