@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import functools
-import json
 import logging
 import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from sglang_loader.common.check_remarks import REMARK, remarks_in
 from sglang_loader.common.stage_costs import StageCosts
@@ -151,8 +152,8 @@ class SyncReport:
         if report_file is not None:
             path = Path(report_file)
             path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("a") as file:
-                file.write(json.dumps(asdict(self)) + "\n")
+            with path.open("ab") as file:
+                file.write(msgspec.json.encode(self) + b"\n")
 
     @property
     def _kept_on_host(self) -> float:
