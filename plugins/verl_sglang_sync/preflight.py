@@ -153,25 +153,12 @@ def _check_engine(config: DictConfig, settings: WeightSyncConfig) -> Iterator[st
         )
 
 
-def _check_lora(config: DictConfig, settings: WeightSyncConfig) -> Iterator[str]:
-    adapter = _adapter(config)
-    if adapter and settings.mode != "bucketed":
-        key, rank = adapter
-        merged = OmegaConf.select(config, f"{MODEL}.lora.merge")
-        yield (
-            f"{MODEL}.{key}={rank} with {MODEL}.lora.merge={merged}: a LoRA served as an adapter "
-            f"is allowed only with {SECTION}.mode='bucketed'; or set {MODEL}.lora.merge=True"
-        )
-
-
-def _adapter(config: DictConfig) -> tuple[str, int] | None:
-    """Key and rank of a LoRA that is served as an adapter, or None."""
+def _serves_adapter(config: DictConfig) -> bool:
+    """True if a LoRA is served as an adapter."""
     if OmegaConf.select(config, f"{MODEL}.lora.merge"):
-        return None
-    ranks = (
-        (key, OmegaConf.select(config, f"{MODEL}.{key}")) for key in ("lora_rank", "lora.rank")
-    )
-    return next(((key, rank) for key, rank in ranks if rank and rank > 0), None)
+        return False
+    ranks = (OmegaConf.select(config, f"{MODEL}.{key}") for key in ("lora_rank", "lora.rank"))
+    return any(rank and rank > 0 for rank in ranks)
 
 
 def _check_checkpoint_engine(config: DictConfig, settings: WeightSyncConfig) -> Iterator[str]:
@@ -206,7 +193,7 @@ def _check_broadcast(config: DictConfig, settings: WeightSyncConfig) -> Iterator
             f"{ROLLOUT}.quantization={quantization!r} with {BACKEND_KEY}={BROADCAST_BACKEND!r}: "
             "allowed: null (the weights are broadcast as the trainer exports them)"
         )
-    if _adapter(config):
+    if _serves_adapter(config):
         yield (
             f"{MODEL}.lora.merge=False with {BACKEND_KEY}={BROADCAST_BACKEND!r}: a LoRA must be "
             "merged to be broadcast; allowed: True"
@@ -278,7 +265,7 @@ def _check_keys(config: DictConfig, settings: WeightSyncConfig) -> Iterator[str]
         without_effect.append((why, (*COLOCATED_KEYS, *SLEEP_KEYS, *others)))
     elif not settings.free_cache_engine:
         without_effect.append(("free_cache_engine=False: nothing sleeps", SLEEP_KEYS))
-    elif _adapter(config):
+    elif _serves_adapter(config):
         without_effect.append(("a LoRA adapter is served: the weights never sleep", SLEEP_KEYS))
     if not _drafts_by(config):
         why = "no speculative decoding with a draft model that SGLang updates"
@@ -298,7 +285,6 @@ def _check_keys(config: DictConfig, settings: WeightSyncConfig) -> Iterator[str]
 Check = Callable[[DictConfig, WeightSyncConfig], Iterator[str]]
 _CHECKS: dict[str, Check] = {
     "engine": _check_engine,
-    "LoRA": _check_lora,
     "checkpoint engine": _check_checkpoint_engine,
     "broadcast": _check_broadcast,
     "keys without effect": _check_keys,

@@ -46,15 +46,23 @@ SEPARATE = (
     "ray_kwargs.ray_init.num_gpus=2",
 )
 
-MERGED_LORA = (
-    "actor_rollout_ref.rollout.multi_stage_wake_up=False",
+LORA = (
     "actor_rollout_ref.model.lora_rank=8",
     "actor_rollout_ref.model.lora_alpha=32",
     "actor_rollout_ref.model.target_modules=all-linear",
+    "actor_rollout_ref.actor.optim.lr=0.1",
+)
+MERGED_LORA = (
+    *LORA,
     "actor_rollout_ref.model.lora.merge=True",
+    "actor_rollout_ref.rollout.multi_stage_wake_up=False",
     "actor_rollout_ref.actor.fsdp_config.model_dtype=bf16",  # what is exported: no cast copies it
     "actor_rollout_ref.actor.fsdp_config.dtype=bfloat16",
-    "actor_rollout_ref.actor.optim.lr=0.1",
+)
+ADAPTER = (
+    *LORA,
+    "trainer.total_training_steps=3",
+    "+actor_rollout_ref.rollout.engine_kwargs.sglang.lora_backend=torch_native",
 )
 MIN_PEARSON_LORA = 0.999
 """The merged weights are rounded to bfloat16, the trainer's adapters are not."""
@@ -196,6 +204,28 @@ def test_merged_adapters_arrive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert step.metrics["actor/grad_norm"] > 0.1, "the adapters must have moved"
         pearson = step.metrics["training/rollout_actor_probs_pearson_corr"]
         assert pearson > MIN_PEARSON_LORA, step.metrics
+
+
+@pytest.mark.slow
+def test_an_adapter_arrives_as_such_and_a_lost_one_fails_the_proof(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The base weights come once. The first step's adapter is zero, the second's is not, and the
+    third step samples with that one, because the next was lost.
+    """
+    monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "support.drop_sync")
+    monkeypatch.setenv("SGLANG_EXTERNAL_MODEL_PACKAGE", "support.unpinned")
+    monkeypatch.setenv("PYTHONPATH", TESTS)
+    train(Run("compiled", overrides=ADAPTER), tmp_path, monkeypatch)
+    *steps, last = read_steps(tmp_path)
+    assert len(steps) == 2
+    assert all(step.arrived for step in steps), [step.metrics for step in steps]
+    assert not last.arrived
+    base, *adapters = reports_of(tmp_path)
+    assert base["num_buckets"] == 2 and base["seconds"]["load_adapter"] > 0
+    assert {report["num_tensors"] for report in adapters} == {28, 0}, "the adapter's, or nothing"
+    for report in adapters[:1]:
+        assert 0 < report["payload_bytes"] < base["payload_bytes"] / 5
 
 
 @pytest.mark.slow

@@ -1,31 +1,39 @@
 """Negative control: verl imports this module (VERL_USE_EXTERNAL_MODULES) and loses one sync.
 
-The third sync of the run is exported and drained but never reaches the engine, which then samples
-from stale weights; the proof of arrival must notice.
+The third sync of the run, or the third of its adapter, is exported and drained but never reaches
+the engine, which then samples from stale weights; the proof of arrival must notice.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from verl_sglang_sync.sync.sharding_manager import SGLangShardingManager
 
 DROPPED = 3
-_sync = SGLangShardingManager.sync
-_numbers = itertools.count(1)
 
 
-async def _sync_but_one(
-    self: SGLangShardingManager, weights: Iterable[Any], *, version: str | None = None
-) -> None:
-    if next(_numbers) == DROPPED:
-        for _ in weights:
-            pass
-        self.report.weight_version = version
-        return
-    await _sync(self, weights, version=version)
+def _but_one(sync: Callable[..., Any], drain: Callable[[Any], object]) -> Callable[..., Any]:
+    numbers = itertools.count(1)
+
+    async def sync_but_one(
+        self: SGLangShardingManager, source: Any, *, version: str | None = None
+    ) -> None:
+        if next(numbers) == DROPPED:
+            drain(source)
+            self.report.weight_version = version
+            return
+        await sync(self, source, version=version)
+
+    return sync_but_one
 
 
-SGLangShardingManager.sync = _sync_but_one  # type: ignore[method-assign]
+SGLangShardingManager.sync = _but_one(  # type: ignore[method-assign]
+    SGLangShardingManager.sync, lambda weights: deque(weights, maxlen=0)
+)
+SGLangShardingManager.sync_adapter = _but_one(  # type: ignore[method-assign]
+    SGLangShardingManager.sync_adapter, lambda collect: collect()
+)

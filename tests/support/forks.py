@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import importlib
 import multiprocessing
 import os
 import runpy
@@ -94,6 +95,8 @@ def die_with_parent() -> None:
 
 def serve(*arguments: str) -> None:
     """`python -m sglang.launch_server` in a fork; its schedulers are forks, too."""
+    if package := os.environ.get("SGLANG_EXTERNAL_MODEL_PACKAGE"):
+        importlib.import_module(package)  # SGLang did not see the variable as it was imported
     choose = multiprocessing.set_start_method
     with mock.patch.object(
         multiprocessing, "set_start_method", lambda _, force: choose("fork", force=force)

@@ -86,10 +86,10 @@ class TestRecipe:
         assert "the CPU engine keeps its memory" in last.detail
 
     def test_every_check_of_the_preflight_says_something(self) -> None:
-        overrides = [*COMPILED, "actor_rollout_ref.model.lora_rank=8", f"{ROLLOUT}.name=vllm"]
+        overrides = [*COMPILED, f"{ROLLOUT}.quantization=torchao", f"{ROLLOUT}.name=vllm"]
         checks = {check.name: check for check in presets.recipe_checks(overrides, EIGHT_GPUS)}
-        assert checks["recipe: LoRA"].status is Status.FAIL
-        assert "actor_rollout_ref.model.lora_rank=8" in checks["recipe: LoRA"].detail
+        assert checks["recipe: quantization"].status is Status.FAIL
+        assert "rollout.quantization='torchao'" in checks["recipe: quantization"].detail
         assert "name='vllm'" in checks["recipe: engine"].detail
         assert checks["recipe: CUDA graphs"].status is Status.OK
         assert "recipe: what it does" not in checks

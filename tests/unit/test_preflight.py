@@ -64,13 +64,7 @@ def test_recipes_that_can_run_pass(recipe, preset, changes):
     assert OmegaConf.to_container(config) == before
 
 
-ADAPTER = f"a LoRA served as an adapter is allowed only with {SECTION}.mode='bucketed'"
 BAD = {
-    "LoRA as an adapter": (
-        {f"{MODEL}.lora_rank": 8},
-        [f"{MODEL}.lora_rank=8 with {MODEL}.lora.merge=False", ADAPTER, f"{MODEL}.lora.merge=True"],
-    ),
-    "Megatron LoRA as an adapter": ({f"{MODEL}.lora.rank": 4}, [f"{MODEL}.lora.rank=4", ADAPTER]),
     "vLLM": ({f"{ROLLOUT}.name": "vllm"}, [f"{ROLLOUT}.name='vllm': allowed: 'sglang'"]),
     "no rollout": ({f"{ROLLOUT}.name": "???"}, [f"{ROLLOUT}.name=None: allowed: 'sglang'"]),
     "empty bucket": ({BUCKET: 0}, [f"{BUCKET}=0: expected a whole number of MiB, at least 1"]),
@@ -112,13 +106,8 @@ def test_recipes_that_cannot_run_are_refused_by_key_value_and_what_is_allowed(
         assert text in str(error.value)
 
 
-@pytest.mark.parametrize("key", ("lora_rank", "lora.rank"))
-def test_a_lora_as_an_adapter_may_be_bucketed(recipe, key):
-    assert check_recipe(recipe("bucketed", {f"{MODEL}.{key}": 8})).mode == "bucketed"
-
-
 def test_every_problem_is_named_at_once(recipe):
-    names = ("vLLM", "disaggregation", "LoRA as an adapter", "deltas", "other quantization")
+    names = ("vLLM", "disaggregation", "deltas", "other quantization")
     changes = {key: value for name in names for key, value in BAD[name][0].items()}
     with pytest.raises(RecipeError) as error:
         check_recipe(recipe("flattened", changes))
@@ -260,7 +249,8 @@ WITHOUT_EFFECT = {  # recipe: what it sets, its modes, the keys that nothing rea
     "verl's own update": ({**NCCL, HYBRID: False}, CHOSEN, SLEEP | COLOCATED | SYNC),
     "verl's own update, and engines beside the trainer": ({**NCCL, HYBRID: True}, CHOSEN, set()),
     "no hybrid engine, but no other backend": ({HYBRID: False}, CHOSEN, set()),
-    "a LoRA adapter": ({f"{MODEL}.lora_rank": 8}, ("bucketed",), SLEEP),
+    "a LoRA adapter": ({f"{MODEL}.lora_rank": 8}, CHOSEN, SLEEP),
+    "a LoRA adapter, Megatron": ({f"{MODEL}.lora.rank": 8}, CHOSEN, SLEEP),
     "a merged LoRA": ({f"{MODEL}.lora_rank": 8, f"{MODEL}.lora.merge": True}, CHOSEN, set()),
     "a draft model": (EAGLE, CHOSEN, set()),
     "requests are refused": ({f"{SECTION}.stale_requests": "refuse"}, CHOSEN, {STALE_LIMIT}),

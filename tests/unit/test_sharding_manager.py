@@ -299,8 +299,15 @@ def test_a_stage_that_fails_on_one_leader_fails_on_all_ranks(pool, tp, leader, o
     assert [error for _, error in pool.run(stages, StageCase(tp=tp))] == [None] * WORLD_SIZE
 
 
+def test_an_adapter_that_is_not_exported_leaves_the_engine_alone():
+    events = []
+    manager, _ = make_manager(events)
+    with pytest.raises(WeightSyncError, match=r"(?s)the adapter was not exported.*no such module"):
+        asyncio.run(manager.sync_adapter(lambda: {}["no such module"]))
+    assert events == []
+
+
 def test_a_wake_up_without_a_sync_reports_none(tmp_path):
-    """As when verl sends an adapter alone, itself."""
     file = tmp_path / "syncs.jsonl"
     manager, _ = make_manager([], report_file=str(file))
     asyncio.run(manager.resume(("kv_cache",)))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal
 
@@ -20,7 +21,13 @@ import torch
 from verl.utils.ulysses import BaseShardingManager
 
 from sglang_loader.common.stage_costs import stage_costs_in
-from verl_sglang_sync.collective import TrainerGroup, WeightSyncError, wait_in_step
+from verl_sglang_sync.collective import (
+    TrainerGroup,
+    WeightSyncError,
+    common_reason,
+    result_or_reason,
+    wait_in_step,
+)
 from verl_sglang_sync.config import WeightSyncConfig
 from verl_sglang_sync.engine.server_client import operations
 from verl_sglang_sync.engine.server_client.operations import Call
@@ -30,6 +37,23 @@ from verl_sglang_sync.sources.reexport import Reexport
 from verl_sglang_sync.stages import KV_CACHE, WEIGHTS
 from verl_sglang_sync.sync.ranks_in_step import Engine
 from verl_sglang_sync.sync.transport import SessionTransport
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterUpdate:
+    """Another state of the LoRA adapter that an engine serves.
+
+    Attributes:
+        unload: ends the one before.
+        load: brings this one, under the same name.
+        num_tensors: of it.
+        nbytes: of them.
+    """
+
+    unload: Call
+    load: Call
+    num_tensors: int
+    nbytes: int
 
 
 def _nothing() -> None:
@@ -80,6 +104,7 @@ class SGLangShardingManager(BaseShardingManager):  # type: ignore[misc]
         self._barrier = barrier
         self._report = self._new_report()
         self._published: SyncReport | None = None
+        self._serves_adapter = False
         self._syncs = 0
 
     @property
@@ -143,6 +168,36 @@ class SGLangShardingManager(BaseShardingManager):  # type: ignore[misc]
         if not self._settings.free_cache_engine:
             self._publish()
 
+    async def sync_adapter(
+        self, collect: Callable[[], AdapterUpdate], *, version: str | None = None
+    ) -> None:
+        """Have the engine serve another state of its LoRA adapter; its weights stay as they are.
+
+        Args:
+            collect: goes through the export, which is collective over the trainer's ranks.
+            version: name of the new state.
+
+        Raises:
+            WeightSyncError: on every rank, if any rank failed; the engine then serves the adapter
+                as it was, or, where it refuses the new one, none.
+        """
+        with self._report.stage("sync"):
+            with self._report.stage("export"):
+                adapter, reason = result_or_reason(collect)
+            if reason := common_reason(self._group, reason):
+                raise WeightSyncError(f"the adapter was not exported\n{reason}")
+            assert adapter is not None, "no rank has failed"
+            if self._serves_adapter:
+                await self._on_leader("unload_adapter", adapter.unload)
+                self._serves_adapter = False
+            await self._on_leader("load_adapter", adapter.load)
+            self._serves_adapter = True
+        self._report.count_bucket(adapter.num_tensors, adapter.nbytes)
+        self._report.sent_bytes += adapter.nbytes
+        self._report.weight_version = version
+        if not self._settings.free_cache_engine:
+            self._publish()
+
     async def _on_leader(self, stage: str, call: Call) -> None:
         """Have the leader's engine do it; if it fails on any replica, every rank raises."""
         task: asyncio.Future[None] | None = None
@@ -191,7 +246,7 @@ class SGLangShardingManager(BaseShardingManager):  # type: ignore[misc]
 
     def _publish(self) -> None:
         has_synced = self._report.num_buckets or self._report.weight_version is not None
-        if self._engine is not None and has_synced:  # else it was an adapter that verl sent
+        if self._engine is not None and has_synced:
             self._report.publish(self._settings.report_file)
             self._published = self._report
         self._report = self._new_report()

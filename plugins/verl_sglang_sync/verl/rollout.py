@@ -27,6 +27,7 @@ from verl_sglang_sync.sources.export import NamedTensor
 from verl_sglang_sync.sources.reexport import transformed
 from verl_sglang_sync.stages import KV_CACHE
 from verl_sglang_sync.sync.sharding_manager import SGLangShardingManager
+from verl_sglang_sync.verl.adapter import collect_adapter
 from verl_sglang_sync.verl.exports import make_exports_repeatable
 from verl_sglang_sync.verl.quantized_export import quantized
 
@@ -102,25 +103,24 @@ class WeightSyncServerAdapter(ServerAdapter):  # type: ignore[misc]
     ) -> None:
         """Send `weights` to the engine; every trainer rank must call this.
 
-        `weights` is the export of `(name, full tensor)`. LoRA adapters and delta flushes keep
+        `weights` is the export of `(name, full tensor)`, or of a LoRA adapter. Delta flushes keep
         verl's own way: they are not full weights.
         """
         if wire_format == BROADCAST_BACKEND:
             async for _ in weights:  # the trainer has sent them straight to the engine
                 raise AssertionError("a broadcast sync yields no tensors")
             return
-        is_adapter = bool(kwargs.get("peft_config")) and kwargs.get("base_sync_done", False)
-        if (
-            self._settings is None
-            or is_adapter
-            or wire_format != "named_tensors"
-            or self._is_received(weights)
-        ):
+        if self._settings is None or wire_format != "named_tensors" or self._is_received(weights):
             await super().update_weights(weights, global_steps, wire_format, **kwargs)
             return
         manager = await self._sharding_manager()
         version = None if global_steps is None else str(global_steps)
-        await manager.sync(self._for_engine(weights), version=version)
+        if (peft_config := kwargs.get("peft_config")) and kwargs.get("base_sync_done"):
+            num_ranks = self.device_mesh["infer_tp"].size()
+            collect = partial(collect_adapter, weights, peft_config, num_ranks)
+            await manager.sync_adapter(collect, version=version)
+        else:
+            await manager.sync(self._for_engine(weights), version=version)
         if self._engine is not None and global_steps is not None:
             # The V1 trainer reads it back with every sample.
             await self.server_actor.set_global_steps.remote(global_steps)

@@ -41,6 +41,10 @@ UPDATE = Operation("update_weights_from_tensor", limit="update", idempotent=Fals
 UPDATE_DISTRIBUTED = replace(UPDATE, path="update_weights_from_distributed")
 INIT_GROUP = Operation("init_weights_update_group", limit="group", idempotent=False, confirmed=True)
 DESTROY_GROUP = replace(INIT_GROUP, path="destroy_weights_update_group")
+LOAD_ADAPTER = Operation(
+    "load_lora_adapter_from_tensors", limit="update", idempotent=False, admin=False, confirmed=True
+)
+UNLOAD_ADAPTER = replace(LOAD_ADAPTER, path="unload_lora_adapter", admin=True)
 MODEL_INFO = Operation("model_info", "GET", limit="info", idempotent=True, admin=False)
 
 
@@ -130,6 +134,31 @@ def init_update_group(
 def destroy_update_group(group_name: str) -> Call:
     """Have the engine leave a process group."""
     return Call(DESTROY_GROUP, {"group_name": group_name})
+
+
+def load_adapter(
+    name: str, config: Mapping[str, Any], tensors: bytes, *, num_copies: int | None
+) -> Call:
+    """Serve a LoRA adapter; SGLang refuses a name that it serves already.
+
+    Args:
+        name: by which requests ask for it.
+        config: what PEFT writes to `adapter_config.json`.
+        tensors: by name, pickled with what is in them; every TP rank reads all of them.
+        num_copies: one for each TP rank; None: they share one (SGLang 0.5.14).
+    """
+    text = base64.b64encode(tensors).decode()
+    copies: dict[str, Any] = (
+        {"serialized_tensors": text}
+        if num_copies is None
+        else {"serialized_named_tensors": [text] * num_copies}
+    )
+    return Call(LOAD_ADAPTER, {"lora_name": name, "config_dict": dict(config), **copies})
+
+
+def unload_adapter(name: str) -> Call:
+    """Serve an adapter no more, once the requests that use it have ended."""
+    return Call(UNLOAD_ADAPTER, {"lora_name": name})
 
 
 def model_info() -> Call:

@@ -1,0 +1,55 @@
+"""A LoRA adapter that SGLang serves as such: replaced whole at every sync.
+
+The base weights are synced once, as without an adapter. verl 0.9.1's own client names a field of
+the request that SGLang 0.5.14 does not have, so that its first adapter ends the training.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterable
+from typing import Any
+
+from sglang.srt.managers.io_struct import LoadLoRAAdapterFromTensorsReqInput
+from torch.distributed.tensor import DTensor
+from verl.workers.rollout.sglang_rollout.utils import (
+    SGLANG_LORA_NAME,
+    normalize_peft_config_for_sglang,
+)
+
+from verl_sglang_sync.engine.server_client import operations
+from verl_sglang_sync.sources.export import NamedTensor
+from verl_sglang_sync.sync.sharding_manager import AdapterUpdate
+
+ONE_FOR_ALL = "serialized_tensors"
+"""Field of SGLang 0.5.14's request, which all TP ranks read; later ones have a list by TP rank."""
+
+
+def collect_adapter(
+    weights: Iterable[NamedTensor], peft_config: dict[str, Any], num_ranks: int
+) -> AdapterUpdate:
+    """Go through verl's export of an adapter, which is collective over the trainer's ranks.
+
+    Args:
+        weights: `(PEFT's name, tensor)`, on the trainer's device.
+        peft_config: verl's.
+        num_ranks: TP ranks of the engine.
+    """
+    full = (
+        (name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)
+        for name, tensor in weights
+    )
+    tensors = {name: tensor.detach().cpu() for name, tensor in full}
+    has_one = ONE_FOR_ALL in LoadLoRAAdapterFromTensorsReqInput.__annotations__
+    load = operations.load_adapter(
+        SGLANG_LORA_NAME,
+        normalize_peft_config_for_sglang(peft_config),
+        pickle.dumps(tensors),
+        num_copies=None if has_one else num_ranks,
+    )
+    return AdapterUpdate(
+        unload=operations.unload_adapter(SGLANG_LORA_NAME),
+        load=load,
+        num_tensors=len(tensors),
+        nbytes=sum(tensor.nbytes for tensor in tensors.values()),
+    )
