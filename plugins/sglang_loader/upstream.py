@@ -197,6 +197,8 @@ class UpdateFrame:
 
 def _check_updatable(updater: Any) -> None:
     """SGLang's guards, from 0.5.17 on: weights shared with other engines, or kept in copies."""
+    if not hasattr(updater, "_assert_weight_cache_inactive"):
+        return
     updater._assert_weight_cache_inactive("a weight sync")
     from sglang.srt.model_executor.model_runner_components import weight_updater
 

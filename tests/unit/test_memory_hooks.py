@@ -9,6 +9,7 @@ import pickle
 import socket
 from contextlib import contextmanager
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -66,6 +67,9 @@ class Worker:
         self.model_runner = SimpleNamespace(model=model)
         self.server_args = SimpleNamespace(custom_weight_loader=[SESSION_FORMAT], dp_size=1)
         self.update = lambda: None
+
+    def weight_update_runners(self):
+        return [("target", self.model_runner)]
 
     def serve_session(self, descriptor, models, steps, group):
         steps.once_joined()
@@ -171,7 +175,8 @@ def broken_off(updater):
         begun.loading(LAYOUT)
         raise ValueError("the trainer died")
 
-    begun = weight_update.WeightUpdate(updater, SimpleNamespace(torch_empty_cache=False))
+    request = SimpleNamespace(torch_empty_cache=False, selector="all")
+    begun = weight_update.WeightUpdate(updater, request)
     assert len(begun.run(load)) == 1
 
 
@@ -484,6 +489,16 @@ def test_requests_to_other_servers_go_upstreams_way():
 
 
 # Loading.
+
+
+@pytest.fixture(autouse=True)
+def switched_off_as_an_argument(monkeypatch):
+    """What SGLang's own loader sees of it is in tests/contract."""
+    monkeypatch.setattr(
+        hooks,
+        "without_cpu_backup",
+        lambda arguments: patch.object(arguments, "enable_weights_cpu_backup", False),
+    )
 
 
 class Runner:
