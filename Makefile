@@ -1,21 +1,19 @@
 # Everything a fresh machine needs: `make quickstart` and `make test` set themselves up.
 #
-# The dependencies (11 GB) live in a cache folder keyed by a hash of pyproject.toml's dependency tables, so
+# The dependencies (11 GB) live in a cache folder keyed by a hash of what pyproject.toml has installed, so
 # that a clean clone on the same machine starts in seconds. `.venv` is this clone's own thin environment: it
 # sees the cached packages through a .pth file and has the project installed in editable mode.
 #
 # `make test PYTHON=python3.12` runs everything with another Python: the hash covers its version, and `.venv`
-# is made anew when it changes.
+# is made anew when it changes. `make test SGLANG=0.5.17` likewise, with another SGLang; 0.5.23 is the third.
 
 SHELL := /bin/bash
 PYTHON ?= python3.11
 CACHE ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/verl-sglang-sync
-DEPS_PY = import hashlib, json, platform, tomllib; \
-  p = tomllib.load(open("pyproject.toml", "rb")); x = p["project"]["optional-dependencies"]; \
-  deps = p["project"]["dependencies"] + x["test"] + x["megatron"]; \
-  alone = p["dependency-groups"]["without-dependencies"]
-# Of the dependencies and of Python's version; empty where PYTHON is not there.
-KEY := $(shell $(PYTHON) -c '$(DEPS_PY); print(hashlib.sha256(json.dumps([deps, alone, platform.python_version()]).encode()).hexdigest()[:16])')
+SGLANG ?= 0.5.14
+ENVIRONMENT = tests/support/environment.py
+# Empty where PYTHON is not there.
+KEY := $(shell $(PYTHON) $(ENVIRONMENT) key $(SGLANG))
 DEPS := $(CACHE)/$(KEY)
 RUN = PYTHONDONTWRITEBYTECODE=1 .venv/bin/python
 PYTEST_ARGS ?=
@@ -36,20 +34,17 @@ $(DEPS)/.complete:
 	@echo "building the dependency cache (about 3 minutes, 11 GB)"
 	@flock $(CACHE)/$(KEY).lock bash -euo pipefail -c '\
 	  if [ ! -f $(DEPS)/.complete ]; then \
-	    rm -rf $(DEPS); $(PYTHON) -m venv $(DEPS); \
-	    $(PYTHON) -c "$$0" > $(DEPS)/requirements.txt; \
-	    $(DEPS)/bin/python -m pip install -q -U pip; \
-	    $(DEPS)/bin/python -m pip install -q -r $(DEPS)/requirements.txt $(NO_INDEX_WARNINGS); \
-	    $(PYTHON) -c "$$1" > $(DEPS)/without-dependencies.txt; \
-	    $(DEPS)/bin/python -m pip install -q --no-deps -r $(DEPS)/without-dependencies.txt $(NO_INDEX_WARNINGS); \
+	    rm -rf $(DEPS); $(PYTHON) $(ENVIRONMENT) build $(SGLANG) $(DEPS) $(NO_INDEX_WARNINGS); \
 	    touch $(DEPS)/.complete; \
-	  fi' '$(DEPS_PY); print("\n".join(deps))' '$(DEPS_PY); print("\n".join(alone))'
+	  fi'
 
 .venv/.ready-$(KEY): $(DEPS)/.complete pyproject.toml
 	@rm -rf .venv
 	@$(PYTHON) -m venv --without-pip .venv
 	@$(DEPS)/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])' \
 	  > "$$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/dependencies.pth"
+	@$(if $(wildcard /dev/nvidiactl),,echo $(CURDIR)/tests/support/cpu_stand_ins \
+	  > "$$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/cpu_stand_ins.pth")
 	@.venv/bin/python -m pip install -q --no-deps --no-build-isolation -e .
 	@touch $@
 

@@ -33,12 +33,15 @@ def activate() -> None:
         from sglang_loader.hooks import request_gate as gate
         from sglang_loader.hooks import update_groups as groups
         from sglang_loader.hooks import weights as weights
+        from sglang_loader.upstream import group_owner_class
+
+        groups_of = group_owner_class()
 
         for target, hook in (
             (f"{_UPDATER}.update_weights_from_tensor", weights.update_on_all_ranks),
             (f"{_UPDATER}.update_weights_from_distributed", groups.refuse_in_our_groups),
-            (f"{_RUNNER}.init_weights_update_group", groups.join_group),
-            (f"{_RUNNER}.destroy_weights_update_group", groups.leave_group),
+            (f"{groups_of}.init_weights_update_group", groups.join_group),
+            (f"{groups_of}.destroy_weights_update_group", groups.leave_group),
             (f"{_UPDATER}.release_memory_occupation", memory.release_tags),
             (f"{_UPDATER}.resume_memory_occupation", memory.resume_tags),
             (f"{_RUNNER}.load_model", memory.load_model),

@@ -1,16 +1,27 @@
-"""What we take from SGLang's internals (0.5.14): its messages, and facts about an engine's process.
+"""What we take from SGLang's internals, and all that differs between its releases: 0.5.14, 0.5.17
+and 0.5.23 are tested. What is there decides, not the version's number.
 
-The hooks themselves are registered in `sglang_plugin`. What a load plan depends on, besides names
-and shapes, is `engine_context`.
+Its messages, its weight updates, facts about an engine's process. The hooks themselves are
+registered in `sglang_plugin`. What a load plan depends on, besides names and shapes, is
+`engine_context`.
 """
 
 from __future__ import annotations
 
+import base64
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
+import msgspec
 import torch
 
 from sglang_loader.common.session.messages import SESSION_FORMAT
+
+# Messages between SGLang's processes: dataclasses in 0.5.14, msgspec structs from 0.5.15 on.
 
 
 def io_struct() -> Any:
@@ -18,6 +29,64 @@ def io_struct() -> Any:
     from sglang.srt.managers import io_struct
 
     return io_struct
+
+
+def handle_of(entry: Any) -> bytes:
+    """One TP rank's entry of an update request: base64 in 0.5.14, later what was encoded."""
+    return base64.b64decode(entry) if isinstance(entry, str) else bytes(entry)
+
+
+def tell(reply: Any, **facts: Any) -> Any:
+    """The reply, with facts that it has no field for; it is pickled with them.
+
+    `told` reads them in the process that serves HTTP.
+    """
+    facts = {**told(reply), **facts}
+    if not isinstance(reply, msgspec.Struct):
+        reply.told = facts
+        return reply
+    kind = type(reply) if hasattr(reply, "told") else _telling(type(reply))
+    fields = {name: getattr(reply, name) for name in reply.__struct_fields__}
+    return kind(**{**fields, "told": facts})
+
+
+def told(reply: Any) -> dict[str, Any]:
+    """What `tell` added to a reply; empty for SGLang's own."""
+    facts: dict[str, Any] = getattr(reply, "told", {})
+    return facts
+
+
+@cache
+def _telling(kind: type[msgspec.Struct]) -> type[msgspec.Struct]:
+    """A struct has no room for attributes: a subclass that has the field."""
+
+    def reduce(reply: Any) -> Any:
+        return _rebuild, (kind, {name: getattr(reply, name) for name in reply.__struct_fields__})
+
+    return msgspec.defstruct(
+        f"Telling{kind.__name__}",
+        [("told", dict[str, Any], msgspec.field(default_factory=dict))],
+        bases=(kind,),
+        namespace={"__reduce__": reduce},
+        kw_only=True,
+    )
+
+
+def _rebuild(kind: type[msgspec.Struct], fields: dict[str, Any]) -> msgspec.Struct:
+    return _telling(kind)(**fields)
+
+
+@cache
+def accept_telling_replies() -> None:
+    """Where `SGLANG_USE_PICKLE_IPC=0`, SGLang must know the classes of all messages."""
+    io = io_struct()
+    if hasattr(io, "hook_custom_types"):
+        replies = (
+            io.UpdateWeightsFromTensorReqOutput,
+            io.ReleaseMemoryOccupationReqOutput,
+            io.ResumeMemoryOccupationReqOutput,
+        )
+        io.hook_custom_types(*map(_telling, replies))
 
 
 def is_health_probe(request: Any) -> bool:
@@ -34,12 +103,172 @@ def memory_tags() -> list[str]:
     return list(GPU_MEMORY_ALL_TYPES)
 
 
-def is_eagle(worker: Any) -> bool:
+# Weight updates.
+
+
+class SpeculationUnknown(RuntimeError):
+    """A kind of speculative decoding whose models are not known."""
+
+
+def runners_of(updater: Any, *, syncs_draft: bool) -> list[Any]:
+    """The model runners that a sync loads, as SGLang's own update would: drafts, then the target.
+
+    Args:
+        updater: SGLang's `SchedulerWeightUpdaterManager`.
+        syncs_draft: False: a draft model keeps its weights.
+
+    Raises:
+        SpeculationUnknown: the worker may have others.
+    """
+    target, worker = updater.tp_worker.model_runner, updater.draft_worker
+    if worker is None or not syncs_draft:
+        return [target]
+    if hasattr(updater, "_select_runners"):  # from 0.5.21 on
+        runners = [runner for _, runner in updater._select_runners("all")]
+        return [*(runner for runner in runners if runner is not target), target]
+    update = getattr(worker, "update_weights_from_tensor", None)
+    if getattr(update, "__self__", None) is updater.tp_worker or (
+        update is not None and worker.draft_worker is None
+    ):
+        return [target]  # DFLASH and NGRAM hand the update on
+    if _is_eagle(worker):
+        return [worker.draft_worker.draft_runner, target]
+    raise SpeculationUnknown(
+        f"{type(worker).__name__} loads its models in a way that is not known here: the draft of "
+        "this kind of speculative decoding cannot be synced; weight_sync.draft_weights=frozen "
+        "leaves it as it is"
+    )
+
+
+def _is_eagle(worker: Any) -> bool:
     """True for a speculative worker that updates one draft model and then the target."""
     from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2
 
     update = getattr(type(worker), "update_weights_from_tensor", None)
     return update is EAGLEWorkerV2.update_weights_from_tensor
+
+
+class UpdateFrame:
+    """SGLang's own steps around an update, from 0.5.21 on; before, there are none.
+
+    Layers that keep their weights packed restore them before a load and pack them after it. Plans
+    are traced, checked and replayed between the two.
+
+    Args:
+        updater: SGLang's `SchedulerWeightUpdaterManager`.
+        runners: whose models are loaded.
+
+    Attributes:
+        is_open: not both steps are done, so that the weights may be of neither form.
+    """
+
+    def __init__(self, updater: Any, runners: Sequence[Any]) -> None:
+        updaters = [getattr(runner, "weight_updater", None) for runner in runners]
+        self._updaters = [each for each in updaters if each is not None]
+        self._updater = updater
+        self._is_callers = getattr(updater, "_session", None) is not None
+        self.is_open = False
+
+    def begin(self) -> None:
+        """Before a load.
+
+        Raises:
+            RuntimeError: SGLang cannot update weights as it was launched; nothing has changed.
+        """
+        for each in self._updaters:
+            _check_updatable(each)
+        for each in self._updaters:
+            if hasattr(each, "begin_weight_update") and not self._is_callers:
+                self.is_open = True
+                each.begin_weight_update()
+
+    def end(self) -> None:
+        """After a load, complete or not."""
+        if self._is_callers:
+            session = self._updater._session
+            self._updater._session = msgspec.structs.replace(session, loaded_weights=True)
+        if self.is_open:
+            for each in self._updaters:
+                each.end_weight_update(run_post_load=False)  # `load_weights` has done that
+            self.is_open = False
+
+
+def _check_updatable(updater: Any) -> None:
+    """SGLang's guards, from 0.5.17 on: weights shared with other engines, or kept in copies."""
+    if not hasattr(updater, "_assert_weight_cache_inactive"):
+        return
+    updater._assert_weight_cache_inactive("a weight sync")
+    from sglang.srt.model_executor.model_runner_components import weight_updater
+
+    guard = weight_updater._unsupported_derived_weight_cache_error
+    takes_model = bool(inspect.signature(guard).parameters)
+    if (reason := guard(updater.get_model()) if takes_model else guard()) is not None:
+        raise RuntimeError(reason)
+
+
+def record_version(updater: Any, request: Any) -> None:
+    """From 0.5.20 on a scheduler notes the version of the weights that made each token."""
+    if hasattr(updater, "record_weight_version_after_update"):
+        updater.record_weight_version_after_update(request.weight_version)
+
+
+@contextmanager
+def in_an_update(updater: Any, request: Any) -> Iterator[None]:
+    """From 0.5.21 on SGLang's own update is refused outside of what this opens, and verl 0.9.1
+    does not open it.
+    """
+    if getattr(updater, "_session", updater) is not None:  # there is none, or it is open
+        yield
+        return
+    io = io_struct()
+    updater.begin_weight_update(io.BeginWeightUpdateReqInput(selector=request.selector))
+    try:
+        yield
+    finally:
+        updater.end_weight_update(io.EndWeightUpdateReqInput())
+
+
+def is_idle(updater: Any) -> bool:
+    """True if this rank's engine computes nothing; what waits in a pause does not (from 0.5.21)."""
+    if "ignore_waiting" not in inspect.signature(updater.is_fully_idle).parameters:
+        return bool(updater.is_fully_idle())
+    return bool(updater.is_fully_idle(ignore_waiting=updater.scheduler._engine_paused))
+
+
+def why_weights_stay(updater: Any) -> str | None:
+    """Why the weights may not be released, from 0.5.17 on, or None; SGLang's own check raises."""
+    try:
+        getattr(updater, "_assert_weight_cache_inactive", str)("a release")
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
+# The process groups of broadcasts are the model runner's in 0.5.14, from 0.5.16 on its updater's.
+
+_RUNNER = "sglang.srt.model_executor.model_runner"
+_COMPONENTS = "sglang.srt.model_executor.model_runner_components"
+
+
+def group_owner_class() -> str:
+    """Of whom `init_weights_update_group` is a method."""
+    if find_spec(_COMPONENTS) is None:
+        return f"{_RUNNER}.ModelRunner"
+    return f"{_COMPONENTS}.weight_updater.WeightUpdater"
+
+
+def update_groups(owner: Any) -> dict[str, Any]:
+    """The process groups by name, of a model runner or of `group_owner_class`."""
+    groups: dict[str, Any] = getattr(owner, "weight_updater", owner)._model_update_group
+    return groups
+
+
+def model_of(owner: Any) -> Any:
+    """The model of a `group_owner_class`."""
+    return owner.model if hasattr(owner, "model") else owner.get_model()
+
+
+# Facts about an engine's process.
 
 
 def is_ours(server_args: Any) -> bool:
@@ -101,6 +330,14 @@ def tp_rank() -> int:
     return rank
 
 
+def pp_rank() -> int:
+    """This process's stage of a pipeline."""
+    from sglang.srt.distributed import parallel_state as parallel
+
+    rank: int = parallel.get_pipeline_model_parallel_rank()
+    return rank
+
+
 def device_of(model: Any) -> torch.device:
     """The device of a model's first parameter."""
     device: torch.device = next(model.parameters()).device
@@ -109,25 +346,48 @@ def device_of(model: Any) -> torch.device:
 
 def checkpoint_folder() -> str:
     """The folder, or the name on the hub, of the checkpoint that this process serves."""
-    from sglang.srt.server_args import get_global_server_args
+    try:
+        from sglang.srt.runtime_context import get_server_args
+    except ImportError:  # 0.5.14
+        from sglang.srt.server_args import get_global_server_args as get_server_args
 
-    path: str = get_global_server_args().model_path
+    path: str = get_server_args().model_path
     return path
 
 
-def why_stock_backup(server_args: Any, problem: str | None) -> str | None:
+@contextmanager
+def without_cpu_backup(server_args: Any) -> Iterator[None]:
+    """`ModelRunner.load_model` makes no host backup within."""
+    if find_spec(_COMPONENTS) is not None:
+        from sglang.srt.model_executor.model_runner import load_model_with_memory_saver
+
+        if "server_args" not in inspect.signature(load_model_with_memory_saver).parameters:
+            from sglang.srt.runtime_context import get_exec  # from 0.5.19 on
+
+            with get_exec().features.override(enable_weights_cpu_backup=False):
+                yield
+            return
+    server_args.enable_weights_cpu_backup = False  # read by `load_model`, and nowhere else
+    try:
+        yield
+    finally:
+        server_args.enable_weights_cpu_backup = True
+
+
+def why_stock_backup(runner: Any, problem: str | None) -> str | None:
     """Why this launch keeps SGLang's own behaviour whatever was requested; None if it need not.
 
     Args:
-        server_args: SGLang's `ServerArgs`.
+        runner: SGLang's `ModelRunner`.
         problem: why the memory under a tag cannot be enumerated, or None.
     """
+    server_args = runner.server_args
     if not server_args.enable_memory_saver:
         return "there is no memory saver, so no weight is ever released"
     if not server_args.enable_weights_cpu_backup:
         return "the server was launched without a host backup"
-    if server_args.device != "cuda":
-        return f"the device is {server_args.device}"
+    if runner.device != "cuda":
+        return f"the device is {runner.device}"
     if server_args.speculative_algorithm:
         return "the weights of a draft model are released too"
     if server_args.cpu_offload_gb:

@@ -16,25 +16,36 @@ from contract.tiny_architectures import prepare_process
 from sglang_loader.common.session import messages as wire
 from sglang_loader.common.session.messages import SESSION_FORMAT
 from sglang_loader.hooks import weights as weight_updater_hooks
-from sglang_loader.hooks.weight_update import SpeculationUnknown, models_of
+from sglang_loader.hooks.tp_ranks import TPRanks
 from sglang_loader.hooks.weights import update_on_all_ranks
+from sglang_loader.upstream import SpeculationUnknown, runners_of
 
 prepare_process()
 pytest.importorskip("sglang", reason="needs the SGLang that the plugin supports")
 
+MANAGERS = "sglang.srt.managers"
+IO = importlib.import_module(f"{MANAGERS}.io_struct")
+Updater = importlib.import_module(
+    f"{MANAGERS}.scheduler_components.weight_updater"
+).SchedulerWeightUpdaterManager
 SPECULATIVE = "sglang.srt.speculative"
 TARGET, DRAFT = object(), object()
+DRAFT_RUNNER = SimpleNamespace(model=DRAFT)
+TELLS_ITS_RUNNERS = hasattr(Updater, "_select_runners")
+"""From 0.5.21 on."""
 
 
 class Target:
     """Stands for SGLang's `TpModelWorker`."""
 
-    def __init__(self, tp_rank: int = 0) -> None:
-        self.tp_rank = tp_rank
+    def __init__(self) -> None:
         self.model_runner = SimpleNamespace(model=TARGET)
 
     def update_weights_from_tensor(self, request: Any) -> tuple[bool, str]:
         raise AssertionError("a session does not go this way")
+
+    def weight_update_runners(self) -> list[tuple[str, Any]]:
+        return [("target", self.model_runner)]
 
 
 def updater_with(module: str | None, name: str, draft: Any = None) -> Any:
@@ -48,11 +59,23 @@ def updater_with(module: str | None, name: str, draft: Any = None) -> Any:
             pytest.skip(f"SGLang imports {module} only where CUDA's libraries are: {reason}")
         worker = object.__new__(getattr(imported, name))
         worker._target_worker, worker._draft_worker = target, draft
-    return SimpleNamespace(tp_worker=target, draft_worker=worker)
+        if TELLS_ITS_RUNNERS and name == "DFlashWorkerV2":
+            worker.draft_model_runner = DRAFT_RUNNER
+    updater = object.__new__(Updater)
+    updater.tp_worker, updater.draft_worker = target, worker
+    return updater
 
 
-EAGLE = SimpleNamespace(draft_runner=SimpleNamespace(model=DRAFT))
-MULTI = SimpleNamespace(draft_runner=EAGLE.draft_runner, draft_runner_list=[EAGLE.draft_runner] * 3)
+def request_with(**fields: Any) -> Any:
+    return IO.UpdateWeightsFromTensorReqInput(**{"serialized_named_tensors": [], **fields})
+
+
+def models_of(updater: Any, *, syncs_draft: bool) -> list[Any]:
+    return [runner.model for runner in runners_of(updater, syncs_draft=syncs_draft)]
+
+
+EAGLE = SimpleNamespace(draft_runner=DRAFT_RUNNER, draft_runners=[DRAFT_RUNNER])
+MULTI = SimpleNamespace(draft_runner=DRAFT_RUNNER, draft_runners=[DRAFT_RUNNER] * 3)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +85,7 @@ MULTI = SimpleNamespace(draft_runner=EAGLE.draft_runner, draft_runner_list=[EAGL
         ("eagle_worker_v2", "EAGLEWorkerV2", EAGLE, [DRAFT, TARGET]),
         ("standalone_worker_v2", "StandaloneWorkerV2", EAGLE, [DRAFT, TARGET]),
         ("ngram_worker", "NGRAMWorker", None, [TARGET]),
-        ("dflash_worker_v2", "DFlashWorkerV2", EAGLE, [TARGET]),
+        ("dflash_worker_v2", "DFlashWorkerV2", EAGLE, [DRAFT] * TELLS_ITS_RUNNERS + [TARGET]),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -75,10 +98,15 @@ def test_the_models_are_those_of_sglangs_own_update(
 
 
 def test_a_worker_whose_models_are_not_known_is_refused() -> None:
-    """SGLang's own update of this one raises; loading the first of its drafts alone would not."""
+    """SGLang's own update of this one raises, where it does not tell them; loading the first of its
+    drafts alone would not.
+    """
     updater = updater_with("multi_layer_eagle_worker_v2", "MultiLayerEagleWorkerV2", MULTI)
-    with pytest.raises(SpeculationUnknown, match="MultiLayerEagleWorkerV2"):
-        models_of(updater, syncs_draft=True)
+    if TELLS_ITS_RUNNERS:
+        assert models_of(updater, syncs_draft=True) == [DRAFT] * 3 + [TARGET]
+    else:
+        with pytest.raises(SpeculationUnknown, match="MultiLayerEagleWorkerV2"):
+            models_of(updater, syncs_draft=True)
     assert models_of(updater, syncs_draft=False) == [TARGET]
 
 
@@ -90,8 +118,9 @@ def test_every_rank_serves_its_own_invitation(monkeypatch: pytest.MonkeyPatch) -
         return SimpleNamespace(conclude=lambda failures: served.append(failures))
 
     monkeypatch.setattr(weight_updater_hooks, "serve_session", serve)
+    monkeypatch.setattr(TPRanks, "rank", 1)
     nothing = dict.fromkeys(("flush", "loading", "loaded"))
-    update: Any = SimpleNamespace(run=lambda load: load() or [], **nothing)
+    update: Any = SimpleNamespace(run=lambda load: load() or [], models=[TARGET], **nothing)
     descriptors = [
         wire.SessionDescriptor(
             version=wire.SESSION_VERSION,
@@ -106,8 +135,8 @@ def test_every_rank_serves_its_own_invitation(monkeypatch: pytest.MonkeyPatch) -
         for rank in range(2)
     ]
     handles = [base64.b64encode(wire.encode_descriptor(each)).decode() for each in descriptors]
-    request = SimpleNamespace(load_format=SESSION_FORMAT, serialized_named_tensors=handles)
-    updater = SimpleNamespace(tp_worker=Target(tp_rank=1), draft_worker=None)
+    request = request_with(load_format=SESSION_FORMAT, serialized_named_tensors=handles)
+    updater = SimpleNamespace(tp_cpu_group=None)
     assert weight_updater_hooks._serve_session(update, updater, request) == []
     assert [(*served[0][:2], served[0][3]), served[1]] == [(descriptors[1], [TARGET], None), []]
 
@@ -125,5 +154,7 @@ def test_a_format_of_another_release_is_refused_by_name() -> None:
 
 @pytest.mark.parametrize("load_format", [None, "flattened_bucket", "users.own.loader"])
 def test_what_is_not_ours_is_left_to_sglang(load_format: str | None) -> None:
-    request = SimpleNamespace(load_format=load_format)
-    assert update_on_all_ranks(lambda *_: "sglang's", SimpleNamespace(), request) == "sglang's"
+    request = request_with(load_format=load_format)
+    worker = SimpleNamespace(server_args=SimpleNamespace(custom_weight_loader=None))
+    updater = SimpleNamespace(tp_worker=worker)
+    assert update_on_all_ranks(lambda *_: "sglang's", updater, request) == "sglang's"

@@ -1,6 +1,6 @@
 """What upstream's functions do that we rely on: a release that changed it fails here first.
 
-Each test runs one of verl 0.9.1's or sglang 0.5.14's own functions on small stand-ins; its
+Each test runs one of verl 0.9.1's or SGLang's own functions on small stand-ins; its
 docstring names the modules of ours that rely on it. What a test with a real engine would notice is
 not here; names and signatures are in `test_upstream_surface`.
 """
@@ -16,12 +16,17 @@ import os
 import pickle
 import pkgutil
 from collections import defaultdict
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import AsyncMock, MagicMock
 
 import pytest
 import torch
+
+from sglang_loader.upstream import accept_telling_replies, tell, told, without_cpu_backup
+from support.messages import message
+from verl_sglang_sync.verl.upstream import complete_server_client, list_server_arguments
 
 if not torch.cuda.is_available():
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")  # sglang reads it while it is imported
@@ -36,6 +41,28 @@ RUNNER = "sglang.srt.model_executor.model_runner"
 def original(symbol: str) -> Any:
     """An upstream function, without our hooks where this process has applied them."""
     return inspect.unwrap(pkgutil.resolve_name(symbol))
+
+
+@pytest.fixture(autouse=True)
+def settings() -> Iterator[None]:
+    """A server's arguments, which SGLang reads from the process, from 0.5.16 on."""
+    from sglang.srt import runtime_context
+
+    if not hasattr(runtime_context.RuntimeContext, "override_server_args"):
+        yield
+        return
+    with runtime_context.get_context().override_server_args(enable_weights_cpu_backup=True):
+        yield
+
+
+def placed(**values: Any) -> contextlib.AbstractContextManager[Any]:
+    """This process's place among the ranks, for which SGLang asks the process from 0.5.20 on."""
+    with contextlib.suppress(ImportError):
+        from sglang.srt.runtime_context import SpawnRanks, get_parallel
+
+        assert SpawnRanks
+        return get_parallel().override(**values)
+    return contextlib.nullcontext()
 
 
 class TestVerl:
@@ -55,6 +82,7 @@ class TestVerl:
         monkeypatch.setattr(sglang_rollout.ray, "get_actor", lambda name: actor)
         monkeypatch.setattr(ServerArgs, "__post_init__", lambda self: None)
         config, model = RolloutConfig(name="sglang"), MagicMock(lora_rank=0, lora={})
+        complete_server_client()
         adapter = sglang_rollout.ServerAdapter(config, model, mesh, 3)
         assert adapter._engine is None
         asyncio.run(adapter._init_server_adapter())
@@ -64,6 +92,16 @@ class TestVerl:
         server = adapter._engine.server_args
         assert (server.host, server.port) == ("10.0.0.1", 30001)
         mesh.__getitem__.assert_called_with("infer_tp")
+
+    def test_server_asks_for_sglangs_arguments(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """For `verl_sglang_sync.verl.upstream`: by the name that we replace."""
+        server = importlib.import_module("verl.workers.rollout.sglang_rollout.async_sglang_server")
+        monkeypatch.setattr(server, "dataclasses", dataclasses)
+        list_server_arguments()
+        asked = "dataclasses.fields(ServerArgs)"
+        assert asked in inspect.getsource(server.SGLangHttpServer.launch_server)
+        names = {field.name for field in eval(asked, vars(server))}
+        assert {"enable_weights_cpu_backup", "custom_weight_loader"} <= names
 
     def test_worker_takes_the_stages_in_our_order(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """For `verl_sglang_sync.verl.rollout` and `verl_sglang_sync.sources.staging`:
@@ -106,7 +144,7 @@ class TestTokenizerProcess:
         holds the writer lock, asks a communicator that can be replaced, publishes the version
         if that succeeded, and returns what the replies say."""
         name, io = "update_weights_from_tensor", importlib.import_module(IO)
-        reply = io.UpdateWeightsFromTensorReqOutput(success, "said")
+        reply = io.UpdateWeightsFromTensorReqOutput(success=success, message="said")
         lock, held = RecordingLock(), []
         manager = MagicMock(is_pause=False, model_update_lock=lock)
         manager.server_args.dp_size = 1
@@ -183,8 +221,12 @@ class TestScheduler:
         monkeypatch.setattr(module, "broadcast_pyobj", broadcast)
         monkeypatch.setattr(receiver_class, "_pull_raw_reqs", pull_through_gate)
         fields = dict.fromkeys(field.name for field in dataclasses.fields(receiver_class))
-        fields["ps"] = SimpleNamespace(pp_rank=0, attn_tp_rank=rank, attn_cp_rank=0, tp_size=2)
-        fields["tp_group"] = SimpleNamespace(rank=rank, ranks=[0, 1])
+        group = SimpleNamespace(rank=rank, ranks=[0, 1], cpu_group=None)
+        place = SimpleNamespace(pp_rank=0, attn_tp_rank=rank, attn_cp_rank=0, tp_size=2)
+        if "ps" in fields:
+            fields["ps"], fields["tp_group"] = place, group
+        place.tp_group, place.enable_dp_attention, place.attn_dp_enabled = group, False, False
+        monkeypatch.setattr(module, "get_parallel", lambda: place, raising=False)
         fields["server_args"] = SimpleNamespace(enable_dp_attention=False, language_only=False)
         fields["max_recv_per_poll"] = -1
         for socket, messages in (("recv_from_tokenizer", ["request"]), ("recv_from_rpc", [])):
@@ -204,35 +246,51 @@ class TestScheduler:
         from sglang_loader.common.engine_settings import GatePolicy
         from sglang_loader.hooks.request_gate import RequestGate
 
-        message = AbortReq(**abort)
-        queued = [SimpleNamespace(rid=rid, mamba_pool_idx=None) for rid in ("a", "abc", "b")]
+        to_abort = AbortReq(**abort)
+        queued = [
+            MagicMock(rid=rid, mamba_pool_idx=None, weight_version_events=[], output_ids=[])
+            for rid in ("a", "abc", "b")
+        ]
+        for request in queued:
+            request.kv.holds_mamba = False
         scheduler = MagicMock(chunked_req=None, waiting_queue=[*queued], cur_batch=None)
         scheduler.running_batch.reqs = []
-        original(f"{MANAGERS}.scheduler:Scheduler.abort_request")(scheduler, message)
+        original(f"{MANAGERS}.scheduler:Scheduler.abort_request")(scheduler, to_abort)
         gate, held = RequestGate(GatePolicy(), MagicMock()), []
         for request in queued:
-            held.append(object.__new__(TokenizedGenerateReqInput))
-            held[-1].rid = request.rid
+            held.append(message(TokenizedGenerateReqInput, rid=request.rid))
         gate.close("asleep")
         gate.let_through(held)
-        assert gate.let_through([message]) == [message]
+        assert gate.let_through([to_abort]) == [to_abort]
         gate.open()
         left = [request.rid for request in gate.let_through([])]
         assert left == [request.rid for request in scheduler.waiting_queue] != ["a", "abc", "b"]
 
+    @pytest.mark.parametrize("pickles", [True, False])
     @pytest.mark.parametrize("kind", ["ReleaseMemoryOccupation", "UpdateWeightsFromTensor"])
-    def test_replies_travel_with_attributes(self, kind: str) -> None:
-        """For `sglang_loader.hooks.memory` and `sglang_loader.hooks.weights`:
-        we tell more than upstream's replies have fields for."""
+    def test_replies_travel_with_what_we_tell(
+        self, kind: str, pickles: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """For `sglang_loader.upstream`: we tell more than upstream's replies have fields for."""
         from sglang.srt.managers.scheduler_components.output_sender import SenderWrapper
 
-        reply = getattr(importlib.import_module(IO), f"{kind}ReqOutput")
-        reply = reply(True, "") if kind.startswith("Update") else reply()
-        reply.refusal = "why"
-        socket = MagicMock(spec=["send_pyobj"])  # which pickles
-        SenderWrapper(socket).send_output(reply, recv_obj=MagicMock())
-        (sent,) = socket.send_pyobj.call_args.args
-        assert pickle.loads(pickle.dumps(sent)).refusal == "why"
+        io = importlib.import_module(IO)
+        if not pickles and not hasattr(io, "_USE_PICKLE_IPC"):
+            pytest.skip("this SGLang pickles all messages")
+        monkeypatch.setattr(io, "_USE_PICKLE_IPC", pickles, raising=False)
+        reply = message(getattr(io, f"{kind}ReqOutput"))
+        if kind.startswith("Update"):
+            reply.success, reply.message = True, "Success"
+        reply, socket = tell(tell(reply, closed=None), refusal="why"), MagicMock()
+        SenderWrapper(socket).send_output(reply, recv_obj=MagicMock(http_worker_ipc=None))
+        if pickles:
+            (sent,) = socket.send_pyobj.call_args.args
+            received = pickle.loads(pickle.dumps(sent))
+        else:
+            accept_telling_replies()
+            received = io.msgpack_decode(socket.send.call_args.args[0])
+        assert told(received) == {"closed": None, "refusal": "why"}
+        assert isinstance(received, getattr(io, f"{kind}ReqOutput"))
 
     def test_memory_tags(self) -> None:
         """For `verl_sglang_sync.stages` and `sglang_loader.hooks.memory`."""
@@ -250,14 +308,20 @@ class TestMemory:
     def test_load_model_reads_the_backup_argument(
         self, backup: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """For `sglang_loader.hooks.memory`: we switch it off around this call."""
+        """For `sglang_loader.upstream`: we switch it off around this call."""
         module = importlib.import_module(RUNNER)
-        for name in ("get_available_gpu_memory", "ModelOptConfig", "LoadConfig"):
+        for name in (
+            *("get_available_gpu_memory", "ModelOptConfig", "LoadConfig"),
+            *("build_load_config", "maybe_enable_ipc_weight_cache", "set_cuda_arch"),
+            "maybe_trigger_remote_instance_nccl_send_group",
+        ):
             monkeypatch.setattr(module, name, MagicMock(return_value=0), raising=False)
         runner = MagicMock(device="none", is_draft_worker=False)
-        runner.server_args.enable_weights_cpu_backup = backup
+        runner.server_args.enable_weights_cpu_backup = True
+        runner.server_args.weight_cache_mode = "off"
         runner.memory_saver_adapter.region.side_effect = InterruptedError  # far enough
-        with pytest.raises(InterruptedError):
+        off = contextlib.nullcontext() if backup else without_cpu_backup(runner.server_args)
+        with placed(tp_rank=0, pp_rank=0), off, pytest.raises(InterruptedError):
             original(f"{RUNNER}:ModelRunner.load_model")(runner)
         region = runner.memory_saver_adapter.region.call_args
         assert (region.args, region.kwargs) == (("weights",), {"enable_cpu_backup": backup})
@@ -277,8 +341,11 @@ class TestMemory:
         saver.create.side_effect = lambda enable: MagicMock(enabled=enable)
         monkeypatch.setattr(module, "TorchMemorySaverAdapter", saver)
         monkeypatch.setattr(module, "set_graph_pool_id", MagicMock())
+        shared = "get_or_create_global_graph_memory_pool"  # one for all graphs, from 0.5.15 on
+        monkeypatch.setattr(module, shared, lambda gpu: gpu.graph_pool_handle(), raising=False)
         monkeypatch.setattr(torch.cuda, "CUDAGraph", MagicMock())
-        backend = module.FullCudaGraphBackend(runner, enable_memory_saver=True)
+        with placed(tp_group=MagicMock()):
+            backend = module.FullCudaGraphBackend(runner, enable_memory_saver=True)
         with backend.capture_session(MagicMock()):
             backend.capture_one("shape", MagicMock())
         assert backend._pool is runner.device_module.graph_pool_handle.return_value

@@ -1,23 +1,23 @@
-"""What we use of verl 0.9.1, sglang 0.5.14 and torch: a release that changed it fails here first.
+"""What we use of verl 0.9.1, SGLang and torch: a release that changed it fails here first.
 
 `USES` lists every upstream symbol that we import, hook or call, with the parameters or fields that
-we use. What no signature shows is in `test_upstream_behaviour`.
+we use, and of which releases of SGLang. What no signature shows is in `test_upstream_behaviour`.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import os
 import pkgutil
 import re
-from collections.abc import Iterator
 from functools import cache
-from typing import Any
+from importlib.metadata import version
+from typing import Any, get_type_hints
 from unittest.mock import patch
 
 import pytest
 import torch
+from packaging.version import Version
 
 from support.our_imports import PLUGINS, imports
 
@@ -26,6 +26,7 @@ if not torch.cuda.is_available():
 
 # A module, then what we use of it: `symbol`, `function(what we pass or override, in upstream's
 # order)`, `dataclass(the fields that we read or pass by name)`; `.name` is of the class before it.
+# `module [from 0.5.16]:` and `[until 0.5.15]` are for those releases of SGLang alone.
 USES = """
 verl.checkpoint_engine.base:
     CheckpointEngine; CheckpointEngineRegistry; .register(backend)
@@ -63,15 +64,15 @@ verl.workers.rollout.replica:
     RolloutReplicaRegistry; ._registry; .register(name, loader); .get(name); RolloutMode
 verl.workers.rollout.sglang_rollout.async_sglang_server:
     SGLangReplica; SGLangHttpServer; .launch_server(self, master_address, master_port)
-    .sleep(self); .set_global_steps(self, global_steps); .lora_as_adapter
+    .sleep(self); .set_global_steps(self, global_steps); .lora_as_adapter; dataclasses; ServerArgs
 verl.workers.rollout.sglang_rollout.http_server_engine:
-    AsyncHttpServerAdapter
+    AsyncHttpServerAdapter; ._make_async_request(self, endpoint, payload)
 verl.workers.rollout.sglang_rollout.sglang_rollout:
     ServerAdapter(config, model_config, device_mesh, replica_rank); .resume(self, tags)
     .release(self); .update_weights(self, weights, global_steps, wire_format)
     ._init_server_adapter(self); _strip_lora_base_layer(name)
 verl.workers.rollout.sglang_rollout.utils:
-    get_named_tensor_buckets
+    get_named_tensor_buckets; SGLANG_LORA_NAME; normalize_peft_config_for_sglang(peft_config)
 sglang:
 sglang.srt.constants:
     GPU_MEMORY_ALL_TYPES
@@ -88,41 +89,73 @@ sglang.srt.eplb.expert_location:
 sglang.srt.managers:
     io_struct
 sglang.srt.managers.io_struct:
-    UpdateWeightsFromTensorReqInput(serialized_named_tensors, load_format,
-    disable_draft_model, torch_empty_cache); UpdateWeightsFromTensorReqOutput(success, message)
+    UpdateWeightsFromTensorReqInput(serialized_named_tensors, load_format, weight_version,
+    torch_empty_cache); UpdateWeightsFromTensorReqOutput(success, message)
     UpdateWeightsFromDistributedReqInput(group_name)
     UpdateWeightsFromDistributedReqOutput(success, message)
     ReleaseMemoryOccupationReqInput(tags); ReleaseMemoryOccupationReqOutput
     ResumeMemoryOccupationReqInput(tags); ResumeMemoryOccupationReqOutput
     AbortReq(abort_all, finished_reason); HealthCheckOutput; TokenizedGenerateReqInput
     TokenizedEmbeddingReqInput; BatchTokenizedGenerateReqInput(batch)
-    BatchTokenizedEmbeddingReqInput(batch)
+    BatchTokenizedEmbeddingReqInput(batch); LoadLoRAAdapterFromTensorsReqInput
+sglang.srt.managers.io_struct [from 0.5.15]:
+    hook_custom_types
+sglang.srt.managers.io_struct [from 0.5.21]:
+    UpdateWeightsFromTensorReqInput(selector); BeginWeightUpdateReqInput(selector)
+    EndWeightUpdateReqInput
 sglang.srt.managers.scheduler:
     Scheduler; .flush_cache(self, empty_cache); .init_request_receiver(self)
 sglang.srt.managers.scheduler_components.request_receiver:
     SchedulerRequestReceiver; ._pull_raw_reqs(self)
 sglang.srt.managers.scheduler_components.weight_updater:
-    SchedulerWeightUpdaterManager(tp_worker, draft_worker, tp_cpu_group, flush_cache,
+    SchedulerWeightUpdaterManager(tp_worker, draft_worker, flush_cache,
     is_fully_idle, offload_tags); ._observe_weight_load(self, source)
     .update_weights_from_tensor(self, recv_req); .update_weights_from_distributed(self, recv_req)
     .release_memory_occupation(self, recv_req); .resume_memory_occupation(self, recv_req)
+sglang.srt.managers.scheduler_components.weight_updater [from 0.5.17]:
+    SchedulerWeightUpdaterManager; ._assert_weight_cache_inactive(self, op)
+sglang.srt.managers.scheduler_components.weight_updater [from 0.5.21]:
+    SchedulerWeightUpdaterManager(scheduler, _session)
+    .record_weight_version_after_update(self, weight_version); ._select_runners(self, selector)
+    .begin_weight_update(self, recv_req); .end_weight_update(self, recv_req)
 sglang.srt.managers.tokenizer_control_mixin:
     TokenizerControlMixin; .release_memory_occupation(self, obj, request)
     .resume_memory_occupation(self, obj, request); .update_weights_from_tensor(self, obj, request)
 sglang.srt.managers.utils:
     is_health_check_generate_req(recv_req)
 sglang.srt.model_executor.model_runner:
-    ModelRunner; .load_model(self); .destroy_weights_update_group(self, group_name)
+    ModelRunner; .load_model(self)
+sglang.srt.model_executor.model_runner [until 0.5.15]:
+    ModelRunner; .destroy_weights_update_group(self, group_name)
     .init_weights_update_group(self, master_address, master_port, rank_offset, world_size,
     group_name, backend)
+sglang.srt.model_executor.model_runner [from 0.5.16]:
+    load_model_with_memory_saver(model_config, memory_saver_adapter, is_draft_worker)
+sglang.srt.model_executor.model_runner_components [from 0.5.16]:
+    weight_updater
+sglang.srt.model_executor.model_runner_components.weight_updater [from 0.5.16]:
+    WeightUpdater(get_model); .destroy_weights_update_group(self, group_name)
+    .init_weights_update_group(self, master_address, master_port, rank_offset, world_size,
+    group_name, backend)
+sglang.srt.model_executor.model_runner_components.weight_updater [from 0.5.17]:
+    WeightUpdater(_model_update_group); ._assert_weight_cache_inactive(self, op)
+    _unsupported_derived_weight_cache_error
+sglang.srt.model_executor.model_runner_components.weight_updater [from 0.5.21]:
+    WeightUpdater; .begin_weight_update(self); .end_weight_update(self, run_post_load)
 sglang.srt.plugins:
     load_plugins
 sglang.srt.plugins.hook_registry:
     HookType; .AROUND; HookRegistry; .register(target, hook, hook_type); ._hooks; ._patched
+sglang.srt.runtime_context [from 0.5.16]:
+    get_server_args
+sglang.srt.runtime_context [from 0.5.19]:
+    get_exec
 sglang.srt.server_args:
-    get_global_server_args; ServerArgs(model_path, device, speculative_algorithm, cpu_offload_gb,
+    ServerArgs(model_path, speculative_algorithm, cpu_offload_gb,
     enable_memory_saver, enable_weights_cpu_backup, custom_weight_loader)
-sglang.srt.speculative.eagle_worker_v2:
+sglang.srt.server_args [until 0.5.15]:
+    get_global_server_args
+sglang.srt.speculative.eagle_worker_v2 [until 0.5.20]:
     EAGLEWorkerV2; .update_weights_from_tensor(self, recv_req); .draft_worker
 sglang.srt.utils:
     init_custom_process_group(backend, timeout, world_size, rank, store, group_name)
@@ -135,20 +168,33 @@ torch.cuda:
 """
 
 
-def uses() -> Iterator[tuple[str, str, str]]:
-    """(module, symbol in it, what we use of it, joined by ", ") of each in `USES`."""
-    for module, listed in re.findall(r"^(\S+):\n((?:    .*\n)*)", USES, re.MULTILINE):
-        yield module, "", ""
+Use = tuple[str, str]
+"""A module, and a symbol in it; "" for the module itself."""
+
+
+def uses(release: Version | None = None) -> dict[Use, str]:
+    """What we use of each, joined by ", ", with a release of SGLang; None: with any."""
+    listed: dict[Use, str] = {}
+    for module, since, last, names in re.findall(
+        r"^(\S+)(?: \[(?:from (\S+)|until (\S+))\])?:\n((?:    .*\n)*)", USES, re.MULTILINE
+    ):
+        if release is not None and not (
+            (not since or Version(since) <= release) and (not last or release <= Version(last))
+        ):
+            continue
+        listed.setdefault((module, ""), "")
         owner = ""
-        for name, parameters in re.findall(r"([.\w]+)(?:\(([^)]*)\))?", listed):
+        for name, parameters in re.findall(r"([.\w]+)(?:\(([^)]*)\))?", names):
             if name.startswith("."):
                 name = owner + name
             else:
                 owner = name
-            yield module, name, ", ".join(re.findall(r"\w+", parameters))
+            found = [listed.get((module, name), ""), *re.findall(r"\w+", parameters)]
+            listed[module, name] = ", ".join(each for each in found if each)
+    return listed
 
 
-LISTED = {(module, name): parameters for module, name, parameters in uses()}
+EVER, LISTED = uses(), uses(Version(version("sglang")))
 
 
 def check(module: str, name: str, listed: str) -> None:
@@ -218,7 +264,7 @@ def test_every_import_of_ours_is_listed() -> None:
     imported = {(module, name) for _, module, name in imports()}
     upstream = {use for use in imported if use[0].partition(".")[0] in ("verl", "sglang")}
     assert len(upstream) > 15, "the sources were not read"
-    assert not upstream - LISTED.keys(), "not in USES"
+    assert not upstream - EVER.keys(), "not in USES"
 
 
 def test_every_hooked_method_is_listed_with_its_parameters() -> None:
@@ -264,14 +310,15 @@ def test_every_request_of_our_client_has_a_route_that_takes_it() -> None:
         key = call.operation.method, f"/{call.operation.path}"
         assert key in routes, f"our client sends {key}"
         if call.payload:
-            request_class = inspect.get_annotations(routes[key], eval_str=True)["obj"]
-            fields = {field.name for field in dataclasses.fields(request_class)}
+            request_class = get_type_hints(routes[key])["obj"]
+            fields = inspect.signature(request_class).parameters.keys()
             assert set(call.payload) <= fields, f"our client posts {call.payload} to {key}"
 
 
 def calls_of_our_client() -> list[Any]:
     """Every operation of our client, unsent."""
     from verl_sglang_sync.engine.server_client import operations as make
+    from verl_sglang_sync.verl.upstream import tp_ranks_share_adapters
 
     group = {"master_address": "a", "master_port": 1, "rank_offset": 1, "world_size": 2}
     calls = [
@@ -281,6 +328,8 @@ def calls_of_our_client() -> list[Any]:
         make.update_from_distributed(["x"], ["uint8"], [[1]], group_name="g"),
         make.init_update_group(**group, group_name="g", backend="gloo"),
         make.destroy_update_group("g"),
+        make.load_adapter("a", {}, b"", num_copies=None if tp_ranks_share_adapters() else 1),
+        make.unload_adapter("a"),
         make.model_info(),
     ]
     operations = [value for value in vars(make).values() if isinstance(value, make.Operation)]

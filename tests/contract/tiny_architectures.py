@@ -7,10 +7,12 @@ folder as its model loader does. The cases are in `tiny_architecture_cases`.
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import re
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -191,19 +193,33 @@ def finish_loading(model: nn.Module) -> None:
 
 
 def _start_process_groups(args: Any, config: Any, ranks: Ranks) -> None:
+    from sglang.srt import server_args
     from sglang.srt.distributed import parallel_state
     from sglang.srt.layers.dp_attention import initialize_dp_attention
     from sglang.srt.layers.moe.utils import initialize_moe_config
-    from sglang.srt.server_args import set_global_server_args_for_scheduler
 
-    set_global_server_args_for_scheduler(args)
+    sizes = {
+        "tensor_model_parallel_size": ranks.tp_size,
+        "expert_model_parallel_size": ranks.ep_size,
+    }
+    initialize = parallel_state.initialize_model_parallel
+    if sizes.keys() <= inspect.signature(initialize).parameters.keys():
+        server_args.set_global_server_args_for_scheduler(args)
+    else:  # from 0.5.20 on it reads them from what is published
+        from sglang.srt.runtime_context import SpawnRanks, publish
+
+        publish(args, role="scheduler", ranks=SpawnRanks(world_rank=ranks.rank))
+        sizes = {}
     if not parallel_state.model_parallel_is_initialized():
         start_world(ranks)
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=ranks.tp_size, expert_model_parallel_size=ranks.ep_size
-        )
-    initialize_moe_config(args)
-    initialize_dp_attention(args, config)
+        initialize(backend="gloo", **sizes)
+    _with_as_many(initialize_moe_config, args)
+    _with_as_many(initialize_dp_attention, args, config)
+
+
+def _with_as_many(step: Callable[..., Any], *arguments: Any) -> None:
+    """Newer releases take fewer arguments and read the rest from the process."""
+    step(*arguments[: len(inspect.signature(step).parameters)])
 
 
 def _as_on_the_hub(case: Case, name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:

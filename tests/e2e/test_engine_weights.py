@@ -27,7 +27,7 @@ from support.engine_steps import (
     good_syncs,
 )
 from support.exports import NORM, store_tied_head
-from support.http_requests import get
+from support.http_requests import get, greedy, post
 from support.served import Served, served
 from support.sync_checks import check_syncs_in_a_row
 from support.trainer import Outcome, results_of
@@ -128,6 +128,8 @@ def test_the_engine_survived_and_reports_the_last_version(case: Case) -> None:
     assert case.engine.lives
     version = json.loads(get(case.engine.url, "model_info").text)["weight_version"]
     assert version == str(SCALES[-1])
+    answer = json.loads(post(case.engine.url, "generate", greedy(2)).text)
+    assert answer["meta_info"]["weight_version"] == version, "what the tokens were made with"
 
 
 def test_every_way_of_a_sync_leaves_what_the_eager_loader_does(case: Case) -> None:

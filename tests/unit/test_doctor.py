@@ -67,10 +67,34 @@ class TestVersions:
         assert check.status is status
         assert found is None or found in check.detail
 
-    def test_tested_set_lies_inside_our_requirements(self) -> None:
-        tested = installation.TESTED | installation.TESTED_WITH_MEGATRON
+    @pytest.mark.parametrize("sglang", installation.TESTED_SGLANG)
+    def test_tested_sets_lie_inside_our_requirements(self, sglang: str) -> None:
+        tested = installation.tested_beside(sglang) | installation.TESTED_WITH_MEGATRON
+        assert tested["sglang"] == sglang
         checks = installation.version_checks(tested.get)
-        assert {check.status for check in checks} == {Status.OK}
+        versions = {check.status for check in checks if check.name.startswith("version")}
+        assert versions == {Status.OK}
+
+    @pytest.mark.parametrize("found", ["0.5.15", "0.5.16.post1", "0.5.18", "0.5.22", "0.5.24"])
+    def test_an_sglang_that_is_not_tested_is_measured_by_the_default_set(self, found: str) -> None:
+        tested = installation.tested_beside(found) | {"sglang": found}
+        checks = {check.name: check for check in installation.version_checks(tested.get)}
+        allowed = found.startswith(("0.5.15", "0.5.16"))
+        assert checks["version of sglang"].status is (Status.WARN if allowed else Status.FAIL)
+        assert "0.5.14" in checks["version of sglang"].detail
+        assert checks["version of torch"].status is Status.OK
+
+    def test_what_no_deps_left_out_is_named(self) -> None:
+        def installed(name: str) -> str | None:
+            return None if name in ("codetiming", "cachetools") else "1"
+
+        check = installation.requirements_check(installed)
+        assert check.status is Status.FAIL
+        assert check.detail == (
+            "not installed: cachetools (of verl-sglang-sync), codetiming (of verl)"
+        )
+        assert check.advice == "pip install cachetools codetiming"
+        assert installation.requirements_check().status is Status.OK
 
     def test_megatron_is_optional_and_verl_is_not(self) -> None:
         found = statuses(installation.version_checks({"sglang": "0.5.14"}.get))

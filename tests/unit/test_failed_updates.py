@@ -53,7 +53,7 @@ class Engine:
         self.is_busy = False
         self.num_flushes = 0
         self._updater = SimpleNamespace(
-            tp_worker=SimpleNamespace(tp_rank=0, model_runner=SimpleNamespace(model=self.model)),
+            tp_worker=SimpleNamespace(model_runner=SimpleNamespace(model=self.model)),
             draft_worker=None,
             flush_cache=self._flush,
             offload_tags=set(),
@@ -112,6 +112,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
     monkeypatch.setattr(weight_update, "judge_together", lambda *_: engine.verdict)
 
     monkeypatch.setattr(TPRanks, "gather", from_all)
+    monkeypatch.setattr(TPRanks, "rank", 0)
     monkeypatch.setattr(weight_update, "set_gate", engine.gate.append)
     assert engine.session(1.0) == []
     engine.sleep_and_wake()

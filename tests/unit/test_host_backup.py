@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -387,12 +388,14 @@ def test_reachable_counts_a_shared_storage_once(model):
 # The policy.
 
 
-class Arguments:
-    enable_memory_saver = True
-    enable_weights_cpu_backup = True
-    device = "cuda"
-    speculative_algorithm = None
-    cpu_offload_gb = 0
+def runner(device="cuda", **changes):
+    arguments = {
+        "enable_memory_saver": True,
+        "enable_weights_cpu_backup": True,
+        "speculative_algorithm": None,
+        "cpu_offload_gb": 0,
+    }
+    return SimpleNamespace(device=device, server_args=SimpleNamespace(**arguments | changes))
 
 
 @pytest.mark.parametrize(
@@ -406,14 +409,12 @@ class Arguments:
     ],
 )
 def test_launches_that_keep_the_stock_backup(name, value, reason):
-    arguments = Arguments()
-    assert why_stock_backup(arguments, None) is None
-    setattr(arguments, name, value)
-    assert reason in why_stock_backup(arguments, None)
+    assert why_stock_backup(runner(), None) is None
+    assert reason in why_stock_backup(runner(**{name: value}), None)
 
 
 def test_memory_that_cannot_be_enumerated_keeps_the_stock_backup():
-    assert why_stock_backup(Arguments(), "a reason") == "a reason"
+    assert why_stock_backup(runner(), "a reason") == "a reason"
 
 
 def test_the_setting_is_read_from_the_environment(monkeypatch):

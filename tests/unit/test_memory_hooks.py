@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import pickle
 import socket
 from contextlib import contextmanager
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -34,6 +36,7 @@ from sglang_loader.hooks import weights as weight_updater_hooks
 from sglang_loader.hooks.weights import update_on_all_ranks
 from sglang_loader.host_backup import arm, backup_of, publish_coverage
 from sglang_loader.load_plan.destinations import collect_destinations
+from sglang_loader.upstream import tell, told
 from support.reachable_memory import reachable
 from unit.released_memory import Residue, contents, overwrite, poison, size_of, whole
 
@@ -60,12 +63,13 @@ class LosingSaver:
 class Worker:
     """The part of a TP worker that the updater uses; `update` does what a session's loads do."""
 
-    tp_rank = 0
-
     def __init__(self, model) -> None:
         self.model_runner = SimpleNamespace(model=model)
         self.server_args = SimpleNamespace(custom_weight_loader=[SESSION_FORMAT], dp_size=1)
         self.update = lambda: None
+
+    def weight_update_runners(self):
+        return [("target", self.model_runner)]
 
     def serve_session(self, descriptor, models, steps, group):
         steps.once_joined()
@@ -87,19 +91,39 @@ def group():
     torch.distributed.destroy_process_group()
 
 
+def updater_with(**fields):
+    """SGLang's; its constructor takes the group of the ranks, or looks for SGLang's own."""
+    made = object.__new__(SchedulerWeightUpdaterManager)
+    for field in dataclasses.fields(SchedulerWeightUpdaterManager):
+        if field.default_factory is not dataclasses.MISSING:
+            setattr(made, field.name, field.default_factory())
+        elif field.default is not dataclasses.MISSING:
+            setattr(made, field.name, field.default)
+    for name, value in fields.items():
+        setattr(made, name, value)
+    return made
+
+
 @pytest.fixture
 def updater(group, monkeypatch):
     torch.manual_seed(0)
     model = Residue()
     arm(model, "auto", reachable)
-    made = SchedulerWeightUpdaterManager(
+    made = updater_with(
         tp_worker=Worker(model),
         draft_worker=None,
         tp_cpu_group=group,
         memory_saver_adapter=LosingSaver(model),
         flush_cache=lambda **_: True,
-        is_fully_idle=lambda: True,
+        is_fully_idle=lambda **_: True,
+        scheduler=SimpleNamespace(
+            disaggregation_mode=None,
+            _engine_paused=False,
+            record_weight_version_change=lambda new_version: None,
+        ),
     )
+    guard = "_assert_weight_cache_inactive"  # asks the server's arguments, from 0.5.17 on
+    monkeypatch.setattr(SchedulerWeightUpdaterManager, guard, lambda *_: None, raising=False)
     monkeypatch.setattr(weight_updater_hooks, "serve_session", made.tp_worker.serve_session)
     monkeypatch.setattr(
         weight_updater_hooks,
@@ -151,7 +175,8 @@ def broken_off(updater):
         begun.loading(LAYOUT)
         raise ValueError("the trainer died")
 
-    begun = weight_update.WeightUpdate(updater, SimpleNamespace(torch_empty_cache=False))
+    request = SimpleNamespace(torch_empty_cache=False, selector="all")
+    begun = weight_update.WeightUpdate(updater, request)
     assert len(begun.run(load)) == 1
 
 
@@ -164,7 +189,7 @@ def raises(text):
 
 def refusal(reply):
     """What travels back, as the other process sees it."""
-    return getattr(pickle.loads(pickle.dumps(reply)), "refusal", None)
+    return told(pickle.loads(pickle.dumps(reply))).get("refusal")
 
 
 def test_weights_come_back_bit_for_bit(updater):
@@ -198,18 +223,18 @@ def test_tags_are_taken_in_the_order_that_was_asked_and_accounted_for(updater, s
     if step == "resume":
         held = backup_of(model_of(updater)).host_bytes
         assert held == size_of(model_of(updater))
-        assert reply.costs["weights"]["host_bytes"] == [held]
+        assert told(reply)["costs"]["weights"]["host_bytes"] == [held]
         done.clear()
         reply = resume(updater, *order)
-        assert reply.costs["weights"]["host_bytes"] == [0]
+        assert told(reply)["costs"]["weights"]["host_bytes"] == [0]
     assert done == order
-    costs = pickle.loads(pickle.dumps(reply)).costs
+    costs = told(pickle.loads(pickle.dumps(reply)))["costs"]
     assert list(costs) == order
     assert {tag: cost["gpu_bytes"] for tag, cost in costs.items()} == {
         tag: [len(tag)] for tag in order
     }
     again = release(updater, "kv_cache") if step == "release" else resume(updater, "kv_cache")
-    assert not hasattr(again, "costs"), "nothing was to be done"
+    assert not told(again), "nothing was to be done"
 
 
 @pytest.mark.parametrize("step", (release, resume))
@@ -221,13 +246,13 @@ def test_an_unknown_tag_is_refused_and_nothing_is_done(updater, step):
 
 
 def test_a_release_while_requests_run_is_refused(updater, caplog):
-    updater.is_fully_idle = lambda: False
+    updater.is_fully_idle = lambda **_: False
     refused = release(updater, "weights")
-    assert "requests are running" in refusal(refused) and refused.is_busy
+    assert "requests are running" in refusal(refused) and told(refused)["is_busy"]
     assert updater.offload_tags == set()
     assert backup_of(model_of(updater)).host_bytes == 0
     assert not caplog.text, "it is asked again within milliseconds"
-    updater.is_fully_idle = lambda: True
+    updater.is_fully_idle = lambda **_: True
     assert refusal(release(updater, "weights")) is None
 
 
@@ -238,6 +263,17 @@ def test_a_backup_that_fails_refuses_the_release(updater):
     arm(model_of(updater), "auto", fails)
     assert "no memory left on the host" in refusal(release(updater, "weights"))
     assert updater.offload_tags == set()
+
+
+def test_weights_that_are_shared_with_other_engines_are_not_released(updater, monkeypatch):
+    def refuse(_, operation):
+        raise RuntimeError(f"{operation}: the weights are shared with the daemon")
+
+    guard = "_assert_weight_cache_inactive"
+    monkeypatch.setattr(SchedulerWeightUpdaterManager, guard, refuse, raising=False)
+    assert "shared with the daemon" in refusal(release(updater, "kv_cache", "weights"))
+    assert updater.offload_tags == set()
+    assert refusal(release(updater, "kv_cache")) is None
 
 
 def test_a_lack_of_gpu_memory_refuses_the_resume(updater, monkeypatch):
@@ -299,42 +335,42 @@ def test_the_gate_is_closed_from_the_release_to_the_end_of_a_good_sync(updater, 
     gate = Gate()
     monkeypatch.setattr(gate_hooks, "_gate", gate)
     good = updater.tp_worker.update
-    assert release(updater, "kv_cache", "weights").closed == gate.reason
+    assert told(release(updater, "kv_cache", "weights"))["closed"] == gate.reason
     assert gate.reason == "the engine's memory is released: kv_cache, weights"
     resume(updater, "weights")
     assert gate.reason == "the engine's memory is released: kv_cache"
     assert update(updater).success
     assert gate.reason == "the engine's memory is released: kv_cache"
-    assert resume(updater, "kv_cache").closed is None
+    assert told(resume(updater, "kv_cache"))["closed"] is None
     assert gate.reason is None
     broken_off(updater)
     assert "the weights are not complete" in gate.reason, "between two buckets"
     updater.tp_worker.update = raises("no")
     reply = update(updater)
     assert not reply.success
-    assert reply.closed == gate.reason
+    assert told(reply)["closed"] == gate.reason
     assert "the last sync was not complete" in gate.reason
     updater.tp_worker.update = good
     reply = update(updater)
     assert reply.success
-    assert reply.closed is None
+    assert told(reply)["closed"] is None
     assert gate.reason is None
 
 
 def test_an_update_while_requests_run_is_refused_as_busy(updater, monkeypatch):
     gate = Gate()
     monkeypatch.setattr(gate_hooks, "_gate", gate)
-    updater.is_fully_idle = lambda: False
+    updater.is_fully_idle = lambda **_: False
     updater.tp_worker.update = raises("never called")
     reply = pickle.loads(pickle.dumps(update(updater)))
-    assert reply.is_busy
+    assert told(reply)["is_busy"]
     assert not reply.success
     assert "requests are running" in reply.message
-    assert gate.reason is reply.closed is None
-    updater.is_fully_idle, updater.tp_worker.update = lambda: True, lambda: None
+    assert gate.reason is told(reply)["closed"] is None
+    updater.is_fully_idle, updater.tp_worker.update = lambda **_: True, lambda: None
     reply = update(updater)
     assert reply.success
-    assert not reply.is_busy
+    assert not told(reply)["is_busy"]
 
 
 def test_weights_that_came_back_whole_may_be_served_without_a_sync(updater, monkeypatch):
@@ -427,16 +463,15 @@ class Manager:
 
 @pytest.mark.parametrize("hook", (http_hooks.release_or_raise, http_hooks.resume_or_raise))
 def test_a_refusal_is_raised_where_the_request_came_in(hook):
-    good, bad = ReleaseMemoryOccupationReqOutput(), ReleaseMemoryOccupationReqOutput()
-    bad.refusal = "TP rank 1: no"
+    good = ReleaseMemoryOccupationReqOutput()
+    bad = tell(ReleaseMemoryOccupationReqOutput(), refusal="TP rank 1: no")
     asyncio.run(hook(None, Manager(good, good), "request"))
     with pytest.raises(http_hooks.MemoryRequestRefused, match="TP rank 1: no"):
         asyncio.run(hook(None, Manager(good, bad), "request"))
 
 
 def test_costs_come_back_from_all_groups_of_ranks():
-    reply = ReleaseMemoryOccupationReqOutput()
-    reply.costs = {"weights": {"seconds": [0.25]}}
+    reply = tell(ReleaseMemoryOccupationReqOutput(), costs={"weights": {"seconds": [0.25]}})
     manager = Manager(reply, reply)
     costs = asyncio.run(http_hooks.release_or_raise(None, manager, "request"))
     assert costs == {"weights": {"seconds": [0.25, 0.25]}}
@@ -456,17 +491,26 @@ def test_requests_to_other_servers_go_upstreams_way():
 # Loading.
 
 
+@pytest.fixture(autouse=True)
+def switched_off_as_an_argument(monkeypatch):
+    """What SGLang's own loader sees of it is in tests/contract."""
+    monkeypatch.setattr(
+        hooks,
+        "without_cpu_backup",
+        lambda arguments: patch.object(arguments, "enable_weights_cpu_backup", False),
+    )
+
+
 class Runner:
     """A model runner whose upstream `load_model` notes whether SGLang's backup was asked for."""
 
-    is_draft_worker = False
+    is_draft_worker, device = False, "cuda"
 
     def __init__(self, **arguments) -> None:
         self.server_args = SimpleNamespace(
             custom_weight_loader=[SESSION_FORMAT],
             enable_memory_saver=True,
             enable_weights_cpu_backup=True,
-            device="cuda",
             speculative_algorithm=None,
             cpu_offload_gb=0,
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -26,15 +27,15 @@ from sglang_loader.common.session.messages import SESSION_FORMAT
 from sglang_loader.hooks import http as http_hooks
 from sglang_loader.hooks import request_gate as gate_hooks
 from sglang_loader.hooks.request_gate import RequestGate
+from sglang_loader.upstream import tell
+from support.messages import message
 
 REASON = "the engine's memory is released: kv_cache"
 
 
 def request(rid, kind=io.TokenizedGenerateReqInput):
     """A request as it comes from the tokenizer; the gate looks at nothing but its id."""
-    made = kind.__new__(kind)
-    made.rid, made.http_worker_ipc = rid, None
-    return made
+    return message(kind, rid=rid)
 
 
 def update():
@@ -225,7 +226,8 @@ def process(monkeypatch, sender):
 
 
 def pull(messages, pp_rank=0):
-    return gate_hooks.pull(lambda _: messages, SimpleNamespace(ps=SimpleNamespace(pp_rank=pp_rank)))
+    with patch.object(gate_hooks, "pp_rank", lambda: pp_rank):
+        return gate_hooks.pull(lambda _: messages, None)
 
 
 def test_the_rank_that_receives_holds_and_the_others_see_what_it_sends_on(process):
@@ -271,8 +273,8 @@ def test_why_the_gate_is_closed(monkeypatch, tags, stale, graphs, reason):
 
 
 def reply(**told):
-    """One of the engine's; SGLang's own have neither attribute."""
-    return SimpleNamespace(success=True, **told)
+    """One of the engine's."""
+    return tell(SimpleNamespace(success=True), **told)
 
 
 class Manager:

@@ -1,4 +1,4 @@
-"""What the hooks do in the process that serves HTTP (sglang 0.5.14).
+"""What the hooks do in the process that serves HTTP.
 
 Replies to releases and resumes of memory say what these cost, or why they were refused. A request
 that waits at the schedulers' gate does not block the sync that it waits for (`UpdateLock`), and an
@@ -16,7 +16,7 @@ from typing import Any
 
 from sglang_loader.common.stage_costs import StageCosts, joined
 from sglang_loader.hooks import stage_reply
-from sglang_loader.upstream import is_ours
+from sglang_loader.upstream import accept_telling_replies, is_ours, told
 
 HTTP_SERVER = "sglang.srt.entrypoints.http_server"
 BUSY_WAIT_S = 5.0
@@ -74,9 +74,9 @@ async def _ask(
     manager.auto_create_handle_loop()
     replies = await ask_until_idle(communicator, obj)
     note_gate(manager, replies)  # where nothing was to be done they do not say anything
-    if refusals := [text for text in (getattr(r, "refusal", None) for r in replies) if text]:
+    if refusals := [told(reply)["refusal"] for reply in replies if "refusal" in told(reply)]:
         raise MemoryRequestRefused("\n".join(refusals))
-    costs = joined([getattr(reply, "costs", {}) for reply in replies])
+    costs = joined([told(reply).get("costs", {}) for reply in replies])
     stage_reply.leave_costs(request, costs)
     return costs
 
@@ -122,8 +122,8 @@ def update_lock_of(manager: Any) -> UpdateLock:
 
 def note_gate(manager: Any, replies: Sequence[Any]) -> None:
     """Take over what the engine's replies say of its gate, where they say anything."""
-    if told := [reply.closed for reply in replies if hasattr(reply, "closed")]:
-        update_lock_of(manager).is_closed = any(told)
+    if reasons := [told(reply)["closed"] for reply in replies if "closed" in told(reply)]:
+        update_lock_of(manager).is_closed = any(reasons)
 
 
 async def ask_until_idle(
@@ -137,10 +137,11 @@ async def ask_until_idle(
     Returns:
         Its last replies.
     """
+    accept_telling_replies()
     deadline = time.monotonic() + BUSY_WAIT_S
     while True:
         replies = list(await communicator(request))
-        is_busy = any(getattr(reply, "is_busy", False) for reply in replies)
+        is_busy = any(told(reply).get("is_busy") for reply in replies)
         if not is_busy or time.monotonic() > deadline:
             return replies
         await asyncio.sleep(BUSY_POLL_S)

@@ -1,4 +1,4 @@
-"""What the hooks on release and resume of SGLang's memory do, by tag (sglang 0.5.14).
+"""What the hooks on release and resume of SGLang's memory do, by tag.
 
 Stock behaviour that they mend, only for servers that were launched with our loaders:
 
@@ -15,7 +15,7 @@ Stock behaviour that they mend, only for servers that were launched with our loa
 
 from __future__ import annotations
 
-import dataclasses
+import copy
 import logging
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -42,7 +42,17 @@ from sglang_loader.host_backup.allocations import (
     under_weights_tag,
     why_not_enumerable,
 )
-from sglang_loader.upstream import io_struct, is_ours, memory_tags, why_stock_backup
+from sglang_loader.upstream import (
+    io_struct,
+    is_idle,
+    is_ours,
+    memory_tags,
+    tell,
+    told,
+    why_stock_backup,
+    why_weights_stay,
+    without_cpu_backup,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -67,17 +77,14 @@ def load_model(original: Original, runner: Any) -> None:
         original(runner)
         arm(runner.model, "on", under_weights_tag)
         return
-    reason = why_stock_backup(arguments, why_not_enumerable())
+    reason = why_stock_backup(runner, why_not_enumerable())
     if reason is not None:
         logger.info("host_backup=%s: SGLang's own behaviour, because %s", policy, reason)
         original(runner)
         arm(runner.model, "on", under_weights_tag)
         return
-    arguments.enable_weights_cpu_backup = False  # read by the original, and nowhere else
-    try:
+    with without_cpu_backup(arguments):
         original(runner)
-    finally:
-        arguments.enable_weights_cpu_backup = True
     _tell(policy, under_weights_tag(runner.model).ranges)
     arm(runner.model, policy, under_weights_tag)
 
@@ -107,9 +114,11 @@ def release_tags(original: Original, updater: Any, request: Any) -> Any:
     tags, failure = _split(asked, lambda tag: tag not in updater.offload_tags)
     if not tags and failure is None:
         return io_struct().ReleaseMemoryOccupationReqOutput()
-    is_busy = failure is None and not updater.is_fully_idle()
+    is_busy = failure is None and not is_idle(updater)
     if is_busy:
         failure = f"release of {tags} refused: requests are running"
+    if failure is None and WEIGHTS_TAG in tags and (reason := why_weights_stay(updater)):
+        failure = f"release of {tags} refused: {reason}"
     model = updater.tp_worker.model_runner.model
     backup = backup_of(model) if WEIGHTS_TAG in tags else None
     meter = _meter(updater)
@@ -122,8 +131,7 @@ def release_tags(original: Original, updater: Any, request: Any) -> Any:
         if backup is not None:
             backup.release_refused()
         reply = io_struct().ReleaseMemoryOccupationReqOutput()
-        reply.is_busy = is_busy
-        return _refused(reply, failures)
+        return _refused(tell(reply, is_busy=is_busy), failures)
     return _one_by_one(original, updater, request, tags, meter)
 
 
@@ -163,27 +171,29 @@ def _one_by_one(
     reply: Any = None
     for tag in tags:
         with meter.step(tag):
-            reply = original(updater, dataclasses.replace(request, tags=[tag]))
+            one = copy.copy(request)
+            one.tags = [tag]
+            reply = original(updater, one)
             if tag == WEIGHTS_TAG and restored is not None:
                 _, problem = attempt(restored.restore)
                 if problem is not None:
                     failure = ranks.named(f"the weights could not be restored: {problem}")
     closed = failure or why_closed(updater)
     costs = {tag: meter.costs[tag] for tag in tags}  # saving comes first, and is the weights'
-    told = ranks.gather((costs, failure, closed))
-    reply.costs = by_rank([each for each, _, _ in told])
-    reply.closed = next((reason for _, _, reason in told if reason), None)
-    set_gate(reply.closed)
-    failures = [text for _, text, _ in told if text]
+    outcomes = ranks.gather((costs, failure, closed))
+    closed = next((reason for _, _, reason in outcomes if reason), None)
+    reply = tell(reply, costs=by_rank([each for each, _, _ in outcomes]), closed=closed)
+    set_gate(closed)
+    failures = [text for _, text, _ in outcomes if text]
     return _refused(reply, failures) if failures else reply
 
 
 def _refused(reply: Any, failures: Sequence[str]) -> Any:
-    """Upstream's reply has no field for a failure; it is pickled with its attributes."""
-    reply.refusal = "\n".join(failures)
-    if not getattr(reply, "is_busy", False):  # a busy engine is asked again within milliseconds
-        logger.error("%s", reply.refusal)
-    return reply
+    """Upstream's reply has no field for a failure."""
+    refusal = "\n".join(failures)
+    if not told(reply).get("is_busy"):  # a busy engine is asked again within milliseconds
+        logger.error("%s", refusal)
+    return tell(reply, refusal=refusal)
 
 
 def _split(asked: Sequence[str], wanted: Callable[[str], bool]) -> tuple[list[str], str | None]:

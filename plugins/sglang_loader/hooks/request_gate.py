@@ -1,4 +1,4 @@
-"""The gate between a scheduler's socket and its queues (sglang 0.5.14).
+"""The gate between a scheduler's socket and its queues.
 
 Stock behaviour that it mends, only for servers that were launched with our loaders: a request that
 comes while the engine's memory is released, or its weights are not those of one complete sync, is
@@ -31,7 +31,7 @@ from sglang_loader.common.engine_settings import (
     requested_gate_policy,
 )
 from sglang_loader.host_backup import backup_of
-from sglang_loader.upstream import io_struct, is_health_probe, is_ours
+from sglang_loader.upstream import io_struct, is_health_probe, is_ours, pp_rank
 
 logger = logging.getLogger(__name__)
 
@@ -177,7 +177,7 @@ def pull(original: Original, receiver: Any) -> Any:
     stage of a pipeline it gets what the first let through.
     """
     messages = original(receiver)
-    if _gate is None or messages is None or receiver.ps.pp_rank != 0:
+    if _gate is None or messages is None or pp_rank() != 0:
         return messages
     return _gate.let_through(messages)
 

@@ -30,8 +30,12 @@ class TPRanks:
     """
 
     def __init__(self, updater: Any) -> None:
-        self._rank: int = updater.tp_worker.tp_rank
         self._group = updater.tp_cpu_group
+
+    @property
+    def rank(self) -> int:
+        """This process's."""
+        return torch.distributed.get_rank(group=self._group)
 
     def gather(self, item: Result) -> list[Result]:
         """Every rank's `item`, by rank, on all of them."""
@@ -46,7 +50,7 @@ class TPRanks:
 
     def named(self, failure: str | None) -> str | None:
         """This rank's failure with its rank; None: there is none."""
-        return f"TP rank {self._rank}: {failure}" if failure else None
+        return f"TP rank {self.rank}: {failure}" if failure else None
 
 
 def attempt(step: Callable[[], Result]) -> tuple[Result | None, str | None]:

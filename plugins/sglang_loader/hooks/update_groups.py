@@ -1,4 +1,4 @@
-"""What the hooks on SGLang's update groups do (sglang 0.5.14).
+"""What the hooks on SGLang's update groups do.
 
 Ours are the process groups in which a trainer broadcasts to engines on other hosts, see
 `broadcast.update_group`. Groups of other names are SGLang's own.
@@ -28,7 +28,7 @@ from sglang_loader.common.session.messages import (
 )
 from sglang_loader.session.model_loader import loader_of
 from sglang_loader.session.serve import NUM_TRAINERS, receiver
-from sglang_loader.upstream import device_of, io_struct
+from sglang_loader.upstream import device_of, io_struct, model_of, update_groups
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ _joined: dict[str, _JoinedGroup] = {}
 
 def join_group(
     original: Original,
-    runner: Any,
+    owner: Any,
     master_address: str,
     master_port: int,
     rank_offset: int,
@@ -57,10 +57,10 @@ def join_group(
     group_name: str,
     backend: str = "nccl",
 ) -> tuple[bool, str]:
-    """AROUND `ModelRunner.init_weights_update_group`: connect ours, see `update_group`."""
+    """AROUND `init_weights_update_group`: connect ours, see `update_group`."""
     arguments = (master_address, master_port, rank_offset, world_size, group_name, backend)
     if not group_name.startswith(GROUP_PREFIX):
-        joined: tuple[bool, str] = original(runner, *arguments)
+        joined: tuple[bool, str] = original(owner, *arguments)
         return joined
     try:
         if rank_offset:  # else this engine serves the meeting point itself
@@ -68,38 +68,38 @@ def join_group(
     except OSError as error:
         return False, f"{master_address}:{master_port}, where {group_name} is formed: {error}"
     with errors_left_to_us():
-        success, message = original(runner, *arguments)
+        success, message = original(owner, *arguments)
     if not success:
         return False, message
     try:
-        group = runner._model_update_group[group_name]
-        connect(group, device_of(runner.model))
+        group = update_groups(owner)[group_name]
+        connect(group, device_of(model_of(owner)))
         _joined[group_name] = _JoinedGroup(secret_of(group))
     except Exception:
         logger.exception("cannot connect %s", group_name)
-        leave(runner._model_update_group.pop(group_name), broken=True)
+        leave(update_groups(owner).pop(group_name), broken=True)
         return False, traceback.format_exc()
-    ours = [name for name in runner._model_update_group if name.startswith(GROUP_PREFIX)]
+    ours = [name for name in update_groups(owner) if name.startswith(GROUP_PREFIX)]
     for name in ours[:-NUM_TRAINERS]:  # a trainer that died told nobody to leave its group
-        _leave(runner, name)
+        _leave(owner, name)
     return True, message
 
 
-def leave_group(original: Original, runner: Any, group_name: str) -> tuple[bool, str]:
-    """AROUND `ModelRunner.destroy_weights_update_group`: also out of a broadcast that never ends.
+def leave_group(original: Original, owner: Any, group_name: str) -> tuple[bool, str]:
+    """AROUND `destroy_weights_update_group`: also out of a broadcast that never ends.
 
     Stock waits for outstanding collectives, so a trainer that died between announcing a bucket and
     sending it would block this process.
     """
-    if not group_name.startswith(GROUP_PREFIX) or group_name not in runner._model_update_group:
-        left: tuple[bool, str] = original(runner, group_name)
+    if not group_name.startswith(GROUP_PREFIX) or group_name not in update_groups(owner):
+        left: tuple[bool, str] = original(owner, group_name)
         return left
-    _leave(runner, group_name)
+    _leave(owner, group_name)
     return True, f"left {group_name}"
 
 
-def _leave(runner: Any, group_name: str) -> None:
-    group = runner._model_update_group.pop(group_name)
+def _leave(owner: Any, group_name: str) -> None:
+    group = update_groups(owner).pop(group_name)
     say_left(group)
     is_waiting = receiver.is_waiting_in(group)
     receiver.left(group)
@@ -116,7 +116,7 @@ def group_of(runner: Any, descriptor: SessionDescriptor, models: Sequence[Any]) 
         SessionError: the group was never formed, or is no more use, or somebody else sent this.
     """
     name = descriptor.group
-    group, joined = runner._model_update_group.get(name), _joined.get(name)
+    group, joined = update_groups(runner).get(name), _joined.get(name)
     if group is None or joined is None:
         known = ", ".join(_joined) or "none"
         raise SessionError(f"group {name!r} was never formed; known: {known}")
@@ -135,5 +135,6 @@ def refuse_in_our_groups(original: Original, updater: Any, request: Any) -> Any:
     if not request.group_name.startswith(GROUP_PREFIX):
         return original(updater, request)
     return io_struct().UpdateWeightsFromDistributedReqOutput(
-        False, f"{request.group_name} is a group of verl-sglang-sync: only its sessions use it"
+        success=False,
+        message=f"{request.group_name} is a group of verl-sglang-sync: only its sessions use it",
     )

@@ -21,7 +21,7 @@ from sglang_loader.host_backup import backup_of
 from sglang_loader.host_backup.completeness import Completeness
 from sglang_loader.session.findings import Verdict
 from sglang_loader.session.weight_check import SyncView, judge_together, known_verdict, view_of_sync
-from sglang_loader.upstream import is_eagle
+from sglang_loader.upstream import UpdateFrame, record_version, runners_of
 
 
 class PrefixCacheInUse(RuntimeError):
@@ -30,10 +30,6 @@ class PrefixCacheInUse(RuntimeError):
 
 class DoesNotFit(RuntimeError):
     """The tensors that came are not those of the model."""
-
-
-class SpeculationUnknown(RuntimeError):
-    """A kind of speculative decoding whose models are not known."""
 
 
 class WeightUpdate:
@@ -45,11 +41,13 @@ class WeightUpdate:
 
     Attributes:
         manifest_check: what the trainer asks for; see `SessionDescriptor`.
+        syncs_draft: load a draft model, too; likewise.
         models: those that load it; the target is the last.
     """
 
     def __init__(self, updater: Any, request: Any) -> None:
         self.manifest_check: ManifestCheck = "off"
+        self.syncs_draft = False
         self.models: list[Any] = [updater.tp_worker.model_runner.model]
         self._updater = updater
         self._ranks = TPRanks(updater)
@@ -102,9 +100,7 @@ class WeightUpdate:
         Returns:
             What went wrong, the same on all ranks.
         """
-        _, failure = attempt(load)
-        if failure is None:
-            _, failure = attempt(self.loaded)
+        failure = self._load_in_frame(load)
         # After a failure, too: the prefix caches of all TP ranks must stay equal.
         _, unflushed = attempt(self.flush)
         own = self._ranks.named(failure or unflushed), self._has_begun, self._view is not None
@@ -119,9 +115,28 @@ class WeightUpdate:
             elif not failures:
                 self._backup.sync_completed()
                 failures = self._ranks.failures(self._backup.stale)
+        if not failures:
+            record_version(self._updater, self._request)
         if is_touched:  # else all is as it was
             set_gate(why_closed(self._updater) or next(iter(failures), None))
         return failures
+
+    def _load_in_frame(self, load: Callable[[], None]) -> str | None:
+        """Load between SGLang's own steps; what went wrong on this rank."""
+        runners, failure = attempt(lambda: runners_of(self._updater, syncs_draft=self.syncs_draft))
+        if runners is None:
+            return failure
+        self.models = [runner.model for runner in runners]
+        frame = UpdateFrame(self._updater, runners)
+        _, failure = attempt(frame.begin)
+        if failure is None:
+            _, failure = attempt(load)
+            if failure is None:
+                _, failure = attempt(self.loaded)
+            _, unfinished = attempt(frame.end)
+            failure = failure or unfinished
+        self._has_begun = self._has_begun or frame.is_open
+        return failure
 
     @property
     def _needs_verdict(self) -> bool:
@@ -174,30 +189,3 @@ class WeightUpdate:
 
 def _may_be_incomplete(sync: Completeness) -> bool:
     return sync.is_broken and (not sync.has_completed or bool(sync.missing()))
-
-
-def models_of(updater: Any, *, syncs_draft: bool) -> list[Any]:
-    """The models that a sync loads, in the order of SGLang's own update: a draft, then the target.
-
-    Args:
-        updater: SGLang's.
-        syncs_draft: False: a draft model keeps its weights.
-
-    Raises:
-        SpeculationUnknown: the worker may have others.
-    """
-    worker, target = updater.draft_worker, updater.tp_worker.model_runner.model
-    if worker is None or not syncs_draft:
-        return [target]
-    update = getattr(worker, "update_weights_from_tensor", None)
-    if getattr(update, "__self__", None) is updater.tp_worker or (
-        update is not None and worker.draft_worker is None
-    ):
-        return [target]  # DFLASH and NGRAM hand the update on
-    if is_eagle(worker):
-        return [worker.draft_worker.draft_runner.model, target]
-    raise SpeculationUnknown(
-        f"{type(worker).__name__} loads its models in a way that is not known here: the draft of "
-        "this kind of speculative decoding cannot be synced; weight_sync.draft_weights=frozen "
-        "leaves it as it is"
-    )

@@ -18,14 +18,18 @@ from verl_sglang_sync.doctor.check import FAIL, OK, WARN, Check, last_line
 DISTRIBUTION = "verl-sglang-sync"
 TESTED = {
     "verl": "0.9.1",
-    "sglang": "0.5.14",
-    "torch": "2.11.0",
-    "transformers": "5.8.1",
     "torch-memory-saver": "0.0.10",
     "ray": "2.60.0",
     "hydra-core": "1.3.8",
     "TransferQueue": "0.1.11",
 }
+TESTED_SGLANG = {
+    "0.5.14": {"torch": "2.11.0", "transformers": "5.8.1"},
+    "0.5.17": {"torch": "2.11.0", "transformers": "5.12.1"},
+    "0.5.23": {"torch": "2.14.1", "transformers": "5.19.0"},
+}
+"""With which releases of SGLang, and what each came with; the first is what pip resolves."""
+DEFAULT_SGLANG = next(iter(TESTED_SGLANG))
 TESTED_WITH_MEGATRON = {
     "megatron-core": "0.16.1",
     "megatron-bridge": "0.3.1",
@@ -59,8 +63,8 @@ def version_checks(installed: Callable[[str], str | None] = installed_version) -
         for requirement in declared
         if requirement.marker is None or requirement.marker.evaluate({"extra": ""})
     }
-    checks = [python_check(platform.python_version())]
-    for name, tested in (TESTED | TESTED_WITH_MEGATRON).items():
+    checks = [python_check(platform.python_version()), requirements_check(installed)]
+    for name, tested in (tested_beside(installed("sglang")) | TESTED_WITH_MEGATRON).items():
         found = installed(name)
         if found is None and name in TESTED_WITH_MEGATRON:
             alone = "--no-deps " * (name == "megatron-bridge")  # it wants transformers < 5
@@ -69,6 +73,35 @@ def version_checks(installed: Callable[[str], str | None] = installed_version) -
         else:
             checks.append(version_check(name, tested, found, allowed.get(name.lower())))
     return checks
+
+
+def tested_beside(sglang: str | None) -> dict[str, str]:
+    """The tested set with this SGLang, or with the default one where it is none of the tested."""
+    public = DEFAULT_SGLANG if sglang is None else Version(sglang).public
+    release = public if public in TESTED_SGLANG else DEFAULT_SGLANG
+    return TESTED | {"sglang": release} | TESTED_SGLANG[release]
+
+
+def requirements_check(installed: Callable[[str], str | None] = installed_version) -> Check:
+    """Is everything installed that verl, SGLang and we require? Whoever installed one of them with
+    `--no-deps`, as newer SGLangs need it for verl, may have left something out.
+    """
+    title, missing = "requirements", {}
+    for name in ("verl", "sglang", DISTRIBUTION):
+        try:
+            found = [Requirement(each) for each in requires(name) or ()]
+        except PackageNotFoundError:
+            continue  # the check of its version says so
+        for each in found:
+            is_needed = each.marker is None or each.marker.evaluate({"extra": ""})
+            if is_needed and installed(each.name) is None:
+                missing[each.name] = name
+    if not missing:
+        return Check(title, OK, "all of verl's, SGLang's and ours are installed")
+    detail = ", ".join(f"{name} (of {owner})" for name, owner in sorted(missing.items()))
+    return Check(
+        title, FAIL, f"not installed: {detail}", f"pip install {' '.join(sorted(missing))}"
+    )
 
 
 def python_check(found: str) -> Check:
@@ -92,7 +125,8 @@ def version_check(
         return Check(title, OK, f"{found}, as tested")
     if allowed is not None and not allowed.specifier.contains(found, prereleases=True):
         return Check(title, FAIL, f"{found}; allowed: {allowed.specifier}", install)
-    return Check(title, WARN, f"{found}; tested with {tested}", install)
+    others = ", ".join(TESTED_SGLANG) if name == "sglang" else tested
+    return Check(title, WARN, f"{found}; tested with {others}", install)
 
 
 def entry_point_checks() -> list[Check]:

@@ -10,7 +10,6 @@ import pickle
 from collections.abc import Iterable
 from typing import Any
 
-from sglang.srt.managers.io_struct import LoadLoRAAdapterFromTensorsReqInput
 from torch.distributed.tensor import DTensor
 from verl.workers.rollout.sglang_rollout.utils import (
     SGLANG_LORA_NAME,
@@ -20,9 +19,7 @@ from verl.workers.rollout.sglang_rollout.utils import (
 from verl_sglang_sync.engine.server_client import operations
 from verl_sglang_sync.sources.export import NamedTensor
 from verl_sglang_sync.sync.sharding_manager import AdapterUpdate
-
-ONE_FOR_ALL = "serialized_tensors"
-"""Field of SGLang 0.5.14's request, which all TP ranks read; later ones have a list by TP rank."""
+from verl_sglang_sync.verl.upstream import tp_ranks_share_adapters
 
 
 def collect_adapter(
@@ -40,12 +37,11 @@ def collect_adapter(
         for name, tensor in weights
     )
     tensors = {name: tensor.detach().cpu() for name, tensor in full}
-    has_one = ONE_FOR_ALL in LoadLoRAAdapterFromTensorsReqInput.__annotations__
     load = operations.load_adapter(
         SGLANG_LORA_NAME,
         normalize_peft_config_for_sglang(peft_config),
         pickle.dumps(tensors),
-        num_copies=None if has_one else num_ranks,
+        num_copies=None if tp_ranks_share_adapters() else num_ranks,
     )
     return AdapterUpdate(
         unload=operations.unload_adapter(SGLANG_LORA_NAME),

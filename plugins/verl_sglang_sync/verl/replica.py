@@ -28,6 +28,7 @@ from verl_sglang_sync.engine.server_client.router import KEY_VARIABLE, RouterCli
 from verl_sglang_sync.engine.server_client.urls import server_url
 from verl_sglang_sync.verl.router_guard import Watch, start_guard
 from verl_sglang_sync.verl.step_metrics import show_metrics_in_steps
+from verl_sglang_sync.verl.upstream import list_server_arguments
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +62,7 @@ class WeightSyncHttpServer(SGLangHttpServer):  # type: ignore[misc]
             os.environ[GRAPHS_VARIABLE] = "true"
         if settings.router_url is not None:
             os.environ[HEALTH_GENERATES] = "false"
+        list_server_arguments()
         await super().launch_server(master_address, master_port)
         if settings.router_url is not None and self.node_rank == 0:
             await self._join_router(settings, settings.router_url)

@@ -30,6 +30,7 @@ from verl_sglang_sync.sync.sharding_manager import SGLangShardingManager
 from verl_sglang_sync.verl.adapter import collect_adapter
 from verl_sglang_sync.verl.exports import make_exports_repeatable
 from verl_sglang_sync.verl.quantized_export import quantized
+from verl_sglang_sync.verl.upstream import complete_server_client
 
 if TYPE_CHECKING:
     from verl_sglang_sync.verl.checkpoint_engine import RolloutServer
@@ -49,6 +50,7 @@ class WeightSyncServerAdapter(ServerAdapter):  # type: ignore[misc]
         self._has_warned = False
         if self._settings is not None:
             make_exports_repeatable()
+            complete_server_client()
         global _adapter
         _adapter = weakref.ref(self)
 

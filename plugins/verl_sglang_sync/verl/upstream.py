@@ -1,0 +1,54 @@
+"""What verl 0.9.1 lacks with an SGLang that is newer than it: done where a preset is chosen.
+
+Each looks whether it is needed, and changes nothing where it is not.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import types
+from typing import Any
+
+import msgspec
+
+
+def list_server_arguments() -> None:
+    """SGLang's `ServerArgs`, of which verl asks the dataclass's fields, is a struct from 0.5.20."""
+    import verl.workers.rollout.sglang_rollout.async_sglang_server as server
+
+    def fields(kind: Any) -> Any:
+        is_struct = isinstance(kind, type) and issubclass(kind, msgspec.Struct)
+        return msgspec.structs.fields(kind) if is_struct else dataclasses.fields(kind)
+
+    if not dataclasses.is_dataclass(server.ServerArgs):
+        names = types.ModuleType("dataclasses")
+        names.__dict__.update({**vars(dataclasses), "fields": fields})
+        server.dataclasses = names
+
+
+def complete_server_client() -> None:
+    """SGLang's `EngineBase`, of which verl's client is one, has two more abstract methods from
+    0.5.21 on. Nobody calls them: in the engine we begin and end every update.
+    """
+    from verl.workers.rollout.sglang_rollout.http_server_engine import AsyncHttpServerAdapter
+
+    async def begin_weight_update(self: Any, selector: str = "all") -> Any:
+        return await self._make_async_request("begin_weight_update", {"selector": selector})
+
+    async def end_weight_update(self: Any) -> Any:
+        return await self._make_async_request("end_weight_update", {})
+
+    for method in (begin_weight_update, end_weight_update):
+        if method.__name__ in AsyncHttpServerAdapter.__abstractmethods__:
+            setattr(AsyncHttpServerAdapter, method.__name__, method)
+    abc.update_abstractmethods(AsyncHttpServerAdapter)
+
+
+def tp_ranks_share_adapters() -> bool:
+    """True where SGLang's request for a LoRA adapter has its tensors once, for all TP ranks
+    (0.5.14); later it has a list by TP rank.
+    """
+    from sglang.srt.managers.io_struct import LoadLoRAAdapterFromTensorsReqInput
+
+    return "serialized_tensors" in LoadLoRAAdapterFromTensorsReqInput.__annotations__

@@ -1,0 +1,67 @@
+"""The environment that `make` builds in its cache: what is installed, in which steps of pip.
+
+    environment.py key 0.5.14             # names its folder: of all that decides what is in it
+    environment.py build 0.5.14 FOLDER
+
+The SGLang that the `test` extra pins is what pip resolves next to verl. Another one wants a
+transformers that verl's metadata excludes: it is installed with the group `beside-newer-sglang`,
+then verl alone. Standard library only: this runs before all of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+PROJECT = Path(__file__).parents[2] / "pyproject.toml"
+ALONE = "--no-deps"
+
+Step = tuple[list[str], list[str]]
+"""Options of `pip install`, and requirements."""
+
+
+def steps(sglang: str) -> list[Step]:
+    """What to install, one `pip install` after the other."""
+    project = tomllib.loads(PROJECT.read_text())
+    groups, extras = project["dependency-groups"], project["project"]["optional-dependencies"]
+    test, others = extras["test"], extras["megatron"]
+    without = groups["without-dependencies"]
+    if f"sglang=={sglang}" in test:
+        pinned = {_name(each) for each in test if "==" in each}
+        ours = [each for each in project["project"]["dependencies"] if _name(each) not in pinned]
+        return [([], ours + test + others), ([ALONE], without)]
+    verl = next(each for each in test if _name(each) == "verl")
+    tools = [each for each in test if _name(each) not in ("verl", "sglang")]
+    beside = groups["beside-newer-sglang"]
+    return [([], [f"sglang=={sglang}", *beside, *tools, *others]), ([ALONE], [verl, *without])]
+
+
+def _name(requirement: str) -> str:
+    return re.split("[^A-Za-z0-9_.-]", requirement, maxsplit=1)[0]
+
+
+def key(sglang: str) -> str:
+    """Differs where the requirements, a step or Python's version do."""
+    content = json.dumps([steps(sglang), platform.python_version()])
+    return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+
+def build(sglang: str, folder: Path) -> None:
+    """Make the environment."""
+    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+    pip = [folder / "bin/python", "-m", "pip", "install", "-q"]
+    for options, requirements in [(["-U"], ["pip"]), *steps(sglang)]:
+        subprocess.run([*pip, *options, *requirements], check=True)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "key":
+        print(key(sys.argv[2]))
+    else:
+        build(sys.argv[2], Path(sys.argv[3]))
