@@ -15,6 +15,8 @@ ENVIRONMENT = tests/support/environment.py
 # Empty where PYTHON is not there.
 KEY := $(shell $(PYTHON) $(ENVIRONMENT) key $(SGLANG))
 DEPS := $(CACHE)/$(KEY)
+# Newer SGLangs import GPU kernels everywhere; not empty where there is no GPU for them.
+STAND_INS = $(if $(wildcard /dev/nvidiactl),,$(filter-out 0.5.14,$(SGLANG)))
 RUN = PYTHONDONTWRITEBYTECODE=1 .venv/bin/python
 PYTEST_ARGS ?=
 # pip warns of every package that an index in the user's own pip configuration lacks, where that index is a folder.
@@ -43,7 +45,7 @@ $(DEPS)/.complete:
 	@$(PYTHON) -m venv --without-pip .venv
 	@$(DEPS)/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])' \
 	  > "$$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/dependencies.pth"
-	@$(if $(wildcard /dev/nvidiactl),,echo $(CURDIR)/tests/support/cpu_stand_ins \
+	@$(if $(STAND_INS),echo $(CURDIR)/tests/support/cpu_stand_ins \
 	  > "$$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/cpu_stand_ins.pth")
 	@.venv/bin/python -m pip install -q --no-deps --no-build-isolation -e .
 	@touch $@

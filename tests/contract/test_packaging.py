@@ -14,17 +14,20 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import venv
 import zipfile
+from collections.abc import Iterable
 from dataclasses import dataclass
 from email.message import Message
 from email.parser import Parser
-from importlib.metadata import packages_distributions
+from importlib.metadata import packages_distributions, requires
 from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from support.our_imports import PLUGINS, imports
 from support.processes import break_imports, run_python
@@ -32,7 +35,8 @@ from verl_sglang_sync.preflight import RecipeError, check_recipe
 
 ROOT = Path(__file__).parents[2]
 KINDS = ("wheel", "editable")
-BUILT_FROM = ("pyproject.toml", "README.md", "LICENSE", "Makefile")
+ENVIRONMENT = "tests/support/environment.py"  # which `make` asks for the key of its cache
+BUILT_FROM = ("pyproject.toml", "README.md", "LICENSE", "Makefile", ENVIRONMENT)
 OPTIONAL = {
     "triton",  # torch brings it where it has CUDA; what imports it does without it elsewhere
     "matplotlib",  # of `report --plot`, which says so
@@ -106,6 +110,25 @@ class Installation:
     packages: Path
 
 
+def names_of(requirements: Iterable[str]) -> set[str]:
+    """Canonical names of those that every installation needs."""
+    found = map(Requirement, requirements)
+    return {
+        canonicalize_name(each.name)
+        for each in found
+        if each.marker is None or each.marker.evaluate({"extra": ""})
+    }
+
+
+def test_the_group_beside_a_newer_sglang_completes_verl_and_us() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    group = names_of(project["dependency-groups"]["beside-newer-sglang"])
+    given = group | names_of(requires("sglang") or ()) | {"verl", "sglang"}
+    needed = names_of(requires("verl") or ()) | names_of(project["project"]["dependencies"])
+    assert len(needed) > 20
+    assert not needed - given
+
+
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of what a build needs."""
@@ -113,6 +136,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     leave_out = shutil.ignore_patterns("__pycache__", "*.egg-info")
     shutil.copytree(ROOT / "plugins", folder / "plugins", ignore=leave_out)
     for name in BUILT_FROM:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, folder / name)
     return folder
 
