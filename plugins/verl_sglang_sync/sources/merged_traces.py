@@ -19,7 +19,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 
 from verl_sglang_sync.sources.export_trace import (
     NotTraceable,
@@ -36,11 +35,11 @@ class NamedRanks:
 
     Attributes:
         rest: checksum of all but the ranks.
-        ranks: by parameter and shard.
+        ranks: by parameter and shard, each an int32.
     """
 
     rest: int
-    ranks: npt.NDArray[np.int32]
+    ranks: bytes
 
     @classmethod
     def of(cls, traced: TracedExport) -> NamedRanks:
@@ -50,7 +49,7 @@ class NamedRanks:
         kinds = zip(traced.names, owners, strict=True)
         rest = [(name, o.starts, o.nbytes, [*map(len, o.holders)]) for name, o in kinds]
         checksum = zlib.crc32(repr((rest, [*traced.tensors.items()])).encode())
-        return cls(checksum, np.array(ranks, dtype=np.int32))
+        return cls(checksum, np.array(ranks, dtype=np.int32).tobytes())
 
 
 def merged_traces(
@@ -69,7 +68,7 @@ def merged_traces(
     for own, traced in zip(named, traces, strict=True):
         if traced is not None:
             alike = [each.ranks for each in named if each.rest == own.rest]
-            parameters = _with_replicas(traced.parameters, np.stack(alike))
+            parameters = _with_replicas(traced.parameters, alike)
             for name, tensor in traced.tensors.items():
                 claim = tensor, parameters[tensor.origin.parameter]
                 claims.setdefault(name, []).append(claim)
@@ -88,15 +87,11 @@ def merged_traces(
 
 
 def _with_replicas(
-    parameters: Sequence[TracedParameter], ranks: npt.NDArray[np.int32]
+    parameters: Sequence[TracedParameter], alike: Sequence[bytes]
 ) -> list[TracedParameter]:
-    """Each shard held by all ranks that are named in its place.
-
-    Args:
-        parameters: as one rank traced them.
-        ranks: by parameter and shard, a row for each rank that is alike.
-    """
-    replicas, found = iter(ranks.T.tolist()), []
+    """Each shard held by all ranks that are named in its place; `alike`: by each of them."""
+    by_rank = np.stack([np.frombuffer(ranks, dtype=np.int32) for ranks in alike])
+    replicas, found = iter(by_rank.T.tolist()), []
     for parameter in parameters:
         shards = [
             [rank for _ in holders for rank in next(replicas)]

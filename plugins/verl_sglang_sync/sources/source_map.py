@@ -90,9 +90,9 @@ class SourceMap:
         """
         assert self._found is not None
         traced, kinds = self._found
-        if len(set(self._group.agree(signature=traced.checksum).signatures)) > 1:
-            own = NamedRanks.of(traced)
-            named = self._group.all_gather(own)
+        own = NamedRanks.of(traced)
+        named: list[NamedRanks] = self._group.all_gather(own)
+        if len(set(named)) > 1:
             is_first = [each.rest for each in named].index(own.rest) == own_rank()
             traces = self._group.all_gather(traced if is_first else None)
             try:
