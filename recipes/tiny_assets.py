@@ -29,7 +29,12 @@ CHAT_TEMPLATE = (
 
 
 def make_assets(
-    folder: Path, *, architecture: str = "qwen3", tied: bool = False, seed: int = 0
+    folder: Path,
+    *,
+    architecture: str = "qwen3",
+    tied: bool = False,
+    layers: int = 2,
+    seed: int = 0,
 ) -> None:
     """Write `folder/model`, `folder/train.parquet` and `folder/val.parquet`.
 
@@ -37,12 +42,13 @@ def make_assets(
         folder: made if missing.
         architecture: one of `ARCHITECTURES`.
         tied: share the embedding with the output layer.
+        layers: of the model.
         seed: of the random weights and prompts.
     """
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = byte_tokenizer()
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(_config(architecture, tied, tokenizer))
+    model = AutoModelForCausalLM.from_config(_config(architecture, tied, layers, tokenizer))
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     rows = _prompts(random.Random(seed))
@@ -67,13 +73,13 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def _config(
-    architecture: str, tied: bool, tokenizer: PreTrainedTokenizerFast
+    architecture: str, tied: bool, layers: int, tokenizer: PreTrainedTokenizerFast
 ) -> Qwen3Config | Qwen3MoeConfig:
     common: dict[str, Any] = {
         "vocab_size": 320,
         "hidden_size": 64,
         "intermediate_size": 128,
-        "num_hidden_layers": 2,
+        "num_hidden_layers": layers,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 64,

@@ -51,6 +51,7 @@ _MLA: Mapping[str, Any] = {
         "mscale_all_dim": 1.0,
     },
 }
+_SIGMOID = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 _IMAGE = {
     "vision_start_token_id": 259,
     "vision_end_token_id": 260,
@@ -71,6 +72,7 @@ def _options(name: str) -> tuple[dict[str, Any], dict[str, Any] | None]:
         "qwen3": ({**_COMMON, **_HEAD}, None),
         "qwen3-moe": ({**_COMMON, **_HEAD, **_EXPERTS}, None),
         "deepseek-v2": ({**_COMMON, **_MLA}, None),
+        "deepseek-v3": ({**_COMMON, **_MLA, **_SIGMOID}, None),
         "qwen2_5-vl": (_IMAGE, {**_COMMON, "num_attention_heads": 2, "rope_parameters": _MROPE}),
         "gemma2": ({**_COMMON, **_HEAD, **_GEMMA}, None),
     }[name]
@@ -87,7 +89,7 @@ MIXTURES_OF_EXPERTS = ("qwen3-moe", "deepseek-v2")
 
 
 def case_of(name: str) -> Case:
-    """The enlarged case of one of `CYCLE_MODELS`."""
+    """The enlarged case of one of `CYCLE_MODELS`, or "deepseek-v3"."""
     case = next(case for case in CASES if case.name == name)
     options, text = _options(name)
     vision = case.vision

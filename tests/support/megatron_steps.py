@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
+import torch.distributed as dist
 
 from support.assembled import misplaced
-from support.engine_steps import MODES
+from support.broadcast_steps import Sender, Targets
 from support.megatron_trainer import Layout, MegatronActor
 from support.trainer import TrainerRank, engine_hashes
+from verl_sglang_sync.sources.owners import Owners
 
 LOST = "model.layers.1.self_attn.o_proj.weight"
 ALTERED = "model.layers.0.post_attention_layernorm.weight"
 NamedTensor = tuple[str, torch.Tensor]
 
 
-FACTORS = {"bucketed": (0.5, 2.0), "flattened": (0.5, 2.0), "compiled": (0.5, 2.0, 0.5, 2.0)}
-"""By mode: what training does to the weights before each sync; in the end they are as before."""
+FACTORS = {
+    "bucketed": (0.5, 2.0),
+    "flattened": (0.5, 2.0),
+    "compiled": (0.5, 2.0, 0.5, 2.0),
+    "disaggregated": (0.5, 2.0),
+}
+"""By preset: what training does to the weights before each sync; in the end they are as before."""
 
 
 def compared(rank: TrainerRank, actor: MegatronActor, model: Path) -> dict[str, Any]:
@@ -42,6 +50,8 @@ def compared(rank: TrainerRank, actor: MegatronActor, model: Path) -> dict[str, 
     return {
         "off": off,
         "misplaced": misplaced(export, source_map, group) if off is None else None,
+        "num_served": num_served(source_map.traced.owners) if off is None else None,
+        "num_storages": actor.num_storages,
         "names": [name for name, _ in exported],
         "checkpoint": sorted(reference),
         "different": [
@@ -52,38 +62,51 @@ def compared(rank: TrainerRank, actor: MegatronActor, model: Path) -> dict[str, 
     }
 
 
+def num_served(parameters: Sequence[Owners]) -> list[int]:
+    """By rank: how many shards it gives to how many readers, itself among them."""
+    ranks = range(dist.get_world_size())
+    served = Counter(
+        owners.owner_of(shard, reader)
+        for owners in parameters
+        for shard in range(len(owners.starts))
+        for reader in ranks
+    )
+    return [served[rank] for rank in ranks]
+
+
 def exercise_engine(
-    rank: TrainerRank, folder: str, model: str, layout: dict[str, int], others: list[Any]
+    rank: TrainerRank,
+    folder: str,
+    model: str,
+    trainers: dict[str, dict[str, Any]],
+    targets: Targets,
 ) -> dict[str, Any]:
-    """Train away and back in every mode, offloading in between; then lose and alter a tensor.
+    """Every trainer trains away and back in every preset; the last loses and alters a tensor.
 
     Args:
         rank: this one.
         folder: for hashes.
         model: checkpoint that the engines serve.
-        layout: of the trainer.
-        others: further `[model, layout]` whose export alone is compared with the checkpoint.
+        trainers: layouts by name.
+        targets: the engines.
     """
-    shape = msgspec.convert(layout, Layout)
-    actor = MegatronActor(Path(model), shape)
     hash_folder = Path(folder, f"replica{rank.replica}")
     hash_folder.mkdir(exist_ok=True)
-    seen: dict[str, Any] = {
-        "export": compared(rank, actor, Path(model)),
-        "reference": engine_hashes(rank, hash_folder),
-    }
-    for mode in MODES:
-        manager, syncs = rank.manager(mode), []
-        for factor in FACTORS[mode]:
-            actor.train(factor)
-            asyncio.run(manager.release())
-            asyncio.run(manager.resume(("weights",)))
-            asyncio.run(manager.sync(actor.export(), version=mode))
-            report = asdict(manager.report)
-            left = actor.offload() if shape.offload else None
-            asyncio.run(manager.resume(("kv_cache",)))
-            syncs.append((engine_hashes(rank, hash_folder), report, left))
-        seen[mode] = syncs
+    seen: dict[str, Any] = {"reference": engine_hashes(rank, hash_folder), "trainers": {}}
+    actor: MegatronActor | None = None
+    for name, layout in trainers.items():
+        if actor is not None:
+            actor.close()
+        actor = MegatronActor(Path(model), msgspec.convert(layout, Layout))
+        seen["trainers"][name] = found = {"export": compared(rank, actor, Path(model))}
+        for preset, factors in FACTORS.items():
+            sync, syncs = _sync_by(rank, preset, targets), []
+            for factor in factors:
+                actor.train(factor)
+                report, left = sync(actor)
+                syncs.append((engine_hashes(rank, hash_folder), report, left))
+            found[preset] = syncs
+    assert actor is not None
     actor.train(0.5)
     blind = rank.manager("flattened", manifest_check="off")
     asyncio.run(blind.sync(without(LOST, actor.export()), version="lost"))
@@ -91,12 +114,29 @@ def exercise_engine(
     actor.train(2.0)
     asyncio.run(rank.manager("bucketed").sync(altered(ALTERED, actor.export()), version="altered"))
     seen["altered"] = engine_hashes(rank, hash_folder)
-    seen["others"] = []
-    for other, other_layout in others:
-        actor.close()
-        actor = MegatronActor(Path(other), msgspec.convert(other_layout, Layout))
-        seen["others"].append(compared(rank, actor, Path(other)))
     return seen
+
+
+Sync = Callable[[MegatronActor], tuple[dict[str, Any], int | None]]
+"""Syncs an actor's weights; returns the report, and the bytes left where they were."""
+
+
+def _sync_by(rank: TrainerRank, preset: str, targets: Targets) -> Sync:
+    """One preset's syncs; the parameters are offloaded where the layout wants it."""
+    if preset == "disaggregated":
+        sender = Sender(rank, targets)
+        return lambda actor: (sender.sync(actor.export()), actor.offload())
+    manager = rank.manager(preset)
+
+    def sync(actor: MegatronActor) -> tuple[dict[str, Any], int | None]:
+        asyncio.run(manager.release())
+        asyncio.run(manager.resume(("weights",)))
+        asyncio.run(manager.sync(actor.export(), version=preset))
+        report, left = asdict(manager.report), actor.offload()
+        asyncio.run(manager.resume(("kv_cache",)))
+        return report, left
+
+    return sync
 
 
 def without(lost: str, weights: Iterable[NamedTensor]) -> Iterator[NamedTensor]:

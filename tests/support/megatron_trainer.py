@@ -8,6 +8,7 @@ actor.offload()                  # what verl does after a sync with `param_offlo
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -31,6 +32,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         tp: tensor parallel; likewise `pp`, `ep`, and `etp` of the experts.
+        vpp: pieces of each pipeline stage.
         mbridge: the bridge that verl has deprecated, not its default.
         offload: the parameters live on the host between syncs.
     """
@@ -39,6 +41,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     pp: int = 1
     ep: int = 1
     etp: int = 1
+    vpp: int = 1
     mbridge: bool = False
     offload: bool = True
 
@@ -63,12 +66,14 @@ class MegatronActor:
         from verl_sglang_sync.verl.exports import make_exports_repeatable
 
         make_exports_repeatable()  # as the rollout adapter does in this process
+        self._layout = layout
         self._unpinned = UnpinnedMemory if on_cpu else torch.no_grad
         self._engine = MegatronEngineWithLMHead(
             HFModelConfig(path=str(model), load_tokenizer=False),
             McoreEngineConfig(
                 tensor_model_parallel_size=layout.tp,
                 pipeline_model_parallel_size=layout.pp,
+                virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
                 expert_model_parallel_size=layout.ep,
                 expert_tensor_parallel_size=layout.etp,
                 vanilla_mbridge=layout.mbridge,
@@ -83,14 +88,18 @@ class MegatronActor:
         self._engine._build_tf_config()
         self._engine.module = self._engine._build_megatron_module()
         if on_cpu and not layout.offload:  # what an engine can read where it is
-            for parameter in self._parameters():
-                parameter.untyped_storage().share_memory_()
+            for tensor in self._tensors():
+                tensor.untyped_storage().share_memory_()
 
     def close(self) -> None:
-        """Dissolve Megatron's groups, so that another layout can be built."""
+        """Dissolve Megatron's groups, and forget its choice of attention, so that another layout
+        can be built.
+        """
         from megatron.core import parallel_state
 
         parallel_state.destroy_model_parallel()
+        for kernels in ("FLASH", "FUSED", "UNFUSED"):
+            os.environ.pop(f"NVTE_{kernels}_ATTN", None)
 
     @torch.no_grad()
     def train(self, factor: float) -> None:
@@ -98,8 +107,8 @@ class MegatronActor:
         from verl.utils.megatron_utils import load_megatron_model_to_gpu
 
         load_megatron_model_to_gpu(self._engine.module, load_grad=False)
-        for parameter in self._parameters():
-            parameter.mul_(factor)
+        for tensor in self._tensors():
+            tensor.mul_(factor)
 
     def export(self) -> Iterable[tuple[str, torch.Tensor]]:
         """What verl's worker hands to the rollout."""
@@ -107,13 +116,28 @@ class MegatronActor:
         exported: Iterable[tuple[str, torch.Tensor]] = weights
         return exported
 
-    def offload(self) -> int:
-        """Move the parameters to the host as verl does; return the bytes left where they were."""
+    def offload(self) -> int | None:
+        """Move the parameters to the host as verl does, where the layout says so; return the bytes
+        left where they were.
+        """
+        if not self._layout.offload:
+            return None
         from verl.utils.megatron_utils import offload_megatron_model_to_cpu
 
         with self._unpinned():
             offload_megatron_model_to_cpu(self._engine.module)
-        return sum(parameter.untyped_storage().nbytes() for parameter in self._parameters())
+        return sum(storage.nbytes() for storage in self._storages())
 
-    def _parameters(self) -> list[torch.nn.Parameter]:
-        return [p for chunk in self._engine.module for p in chunk.parameters()]
+    @property
+    def num_storages(self) -> int:
+        """In how many pieces of memory this rank's parameters lie."""
+        return len({storage.data_ptr() for storage in self._storages()})
+
+    def _storages(self) -> list[torch.UntypedStorage]:
+        parameters = [p for chunk in self._engine.module for p in chunk.parameters()]
+        return [parameter.untyped_storage() for parameter in parameters]
+
+    def _tensors(self) -> list[torch.Tensor]:
+        """The parameters, and buffers such as the routers' biases."""
+        models = [chunk.module for chunk in self._engine.module]  # a DDP's `buffers` are others
+        return [t for model in models for t in (*model.parameters(), *model.buffers())]

@@ -57,7 +57,8 @@ class ExchangeRank(Rank):
         self.own = [arrangement_of(b.layout, rank, world_size) for b in self.stream.buckets]
         named = [(b.digest, reads) for b, reads in zip(self.stream.buckets, self.own, strict=True)]
         arrangements = EngineArrangements(is_wanted=True)
-        arrangements.known = KnownArrangements("arranged", tuple(named))
+        self.digest = f"arranged for rank {rank}"
+        arrangements.known = KnownArrangements(self.digest, tuple(named))
         self.ring = StagingRing(CPU, num_buffers=2, bucket_bytes=BUCKET_BYTES)
         self.num_read = None  # buckets after which this rank gives up
         payload = sum(bucket.payload_bytes for bucket in self.stream.buckets)
@@ -77,8 +78,8 @@ class ExchangeRank(Rank):
 
     def read(self, source):
         self.filled = []
-        assert source.needs_arrangements == "arranged"
-        source.engine_joined("arranged")
+        assert source.needs_arrangements == self.digest
+        source.engine_joined(self.digest)
         for ready in source:
             flat = torch.empty(0, dtype=torch.uint8).set_(ready.storage)
             self.filled.append(flat[: ready.nbytes].clone())

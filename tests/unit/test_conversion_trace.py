@@ -16,7 +16,7 @@ from verl_sglang_sync.sources.export_trace import (
     TracedParameter,
     TracedTensor,
 )
-from verl_sglang_sync.sources.merged_traces import merged_traces
+from verl_sglang_sync.sources.merged_traces import NamedRanks, merged_traces
 from verl_sglang_sync.sources.owners import Origin, Owners
 from verl_sglang_sync.verl.bridge_sources import bridge_sources
 
@@ -73,7 +73,26 @@ def test_ranks_that_traced_a_tensor_differently_agree_on_nothing():
     first = TracedExport((TracedParameter("p", Owners((0,), ((0,),), 8)),), {"t": tensor})
     other = replace(tensor, origin=Origin(0, ByteMap(4, ((4, 1),))))
     with pytest.raises(NotTraceable, match="the ranks traced different exports: t differs"):
-        merged_traces([first, replace(first, tensors={"t": other})])
+        merged_of([first, replace(first, tensors={"t": other})])
+
+
+def merged_of(traces):
+    """Every rank says all that it traced."""
+    return merged_traces([NamedRanks.of(traced) for traced in traces], traces)
+
+
+def test_ranks_that_traced_alike_hold_replicas():
+    """The second and the third are known by their ranks alone."""
+    tensor = TracedTensor(torch.uint8, (4,), Origin(0, ByteMap(2, ((4, 1),))))
+    traces = [
+        TracedExport((TracedParameter("p", Owners((0, 4), ((a,), (b,)), 8)),), {"t": tensor})
+        for a, b in ((0, 1), (0, 1), (2, 3))
+    ]
+    named = [NamedRanks.of(traced) for traced in traces]
+    assert len({each.rest for each in named}) == 1
+    merged = merged_traces(named, [traces[0], None, None])
+    assert merged == merged_of(traces)
+    assert merged.parameters[0].owners.holders == ((0, 2), (1, 3))
 
 
 def test_what_each_rank_knows_is_put_together():
@@ -83,7 +102,7 @@ def test_what_each_rank_knows_is_put_together():
         TracedExport((TracedParameter("p", Owners((0,), ((rank,),), 4)),), {name: tensor})
         for rank, name in enumerate(("first", "second"))
     ]
-    merged = merged_traces(stages)
+    merged = merged_of(stages)
     assert [p.owners.holders for p in merged.parameters] == [((0,),), ((1,),)]
     assert [t.origin.parameter for t in merged.tensors.values()] == [0, 1]
 

@@ -14,7 +14,7 @@ from sglang_loader.common.regions.compose import ByteMap, compose_read
 from sglang_loader.common.regions.geometry import Region
 from verl_sglang_sync.routes.exchange import exchange_plan
 from verl_sglang_sync.routes.exchange.exchange_plan import pieces_of, plan_bucket
-from verl_sglang_sync.sources.owners import Origin, everyone, shards_of_rows
+from verl_sglang_sync.sources.owners import Origin, everyone, nearest, shards_of_rows
 
 
 def indices(offset, dims, run):
@@ -89,6 +89,17 @@ def test_rows_of_a_column_slice_need_one_part_each_way():
         assert len(list(compose_read(half, Read(0, offset, dims, run, 0)))) == num_parts
 
 
+def test_replicas_share_the_readers_and_those_of_the_same_node_come_first():
+    """TP 2 x DP 8 on nodes of 8: a shard has a replica on every other rank of one stage of two."""
+    holders = tuple(range(16, 32, 2))
+    readers = {owner: [] for owner in holders}
+    for reader in range(32):
+        readers[nearest(holders, reader)].append(reader)
+    for owner, its in readers.items():
+        assert len(its) == 32 // len(holders)
+        assert [reader for reader in its if reader >= 16] == [owner, owner + 1]
+
+
 @st.composite
 def buckets(draw):
     """Parameters on ranks, exported views of them, and what each rank reads of these."""
@@ -121,6 +132,8 @@ def buckets(draw):
         Arrangement(tuple(draw(st.permutations(found))), end + 3)
         for found, end in zip(reads, ends, strict=True)
     ]
+    if draw(st.booleans()):  # engines that read the same share one
+        arrangements[-1] = arrangements[0]
     return owners, origins, arrangements
 
 

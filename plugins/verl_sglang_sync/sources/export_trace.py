@@ -13,7 +13,6 @@ vouches for that by naming its sources.
 from __future__ import annotations
 
 import threading
-import zlib
 from collections.abc import Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -84,12 +83,6 @@ class TracedExport:
     def owners(self) -> list[Owners]:
         """By parameter."""
         return [parameter.owners for parameter in self.parameters]
-
-    @property
-    def checksum(self) -> int:
-        """Equal on ranks that traced the same."""
-        checksum = zlib.crc32(repr(self.parameters).encode())
-        return zlib.crc32(repr(list(self.tensors.items())).encode(), checksum)
 
     def origins_of(self, layout: BucketLayout) -> list[Origin]:
         """What the tensors of a bucket are.

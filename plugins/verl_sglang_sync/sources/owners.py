@@ -58,14 +58,23 @@ class Owners:
         return bisect_right(self.starts, offset) - 1
 
     def owner_of(self, shard: int, reader: int) -> int:
-        """Whose shard a rank reads: its own if it has it; replicas elsewhere share the readers."""
-        holders = self.holders[shard]
-        return reader if reader in holders else holders[reader % len(holders)]
+        """Whose shard a rank reads; see `nearest`."""
+        return nearest(self.holders[shard], reader)
 
     def range_of(self, shard: int) -> tuple[int, int]:
         """First byte of a shard, and where it ends."""
         last = shard + 1 == len(self.starts)
         return self.starts[shard], self.nbytes if last else self.starts[shard + 1]
+
+
+def nearest(holders: Sequence[int], reader: int) -> int:
+    """Which replica a rank reads: its own, else that of the rank whose number has the longest
+    binary prefix in common with its own.
+
+    Nodes have 2, 4 or 8 ranks that follow each other, so it is one of the reader's node where there
+    is any; replicas elsewhere share the readers.
+    """
+    return min(holders, key=reader.__xor__)
 
 
 def everyone(nbytes: int, world_size: int) -> Owners:

@@ -6,7 +6,7 @@ another question: parameters that are offloaded come back elsewhere.
 
     shards, table = share_shards(traced, sources(), device, rank, share)  # each rank, of its own
     tables = group.all_gather(table)                  # then every rank knows all of them
-    reads = bucket_reads(layout, traced, rank)        # pure: which shard holds which bytes
+    reads = bucket_reads(layout, traced)              # pure: which shard holds which bytes
 """
 
 from __future__ import annotations
@@ -45,9 +45,7 @@ class SpreadRead:
     origin: Origin
 
 
-def bucket_reads(
-    layout: BucketLayout, traced: TracedExport, rank: int
-) -> list[ShardRead | SpreadRead]:
+def bucket_reads(layout: BucketLayout, traced: TracedExport) -> list[ShardRead | SpreadRead]:
     """Which shards hold a bucket's bytes, in ascending order. Pure.
 
     Bytes that are consecutive in a shard and in the bucket are one read, of several tensors even.
@@ -55,7 +53,6 @@ def bucket_reads(
     Args:
         layout: of the bucket.
         traced: where its tensors come from.
-        rank: whose engine reads.
 
     Raises:
         NotTraceable: a tensor was not traced.
@@ -68,7 +65,7 @@ def bucket_reads(
             joined.append(SpreadRead(read.start, origin))
             continue
         alone = Arrangement((read,), layout.nbytes)
-        for part in shard_reads(alone, origins, traced.owners, rank):
+        for part in shard_reads(alone, origins, traced.owners):
             last = joined[-1] if joined else None
             if isinstance(last, ShardRead) and _continues(last, part):
                 run = part.read.start + part.read.run - last.read.start
@@ -82,7 +79,7 @@ def _continues(last: ShardRead, part: ShardRead) -> bool:
     """True if bytes of a shard and of the bucket go on alike, gaps of the layout included."""
     read, after = last.read, part.read
     return (
-        (last.owner, read.tensor) == (part.owner, after.tensor)
+        (last.holders, read.tensor) == (part.holders, after.tensor)
         and read.offset < after.offset
         and after.offset - read.offset == after.start - read.start
     )

@@ -19,11 +19,17 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from verl_sglang_sync.collective import TrainerGroup, common_reason, holds_everywhere, world_size
+from verl_sglang_sync.collective import (
+    TrainerGroup,
+    common_reason,
+    holds_everywhere,
+    own_rank,
+    world_size,
+)
 from verl_sglang_sync.sources.export import NamedTensor
 from verl_sglang_sync.sources.export_trace import NotTraceable, TracedExport, trace_export
 from verl_sglang_sync.sources.known_sources import SourceKinds, SourcesChanged, require_sources
-from verl_sglang_sync.sources.merged_traces import merged_traces
+from verl_sglang_sync.sources.merged_traces import NamedRanks, merged_traces
 
 MAX_TRACES = 4
 """How often the parameters may be replaced by others before it is not worth the tracing."""
@@ -84,9 +90,13 @@ class SourceMap:
         """
         assert self._found is not None
         traced, kinds = self._found
-        if len(set(self._group.agree(signature=traced.checksum).signatures)) > 1:
+        own = NamedRanks.of(traced)
+        named: list[NamedRanks] = self._group.all_gather(own)
+        if len(set(named)) > 1:
+            is_first = [each.rest for each in named].index(own.rest) == own_rank()
+            traces = self._group.all_gather(traced if is_first else None)
             try:
-                self._found = merged_traces(self._group.all_gather(traced)), kinds
+                self._found = merged_traces(named, traces), kinds
             except NotTraceable as error:
                 return str(error)
         return None

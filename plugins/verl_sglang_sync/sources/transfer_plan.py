@@ -5,7 +5,7 @@ An engine rank reads bytes of exported tensors (`Arrangement`), a tensor is byte
 composed:
 
     for part in shard_reads(arrangement, origins, owners):
-        part.owner                      # this rank holds,
+        part.holders                    # these ranks hold,
         part.read.tensor                # of this parameter,
         part.read.offset                # in its shard, what goes to
         part.read.start                 # this byte of the arranged buffer
@@ -23,7 +23,7 @@ from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.regions.arrangement import Arrangement, Read
 from sglang_loader.common.regions.compose import compose_read
 from sglang_loader.common.regions.split import split_copy
-from verl_sglang_sync.sources.owners import Origin, Owners
+from verl_sglang_sync.sources.owners import Origin, Owners, nearest
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +31,16 @@ class ShardRead:
     """Bytes that lie in one shard.
 
     Attributes:
-        owner: whose.
+        holders: the ranks that have it.
         read: `tensor` is the parameter, `offset` a byte of the shard.
     """
 
-    owner: int
+    holders: tuple[int, ...]
     read: Read
+
+    def owner(self, reader: int) -> int:
+        """Whose shard a rank reads."""
+        return nearest(self.holders, reader)
 
 
 def whole_bucket(layout: BucketLayout) -> Arrangement:
@@ -51,7 +55,6 @@ def shard_reads(
     arrangement: Arrangement,
     origins: Sequence[Origin],
     owners: Sequence[Owners],
-    reader: int,
     only: int | None = None,
 ) -> Iterator[ShardRead]:
     """An arrangement's reads, cut where shards end, in their order.
@@ -60,27 +63,27 @@ def shard_reads(
         arrangement: of the engine rank.
         origins: of the bucket's tensors, by position in its layout.
         owners: by parameter.
-        reader: the rank whose engine reads; of what several ranks hold it reads its own.
-        only: leave out what this rank does not own, where that is quickly known.
+        only: leave out parameters of which this rank holds nothing.
     """
     for read in arrangement.reads:
         if not read.nbytes:
             continue
         origin = origins[read.tensor]
         held = owners[origin.parameter]
+        if only is not None and not held.is_held_by(only):
+            continue
         wanted = Read(origin.parameter, read.offset, read.dims, read.run, read.start)
         for part in compose_read(origin.bytes, wanted):
-            shard = held.shard_of(part.offset)
-            if part.stop > held.range_of(shard)[1]:
-                for copy in split_copy(part.as_copy(), held.starts):
-                    yield _shard_read(Read.from_copy(copy, part.tensor), held, reader)
-            elif only is None or held.owner_of(shard, reader) == only:
-                yield _shard_read(part, held, reader)
+            if part.stop <= held.range_of(held.shard_of(part.offset))[1]:
+                yield _shard_read(part, held)
+                continue
+            for copy in split_copy(part.as_copy(), held.starts):
+                yield _shard_read(Read.from_copy(copy, part.tensor), held)
 
 
-def _shard_read(read: Read, held: Owners, reader: int) -> ShardRead:
+def _shard_read(read: Read, held: Owners) -> ShardRead:
     """Of bytes of a parameter that lie in one shard."""
     shard = held.shard_of(read.offset)
     offset = read.offset - held.starts[shard]
     within = Read(read.tensor, offset, read.dims, read.run, read.start)
-    return ShardRead(held.owner_of(shard, reader), within)
+    return ShardRead(held.holders[shard], within)

@@ -84,7 +84,8 @@ def plan_bucket(
 
     Args:
         rank: whose plan.
-        arrangements: of the bucket, by trainer rank.
+        arrangements: of the bucket, by trainer rank; quicker where engines that read the same
+            share one object.
         origins: of the bucket's tensors, by position in its layout.
         owners: by parameter.
 
@@ -94,16 +95,20 @@ def plan_bucket(
     own: list[Read] = []
     receives: list[list[Read]] = [[] for _ in arrangements]
     sends: list[list[Read]] = [[] for _ in arrangements]
-    for destination, arrangement in enumerate(arrangements):
-        mine = destination == rank
-        only = None if mine else rank
-        for part in shard_reads(arrangement, origins, owners, destination, only):
-            if mine and part.owner == rank:
-                own.append(part.read)
-            elif mine:
-                receives[part.owner].append(part.read)
-            elif part.owner == rank:
-                sends[destination].append(part.read)
+    alike: dict[int, list[int]] = {}
+    for reader, arrangement in enumerate(arrangements):
+        alike.setdefault(id(arrangement), []).append(reader)
+    for readers in alike.values():
+        others = [reader for reader in readers if reader != rank]
+        is_own = len(others) < len(readers)
+        only = None if is_own else rank
+        for part in shard_reads(arrangements[readers[0]], origins, owners, only):
+            if is_own:
+                owner = part.owner(rank)
+                (own if owner == rank else receives[owner]).append(part.read)
+            for reader in others if rank in part.holders else ():
+                if part.owner(reader) == rank:
+                    sends[reader].append(part.read)
     _check_filled_once(arrangements[rank], [*own, *(read for some in receives for read in some)])
     return BucketExchange(
         tuple(own),

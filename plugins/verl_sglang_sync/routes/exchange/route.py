@@ -128,9 +128,10 @@ class Exchange(Route):
     def learn(self, weights: Iterable[NamedTensor], loaded: Loaded) -> bool:
         """Trace, plan and compare; see `Route`."""
         arranged = self._arrangements.fitting(self._stream.buckets)
-        # An engine that has replayed its plan has said what it reads, unless that is all. What is
-        # to be compared again is so on all ranks, also where the engine has loaded this eagerly.
-        is_final = bool(arranged.digest) or not loaded.num_eager
+        # An engine that has a plan has said what it reads, unless that is all. What is to be
+        # compared again is so on all ranks, also where the engine has loaded this eagerly.
+        has_plan = loaded.may_read_in_place or not loaded.num_eager
+        is_final = bool(arranged.digest) or has_plan
         is_due = self._plan is not None and not self._is_proven
         if not (is_due or holds_everywhere(self._group, is_final)):
             return False
@@ -165,7 +166,11 @@ class Exchange(Route):
         self.forget()
         buckets = self._stream.buckets
         own = [arranged.expected(i) or whole_bucket(b.layout) for i, b in enumerate(buckets)]
-        everyones: list[list[Arrangement]] = self._group.all_gather(own)
+        digests = self._group.all_gather(arranged.digest)
+        # Replicas read alike: the first rank with a digest says what it names, once for all.
+        is_first = digests.index(arranged.digest) == own_rank()
+        sent = self._group.all_gather(own if is_first else None)
+        everyones = [sent[digests.index(digest)] for digest in digests]
         if (reason := self._source_map.trace(weights)) is not None:
             return reason
         traced = self._source_map.traced
@@ -178,7 +183,7 @@ class Exchange(Route):
         if drafts is not None and None not in needs:
             largest = [max(of_bucket) for of_bucket in zip(*needs, strict=True)]
             exchange, reason = result_or_reason(partial(self._in_pieces, drafts, largest))
-        inputs = everyones, [bucket.digest for bucket in buckets]
+        inputs = digests, [bucket.digest for bucket in buckets]
         agreed = common_reason(self._group, reason, zlib.crc32(repr(inputs).encode()))
         if agreed is None:
             assert exchange is not None

@@ -38,18 +38,17 @@ class PullPlan:
     reads: list[list[ShardRead | SpreadRead]]
 
     @classmethod
-    def of(cls, traced: TracedExport, buckets: list[Bucket], rank: int) -> PullPlan:
+    def of(cls, traced: TracedExport, buckets: list[Bucket]) -> PullPlan:
         """Find the buckets' bytes.
 
         Args:
             traced: the export.
             buckets: of it.
-            rank: whose engine reads.
 
         Raises:
             NotTraceable: a tensor was not traced.
         """
-        return cls(traced, buckets, [bucket_reads(b.layout, traced, rank) for b in buckets])
+        return cls(traced, buckets, [bucket_reads(b.layout, traced) for b in buckets])
 
     def is_of(self, traced: TracedExport, buckets: list[Bucket]) -> bool:
         """True if it was made of these."""
@@ -93,7 +92,7 @@ class Located:
 
         def piece(part: ShardRead | SpreadRead) -> BucketPiece:
             if isinstance(part, ShardRead):
-                (slot, offset), read = place(part.owner, part.read.tensor), part.read
+                (slot, offset), read = place(part.owner(rank), part.read.tensor), part.read
                 return BucketPiece(slot, offset + read.offset, read.start, read.run)
             parameter, source = part.origin.parameter, part.origin.bytes
             owners, shards = plan.traced.owners[parameter], []

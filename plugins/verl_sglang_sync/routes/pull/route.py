@@ -177,9 +177,7 @@ class Pull(Route):
         is_known = self._plan is not None and self._plan.is_of(traced, buckets)
         if holds_everywhere(self._group, is_known):
             return None
-        self._plan, reason = result_or_reason(
-            lambda: PullPlan.of(traced, buckets, own_rank()), NotTraceable
-        )
+        self._plan, reason = result_or_reason(lambda: PullPlan.of(traced, buckets), NotTraceable)
         return common_reason(self._group, reason)
 
     def _locate(
