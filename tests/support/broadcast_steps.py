@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import os
@@ -215,7 +216,7 @@ class Sender:
             for url, tp in (self._targets[i] for i in members)
         ]
         report = SyncReport(mode=mode, replica=None)
-        transport.sync(weights, replicas, version=version, report=report)
+        asyncio.run(transport.sync(weights, version=version, report=report, replicas=replicas))
         return asdict(report)
 
     def attempt(self, weights: Any, members: Sequence[int] = BOTH) -> dict[str, Any]:
@@ -252,7 +253,7 @@ class Sender:
     def _transport(self, mode: str) -> tuple[Any, Any]:
         from verl_sglang_sync.collective import TorchTrainerGroup
         from verl_sglang_sync.engine.update_groups import UpdateGroups
-        from verl_sglang_sync.routes.broadcast import BroadcastTransport
+        from verl_sglang_sync.sync.transport import disaggregated_transport
 
         if mode not in self._made:
             groups = None
@@ -263,10 +264,10 @@ class Sender:
                     timeout_s=self._timeout_s,
                 )
             limit_s = self._timeout_s
-            transport = BroadcastTransport(
+            transport = disaggregated_transport(
                 groups=groups,
                 settings=settings_of(mode, request_timeout_s=limit_s, **self._settings),
-                agree=TorchTrainerGroup(timeout_s=limit_s).agree,
+                group=TorchTrainerGroup(timeout_s=limit_s),
                 device=self._rank.device,
             )
             self._made[mode] = transport, groups

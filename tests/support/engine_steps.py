@@ -280,7 +280,7 @@ def _with_a_wrong_token(sync: Callable[[], Any]) -> Any:
 
 def _forged_arrangements(rank: TrainerRank, weights: NamedTensors) -> dict[str, Any]:
     """Send buckets arranged in a way that the engine does not hold, then go on as before."""
-    from verl_sglang_sync.routes.arranged_sending import ArrangedSync, KnownArrangements
+    from verl_sglang_sync.engine.arrangements import ArrangedSync, KnownArrangements
 
     manager, num_arranged = rank.manager("compiled", **STAGED), []
 

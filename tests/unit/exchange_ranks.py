@@ -48,7 +48,7 @@ class ExchangeRank(Rank):
     """A rank whose engine reads a part of each bucket, and says so after the first sync."""
 
     def make_route(self):
-        from verl_sglang_sync.routes.arranged_sending import EngineArrangements, KnownArrangements
+        from verl_sglang_sync.engine.arrangements import EngineArrangements, KnownArrangements
         from verl_sglang_sync.routes.exchange.route import Exchange
         from verl_sglang_sync.routes.staging_ring import StagingRing
 
@@ -77,8 +77,8 @@ class ExchangeRank(Rank):
 
     def read(self, source):
         self.filled = []
-        assert source.needs_arrangements == "arranged"
-        source.engine_joined("arranged")
+        assert source.needs_arrangements == ("arranged",)
+        source.engines_joined(["arranged"])
         for ready in source:
             flat = torch.empty(0, dtype=torch.uint8).set_(ready.storage)
             self.filled.append(flat[: ready.nbytes].clone())

@@ -1,7 +1,7 @@
 """An engine's server in this process: each of its TP ranks is a thread that serves real sessions.
 
 engine = ServingEngine(tp=2)
-transport = SessionTransport(engine=engine, ...)
+transport = colocated_transport(engine=engine, ...)
 engine.models[1].loaded             # what TP rank 1 got in the last sync, by name
 """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
 import weakref
@@ -27,7 +28,7 @@ from verl_sglang_sync.engine.session import SessionSockets
 from verl_sglang_sync.engine.update_groups import Replica, UpdateGroup
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.routes import broadcast as route
-from verl_sglang_sync.routes.broadcast import BroadcastTransport
+from verl_sglang_sync.sync.transport import disaggregated_transport
 
 CPU = torch.device("cpu")
 TPS = (1, 2)
@@ -121,13 +122,13 @@ def transport(groups: Groups, mode: str = "flattened", **options: Any) -> Callab
     """A trainer of one rank; syncs `weights` when it is called."""
     settings = settings_of(mode, bucket_bytes=512, request_timeout_s=10, **options)
     sending: Any = groups
-    made = BroadcastTransport(
-        groups=sending, settings=settings, agree=SingleProcess().agree, device=CPU
+    made = disaggregated_transport(
+        groups=sending, settings=settings.for_session(), group=SingleProcess(), device=CPU
     )
 
     def sync(weights: Any) -> SyncReport:
         report = SyncReport(mode=mode, replica=None)
-        made.sync(weights, REPLICAS, version="1", report=report)
+        asyncio.run(made.sync(weights, version="1", report=report, replicas=REPLICAS))
         return report
 
     return sync

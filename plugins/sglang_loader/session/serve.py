@@ -241,9 +241,11 @@ class _Session:
                 channel.send(wire.Receiving, index=message.index)
 
     def _finish_buckets(self, channel: Channel[FromTrainer]) -> None:
-        """Wait until the device has read all that was launched, and tell the trainer."""
-        if self._announced or self._begun:
-            raise SessionError(f"the end came after {len(self._digests)} of the announced buckets")
+        """Wait until the device has read all that was announced, and tell the trainer."""
+        while self._announced or self._begun:
+            self._is_busy(channel)
+            if channel.has_message():
+                _expect(wire.Abort, channel.receive())
         if self._in_flight:
             with self._spending("copying"):
                 synchronize(self._device)

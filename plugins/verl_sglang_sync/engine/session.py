@@ -6,8 +6,7 @@ with TrainerSession(sockets, settings, names) as session:
     slot = session.map_buffer(storage, keep=False)
     session.load(0, bucket, [BucketPiece(slot, 0, 0, nbytes)], read_only=False)
     session.finish(num_buckets=1, num_tensors=3, arrangements=None)
-    session.wait_until_done(0)
-    outcome = session.outcome()
+    ...                                   # until session.loaded, see `engine_ranks.wait_for`
     session.commit()                      # once all ranks have come so far
     session.wait_until_published()
     session.keep_socket()                 # likewise
@@ -17,7 +16,6 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
@@ -120,6 +118,7 @@ class TrainerSession:
         arrangements: digest of those that the engine holds for this sync, once they have met.
         num_done: buckets that the engine has read, as far as it was listened to.
         num_receiving: likewise those that it receives, or has received, by broadcast.
+        loaded: how it has loaded them, once it has read all; None before.
     """
 
     def __init__(
@@ -156,6 +155,7 @@ class TrainerSession:
         self._slots: dict[str, int] = {}
         self._unsent: list[wire.SharedBuffer] = []
         self.num_done = self.num_receiving = 0
+        self.loaded: Loaded | None = None
         self.arrangements = ""
 
     def greet(self, watch: Callable[[], None], *, wait_s: float) -> bool:
@@ -252,27 +252,27 @@ class TrainerSession:
         )
         self._engine_layouts.add(bucket.digest)
 
-    def wait_until_done(self, index: int) -> None:
-        """Wait until the engine has read bucket `index` and those before it.
+    def look(self) -> None:
+        """Take note of what the engine has said, without waiting.
 
         Raises:
             EngineFailed: with the engine's traceback.
-            SessionError: the engine is gone, silent, or broke the protocol.
+            SessionError: the engine is gone, or broke the protocol.
+            Exception: what the watch of `greet` raises.
         """
-        while self.num_done <= index:
+        while self._channel.wait(0.0, self._watch):
             self._note_progress()
 
-    def look(self) -> None:
-        """Take note of what the engine has said, without waiting; errors as for
-        `wait_until_done`.
-        """
-        while self._channel.wait(0.0):
-            self._note_progress()
+    def rest(self) -> None:
+        """Wait a moment, until the engine says something at most."""
+        self._channel.rest()
 
     def _note_progress(self) -> None:
         message = self._next()
         if isinstance(message, wire.Receiving):
             self.num_receiving = _counted(message, self.num_receiving)
+        elif isinstance(message, Loaded):
+            self.loaded = message
         else:
             self.num_done = _counted(_expected(wire.BucketDone, message), self.num_done)
 
@@ -290,15 +290,6 @@ class TrainerSession:
             num_tensors=num_tensors,
             arrangements=arrangements,
         )
-
-    def outcome(self) -> Loaded:
-        """Wait until this engine rank has read all; every bucket must have been waited for.
-
-        Raises:
-            EngineFailed: with the engine's traceback.
-            SessionError: the engine is gone, silent, or broke the protocol.
-        """
-        return self._receive(wire.Loaded)
 
     def commit(self, watch: Callable[[], None]) -> None:
         """Have the weights published: every trainer rank's engine has read what it was to read.
@@ -370,24 +361,6 @@ class TrainerSession:
             self._sockets.keep(self._channel)
             return
         self._channel.close()
-
-
-def check_refused(reply: Future[Any]) -> None:
-    """Raise if the answer to the request that opened a session is a failure, or was lost.
-
-    After the commit: a good one may come before the session has told of the publication.
-    """
-    if reply.done():
-        reply.result()
-
-
-def check_unanswered(reply: Future[Any]) -> None:
-    """Raise if that request was answered at all, or the answer lost: before the commit the engine
-    is at its session no more then.
-    """
-    if reply.done():
-        reply.result()
-        raise SessionError("the engine ended the update before its session")
 
 
 def _expected(kind: type[Message], message: FromEngine) -> Message:

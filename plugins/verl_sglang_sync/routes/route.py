@@ -7,7 +7,7 @@ to do without: "pull" (`pull.route.Pull`) and "exchange" (`exchange.route.Exchan
 A source is chosen before the engine has joined, the same on all ranks, and used in this order:
 
     source.start(session.has_arrived)           # while the engine joins
-    source.engine_joined(session.arrangements)  # the engine has said how buckets may come
+    source.engines_joined(held)                 # the engines have said how buckets may come
     source.map_memory(session)                  # what the engine reads, where that is known
     for bucket in source: ...                   # each is loaded
     source.confirm()                            # before the engines may publish
@@ -18,7 +18,7 @@ A source is chosen before the engine has joined, the same on all ranks, and used
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar
@@ -62,17 +62,18 @@ class SyncSource:
 
     Attributes:
         is_packed: True: buckets lie in staging buffers, and may hold only what the engine reads.
-        needs_arrangements: digest of those that every rank's engine must hold; None: none must.
+        needs_arrangements: digest of those that each engine rank of this rank must hold; None: none
+            must.
     """
 
     is_packed = True
-    needs_arrangements: str | None = None
+    needs_arrangements: Sequence[str] | None = None
 
     def start(self, has_arrived: Callable[[], bool]) -> None:
         """Do what can be done while the engine joins, until it has."""
 
-    def engine_joined(self, held: str) -> None:
-        """The engine holds arrangements of this digest for the sync; "": none."""
+    def engines_joined(self, held: Sequence[str]) -> None:
+        """Each engine rank holds arrangements of this digest for the sync; "": none."""
 
     def map_memory(self, session: TrainerSession) -> None:
         """Have the engine map, with the first bucket, what all buckets need."""
@@ -153,12 +154,12 @@ class Route:
         """True if `learn` may find something; all ranks' exports are of a kind."""
         return self._is_wanted and self.off is None and sources_of(weights) is not None
 
-    def learn(self, weights: Iterable[NamedTensor], loaded: Loaded) -> bool:
+    def learn(self, weights: Iterable[NamedTensor], loaded: Sequence[Loaded]) -> bool:
         """After a good exported sync: prepare, and prove, the next ones.
 
         Args:
             weights: the export of that sync.
-            loaded: how this rank's engine has loaded it.
+            loaded: how this rank's engine ranks have loaded it.
 
         Returns:
             True if the next syncs go this way and need no staging buffers.

@@ -30,8 +30,8 @@ from verl_sglang_sync.collective import (
     result_or_reason,
     world_size,
 )
+from verl_sglang_sync.engine.arrangements import EngineArrangements, KnownArrangements
 from verl_sglang_sync.report import SyncReport
-from verl_sglang_sync.routes.arranged_sending import EngineArrangements, KnownArrangements
 from verl_sglang_sync.routes.exchange.all_to_all import AllToAll
 from verl_sglang_sync.routes.exchange.exchange_plan import BucketExchange, pieces_of, plan_bucket
 from verl_sglang_sync.routes.exchange.proof import compare_with_export
@@ -125,12 +125,12 @@ class Exchange(Route):
         """See `Route`."""
         return super().can_learn(weights) and world_size() > 1
 
-    def learn(self, weights: Iterable[NamedTensor], loaded: Loaded) -> bool:
+    def learn(self, weights: Iterable[NamedTensor], loaded: Sequence[Loaded]) -> bool:
         """Trace, plan and compare; see `Route`."""
         arranged = self._arrangements.fitting(self._stream.buckets)
         # An engine that has replayed its plan has said what it reads, unless that is all. What is
         # to be compared again is so on all ranks, also where the engine has loaded this eagerly.
-        is_final = bool(arranged.digest) or not loaded.num_eager
+        is_final = bool(arranged.digest) or not any(each.num_eager for each in loaded)
         is_due = self._plan is not None and not self._is_proven
         if not (is_due or holds_everywhere(self._group, is_final)):
             return False
@@ -245,13 +245,13 @@ class ExchangedBuckets(SyncSource):
     """
 
     def __init__(self, plan: ExchangePlan, ring: StagingRing, report: SyncReport) -> None:
-        self.needs_arrangements = plan.arranged.digest
+        self.needs_arrangements = (plan.arranged.digest,)
         self._plan = plan
         self._ring = ring
         self._report = report
         self._has_begun = False
 
-    def engine_joined(self, held: str) -> None:
+    def engines_joined(self, held: Sequence[str]) -> None:
         """See `SyncSource`; from here on the ranks wait for each other."""
         self._has_begun = True
 
