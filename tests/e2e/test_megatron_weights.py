@@ -127,6 +127,7 @@ def case(
             str(model),
             msgspec.structs.asdict(world.layout),
             [(str(other), msgspec.structs.asdict(layout))],
+            urls,
             urls=urls,
             tp=world.tp,
             environment=ENVIRONMENT,
@@ -200,6 +201,23 @@ def test_compiled_syncs_export_nothing(case: Case) -> None:
         route = "num_exchanged" if case.world.layout.offload else "num_pulled"
         assert [r[route] for r in reports] == [0] + [r["num_buckets"] for r in reports[1:]]
         assert not [report for report in reports[1:] if "export" in report["seconds"]]
+
+
+def test_every_rank_sends_its_shards_to_engines_elsewhere(case: Case) -> None:
+    """To all replicas at once, and bit-exact; what says nothing of its parameters is broadcast."""
+    syncs = case.results[0]["disaggregated"]
+    references = [leader["reference"] for leader in case.leaders]
+    assert [hashes for hashes, _ in syncs] == [syncs[0][0], references] * 2
+    assert syncs[0][0] != references
+    is_sent = [report["num_sent"] == report["num_buckets"] for _, report in syncs]
+    if case.world.layout.mbridge:
+        assert not any(report["num_sent"] for _, report in syncs)
+        return
+    assert is_sent == [False, True, True, True]
+    *_, (_, report) = syncs
+    for sent in zip(*report["pair_bytes"], strict=True):
+        assert sum(sent) <= 0.6 * report["payload_bytes"] or case.world.tp == 1
+        assert sum(sent) == report["payload_bytes"] or case.world.tp > 1
 
 
 def test_a_lost_tensor_would_show(case: Case) -> None:

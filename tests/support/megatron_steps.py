@@ -12,6 +12,7 @@ import msgspec
 import torch
 
 from support.assembled import misplaced
+from support.broadcast_steps import Sender
 from support.engine_steps import MODES
 from support.megatron_trainer import Layout, MegatronActor
 from support.trainer import TrainerRank, engine_hashes
@@ -53,9 +54,15 @@ def compared(rank: TrainerRank, actor: MegatronActor, model: Path) -> dict[str, 
 
 
 def exercise_engine(
-    rank: TrainerRank, folder: str, model: str, layout: dict[str, int], others: list[Any]
+    rank: TrainerRank,
+    folder: str,
+    model: str,
+    layout: dict[str, int],
+    others: list[Any],
+    urls: list[str],
 ) -> dict[str, Any]:
-    """Train away and back in every mode, offloading in between; then lose and alter a tensor.
+    """Train away and back in every mode, offloading in between, and once more as if the engines
+    were elsewhere; then lose and alter a tensor.
 
     Args:
         rank: this one.
@@ -63,6 +70,7 @@ def exercise_engine(
         model: checkpoint that the engines serve.
         layout: of the trainer.
         others: further `[model, layout]` whose export alone is compared with the checkpoint.
+        urls: of all replicas' servers.
     """
     shape = msgspec.convert(layout, Layout)
     actor = MegatronActor(Path(model), shape)
@@ -84,6 +92,14 @@ def exercise_engine(
             asyncio.run(manager.resume(("kv_cache",)))
             syncs.append((engine_hashes(rank, hash_folder), report, left))
         seen[mode] = syncs
+    sender, seen["disaggregated"] = Sender(rank, [(url, rank.tp) for url in urls]), []
+    for factor in FACTORS["compiled"]:
+        actor.train(factor)
+        report = sender.sync(actor.export(), "compiled", range(len(urls)))
+        if shape.offload:
+            actor.offload()
+        seen["disaggregated"].append((sender.hashes(), report))
+    sender.close()
     actor.train(0.5)
     blind = rank.manager("flattened", manifest_check="off")
     asyncio.run(blind.sync(without(LOST, actor.export()), version="lost"))

@@ -77,7 +77,7 @@ class ExchangeRank(Rank):
 
     def read(self, source):
         self.filled = []
-        assert source.needs_arrangements == ("arranged",)
+        assert source.needs_arrangements == ["arranged"]
         source.engines_joined(["arranged"])
         for ready in source:
             flat = torch.empty(0, dtype=torch.uint8).set_(ready.storage)
@@ -124,7 +124,7 @@ def drain_on_rank_1():
 @contextmanager
 def _failing_on_rank_1(rank, piece, packing):
     """One packing of one piece fails on rank 1."""
-    broken = getattr(rank.route._plan.exchange._pieces[piece], packing)
+    broken = getattr(rank.route._plan.all_to_all._pieces[piece], packing)
     fails = mock.Mock(side_effect=MemoryError("no room to pack"))
     with mock.patch.object(broken, "run", fails if dist.get_rank() == 1 else broken.run):
         yield

@@ -203,7 +203,10 @@ class ServingEngine:
         # thread, for which the next request waits.
         group = [self.groups[rank] if self.groups else None]
         try:
-            served = session.serve_session(decode_descriptor(handle), [model], NO_STEPS, group[0])
+            descriptor = decode_descriptor(handle)
+            senders = group[0] if descriptor.senders else None
+            served = session.serve_session(descriptor, [model], NO_STEPS, group[0], senders)
+            del senders
             if self.refuses is not None:
                 failures.append(f"TP rank {rank}: {self.refuses}")
         except Exception:

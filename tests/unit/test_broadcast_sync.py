@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import ProcessGroup, ProcessGroupGloo
 from torch.distributed.distributed_c10d import _world
 
 from sglang_loader.common.broadcast.broadcast import Broadcast
-from sglang_loader.session.broadcast_receiver import BroadcastReceiver
+from sglang_loader.session.broadcast_receiver import BroadcastBuckets
 from support.settings import settings_of
 from unit.serving_engine import ServingEngine
 from verl_sglang_sync import WeightSyncError
@@ -47,6 +47,9 @@ class Groups:
         self.engines = [ServingEngine(tp=tp) for tp in TPS]
         self.num_abandoned = 0
         self._formed: UpdateGroup | None = None
+
+    def is_current(self, replicas: Any) -> bool:
+        return self._formed is not None
 
     def with_replicas(self, replicas: Any) -> UpdateGroup:
         if self._formed is None:
@@ -178,15 +181,14 @@ def test_no_broadcast_begins_before_all_engines_receive_it(
             log.append(("broadcast", next(started)))
             super().__init__(flat, group)
 
-    start = BroadcastReceiver.start
+    begin = BroadcastBuckets.begin
 
-    def logged(self: BroadcastReceiver, index: int, *args: Any) -> Broadcast:
-        started = start(self, index, *args)
-        log.append(("receive", index))
-        return started
+    def logged(self: BroadcastBuckets, message: Any, layout: Any) -> None:
+        begin(self, message, layout)
+        log.append(("receive", message.index))
 
     monkeypatch.setattr(route, "Broadcast", Logged)
-    monkeypatch.setattr(BroadcastReceiver, "start", logged)
+    monkeypatch.setattr(BroadcastBuckets, "begin", logged)
     transport(groups)(weights(num_buckets))
     assert len(log) == num_buckets * (1 + sum(TPS))
     for i in range(num_buckets):

@@ -232,6 +232,8 @@ def test_a_report_line_per_wake_up(tmp_path, free_cache_engine):
             "num_pulled": 0,
             "num_arranged": 0,
             "num_exchanged": 0,
+            "num_sent": 0,
+            "pair_bytes": [],
         }
     stages_of = [set(line) for line in (json.loads(raw)["seconds"] for raw in path.open())]
     staged = {"resume_weights", "resume_kv_cache"} if free_cache_engine else set()

@@ -16,7 +16,7 @@ from sglang_loader.common.check_remarks import with_remark
 from sglang_loader.common.session.messages import SESSION_FORMAT, decode_descriptor
 from sglang_loader.hooks.request_gate import gate_reason
 from sglang_loader.hooks.tp_ranks import TPRanks
-from sglang_loader.hooks.update_groups import group_of
+from sglang_loader.hooks.update_groups import groups_of
 from sglang_loader.hooks.weight_update import WeightUpdate, models_of
 from sglang_loader.session.serve import ServedSession, SessionSteps, serve_session
 from sglang_loader.upstream import io_struct
@@ -72,13 +72,11 @@ def _serve_session(update: WeightUpdate, updater: Any, request: Any) -> list[str
         invitation = base64.b64decode(request.serialized_named_tensors[updater.tp_worker.tp_rank])
         descriptor = decode_descriptor(invitation)
         update.manifest_check = descriptor.manifest_check
-        group = None
-        if descriptor.group:
-            group = group_of(updater.tp_worker.model_runner, descriptor, models)
+        groups = groups_of(updater.tp_worker.model_runner, descriptor, models)
         steps = SessionSteps(
             once_joined=update.flush, before_loading=update.loading, once_loaded=update.loaded
         )
-        served.append(serve_session(descriptor, models, steps, group))
+        served.append(serve_session(descriptor, models, steps, *groups))
 
     failures = update.run(load)
     for session in served:

@@ -15,7 +15,7 @@ with TrainerSession(sockets, settings, names) as session:
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
@@ -112,7 +112,8 @@ class TrainerSession:
         settings: the preset.
         names: of this process's memory, the same for all its sessions.
         group: name of the update group by which the buckets go; "": the engine maps them.
-        secret: of that group.
+        senders: name of the one of all trainer ranks; "": there is none.
+        secret: of the first group.
 
     Attributes:
         arrangements: digest of those that the engine holds for this sync, once they have met.
@@ -128,6 +129,7 @@ class TrainerSession:
         names: BlockNames,
         *,
         group: str = "",
+        senders: str = "",
         secret: bytes = b"",
     ) -> None:
         token = secrets.token_hex(16)
@@ -144,6 +146,7 @@ class TrainerSession:
             manifest_check=settings.manifest_check,
             recheck_every_n_syncs=settings.recheck_every_n_syncs,
             group=group,
+            senders=senders,
         )
         self.invitation = wire.encode_descriptor(
             wire.signed(descriptor, secret) if group else descriptor
@@ -228,6 +231,7 @@ class TrainerSession:
         *,
         read_only: bool,
         arranged: str = "",
+        receives: Sequence[list[int]] = (),
     ) -> None:
         """Have a bucket loaded; its memory must stay as it is until it is done.
 
@@ -237,6 +241,7 @@ class TrainerSession:
             pieces: where its bytes are.
             read_only: the engine must leave them as they are.
             arranged: digest of the arrangements by which they are arranged; "": not at all.
+            receives: see `LoadBucket`.
         """
         is_known = bucket.digest in self._engine_layouts
         buffers, self._unsent = self._unsent, []
@@ -249,6 +254,7 @@ class TrainerSession:
             layout=None if is_known else bucket.encoded,
             read_only=read_only,
             arranged=arranged,
+            receives=list(receives),
         )
         self._engine_layouts.add(bucket.digest)
 

@@ -55,7 +55,7 @@ class BroadcastDelivery:
         self._report = report
         self._in_flight: deque[tuple[int, Broadcast]] = deque()
 
-    def deliver(self, ready: ReadyBucket) -> None:
+    def deliver(self, ready: ReadyBucket) -> bool:
         """Announce a bucket, and broadcast it as soon as all engines receive it."""
         index, bucket = ready.index, ready.bucket
         each(self._engines, lambda e: e.session.load(index, bucket, [], read_only=False))
@@ -64,6 +64,7 @@ class BroadcastDelivery:
         assert ready.storage is not None, "what is broadcast is packed"
         flat = torch.empty(0, dtype=torch.uint8, device=ready.storage.device).set_(ready.storage)
         self._in_flight.append((index, Broadcast(flat[: ready.nbytes], self._group)))
+        return True
 
     def make_room(self) -> None:
         """Wait until the oldest bucket has been sent; an engine that makes it fail may say why."""
@@ -79,11 +80,13 @@ class BroadcastDelivery:
                         raise BroadcastError(f"nothing within {self._limit_s:g} s")
                     time.sleep(POLL_S)
             except BroadcastError as error:
-                self._hear_reason()
+                hear_reason(self._engines)
                 raise BroadcastError(f"bucket {index} was not sent: {error}") from None
 
-    def _hear_reason(self) -> None:
-        deadline = time.monotonic() + REASON_WAIT_S
-        while time.monotonic() < deadline:
-            look_at(self._engines)
-            time.sleep(POLL_S)
+
+def hear_reason(engines: Sequence[EngineRank]) -> None:
+    """After a failed transfer: the engine that is to blame may say why."""
+    deadline = time.monotonic() + REASON_WAIT_S
+    while engines and time.monotonic() < deadline:
+        look_at(engines)
+        time.sleep(POLL_S)

@@ -7,7 +7,6 @@ delivery.make_room()        # the memory of the next bucket may be written
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 from sglang_loader.common.session.messages import BucketPiece
 from verl_sglang_sync.config import WeightSyncConfig
@@ -17,18 +16,8 @@ from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.routes.route import ReadyBucket
 
 
-class Delivery(Protocol):
-    """See the module; both raise what a session raises, and name the engine rank."""
-
-    def deliver(self, ready: ReadyBucket) -> None:
-        """Have the next bucket loaded."""
-
-    def make_room(self) -> None:
-        """Wait until the buffer that the next bucket takes is read, or sent."""
-
-
 class MappedDelivery:
-    """The engines map what the buckets lie in: staging buffers, or the ranks' parameters.
+    """See `Delivery`: staging buffers are mapped, or the ranks' parameters.
 
     Args:
         engines: one on a colocated rank; none: buckets get nowhere.
@@ -50,7 +39,7 @@ class MappedDelivery:
         self._report = report
         self._num_packed = 0
 
-    def deliver(self, ready: ReadyBucket) -> None:
+    def deliver(self, ready: ReadyBucket) -> bool:
         """See `Delivery`; a staging buffer that an engine does not know is mapped."""
         self._num_packed += ready.storage is not None
         for engine in self._engines:
@@ -61,6 +50,7 @@ class MappedDelivery:
                 read_only=ready.storage is None,
                 arranged=ready.arranged,
             )
+        return True
 
     def make_room(self) -> None:
         """See `Delivery`."""

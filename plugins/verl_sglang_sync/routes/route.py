@@ -2,7 +2,8 @@
 
 The engines of one sync are loaded from a `SyncSource`: verl's full export, packed
 (`export.ExportedBuckets`), or what a `Route` offers, which has learnt from a good exported sync how
-to do without: "pull" (`pull.route.Pull`) and "exchange" (`exchange.route.Exchange`).
+to do without: "pull" (`pull.route.Pull`), "exchange" (`exchange.route.Exchange`) and "send"
+(`send.route.Send`).
 
 A source is chosen before the engine has joined, the same on all ranks, and used in this order:
 
@@ -21,12 +22,13 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import ClassVar
+from typing import ClassVar, Protocol, TypeAlias
 
 import torch
 
 from sglang_loader.common.session.messages import BucketPiece, Loaded
 from verl_sglang_sync.collective import TrainerGroup
+from verl_sglang_sync.engine.engine_ranks import EngineRank
 from verl_sglang_sync.engine.session import TrainerSession
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.sources.bucket_stream import Bucket
@@ -57,6 +59,23 @@ class ReadyBucket:
     pieces: list[BucketPiece] | None = None
 
 
+InStep: TypeAlias = Callable[[Callable[[], bool]], bool]
+"""Repeats a step, all ranks in step, until it was True on all; False after a failure anywhere."""
+
+
+class Delivery(Protocol):
+    """How ready buckets get to the engine ranks of one trainer rank, in one sync.
+
+    Both raise what a session raises, and name the engine rank.
+    """
+
+    def deliver(self, ready: ReadyBucket) -> bool:
+        """Have the next bucket loaded; False if another rank has failed: the sync is over."""
+
+    def make_room(self) -> None:
+        """Wait until the buffer that the next bucket takes is read, or sent."""
+
+
 class SyncSource:
     """The buckets of one sync of one trainer rank; see the module. By default a step does nothing.
 
@@ -77,6 +96,10 @@ class SyncSource:
 
     def map_memory(self, session: TrainerSession) -> None:
         """Have the engine map, with the first bucket, what all buckets need."""
+
+    def delivery(self, engines: Sequence[EngineRank], in_step: InStep) -> Delivery | None:
+        """How these buckets get to this rank's engine ranks; None: as packed ones do."""
+        return None
 
     def __iter__(self) -> Iterator[ReadyBucket]:
         raise NotImplementedError
@@ -129,6 +152,11 @@ class Route:
         self._recheck_every_n_syncs = recheck_every_n_syncs
         self._num_syncs = 0
         self._is_proven = False
+
+    @property
+    def is_proven(self) -> bool:
+        """True if the next sync may go this way."""
+        return self._is_proven
 
     def choose(self, weights: Iterable[NamedTensor], report: SyncReport) -> SyncSource | None:
         """The buckets of this sync; None: it goes another way.

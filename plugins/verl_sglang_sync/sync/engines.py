@@ -6,12 +6,12 @@
 
 `ColocatedEngine`: every trainer rank has a session with the engine rank on its own device, which
 maps its staging buffers. `RemoteEngines` (disaggregated): the first trainer rank has the sessions
-of all engine ranks, to which it broadcasts.
+of all engine ranks, to which it broadcasts, or all trainer ranks send.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Protocol
@@ -21,11 +21,13 @@ from verl_sglang_sync.collective import TrainerGroup
 from verl_sglang_sync.config import WeightSyncConfig
 from verl_sglang_sync.engine.arrangements import EngineArrangements
 from verl_sglang_sync.engine.engine_ranks import Engine, EngineRank, OpeningRequest
+from verl_sglang_sync.engine.sender_group import SenderGroup
 from verl_sglang_sync.engine.session import SessionSockets, TrainerSession
 from verl_sglang_sync.engine.update_groups import Replica, UpdateGroup, UpdateGroups
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.routes.broadcast import BroadcastDelivery
-from verl_sglang_sync.routes.delivery import Delivery, MappedDelivery
+from verl_sglang_sync.routes.delivery import MappedDelivery
+from verl_sglang_sync.routes.route import Delivery
 from verl_sglang_sync.sources.memory_blocks import BlockNames
 from verl_sglang_sync.sync.ranks_in_step import RanksInStep
 
@@ -123,12 +125,28 @@ class RemoteEngines:
 
     Args:
         groups: on the trainer's first rank; None on the others, which have no sessions.
+        senders: the group of all trainer ranks, which may send, too.
+        may_send: whether they may in the next sync.
         settings: the preset.
+
+    Attributes:
+        readers: what the engine ranks have said that they read, on the first rank; a new list for
+            other engine ranks.
     """
 
-    def __init__(self, groups: UpdateGroups | None, settings: WeightSyncConfig) -> None:
+    def __init__(
+        self,
+        groups: UpdateGroups | None,
+        senders: SenderGroup,
+        may_send: Callable[[], bool],
+        settings: WeightSyncConfig,
+    ) -> None:
         remove_orphans()  # as a session's trainer does when it makes a folder of its own
+        self.readers: Sequence[EngineArrangements] = ()
+        self._read_by = ""  # name of the group of those
         self._groups = groups
+        self._senders = senders
+        self._may_send = may_send
         self._settings = settings
 
     def open(
@@ -139,44 +157,64 @@ class RemoteEngines:
         replicas: Sequence[Replica],
         report: SyncReport,
     ) -> Opened:
-        """See `Engines`; the group is formed first, unless it is the same as in the last sync."""
+        """See `Engines`; groups are formed first, unless they are the same as in the last sync."""
         settings, groups = self._settings, self._groups
         engines: list[EngineRank] = []
-        group = None
+        group: UpdateGroup | None = None
         if groups is not None:
-            group = ranks.run_if_ok(lambda: groups.with_replicas(replicas))
-        if group is None:
+            group = ranks.run_if_ok(lambda: self._formed(groups, replicas))
+        senders: str | None = ""
+        if self._may_send():
+            senders = ranks.run_always(lambda: self._senders.formed(group))
+        if group is None or senders is None:
             return Opened((), MappedDelivery((), settings, 0, report))
-        ranks.run_if_ok(lambda: self._ask(group, stack, version, engines))
+        ranks.run_if_ok(lambda: self._ask(group, senders, stack, version, engines))
         return Opened(engines, BroadcastDelivery(engines, group.process_group, settings, report))
 
+    def _formed(self, groups: UpdateGroups, replicas: Sequence[Replica]) -> UpdateGroup:
+        """The update group of these replicas."""
+        if not groups.is_current(replicas):
+            self._senders.abandon()
+        group = groups.with_replicas(replicas)
+        if group.name != self._read_by:
+            num, is_wanted = group.num_engine_ranks, self._settings.exchange_shards
+            self._read_by = group.name
+            self.readers = [EngineArrangements(is_wanted=is_wanted) for _ in range(num)]
+        return group
+
     def _ask(
-        self, group: UpdateGroup, stack: ExitStack, version: str | None, engines: list[EngineRank]
+        self,
+        group: UpdateGroup,
+        senders: str,
+        stack: ExitStack,
+        version: str | None,
+        engines: list[EngineRank],
     ) -> None:
         """Ask every replica for a session with each of its engine ranks, which then serve nobody
         else; `engines` gets those that may have been asked.
         """
-        sockets = iter(group.sockets)
+        ends = iter(zip(group.sockets, self.readers, strict=True))
         for replica, client in group.members:
             request = OpeningRequest(client, version)
             invitations = []
             for rank in range(replica.num_ranks):
+                sockets, arrangements = next(ends)
                 session = TrainerSession(
-                    next(sockets),
+                    sockets,
                     self._settings,
                     BlockNames(),
                     group=group.name,
+                    senders=senders,
                     secret=group.secret,
                 )
                 stack.enter_context(session)
                 invitations.append(session.invitation)
                 name = f"{replica.base_url}, TP rank {rank}"
-                engines.append(
-                    EngineRank(name, session, request, EngineArrangements(is_wanted=False))
-                )
+                engines.append(EngineRank(name, session, request, arrangements))
             request.post(invitations)
 
     def abandon(self) -> None:
-        """See `Engines`: a collective may be outstanding in the group."""
+        """See `Engines`: a collective may be outstanding in a group."""
+        self._senders.abandon()
         if self._groups is not None:
             self._groups.abandon()

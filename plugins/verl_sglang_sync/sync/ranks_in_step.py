@@ -49,8 +49,8 @@ class RanksInStep:
         return self.error is not None or self._failure is not None
 
     def run_if_ok(self, step: Callable[[], Result]) -> Result | None:
-        """Run a step unless this rank has failed; keep the traceback if it fails now."""
-        return None if self._failure is not None else self.run_always(step)
+        """Run a step unless a rank has failed; keep the traceback if it fails now."""
+        return None if self.has_failed else self.run_always(step)
 
     def run_always(self, step: Callable[[], Result]) -> Result | None:
         """As `run_if_ok`, but also after a failure: others wait in the step's collectives."""

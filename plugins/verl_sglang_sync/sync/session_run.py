@@ -90,14 +90,17 @@ class SessionRun:
         report = self._report
         for engine in self.engines:
             source.map_memory(engine.session)
+        own = source.delivery(self.engines, self.ranks.repeat_until_all)
+        delivery = self._delivery if own is None else own
         for ready in source:
             bucket = ready.bucket
-            self._delivery.deliver(ready)
+            if not delivery.deliver(ready):
+                return
             self.ranks.sent(bucket)
             report.num_arranged += bool(ready.arranged)
             report.sent_bytes += ready.nbytes if ready.arranged else bucket.payload_bytes
             if not bucket.is_last:
-                self._delivery.make_room()
+                delivery.make_room()
         if not self.ranks.num_buckets:
             raise ValueError("the trainer exported no tensor")
 

@@ -25,6 +25,7 @@ from verl_sglang_sync.collective import RankLost, TrainerGroup, WeightSyncError
 from verl_sglang_sync.config import WeightSyncConfig
 from verl_sglang_sync.engine.arrangements import EngineArrangements
 from verl_sglang_sync.engine.engine_ranks import Engine, OpeningRequest, forget_frames
+from verl_sglang_sync.engine.sender_group import SenderGroup
 from verl_sglang_sync.engine.update_groups import Replica, UpdateGroups
 from verl_sglang_sync.report import SyncReport, warn_once
 from verl_sglang_sync.routes import broadcast
@@ -32,6 +33,7 @@ from verl_sglang_sync.routes.exchange.route import PIECES_PER_BUCKET, Exchange
 from verl_sglang_sync.routes.export import ExportedBuckets
 from verl_sglang_sync.routes.pull.route import Pull
 from verl_sglang_sync.routes.route import Recovery, Route, SyncSource
+from verl_sglang_sync.routes.send.route import Send
 from verl_sglang_sync.routes.staging_ring import StagingRing
 from verl_sglang_sync.sources.bucket_stream import BucketStream
 from verl_sglang_sync.sources.export import Export, NamedTensor
@@ -231,7 +233,7 @@ class SessionTransport:
         source.drain()
         buckets = self._stream.buckets
         loaded = ranks.run_if_ok(lambda: run.finish(buckets, is_packed=source.is_packed))
-        if ranks.agree():
+        if ranks.error is None and ranks.agree():
             ranks.run_if_ok(run.commit)
         return loaded
 
@@ -346,17 +348,33 @@ def disaggregated_transport(
         group: the trainer's ranks.
         device: of the staging buffers and of the update group.
     """
-    ring = None
+    settings = settings.for_session()
+    stream, ring = BucketStream(settings.bucket_bytes), None
     if groups is not None:
         num_buffers = broadcast.NUM_BUFFERS
         ring = StagingRing(device, num_buffers=num_buffers, bucket_bytes=settings.bucket_bytes)
+    limit_s = settings.timeouts_s.get("group", settings.request_timeout_s)
+    senders = SenderGroup(groups, group, device, limit_s)
+    engines = RemoteEngines(groups, senders, lambda: send.is_proven, settings)
+    send = Send(
+        group,
+        device,
+        SourceMap(group, device),
+        stream,
+        senders=senders,
+        readers=lambda: engines.readers,
+        is_wanted=settings.exchange_shards,
+        piece_nbytes=settings.bucket_bytes,
+        timeout_s=settings.request_timeout_s,
+        recheck_every_n_syncs=settings.recheck_every_n_syncs,
+    )
     return SessionTransport(
-        engines=RemoteEngines(groups, settings),
-        routes=(),
+        engines=engines,
+        routes=(send,),
         group=group,
         settings=settings,
         device=device,
-        stream=BucketStream(settings.bucket_bytes),
+        stream=stream,
         ring=ring,
         arrangements=EngineArrangements(is_wanted=False),
         frees_ring=False,
