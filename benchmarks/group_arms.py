@@ -6,6 +6,7 @@ stock `update_weights_from_distributed`; `disaggregated` and `disaggregated_comp
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -39,7 +40,7 @@ def main() -> None:
     """Make the weights, wait for the server, and measure."""
     args = child_arguments(__doc__.splitlines()[0])
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    import verl_sglang_sync.routes.broadcast  # noqa: F401  imports while the server starts
+    import verl_sglang_sync.sync.transport  # noqa: F401  imports while the server starts
     from verl_sglang_sync.engine.update_groups import UpdateGroups
 
     device = torch.device("cuda", 0) if args.device == "cuda" else torch.device("cpu")
@@ -97,7 +98,7 @@ def _ours(
     from verl_sglang_sync.collective import SingleProcess
     from verl_sglang_sync.config import WeightSyncConfig
     from verl_sglang_sync.report import SyncReport
-    from verl_sglang_sync.routes.broadcast import BroadcastTransport
+    from verl_sglang_sync.sync.transport import disaggregated_transport
 
     settings = WeightSyncConfig(
         mode=mode,  # type: ignore[arg-type]
@@ -106,8 +107,8 @@ def _ours(
         multi_stage_wake_up=True,
         free_cache_engine=True,
     )
-    transport = BroadcastTransport(
-        groups=groups, settings=settings, agree=SingleProcess().agree, device=device
+    transport = disaggregated_transport(
+        groups=groups, settings=settings, group=SingleProcess(), device=device
     )
     notes: dict[str, Any] = {}
 
@@ -115,7 +116,10 @@ def _ours(
         report = SyncReport(mode=mode, replica=None)
         synchronize(device.type)
         with report.stage("sync"):
-            transport.sync(iter(weights), [_replica(url)], version="0", report=report)
+            replicas = [_replica(url)]
+            asyncio.run(
+                transport.sync(iter(weights), version="0", report=report, replicas=replicas)
+            )
             synchronize(device.type)
         notes.update(num_buckets=report.num_buckets, staging_bytes=report.staging_bytes)
         return report.seconds

@@ -67,7 +67,7 @@ class Agreement:
             return None
         return (
             "the ranks exported different tensors; by rank, number: "
-            f"{[signature >> 32 for signature in self.signatures]}, checksum of their names: "
+            f"{[signature >> 32 for signature in self.signatures]}, checksum of what they are: "
             f"{[signature & 0xFFFFFFFF for signature in self.signatures]}"
         )
 

@@ -143,9 +143,9 @@ class WeightSyncConfig:
         read_in_place: compiled: True lets every engine rank read the trainer ranks' parameters
             where they are, without an export, where the export can be traced to them, all ranks
             are on one node, and it is proven bit for bit.
-        exchange_shards: compiled: True has ranks whose weights are sharded by
-            FSDP2 give each other what their engine ranks read, be it all or a part, instead of
-            gathering all weights on every rank; where the export allows it, and once it is proven
+        exchange_shards: compiled: True has ranks whose weights are sharded give each other what
+            their engine ranks read, be it all or a part, instead of gathering all weights on every
+            rank; or send it to engines elsewhere; where the export allows it, and once it is proven
             bit for bit.
         host_backup: what a release of the weights keeps on the host: "on" everything, by SGLang;
             "auto" everything that no sync is proven to rewrite; "off" no more than named buffers

@@ -243,13 +243,16 @@ def _check_quantization(config: DictConfig, settings: WeightSyncConfig) -> Itera
         yield f"{ROLLOUT}.quantization={quantization!r}: allowed: null, 'fp8'"
 
 
-COLOCATED_KEYS = ("keep_staging_buffers", "read_in_place", "exchange_shards")
-"""Keys of syncs to engines on the trainer's GPUs; a broadcast obeys none of them."""
+COLOCATED_KEYS = ("keep_staging_buffers", "read_in_place")
+"""Keys of syncs to engines on the trainer's GPUs alone."""
 
 SLEEP_KEYS = ("host_backup", "sleep_order", "wake_order")
 """Keys of engines whose weights sleep."""
 
-SYNC_KEYS = ("timeouts_s", "manifest_check", "recheck_every_n_syncs", "draft_weights")
+SYNC_KEYS = (
+    *("timeouts_s", "manifest_check", "recheck_every_n_syncs"),
+    *("exchange_shards", "draft_weights"),
+)
 """Keys of every sync that is ours; verl's own update obeys none of them. A `report_file` that stays
 empty harms nobody, and the log says why it does."""
 

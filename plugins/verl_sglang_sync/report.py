@@ -47,6 +47,8 @@ class SyncReport:
             export.
         num_arranged: buckets that held only what this engine rank reads, as its plan has it.
         num_exchanged: buckets that were filled from the ranks' shards, without the full export.
+        num_sent: buckets that all trainer ranks have sent, each of its shards (disaggregated).
+        pair_bytes: of those, by trainer rank, what each engine rank got from it.
         stages: what the engine did in "release", "resume_weights" and "resume_kv_cache", by tag:
             for each TP rank the seconds, the bytes unmapped from or mapped into its GPU, and the
             bytes that the host then holds (`sglang_loader.common.stage_costs`).
@@ -78,6 +80,8 @@ class SyncReport:
     num_pulled: int = 0
     num_arranged: int = 0
     num_exchanged: int = 0
+    num_sent: int = 0
+    pair_bytes: list[list[int]] = field(default_factory=list)
     stages: dict[str, StageCosts] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     started_at: dict[str, float] = field(default_factory=dict)
@@ -124,6 +128,7 @@ class SyncReport:
             "num_buckets": self.num_buckets,
             "num_pulled": self.num_pulled,
             "num_exchanged": self.num_exchanged,
+            "num_sent": self.num_sent,
             "num_replayed": self.num_replayed,
             "num_eager": self.num_eager,
         }
@@ -176,6 +181,7 @@ class SyncReport:
         counts = (
             (self.num_pulled, "read in the trainer's memory"),
             (self.num_exchanged, "exchanged"),
+            (self.num_sent, f"sent by {len(self.pair_bytes)} ranks"),
             (self.num_arranged, f"trimmed to {self.sent_bytes / 1e9:.3g} GB"),
             (self.num_replayed, "replayed"),
             (self.num_eager, "loaded eagerly"),

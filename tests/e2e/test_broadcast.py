@@ -1,7 +1,7 @@
 """Disaggregated mode on real processes: bit-exact weights for each trainer world and rollout TP.
 
-Two real engines, of TP 1 and TP 2; trainers of one and of two ranks sync to one, to both, and to
-the other, with the process group kept where the replicas are the same and formed anew where not.
+Two real engines, of TP 1 and TP 2; trainers of one, two and four ranks sync to one, to both, and to
+the other, with process groups kept where the replicas are the same and formed anew where not.
 One of the engines listens at ::1, and in mode compiled the group meets there.
 """
 
@@ -17,7 +17,17 @@ from typing import Any
 import pytest
 from tiny_assets import make_assets
 
-from support.broadcast_steps import PLAN, broadcast_syncs, syncs_and_faults
+from support.broadcast_steps import (
+    LIMIT_S,
+    PLAN,
+    SENDS,
+    broadcast_syncs,
+    dies_amid_sending,
+    faults_amid_sending,
+    good_sync,
+    sent_syncs,
+    syncs_and_faults,
+)
 from support.sglang_server import Server, loopback, sglang_server
 from support.trainer import Step, results_of, run_trainer
 from verl_sglang_sync.engine.server_client import SGLangServerClient, operations
@@ -53,11 +63,88 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
         yield Engines((servers[0], servers[1]), folder)
 
 
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_every_trainer_rank_sends_what_every_engine_rank_reads(
+    engines: Engines, world_size: int
+) -> None:
+    """To each replica alone, to both, and after one has left and joined again."""
+    seen = engines.run(sent_syncs, world_size=world_size)[0]
+    by_scale: dict[float, list[Any]] = {1.0: seen["reference"]}
+    state = [1.0, 1.0]
+    for (scale, members), sync in zip(SENDS, seen["syncs"], strict=True):
+        for member in members:
+            state[member] = scale
+        for target, hashes in enumerate(sync["hashes"]):
+            expected = by_scale.setdefault(state[target], [None, None])
+            expected[target] = expected[target] or hashes
+            assert hashes == expected[target], (scale, members)
+    reports = [sync["report"] for sync in seen["syncs"]]
+    by_members = {members: report for (_, members), report in zip(SENDS, reports, strict=True)}
+    for members, report in by_members.items():
+        assert report["num_sent"] == report["num_replayed"] == report["num_buckets"], members
+        pairs, payload = report["pair_bytes"], report["payload_bytes"]
+        assert len(pairs) == world_size
+        assert all(min(sent) > 0 for sent in pairs), "each trainer rank sends to each engine rank"
+        needed = [sum(sent) for sent in zip(*pairs, strict=True)]
+        assert report["sent_bytes"] == sum(needed)
+        if 0 in members:
+            assert needed.pop(0) == payload, "TP 1 needs all"
+        for nbytes in needed:
+            assert payload / 2 < nbytes < 0.6 * payload, "half, and what both have"
+    broadcast = [report for report in reports if not report["num_sent"]]
+    assert len(broadcast) <= 6 and broadcast[0] is reports[0], "one or two after each change"
+
+
+def test_whoever_fails_amid_sending_is_named_and_the_next_sync_is_right(engines: Engines) -> None:
+    pids = [server.process.pid for server in engines.servers]
+    seen = engines.run(faults_amid_sending, pids, world_size=2)
+    url = engines.servers[1].url
+    for fault, texts in (
+        ("cannot pack", ("rank 1: Traceback", "no room to pack")),
+        (
+            "engine stopped",
+            (f"{url}, TP rank ", f"no message from the engine within {LIMIT_S:g} s"),
+        ),
+        ("trainer rank stopped", ("rank 1 did not answer the other trainer ranks",)),
+    ):
+        first = seen[0][fault]
+        assert all(text in first["error"] for text in texts), first["error"]
+        assert first["seconds"] < LIMIT_S + 15, fault
+        assert seen[1][fault]["error"] != "no error"
+        assert first["num_sent"] > 0, "it is sent again"
+        assert first["hashes"] == seen[0]["reference"]
+
+
+def test_a_trainer_rank_that_dies_amid_sending_is_named_in_time(engines: Engines) -> None:
+    urls = [server.url for server in engines.servers]
+    targets = [[url, tp] for url, tp in zip(urls, (1, 2), strict=True)]
+    first, second = run_trainer(dies_amid_sending, engines.folder, targets, urls=urls)
+    assert "SIGKILL" in str(second.error)
+    assert "rank 1 did not answer" in first.result["error"]
+    assert first.result["seconds"] < LIMIT_S + 15
+    (again,) = engines.run(good_sync, world_size=1)
+    assert again == first.result["reference"]
+
+
+def test_an_ipv6_server_is_told_updates_and_asked_for_its_state(engines: Engines) -> None:
+    """The first engine listens at ::1, and all that the other tests saw of it came from there."""
+    engines.run(good_sync, world_size=1)
+    url = engines.servers[0].url
+    if "127.0.0.1" in url:
+        pytest.skip("this host has no IPv6 loopback")
+    assert url.startswith("http://[::1]:")
+    server_info = operations.Call(replace(operations.MODEL_INFO, path="server_info"))
+    with SGLangServerClient(url, timeout_s=60) as client:
+        assert client.run(server_info)["host"] == "::1"
+        assert client.run(operations.model_info())["weight_version"] == "v"
+
+
 @pytest.fixture(scope="module")
 def two_ranks(engines: Engines) -> list[dict[str, Any]]:
-    """What a trainer of two ranks saw; it ends with the death of the second server."""
+    """What a trainer of two ranks saw; it ends with the death of both servers."""
     check_syncs(engines.run(broadcast_syncs, world_size=1)[0])
-    return engines.run(syncs_and_faults, [engines.servers[1].process.pid], world_size=2)
+    pids = [server.process.pid for server in engines.servers]
+    return engines.run(syncs_and_faults, pids, world_size=2)
 
 
 def check_syncs(seen: dict[str, Any]) -> None:
@@ -138,24 +225,11 @@ def test_a_replica_that_does_not_join_is_named_and_the_others_leave_at_once(
     assert seen[0]["hashes"] == two_ranks[0]["syncs"]["reference"]
 
 
-def test_an_ipv6_server_is_told_updates_and_asked_for_its_state(
-    engines: Engines, two_ranks: list[dict[str, Any]]
-) -> None:
-    """The first engine listens at ::1, and all that the other tests saw of it came from there."""
-    url = engines.servers[0].url
-    if "127.0.0.1" in url:
-        pytest.skip("this host has no IPv6 loopback")
-    assert url.startswith("http://[::1]:")
-    server_info = operations.Call(replace(operations.MODEL_INFO, path="server_info"))
-    with SGLangServerClient(url, timeout_s=60) as client:
-        assert client.run(server_info)["host"] == "::1"
-        assert client.run(operations.model_info())["weight_version"] == "v"
-
-
 def test_a_server_that_dies_mid_sync_is_named_in_time(
     engines: Engines, two_ranks: list[dict[str, Any]]
 ) -> None:
     seen = [result["death"] for result in two_ranks]
-    (error,) = {rank["error"] for rank in seen}
-    assert engines.servers[1].url.removeprefix("http://") in error
-    assert seen[0]["seconds"] < 25
+    for server, how in ((engines.servers[1], "broadcast"), (engines.servers[0], "sending")):
+        (error,) = {rank[how]["error"] for rank in seen}
+        assert server.url.removeprefix("http://") in error
+        assert seen[0][how]["seconds"] < 25

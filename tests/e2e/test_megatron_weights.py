@@ -268,6 +268,19 @@ def test_compiled_syncs_export_nothing(case: Case) -> None:
         assert [report[route] for report in later] == [num_buckets] * len(later)
 
 
+def test_every_rank_sends_its_shards_to_engines_elsewhere(case: Case) -> None:
+    """Once the engines have a plan; what says nothing of its parameters is broadcast."""
+    reports = [report for _, report, _ in case.results[0]["disaggregated"]]
+    is_sent = [report["num_sent"] == report["num_buckets"] for report in reports]
+    if case.layout.mbridge:
+        assert not any(report["num_sent"] for report in reports)
+        return
+    assert is_sent[2:] == [True, True], reports
+    for sent in zip(*reports[-1]["pair_bytes"], strict=True):  # to one engine rank
+        assert sum(sent) <= 0.6 * reports[-1]["payload_bytes"] or case.world.tp == 1
+        assert sum(sent) == reports[-1]["payload_bytes"] or case.world.tp > 1
+
+
 @pytest.mark.parametrize("what", ["lost", "altered"])
 def test_a_tensor_that_is_lost_or_altered_would_show(case: Case, what: str) -> None:
     for leader in case.leaders:

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import itertools
 import json
 import os
 import signal
+import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 from unittest import mock
 
 from support.engine_loaders import HASH_LOADER
-from support.exports import calling_at, doubled, on_meta
+from support.engine_steps import hashes_of_hosts
+from support.exports import ShardedExport, calling_at, doubled, on_meta
 from support.settings import settings_of
 from support.sglang_server import free_port, loopback
 from support.trainer import Hashes, NamedTensors, TrainerRank, read_hashes, run_loader
 from verl_sglang_sync.engine.server_client import ServerError, SGLangServerClient, operations
+from verl_sglang_sync.routes.exchange.all_to_all import AllToAll
 
 Targets = list[tuple[str, int]]
 """Servers' URLs and their numbers of TP ranks."""
@@ -48,7 +53,7 @@ def broadcast_syncs(rank: TrainerRank, targets: Targets) -> dict[str, Any]:
 
 
 def syncs_and_faults(rank: TrainerRank, targets: Targets, pids: list[int]) -> dict[str, Any]:
-    """All steps of this module in one trainer start; the second server does not survive it."""
+    """All steps of this module in one trainer start; no server survives it."""
     good = rank.weights()
     return {
         "syncs": broadcast_syncs(rank, targets),
@@ -143,17 +148,156 @@ def _one_refuses(rank: TrainerRank, good: NamedTensors, targets: Targets) -> dic
 def _one_dies(
     rank: TrainerRank, good: NamedTensors, targets: Targets, pids: list[int]
 ) -> dict[str, Any]:
-    """The second server is killed between two buckets; returns the error and the seconds."""
+    """The second server is killed amid a broadcast, the first one amid sending; returns the errors
+    and the seconds.
+    """
     sender = Sender(rank, targets, timeout_s=20)
     sender.sync(good)
 
-    def kill() -> None:
-        for pid in pids if rank.rank == 0 else ():
-            os.killpg(pid, signal.SIGKILL)  # its schedulers, too: they might publish without it
+    def kill(target: int) -> None:
+        if rank.rank == 0:
+            os.killpg(pids[target], signal.SIGKILL)  # its schedulers might publish without it
 
-    seen = sender.attempt(calling_at(good, len(good) // 2, kill))
+    broadcast = sender.attempt(calling_at(good, len(good) // 2, lambda: kill(1)))
     sender.sync(good, members=(0,))  # without the dead one
+    sending = Sending(rank, targets[:1], members=(0,))
+    assert sending.until_sent()
+    return {"broadcast": broadcast, "sending": sending.fail(lambda: kill(0))}
+
+
+# (the weights' scale, which targets take part): a plan is made, replayed, then shards are sent
+SENDS: tuple[tuple[float, tuple[int, ...]], ...] = (
+    *((scale, (0,)) for scale in (0.5, 2.0, 4.0, 1.0)),
+    *((scale, (1,)) for scale in (0.5, 2.0, 4.0, 1.0)),
+    *((scale, BOTH) for scale in (0.5, 2.0, 4.0)),
+    *((scale, (1,)) for scale in (0.25, 0.5)),
+    *((scale, BOTH) for scale in (2.0, 1.0)),
+)
+
+
+def sent_syncs(rank: TrainerRank, targets: Targets) -> dict[str, Any]:
+    """Go through `SENDS` with sharded weights; hashes and the report after each sync."""
+    sender, export = Sender(rank, targets), ShardedExport(rank.weights())
+    seen: dict[str, Any] = {"reference": sender.hashes(), "syncs": []}
+    for scale, members in SENDS:
+        export.write(rank.weights(scale))
+        report = sender.sync(export.reexport(), "compiled", members)
+        seen["syncs"].append({"hashes": sender.hashes(), "report": report})
+    sender.close()
     return seen
+
+
+LIMIT_S = 8.0
+"""Of the syncs in which somebody fails."""
+FAILS_AT = 7
+
+
+class Sending:
+    """Sharded weights that are sent to some targets, as soon as that is proven."""
+
+    def __init__(self, rank: TrainerRank, targets: Targets, members: Sequence[int] = BOTH) -> None:
+        self._members = members
+        self._rank = rank
+        self._sender = Sender(rank, targets, timeout_s=LIMIT_S)
+        self._export = ShardedExport(rank.weights())
+        self.hashes = self._sender.hashes
+
+    def until_sent(self) -> int:
+        """Sync the weights as they are until shards are sent; the number of buckets that are."""
+        for _ in range(4):
+            report = self._sender.sync(self._export.reexport(), "compiled", self._members)
+            if report["num_sent"]:
+                break
+        return int(report["num_sent"])
+
+    def fail(self, act: Callable[[], None]) -> dict[str, Any]:
+        """A sync of other weights in which something is done before a bucket leaves this rank."""
+        calls, launch = itertools.count(), AllToAll.launch
+
+        def launching(sender: AllToAll, *args: Any) -> Any:
+            if next(calls) == FAILS_AT:
+                act()
+            return launch(sender, *args)
+
+        self._export.write(self._rank.weights(0.5))
+        with mock.patch.object(AllToAll, "launch", launching):
+            seen = self._sender.attempt(self._export.reexport(), self._members, "compiled")
+        self._export.write(self._rank.weights())
+        return seen
+
+
+def faults_amid_sending(rank: TrainerRank, targets: Targets, pids: list[int]) -> dict[str, Any]:
+    """Faults that all processes survive; how each was told of, and what was served after it."""
+    sending = Sending(rank, targets)
+    seen: dict[str, Any] = {"reference": sending.hashes()}
+
+    def refuse() -> None:
+        if rank.rank == 1:
+            raise MemoryError("no room to pack")
+
+    def stop_engine() -> None:
+        if rank.rank == 0:
+            os.killpg(pids[1], signal.SIGSTOP)
+
+    def stop_trainer() -> None:
+        if rank.rank == 1:
+            wakes = f"sleep {2 * LIMIT_S + 4}; kill -CONT {os.getpid()}"
+            subprocess.Popen(["sh", "-c", wakes])
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    for fault, act in (
+        ("cannot pack", refuse),
+        ("engine stopped", stop_engine),
+        ("trainer rank stopped", stop_trainer),
+    ):
+        assert sending.until_sent()
+        seen[fault] = sending.fail(act)
+        if act is stop_engine and rank.rank == 0:
+            os.killpg(pids[1], signal.SIGCONT)
+        if act is stop_trainer and rank.rank == 0:
+            time.sleep(LIMIT_S)  # the other rank is stopped for longer than this one has waited
+        seen[fault]["num_sent"] = sending.until_sent()
+        seen[fault]["hashes"] = sending.hashes()
+    return seen
+
+
+def dies_amid_sending(rank: TrainerRank, targets: Targets) -> dict[str, Any]:
+    """Rank 1 is killed; how the other one was told, and what the engines had before."""
+    sending = Sending(rank, targets)
+    assert sending.until_sent()
+    reference = sending.hashes()
+
+    def die() -> None:
+        if rank.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return {"reference": reference} | sending.fail(die)
+
+
+def sends_between_hosts(rank: TrainerRank, url: str, address: str) -> list[dict[str, Any]]:
+    """Sharded weights go to one engine of TP 2, away and back until they are sent.
+
+    Args:
+        rank: on one of two hosts.
+        url: of the engine's server.
+        address: of the first rank's host.
+    """
+    sender = Sender(rank, [(url, 2)], address=address)
+    export, seen = ShardedExport(rank.weights()), []
+    for scale in (1.0, 0.5, 1.0, 0.5, 1.0):
+        export.write(rank.weights(scale))
+        report = sender.sync(export.reexport(), "compiled", (0,))
+        seen.append({"hashes": hashes_of_hosts(rank), "report": report})
+    sender.close()
+    return seen
+
+
+def good_sync(rank: TrainerRank, targets: Targets) -> list[Hashes]:
+    """The weights as they are, to all targets; what these have then."""
+    sender = Sender(rank, targets)
+    sender.sync(rank.weights())
+    sender.close()
+    return sender.hashes()
 
 
 # (the weights' scale, mode): "compiled" makes its plan in its first sync and replays it after that
@@ -190,8 +334,14 @@ class Sender:
     """The disaggregated transports of one trainer rank, one for each mode."""
 
     def __init__(
-        self, rank: TrainerRank, targets: Targets, timeout_s: float = 60, **settings: Any
+        self,
+        rank: TrainerRank,
+        targets: Targets,
+        timeout_s: float = 60,
+        address: str | None = None,
+        **settings: Any,
     ) -> None:
+        self._address = address
         self._rank = rank
         self._targets = targets
         self._timeout_s = timeout_s
@@ -215,16 +365,18 @@ class Sender:
             for url, tp in (self._targets[i] for i in members)
         ]
         report = SyncReport(mode=mode, replica=None)
-        transport.sync(weights, replicas, version=version, report=report)
+        asyncio.run(transport.sync(weights, version=version, report=report, replicas=replicas))
         return asdict(report)
 
-    def attempt(self, weights: Any, members: Sequence[int] = BOTH) -> dict[str, Any]:
-        """Sync, by the eager loader; how it failed, if it did, and the seconds."""
+    def attempt(
+        self, weights: Any, members: Sequence[int] = BOTH, mode: str = "flattened"
+    ) -> dict[str, Any]:
+        """Sync; how it failed, if it did, and the seconds."""
         from verl_sglang_sync import WeightSyncError
 
         started, error = time.monotonic(), "no error"
         try:
-            self.sync(weights, members=members)
+            self.sync(weights, mode, members)
         except WeightSyncError as raised:
             error = str(raised)
         return {"error": error, "seconds": time.monotonic() - started}
@@ -252,21 +404,21 @@ class Sender:
     def _transport(self, mode: str) -> tuple[Any, Any]:
         from verl_sglang_sync.collective import TorchTrainerGroup
         from verl_sglang_sync.engine.update_groups import UpdateGroups
-        from verl_sglang_sync.routes.broadcast import BroadcastTransport
+        from verl_sglang_sync.sync.transport import disaggregated_transport
 
         if mode not in self._made:
             groups = None
             if self._rank.rank == 0:
                 groups = UpdateGroups(
-                    address=loopback() if mode == "compiled" else "127.0.0.1",
+                    address=self._address or (loopback() if mode == "compiled" else "127.0.0.1"),
                     device=self._rank.device,
                     timeout_s=self._timeout_s,
                 )
             limit_s = self._timeout_s
-            transport = BroadcastTransport(
+            transport = disaggregated_transport(
                 groups=groups,
                 settings=settings_of(mode, request_timeout_s=limit_s, **self._settings),
-                agree=TorchTrainerGroup(timeout_s=limit_s).agree,
+                group=TorchTrainerGroup(timeout_s=limit_s),
                 device=self._rank.device,
             )
             self._made[mode] = transport, groups

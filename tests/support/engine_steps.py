@@ -170,7 +170,18 @@ def sync_asleep(rank: TrainerRank, manager: Any, weights: Any, version: str) -> 
 
 
 def sync_away_and_back(rank: TrainerRank) -> list[Hashes]:
-    """Hashes of all TP ranks' weights: at first, after a sync of others, and of the first again.
+    """Hashes of all TP ranks' weights: at first, after a sync of others, and of the first again."""
+    manager, seen = rank.manager("flattened"), []
+    for scale in (None, 0.5, 1.0):
+        if scale is not None:
+            weights = rank.weights(scale)
+            assert sync_error(manager, iter(weights), str(scale)) is None
+        seen.append(hashes_of_hosts(rank))
+    return seen
+
+
+def hashes_of_hosts(rank: TrainerRank) -> Hashes:
+    """Of an engine whose TP ranks are on the trainer ranks' hosts; collective.
 
     Each TP rank gets its tensor from the trainer rank of its host: they share no memory else.
     """
@@ -178,21 +189,13 @@ def sync_away_and_back(rank: TrainerRank) -> list[Hashes]:
     from support.ipc import serialize_handles
     from verl_sglang_sync.engine.server_client import operations
 
-    manager, seen = rank.manager("flattened"), []
-    for scale in (None, 0.5, 1.0):
-        if scale is not None:
-            weights = rank.weights(scale)
-            assert sync_error(manager, iter(weights), str(scale)) is None
-        tensor, handles = torch.zeros(1), [b""] * rank.tp
-        torch.distributed.all_gather_object(
-            handles, serialize_handles([(str(rank.folder), tensor)])
-        )
-        if rank.is_leader:
-            call = operations.update_weights(handles, load_format=HASH_LOADER)
-            rank.client.submit(call).result()
-        torch.distributed.barrier()
-        seen.append(read_hashes(rank.folder, rank.tp))
-    return seen
+    tensor, handles = torch.zeros(1), [b""] * rank.tp
+    torch.distributed.all_gather_object(handles, serialize_handles([(str(rank.folder), tensor)]))
+    if rank.is_leader:
+        call = operations.update_weights(handles, load_format=HASH_LOADER)
+        rank.client.submit(call).result()
+    torch.distributed.barrier()
+    return read_hashes(rank.folder, rank.tp)
 
 
 def sync_weights(rank: TrainerRank, mode: str = "flattened") -> None:
@@ -280,7 +283,7 @@ def _with_a_wrong_token(sync: Callable[[], Any]) -> Any:
 
 def _forged_arrangements(rank: TrainerRank, weights: NamedTensors) -> dict[str, Any]:
     """Send buckets arranged in a way that the engine does not hold, then go on as before."""
-    from verl_sglang_sync.routes.arranged_sending import ArrangedSync, KnownArrangements
+    from verl_sglang_sync.engine.arrangements import ArrangedSync, KnownArrangements
 
     manager, num_arranged = rank.manager("compiled", **STAGED), []
 

@@ -28,7 +28,7 @@ FACTORS = {
     "bucketed": (0.5, 2.0),
     "flattened": (0.5, 2.0),
     "compiled": (0.5, 2.0, 0.5, 2.0),
-    "disaggregated": (0.5, 2.0),
+    "disaggregated": (0.5, 2.0, 0.5, 2.0),
 }
 """By preset: what training does to the weights before each sync; in the end they are as before."""
 
@@ -125,7 +125,7 @@ def _sync_by(rank: TrainerRank, preset: str, targets: Targets) -> Sync:
     """One preset's syncs; the parameters are offloaded where the layout wants it."""
     if preset == "disaggregated":
         sender = Sender(rank, targets)
-        return lambda actor: (sender.sync(actor.export()), actor.offload())
+        return lambda actor: (sender.sync(actor.export(), "compiled"), actor.offload())
     manager = rank.manager(preset)
 
     def sync(actor: MegatronActor) -> tuple[dict[str, Any], int | None]:

@@ -48,7 +48,7 @@ class ExchangeRank(Rank):
     """A rank whose engine reads a part of each bucket, and says so after the first sync."""
 
     def make_route(self):
-        from verl_sglang_sync.routes.arranged_sending import EngineArrangements, KnownArrangements
+        from verl_sglang_sync.engine.arrangements import EngineArrangements, KnownArrangements
         from verl_sglang_sync.routes.exchange.route import Exchange
         from verl_sglang_sync.routes.staging_ring import StagingRing
 
@@ -78,8 +78,8 @@ class ExchangeRank(Rank):
 
     def read(self, source):
         self.filled = []
-        assert source.needs_arrangements == self.digest
-        source.engine_joined(self.digest)
+        assert source.needs_arrangements == [self.digest]
+        source.engines_joined([self.digest])
         for ready in source:
             flat = torch.empty(0, dtype=torch.uint8).set_(ready.storage)
             self.filled.append(flat[: ready.nbytes].clone())
@@ -125,7 +125,7 @@ def drain_on_rank_1():
 @contextmanager
 def _failing_on_rank_1(rank, piece, packing):
     """One packing of one piece fails on rank 1."""
-    broken = getattr(rank.route._plan.exchange._pieces[piece], packing)
+    broken = getattr(rank.route._plan.all_to_all._pieces[piece], packing)
     fails = mock.Mock(side_effect=MemoryError("no room to pack"))
     with mock.patch.object(broken, "run", fails if dist.get_rank() == 1 else broken.run):
         yield

@@ -5,8 +5,8 @@ from __future__ import annotations
 from concurrent.futures import Future
 from typing import Any
 
+from verl_sglang_sync.engine.engine_ranks import OpeningRequest
 from verl_sglang_sync.engine.server_client import ConnectionBroken, RequestFailed, ServerError
-from verl_sglang_sync.sync.ranks_in_step import OpeningRequest
 
 BAD = RequestFailed("the engine is out of memory", endpoint="http://h:1/update", status=400)
 LOST = ConnectionBroken("the reply was lost", endpoint="http://h:1/update")

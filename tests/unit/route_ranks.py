@@ -200,7 +200,7 @@ class Rank:
         self.batches()
         self.seen.routes.append("export")
         if self.route.can_learn(self.learnt_from):
-            self.route.learn(self.learnt_from, loaded(may_read))
+            self.route.learn(self.learnt_from, [loaded(may_read)])
         self.seen.off = self.route.off
 
     def batches(self):

@@ -1,7 +1,7 @@
 """An engine's server in this process: each of its TP ranks is a thread that serves real sessions.
 
 engine = ServingEngine(tp=2)
-transport = SessionTransport(engine=engine, ...)
+transport = colocated_transport(engine=engine, ...)
 engine.models[1].loaded             # what TP rank 1 got in the last sync, by name
 """
 
@@ -203,7 +203,10 @@ class ServingEngine:
         # thread, for which the next request waits.
         group = [self.groups[rank] if self.groups else None]
         try:
-            served = session.serve_session(decode_descriptor(handle), [model], NO_STEPS, group[0])
+            descriptor = decode_descriptor(handle)
+            senders = group[0] if descriptor.senders else None
+            served = session.serve_session(descriptor, [model], NO_STEPS, group[0], senders)
+            del senders
             if self.refuses is not None:
                 failures.append(f"TP rank {rank}: {self.refuses}")
         except Exception:

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from sglang_loader.common.arrangement_messages import decode_arrangements, encode_arrangements
 from sglang_loader.common.layout import BucketLayout, WireError, digest_of
 from sglang_loader.common.regions.arrangement import Arrangement, Read
-from verl_sglang_sync.report import SyncReport
-from verl_sglang_sync.routes.arranged_sending import (
+from verl_sglang_sync.engine.arrangements import (
     NOTHING_KNOWN,
     ArrangedSync,
     EngineArrangements,
     KnownArrangements,
 )
+from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.routes.staging_ring import StagingRing
 from verl_sglang_sync.sources.bucket_stream import Bucket, BucketStream
 

@@ -91,7 +91,7 @@ def test_on_a_gpu_only_the_event_says_that_the_bytes_are_there(work, monkeypatch
         started.wait(1, "it")
         return
     assert not started.is_done()
-    with pytest.raises(BroadcastError, match="NCCL gave the broadcast up"):
+    with pytest.raises(BroadcastError, match="NCCL gave the transfer up"):
         started.wait(1, "it")
 
 
@@ -110,7 +110,7 @@ def receiver():
 
 def expecting(receiver, num_buckets, timeout_s=0.01):
     """A session's buckets that were announced."""
-    buckets = BroadcastBuckets(receiver, GROUP, CPU, timeout_s)
+    buckets = BroadcastBuckets(receiver, GROUP, None, CPU, timeout_s)
     for i in range(num_buckets):
         buckets.begin(bucket(i), EIGHT_BYTES)
     return buckets
@@ -153,13 +153,35 @@ def test_buffers_are_kept_from_session_to_session_and_given_back_with_the_group(
 
 
 @pytest.mark.parametrize(
-    "changes", [{"pieces": [wire.BucketPiece(0, 0, 0, 8)]}, {"arranged": "digest"}]
+    "changes",
+    [
+        {"pieces": [wire.BucketPiece(0, 0, 0, 8)]},
+        {"arranged": "digest"},
+        {"receives": [[8, 0]]},
+    ],
 )
-def test_what_does_not_come_by_broadcast_is_not_received(work, receiver, changes):
+def test_what_comes_neither_by_broadcast_nor_in_parts_is_not_received(work, receiver, changes):
     buckets = expecting(receiver, 0)
-    with pytest.raises(SessionError, match=r"bucket 2 .* is not broadcast"):
+    with pytest.raises(SessionError, match=r"bucket 2 .* is not sent"):
         buckets.begin(bucket(2, **changes), EIGHT_BYTES)
     assert not receiver.is_waiting_in(GROUP)
+
+
+@pytest.mark.parametrize(
+    ("senders", "receives", "problem"),
+    [
+        (None, [[8, 0]], "in no group here"),
+        (SimpleNamespace(size=lambda: 2), [[8, 0, 0]], "in no group here"),
+        (SimpleNamespace(size=lambda: 2), [[8, 0], [7, 0]], "in parts of"),
+        (SimpleNamespace(size=lambda: 2), [[16, -8]], "in parts of"),
+    ],
+)
+def test_parts_that_the_group_does_not_send_are_not_received(receiver, senders, receives, problem):
+    buckets = BroadcastBuckets(receiver, GROUP, senders, CPU, 1)
+    pieces = [wire.BucketPiece(0, 0, 0, 8)]
+    with pytest.raises(SessionError, match=f"bucket 0 is sent .*{problem}"):
+        buckets.begin(bucket(0, pieces=pieces, receives=receives), EIGHT_BYTES)
+    assert not receiver._unfinished
 
 
 SECRET = b"of the group"
@@ -211,16 +233,16 @@ def joined(monkeypatch):
 
 
 def test_a_session_is_served_in_the_group_of_its_trainer_alone(work, joined):
-    assert group_hooks.group_of(joined, DESCRIPTOR, []) is GROUP
+    assert group_hooks.groups_of(joined, DESCRIPTOR, []) == [GROUP]
     elsewhere = msgspec.structs.replace(DESCRIPTOR, endpoint="tcp://10.6.6.6:1")
     with pytest.raises(SessionError, match="not one of its trainer's, or was changed on its way"):
-        group_hooks.group_of(joined, elsewhere, [])
+        group_hooks.groups_of(joined, elsewhere, [])
     unknown = msgspec.structs.replace(DESCRIPTOR, group="weight_sync_b")
     with pytest.raises(SessionError, match="'weight_sync_b' was never formed; known: weight_sync_"):
-        group_hooks.group_of(joined, unknown, [])
+        group_hooks.groups_of(joined, unknown, [])
     expecting(group_hooks.receiver, 1)  # of a session that failed
     with pytest.raises(SessionError, match="a sync in weight_sync_a has failed"):
-        group_hooks.group_of(joined, DESCRIPTOR, [])
+        group_hooks.groups_of(joined, DESCRIPTOR, [])
 
 
 def test_a_group_that_is_not_formed_in_time_is_an_error_and_left(monkeypatch):
@@ -332,7 +354,7 @@ def test_a_group_is_aborted_only_if_a_broadcast_is_outstanding(work, left, joine
 def test_plans_let_go_of_the_memory_of_a_group_that_is_left(work, left, joined, monkeypatch):
     loader, unbound = loader_of(joined.model), []
     monkeypatch.setattr(loader, "unbind", lambda: unbound.append(loader))
-    group_hooks.group_of(joined, DESCRIPTOR, [joined.model])
+    group_hooks.groups_of(joined, DESCRIPTOR, [joined.model])
     assert group_hooks.leave_group(None, joined, "weight_sync_a")[0]
     assert unbound == [loader]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
 import weakref
@@ -18,7 +19,7 @@ from torch._C._distributed_c10d import ProcessGroup, ProcessGroupGloo
 from torch.distributed.distributed_c10d import _world
 
 from sglang_loader.common.broadcast.broadcast import Broadcast
-from sglang_loader.session.broadcast_receiver import BroadcastReceiver
+from sglang_loader.session.broadcast_receiver import BroadcastBuckets
 from support.settings import settings_of
 from unit.serving_engine import ServingEngine
 from verl_sglang_sync import WeightSyncError
@@ -27,7 +28,7 @@ from verl_sglang_sync.engine.session import SessionSockets
 from verl_sglang_sync.engine.update_groups import Replica, UpdateGroup
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.routes import broadcast as route
-from verl_sglang_sync.routes.broadcast import BroadcastTransport
+from verl_sglang_sync.sync.transport import disaggregated_transport
 
 CPU = torch.device("cpu")
 TPS = (1, 2)
@@ -46,6 +47,9 @@ class Groups:
         self.engines = [ServingEngine(tp=tp) for tp in TPS]
         self.num_abandoned = 0
         self._formed: UpdateGroup | None = None
+
+    def is_current(self, replicas: Any) -> bool:
+        return self._formed is not None
 
     def with_replicas(self, replicas: Any) -> UpdateGroup:
         if self._formed is None:
@@ -121,13 +125,13 @@ def transport(groups: Groups, mode: str = "flattened", **options: Any) -> Callab
     """A trainer of one rank; syncs `weights` when it is called."""
     settings = settings_of(mode, bucket_bytes=512, request_timeout_s=10, **options)
     sending: Any = groups
-    made = BroadcastTransport(
-        groups=sending, settings=settings, agree=SingleProcess().agree, device=CPU
+    made = disaggregated_transport(
+        groups=sending, settings=settings.for_session(), group=SingleProcess(), device=CPU
     )
 
     def sync(weights: Any) -> SyncReport:
         report = SyncReport(mode=mode, replica=None)
-        made.sync(weights, REPLICAS, version="1", report=report)
+        asyncio.run(made.sync(weights, version="1", report=report, replicas=REPLICAS))
         return report
 
     return sync
@@ -177,15 +181,14 @@ def test_no_broadcast_begins_before_all_engines_receive_it(
             log.append(("broadcast", next(started)))
             super().__init__(flat, group)
 
-    start = BroadcastReceiver.start
+    begin = BroadcastBuckets.begin
 
-    def logged(self: BroadcastReceiver, index: int, *args: Any) -> Broadcast:
-        started = start(self, index, *args)
-        log.append(("receive", index))
-        return started
+    def logged(self: BroadcastBuckets, message: Any, layout: Any) -> None:
+        begin(self, message, layout)
+        log.append(("receive", message.index))
 
     monkeypatch.setattr(route, "Broadcast", Logged)
-    monkeypatch.setattr(BroadcastReceiver, "start", logged)
+    monkeypatch.setattr(BroadcastBuckets, "begin", logged)
     transport(groups)(weights(num_buckets))
     assert len(log) == num_buckets * (1 + sum(TPS))
     for i in range(num_buckets):

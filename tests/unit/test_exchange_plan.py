@@ -13,7 +13,12 @@ from sglang_loader.common.regions.arrangement import Arrangement, Read
 from sglang_loader.common.regions.compose import ByteMap, compose_read
 from sglang_loader.common.regions.geometry import Region
 from verl_sglang_sync.routes.exchange import exchange_plan
-from verl_sglang_sync.routes.exchange.exchange_plan import pieces_of, plan_bucket
+from verl_sglang_sync.routes.exchange.exchange_plan import (
+    pieces_of,
+    plan_bucket,
+    plan_reader,
+    received,
+)
 from verl_sglang_sync.sources.owners import Origin, everyone, nearest, shards_of_rows
 
 
@@ -163,6 +168,28 @@ def run_ranks(plans, shards):
     return buffers
 
 
+def shards_of(rank, owners, full):
+    """What a rank holds of each parameter."""
+    shards = [np.empty(0, dtype=np.int64) for _ in owners]
+    for number, held in enumerate(owners):
+        for shard, holders in enumerate(held.holders):
+            if rank in holders:
+                start, stop = held.range_of(shard)
+                shards[number] = full[number][start:stop]
+    return shards
+
+
+def arranged(arrangement, origins, full):
+    """The arranged buffer of full parameters, by plain indexing."""
+    expected = np.zeros(arrangement.nbytes, dtype=np.int64)
+    for read in arrangement.reads:
+        origin = origins[read.tensor]
+        tensor = full[origin.parameter][bytes_of(origin.bytes)]
+        picked = tensor[indices(read.offset, read.dims, read.run)]
+        expected[read.start : read.start + read.nbytes] = picked
+    return expected
+
+
 @settings(max_examples=300, deadline=None)
 @given(buckets(), st.integers(1, 5), st.sampled_from([1, 8, 4096]))
 def test_every_rank_gets_the_bytes_that_it_reads(bucket, num_pieces, cut_bytes):
@@ -172,13 +199,7 @@ def test_every_rank_gets_the_bytes_that_it_reads(bucket, num_pieces, cut_bytes):
         full.append(np.arange(first, first + held.nbytes))
         first += held.nbytes
     world_size = len(arrangements)
-    shards = [[np.empty(0, dtype=np.int64) for _ in owners] for _ in range(world_size)]
-    for rank in range(world_size):
-        for number, held in enumerate(owners):
-            for shard, holders in enumerate(held.holders):
-                if rank in holders:
-                    start, stop = held.range_of(shard)
-                    shards[rank][number] = full[number][start:stop]
+    shards = [shards_of(rank, owners, full) for rank in range(world_size)]
     plans = [plan_bucket(rank, arrangements, origins, owners) for rank in range(world_size)]
     with mock.patch.object(exchange_plan, "CUT_BYTES", cut_bytes):
         by_rank = [pieces_of(plan, num_pieces) for plan in plans]
@@ -188,13 +209,40 @@ def test_every_rank_gets_the_bytes_that_it_reads(bucket, num_pieces, cut_bytes):
             assert not (buffer.astype(bool) & came.astype(bool)).any(), "filled twice"
             buffer += came
     for buffer, arrangement in zip(filled, arrangements, strict=True):
-        expected = np.zeros(arrangement.nbytes, dtype=np.int64)
-        for read in arrangement.reads:
-            origin = origins[read.tensor]
-            tensor = full[origin.parameter][bytes_of(origin.bytes)]
-            picked = tensor[indices(read.offset, read.dims, read.run)]
-            expected[read.start : read.start + read.nbytes] = picked
-        assert np.array_equal(buffer, expected)
+        assert np.array_equal(buffer, arranged(arrangement, origins, full))
+
+
+@settings(max_examples=200, deadline=None)
+@given(buckets(), st.integers(1, 5), st.sampled_from([1, 8, 4096]))
+def test_an_engine_rank_finds_what_it_reads_in_what_it_receives(bucket, num_pieces, cut_bytes):
+    """A reader that is no trainer rank, and unpacks nothing."""
+    owners, origins, (read, *others) = bucket
+    full, first = [], 1
+    for held in owners:
+        full.append(np.arange(first, first + held.nbytes))
+        first += held.nbytes
+    num_trainers = 1 + len(others)
+    reads = [Arrangement((), 0)] * num_trainers + [read]
+    plans = [plan_bucket(rank, reads, origins, owners) for rank in range(num_trainers)]
+    with mock.patch.object(exchange_plan, "CUT_BYTES", cut_bytes):
+        sent = [pieces_of(plan, num_pieces) for plan in plans]
+        parts = plan_reader(num_trainers, num_trainers + 1, read, origins, owners)
+        found = received(parts, num_pieces, read.nbytes)
+    arrived = []
+    for number, sizes in enumerate(found.sizes):
+        for rank, nbytes in enumerate(sizes[:-1]):
+            piece = sent[rank][number]
+            assert piece.send_nbytes == (0,) * num_trainers + (nbytes,)
+            arrived.append(np.zeros(nbytes, dtype=np.int64))
+            copied(piece.sends, shards_of(rank, owners, full), arrived[-1])
+    arrived, buffer, stop = np.concatenate(arrived), np.zeros(read.nbytes, dtype=np.int64), 0
+    for piece in found.pieces:
+        assert piece.start == stop, "every byte is there, and once"
+        stop += piece.nbytes
+        buffer[piece.start : stop] = arrived[piece.offset : piece.offset + piece.nbytes]
+    assert stop == read.nbytes or not len(arrived)
+    expected = arranged(read, origins, full)  # 0 where nothing is read
+    assert np.array_equal(np.where(expected, buffer, 0), expected)
 
 
 def test_all_ranks_send_in_every_piece_and_words_stay_whole():

@@ -128,7 +128,7 @@ def updater(group, monkeypatch):
     monkeypatch.setattr(
         weight_updater_hooks,
         "decode_descriptor",
-        lambda invitation: SimpleNamespace(manifest_check="off", syncs_draft=False, group=""),
+        lambda invitation: SimpleNamespace(manifest_check="off", syncs_draft=False, group="", senders=""),
     )
     return made
 

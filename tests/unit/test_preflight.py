@@ -229,8 +229,8 @@ OTHER_VALUES = {
 }
 STALE_LIMIT = "stale_requests_timeout_s"
 SLEEP = {"host_backup", "sleep_order", "wake_order"}
-COLOCATED = {"keep_staging_buffers", "read_in_place", "exchange_shards"}
-SYNC = {"timeouts_s", "manifest_check", "recheck_every_n_syncs"}
+COLOCATED = {"keep_staging_buffers", "read_in_place"}
+SYNC = {"timeouts_s", "manifest_check", "recheck_every_n_syncs", "exchange_shards"}
 NCCL = {f"{ROLLOUT}.checkpoint_engine.backend": "nccl"}
 BACKEND = {
     f"{ROLLOUT}.checkpoint_engine.backend": "sglang_sync",

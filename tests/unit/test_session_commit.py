@@ -12,11 +12,13 @@ import torch
 from torch import nn
 
 from sglang_loader.common.layout import BucketLayout
-from sglang_loader.common.session.messages import BucketPiece, decode_descriptor
+from sglang_loader.common.session.messages import BucketPiece, Loaded, decode_descriptor
 from sglang_loader.common.shared_memory import CpuHandle
 from sglang_loader.session import serve as session
 from sglang_loader.session import state as session_state
 from support.settings import settings_of
+from verl_sglang_sync.engine.arrangements import NOTHING_KNOWN, ArrangedSync, EngineArrangements
+from verl_sglang_sync.engine.engine_ranks import EngineRank, OpeningRequest, wait_for
 from verl_sglang_sync.engine.session import (
     BlockNotMapped,
     EngineCannotMap,
@@ -26,7 +28,6 @@ from verl_sglang_sync.engine.session import (
     TrainerSession,
 )
 from verl_sglang_sync.report import SyncReport
-from verl_sglang_sync.routes.arranged_sending import NOTHING_KNOWN, ArrangedSync
 from verl_sglang_sync.routes.export import ExportedBuckets
 from verl_sglang_sync.routes.staging_ring import StagingRing
 from verl_sglang_sync.sources.bucket_stream import BucketStream
@@ -150,6 +151,23 @@ def ring() -> StagingRing:
     return StagingRing(CPU, num_buffers=2, bucket_bytes=SETTINGS.bucket_bytes)
 
 
+def wait_until_done(trainer: TrainerSession, index: int) -> None:
+    """Wait until the engine has read bucket `index`."""
+    wait_for([alone(trainer)], lambda session: session.num_done > index, 10)
+
+
+def wait_until_loaded(trainer: TrainerSession) -> Loaded:
+    """Wait until the engine rank has read all."""
+    wait_for([alone(trainer)], lambda session: session.loaded is not None, 10)
+    assert trainer.loaded is not None
+    return trainer.loaded
+
+
+def alone(trainer: TrainerSession) -> EngineRank:
+    """The engine rank of a session that no request has opened."""
+    return EngineRank("", trainer, OpeningRequest(None, None), EngineArrangements(is_wanted=False))
+
+
 def send_all(trainer: TrainerSession, ring: StagingRing) -> None:
     """Both buckets, and that they are all, without a look at what the engine says."""
     report = SyncReport(mode="compiled", replica=0)
@@ -179,9 +197,9 @@ def test_what_was_committed_is_published(
     model = Model(tuple(WEIGHTS))
     engine = joined(trainer, model)
     send_all(trainer, ring)
-    trainer.wait_until_done(1)
+    wait_until_done(trainer, 1)
     assert event.waited, "told to be done while the device was at it"
-    outcome = trainer.outcome()
+    outcome = wait_until_loaded(trainer)
     trainer.commit(lambda: None)
     trainer.wait_until_published()
     engine.join()
@@ -198,8 +216,8 @@ def all_loaded(trainer: TrainerSession, ring: StagingRing) -> Engine:
     """An engine that has read everything, and waits for the commit."""
     engine = joined(trainer, Model(tuple(WEIGHTS)))
     send_all(trainer, ring)
-    trainer.wait_until_done(1)
-    trainer.outcome()
+    wait_until_done(trainer, 1)
+    wait_until_loaded(trainer)
     return engine
 
 
@@ -264,7 +282,7 @@ def test_an_engine_that_fails_after_all_was_sent_is_heard(
     engine = joined(trainer, Model(("first",)))
     with pytest.raises(EngineFailed, match="second"):
         send_all(trainer, ring)
-        trainer.wait_until_done(1)
+        wait_until_done(trainer, 1)
     check_not_served(engine)
 
 
@@ -274,8 +292,8 @@ def test_what_failed_on_another_tp_rank_is_heard_after_the_commit(
     model = Model(tuple(WEIGHTS))
     engine = joined(trainer, model, others=["TP rank 1: no memory"])
     send_all(trainer, ring)
-    trainer.wait_until_done(1)
-    trainer.outcome()
+    wait_until_done(trainer, 1)
+    wait_until_loaded(trainer)
     trainer.commit(lambda: None)
     with pytest.raises(EngineFailed, match="TP rank 1: no memory"):
         trainer.wait_until_published()
@@ -292,8 +310,8 @@ def test_what_is_found_once_all_is_loaded_is_heard_instead_of_that(
     engine = joined(trainer, Model(tuple(WEIGHTS)), once_loaded=refuse)
     with pytest.raises(EngineFailed, match="1 missing: third"):
         send_all(trainer, ring)
-        trainer.wait_until_done(1)
-        trainer.outcome()
+        wait_until_done(trainer, 1)
+        wait_until_loaded(trainer)
     check_not_served(engine, "1 missing: third")
 
 
@@ -310,7 +328,7 @@ def test_what_must_be_done_before_ends_the_session_before_the_first_byte(
     with pytest.raises(EngineFailed, match="requests are running"):
         meet(trainer)
         send_all(trainer, ring)
-        trainer.wait_until_done(1)
+        wait_until_done(trainer, 1)
     check_not_served(engine, "requests are running")
     assert not engine.has_begun
     assert not any(parameter.any() for parameter in model.parameters())
@@ -354,8 +372,8 @@ def test_a_request_that_arrives_twice_is_refused_at_once_the_second_time(
 def serve_whole(trainer: TrainerSession, ring: StagingRing, engine: Engine) -> None:
     """A session that ends well."""
     send_all(trainer, ring)
-    trainer.wait_until_done(1)
-    trainer.outcome()
+    wait_until_done(trainer, 1)
+    wait_until_loaded(trainer)
     trainer.commit(lambda: None)
     trainer.wait_until_published()
     engine.join(20)
@@ -376,7 +394,7 @@ def test_memory_that_the_engine_cannot_map_is_told_apart(
     ]
     trainer.load(0, bucket, [BucketPiece(0, 0, 0, 64)], read_only=True)
     with pytest.raises(EngineCannotMap, match="64 bytes of the CPU cannot be mapped"):
-        trainer.wait_until_done(0)
+        wait_until_done(trainer, 0)
     check_not_served(engine, "cannot be mapped")
     assert not engine.has_begun
 
@@ -426,5 +444,5 @@ def test_every_bucket_and_tensor_comes_once_in_order_and_none_is_left_out(
             ]
             trainer.load(index, bucket, pieces, read_only=False)
         trainer.finish(num_buckets=counts[0], num_tensors=counts[1], arrangements=None)
-        trainer.wait_until_done(len(sent))
+        wait_until_done(trainer, len(sent))
     check_not_served(engine, reason)

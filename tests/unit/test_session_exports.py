@@ -19,7 +19,7 @@ from verl_sglang_sync.report import SyncReport, warn_once
 from verl_sglang_sync.routes.pull.route import NOT_IN_PLACE
 from verl_sglang_sync.routes.route import Route
 from verl_sglang_sync.routes.staging_ring import StagingBuffer
-from verl_sglang_sync.sync.transport import SessionTransport
+from verl_sglang_sync.sync.transport import colocated_transport
 
 MODES = ("bucketed", "flattened")
 both_modes = pytest.mark.parametrize("mode", MODES)
@@ -38,7 +38,7 @@ class Trainer:
             manifest_check="off",
             free_cache_engine=False,
         )
-        self.transport = SessionTransport(
+        self.transport = colocated_transport(
             engine=self.engine,
             settings=config.for_session(),
             group=SingleProcess(),

@@ -17,7 +17,7 @@ from verl_sglang_sync.collective import Agreement, RankLost, SingleProcess
 from verl_sglang_sync.engine.server_client import RequestFailed, ServerError
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.sync.ranks_in_step import RanksInStep
-from verl_sglang_sync.sync.transport import SessionTransport
+from verl_sglang_sync.sync.transport import colocated_transport
 
 
 class Group(SingleProcess):
@@ -46,20 +46,20 @@ def test_a_rank_whose_last_reply_was_bad_exports_before_it_agrees(
             events.append(name)
             yield name, torch.ones(60)
 
-    transport = SessionTransport(
+    transport = colocated_transport(
         engine=FailsReplies(bad),
         settings=replace(SETTINGS, manifest_check="off"),
         group=Group(events),
         device=torch.device("cpu"),
     )
-    transport._unanswered = failed_request(last)
+    transport._unanswered = [failed_request(last)]
     with pytest.raises(WeightSyncError, match=re.escape(raised)):
         asyncio.run(
             transport.sync(export(), version="2", report=SyncReport(mode="compiled", replica=0))
         )
     assert events[0] == "first", "the other ranks would wait in the export's collectives"
     assert set(events) == {"first", "second", "agree"}
-    assert transport._unanswered is None, "said once"
+    assert transport._unanswered == [], "said once"
     assert ("the reply was lost" in caplog.text) == (last is LOST)
 
 

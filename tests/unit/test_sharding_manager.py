@@ -163,7 +163,7 @@ def test_a_wake_up_that_fails_never_reaches_the_body(operation):
 
 def test_a_bad_reply_to_a_sync_that_did_not_wait_for_it_fails_the_next_stage():
     manager, _ = make_manager([], mode="compiled")
-    manager._transport._unanswered = failed_request(BAD)
+    manager._transport._unanswered = [failed_request(BAD)]
     with pytest.raises(WeightSyncError, match="resume_kv_cache") as raised:
         asyncio.run(manager.resume(("kv_cache",)))
     assert str(BAD) in str(raised.value)
@@ -172,7 +172,7 @@ def test_a_bad_reply_to_a_sync_that_did_not_wait_for_it_fails_the_next_stage():
 
 def test_a_reply_that_was_lost_once_the_weights_were_published_fails_nothing(caplog):
     manager, _ = make_manager([], mode="compiled")
-    manager._transport._unanswered = failed_request(LOST)
+    manager._transport._unanswered = [failed_request(LOST)]
     asyncio.run(manager.resume(("kv_cache",)))
     (record,) = [record for record in caplog.records if record.levelname == "WARNING"]
     assert "the weights were published, but the reply was lost" in record.getMessage()
@@ -232,6 +232,8 @@ def test_a_report_line_per_wake_up(tmp_path, free_cache_engine):
             "num_pulled": 0,
             "num_arranged": 0,
             "num_exchanged": 0,
+            "num_sent": 0,
+            "pair_bytes": [],
         }
     stages_of = [set(line) for line in (json.loads(raw)["seconds"] for raw in path.open())]
     staged = {"resume_weights", "resume_kv_cache"} if free_cache_engine else set()

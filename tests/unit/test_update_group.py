@@ -13,7 +13,7 @@ from aiohttp import web
 from torch._C._distributed_c10d import TCPStore
 
 from sglang_loader.common.broadcast import update_group
-from sglang_loader.common.broadcast.update_group import MeetingPoint
+from sglang_loader.common.broadcast.update_group import MeetingPoint, connection_to
 from verl_sglang_sync.engine import update_groups
 from verl_sglang_sync.engine.update_groups import Replica, UpdateGroupError, UpdateGroups
 
@@ -66,7 +66,7 @@ def test_a_rank_that_comes_late_is_let_in_and_sent_away():
 
 def test_a_connection_of_its_own_does_not_keep_it_open():
     meeting = MeetingPoint("127.0.0.1", 3, LIMIT_S)
-    store = meeting.connect()
+    store = connection_to("127.0.0.1", meeting.port, 3, LIMIT_S)
     store.set("key", "value")
     meeting.close()
     with pytest.raises(Exception, match=r"shutdown or crash|Broken pipe|Connection"):
@@ -82,7 +82,11 @@ def test_ranks_meet_in_the_store_before_any_collective(num_coming, monkeypatch):
 
     def rank():
         try:
-            update_group._meet(SimpleNamespace(size=lambda: 2, store=meeting.connect()))
+            update_group._meet(
+                SimpleNamespace(
+                    size=lambda: 2, store=connection_to("127.0.0.1", meeting.port, 2, LIMIT_S)
+                )
+            )
             ended.append("met")
         except Exception as error:
             ended.append(type(error).__name__)
@@ -169,7 +173,7 @@ def own_join(monkeypatch):
             ended.append(error)
             raise
 
-    monkeypatch.setattr(update_groups, "join_as_source", join)
+    monkeypatch.setattr(update_groups, "join_as_trainer", join)
     return ended
 
 

@@ -226,7 +226,7 @@ def sync(case):
     """Run one sync on this rank."""
     from verl_sglang_sync import WeightSyncError
     from verl_sglang_sync.report import SyncReport
-    from verl_sglang_sync.sync.transport import SessionTransport
+    from verl_sglang_sync.sync.transport import colocated_transport
 
     group, is_leader = trainer_group(case.tp)
     export_group = None
@@ -239,7 +239,7 @@ def sync(case):
         engine.models[case.load_fails[1]].fails_at = case.load_fails[2]
     limits = {"bucket_bytes": 4 * 256, "request_timeout_s": TIMEOUT_S}
     settings = settings_of(case.mode, manifest_check="off", free_cache_engine=False, **limits)
-    transport = SessionTransport(
+    transport = colocated_transport(
         engine=engine if is_leader else None,
         settings=settings.for_session(),
         group=group,

@@ -80,7 +80,7 @@ def join_group(
         leave(update_groups(owner).pop(group_name), broken=True)
         return False, traceback.format_exc()
     ours = [name for name in update_groups(owner) if name.startswith(GROUP_PREFIX)]
-    for name in ours[:-NUM_TRAINERS]:  # a trainer that died told nobody to leave its group
+    for name in ours[: -2 * NUM_TRAINERS]:  # each may have two; one that died told nobody to leave
         _leave(owner, name)
     return True, message
 
@@ -109,22 +109,27 @@ def _leave(owner: Any, group_name: str) -> None:
     leave(group, broken=is_waiting)
 
 
-def group_of(runner: Any, descriptor: SessionDescriptor, models: Sequence[Any]) -> Any:
-    """The process group of a session, for as long as the session's trainer is the group's.
+def groups_of(runner: Any, descriptor: SessionDescriptor, models: Sequence[Any]) -> list[Any]:
+    """The process groups of a session, for as long as the session's trainer is theirs: the one in
+    which it broadcasts, and the one in which all trainer ranks send, if any. Neither has a session
+    whose buckets are mapped.
 
     Raises:
-        SessionError: the group was never formed, or is no more use, or somebody else sent this.
+        SessionError: one was never formed, or is no more use, or somebody else sent this.
     """
-    name = descriptor.group
-    group, joined = update_groups(runner).get(name), _joined.get(name)
-    if group is None or joined is None:
-        known = ", ".join(_joined) or "none"
-        raise SessionError(f"group {name!r} was never formed; known: {known}")
-    check_signature(descriptor, joined.secret)
-    if receiver.is_waiting_in(group):
-        raise SessionError(f"a sync in {name} has failed: it is no more use")
-    joined.models = list(models)
-    return group
+    groups = []
+    for name in filter(None, (descriptor.group, descriptor.senders)):
+        group, joined = update_groups(runner).get(name), _joined.get(name)
+        if group is None or joined is None:
+            known = ", ".join(_joined) or "none"
+            raise SessionError(f"group {name!r} was never formed; known: {known}")
+        if name == descriptor.group:
+            check_signature(descriptor, joined.secret)
+        if receiver.is_waiting_in(group):
+            raise SessionError(f"a sync in {name} has failed: it is no more use")
+        joined.models = list(models)
+        groups.append(group)
+    return groups
 
 
 def refuse_in_our_groups(original: Original, updater: Any, request: Any) -> Any:

@@ -20,7 +20,7 @@ from sglang_loader.common.session.messages import (
 )
 from sglang_loader.hooks.request_gate import gate_reason
 from sglang_loader.hooks.tp_ranks import TPRanks, attempt
-from sglang_loader.hooks.update_groups import group_of
+from sglang_loader.hooks.update_groups import groups_of
 from sglang_loader.hooks.weight_update import WeightUpdate
 from sglang_loader.session.serve import ServedSession, SessionSteps, serve_session
 from sglang_loader.upstream import handle_of, in_an_update, io_struct, is_idle, is_ours, tell
@@ -88,13 +88,11 @@ def _serve_session(update: WeightUpdate, updater: Any, request: Any) -> list[str
     def load() -> None:
         if descriptor is None:
             raise SessionError(f"no invitation to a session\n{reason}")
-        group = None
-        if descriptor.group:
-            group = group_of(updater.tp_worker.model_runner, descriptor, update.models)
+        groups = groups_of(updater.tp_worker.model_runner, descriptor, update.models)
         steps = SessionSteps(
             once_joined=update.flush, before_loading=update.loading, once_loaded=update.loaded
         )
-        served.append(serve_session(descriptor, update.models, steps, group))
+        served.append(serve_session(descriptor, update.models, steps, *groups))
 
     failures = update.run(load)
     for session in served:

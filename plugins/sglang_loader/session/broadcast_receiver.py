@@ -1,4 +1,4 @@
-"""Receives the buckets that are broadcast to an engine on another host, see `common.broadcast`.
+"""Receives the buckets that are broadcast or sent to an engine on another host.
 
 There is one `BroadcastReceiver` in each scheduler process. Its two buffers are kept from sync to
 sync: while a bucket is loaded out of one, the next arrives in the other.
@@ -7,57 +7,74 @@ sync: while a bucket is loaded out of one, the next arrives in the other.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from sglang_loader.common.broadcast.broadcast import Broadcast, BroadcastError
+from sglang_loader.common.broadcast.broadcast import (
+    WORD,
+    Broadcast,
+    BroadcastError,
+    Transfer,
+    all_to_all,
+)
 from sglang_loader.common.broadcast.update_group import abort
 from sglang_loader.common.bucket_source import BucketSource
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.session.messages import LoadBucket, SessionError
+from sglang_loader.session.state import Sources
 
 NUM_BUFFERS = 2
 
 
 class BroadcastReceiver:
-    """The receive buffers of this process, and which of its broadcasts have not ended."""
+    """The receive buffers of this process, and which of its transfers have not ended.
+
+    Attributes:
+        sources: where buckets that were sent lie in those buffers.
+    """
 
     def __init__(self) -> None:
         self._buffers = _no_buffers()
-        self._unfinished: list[tuple[Any, Broadcast]] = []
+        self._unfinished: list[tuple[Any, Transfer]] = []
+        self.sources = Sources()
 
-    def start(self, index: int, nbytes: int, group: Any, device: torch.device) -> Broadcast:
-        """Receive a bucket into the buffer of the one `NUM_BUFFERS` before, which is overwritten.
+    def buffer(self, index: int, nbytes: int, device: torch.device) -> torch.Tensor:
+        """The buffer of the bucket `NUM_BUFFERS` before, which is overwritten: at least so long.
 
         Args:
             index: position of the bucket in its sync.
             nbytes: that come.
-            group: the process group; the trainer is its rank 0.
             device: of the engine's weights.
         """
         slot = index % NUM_BUFFERS
         if self._buffers[slot].numel() < nbytes or self._buffers[slot].device != device:
+            self.sources.clear()
             self._buffers[slot] = torch.empty(0, dtype=torch.uint8)  # free before growing
             self._buffers[slot] = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        broadcast = Broadcast(self._buffers[slot][:nbytes], group)
-        self._unfinished.append((group, broadcast))
-        return broadcast
+        return self._buffers[slot]
 
-    def finished(self, broadcast: Broadcast) -> None:
-        """All bytes of a broadcast are there."""
-        self._unfinished = [found for found in self._unfinished if found[1] is not broadcast]
+    def started(self, transfer: Transfer, group: Any) -> Transfer:
+        """Note a transfer in a group; returns it."""
+        self._unfinished.append((group, transfer))
+        return transfer
+
+    def finished(self, transfers: Sequence[Transfer]) -> None:
+        """All bytes of some transfers are there."""
+        self._unfinished = [found for found in self._unfinished if found[1] not in transfers]
 
     def is_waiting_in(self, group: Any) -> bool:
-        """True if a broadcast of this group has begun here and is not done: it may never be."""
+        """True if a transfer in this group has begun here and is not done: it may never be."""
         return any(found is group and not _is_over(each) for found, each in self._unfinished)
 
     def give_up(self, group: Any) -> None:
         """End a sync that failed; its group must not be used again.
 
-        On a GPU a broadcast that goes on would block whatever frees memory there, such as the
+        On a GPU a transfer that goes on would block whatever frees memory there, such as the
         release of the KV cache. On a CPU it ends when the group is left: the trainer, whose own
-        broadcast fails with it, first hears why.
+        fails with it, first hears why.
         """
         if not self.is_waiting_in(group):
             self._forget(group)
@@ -65,35 +82,55 @@ class BroadcastReceiver:
             abort(group)
             self.left(group)
         else:
-            self._buffers = _no_buffers()  # the next sync's; into the old ones bytes may still come
+            self._drop_buffers()  # the next sync has others: into these bytes may still come
 
     def left(self, group: Any) -> None:
         """The group is gone, or aborted: give the memory back."""
         self._forget(group)
+        self._drop_buffers()
+
+    def _drop_buffers(self) -> None:
         self._buffers = _no_buffers()
+        self.sources.clear()
 
     def _forget(self, group: Any) -> None:
         self._unfinished = [found for found in self._unfinished if found[0] is not group]
 
 
+@dataclass(frozen=True)
+class _Arriving:
+    """A bucket that is on its way; `buffer`: all of what it is received into."""
+
+    name: str
+    buffer: torch.Tensor
+    transfers: list[Transfer]
+
+
 class BroadcastBuckets:
-    """The buckets of one session that are broadcast; see `state.BucketMemory`.
+    """The buckets of one session that are broadcast or sent; see `state.BucketMemory`.
 
     Args:
         receiver: of this process.
-        group: the process group; the trainer is its rank 0.
+        group: the process group; the trainer's first rank is its rank 0, and broadcasts.
+        senders: the one of all trainer ranks; None where they do not send.
         device: of the engine's weights.
-        timeout_s: longest time that a broadcast may take, in seconds.
+        timeout_s: longest time that a transfer may take, in seconds.
     """
 
     def __init__(
-        self, receiver: BroadcastReceiver, group: Any, device: torch.device, timeout_s: float
+        self,
+        receiver: BroadcastReceiver,
+        group: Any,
+        senders: Any,
+        device: torch.device,
+        timeout_s: float,
     ) -> None:
         self._receiver = receiver
         self._group = group
+        self._senders = senders
         self._device = device
         self._timeout_s = timeout_s
-        self._arriving: deque[tuple[int, Broadcast]] = deque()
+        self._arriving: deque[_Arriving] = deque()
 
     max_unread = NUM_BUFFERS
 
@@ -101,33 +138,58 @@ class BroadcastBuckets:
         """Begin to receive a bucket.
 
         Raises:
-            SessionError: it is not to come by broadcast.
+            SessionError: it is neither to come by broadcast nor from all trainer ranks.
         """
-        if message.pieces or message.buffers or message.arranged:
-            raise SessionError(f"bucket {message.index} of a session with a group is not broadcast")
-        broadcast = self._receiver.start(message.index, layout.nbytes, self._group, self._device)
-        self._arriving.append((message.index, broadcast))
+        is_sent = bool(message.receives)
+        if message.buffers or bool(message.pieces) != is_sent or (message.arranged and not is_sent):
+            raise SessionError(f"bucket {message.index} of a session with a group is not sent")
+        receive = self._receive_parts if message.receives else self._receive_broadcast
+        self._arriving.append(receive(message, layout))
+
+    def _receive_broadcast(self, message: LoadBucket, layout: BucketLayout) -> _Arriving:
+        buffer = self._receiver.buffer(message.index, layout.nbytes, self._device)
+        flat = buffer[: layout.nbytes]
+        transfer = self._receiver.started(Broadcast(flat, self._group), self._group)
+        return _Arriving(f"bucket {message.index}", flat, [transfer])
+
+    def _receive_parts(self, message: LoadBucket, layout: BucketLayout) -> _Arriving:
+        group, receives = self._senders, message.receives
+        if group is None or any(len(sizes) != group.size() for sizes in receives):
+            raise SessionError(f"bucket {message.index} is sent by ranks that are in no group here")
+        if any(nbytes < 0 or nbytes % WORD.itemsize for sizes in receives for nbytes in sizes):
+            raise SessionError(f"bucket {message.index} is sent in parts of {receives} bytes")
+        nbytes = sum(map(sum, receives))
+        buffer, stop, transfers = self._receiver.buffer(message.index, nbytes, self._device), 0, []
+        nothing = buffer[:0]
+        for sizes in receives:
+            start, stop = stop, stop + sum(sizes)
+            work = all_to_all(nothing, [0] * len(sizes), buffer[start:stop], sizes, group)
+            transfers.append(self._receiver.started(Transfer(work, self._device), group))
+        return _Arriving(f"bucket {message.index}", buffer, transfers)
 
     def has_come(self) -> bool:
         """True if the oldest bucket that was begun is there.
 
         Raises:
-            BroadcastError: nothing came in time, or the trainer is gone.
+            BroadcastError: nothing came in time, or a trainer rank is gone.
         """
-        index, broadcast = self._arriving[0]
-        return broadcast.has_arrived(self._timeout_s, f"bucket {index}")
+        oldest = self._arriving[0]
+        return all(each.has_arrived(self._timeout_s, oldest.name) for each in oldest.transfers)
 
     def source(self, message: LoadBucket, nbytes: int) -> BucketSource:
         """The bytes of the oldest bucket that was begun, which has come."""
-        _, broadcast = self._arriving.popleft()
-        self._receiver.finished(broadcast)
-        return BucketSource.flat(broadcast.flat)
+        oldest = self._arriving.popleft()
+        self._receiver.finished(oldest.transfers)
+        if not message.receives:
+            return BucketSource.flat(oldest.buffer)
+        return self._receiver.sources.of(message, {0: oldest.buffer}, nbytes)
 
     def let_go(self) -> bool:
         """Keep the buffers for the next session; see `state.BucketMemory`."""
         if not self._arriving:
             return False
-        self._receiver.give_up(self._group)
+        for group in {self._group, self._senders} - {None}:
+            self._receiver.give_up(group)
         return True
 
 
@@ -135,8 +197,8 @@ def _no_buffers() -> list[torch.Tensor]:
     return [torch.empty(0, dtype=torch.uint8) for _ in range(NUM_BUFFERS)]
 
 
-def _is_over(broadcast: Broadcast) -> bool:
+def _is_over(transfer: Transfer) -> bool:
     try:
-        return broadcast.is_done()
+        return transfer.is_done()
     except BroadcastError:
         return False

@@ -57,7 +57,11 @@ class SessionSteps:
 
 
 def serve_session(
-    descriptor: SessionDescriptor, models: Sequence[Any], steps: SessionSteps, group: Any = None
+    descriptor: SessionDescriptor,
+    models: Sequence[Any],
+    steps: SessionSteps,
+    group: Any = None,
+    senders: Any = None,
 ) -> ServedSession:
     """Serve the session that the request invites to.
 
@@ -67,6 +71,7 @@ def serve_session(
             last.
         steps: the caller's.
         group: the process group in which the buckets are broadcast; None: they are mapped.
+        senders: the one in which all trainer ranks send; None: they do not.
 
     Raises:
         SessionError: the trainer is gone, silent, aborted, or broke the protocol; or the invitation
@@ -77,7 +82,7 @@ def serve_session(
     if descriptor in _invitations:
         raise SessionError("the same request has come before: it is not executed again")
     _invitations.append(descriptor)
-    session = _Session(descriptor, models, steps, group)
+    session = _Session(descriptor, models, steps, group, senders)
     return ServedSession(session.run())
 
 
@@ -119,6 +124,7 @@ class _Session:
         models: Sequence[Any],
         steps: SessionSteps,
         group: Any,
+        senders: Any,
     ) -> None:
         self._descriptor = descriptor
         self._steps = steps
@@ -127,7 +133,7 @@ class _Session:
         self._device = device = device_of(models[0])
         self._memory: BucketMemory = _mapped.begin_session(device)
         if group is not None:
-            self._memory = BroadcastBuckets(receiver, group, device, descriptor.timeout_s)
+            self._memory = BroadcastBuckets(receiver, group, senders, device, descriptor.timeout_s)
         self._digests: list[str] = []
         self._num_tensors = 0
         self._announced: deque[tuple[wire.LoadBucket, BucketLayout]] = deque()  # not yet begun
@@ -241,9 +247,11 @@ class _Session:
                 channel.send(wire.Receiving, index=message.index)
 
     def _finish_buckets(self, channel: Channel[FromTrainer]) -> None:
-        """Wait until the device has read all that was launched, and tell the trainer."""
-        if self._announced or self._begun:
-            raise SessionError(f"the end came after {len(self._digests)} of the announced buckets")
+        """Wait until the device has read all that was announced, and tell the trainer."""
+        while self._announced or self._begun:
+            self._is_busy(channel)
+            if channel.has_message():
+                _expect(wire.Abort, channel.receive())
         if self._in_flight:
             with self._spending("copying"):
                 synchronize(self._device)

@@ -87,8 +87,7 @@ class MappedMemory:
     """See `BucketMemory`: the trainer's memory, as far as this process has mapped it.
 
     It serves one session after the other: `begin_session` comes first, `let_go` last. A buffer is
-    mapped by name, and unmapped with the session unless that asks to keep it. The sources of the
-    last sessions are remembered: a bucket may have thousands of pieces.
+    mapped by name, and unmapped with the session unless that asks to keep it.
     """
 
     max_unread = sys.maxsize  # the trainer knows how many buffers it has
@@ -97,7 +96,7 @@ class MappedMemory:
         self._mapped: dict[str, torch.Tensor] = {}
         self._kept: set[str] = set()
         self._slots: dict[int, torch.Tensor] = {}
-        self._sources: OrderedDict[tuple[int, str], _CachedSource] = OrderedDict()
+        self._sources = Sources()
         self._device = torch.device("cpu")
 
     def begin_session(self, device: torch.device) -> MappedMemory:
@@ -137,13 +136,7 @@ class MappedMemory:
         Raises:
             SessionError: a piece lies in no mapped buffer, or leaves it or the bucket.
         """
-        key = message.pieces[0].slot if message.pieces else -1, message.digest
-        cached = self._sources.get(key)
-        if cached is None or not cached.holds(message.pieces, self._slots):
-            cached = self._sources[key] = _CachedSource.of(message, self._slots, nbytes)
-            while len(self._sources) > MAX_LAYOUTS:
-                self._sources.popitem(last=False)
-        return cached.source
+        return self._sources.of(message, self._slots, nbytes)
 
     def let_go(self) -> bool:
         """Unmap all that the session did not ask to keep."""
@@ -154,6 +147,38 @@ class MappedMemory:
         if is_dropped:
             self._sources.clear()
         return is_dropped
+
+
+class Sources:
+    """The memory behind the last buckets: one may have thousands of pieces."""
+
+    def __init__(self) -> None:
+        self._cached: OrderedDict[tuple[int, str], _CachedSource] = OrderedDict()
+
+    def of(
+        self, message: wire.LoadBucket, slots: Mapping[int, torch.Tensor], nbytes: int
+    ) -> BucketSource:
+        """The memory that a message speaks of.
+
+        Args:
+            message: its pieces.
+            slots: what they lie in.
+            nbytes: of the bucket, as it came.
+
+        Raises:
+            SessionError: a piece lies in no buffer, or leaves it or the bucket.
+        """
+        key = message.pieces[0].slot if message.pieces else -1, message.digest
+        cached = self._cached.get(key)
+        if cached is None or not cached.holds(message.pieces, slots):
+            cached = self._cached[key] = _CachedSource.of(message, slots, nbytes)
+            while len(self._cached) > MAX_LAYOUTS:
+                self._cached.popitem(last=False)
+        return cached.source
+
+    def clear(self) -> None:
+        """Let go of all memory."""
+        self._cached.clear()
 
 
 @dataclass(frozen=True, slots=True)

@@ -145,6 +145,9 @@ def sentences(config: DictConfig, settings: WeightSyncConfig, machine: Machine) 
     if backend == BROADCAST_BACKEND:
         how = "NCCL" if machine.num_gpus else "gloo"
         yield f"The trainer's first rank broadcasts {bucket} to all engines over {how}"
+        sends = settings.uses_plan and settings.exchange_shards
+        if sends and not any(_computed_exports(config)):
+            yield "Later, every rank sends them its shards, if these prove to be the export"
     else:
         num_buffers = settings.for_session().num_staging_buffers
         shared = "CUDA IPC" if machine.num_gpus else "/dev/shm"

@@ -6,8 +6,7 @@ with TrainerSession(sockets, settings, names) as session:
     slot = session.map_buffer(storage, keep=False)
     session.load(0, bucket, [BucketPiece(slot, 0, 0, nbytes)], read_only=False)
     session.finish(num_buckets=1, num_tensors=3, arrangements=None)
-    session.wait_until_done(0)
-    outcome = session.outcome()
+    ...                                   # until session.loaded, see `engine_ranks.wait_for`
     session.commit()                      # once all ranks have come so far
     session.wait_until_published()
     session.keep_socket()                 # likewise
@@ -16,8 +15,7 @@ with TrainerSession(sockets, settings, names) as session:
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
@@ -114,12 +112,14 @@ class TrainerSession:
         settings: the preset.
         names: of this process's memory, the same for all its sessions.
         group: name of the update group by which the buckets go; "": the engine maps them.
-        secret: of that group.
+        senders: name of the one of all trainer ranks; "": there is none.
+        secret: of the first group.
 
     Attributes:
         arrangements: digest of those that the engine holds for this sync, once they have met.
         num_done: buckets that the engine has read, as far as it was listened to.
         num_receiving: likewise those that it receives, or has received, by broadcast.
+        loaded: how it has loaded them, once it has read all; None before.
     """
 
     def __init__(
@@ -129,6 +129,7 @@ class TrainerSession:
         names: BlockNames,
         *,
         group: str = "",
+        senders: str = "",
         secret: bytes = b"",
     ) -> None:
         token = secrets.token_hex(16)
@@ -146,6 +147,7 @@ class TrainerSession:
             recheck_every_n_syncs=settings.recheck_every_n_syncs,
             syncs_draft=settings.syncs_draft,
             group=group,
+            senders=senders,
         )
         self.invitation = wire.encode_descriptor(
             wire.signed(descriptor, secret) if group else descriptor
@@ -157,6 +159,7 @@ class TrainerSession:
         self._slots: dict[str, int] = {}
         self._unsent: list[wire.SharedBuffer] = []
         self.num_done = self.num_receiving = 0
+        self.loaded: Loaded | None = None
         self.arrangements = ""
 
     def greet(self, watch: Callable[[], None], *, wait_s: float) -> bool:
@@ -229,6 +232,7 @@ class TrainerSession:
         *,
         read_only: bool,
         arranged: str = "",
+        receives: Sequence[list[int]] = (),
     ) -> None:
         """Have a bucket loaded; its memory must stay as it is until it is done.
 
@@ -238,6 +242,7 @@ class TrainerSession:
             pieces: where its bytes are.
             read_only: the engine must leave them as they are.
             arranged: digest of the arrangements by which they are arranged; "": not at all.
+            receives: see `LoadBucket`.
         """
         is_known = bucket.digest in self._engine_layouts
         buffers, self._unsent = self._unsent, []
@@ -250,30 +255,31 @@ class TrainerSession:
             layout=None if is_known else bucket.encoded,
             read_only=read_only,
             arranged=arranged,
+            receives=list(receives),
         )
         self._engine_layouts.add(bucket.digest)
 
-    def wait_until_done(self, index: int) -> None:
-        """Wait until the engine has read bucket `index` and those before it.
+    def look(self) -> None:
+        """Take note of what the engine has said, without waiting.
 
         Raises:
             EngineFailed: with the engine's traceback.
-            SessionError: the engine is gone, silent, or broke the protocol.
+            SessionError: the engine is gone, or broke the protocol.
+            Exception: what the watch of `greet` raises.
         """
-        while self.num_done <= index:
+        while self._channel.wait(0.0, self._watch):
             self._note_progress()
 
-    def look(self) -> None:
-        """Take note of what the engine has said, without waiting; errors as for
-        `wait_until_done`.
-        """
-        while self._channel.wait(0.0):
-            self._note_progress()
+    def rest(self) -> None:
+        """Wait a moment, until the engine says something at most."""
+        self._channel.rest()
 
     def _note_progress(self) -> None:
         message = self._next()
         if isinstance(message, wire.Receiving):
             self.num_receiving = _counted(message, self.num_receiving)
+        elif isinstance(message, Loaded):
+            self.loaded = message
         else:
             self.num_done = _counted(_expected(wire.BucketDone, message), self.num_done)
 
@@ -291,15 +297,6 @@ class TrainerSession:
             num_tensors=num_tensors,
             arrangements=arrangements,
         )
-
-    def outcome(self) -> Loaded:
-        """Wait until this engine rank has read all; every bucket must have been waited for.
-
-        Raises:
-            EngineFailed: with the engine's traceback.
-            SessionError: the engine is gone, silent, or broke the protocol.
-        """
-        return self._receive(wire.Loaded)
 
     def commit(self, watch: Callable[[], None]) -> None:
         """Have the weights published: every trainer rank's engine has read what it was to read.
@@ -371,24 +368,6 @@ class TrainerSession:
             self._sockets.keep(self._channel)
             return
         self._channel.close()
-
-
-def check_refused(reply: Future[Any]) -> None:
-    """Raise if the answer to the request that opened a session is a failure, or was lost.
-
-    After the commit: a good one may come before the session has told of the publication.
-    """
-    if reply.done():
-        reply.result()
-
-
-def check_unanswered(reply: Future[Any]) -> None:
-    """Raise if that request was answered at all, or the answer lost: before the commit the engine
-    is at its session no more then.
-    """
-    if reply.done():
-        reply.result()
-        raise SessionError("the engine ended the update before its session")
 
 
 def _expected(kind: type[Message], message: FromEngine) -> Message:

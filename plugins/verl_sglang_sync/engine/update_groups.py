@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -29,8 +29,9 @@ from sglang_loader.common.broadcast.update_group import (
     GROUP_PREFIX,
     MeetingPoint,
     backend_of,
+    connection_to,
     import_helpers,
-    join_as_source,
+    join_as_trainer,
     leave,
     secret_of,
     was_left,
@@ -45,6 +46,16 @@ WINDOW_S = 1.0
 REPLY_S = 2.0
 
 Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class GroupPlace:
+    """Where, and by what name, the ranks of a group meet."""
+
+    name: str
+    address: str
+    port: int
+    world_size: int
 
 
 class UpdateGroupError(BroadcastError):
@@ -87,6 +98,7 @@ class UpdateGroup:
         meeting: the store through which NCCL's ranks connect at their first collective.
         secret: what only its ranks know; it signs the invitations to its sessions.
         sockets: for the session with each engine rank, in rank order.
+        others: names of further groups with the same members.
     """
 
     name: str
@@ -95,6 +107,17 @@ class UpdateGroup:
     meeting: MeetingPoint
     secret: bytes
     sockets: tuple[SessionSockets, ...]
+    others: list[str] = field(default_factory=list)
+
+    @property
+    def names(self) -> list[str]:
+        """Of all groups that the members are in."""
+        return [self.name, *self.others]
+
+    @property
+    def num_engine_ranks(self) -> int:
+        """Of all members."""
+        return sum(replica.num_ranks for replica in self.replicas)
 
     @property
     def replicas(self) -> tuple[Replica, ...]:
@@ -143,7 +166,7 @@ class UpdateGroups:
         if self._group is not None and was_left(self._group.process_group):
             logger.warning("an engine has left %s: another group is formed", self._group.name)
             self.abandon()
-        if self._group is not None and self._group.replicas == tuple(replicas):
+        if self._group is not None and self.is_current(replicas):
             return self._group
         members = tuple((replica, self._client(replica)) for replica in replicas)
         for _, client in members:
@@ -156,11 +179,18 @@ class UpdateGroups:
         self.num_formed += 1
         return self._group
 
+    def is_current(self, replicas: Sequence[Replica]) -> bool:
+        """True if there is a group of exactly these, which no engine has left."""
+        group = self._group
+        if group is None or was_left(group.process_group):
+            return False
+        return group.replicas == tuple(replicas)
+
     def abandon(self) -> None:
         """Give up the group after a failure; the next sync forms another."""
         group, self._group = self._group, None
         if group is not None:
-            self._left.append(group.name)
+            self._left += group.names
             leave(group.process_group, broken=True)
 
     def close(self) -> None:
@@ -185,56 +215,89 @@ class UpdateGroups:
             self._clients.pop(replica).close()
 
     def _form(self, members: Members) -> UpdateGroup:
+        num_ranks = sum(replica.num_ranks for replica, _ in members)
+        place, meeting = self.meet(num_ranks + 1)
+        group = self.join(place, meeting, members, num_trainers=1)
+        sockets = tuple(SessionSockets(self._address) for _ in range(num_ranks))
+        return UpdateGroup(place.name, group, members, meeting, secret_of(group), sockets)
+
+    def meet(self, world_size: int) -> tuple[GroupPlace, MeetingPoint]:
+        """Open a place for a new group to meet."""
         import_helpers()
         name = f"{GROUP_PREFIX}{secrets.token_hex(4)}"
-        world_size = 1 + sum(replica.num_ranks for replica, _ in members)
         meeting = MeetingPoint(self._address, world_size, self._form_timeout_s)
+        return GroupPlace(name, self._address, meeting.port, world_size), meeting
+
+    def join(
+        self, place: GroupPlace, meeting: MeetingPoint, members: Members, *, num_trainers: int
+    ) -> Any:
+        """Join a group, which this process serves the meeting point of, together with all members.
+
+        Args:
+            place: where they meet.
+            meeting: the same.
+            members: whose ranks come after the trainer's, in this order.
+            num_trainers: trainer ranks; this one is the first.
+
+        Returns:
+            The process group.
+
+        Raises:
+            UpdateGroupError: a rank did not join; the others have left.
+        """
         joined: list[Future[Any]] = []
-        rank_offset = 1
+        rank_offset = num_trainers
         for replica, client in members:
             joined.append(
                 client.submit(
                     operations.init_update_group(
-                        master_address=self._address,
-                        master_port=meeting.port,
+                        master_address=place.address,
+                        master_port=place.port,
                         rank_offset=rank_offset,
-                        world_size=world_size,
-                        group_name=name,
+                        world_size=place.world_size,
+                        group_name=place.name,
                         backend=backend_of(self._device),
                     )
                 )
             )
             rank_offset += replica.num_ranks
-        own = _in_thread(
-            lambda: join_as_source(
-                meeting.connect(),
-                device=self._device,
-                world_size=world_size,
-                name=name,
-                timeout_s=self._form_timeout_s,
-            )
-        )
+        own = join_in_thread(place, 0, self._device, self._form_timeout_s)
         wait([own, *joined], timeout=self._form_timeout_s, return_when=FIRST_EXCEPTION)
         replicas = [replica for replica, _ in members]
         if problem := _why_not_formed(replicas, joined, own, self._form_timeout_s):
-            self._left.append(name)  # some engine may have joined
+            self._left.append(place.name)  # some engine may have joined
             _send_away(meeting, [own, *joined])
             own.add_done_callback(_leave_late)
-            raise UpdateGroupError(f"{name} was not formed: {problem}")
-        logger.info("formed %s of %d replicas, %d ranks", name, len(members), world_size)
-        sockets = tuple(SessionSockets(self._address) for _ in range(world_size - 1))
-        return UpdateGroup(name, own.result(), members, meeting, secret_of(own.result()), sockets)
+            raise UpdateGroupError(f"{place.name} was not formed: {problem}")
+        logger.info("formed %s of %d replicas, %d ranks", place.name, len(members), rank_offset)
+        return own.result()
 
     def _dissolve(self, group: UpdateGroup) -> None:
         """Leave a healthy group together with whoever is still there."""
         self._group = None
         _leave_servers(
-            group.members, [group.name], meanwhile=lambda: leave(group.process_group, broken=False)
+            group.members, group.names, meanwhile=lambda: leave(group.process_group, broken=False)
         )
 
     def _forget_left_groups(self, members: Members) -> None:
         names, self._left = self._left, []
         _leave_servers(members, names)
+
+
+def join_in_thread(
+    place: GroupPlace, rank: int, device: torch.device, timeout_s: float
+) -> Future[Any]:
+    """Join a group in a daemon thread; the future gets the process group."""
+    return _in_thread(
+        lambda: join_as_trainer(
+            connection_to(place.address, place.port, place.world_size, timeout_s),
+            rank=rank,
+            device=device,
+            world_size=place.world_size,
+            name=place.name,
+            timeout_s=timeout_s,
+        )
+    )
 
 
 def _leave_late(joined: Future[Any]) -> None:

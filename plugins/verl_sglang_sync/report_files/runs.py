@@ -57,6 +57,7 @@ class ReplicaSync(msgspec.Struct, frozen=True, kw_only=True):
     payload_bytes: int
     num_pulled: int
     num_exchanged: int
+    num_sent: int = 0
     num_replayed: int
     num_eager: int
     eager_reason: str | None
@@ -85,7 +86,7 @@ class ReplicaSync(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def num_exported(self) -> int:
         """Buckets that came through the full export."""
-        return self.num_buckets - self.num_pulled - self.num_exchanged
+        return self.num_buckets - self.num_pulled - self.num_exchanged - self.num_sent
 
 
 @dataclass(frozen=True)

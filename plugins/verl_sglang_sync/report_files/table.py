@@ -21,6 +21,7 @@ TOTALS: tuple[Row, ...] = (
 BUCKETS: tuple[Row, ...] = (
     ("read in place", lambda sync: _count(sync.num_pulled)),
     ("exchanged", lambda sync: _count(sync.num_exchanged)),
+    ("sent by all ranks", lambda sync: _count(sync.num_sent)),
     ("exported in full", lambda sync: _count(sync.num_exported)),
     ("by the load plan", lambda sync: _count(sync.num_replayed)),
     ("by load_weights", lambda sync: _count(sync.num_eager)),

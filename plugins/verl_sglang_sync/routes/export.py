@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
+from verl_sglang_sync.engine.arrangements import ArrangedSync
 from verl_sglang_sync.report import SyncReport
-from verl_sglang_sync.routes.arranged_sending import ArrangedSync
 from verl_sglang_sync.routes.route import ReadyBucket, SyncSource
 from verl_sglang_sync.routes.staging_ring import StagingRing
 from verl_sglang_sync.sources.bucket_stream import Batch, BucketStream
@@ -19,7 +19,8 @@ class ExportedBuckets(SyncSource):
     Args:
         export: of this sync.
         stream: cuts it.
-        ring: the staging buffers.
+        ring: the staging buffers; None where no engine is given any of them: the export is gone
+            through, as the other ranks' collectives need it.
         arranged: which buckets hold only what this rank's engine reads.
         report: gets the counts and seconds.
     """
@@ -28,7 +29,7 @@ class ExportedBuckets(SyncSource):
         self,
         export: Export,
         stream: BucketStream,
-        ring: StagingRing,
+        ring: StagingRing | None,
         arranged: ArrangedSync,
         report: SyncReport,
     ) -> None:
@@ -41,15 +42,15 @@ class ExportedBuckets(SyncSource):
         self._first_batch: Batch | None = None
 
     def start(self, has_arrived: Callable[[], bool]) -> None:
-        """Pack the first bucket; if it is arranged, `engine_joined` may need its tensors again."""
+        """Pack the first bucket; if it is arranged, `engines_joined` may need its tensors again."""
         batch = next(self._batches, None)
         if batch is not None:
             self._first = self._packed(batch)
             self._first_batch = batch if self._first.arranged else None
 
-    def engine_joined(self, held: str) -> None:
+    def engines_joined(self, held: Sequence[str]) -> None:
         """See `SyncSource`; the first bucket may have to be packed again."""
-        self._arranged.keep_if_held(held)
+        self._arranged.keep_if_held(next(iter(held), ""))
         batch, self._first_batch = self._first_batch, None
         if batch is not None and self._arranged.digest == "":
             self._first = self._packed(batch)
@@ -72,12 +73,16 @@ class ExportedBuckets(SyncSource):
         """The export, cut; the buffers are allocated with its first bucket, where a rank may fail
         as it may in any other step.
         """
-        self._ring.prepare(
-            [(self._arranged.expected(i) or b.layout).nbytes for i, b in enumerate(stream.buckets)]
-        )
+        if self._ring is not None:
+            expected = self._arranged.expected
+            self._ring.prepare(
+                [(expected(i) or b.layout).nbytes for i, b in enumerate(stream.buckets)]
+            )
         yield from stream.batches(self._export, self._report)
 
     def _packed(self, batch: Batch) -> ReadyBucket:
+        if self._ring is None:
+            return ReadyBucket(batch.index, batch.bucket)
         arrangement = self._arranged.of(batch.index, batch.bucket)
         with self._report.stage("pack"):
             if arrangement is None:

@@ -2,12 +2,13 @@
 
 The engines of one sync are loaded from a `SyncSource`: verl's full export, packed
 (`export.ExportedBuckets`), or what a `Route` offers, which has learnt from a good exported sync how
-to do without: "pull" (`pull.route.Pull`) and "exchange" (`exchange.route.Exchange`).
+to do without: "pull" (`pull.route.Pull`), "exchange" (`exchange.route.Exchange`) and "send"
+(`send.route.Send`).
 
 A source is chosen before the engine has joined, the same on all ranks, and used in this order:
 
     source.start(session.has_arrived)           # while the engine joins
-    source.engine_joined(session.arrangements)  # the engine has said how buckets may come
+    source.engines_joined(held)                 # the engines have said how buckets may come
     source.map_memory(session)                  # what the engine reads, where that is known
     for bucket in source: ...                   # each is loaded
     source.confirm()                            # before the engines may publish
@@ -18,15 +19,16 @@ A source is chosen before the engine has joined, the same on all ranks, and used
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import ClassVar
+from typing import ClassVar, Protocol, TypeAlias
 
 import torch
 
 from sglang_loader.common.session.messages import BucketPiece, Loaded
 from verl_sglang_sync.collective import TrainerGroup
+from verl_sglang_sync.engine.engine_ranks import EngineRank
 from verl_sglang_sync.engine.session import TrainerSession
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.sources.bucket_stream import Bucket
@@ -57,25 +59,47 @@ class ReadyBucket:
     pieces: list[BucketPiece] | None = None
 
 
+InStep: TypeAlias = Callable[[Callable[[], bool]], bool]
+"""Repeats a step, all ranks in step, until it was True on all; False after a failure anywhere."""
+
+
+class Delivery(Protocol):
+    """How ready buckets get to the engine ranks of one trainer rank, in one sync.
+
+    Both raise what a session raises, and name the engine rank.
+    """
+
+    def deliver(self, ready: ReadyBucket) -> bool:
+        """Have the next bucket loaded; False if another rank has failed: the sync is over."""
+
+    def make_room(self) -> None:
+        """Wait until the buffer that the next bucket takes is read, or sent."""
+
+
 class SyncSource:
     """The buckets of one sync of one trainer rank; see the module. By default a step does nothing.
 
     Attributes:
         is_packed: True: buckets lie in staging buffers, and may hold only what the engine reads.
-        needs_arrangements: digest of those that every rank's engine must hold; None: none must.
+        needs_arrangements: digest of those that each engine rank of this rank must hold; None: none
+            must.
     """
 
     is_packed = True
-    needs_arrangements: str | None = None
+    needs_arrangements: Sequence[str] | None = None
 
     def start(self, has_arrived: Callable[[], bool]) -> None:
         """Do what can be done while the engine joins, until it has."""
 
-    def engine_joined(self, held: str) -> None:
-        """The engine holds arrangements of this digest for the sync; "": none."""
+    def engines_joined(self, held: Sequence[str]) -> None:
+        """Each engine rank holds arrangements of this digest for the sync; "": none."""
 
     def map_memory(self, session: TrainerSession) -> None:
         """Have the engine map, with the first bucket, what all buckets need."""
+
+    def delivery(self, engines: Sequence[EngineRank], in_step: InStep) -> Delivery | None:
+        """How these buckets get to this rank's engine ranks; None: as packed ones do."""
+        return None
 
     def __iter__(self) -> Iterator[ReadyBucket]:
         raise NotImplementedError
@@ -129,6 +153,11 @@ class Route:
         self._num_syncs = 0
         self._is_proven = False
 
+    @property
+    def is_proven(self) -> bool:
+        """True if the next sync may go this way."""
+        return self._is_proven
+
     def choose(self, weights: Iterable[NamedTensor], report: SyncReport) -> SyncSource | None:
         """The buckets of this sync; None: it goes another way.
 
@@ -153,12 +182,12 @@ class Route:
         """True if `learn` may find something; all ranks' exports are of a kind."""
         return self._is_wanted and self.off is None and sources_of(weights) is not None
 
-    def learn(self, weights: Iterable[NamedTensor], loaded: Loaded) -> bool:
+    def learn(self, weights: Iterable[NamedTensor], loaded: Sequence[Loaded]) -> bool:
         """After a good exported sync: prepare, and prove, the next ones.
 
         Args:
             weights: the export of that sync.
-            loaded: how this rank's engine has loaded it.
+            loaded: how this rank's engine ranks have loaded it.
 
         Returns:
             True if the next syncs go this way and need no staging buffers.

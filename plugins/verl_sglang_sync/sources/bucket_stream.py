@@ -33,7 +33,6 @@ class Bucket:
         layout: where each tensor lies in the staging buffer.
         encoded: the layout on the wire.
         digest: names the layout.
-        names: of its tensors in order, for comparing ranks.
         payload_bytes: bytes of the tensors alone.
         is_last: the export ended with it.
     """
@@ -41,7 +40,6 @@ class Bucket:
     layout: BucketLayout
     encoded: bytes
     digest: str
-    names: bytes
     payload_bytes: int
     is_last: bool
 
@@ -50,8 +48,7 @@ class Bucket:
         """Describe a layout."""
         encoded = encode_layout(layout)
         payload = sum(tensor.nbytes for tensor in layout.tensors)
-        names = "".join(f"{tensor.name}\0" for tensor in layout.tensors).encode()
-        return cls(layout, encoded, digest_of(encoded), names, payload, is_last)
+        return cls(layout, encoded, digest_of(encoded), payload, is_last)
 
 
 @dataclass(frozen=True)

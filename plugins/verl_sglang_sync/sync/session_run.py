@@ -1,10 +1,9 @@
-"""One session of one trainer rank, step by step, with all ranks in step where they must be.
+"""The sessions of one trainer rank in one sync, step by step, in step with the other ranks.
 
-run = SessionRun(session, request, ranks, settings, report)
-run.open(group)                         # the request leaves
+run = SessionRun(opened, ranks, settings, report)   # the requests have left
 has_met = run.meet()                    # all ranks: every engine rank has joined
-run.send(source, num_buffers)           # each rank at its own pace
-loaded = run.finish(arrangements)       # its engine rank has read all
+run.send(source)                        # each rank at its own pace
+loaded = run.finish(source)             # its engine ranks have read all
 run.commit()                            # once all ranks have come so far
 run.end(defers_reply=True)              # all ranks leave together
 """
@@ -12,137 +11,130 @@ run.end(defers_reply=True)              # all ranks leave together
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
-from sglang_loader.common.session.messages import BucketPiece, Loaded, SessionError
-from verl_sglang_sync.collective import STEP_S, TrainerGroup
+from sglang_loader.common.session.messages import Loaded, SessionError
+from verl_sglang_sync.collective import STEP_S
 from verl_sglang_sync.config import WeightSyncConfig
-from verl_sglang_sync.engine.session import EngineFailed, TrainerSession
+from verl_sglang_sync.engine.engine_ranks import EngineRank, OpeningRequest, each, wait_for
+from verl_sglang_sync.engine.session import EngineFailed
 from verl_sglang_sync.report import SyncReport
-from verl_sglang_sync.routes.route import ReadyBucket, SyncSource
-from verl_sglang_sync.sync.ranks_in_step import OpeningRequest, RanksInStep
+from verl_sglang_sync.routes.route import SyncSource
+from verl_sglang_sync.sources.bucket_stream import Bucket
+from verl_sglang_sync.sync.engines import Opened
+from verl_sglang_sync.sync.ranks_in_step import RanksInStep
 
 MEET_TIMEOUT_S = 120.0
 GIVE_UP_S = 5.0
-"""How long a failed sync waits for the reply, so that the engine is done when the ranks leave."""
+"""How long a failed sync waits for the replies, so that the engines are done when ranks leave."""
 
 
 class SessionRun:
-    """The state of one session.
+    """The state of one sync's sessions.
 
     Args:
-        session: of this rank; None where it could not be made: the rank has failed.
-        request: opens the session on the engine.
+        opened: this rank's sessions, which may be none, and how buckets get to their engines.
         ranks: what all ranks agree on.
         settings: the preset.
         report: gets the counts and seconds.
     """
 
     def __init__(
-        self,
-        session: TrainerSession | None,
-        request: OpeningRequest,
-        ranks: RanksInStep,
-        settings: WeightSyncConfig,
-        report: SyncReport,
+        self, opened: Opened, ranks: RanksInStep, settings: WeightSyncConfig, report: SyncReport
     ) -> None:
-        self._session = session
-        self._request = request
+        self.engines: Sequence[EngineRank] = opened.engines
         self.ranks = ranks
+        self._delivery = opened.delivery
         self._settings = settings
         self._report = report
 
     @property
-    def session(self) -> TrainerSession:
-        """Of a rank that has not failed."""
-        assert self._session is not None, "a rank without a session has failed"
-        return self._session
+    def held_arrangements(self) -> list[str]:
+        """By engine rank, once they have met: digest of those that it holds for this sync."""
+        return [engine.session.arrangements for engine in self.engines]
+
+    @property
+    def requests(self) -> list[OpeningRequest]:
+        """Those that this rank's engine ranks were asked by."""
+        return list(dict.fromkeys(engine.request for engine in self.engines))
 
     def has_arrived(self) -> bool:
-        """True if the engine is there to be met."""
-        return self._session is not None and self._session.has_arrived()
-
-    def open(self, group: TrainerGroup) -> None:
-        """Gather the ranks' invitations and post them; all ranks join the gather."""
-        invitation = b"" if self._session is None else self._session.invitation
-        gathered = group.gather(invitation)
-        if gathered is not None and all(gathered):
-            self.ranks.run_if_ok(lambda: self._request.post(gathered))
+        """True if the engine ranks are there to be met."""
+        return bool(self.engines) and all(e.session.has_arrived() for e in self.engines)
 
     def meet(self) -> bool:
-        """Wait, all ranks in step, until each has met its engine rank; False after a failure.
+        """Wait, all ranks in step, until each has met its engine ranks; False after a failure.
 
-        Only the leader has a request that can fail: the others learn of it here.
+        Only a rank that has sent a request can see it fail: the others learn of it here.
         """
         limit_s = min(MEET_TIMEOUT_S, self._settings.request_timeout_s)
-        deadline, has_met = time.monotonic() + limit_s, False
+        deadline, strangers = time.monotonic() + limit_s, list(self.engines)
 
         def meet() -> bool:
-            nonlocal has_met
-            self._request.check()
-            has_met = has_met or self.session.greet(self._request.check, wait_s=STEP_S)
-            if not has_met and time.monotonic() > deadline:
-                raise SessionError(f"the engine did not join within {limit_s:g} s")
-            return has_met
+            while strangers:
+                engine = strangers[0]
+                with engine.naming():
+                    if not engine.session.greet(engine.request.check, wait_s=STEP_S):
+                        if time.monotonic() > deadline:
+                            raise SessionError(f"the engine did not join within {limit_s:g} s")
+                        return False
+                strangers.pop(0)
+            for request in self.requests:
+                request.check()
+            return True
 
         return self.ranks.repeat_until_all(meet)
 
-    def send(self, source: SyncSource, num_buffers: int) -> None:
-        """Send every bucket; the engine may still be at the last ones.
-
-        Args:
-            source: of the buckets.
-            num_buffers: staging buffers, in which packed buckets take turns.
-        """
-        session, report = self.session, self._report
-        source.map_memory(session)
+    def send(self, source: SyncSource) -> None:
+        """Send every bucket; the engines may still be at the last ones."""
+        report = self._report
+        for engine in self.engines:
+            source.map_memory(engine.session)
+        own = source.delivery(self.engines, self.ranks.repeat_until_all)
+        delivery = self._delivery if own is None else own
         for ready in source:
-            index, bucket = ready.index, ready.bucket
-            is_pulled = ready.pieces is not None
-            pieces = self._pieces(ready)
-            session.load(index, bucket, pieces, read_only=is_pulled, arranged=ready.arranged)
+            bucket = ready.bucket
+            if not delivery.deliver(ready):
+                return
             self.ranks.sent(bucket)
             report.num_arranged += bool(ready.arranged)
             report.sent_bytes += ready.nbytes if ready.arranged else bucket.payload_bytes
-            free = index + 1 - num_buffers  # the next bucket takes this one's buffer
-            if ready.storage is not None and free >= 0 and not bucket.is_last:
-                with report.stage("load"):
-                    session.wait_until_done(free)
+            if not bucket.is_last:
+                delivery.make_room()
         if not self.ranks.num_buckets:
             raise ValueError("the trainer exported no tensor")
 
-    def _pieces(self, ready: ReadyBucket) -> list[BucketPiece]:
-        """Where the engine finds the bucket; a staging buffer that it does not know is mapped."""
-        if ready.storage is None:
-            return ready.pieces or []
-        slot = self.session.map_buffer(ready.storage, keep=self._settings.keep_staging_buffers)
-        return [BucketPiece(slot, 0, 0, ready.nbytes)]
-
-    def finish(self, arrangements: str | None) -> Loaded:
-        """Have the engine rank read to the end; how it has loaded the buckets.
+    def finish(self, buckets: Sequence[Bucket], *, is_packed: bool) -> list[Loaded]:
+        """Have the engine ranks read to the end; how each has loaded the buckets.
 
         Args:
-            arrangements: digest of those that it need not tell; None: it need not tell any.
+            buckets: of the export.
+            is_packed: the engines are asked what they read of them.
         """
-        ranks, session = self.ranks, self.session
-        session.finish(
-            num_buckets=ranks.num_buckets,
-            num_tensors=ranks.num_tensors,
-            arrangements=arrangements,
-        )
+        ranks = self.ranks
+        for engine in self.engines:
+            with engine.naming():
+                engine.session.finish(
+                    num_buckets=ranks.num_buckets,
+                    num_tensors=ranks.num_tensors,
+                    arrangements=engine.arrangements.known_digest(buckets) if is_packed else None,
+                )
+        limit_s = self._settings.request_timeout_s
         with self._report.stage("load"):
-            session.wait_until_done(ranks.num_buckets - 1)
+            wait_for(self.engines, lambda s: s.num_done == ranks.num_buckets, limit_s)
         with self._report.stage("commit"):
-            return session.outcome()
+            wait_for(self.engines, lambda s: s.loaded is not None, limit_s)
+        return [e.session.loaded for e in self.engines if e.session.loaded is not None]
 
     def commit(self) -> None:
         """Have the weights published: all ranks have agreed that all is loaded."""
         self.ranks.may_be_served = True
-        self.session.commit(self._request.check_refused)
         try:
             with self._report.stage("publish"):
-                self.session.wait_until_published()
+                each(self.engines, lambda e: e.session.commit(e.request.check_refused))
+                each(self.engines, lambda e: e.session.wait_until_published())
         except EngineFailed:  # its TP ranks have agreed to publish nothing
-            self.ranks.may_be_served = False
+            self.ranks.may_be_served = len(self.requests) > 1
             raise
 
     def end(self, *, defers_reply: bool) -> None:
@@ -155,24 +147,32 @@ class SessionRun:
         Raises:
             WeightSyncError: on every rank, if any rank failed.
         """
-        ranks, request = self.ranks, self._request
+        ranks, requests = self.ranks, self.requests
 
-        def is_answered() -> bool:
+        def are_answered() -> bool:
             if defers_reply:
                 return True
-            has_come = request.wait(STEP_S)
-            if has_come:
-                request.result()
-            return has_come
+            have_come = all(request.wait(STEP_S) for request in requests)
+            if have_come:
+                for request in requests:
+                    request.result()
+            return have_come
 
         if ranks.error is None:
             with self._report.stage("reply"):
-                ranks.repeat_until_all(is_answered)
+                ranks.repeat_until_all(are_answered)
         if ranks.error is not None:
-            if self._session is not None:
-                watch = request.check_answer if request.may_have_left else None
-                self._session.abort(ranks.error, watch)
-            request.give_up(min(GIVE_UP_S, self._settings.request_timeout_s))
+            self._abort(ranks.error)
             ranks.agree()  # nobody leaves while an engine is still busy
         ranks.raise_error()
-        self.session.keep_socket()
+        for engine in self.engines:
+            engine.session.keep_socket()
+
+    def _abort(self, reason: str) -> None:
+        """Tell the engine ranks to give up, and wait until they have, `GIVE_UP_S` at most."""
+        for engine in self.engines:
+            request = engine.request
+            engine.session.abort(reason, request.check_answer if request.may_have_left else None)
+        deadline = time.monotonic() + min(GIVE_UP_S, self._settings.request_timeout_s)
+        for request in self.requests:
+            request.give_up(max(0.0, deadline - time.monotonic()))

@@ -29,14 +29,14 @@ from verl_sglang_sync.collective import (
     wait_in_step,
 )
 from verl_sglang_sync.config import WeightSyncConfig
+from verl_sglang_sync.engine.engine_ranks import Engine
 from verl_sglang_sync.engine.server_client import operations
 from verl_sglang_sync.engine.server_client.operations import Call
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.sources.export import NamedTensor
 from verl_sglang_sync.sources.reexport import Reexport
 from verl_sglang_sync.stages import KV_CACHE, WEIGHTS
-from verl_sglang_sync.sync.ranks_in_step import Engine
-from verl_sglang_sync.sync.transport import SessionTransport
+from verl_sglang_sync.sync.transport import colocated_transport
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +95,7 @@ class SGLangShardingManager(BaseShardingManager):  # type: ignore[misc]
         self._engine = engine
         self._settings = settings
         self._group = group
-        self._transport = SessionTransport(
+        self._transport = colocated_transport(
             engine=engine, settings=settings.for_session(), group=group, device=device
         )
         self._replica = replica

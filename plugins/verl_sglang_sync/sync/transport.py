@@ -1,12 +1,12 @@
-"""One sync: a request opens a session on all ranks, buckets go straight to the engine.
+"""One sync: requests open sessions with all engine ranks, buckets go straight to them.
 
-Every trainer rank has a session of its own with the engine rank on its device, so ranks are not in
-step within a sync; they agree three times: everyone has joined; everyone has sent the same, and its
-engine has read it (only then is anything published); every replica is done. A rank that fails in
-between goes on exporting (the export's collectives need it), then all leave together with the same
-`WeightSyncError`.
+A trainer rank has sessions with the engine ranks that it gives weights to (`engines.Engines`): one,
+many, or none. Ranks are not in step within a sync; they agree three times: everyone has joined;
+everyone has sent the same, and its engines have read it (only then is anything published); every
+replica is done. A rank that fails in between goes on exporting (the export's collectives need it),
+then all leave together with the same `WeightSyncError`.
 
-Where the buckets come from is chosen once the request has left (`_choose`): the first route that
+Where the buckets come from is chosen once the requests have left (`_choose`): the first route that
 has something to offer (`routes.route`), or verl's full export, packed. A route by which a sync
 failed may ask for it to be made again, once: by the same route, or with the export.
 """
@@ -23,20 +23,23 @@ import torch
 from sglang_loader.common.session.messages import Loaded
 from verl_sglang_sync.collective import RankLost, TrainerGroup, WeightSyncError
 from verl_sglang_sync.config import WeightSyncConfig
-from verl_sglang_sync.engine.server_client import ReplyLost
-from verl_sglang_sync.engine.session import SessionSockets, TrainerSession
+from verl_sglang_sync.engine.arrangements import EngineArrangements
+from verl_sglang_sync.engine.engine_ranks import Engine, OpeningRequest, forget_frames
+from verl_sglang_sync.engine.sender_group import SenderGroup
+from verl_sglang_sync.engine.update_groups import Replica, UpdateGroups
 from verl_sglang_sync.report import SyncReport, warn_once
-from verl_sglang_sync.routes.arranged_sending import EngineArrangements
+from verl_sglang_sync.routes import broadcast
 from verl_sglang_sync.routes.exchange.route import PIECES_PER_BUCKET, Exchange
 from verl_sglang_sync.routes.export import ExportedBuckets
 from verl_sglang_sync.routes.pull.route import Pull
 from verl_sglang_sync.routes.route import Recovery, Route, SyncSource
+from verl_sglang_sync.routes.send.route import Send
 from verl_sglang_sync.routes.staging_ring import StagingRing
 from verl_sglang_sync.sources.bucket_stream import BucketStream
 from verl_sglang_sync.sources.export import Export, NamedTensor
-from verl_sglang_sync.sources.memory_blocks import BlockNames
 from verl_sglang_sync.sources.source_map import SourceMap
-from verl_sglang_sync.sync.ranks_in_step import Engine, OpeningRequest, RanksInStep
+from verl_sglang_sync.sync.engines import ColocatedEngine, Engines, RemoteEngines
+from verl_sglang_sync.sync.ranks_in_step import RanksInStep
 from verl_sglang_sync.sync.session_run import SessionRun
 
 logger = logging.getLogger(__name__)
@@ -45,86 +48,90 @@ OTHER_BYTES = "a sync is exported: an engine reads other bytes than were prepare
 
 
 class SessionTransport:
-    """Carries the syncs of one replica; lives in every trainer process, for all its syncs.
+    """Carries syncs; lives in every trainer process, for all its syncs.
+
+    Made by `colocated_transport` or `disaggregated_transport`.
 
     Args:
-        engine: the replica's server on its leader, None on the other ranks.
-        settings: the preset.
+        engines: whom this rank gives weights to.
+        routes: how that is spared the full export, the best first.
         group: the trainer's ranks.
-        device: of the engine's weights on this rank.
+        device: of the staging buffers on this rank.
+        stream: cuts the export.
+        ring: the staging buffers; None on a rank that sends no exported bucket.
+        arrangements: what the engine reads of the buckets that are packed there.
+        frees_ring: the staging buffers are freed after each sync, for the KV cache.
+        defers_reply: a stage of the engine follows each sync: `check_reply` is called after it.
     """
 
     def __init__(
         self,
         *,
-        engine: Engine | None,
-        settings: WeightSyncConfig,
+        engines: Engines,
+        routes: Sequence[Route],
         group: TrainerGroup,
+        settings: WeightSyncConfig,
         device: torch.device,
+        stream: BucketStream,
+        ring: StagingRing | None,
+        arrangements: EngineArrangements,
+        frees_ring: bool,
+        defers_reply: bool,
     ) -> None:
         if device.type == "cpu":  # by the other strategy memory moves when it is shared by name
             torch.multiprocessing.set_sharing_strategy("file_system")
-        self._engine = engine
-        self._settings = settings
-        self._group = group
-        self._device = device
-        self._sockets = SessionSockets()
-        self._stream = BucketStream(settings.bucket_bytes)
-        self._ring = StagingRing(
-            device,
-            num_buffers=settings.num_staging_buffers,
-            bucket_bytes=settings.bucket_bytes,
-        )
-        self._names = BlockNames()
-        self._arrangements = EngineArrangements(is_wanted=settings.uses_plan)
-        source_map = SourceMap(group, device)
-        pull = Pull(
-            group,
-            device,
-            source_map,
-            self._stream,
-            is_wanted=settings.read_in_place,
-            record=lambda handle: self._sockets.folder.record(handle),
-            recheck_every_n_syncs=settings.recheck_every_n_syncs,
-        )
-        exchange = Exchange(
-            group,
-            device,
-            source_map,
-            self._stream,
-            arrangements=self._arrangements,
-            ring=self._ring,
-            is_wanted=settings.exchange_shards,
-            piece_nbytes=settings.bucket_bytes // PIECES_PER_BUCKET,
-            recheck_every_n_syncs=settings.recheck_every_n_syncs,
-        )
-        self._routes: tuple[Route, ...] = (pull, exchange)  # the best first
+        self._engines = engines
+        self._routes = routes
         self._route: Route | None = None  # of this sync; None: its buckets are exported
-        self._unanswered: OpeningRequest | None = None
+        self._group = group
+        self._settings = settings
+        self._device = device
+        self._stream = stream
+        self._ring = ring
+        self._arrangements = arrangements
+        self._frees_ring = frees_ring
+        self._defers_reply = defers_reply
+        self._unanswered: list[OpeningRequest] = []
 
     async def sync(
-        self, weights: Iterable[NamedTensor], *, version: str | None, report: SyncReport
+        self,
+        weights: Iterable[NamedTensor],
+        *,
+        version: str | None,
+        report: SyncReport,
+        replicas: Sequence[Replica] = (),
     ) -> None:
         """Send all of `weights`; every trainer rank calls this, all return or all raise.
+
+        Args:
+            weights: the export.
+            version: becomes the engines' weight version.
+            report: gets the counts and seconds.
+            replicas: of this sync, in disaggregated mode; only the first rank's count.
 
         Raises:
             WeightSyncError: on every rank, if any rank failed.
         """
         try:
-            self._sync_by_best_route(weights, version, report)
-        except WeightSyncError:  # the next sync is made as the first one was
+            self._sync_by_best_route(weights, version, report, replicas)
+        except WeightSyncError as error:  # the next sync is made as the first one was
             for route in self._routes:
                 route.forget()
             self._arrangements.forget()
+            forget_frames(error)  # its text has those that matter
             raise
 
     def _sync_by_best_route(
-        self, weights: Iterable[NamedTensor], version: str | None, report: SyncReport
+        self,
+        weights: Iterable[NamedTensor],
+        version: str | None,
+        report: SyncReport,
+        replicas: Sequence[Replica],
     ) -> None:
         """One session; a second one where the route of the first did not hold and says so."""
         ranks, routes = RanksInStep(self._group), self._routes
         try:
-            self._sync(weights, version, report, ranks, routes)
+            self._sync(weights, version, report, replicas, ranks, routes)
             return
         except WeightSyncError as error:
             if self._route is None or isinstance(error, RankLost):
@@ -135,47 +142,41 @@ class SessionTransport:
             logger.warning("the sync is made again (%s): %s", recovery.value, error)
             routes = (self._route,) if recovery is Recovery.AGAIN else ()
         report.restart()
-        self._sync(weights, version, report, RanksInStep(self._group), routes)
+        self._sync(weights, version, report, replicas, RanksInStep(self._group), routes)
 
     def check_reply(self, report: SyncReport) -> None:
-        """Look at the reply to the last sync's request, where the sync had no need of it.
+        """Look at the replies to the last sync's requests, where the sync had no need of them.
 
-        To be called after the engine's next stage, when it has long come.
+        To be called after the engine's next stage, when they have long come.
 
         Args:
             report: gets the seconds, in "reply".
 
         Raises:
-            Exception: the reply is bad. One that was lost is only logged: the session has told that
-                the weights are published, and the stage in between that the server lives.
+            Exception: a reply is bad.
         """
-        request, self._unanswered = self._unanswered, None
-        if request is not None:
+        requests, self._unanswered = self._unanswered, []
+        for request in requests:
             with report.stage("reply"):
-                try:
-                    request.result()
-                except ReplyLost as error:
-                    logger.warning("the weights were published, but the reply was lost: %s", error)
+                request.result()
 
     def _sync(
         self,
         weights: Iterable[NamedTensor],
         version: str | None,
         report: SyncReport,
+        replicas: Sequence[Replica],
         ranks: RanksInStep,
         routes: Sequence[Route],
     ) -> None:
-        """One session, by one of the routes or with the export."""
+        """One session with each engine rank, by one of the routes or with the export."""
         self._route, loaded = None, None
-        defers_reply = self._settings.free_cache_engine
         ranks.run_if_ok(lambda: self.check_reply(report))
-        request = OpeningRequest(self._engine, version)
         with ExitStack() as stack:
-            stack.callback(self._rest)
-            session = ranks.run_if_ok(lambda: stack.enter_context(self._new_session()))
-            run = SessionRun(session, request, ranks, self._settings, report)
+            stack.callback(self._rest, ranks)
             with report.stage("open"):
-                run.open(self._group)
+                opened = self._engines.open(stack, ranks, version, replicas, report)
+            run = SessionRun(opened, ranks, self._settings, report)
             source = self._choose(weights, routes, report)
             ranks.run_always(lambda: source.start(run.has_arrived))
             with report.stage("open"):
@@ -185,16 +186,13 @@ class SessionTransport:
                 source = self._after_joining(run, source, exported)
                 loaded = self._transfer(run, source)
             source.drain()
-            run.end(defers_reply=defers_reply)
+            run.end(defers_reply=self._defers_reply)
         assert loaded is not None, "a rank that has not failed has loaded"
-        self._unanswered = request if defers_reply else None
+        self._unanswered = run.requests if self._defers_reply else []
         source.end()
-        self._was_loaded(loaded, report)
+        self._was_loaded(run, loaded, report)
         if isinstance(source, ExportedBuckets):
             self._learn_routes(weights, loaded, report)
-
-    def _new_session(self) -> TrainerSession:
-        return TrainerSession(self._sockets, self._settings, self._names)
 
     def _choose(
         self, weights: Iterable[NamedTensor], routes: Sequence[Route], report: SyncReport
@@ -219,37 +217,39 @@ class SessionTransport:
         All ranks go through the full export where an engine holds other arrangements than were
         prepared for it, or a rank has failed: it could take no part in anything else.
         """
-        held, needed = run.session.arrangements, source.needs_arrangements
-        if needed is not None and not run.ranks.agree(is_ready=held == needed):
+        held, needed = run.held_arrangements, source.needs_arrangements
+        if needed is not None and not run.ranks.agree(is_ready=held == list(needed)):
             if run.ranks.error is None:
                 warn_once(OTHER_BYTES)
             source, self._route = exported(), None
-        run.ranks.run_if_ok(lambda: source.engine_joined(held))
+        run.ranks.run_if_ok(lambda: source.engines_joined(held))
         return source
 
-    def _transfer(self, run: SessionRun, source: SyncSource) -> Loaded | None:
+    def _transfer(self, run: SessionRun, source: SyncSource) -> list[Loaded] | None:
         """Have every bucket loaded and, when all ranks have come so far, published."""
         ranks = run.ranks
-        ranks.run_if_ok(lambda: run.send(source, self._ring.num_buffers))
+        ranks.run_if_ok(lambda: run.send(source))
         ranks.run_if_ok(source.confirm)
         source.drain()
         buckets = self._stream.buckets
-        known = self._arrangements.known_digest(buckets) if source.is_packed else None
-        loaded = ranks.run_if_ok(lambda: run.finish(known))
-        if ranks.agree():
+        loaded = ranks.run_if_ok(lambda: run.finish(buckets, is_packed=source.is_packed))
+        if ranks.error is None and ranks.agree():
             ranks.run_if_ok(run.commit)
         return loaded
 
-    def _was_loaded(self, loaded: Loaded, report: SyncReport) -> None:
+    def _was_loaded(self, run: SessionRun, loaded: Sequence[Loaded], report: SyncReport) -> None:
         """What a good sync tells of itself and of the next ones."""
-        report.num_replayed, report.num_eager = loaded.num_replayed, loaded.num_eager
-        report.eager_reason, report.engine_seconds = loaded.reason, loaded.seconds
-        if loaded.arrangements is not None:
-            self._arrangements.learn(loaded.arrangements, self._stream.buckets)
-            self._ring.free()  # its buffers have room for whole buckets
+        if loaded:
+            least = min(loaded, key=lambda outcome: outcome.num_replayed)
+            report.num_replayed, report.num_eager = least.num_replayed, least.num_eager
+            report.eager_reason, report.engine_seconds = least.reason, least.seconds
+        for engine, outcome in zip(run.engines, loaded, strict=True):
+            if outcome.arrangements is not None:
+                engine.arrangements.learn(outcome.arrangements, self._stream.buckets)
+                self._free_ring()  # its buffers have room for whole buckets
 
     def _learn_routes(
-        self, weights: Iterable[NamedTensor], loaded: Loaded, report: SyncReport
+        self, weights: Iterable[NamedTensor], loaded: Sequence[Loaded], report: SyncReport
     ) -> None:
         """After a good sync by export: can the next ones do without it?"""
         for number, route in enumerate(self._routes, start=1):
@@ -257,15 +257,126 @@ class SessionTransport:
                 with report.stage("learn"):
                     needs_no_staging = route.learn(weights, loaded)
                 if needs_no_staging:
-                    self._ring.free()
+                    self._free_ring()
                     for worse in self._routes[number:]:
                         worse.forget()
                     return
 
-    def _rest(self) -> None:
+    def _rest(self, ranks: RanksInStep) -> None:
+        """The sessions are over, good or not."""
         for route in self._routes:
             route.rest()
-        if not self._settings.keep_staging_buffers:
-            self._ring.free()
+        if ranks.has_failed:
+            self._engines.abandon()
+        if self._frees_ring:
+            self._free_ring()
         if self._device.type == "cuda":
             torch.cuda.ipc_collect()  # what the engine has let go of
+
+    def _free_ring(self) -> None:
+        if self._ring is not None:
+            self._ring.free()
+
+
+def colocated_transport(
+    *,
+    engine: Engine | None,
+    settings: WeightSyncConfig,
+    group: TrainerGroup,
+    device: torch.device,
+) -> SessionTransport:
+    """Carries the syncs of one replica, whose engine ranks share the trainer ranks' devices.
+
+    Args:
+        engine: the replica's server on its leader, None on the other ranks.
+        settings: the preset.
+        group: the trainer's ranks.
+        device: of the engine's weights on this rank.
+    """
+    stream = BucketStream(settings.bucket_bytes)
+    num_buffers = settings.num_staging_buffers
+    ring = StagingRing(device, num_buffers=num_buffers, bucket_bytes=settings.bucket_bytes)
+    arrangements = EngineArrangements(is_wanted=settings.uses_plan)
+    engines = ColocatedEngine(engine, group, settings, arrangements, num_buffers)
+    source_map = SourceMap(group, device)
+    pull = Pull(
+        group,
+        device,
+        source_map,
+        stream,
+        is_wanted=settings.read_in_place,
+        record=lambda handle: engines.sockets.folder.record(handle),
+        recheck_every_n_syncs=settings.recheck_every_n_syncs,
+    )
+    exchange = Exchange(
+        group,
+        device,
+        source_map,
+        stream,
+        arrangements=arrangements,
+        ring=ring,
+        is_wanted=settings.exchange_shards,
+        piece_nbytes=settings.bucket_bytes // PIECES_PER_BUCKET,
+        recheck_every_n_syncs=settings.recheck_every_n_syncs,
+    )
+    return SessionTransport(
+        engines=engines,
+        routes=(pull, exchange),
+        group=group,
+        settings=settings,
+        device=device,
+        stream=stream,
+        ring=ring,
+        arrangements=arrangements,
+        frees_ring=not settings.keep_staging_buffers,
+        defers_reply=settings.free_cache_engine,
+    )
+
+
+def disaggregated_transport(
+    *,
+    groups: UpdateGroups | None,
+    settings: WeightSyncConfig,
+    group: TrainerGroup,
+    device: torch.device,
+) -> SessionTransport:
+    """Carries syncs to replicas on devices of their own.
+
+    Args:
+        groups: on the trainer's first rank, which broadcasts; None on the others.
+        settings: the preset.
+        group: the trainer's ranks.
+        device: of the staging buffers and of the update group.
+    """
+    settings = settings.for_session()
+    stream, ring = BucketStream(settings.bucket_bytes), None
+    if groups is not None:
+        num_buffers = broadcast.NUM_BUFFERS
+        ring = StagingRing(device, num_buffers=num_buffers, bucket_bytes=settings.bucket_bytes)
+    limit_s = settings.timeouts_s.get("group", settings.request_timeout_s)
+    senders = SenderGroup(groups, group, device, limit_s)
+    engines = RemoteEngines(groups, senders, lambda: send.is_proven, settings)
+    send = Send(
+        group,
+        device,
+        SourceMap(group, device),
+        stream,
+        senders=senders,
+        readers=lambda: engines.readers,
+        is_wanted=settings.exchange_shards,
+        piece_nbytes=settings.bucket_bytes,
+        timeout_s=settings.request_timeout_s,
+        recheck_every_n_syncs=settings.recheck_every_n_syncs,
+    )
+    return SessionTransport(
+        engines=engines,
+        routes=(send,),
+        group=group,
+        settings=settings,
+        device=device,
+        stream=stream,
+        ring=ring,
+        arrangements=EngineArrangements(is_wanted=False),
+        frees_ring=False,
+        defers_reply=False,
+    )

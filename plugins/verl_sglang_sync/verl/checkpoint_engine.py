@@ -22,8 +22,8 @@ from verl_sglang_sync.config import BROADCAST_BACKEND, WeightSyncConfig
 from verl_sglang_sync.engine.server_client.urls import server_url
 from verl_sglang_sync.engine.update_groups import Replica, UpdateGroups
 from verl_sglang_sync.report import SyncReport
-from verl_sglang_sync.routes.broadcast import BroadcastTransport
 from verl_sglang_sync.sources.export import NamedTensor
+from verl_sglang_sync.sync.transport import SessionTransport, disaggregated_transport
 from verl_sglang_sync.verl.exports import make_exports_repeatable
 
 WIRE_FORMAT = "sglang_sync"
@@ -72,7 +72,7 @@ class SGLangSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._is_source = bool(is_master)
         self._is_rollout = is_master is None
         self._servers: list[RolloutServer] = []
-        self._transport: BroadcastTransport | None = None
+        self._transport: SessionTransport | None = None
         if not self._is_rollout:
             make_exports_repeatable()
 
@@ -117,7 +117,7 @@ class SGLangSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         Raises:
             WeightSyncError: on every rank, if any rank or replica failed.
         """
-        transport = self._broadcast_transport()
+        transport = self._session_transport()
         actors = [ray.get_actor(server.actor_name) for server in self._servers]
         replicas = []
         if self._is_source:
@@ -126,7 +126,7 @@ class SGLangSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         version = None if global_steps is None else str(global_steps)
         report = SyncReport(mode=f"{WIRE_FORMAT}/{self._settings.mode}", replica=None)
         with report.stage("sync"):
-            transport.sync(weights, replicas, version=version, report=report)
+            await transport.sync(weights, version=version, report=report, replicas=replicas)
         if not self._is_source:
             return {}
         report.weight_version = version
@@ -150,7 +150,7 @@ class SGLangSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             raise ValueError("no rollout replica takes part in the weight sync")
         return self._servers[0].settings
 
-    def _broadcast_transport(self) -> BroadcastTransport:
+    def _session_transport(self) -> SessionTransport:
         if self._transport is None:
             from verl_sglang_sync.verl.rollout import current_device
 
@@ -164,9 +164,11 @@ class SGLangSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
                     timeout_s=self._settings.request_timeout_s,
                     timeouts_s=self._settings.timeouts_s,
                 )
-            ranks = TorchTrainerGroup(timeout_s=self._settings.request_timeout_s)
-            self._transport = BroadcastTransport(
-                groups=groups, settings=self._settings, agree=ranks.agree, device=device
+            self._transport = disaggregated_transport(
+                groups=groups,
+                settings=self._settings,
+                group=TorchTrainerGroup(timeout_s=self._settings.request_timeout_s),
+                device=device,
             )
         return self._transport
 

@@ -1,14 +1,15 @@
-"""One broadcast of a flat buffer from rank 0 of an update group, awaited with a time limit.
+"""One collective of an update group, awaited with a time limit: a broadcast or an all-to-all.
 
 NCCL's `wait()` only makes a stream wait, and once its communicator has failed `is_completed()` is
-true although the bytes never came. So on a GPU an event is watched, recorded behind the broadcast
-on a stream that nothing else runs on: the bytes are there when the event is, and a broadcast that
+true although the bytes never came. So on a GPU an event is watched, recorded behind the collective
+on a stream that nothing else runs on: the bytes are there when the event is, and a collective that
 never ends blocks no stream that the process needs.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -20,38 +21,38 @@ GRACE_S = 1.0
 """Longest time between "completed" by torch's account and the event, unless NCCL has failed."""
 
 
+WORD = torch.int64
+"""What an all-to-all moves: all of its sizes are whole words."""
+
+
 class BroadcastError(RuntimeError):
-    """The bytes of a broadcast did not come; the group must be formed anew."""
+    """The bytes of a collective did not come; the group must be formed anew."""
 
 
-class Broadcast:
-    """A broadcast in progress; both ends start it.
+class Transfer:
+    """A collective in progress; every rank starts it. Its buffers are not to be touched, nor freed
+    for other use, before it is done.
 
     With NCCL the first one of a group blocks until all ranks have come, see `update_group.connect`.
 
     Args:
-        flat: contiguous uint8; rank 0 sends it, the others receive it. Not to be touched, nor freed
-            for other use, before the broadcast is done.
-        group: the process group.
+        work: torch's; None: there is nothing to wait for.
+        device: of the buffers.
     """
 
-    def __init__(self, flat: torch.Tensor, group: Any) -> None:
-        self.flat = flat
+    def __init__(self, work: Any, device: torch.device) -> None:
         self._started = time.monotonic()
-        self._work: Any = None
+        self._work = work
         self._event: torch.cuda.Event | None = None
         self._completed_at: float | None = None
-        if not flat.numel():
-            return
-        self._work = dist.broadcast(flat, src=0, group=group, async_op=True)
-        if flat.is_cuda:
-            with torch.cuda.stream(_watching_stream(flat.device)):
-                self._work.wait()
+        if work is not None and device.type == "cuda":
+            with torch.cuda.stream(_watching_stream(device)):
+                work.wait()
                 self._event = torch.cuda.Event()
                 self._event.record()
 
     def is_done(self) -> bool:
-        """True once the device has sent or received all bytes; never blocks on a GPU.
+        """True once the device has sent and received all bytes; never blocks on a GPU.
 
         Raises:
             BroadcastError: a peer is gone, or the communicator has failed.
@@ -101,8 +102,49 @@ class Broadcast:
             now = time.monotonic()
             self._completed_at = self._completed_at or now
             if now - self._completed_at > GRACE_S:
-                raise BroadcastError("NCCL gave the broadcast up")
+                raise BroadcastError("NCCL gave the transfer up")
         return False
+
+
+class Broadcast(Transfer):
+    """A broadcast.
+
+    Args:
+        flat: contiguous uint8; rank 0 sends it, the others receive it.
+        group: the process group.
+    """
+
+    def __init__(self, flat: torch.Tensor, group: Any) -> None:
+        work = None
+        if flat.numel():
+            work = dist.broadcast(flat, src=0, group=group, async_op=True)
+        super().__init__(work, flat.device)
+
+
+def all_to_all(
+    sent: torch.Tensor,
+    send_nbytes: Sequence[int],
+    received: torch.Tensor,
+    recv_nbytes: Sequence[int],
+    group: Any,
+) -> Any:
+    """Start an exchange between all ranks of a group; torch's work.
+
+    Args:
+        sent: flat uint8, for each rank some bytes, one behind the other.
+        send_nbytes: by rank, whole words; they add up to `sent`.
+        received: flat uint8, likewise.
+        recv_nbytes: by rank.
+        group: the process group; None: torch's default group.
+    """
+    return dist.all_to_all_single(
+        received.view(WORD),
+        sent.view(WORD),
+        [nbytes // WORD.itemsize for nbytes in recv_nbytes],
+        [nbytes // WORD.itemsize for nbytes in send_nbytes],
+        group=group,
+        async_op=True,
+    )
 
 
 @cache

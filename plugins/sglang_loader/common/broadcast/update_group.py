@@ -1,9 +1,10 @@
 """The process group over which a trainer broadcasts weights to engines, as SGLang forms it.
 
-SGLang's `init_weights_update_group` calls a function of its own in every engine rank; the trainer,
-rank 0, has to call the same one to meet them. Then all ranks connect: NCCL makes its communicator
-in a group's first collective and blocks there until all ranks have come, so that collective belongs
-to the forming of the group and not to the first sync, in which the ranks do not start together.
+SGLang's `init_weights_update_group` calls a function of its own in every engine rank; the trainer's
+ranks, the first of the group, have to call the same one to meet them. Then all ranks connect: NCCL
+makes its communicator in a group's first collective and blocks there until all ranks have come, so
+that collective belongs to the forming of the group and not to the first sync, in which the ranks do
+not start together.
 """
 
 from __future__ import annotations
@@ -55,13 +56,9 @@ class MeetingPoint:
     def __init__(self, address: str, world_size: int, timeout_s: float) -> None:
         self._address = address
         self._world_size = world_size
-        self._timeout = timedelta(seconds=timeout_s)
-        self._server: TCPStore | None = self._store(0, is_master=True)
+        self._timeout_s = timeout_s
+        self._server: TCPStore | None = self._opened(0)
         self.port = self._server.port
-
-    def connect(self) -> TCPStore:
-        """A connection of this process's own; it does not keep the store open."""
-        return self._store(self.port, is_master=False)
 
     def close(self) -> None:
         """Close the store; whoever waits in it gets an error at once."""
@@ -73,17 +70,30 @@ class MeetingPoint:
         Raises:
             torch.distributed.DistNetworkError: the port is taken.
         """
-        self._server = self._store(self.port, is_master=True)
+        self._server = self._opened(self.port)
 
-    def _store(self, port: int, *, is_master: bool) -> TCPStore:
-        return TCPStore(
-            self._address,
-            port,
-            self._world_size,
-            is_master=is_master,
-            wait_for_workers=False,
-            timeout=self._timeout,
-        )
+    def _opened(self, port: int) -> TCPStore:
+        return _store(self._address, port, self._world_size, self._timeout_s, is_master=True)
+
+
+def connection_to(address: str, port: int, world_size: int, timeout_s: float) -> TCPStore:
+    """A connection to a meeting point, of this process or of another one, which does not keep the
+    store open; it waits for a key as long as this, in seconds.
+    """
+    return _store(address, port, world_size, timeout_s, is_master=False)
+
+
+def _store(
+    address: str, port: int, world_size: int, timeout_s: float, *, is_master: bool
+) -> TCPStore:
+    return TCPStore(
+        address,
+        port,
+        world_size,
+        is_master=is_master,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout_s),
+    )
 
 
 def check_reachable(address: str, port: int) -> None:
@@ -98,19 +108,26 @@ def check_reachable(address: str, port: int) -> None:
 
 
 def import_helpers() -> None:
-    """Import what `join_as_source` needs of SGLang: ten seconds for which no engine should wait."""
+    """Import what `join_as_trainer` needs of SGLang: no engine should wait for it ten seconds."""
     importlib.import_module("sglang.srt.utils")
 
 
-def join_as_source(
-    store: TCPStore, *, device: torch.device, world_size: int, name: str, timeout_s: float
+def join_as_trainer(
+    store: TCPStore,
+    *,
+    rank: int,
+    device: torch.device,
+    world_size: int,
+    name: str,
+    timeout_s: float,
 ) -> Any:
-    """Become rank 0; returns the connected process group once all engine ranks have come.
+    """Become a rank of the group; returns it, connected, once all others have come.
 
     Args:
         store: a connection to the meeting point.
+        rank: of this process.
         device: of the buffers that will be broadcast; decides between NCCL and gloo.
-        world_size: this process and all engine ranks.
+        world_size: trainer ranks and engine ranks.
         name: the group's, starts with `GROUP_PREFIX`.
         timeout_s: how long to wait for another rank, in seconds.
     """
@@ -123,7 +140,7 @@ def join_as_source(
             backend=backend_of(device),
             store=PrefixStore(name, store),
             world_size=world_size,
-            rank=0,
+            rank=rank,
             group_name=name,
             timeout=timedelta(seconds=timeout_s),
         )
@@ -207,7 +224,7 @@ def leave(group: Any, *, broken: bool) -> None:
     should leave at the same time, and each does it in a thread.
 
     Args:
-        group: of `join_as_source`, or what SGLang made of `init_weights_update_group`.
+        group: of `join_as_trainer`, or what SGLang made of `init_weights_update_group`.
         broken: True if a broadcast may be outstanding: it is aborted, not waited for.
     """
 

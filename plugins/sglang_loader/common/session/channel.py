@@ -168,6 +168,11 @@ class Channel(Generic[Received]):
             self._poller.poll(SLICE_MS)
         return True
 
+    def rest(self) -> None:
+        """Wait for a message, or for the peer to go, `SLICE_MS` at most."""
+        if not self.has_message():
+            self._poller.poll(SLICE_MS)
+
     def has_message(self) -> bool:
         """True if `receive` would return at once.
 

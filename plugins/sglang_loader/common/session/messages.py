@@ -30,11 +30,12 @@ Before anything is packed, Hello names the arrangements by which buckets may com
 the session. Loaded brings the trainer arrangements that it does not know.
 
 An engine on another host has a session with the trainer's first rank, over TCP, and gets the bytes
-by broadcast in an update group (`broadcast.update_group`). Such a LoadBucket has no pieces. The
-engine answers Receiving as soon as a buffer is free and it has begun to receive; when all engine
-ranks have, the trainer begins to broadcast. So no broadcast of the trainer's waits for an engine
-that has failed: gloo cannot abort one. The descriptor is signed with what only the group's ranks
-know, so that an engine connects to nobody else.
+in an update group (`broadcast.update_group`): by broadcast, and such a LoadBucket has no pieces; or
+from all trainer ranks, which send what it reads of their shards, and its pieces say where that is
+in what it receives. The engine answers Receiving as soon as a buffer is free and it has begun to
+receive; when all engine ranks have, the trainer begins to send. So nothing that the trainer sends
+waits for an engine that has failed: gloo cannot abort that. The descriptor is signed with what only
+the group's ranks know, so that an engine connects to nobody else.
 
 Every message carries the version and the session's token. msgspec rejects a missing field, a wrong
 type or an unknown one; nothing is unpickled. The version changes whenever a field does.
@@ -83,6 +84,7 @@ class SessionDescriptor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         syncs_draft: with speculative decoding: load a draft model as well as its target.
         group: name of the update group in which the buckets are broadcast; "": they lie in memory
             that the engine maps.
+        senders: name of the one in which all trainer ranks send, too; "": there is none.
         signature: see `signed`; "" where there is no group.
     """
 
@@ -95,6 +97,7 @@ class SessionDescriptor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     recheck_every_n_syncs: int
     syncs_draft: bool
     group: str = ""
+    senders: str = ""
     signature: str = ""
 
 
@@ -167,12 +170,14 @@ class LoadBucket(_Message, frozen=True, kw_only=True):
         index: position in the session, from 0.
         buffers: those that its pieces are the first to lie in.
         pieces: where its bytes are, by ascending `start`: one piece where it was packed, none where
-            it is broadcast.
+            it is broadcast; of one that is sent, in what is received, as slot 0.
         digest: names the layout.
         layout: the encoded layout, None where the engine knows the digest.
         read_only: the pieces are trainer ranks' own memory, and may part a tensor anywhere.
-        arranged: digest of the arrangements by which the only piece, which begins at 0, is
-            arranged; "": the pieces are the bucket as its layout says.
+        arranged: digest of the arrangements by which the bytes are arranged; "": they are as the
+            layout says.
+        receives: of one that is sent: for each all-to-all in which it comes the bytes from each
+            rank of the group; they lie one behind the other.
     """
 
     index: int
@@ -182,6 +187,7 @@ class LoadBucket(_Message, frozen=True, kw_only=True):
     layout: bytes | None
     read_only: bool
     arranged: str
+    receives: list[list[int]] = []
 
 
 class Finish(_Message, frozen=True, kw_only=True):

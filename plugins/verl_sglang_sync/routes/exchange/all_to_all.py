@@ -18,20 +18,20 @@ import logging
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from sglang_loader.common.broadcast.broadcast import all_to_all
 from sglang_loader.common.regions.arrangement import Arrangement, Read
 from verl_sglang_sync.routes.byte_gather import ByPosition, ByteGather
-from verl_sglang_sync.routes.exchange.exchange_plan import ALIGNMENT_BYTES, PieceExchange
+from verl_sglang_sync.routes.exchange.exchange_plan import PieceExchange
 
 logger = logging.getLogger(__name__)
 
 NUM_TRAVELLING = 2
 """Pieces on their way at a time; each needs scratch of its own."""
-
-_WORD = torch.int64
 
 
 class AllToAll:
@@ -131,22 +131,38 @@ class AllToAll:
             if failed is not None:
                 raise failed
 
+    def numbers_of(self, index: int) -> list[int]:
+        """Of the pieces of a bucket."""
+        return [number for number, piece in enumerate(self._pieces) if piece.bucket == index]
+
+    def pack(self, number: int) -> tuple[torch.Tensor, Sequence[int]]:
+        """Pack a piece, into the scratch of the one `NUM_TRAVELLING` before; what is sent, and its
+        bytes by rank.
+        """
+        piece = self._pieces[number]
+        sent, _ = self._scratch[number % NUM_TRAVELLING].of(piece.plan)
+        piece.sends.run(self._shards, sent)
+        return sent, piece.plan.send_nbytes
+
+    def launch(self, number: int, group: Any = None) -> Any:
+        """Have a piece on its way, as it is packed; torch's work.
+
+        Args:
+            number: of the piece.
+            group: of all ranks; None: torch's default group.
+        """
+        plan = self._pieces[number].plan
+        sent, received = self._scratch[number % NUM_TRAVELLING].of(plan)
+        return all_to_all(sent, plan.send_nbytes, received, plan.recv_nbytes, group)
+
     def _start(self) -> None:
         number, self._num_started = self._num_started, self._num_started + 1
-        piece, scratch = self._pieces[number], self._scratch[number % NUM_TRAVELLING]
-        send, recv = scratch.of(piece.plan)
         work = None
         try:
-            piece.sends.run(self._shards, send)
+            self.pack(number)
         finally:  # without these bytes the other ranks would hang: that they fail is agreed later
             try:
-                work = dist.all_to_all_single(
-                    recv.view(_WORD),
-                    send.view(_WORD),
-                    [nbytes // ALIGNMENT_BYTES for nbytes in piece.plan.recv_nbytes],
-                    [nbytes // ALIGNMENT_BYTES for nbytes in piece.plan.send_nbytes],
-                    async_op=True,
-                )
+                work = self.launch(number)
             finally:
                 self._travelling.append(work)
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 
 from sglang_loader.common.regions.arrangement import Arrangement, Read
 from sglang_loader.common.regions.intervals import merge, num_bytes
+from sglang_loader.common.session.messages import BucketPiece
 from verl_sglang_sync.sources.owners import Origin, Owners
 from verl_sglang_sync.sources.transfer_plan import shard_reads
 
@@ -116,6 +117,79 @@ def plan_bucket(
         tuple(map(tuple, receives)),
         arrangements[rank].nbytes,
     )
+
+
+def plan_reader(
+    reader: int,
+    num_ranks: int,
+    arrangement: Arrangement,
+    origins: Sequence[Origin],
+    owners: Sequence[Owners],
+) -> list[tuple[Read, ...]]:
+    """What one reader gets of one bucket, by the rank that holds it.
+
+    Raises:
+        ValueError: the parts do not fill what the arrangement reads exactly once.
+    """
+    found: list[list[Read]] = [[] for _ in range(num_ranks)]
+    for part in shard_reads(arrangement, origins, owners):
+        found[part.owner(reader)].append(part.read)
+    _check_filled_once(arrangement, [read for reads in found for read in reads])
+    return [tuple(reads) for reads in found]
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """How a reader finds its bucket in what it receives, where that is not unpacked.
+
+    Attributes:
+        sizes: by piece, then by source: bytes that come, one behind the other.
+        pieces: of the bucket, by ascending start; `BucketPiece.offset` is a byte of those.
+    """
+
+    sizes: list[list[int]]
+    pieces: list[BucketPiece]
+
+
+def received(
+    receives: Sequence[Sequence[Read]], num_pieces: int, nbytes: int | None = None
+) -> Received:
+    """How one reader finds one bucket.
+
+    Args:
+        receives: see `plan_reader`; every source must cut what it sends likewise.
+        num_pieces: the same on all ranks, at least 1.
+        nbytes: of the bucket: behind bytes that nobody reads there are some that came, as in a
+            buffer; None: the pieces are what is read alone.
+    """
+    cut = [_cut(reads, num_pieces) for reads in receives]
+    sizes: list[list[int]] = []
+    found, base = [], 0
+    for number in range(num_pieces):
+        placed, of_ranks = _laid_out([parts[number] for parts in cut])
+        sizes.append(of_ranks)
+        for unpack in (unpack for pairs in placed for unpack in _unpacks(pairs)):
+            found.append(BucketPiece(0, base + unpack.offset, unpack.start, unpack.run))
+        base += sum(of_ranks)
+    found.sort(key=lambda piece: piece.start)
+    return Received(sizes, found if nbytes is None else _without_gaps(found, nbytes, base))
+
+
+def _without_gaps(
+    pieces: Sequence[BucketPiece], nbytes: int, num_received: int
+) -> list[BucketPiece]:
+    """Pieces for all bytes of a bucket, also for those that nobody reads."""
+    filled: list[BucketPiece] = []
+    ends = [*(piece.start for piece in pieces), nbytes]
+    for piece, end in zip([BucketPiece(0, 0, 0, 0), *pieces], ends, strict=True):
+        room = num_received - piece.offset
+        at = piece.start + min(room, end - piece.start)
+        filled.append(BucketPiece(0, piece.offset, piece.start, at - piece.start))
+        while at < end and num_received:
+            size = min(end - at, num_received)
+            filled.append(BucketPiece(0, 0, at, size))
+            at += size
+    return [piece for piece in filled if piece.nbytes]
 
 
 def pieces_of(bucket: BucketExchange, num_pieces: int) -> list[PieceExchange]:

@@ -114,9 +114,9 @@ class Pull(Route):
             )
         return super().can_learn(weights)
 
-    def learn(self, weights: Iterable[NamedTensor], loaded: Loaded) -> bool:
+    def learn(self, weights: Iterable[NamedTensor], loaded: Sequence[Loaded]) -> bool:
         """Trace, locate and compare; see `Route`."""
-        if not holds_everywhere(self._group, loaded.may_read_in_place):
+        if not holds_everywhere(self._group, all(each.may_read_in_place for each in loaded)):
             warn_once(f"{NOT_IN_PLACE}: an engine has no load plan that leaves them as they are")
             return False
         may_share = not empties_storages(weights)

@@ -1,0 +1,125 @@
+"""The process group of all trainer ranks and all engine ranks, in which each trainer rank sends.
+
+A trainer rank has the same rank in it; the engine ranks follow, in the order of the update group,
+with which it is formed anew. A trainer of one rank has that group already.
+
+    group = senders.formed(update_group)    # collective, before each sync that is sent
+    senders.abandon()                       # after a failure
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sglang_loader.common.broadcast.update_group import MeetingPoint, leave
+from verl_sglang_sync.collective import TrainerGroup, own_rank, world_size
+from verl_sglang_sync.engine.update_groups import (
+    GroupPlace,
+    UpdateGroup,
+    UpdateGroupError,
+    UpdateGroups,
+    join_in_thread,
+)
+
+
+@dataclass(frozen=True)
+class JoinedGroup:
+    """A group that this rank is in.
+
+    Attributes:
+        name: by which the engines know it.
+        process_group: torch's.
+        meeting: the store through which its ranks connect, on the first one.
+    """
+
+    name: str
+    process_group: Any
+    meeting: MeetingPoint | None = None
+
+
+class SenderGroup:
+    """Keeps the current group; lives in every trainer rank.
+
+    Args:
+        groups: of the trainer's first rank; None on the others.
+        trainers: the trainer's ranks.
+        device: of the buffers.
+        timeout_s: limit of the wait for a rank, in seconds.
+
+    Attributes:
+        current: the group; None where there is none.
+    """
+
+    def __init__(
+        self,
+        groups: UpdateGroups | None,
+        trainers: TrainerGroup,
+        device: torch.device,
+        timeout_s: float,
+    ) -> None:
+        self.current: JoinedGroup | None = None
+        self._groups = groups
+        self._trainers = trainers
+        self._device = device
+        self._timeout_s = timeout_s
+
+    def formed(self, update_group: UpdateGroup | None) -> str:
+        """Have the group of exactly these engine ranks; collective; its name.
+
+        Args:
+            update_group: on the first rank: of this sync; None: there is none, it has failed.
+
+        Raises:
+            UpdateGroupError: a rank did not join.
+        """
+        if world_size() == 1:
+            assert update_group is not None, "the only rank has formed it"
+            self.current = JoinedGroup(update_group.name, update_group.process_group)
+        elif self._groups is not None:
+            self._lead(self._groups, update_group)
+        else:
+            self._follow()
+        assert self.current is not None
+        return self.current.name
+
+    def _lead(self, groups: UpdateGroups, update_group: UpdateGroup | None) -> None:
+        """Tell the other ranks where to meet, or that the group is the same, or that none is."""
+        is_kept = self.current is not None and update_group is not None
+        if is_kept and self.current.name in update_group.others:  # type: ignore[union-attr]
+            self._trainers.all_gather(self.current.name)  # type: ignore[union-attr]
+            return
+        told: Any = None
+        try:
+            if update_group is None:
+                raise UpdateGroupError("there is no update group for all trainer ranks to join")
+            self.abandon()
+            num_trainers = world_size()
+            told, meeting = groups.meet(num_trainers + update_group.num_engine_ranks)
+            update_group.others.append(told.name)
+        finally:
+            self._trainers.all_gather(told)
+        members = update_group.members
+        group = groups.join(told, meeting, members, num_trainers=num_trainers)
+        self.current = JoinedGroup(told.name, group, meeting)
+
+    def _follow(self) -> None:
+        told = self._trainers.all_gather(None)[0]
+        if self.current is not None and told == self.current.name:
+            return
+        self.abandon()
+        if not isinstance(told, GroupPlace):
+            raise UpdateGroupError("the trainer's first rank could form no group of all ranks")
+        joining = join_in_thread(told, own_rank(), self._device, self._timeout_s)
+        try:
+            self.current = JoinedGroup(told.name, joining.result(self._timeout_s))
+        except Exception as error:
+            raise UpdateGroupError(f"{told.name} was not formed: {error!r}") from None
+
+    def abandon(self) -> None:
+        """Leave the group; the next sync that is sent forms another."""
+        group, self.current = self.current, None
+        if group is not None and world_size() > 1:
+            leave(group.process_group, broken=True)

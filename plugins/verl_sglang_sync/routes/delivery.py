@@ -1,0 +1,71 @@
+"""How ready buckets get to the engine ranks of one trainer rank, in one sync.
+
+delivery.deliver(ready)     # the engines know of it, and load it when they have it
+delivery.make_room()        # the memory of the next bucket may be written
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sglang_loader.common.session.messages import BucketPiece
+from verl_sglang_sync.config import WeightSyncConfig
+from verl_sglang_sync.engine.engine_ranks import EngineRank, wait_for
+from verl_sglang_sync.engine.session import TrainerSession
+from verl_sglang_sync.report import SyncReport
+from verl_sglang_sync.routes.route import ReadyBucket
+
+
+class MappedDelivery:
+    """See `Delivery`: staging buffers are mapped, or the ranks' parameters.
+
+    Args:
+        engines: one on a colocated rank; none: buckets get nowhere.
+        settings: the preset.
+        num_buffers: staging buffers, in which packed buckets take turns.
+        report: gets the seconds of "load".
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[EngineRank],
+        settings: WeightSyncConfig,
+        num_buffers: int,
+        report: SyncReport,
+    ) -> None:
+        self._engines = engines
+        self._settings = settings
+        self._num_buffers = num_buffers
+        self._report = report
+        self._num_packed = 0
+
+    def deliver(self, ready: ReadyBucket) -> bool:
+        """See `Delivery`; a staging buffer that an engine does not know is mapped."""
+        self._num_packed += ready.storage is not None
+        for engine in self._engines:
+            engine.session.load(
+                ready.index,
+                ready.bucket,
+                self._pieces(engine.session, ready),
+                read_only=ready.storage is None,
+                arranged=ready.arranged,
+            )
+        return True
+
+    def make_room(self) -> None:
+        """See `Delivery`."""
+        num_read = self._num_packed + 1 - self._num_buffers
+        if num_read > 0 and self._engines:
+            with self._report.stage("load"):
+                wait_for(
+                    self._engines,
+                    lambda session: session.num_done >= num_read,
+                    self._settings.request_timeout_s,
+                )
+
+    def _pieces(self, session: TrainerSession, ready: ReadyBucket) -> list[BucketPiece]:
+        """Where the engine finds the bucket."""
+        if ready.storage is None:
+            return ready.pieces or []
+        slot = session.map_buffer(ready.storage, keep=self._settings.keep_staging_buffers)
+        return [BucketPiece(slot, 0, 0, ready.nbytes)]

@@ -1,0 +1,312 @@
+"""What the routes share by which trainer ranks send what engine ranks read of their shards.
+
+The export is traced, so that every rank knows which shard holds each byte that an engine rank
+reads; each bucket then takes an all-to-all, or several, instead of the full export. Each rank
+compares with the full export, bit for bit, before any bucket is sent so:
+
+    route.learn(export, loaded)                  # after a good exported sync
+    source = route.choose(export, report)        # in the next ones
+
+Who reads, and in which group, differs: each rank's own engine ("exchange"), or engine ranks that
+are ranks of the group themselves ("send").
+"""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from sglang_loader.common.regions.arrangement import Arrangement
+from sglang_loader.common.session.messages import Loaded
+from verl_sglang_sync.collective import (
+    TrainerGroup,
+    common_reason,
+    holds_everywhere,
+    own_rank,
+    result_or_reason,
+)
+from verl_sglang_sync.engine.arrangements import EngineArrangements, KnownArrangements
+from verl_sglang_sync.report import SyncReport
+from verl_sglang_sync.routes.exchange.all_to_all import AllToAll
+from verl_sglang_sync.routes.exchange.exchange_plan import BucketExchange, pieces_of, plan_bucket
+from verl_sglang_sync.routes.route import Route, SyncSource
+from verl_sglang_sync.sources.bucket_stream import Batch, Bucket, BucketStream
+from verl_sglang_sync.sources.export import Export, NamedTensor
+from verl_sglang_sync.sources.export_trace import NotTraceable, TracedExport
+from verl_sglang_sync.sources.known_sources import SourcesChanged, memory_of
+from verl_sglang_sync.sources.source_map import SourceMap
+from verl_sglang_sync.sources.transfer_plan import whole_bucket
+
+logger = logging.getLogger(__name__)
+
+NOTHING = Arrangement((), 0)
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """What this rank sends and receives, and what that was planned for.
+
+    Attributes:
+        traced: the export.
+        buckets: of it.
+        own: what this rank's engine ranks had said that they read.
+        known: what all had said, in the order of the ranks.
+        num_before: ranks of the group before them, which read nothing.
+        drafts: by bucket, what this rank does.
+        nums_pieces: by bucket, in how many all-to-alls it travels.
+        all_to_all: executes it.
+    """
+
+    traced: TracedExport
+    buckets: list[Bucket]
+    own: Sequence[KnownArrangements]
+    known: Sequence[KnownArrangements]
+    num_before: int
+    drafts: list[BucketExchange]
+    nums_pieces: list[int]
+    all_to_all: AllToAll
+
+    def reads_of(self, index: int) -> list[Arrangement]:
+        """What each rank of the group reads of a bucket."""
+        return reads_of(self.known, self.num_before, index, self.buckets[index])
+
+    def digest_for(self, reader: int, index: int) -> str:
+        """Of the arrangements by which an engine rank gets a bucket; "": it is whole."""
+        known = self.known[reader]
+        return "" if known.expected(index) is None else known.digest
+
+
+def reads_of(
+    known: Sequence[KnownArrangements], num_before: int, index: int, bucket: Bucket
+) -> list[Arrangement]:
+    """See `ShardPlan.reads_of`; whole buckets where an engine rank has said nothing."""
+    whole = whole_bucket(bucket.layout)
+    return [NOTHING] * num_before + [each.expected(index) or whole for each in known]
+
+
+class ShardRoute(Route):
+    """See `Route`.
+
+    Args:
+        group: the trainer's ranks.
+        device: of the shards.
+        source_map: of the export.
+        stream: its buckets.
+        readers: what this rank's engine ranks have said that they read; the same object for as long
+            as they are the same engine ranks.
+        num_before: ranks of the group before all engine ranks.
+        is_wanted: False: never send shards.
+        piece_nbytes: that a rank sends, or receives, at a time.
+        recheck_every_n_syncs: compare again in every n-th sync; 0: never.
+    """
+
+    def __init__(
+        self,
+        group: TrainerGroup,
+        device: torch.device,
+        source_map: SourceMap,
+        stream: BucketStream,
+        *,
+        readers: Callable[[], Sequence[EngineArrangements]],
+        num_before: int,
+        is_wanted: bool,
+        piece_nbytes: int,
+        recheck_every_n_syncs: int = 0,
+    ) -> None:
+        super().__init__(group, is_wanted=is_wanted, recheck_every_n_syncs=recheck_every_n_syncs)
+        self._device = device
+        self._source_map = source_map
+        self._stream = stream
+        self._readers = readers
+        self._read_by: object = None
+        self._num_before = num_before
+        self._piece_nbytes = piece_nbytes
+        self._plan: ShardPlan | None = None
+
+    def _sent(self, plan: ShardPlan, report: SyncReport) -> SyncSource:
+        """The buckets of a sync, once the plan's all-to-all has begun."""
+        raise NotImplementedError
+
+    def _planned(self, plan: ShardPlan) -> None:
+        """Prepare what else is needed; raises where that cannot be."""
+
+    def _compare(self, plan: ShardPlan, batches: Iterator[Batch]) -> str | None:
+        """What differs from the full export on this rank, once the plan's all-to-all has begun.
+
+        Args:
+            plan: the plan.
+            batches: the full export, to be gone through to its end: other ranks need it.
+        """
+        raise NotImplementedError
+
+    def _source(self, weights: Iterable[NamedTensor], report: SyncReport) -> SyncSource | None:
+        with report.stage("confirm"):  # while the engines join
+            if not self._begin(weights):
+                return None
+        assert self._plan is not None
+        return self._sent(self._plan, report)
+
+    def learn(self, weights: Iterable[NamedTensor], loaded: Sequence[Loaded]) -> bool:
+        """Trace, plan and compare; see `Route`."""
+        own = [reader.fitting(self._stream.buckets) for reader in self._readers()]
+        # An engine that has a plan has said what it reads, unless that is all. What is to be
+        # compared again is so on all ranks, also where engines have loaded this eagerly.
+        is_final = all(
+            each.digest or outcome.may_read_in_place or not outcome.num_eager
+            for each, outcome in zip(own, loaded, strict=True)
+        )
+        is_due = self._plan is not None and not self._is_proven
+        if not (is_due or holds_everywhere(self._group, is_final)):
+            return False
+        is_planned = self._plan is not None and self._plan.own == own
+        if not holds_everywhere(self._group, is_planned):
+            if (reason := self._make_plan(weights, own)) is not None:
+                return self._conclude(reason)
+        elif self._is_proven:
+            return False
+        if self._begin(weights):
+            self._conclude(self._prove(weights))
+        return False  # exported buckets need staging
+
+    def forget(self) -> None:
+        """See `Route`; all is planned anew."""
+        super().forget()
+        self.rest()
+        self._plan = None
+
+    def rest(self) -> None:
+        """Give the scratch back, and let go of the shards."""
+        if self._plan is not None:
+            self._plan.all_to_all.end()
+
+    def _make_plan(
+        self, weights: Iterable[NamedTensor], own: Sequence[KnownArrangements]
+    ) -> str | None:
+        """Find what all engine ranks read in the ranks' shards; collective.
+
+        Returns:
+            Why it is not there, equal on all ranks; None: it is.
+        """
+        self.forget()
+        if (reason := self._source_map.trace(weights)) is not None:
+            return reason
+        traced, buckets = self._source_map.traced, self._stream.buckets
+        known = self._known_by_all(own)
+        drafts, reason = result_or_reason(
+            lambda: _drafts(known, self._num_before, buckets, traced), NotTraceable
+        )
+        sizes = None if drafts is None else [draft.scratch_nbytes for draft in drafts]
+        needs = self._group.all_gather(sizes)
+        if drafts is not None and None not in needs:
+            largest = [max(of_bucket) for of_bucket in zip(*needs, strict=True)]
+            nums = [max(1, -(-nbytes // self._piece_nbytes)) for nbytes in largest]
+
+            def make() -> ShardPlan:
+                pieces = [pieces_of(draft, num) for draft, num in zip(drafts, nums, strict=True)]
+                moves = AllToAll(pieces, self._device)
+                before = self._num_before
+                plan = ShardPlan(traced, buckets, own, known, before, drafts, nums, moves)
+                self._planned(plan)
+                return plan
+
+            self._plan, reason = result_or_reason(make)
+            self._read_by = self._readers()
+        inputs = [each.digest for each in known], [bucket.digest for bucket in buckets]
+        agreed = common_reason(self._group, reason, zlib.crc32(repr(inputs).encode()))
+        if agreed is not None:
+            self._plan = None
+        return agreed
+
+    def _known_by_all(self, own: Sequence[KnownArrangements]) -> list[KnownArrangements]:
+        """What all engine ranks read, in the order of the ranks; collective.
+
+        Replicas read alike: the first with a digest says what it names, once for all.
+        """
+        rank, everyones = own_rank(), self._group.all_gather([each.digest for each in own])
+        digests = [digest for of_rank in everyones for digest in of_rank]
+        start = sum(len(of_rank) for of_rank in everyones[:rank])
+        is_first = [digests.index(each.digest) == start + i for i, each in enumerate(own)]
+        said = [each if first else None for each, first in zip(own, is_first, strict=True)]
+        by_digest = {
+            each.digest: each
+            for of_rank in self._group.all_gather(said)
+            for each in of_rank
+            if each is not None
+        }
+        return [by_digest[digest] for digest in digests]
+
+    def _begin(self, weights: Iterable[NamedTensor]) -> bool:
+        """Take the shards as they are now, and make ready what sending needs; collective.
+
+        Returns:
+            True on all ranks if it can be done; else all is planned anew.
+        """
+        plan = self._plan
+        assert plan is not None, "see learn"
+
+        def begin() -> None:
+            if self._stream.buckets != plan.buckets:
+                raise SourcesChanged("the export is cut into other buckets")
+            if self._readers() is not self._read_by:
+                raise SourcesChanged("other engines take part")
+            now = self._source_map.current(weights, plan.traced)
+            plan.all_to_all.begin(_Shards(plan.traced.names, now))
+
+        _, reason = result_or_reason(begin, SourcesChanged)
+        agreed = common_reason(self._group, reason)
+        if agreed is not None:
+            self.forget()
+            logger.info("shards are not sent in this sync: %s", agreed)
+        return agreed is None
+
+    def _prove(self, weights: Iterable[NamedTensor]) -> str | None:
+        """Compare with the full export; collective.
+
+        Returns:
+            Why shards are not sent, equal on all ranks; None if they are from now on.
+        """
+        assert self._plan is not None
+        report = SyncReport(mode="compiled", replica=None)  # of no sync
+        batches = self._stream.batches(Export(weights), report)
+        problem = self._compare(self._plan, batches)
+        self._plan.all_to_all.end()
+        return common_reason(self._group, problem)
+
+
+def _drafts(
+    known: Sequence[KnownArrangements],
+    num_before: int,
+    buckets: Sequence[Bucket],
+    traced: TracedExport,
+) -> list[BucketExchange]:
+    """By bucket, what this rank does. Pure."""
+    return [
+        plan_bucket(
+            own_rank(),
+            reads_of(known, num_before, index, bucket),
+            traced.origins_of(bucket.layout),
+            traced.owners,
+        )
+        for index, bucket in enumerate(buckets)
+    ]
+
+
+class _Shards:
+    """This rank's shards; each one's bytes are looked up when they are first asked for, while
+    others travel.
+    """
+
+    def __init__(self, names: Sequence[str], now: Mapping[str, torch.Tensor]) -> None:
+        self._names = names
+        self._now = now
+        self._known: dict[int, torch.Tensor] = {}
+
+    def __getitem__(self, position: int, /) -> torch.Tensor:
+        found = self._known.get(position)
+        if found is None:
+            found = self._known[position] = memory_of(self._now[self._names[position]])
+        return found

@@ -1,0 +1,86 @@
+"""How engine ranks find buckets in what they receive, and the proof that they find the right bytes.
+
+Each byte that is read comes from one trainer rank (`plan_reader` makes sure), and that rank
+compares it: what it would send, found as the engine rank would find it, with the full export.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from verl_sglang_sync.collective import result_or_reason
+from verl_sglang_sync.routes.exchange.exchange_plan import Received, plan_reader, received
+from verl_sglang_sync.routes.exchange.proof import gather_arranged
+from verl_sglang_sync.routes.exchange.shard_route import ShardPlan
+from verl_sglang_sync.sources.bucket_stream import Batch
+
+
+def plan_receives(plan: ShardPlan) -> tuple[list[list[Received]], list[list[int]]]:
+    """How every engine rank finds every bucket, and the bytes of each pair of ranks. Pure.
+
+    Returns:
+        By bucket, then by engine rank; and by trainer rank, then by engine rank.
+
+    Raises:
+        ValueError: what an engine rank reads is not in the shards, once.
+    """
+    num_trainers, num_readers = plan.num_before, len(plan.known)
+    found: list[list[Received]] = []
+    pair_bytes = [[0] * num_readers for _ in range(num_trainers)]
+    for index, bucket in enumerate(plan.buckets):
+        origins, reads = plan.traced.origins_of(bucket.layout), plan.reads_of(index)
+        found.append([])
+        for reader in range(num_readers):
+            rank = num_trainers + reader
+            parts = plan_reader(rank, len(reads), reads[rank], origins, plan.traced.owners)
+            nbytes = reads[rank].nbytes
+            found[index].append(received(parts, plan.nums_pieces[index], nbytes))
+            for owner in range(num_trainers):
+                pair_bytes[owner][reader] += sum(part.nbytes for part in parts[owner])
+    return found, pair_bytes
+
+
+def first_difference(plan: ShardPlan, batches: Iterator[Batch], device: torch.device) -> str | None:
+    """Pack every bucket, and compare what each engine rank would find with the full export's.
+
+    Args:
+        plan: whose all-to-all has begun; nothing travels.
+        batches: the full export, which is gone through: other ranks need this one's shards.
+        device: of the buffers.
+
+    Returns:
+        What differs first on this rank, or what went wrong; None if nothing.
+    """
+    problem: str | None = None
+    for index, bucket in enumerate(plan.buckets):
+        batch, reason = result_or_reason(lambda: next(batches, None))
+        if batch is None or batch.bucket.digest != bucket.digest:
+            problem = problem or reason or f"bucket {index} is not what it was"
+            continue
+        tensors = batch.tensors
+        del batch
+        differs, reason = result_or_reason(
+            lambda: _difference(plan, index, tensors, device)  # noqa: B023
+        )
+        problem = problem or differs or reason
+    more, reason = result_or_reason(lambda: len(list(batches)))
+    return problem or reason or ("the export has more buckets than it had" if more else None)
+
+
+def _difference(
+    plan: ShardPlan, index: int, tensors: Sequence[torch.Tensor], device: torch.device
+) -> str | None:
+    sent: list[list[torch.Tensor]] = []
+    for number in plan.all_to_all.numbers_of(index):
+        packed, sizes = plan.all_to_all.pack(number)
+        sent.append([part.clone() for part in packed.split(list(sizes))])
+    for rank, arrangement in enumerate(plan.reads_of(index)[plan.num_before :], plan.num_before):
+        whole = gather_arranged(tensors, arrangement, device)
+        arrived = torch.cat([parts[rank] for parts in sent])
+        for piece in received([plan.drafts[index].sends[rank]], len(sent)).pieces:
+            expected = whole[piece.start : piece.start + piece.nbytes]
+            if not torch.equal(expected, arrived[piece.offset : piece.offset + piece.nbytes]):
+                return f"bucket {index}, byte {piece.start}, differs from the full export"
+    return None

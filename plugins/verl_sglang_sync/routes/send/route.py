@@ -1,0 +1,142 @@
+"""Route "send": every trainer rank sends every engine rank what that reads of its shards.
+
+For engines on other devices (disaggregated), instead of gathering all weights on the first trainer
+rank and broadcasting them: each byte that an engine rank reads travels once, from a trainer rank
+that holds it. See `shard_route`; trainer ranks and engine ranks are one process group
+(`engine.sender_group`), and no rank packs more than a bucket at a time.
+
+The engine ranks unpack nothing: their load plans read in what they receive, as in memory that is
+pulled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+
+from verl_sglang_sync.collective import TrainerGroup, world_size
+from verl_sglang_sync.engine.arrangements import EngineArrangements
+from verl_sglang_sync.engine.engine_ranks import EngineRank
+from verl_sglang_sync.engine.sender_group import SenderGroup
+from verl_sglang_sync.report import SyncReport, warn_once
+from verl_sglang_sync.routes.exchange.exchange_plan import Received
+from verl_sglang_sync.routes.exchange.shard_route import ShardPlan, ShardRoute
+from verl_sglang_sync.routes.route import Delivery, InStep, ReadyBucket, SyncSource
+from verl_sglang_sync.routes.send.delivery import SendDelivery
+from verl_sglang_sync.routes.send.received import first_difference, plan_receives
+from verl_sglang_sync.sources.bucket_stream import Batch, BucketStream
+from verl_sglang_sync.sources.export import NamedTensor
+from verl_sglang_sync.sources.known_sources import sources_of
+from verl_sglang_sync.sources.source_map import SourceMap
+
+
+class Send(ShardRoute):
+    """See `ShardRoute`.
+
+    Args:
+        group: the trainer's ranks.
+        device: of the shards.
+        source_map: of the export.
+        stream: its buckets.
+        senders: the process group of all trainer ranks and engine ranks.
+        readers: see `ShardRoute`; none but on the first rank.
+        is_wanted: False: never send.
+        piece_nbytes: that a rank sends at a time; the scratch is twice that.
+        timeout_s: longest time in which nothing gets on, in seconds.
+        recheck_every_n_syncs: compare again in every n-th sync; 0: never.
+    """
+
+    not_taken = "the first trainer rank gathers all weights and broadcasts them to all engines"
+
+    def __init__(
+        self,
+        group: TrainerGroup,
+        device: torch.device,
+        source_map: SourceMap,
+        stream: BucketStream,
+        *,
+        senders: SenderGroup,
+        readers: Callable[[], Sequence[EngineArrangements]],
+        is_wanted: bool,
+        piece_nbytes: int,
+        timeout_s: float,
+        recheck_every_n_syncs: int = 0,
+    ) -> None:
+        super().__init__(
+            group,
+            device,
+            source_map,
+            stream,
+            readers=readers,
+            num_before=world_size(),
+            is_wanted=is_wanted,
+            piece_nbytes=piece_nbytes,
+            recheck_every_n_syncs=recheck_every_n_syncs,
+        )
+        self._senders = senders
+        self._timeout_s = timeout_s
+        self._found: list[list[Received]] = []
+        self._pair_bytes: list[list[int]] = []
+
+    def can_learn(self, weights: Iterable[NamedTensor]) -> bool:
+        """See `Route`."""
+        if self._is_wanted and sources_of(weights) is None:
+            warn_once(f"{self.not_taken}: the export does not name the parameters that it reads")
+        return super().can_learn(weights)
+
+    def _planned(self, plan: ShardPlan) -> None:
+        if plan.own:
+            self._found, self._pair_bytes = plan_receives(plan)
+
+    def _compare(self, plan: ShardPlan, batches: Iterator[Batch]) -> str | None:
+        return first_difference(plan, batches, self._device)
+
+    def _sent(self, plan: ShardPlan, report: SyncReport) -> SyncSource:
+        def delivery(engines: Sequence[EngineRank], in_step: InStep) -> Delivery:
+            assert self._senders.current is not None, "formed before the sessions were opened"
+            group = self._senders.current.process_group
+            return SendDelivery(
+                plan, self._found, engines, group, self._device, self._timeout_s, in_step, report
+            )
+
+        return SentBuckets(plan, self._pair_bytes, delivery, report)
+
+
+class SentBuckets(SyncSource):
+    """The buckets of one sync, sent by all trainer ranks.
+
+    Args:
+        plan: whose all-to-all has begun; the engines must hold the arrangements that it is for.
+        pair_bytes: see `SyncReport`.
+        delivery: makes the delivery to this rank's engine ranks.
+        report: gets the counts.
+    """
+
+    def __init__(
+        self,
+        plan: ShardPlan,
+        pair_bytes: list[list[int]],
+        delivery: Callable[[Sequence[EngineRank], InStep], Delivery],
+        report: SyncReport,
+    ) -> None:
+        self.needs_arrangements = [known.digest for known in plan.own]
+        self._plan = plan
+        self._pair_bytes = pair_bytes
+        self._delivery = delivery
+        self._report = report
+
+    def delivery(self, engines: Sequence[EngineRank], in_step: InStep) -> Delivery:
+        """See `SyncSource`."""
+        return self._delivery(engines, in_step)
+
+    def __iter__(self) -> Iterator[ReadyBucket]:
+        for index, bucket in enumerate(self._plan.buckets):
+            self._report.count_bucket(len(bucket.layout.tensors), bucket.payload_bytes)
+            self._report.num_sent += 1
+            yield ReadyBucket(index, bucket)
+
+    def end(self) -> None:
+        """See `SyncSource`."""
+        self._report.pair_bytes = self._pair_bytes
+        self._report.sent_bytes = sum(map(sum, self._pair_bytes))

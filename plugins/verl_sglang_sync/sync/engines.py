@@ -1,0 +1,220 @@
+"""Whom a trainer rank syncs, and how its packed buckets get there: on its device, or on others.
+
+    opened = engines.open(stack, ranks, version, replicas, report)   # collective
+    opened.engines                      # this rank's sessions: one, or many, or none
+    opened.delivery.deliver(bucket)
+
+`ColocatedEngine`: every trainer rank has a session with the engine rank on its own device, which
+maps its staging buffers. `RemoteEngines` (disaggregated): the first trainer rank has the sessions
+of all engine ranks, to which it broadcasts, or all trainer ranks send.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Protocol
+
+from sglang_loader.common.session.folder import remove_orphans
+from verl_sglang_sync.collective import TrainerGroup
+from verl_sglang_sync.config import WeightSyncConfig
+from verl_sglang_sync.engine.arrangements import EngineArrangements
+from verl_sglang_sync.engine.engine_ranks import Engine, EngineRank, OpeningRequest
+from verl_sglang_sync.engine.sender_group import SenderGroup
+from verl_sglang_sync.engine.session import SessionSockets, TrainerSession
+from verl_sglang_sync.engine.update_groups import Replica, UpdateGroup, UpdateGroups
+from verl_sglang_sync.report import SyncReport
+from verl_sglang_sync.routes.broadcast import BroadcastDelivery
+from verl_sglang_sync.routes.delivery import MappedDelivery
+from verl_sglang_sync.routes.route import Delivery
+from verl_sglang_sync.sources.memory_blocks import BlockNames
+from verl_sglang_sync.sync.ranks_in_step import RanksInStep
+
+
+@dataclass(frozen=True)
+class Opened:
+    """What one sync was opened with.
+
+    Attributes:
+        engines: the engine ranks with which this rank has sessions.
+        delivery: how buckets get to them.
+    """
+
+    engines: Sequence[EngineRank]
+    delivery: Delivery
+
+
+class Engines(Protocol):
+    """Of one trainer rank, for all its syncs."""
+
+    def open(
+        self,
+        stack: ExitStack,
+        ranks: RanksInStep,
+        version: str | None,
+        replicas: Sequence[Replica],
+        report: SyncReport,
+    ) -> Opened:
+        """Make this rank's sessions, and have the requests sent that open them; collective.
+
+        Args:
+            stack: gets the sessions.
+            ranks: learns what goes wrong.
+            version: of the weights.
+            replicas: of this sync, where they come and go.
+            report: gets the counts and seconds.
+        """
+
+    def abandon(self) -> None:
+        """A sync has failed: give up what the next one must not use."""
+
+
+class ColocatedEngine:
+    """The engine rank on this trainer rank's device; see `Engines`.
+
+    Args:
+        engine: the replica's server on its leader, None on the other ranks.
+        group: the trainer's ranks.
+        settings: the preset.
+        arrangements: what the engine rank reads of buckets.
+        num_buffers: staging buffers, in which packed buckets take turns.
+    """
+
+    def __init__(
+        self,
+        engine: Engine | None,
+        group: TrainerGroup,
+        settings: WeightSyncConfig,
+        arrangements: EngineArrangements,
+        num_buffers: int,
+    ) -> None:
+        self.sockets = SessionSockets()
+        self._engine = engine
+        self._group = group
+        self._settings = settings
+        self._arrangements = arrangements
+        self._num_buffers = num_buffers
+        self._names = BlockNames()
+
+    def open(
+        self,
+        stack: ExitStack,
+        ranks: RanksInStep,
+        version: str | None,
+        replicas: Sequence[Replica],
+        report: SyncReport,
+    ) -> Opened:
+        """See `Engines`; the ranks' invitations are gathered, and the leader posts them."""
+        settings, request = self._settings, OpeningRequest(self._engine, version)
+        session = ranks.run_if_ok(
+            lambda: stack.enter_context(TrainerSession(self.sockets, settings, self._names))
+        )
+        gathered = self._group.gather(b"" if session is None else session.invitation)
+        if gathered is not None and all(gathered):
+            ranks.run_if_ok(lambda: request.post(gathered))
+        engines = () if session is None else (EngineRank("", session, request, self._arrangements),)
+        return Opened(engines, MappedDelivery(engines, settings, self._num_buffers, report))
+
+    def abandon(self) -> None:
+        """See `Engines`: nothing."""
+
+
+class RemoteEngines:
+    """The engine ranks of all replicas, on other devices; see `Engines`.
+
+    Args:
+        groups: on the trainer's first rank; None on the others, which have no sessions.
+        senders: the group of all trainer ranks, which may send, too.
+        may_send: whether they may in the next sync.
+        settings: the preset.
+
+    Attributes:
+        readers: what the engine ranks have said that they read, on the first rank; a new list for
+            other engine ranks.
+    """
+
+    def __init__(
+        self,
+        groups: UpdateGroups | None,
+        senders: SenderGroup,
+        may_send: Callable[[], bool],
+        settings: WeightSyncConfig,
+    ) -> None:
+        remove_orphans()  # as a session's trainer does when it makes a folder of its own
+        self.readers: Sequence[EngineArrangements] = ()
+        self._read_by = ""  # name of the group of those
+        self._groups = groups
+        self._senders = senders
+        self._may_send = may_send
+        self._settings = settings
+
+    def open(
+        self,
+        stack: ExitStack,
+        ranks: RanksInStep,
+        version: str | None,
+        replicas: Sequence[Replica],
+        report: SyncReport,
+    ) -> Opened:
+        """See `Engines`; groups are formed first, unless they are the same as in the last sync."""
+        settings, groups = self._settings, self._groups
+        engines: list[EngineRank] = []
+        group: UpdateGroup | None = None
+        if groups is not None:
+            group = ranks.run_if_ok(lambda: self._formed(groups, replicas))
+        senders: str | None = ""
+        if self._may_send():
+            senders = ranks.run_always(lambda: self._senders.formed(group))
+        if group is None or senders is None:
+            return Opened((), MappedDelivery((), settings, 0, report))
+        ranks.run_if_ok(lambda: self._ask(group, senders, stack, version, engines))
+        return Opened(engines, BroadcastDelivery(engines, group.process_group, settings, report))
+
+    def _formed(self, groups: UpdateGroups, replicas: Sequence[Replica]) -> UpdateGroup:
+        """The update group of these replicas."""
+        if not groups.is_current(replicas):
+            self._senders.abandon()
+        group = groups.with_replicas(replicas)
+        if group.name != self._read_by:
+            num, is_wanted = group.num_engine_ranks, self._settings.exchange_shards
+            self._read_by = group.name
+            self.readers = [EngineArrangements(is_wanted=is_wanted) for _ in range(num)]
+        return group
+
+    def _ask(
+        self,
+        group: UpdateGroup,
+        senders: str,
+        stack: ExitStack,
+        version: str | None,
+        engines: list[EngineRank],
+    ) -> None:
+        """Ask every replica for a session with each of its engine ranks, which then serve nobody
+        else; `engines` gets those that may have been asked.
+        """
+        ends = iter(zip(group.sockets, self.readers, strict=True))
+        for replica, client in group.members:
+            request = OpeningRequest(client, version)
+            invitations = []
+            for rank in range(replica.num_ranks):
+                sockets, arrangements = next(ends)
+                session = TrainerSession(
+                    sockets,
+                    self._settings,
+                    BlockNames(),
+                    group=group.name,
+                    senders=senders,
+                    secret=group.secret,
+                )
+                stack.enter_context(session)
+                invitations.append(session.invitation)
+                name = f"{replica.base_url}, TP rank {rank}"
+                engines.append(EngineRank(name, session, request, arrangements))
+            request.post(invitations)
+
+    def abandon(self) -> None:
+        """See `Engines`: a collective may be outstanding in a group."""
+        self._senders.abandon()
+        if self._groups is not None:
+            self._groups.abandon()
