@@ -23,6 +23,7 @@ import psutil
 import pytest
 from tiny_assets import make_assets
 
+from support.broadcast_steps import sends_between_hosts
 from support.captured_launch import Worker
 from support.engine_loaders import HASH_LOADER
 from support.engine_steps import sync_away_and_back
@@ -148,6 +149,19 @@ def test_one_update_reaches_both_hosts(launched: Launched) -> None:
     for before, after in zip(at_first, halved, strict=True):
         assert all(after[name] != before[name] for name in before if name.endswith("weight"))
     assert at_first[0] != at_first[1], "the ranks have shards of their own"
+
+
+def test_ranks_on_both_hosts_send_their_shards_to_engine_ranks_on_both(launched: Launched) -> None:
+    options = {"urls": [launched.url], "tp": 2, "hosts": launched.hosts}
+    address = launched.hosts[0].address
+    outcomes = run_trainer(sends_between_hosts, launched.folder, launched.url, address, **options)
+    syncs = results_of(outcomes)[0]
+    first, halved, *others = [sync["hashes"] for sync in syncs]
+    assert others == [first, halved, first]
+    assert halved != first
+    report = syncs[-1]["report"]
+    assert report["num_sent"] == report["num_buckets"]
+    assert all(min(sent) > 0 for sent in report["pair_bytes"]), "also to the other host"
 
 
 def test_a_server_whose_actor_is_killed_leaves_its_router(launched: Launched) -> None:
