@@ -71,7 +71,7 @@ class Worker:
     def weight_update_runners(self):
         return [("target", self.model_runner)]
 
-    def serve_session(self, descriptor, models, steps, group):
+    def serve_session(self, descriptor, models, steps):
         steps.once_joined()
         steps.before_loading(LAYOUT)
         self.update()
@@ -125,11 +125,8 @@ def updater(group, monkeypatch):
     guard = "_assert_weight_cache_inactive"  # asks the server's arguments, from 0.5.17 on
     monkeypatch.setattr(SchedulerWeightUpdaterManager, guard, lambda *_: None, raising=False)
     monkeypatch.setattr(weight_updater_hooks, "serve_session", made.tp_worker.serve_session)
-    monkeypatch.setattr(
-        weight_updater_hooks,
-        "decode_descriptor",
-        lambda invitation: SimpleNamespace(manifest_check="off", syncs_draft=False, group="", senders=""),
-    )
+    descriptor = SimpleNamespace(manifest_check="off", syncs_draft=False, group="", senders="")
+    monkeypatch.setattr(weight_updater_hooks, "decode_descriptor", lambda invitation: descriptor)
     return made
 
 
