@@ -136,7 +136,7 @@ def test_every_rank_serves_its_own_invitation(monkeypatch: pytest.MonkeyPatch) -
     ]
     handles = [base64.b64encode(wire.encode_descriptor(each)).decode() for each in descriptors]
     request = request_with(load_format=SESSION_FORMAT, serialized_named_tensors=handles)
-    updater = SimpleNamespace(tp_cpu_group=None)
+    updater = SimpleNamespace(tp_cpu_group=None, tp_worker=Target())
     assert weight_updater_hooks._serve_session(update, updater, request) == []
     (served_descriptor, models, _), failures = served
     assert (served_descriptor, models, failures) == (descriptors[1], [TARGET], [])
