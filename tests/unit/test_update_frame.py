@@ -98,7 +98,7 @@ def sync(runner: Runner, load: Any) -> tuple[list[str], list[str]]:
     recorded: list[str] = []
     updater = SimpleNamespace(
         tp_worker=SimpleNamespace(model_runner=runner),
-        _select_runners=lambda selector: [("target", runner)],
+        draft_worker=None,
         _session=None,
         tp_cpu_group=None,
         offload_tags=set(),
