@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from sglang_loader.common.shared_memory import share_on_host
 from verl_sglang_sync.sources.memory_blocks import Block, BlockNames, share_block
 
 
@@ -15,6 +16,28 @@ def test_a_block_gets_a_new_name_when_its_storage_is_gone():
     assert names.name_of(block, tensor.untyped_storage()) == name
     del tensor
     assert names.name_of(block, other.untyped_storage()) != name
+
+
+@pytest.mark.parametrize(
+    ("said", "num_attempts"),
+    (("Shared memory manager connection has timed out", 3), ("no space left on device", 1)),
+)
+def test_a_busy_hosts_manager_of_shared_memory_is_asked_again(monkeypatch, said, num_attempts):
+    asked, share = [], torch.Tensor.share_memory_
+
+    def share_memory(tensor):
+        asked.append(tensor)
+        if len(asked) < 3:
+            raise RuntimeError(said)
+        return share(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "share_memory_", share_memory)
+    if num_attempts == 1:
+        with pytest.raises(RuntimeError, match=said):
+            share_on_host(torch.ones(64))
+    else:
+        assert share_on_host(torch.ones(64)).is_shared()
+    assert len(asked) == num_attempts
 
 
 def test_memory_of_this_process_alone_is_refused():

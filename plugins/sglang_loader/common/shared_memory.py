@@ -66,6 +66,26 @@ class CannotMap(Exception):
     """Another process's memory cannot be mapped here; the text says whose, and why."""
 
 
+MANAGER_IS_LATE = "manager connection has timed out"
+MANAGER_ATTEMPTS = 10
+
+
+def share_on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Move a CPU tensor into shared memory; returns it.
+
+    torch gives its own manager of such memory, a process, one second to answer: a busy host needs
+    more.
+    """
+    for attempt in range(1, MANAGER_ATTEMPTS + 1):
+        try:
+            tensor.share_memory_()
+            break
+        except RuntimeError as error:
+            if MANAGER_IS_LATE not in str(error) or attempt == MANAGER_ATTEMPTS:
+                raise
+    return tensor
+
+
 def share_storage(storage: torch.UntypedStorage) -> BufferHandle:
     """Make a handle of a storage; it must stay alive until the receiver has let go of it.
 

@@ -9,6 +9,7 @@ import torch
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from sglang_loader.common.shared_memory import share_on_host
 from verl_sglang_sync.bench.model_shapes import MODELS, tensor_shapes
 from verl_sglang_sync.sources.module_tree import ModuleState
 from verl_sglang_sync.sources.reexport import Reexport
@@ -88,4 +89,4 @@ def dtype_on(device: torch.device) -> torch.dtype:
 def _filled(tensor: torch.Tensor) -> torch.Tensor:
     """Random values, in memory that an engine can map."""
     tensor.normal_(std=0.02)
-    return tensor.share_memory_() if tensor.device.type == "cpu" else tensor
+    return share_on_host(tensor) if tensor.device.type == "cpu" else tensor

@@ -8,6 +8,7 @@ import torch
 
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.regions.arrangement import Arrangement
+from sglang_loader.common.shared_memory import share_on_host
 from verl_sglang_sync.routes.byte_gather import ByteGather
 from verl_sglang_sync.sources.bucket_stream import Batch
 
@@ -46,7 +47,7 @@ class StagingBuffer:
             return
         self._buffer = torch.empty(0, dtype=torch.uint8, device=self.device)  # free before growing
         buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-        self._buffer = buffer.share_memory_() if self.device.type == "cpu" else buffer
+        self._buffer = share_on_host(buffer) if self.device.type == "cpu" else buffer
 
     def first(self, nbytes: int) -> torch.Tensor:
         """The first `nbytes` bytes: uint8 of shape `[nbytes]`, a view of the buffer."""
