@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from sglang_loader.common.shared_memory import share_on_host
 from support.trainer import NamedTensors
 
 NORM = "model.norm.weight"
@@ -136,5 +137,5 @@ class ShardedExport(KeptExport):
 def _mappable(tensor: torch.Tensor) -> torch.Tensor:
     """Have other processes able to map its memory."""
     if tensor.device.type == "cpu":
-        tensor.untyped_storage().share_memory_()
+        share_on_host(tensor)
     return tensor

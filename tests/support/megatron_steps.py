@@ -33,6 +33,11 @@ FACTORS = {
 """By preset: what training does to the weights before each sync; in the end they are as before."""
 
 
+def presets_of(layout: Layout) -> list[str]:
+    """With mbridge, engines elsewhere get what they get of any other export."""
+    return [preset for preset in FACTORS if not (layout.mbridge and preset == "disaggregated")]
+
+
 def compared(rank: TrainerRank, actor: MegatronActor, model: Path) -> dict[str, Any]:
     """Bit for bit, tensors held to the end: the exporter must not reuse their memory.
 
@@ -99,9 +104,9 @@ def exercise_engine(
             actor.close()
         actor = MegatronActor(Path(model), msgspec.convert(layout, Layout))
         seen["trainers"][name] = found = {"export": compared(rank, actor, Path(model))}
-        for preset, factors in FACTORS.items():
+        for preset in presets_of(msgspec.convert(layout, Layout)):
             sync, syncs = _sync_by(rank, preset, targets), []
-            for factor in factors:
+            for factor in FACTORS[preset]:
                 actor.train(factor)
                 report, left = sync(actor)
                 syncs.append((engine_hashes(rank, hash_folder), report, left))

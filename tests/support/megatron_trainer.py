@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 import torch
 
+from sglang_loader.common.shared_memory import share_on_host
 from support import transformer_engine
 from support.megatron_cpu import (
     INITIALIZED_ON_CPU,
@@ -89,7 +90,7 @@ class MegatronActor:
         self._engine.module = self._engine._build_megatron_module()
         if on_cpu and not layout.offload:  # what an engine can read where it is
             for tensor in self._tensors():
-                tensor.untyped_storage().share_memory_()
+                share_on_host(tensor)
 
     def close(self) -> None:
         """Dissolve Megatron's groups, and forget its choice of attention, so that another layout

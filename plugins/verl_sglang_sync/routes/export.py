@@ -70,15 +70,20 @@ class ExportedBuckets(SyncSource):
         self._export.drain()
 
     def _all_batches(self, stream: BucketStream) -> Iterator[Batch]:
-        """The export, cut; the buffers are allocated with its first bucket, where a rank may fail
-        as it may in any other step.
+        """The export, cut. A rank that cannot allocate its buffers fails once it has exported the
+        first bucket: the other ranks are in the collectives of that, too.
         """
-        if self._ring is not None:
-            expected = self._arranged.expected
-            self._ring.prepare(
-                [(expected(i) or b.layout).nbytes for i, b in enumerate(stream.buckets)]
-            )
-        yield from stream.batches(self._export, self._report)
+        expected, failed = self._arranged.expected, None
+        sizes = [(expected(i) or b.layout).nbytes for i, b in enumerate(stream.buckets)]
+        try:
+            if self._ring is not None:
+                self._ring.prepare(sizes)
+        except Exception as error:
+            failed = error
+        for batch in stream.batches(self._export, self._report):
+            if failed is not None:
+                raise failed
+            yield batch
 
     def _packed(self, batch: Batch) -> ReadyBucket:
         if self._ring is None:
