@@ -73,17 +73,15 @@ class ExportedBuckets(SyncSource):
         """The export, cut. A rank that cannot allocate its buffers fails once it has exported the
         first bucket: the other ranks are in the collectives of that, too.
         """
-        expected, failed = self._arranged.expected, None
+        expected, batches = self._arranged.expected, stream.batches(self._export, self._report)
         sizes = [(expected(i) or b.layout).nbytes for i, b in enumerate(stream.buckets)]
         try:
             if self._ring is not None:
                 self._ring.prepare(sizes)
-        except Exception as error:
-            failed = error
-        for batch in stream.batches(self._export, self._report):
-            if failed is not None:
-                raise failed
-            yield batch
+        except Exception:
+            next(batches, None)
+            raise
+        yield from batches
 
     def _packed(self, batch: Batch) -> ReadyBucket:
         if self._ring is None:
