@@ -109,7 +109,13 @@ def served_adapters(
             seen["without"].append(_ask(rank, SGLANG_LORA_NAME).status)
 
     def serve(adapter: Adapted) -> None:
-        collect = partial(collect_adapter, adapter.weights.items(), adapter.config, rank.tp)
+        collect = partial(
+            collect_adapter,
+            adapter.weights.items(),
+            adapter.config,
+            num_ranks=rank.tp,
+            is_leader=rank.is_leader,
+        )
         asyncio.run(manager.sync_adapter(collect, version="2"))
 
     note("base", None)

@@ -23,7 +23,11 @@ from verl_sglang_sync.verl.upstream import tp_ranks_share_adapters
 
 
 def collect_adapter(
-    weights: Iterable[NamedTensor], peft_config: dict[str, Any], num_ranks: int
+    weights: Iterable[NamedTensor],
+    peft_config: dict[str, Any],
+    *,
+    num_ranks: int,
+    is_leader: bool,
 ) -> AdapterUpdate:
     """Go through verl's export of an adapter, which is collective over the trainer's ranks.
 
@@ -31,12 +35,13 @@ def collect_adapter(
         weights: `(PEFT's name, tensor)`, on the trainer's device.
         peft_config: verl's.
         num_ranks: TP ranks of the engine.
+        is_leader: False: this rank talks to no engine, and keeps nothing.
     """
     full = (
         (name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)
         for name, tensor in weights
     )
-    tensors = {name: tensor.detach().cpu() for name, tensor in full}
+    tensors = {name: tensor.detach().cpu() for name, tensor in full if is_leader}
     load = operations.load_adapter(
         SGLANG_LORA_NAME,
         normalize_peft_config_for_sglang(peft_config),

@@ -118,8 +118,13 @@ class WeightSyncServerAdapter(ServerAdapter):  # type: ignore[misc]
         manager = await self._sharding_manager()
         version = None if global_steps is None else str(global_steps)
         if (peft_config := kwargs.get("peft_config")) and kwargs.get("base_sync_done"):
-            num_ranks = self.device_mesh["infer_tp"].size()
-            collect = partial(collect_adapter, weights, peft_config, num_ranks)
+            collect = partial(
+                collect_adapter,
+                weights,
+                peft_config,
+                num_ranks=self.device_mesh["infer_tp"].size(),
+                is_leader=self._engine is not None,
+            )
             await manager.sync_adapter(collect, version=version)
         else:
             await manager.sync(self._for_engine(weights), version=version)

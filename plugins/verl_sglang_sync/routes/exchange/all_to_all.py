@@ -18,6 +18,7 @@ import logging
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -47,6 +48,8 @@ class AllToAll:
         self._pieces = [
             _Piece.of(plan, bucket, device) for bucket, some in enumerate(plans) for plan in some
         ]
+        numbers = iter(range(len(self._pieces)))
+        self._numbers = [list(islice(numbers, len(of_bucket))) for of_bucket in plans]
         self._nbytes = [of_bucket[0].nbytes for of_bucket in plans]
         plans_of_pieces = [piece.plan for piece in self._pieces]
         self._scratch = [_Scratch(plans_of_pieces, device) for _ in range(NUM_TRAVELLING)]
@@ -133,7 +136,7 @@ class AllToAll:
 
     def numbers_of(self, index: int) -> list[int]:
         """Of the pieces of a bucket."""
-        return [number for number, piece in enumerate(self._pieces) if piece.bucket == index]
+        return self._numbers[index]
 
     def pack(self, number: int) -> tuple[torch.Tensor, Sequence[int]]:
         """Pack a piece, into the scratch of the one `NUM_TRAVELLING` before; what is sent, and its
