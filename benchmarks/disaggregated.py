@@ -250,7 +250,7 @@ def _follow(
 def _replayed(arm: str, server_log: Path) -> Row:
     """Whether the engine replayed its plan in the last sync; only its log says so."""
     found = REPLAYED.findall(server_log.read_text(errors="replace"))
-    if arm not in ("disaggregated_compiled", "verl_disaggregated") or not found:
+    if arm not in ("disaggregated_compiled", "send", "verl_disaggregated") or not found:
         return {}
     return {"num_replayed": int(found[-1][0]), "num_eager": int(found[-1][1])}
 

@@ -1,7 +1,8 @@
 """The trainer of `disaggregated`: sends its weights to a server over a torch process group.
 
 One process on its own GPU. Arms: `per_tensor`, `sglang_named` and `sglang_flattened` are SGLang's
-stock `update_weights_from_distributed`; `disaggregated` and `disaggregated_compiled` are ours.
+stock `update_weights_from_distributed`. Ours are `disaggregated` and `disaggregated_compiled`,
+which broadcast an export that does not say what it reads, and `send`, whose export is traced.
 """
 
 from __future__ import annotations
@@ -23,13 +24,16 @@ from benchmarks.arm import (
     measure_arm,
     run_arms,
     synchronize,
+    traceable,
 )
 from benchmarks.arrival import advance, checksums
+from verl_sglang_sync.bench.arms import counts_of
 from verl_sglang_sync.bench.engine_server import wait_until_healthy
 from verl_sglang_sync.bench.trainers import NamedTensors, make_weights
 
 STOCK = ("per_tensor", "sglang_named", "sglang_flattened")
-OURS = {"disaggregated": "flattened", "disaggregated_compiled": "compiled"}
+SEND = "send"
+OURS = {"disaggregated": "flattened", "disaggregated_compiled": "compiled", SEND: "compiled"}
 GROUP_ARMS = (*OURS, *STOCK)
 TIMEOUT_S = 60.0
 
@@ -53,7 +57,7 @@ def main() -> None:
 
     def measure(arm: str) -> dict[str, Any]:
         groups = UpdateGroups(address="127.0.0.1", device=device, timeout_s=TIMEOUT_S)
-        make = partial(_ours, OURS[arm]) if arm in OURS else partial(_stock, arm)
+        make = partial(_ours if arm in OURS else _stock, arm)
         sync, notes = make(groups, args.url, device, weights, args.bucket_mb << 20)
         try:
             row = measure_arm(
@@ -87,7 +91,7 @@ Made = tuple[Callable[[], Seconds], dict[str, Any]]
 
 
 def _ours(
-    mode: str,
+    arm: str,
     groups: Any,
     url: str,
     device: torch.device,
@@ -100,6 +104,7 @@ def _ours(
     from verl_sglang_sync.report import SyncReport
     from verl_sglang_sync.sync.transport import disaggregated_transport
 
+    mode = OURS[arm]
     settings = WeightSyncConfig(
         mode=mode,  # type: ignore[arg-type]
         request_timeout_s=TIMEOUT_S,
@@ -117,11 +122,10 @@ def _ours(
         synchronize(device.type)
         with report.stage("sync"):
             replicas = [_replica(url)]
-            asyncio.run(
-                transport.sync(iter(weights), version="0", report=report, replicas=replicas)
-            )
+            export = traceable(weights) if arm == SEND else iter(weights)
+            asyncio.run(transport.sync(export, version="0", report=report, replicas=replicas))
             synchronize(device.type)
-        notes.update(num_buckets=report.num_buckets, staging_bytes=report.staging_bytes)
+        notes.update(counts_of(report))
         return report.seconds
 
     return sync, notes

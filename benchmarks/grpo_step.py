@@ -1,8 +1,8 @@
-"""Seconds of a real GRPO step with verl's own sync and with ours: one GPU, random weights.
+"""Seconds of a real GRPO step with verl's own sync and with ours, with random weights.
 
     python benchmarks/grpo_step.py --model qwen3-4b --steps 3 --json benchmarks/results/....json
 
-Every arm is a full run of `recipes/grpo_fsdp_gpu.sh`: FSDP2, SGLang at TP 1, same data and seed.
+Every arm is a full run of `recipes/grpo_fsdp_gpu.sh`: FSDP2, same data and seed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,12 @@ from benchmarks.gpu_memory import MemorySamples  # noqa: E402
 from verl_sglang_sync.bench.model_shapes import MODELS  # noqa: E402
 from verl_sglang_sync.bench.results_file import hardware, medians, print_table, write_results  # noqa: E402
 
-ARMS = {"native": "", "bucketed": "bucketed", "flattened": "flattened", "compiled": "compiled"}
+ARMS = {
+    "native": "",
+    **{preset: preset for preset in ("bucketed", "flattened", "compiled", "disaggregated")},
+}
+COLOCATED = ["native", "bucketed", "flattened", "compiled"]
+ONE_GPU = {"GPUS": 1, "ROLLOUT_TP": 1}
 TIMERS = ("step", "gen", "update_weights", "update_actor", "old_log_prob")
 OVERRIDES = (
     "actor_rollout_ref.model.use_remove_padding=False",
@@ -82,9 +87,23 @@ def make_model(folder: Path, model: str) -> None:
 
 
 def run_arm(
-    arm: str, folder: Path, steps: int, more: Sequence[str] = ()
+    arm: str,
+    folder: Path,
+    steps: int,
+    more: Sequence[str] = (),
+    recipe: str = "grpo_fsdp_gpu.sh",
+    sizes: Mapping[str, int] = ONE_GPU,
 ) -> tuple[list[dict[str, Any]], dict[str, list[float]]]:
-    """Train `steps` steps; return verl's metrics of each, and GPU memory over the last one."""
+    """Train `steps` steps; return verl's metrics of each, and GPU memory over the last one.
+
+    Args:
+        arm: one of `ARMS`.
+        folder: has the model and the data; gets logs, metrics and reports.
+        steps: of training.
+        more: overrides of verl's settings.
+        recipe: in `recipes/`.
+        sizes: environment of the recipe: how many GPUs, and so on.
+    """
     metrics = folder / f"metrics-{arm}.jsonl"
     metrics.unlink(missing_ok=True)
     environment = {
@@ -92,10 +111,10 @@ def run_arm(
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         "MODEL": str(folder / "model"),
         "DATA": str(folder),
-        "GPUS": "1",
-        "ROLLOUT_TP": "1",
+        **{name: str(size) for name, size in sizes.items()},
         "WEIGHT_SYNC": ARMS[arm],
         "VERL_FILE_LOGGER_PATH": str(metrics),
+        "RAY_ADDRESS": "local",  # not a cluster that runs beside it
         "RAY_USAGE_STATS_ENABLED": "0",
         "HF_HUB_OFFLINE": "1",
     }
@@ -103,7 +122,7 @@ def run_arm(
     overrides = [*OVERRIDES, f"trainer.total_training_steps={steps}", *more]
     if ARMS[arm]:
         overrides.append(f"{report}={folder}/syncs-{arm}.jsonl")
-    command = ["bash", str(ROOT / "recipes" / "grpo_fsdp_gpu.sh"), *overrides]
+    command = ["bash", str(ROOT / "recipes" / recipe), *overrides]
 
     def num_done() -> int:
         return metrics.read_text().count("\n") if metrics.exists() else 0
@@ -131,8 +150,6 @@ def row_of(
     return {
         "arm": arm,
         "model": model,
-        "gpus": 1,
-        "tp": 1,
         "runs": len(steps) - 1,
         "median_s": {**medians(timed[1:]), **stages},
         "steps": timed,
@@ -146,7 +163,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", choices=MODELS, default="qwen3-4b")
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--tp", type=int, default=1, help="of each engine")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=COLOCATED)
     parser.add_argument("--folder", type=Path, default=Path("outputs/grpo_step"))
     parser.add_argument("--json", type=Path)
     parser.add_argument("overrides", nargs="*", help="of verl's settings, for all arms")
@@ -155,9 +174,10 @@ def main() -> None:
     make_model(folder, args.model)
     rows = []
     for arm in args.arms:
-        steps, memory = run_arm(arm, folder, args.steps, args.overrides)
+        sizes = {"GPUS": args.gpus, "ROLLOUT_TP": args.tp}
+        steps, memory = run_arm(arm, folder, args.steps, args.overrides, sizes=sizes)
         row = row_of(arm, args.model, steps, stage_medians(folder, arm))
-        rows.append({**row, "memory": memory})
+        rows.append({**row, "gpus": args.gpus, "tp": args.tp, "memory": memory})
         path = args.json or Path(f"benchmarks/results/grpo_step-{hardware()}.json")
         write_results(path, "grpo_step", rows)
     print_table(rows, TIMERS)

@@ -15,9 +15,11 @@ import torch.distributed as dist
 
 from support.megatron_trainer import Layout, MegatronActor
 from support.trainer import TrainerRank
+from verl_sglang_sync.bench.arms import counts_of
 
-NUM_WARM_UPS = 2  # compiled: the first sync makes the plan
+NUM_WARM_UPS = 4  # compiled: a plan, and then a route for it, are each made and proven in a sync
 EXPORT_ONLY = "export_only"
+STAGES = ("confirm", "export", "gather", "pack", "load")
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ def measure_rank(
     rank: TrainerRank, model: str, layout: dict[str, int], names: list[str], runs: int, bucket: int
 ) -> dict[str, Any]:
     """Seconds of every run of every arm on this rank, and what was sent."""
-    actor = MegatronActor(Path(model), msgspec.convert(layout, Layout))
+    actor = MegatronActor(Path(model), msgspec.convert(layout, Layout), random=True)
     return {name: _measure(rank, actor, name, runs, bucket) for name in names}
 
 
@@ -90,17 +92,12 @@ def _syncing(
         _synchronize()
         seconds = {"sync": time.perf_counter() - started}
         report = manager.report
-        seconds |= {stage: report.seconds.get(stage, 0.0) for stage in ("export", "pack", "load")}
+        seconds |= {stage: report.seconds.get(stage, 0.0) for stage in STAGES}
         notes = {
             "seconds": seconds,
             "num_tensors": report.num_tensors,
             "bytes": report.payload_bytes,
-            "num_buckets": report.num_buckets,
-            "num_replayed": report.num_replayed,
-            "num_pulled": report.num_pulled,
-            "num_exchanged": report.num_exchanged,
-            "eager_reason": report.eager_reason,
-            "staging_bytes": report.staging_bytes,
+            **counts_of(report),
         }
         asyncio.run(manager.resume(("kv_cache",)))  # resident already: closes the report
         return notes

@@ -13,7 +13,9 @@ presets. All arms in one run, one after the other.
 from __future__ import annotations
 
 import argparse
+import math
 import os
+import struct
 import sys
 import tempfile
 from pathlib import Path
@@ -25,28 +27,30 @@ sys.path[:0] = PATHS
 
 import msgspec  # noqa: E402
 import torch  # noqa: E402
-from safetensors.torch import save_file  # noqa: E402
 
-from benchmarks.megatron_rank import ARMS, EXPORT_ONLY, measure_rank  # noqa: E402
+from benchmarks.megatron_rank import ARMS, EXPORT_ONLY, STAGES, measure_rank  # noqa: E402
 from support.megatron_trainer import ENVIRONMENT, Layout  # noqa: E402
 from support.sglang_server import sglang_server  # noqa: E402
 from support.trainer import run_trainer  # noqa: E402
 from verl_sglang_sync.bench.model_shapes import MODELS, tensor_shapes, write_config  # noqa: E402
 from verl_sglang_sync.bench.results_file import hardware, medians, print_table, write_results  # noqa: E402
 
-STAGES = ("sync", "export", "pack", "load")
 TIMEOUT_S = 1500
 
 
 def make_checkpoint(folder: Path, model: str) -> Path:
-    """Random bfloat16 weights of a model's shape."""
+    """A checkpoint of the model's names and shapes. Its data is a hole in the file: the bridge
+    reads the header alone, and the trainer's weights are made on its GPU.
+    """
     write_config(folder, model)
-    generator = torch.Generator().manual_seed(0)
-    named = {
-        name: torch.randn(shape, generator=generator).mul_(0.02).to(torch.bfloat16)
-        for name, shape in tensor_shapes(MODELS[model])
-    }
-    save_file(named, folder / "model.safetensors", {"format": "pt"})
+    header, end = {}, 0
+    for name, shape in tensor_shapes(MODELS[model]):
+        begin, end = end, end + math.prod(shape) * torch.bfloat16.itemsize
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": (begin, end)}
+    text = msgspec.json.encode(header)
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(file.tell() + end)
     return folder
 
 
@@ -125,7 +129,7 @@ def main() -> None:
         "megatron_sync",
         rows,
     )
-    print_table(rows, STAGES)
+    print_table(rows, ("sync", *STAGES))
 
 
 if __name__ == "__main__":

@@ -53,7 +53,8 @@ PROBES = {  # arm: (GPUs seen, index of its GPU, way to map, index under which i
     "hidden, torch": (str(READERS_GPU), 0, "torch", 0),
     "hidden, torch, no event": (str(READERS_GPU), 0, "torch, no event", 0),
     "control, runtime": ("0,1", 1, "runtime", 1),
-    "control, torch": ("0,1", 1, "torch", 0),
+    "control, torch": ("0,1", 1, "torch", 1),
+    "control, torch, for the owner's GPU": ("0,1", 1, "torch", 0),
 }
 Row = dict[str, Any]
 

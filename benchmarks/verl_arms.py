@@ -30,6 +30,7 @@ from benchmarks.arm import (
     measure_arm,
     run_arms,
     synchronize,
+    traceable,
 )
 from verl_sglang_sync.bench.engine_server import wait_until_healthy
 
@@ -249,7 +250,7 @@ def _trainer_class() -> type[Any]:
         async def update_weights(self, global_steps: int | None = None, mode: str = "auto") -> Any:
             synchronize(self._device)
             started = time.perf_counter()
-            metrics = await self._engine.send_weights(iter(self._weights), global_steps)
+            metrics = await self._engine.send_weights(traceable(self._weights), global_steps)
             synchronize(self._device)
             self._seconds = time.perf_counter() - started
             return metrics or {}

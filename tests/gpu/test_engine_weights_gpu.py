@@ -27,8 +27,8 @@ pytestmark = [
 def test_sync_is_bit_exact_on_the_gpu(architecture: str, tp: int, tmp_path: Path) -> None:
     if tp > NUM_GPUS:
         pytest.skip(f"needs {tp} GPUs, this machine has {NUM_GPUS}")
-    backend = "gloo" if tp == 1 else "cpu:gloo,cuda:nccl"  # what verl's ranks have
     with served(tmp_path, tp=tp, architecture=architecture, device="cuda") as engine:
+        backend = "cpu:gloo,cuda:nccl"  # what verl's ranks have
         seen = engine.run(exercise_engine, backend=backend, **ON_GPUS)[0]
         assert engine.lives
     for mode in MODES:

@@ -1,4 +1,6 @@
-"""Real GRPO on one GPU with FSDP1, FSDP2, and rollouts in fp8: the weights arrive at every step.
+"""Real training by verl's own trainers on GPUs, a row a cell: the weights arrive at every step.
+
+    pytest -m gpu -s -n 4 tests/gpu/test_training_gpu.py      # prints the seconds of each cell
 
 The engine computes in bfloat16 with kernels of its own, so the probabilities agree only to a few
 percent; weights that did not arrive leave a correlation of about a half.
@@ -7,6 +9,8 @@ percent; weights that did not arrive leave a correlation of about a half.
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,55 +21,163 @@ from tiny_assets import make_assets
 
 from support.fp8_models import make_model
 
+NUM_GPUS = torch.cuda.device_count()
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU: FSDP1"),
+    pytest.mark.skipif(NUM_GPUS == 0, reason="needs an NVIDIA GPU: verl's trainers"),
 ]
+NUM_STEPS = 3
 MAX_PROBS_DIFF = 0.05
 MIN_PEARSON = 0.99
 MIN_PEARSON_FP8 = 0.95
 
+COMMON = (
+    "actor_rollout_ref.actor.optim.lr=1e-2",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8",
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=8",
+    "actor_rollout_ref.rollout.gpu_memory_utilization=0.1",
+)
+FSDP1 = ("actor_rollout_ref.actor.strategy=fsdp",)
+OFFLOAD = ("actor_rollout_ref.actor.fsdp_config.param_offload=True",)
+ONE_STAGE = ("actor_rollout_ref.rollout.multi_stage_wake_up=False",)
+FP8 = ("actor_rollout_ref.rollout.quantization=fp8",)
+CRITIC = (
+    "critic.use_dynamic_bsz=False",
+    "critic.ppo_mini_batch_size=16",
+    "critic.ppo_micro_batch_size_per_gpu=8",
+    "critic.model.use_remove_padding=False",
+    "+critic.model.override_config.attn_implementation=sdpa",
+)
+LORA = (
+    "actor_rollout_ref.model.lora_rank=8",
+    "actor_rollout_ref.model.lora_alpha=32",
+    "actor_rollout_ref.model.target_modules=all-linear",
+)
+MERGED = (
+    *LORA,
+    "actor_rollout_ref.model.lora.merge=True",
+    "actor_rollout_ref.actor.fsdp_config.model_dtype=bf16",
+)
+SEPARATE = (
+    "trainer.v1.separate_async.num_warmup_batches=0",  # every batch is sampled after a sync
+    "actor_rollout_ref.rollout.free_cache_engine=True",
+)
 
-@pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
-def test_the_weights_arrive(strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_assets(tmp_path)
-    strategies = f"actor_rollout_ref.actor.strategy={strategy}"
-    steps, reports = train("flattened", tmp_path, monkeypatch, strategies)
-    for step in steps:
-        assert step["training/rollout_probs_diff_max"] < MAX_PROBS_DIFF
-        assert step["training/rollout_actor_probs_pearson_corr"] > MIN_PEARSON
-        assert step["actor/grad_norm"] > 0.01, "the weights must have moved"
-    assert [report["mode"] for report in reports] == ["flattened"] * 3
+
+@dataclass(frozen=True)
+class Cell:
+    """One training run.
+
+    Attributes:
+        overrides: of verl's settings, on top of the recipe's.
+        gpus: number of the run's GPUs.
+        tp: of an engine; `gpus / tp` replicas.
+        preset: `+weight_sync`.
+        recipe: in `recipes/`.
+        sizes: more of the recipe's environment.
+        architecture: of the model.
+        route: the count of a report that is all buckets from the third sync on; None: some export.
+        pearson: at least this correlation of the probabilities.
+    """
+
+    overrides: tuple[str, ...] = ()
+    gpus: int = 2
+    tp: int = 2
+    preset: str = "compiled"
+    recipe: str = "grpo_fsdp_gpu.sh"
+    sizes: dict[str, int] = field(default_factory=dict)
+    architecture: str = "qwen3"
+    route: str | None = "num_pulled"
+    pearson: float = MIN_PEARSON
 
 
-def test_fp8_weights_arrive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trainer computes in bfloat16, the engine with weights of 4 bits' precision."""
+CELLS = {
+    "fsdp2-tp1": Cell(gpus=1, tp=1),
+    "fsdp1-tp1-flattened": Cell(FSDP1, gpus=1, tp=1, preset="flattened", route=None),
+    "fp8-tp1": Cell(FP8, gpus=1, tp=1, route="num_replayed", pearson=MIN_PEARSON_FP8),
+    "adapter-tp1": Cell(LORA, gpus=1, tp=1, route=None),
+    "fsdp2-tp2": Cell(),
+    "fsdp2-tp1x2": Cell(tp=1),
+    "fsdp2-tp2-one-stage": Cell(ONE_STAGE),
+    "fsdp2-offload-tp2": Cell(OFFLOAD),
+    "fsdp2-offload-tp1x2-one-stage": Cell((*OFFLOAD, *ONE_STAGE), tp=1),
+    "fsdp1-tp2": Cell(FSDP1, route="num_replayed"),
+    "fsdp1-tp1x2-one-stage": Cell((*FSDP1, *ONE_STAGE), tp=1, route="num_replayed"),
+    "fsdp1-offload-tp2": Cell((*FSDP1, *OFFLOAD), route="num_replayed"),
+    "ppo-tp2": Cell(CRITIC, recipe="ppo_fsdp_gpu.sh"),
+    "merged-lora-tp2": Cell(MERGED, route=None),
+    "adapter-tp2": Cell(LORA, route=None),
+    "moe-tp2": Cell(architecture="qwen3_moe"),
+    "fp8-tp2": Cell(FP8, route="num_replayed", pearson=MIN_PEARSON_FP8),
+    "separate-async": Cell(
+        (*SEPARATE, "actor_rollout_ref.rollout.custom.weight_sync.mode=compiled"),
+        tp=1,
+        preset="disaggregated",
+        recipe="grpo_separate_async_gpu.sh",
+        sizes={"TRAINER_GPUS": 1, "ROLLOUT_GPUS": 1, "SYNC_EVERY": 1},
+        route="num_sent",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_the_weights_arrive(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cell = CELLS[name]
+    if cell.gpus > NUM_GPUS:
+        pytest.skip(f"needs {cell.gpus} GPUs, this machine has {NUM_GPUS}")
+    if cell.recipe == "ppo_fsdp_gpu.sh" and find_spec("flash_attn") is None:
+        pytest.skip("verl loads every critic with flash_attention_2: needs flash-attn")
     monkeypatch.setenv("SGLANG_ENABLE_JIT_DEEPGEMM", "0")  # which needs a CUDA compiler
-    make_assets(tmp_path)
-    make_model("qwen3", tmp_path / "model")
-    quantization = "actor_rollout_ref.rollout.quantization=fp8"
-    steps, reports = train("compiled", tmp_path, monkeypatch, quantization)
+    # runs beside each other do not fill both GPUs alike
+    monkeypatch.setenv("SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK", "0")
+    steps, reports = train(cell, tmp_path)
+    print_row(name, steps, reports)
     for step in steps:
-        assert step["training/rollout_actor_probs_pearson_corr"] > MIN_PEARSON_FP8, step
+        assert step["training/rollout_actor_probs_pearson_corr"] > cell.pearson, step
         assert step["actor/grad_norm"] > 0.01, "the weights must have moved"
-    first, *later = reports
-    assert first["num_eager"] == first["num_buckets"]
-    for report in later:
-        assert report["num_replayed"] == report["num_buckets"], report["eager_reason"]
-
-
-def train(
-    arm: str, folder: Path, monkeypatch: pytest.MonkeyPatch, *overrides: str
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Two steps of `folder`'s model: verl's metrics, and the reports of the syncs."""
-    (folder / "test.parquet").write_bytes((folder / "val.parquet").read_bytes())
-    common = (
-        *grpo_step.OVERRIDES,
-        "actor_rollout_ref.actor.optim.lr=1e-2",
-        "actor_rollout_ref.rollout.gpu_memory_utilization=0.2",
+        if cell.pearson == MIN_PEARSON:
+            assert step["training/rollout_probs_diff_max"] < MAX_PROBS_DIFF
+    assert len(reports) == (NUM_STEPS + 1) * (
+        1 if cell.preset == "disaggregated" else cell.gpus // cell.tp
     )
-    monkeypatch.setattr(grpo_step, "OVERRIDES", (*common, *overrides))
-    steps, _ = grpo_step.run_arm(arm, folder, 2)
-    assert len(steps) == 2
-    reports = (folder / f"syncs-{arm}.jsonl").read_text().splitlines()
+    if cell.route is not None:
+        last = reports[-1]
+        assert last[cell.route] == last["num_buckets"] > 0, last
+
+
+def print_row(name: str, steps: list[dict[str, Any]], reports: list[dict[str, Any]]) -> None:
+    """Seconds of the last step and of its sync, and by which route the weights came."""
+    last = reports[-1]
+    routes = ("num_pulled", "num_exchanged", "num_sent", "num_arranged", "num_replayed")
+    seconds = {
+        "step": steps[-1]["timing_s/step"],
+        "update_weights": steps[-1]["timing_s/update_weights"],
+        "sync": last["seconds"]["sync"],
+    }
+    row = {
+        **{key: round(value, 3) for key, value in seconds.items()},
+        **{key: last[key] for key in ("num_buckets", *routes) if last[key]},
+        "probs_diff_max": max(s["training/rollout_probs_diff_max"] for s in steps),
+        "pearson": min(s["training/rollout_actor_probs_pearson_corr"] for s in steps),
+        "why": last["eager_reason"],
+    }
+    print(f"cell {name}: {json.dumps(row)}")
+
+
+def train(cell: Cell, folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Some steps of a tiny model: verl's metrics, and the reports of the syncs."""
+    make_assets(folder, architecture=cell.architecture)
+    if cell.overrides[:1] == FP8:
+        make_model("qwen3", folder / "model")
+    (folder / "test.parquet").write_bytes((folder / "val.parquet").read_bytes())
+    steps, _ = grpo_step.run_arm(
+        cell.preset,
+        folder,
+        NUM_STEPS,
+        (*COMMON, *cell.overrides),
+        recipe=cell.recipe,
+        sizes={"GPUS": cell.gpus, "ROLLOUT_TP": cell.tp, **cell.sizes},
+    )
+    assert len(steps) == NUM_STEPS
+    reports = (folder / f"syncs-{cell.preset}.jsonl").read_text().splitlines()
     return steps, [json.loads(line) for line in reports]

@@ -53,9 +53,10 @@ class MegatronActor:
     Args:
         model: Hugging Face checkpoint.
         layout: of the world; what it leaves over is data parallel.
+        random: the weights are random numbers instead, which takes seconds.
     """
 
-    def __init__(self, model: Path, layout: Layout) -> None:
+    def __init__(self, model: Path, layout: Layout, *, random: bool = False) -> None:
         on_cpu = not torch.cuda.is_available()
         transformer_engine.install()
         if on_cpu:
@@ -81,13 +82,20 @@ class MegatronActor:
                 param_offload=layout.offload,
                 override_transformer_config=PARAMETERS_ALONE
                 | (INITIALIZED_ON_CPU if layout.mbridge else {}),
+                override_ddp_config={"grad_reduce_in_fp32": False},  # nothing trains: half as large
             ),
             McoreOptimizerConfig(lr=1e-6),
             CheckpointConfig(),
         )
         # `initialize` up to the optimizer, which allocates on "cuda" by that name.
         self._engine._build_tf_config()
+        if random:
+            load = "load_weights" if layout.mbridge else "load_hf_weights"
+            setattr(self._engine.bridge, load, lambda *_, **__: None)
         self._engine.module = self._engine._build_megatron_module()
+        if random:
+            for tensor in self._tensors():
+                tensor.detach().normal_(std=0.02)
         if on_cpu and not layout.offload:  # what an engine can read where it is
             for tensor in self._tensors():
                 share_on_host(tensor)

@@ -160,6 +160,7 @@ def counts_of(report: Any) -> dict[str, Any]:
         "num_pulled": report.num_pulled,
         "num_exchanged": report.num_exchanged,
         "num_arranged": report.num_arranged,
+        "num_sent": report.num_sent,
         "sent_bytes": report.sent_bytes,
         "eager_reason": report.eager_reason,
         "staging_bytes": report.staging_bytes,
