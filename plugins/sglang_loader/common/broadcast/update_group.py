@@ -242,11 +242,12 @@ def abort(group: Any) -> None:
 
 
 def _end_collectives(group: Any) -> None:
-    """Have all collectives of the group fail, here at once and at the other ranks.
+    """Have all collectives of the group fail here, and elsewhere those that need this rank.
 
     gloo has no abort, and the last reference to a group waits until its collectives have ended: for
-    as long as another rank keeps its connections. But gloo closes all connections of a group when a
-    receive takes longer than it may; one that has failed before closes no other.
+    as long as another rank keeps its connections. But a receive that takes longer than it may has
+    gloo close all of a group's connections. It is tried of every rank: where the connection has
+    failed before, it closes no other.
     """
     group.abort()
     if dist.get_backend(group) != "gloo":
