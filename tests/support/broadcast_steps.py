@@ -200,6 +200,7 @@ class Sending:
         self._rank = rank
         self._sender = Sender(rank, targets, timeout_s=LIMIT_S)
         self._export = ShardedExport(rank.weights())
+        self._kept: list[Any] = []
         self.hashes = self._sender.hashes
 
     def until_sent(self) -> int:
@@ -211,13 +212,17 @@ class Sending:
         return int(report["num_sent"])
 
     def fail(self, act: Callable[[], None]) -> dict[str, Any]:
-        """A sync of other weights in which something is done before a bucket leaves this rank."""
+        """A sync of other weights in which something is done before a bucket leaves this rank.
+
+        Its group keeps no engine waiting, even where something on each rank still refers to it.
+        """
         calls, launch = itertools.count(), AllToAll.launch
 
-        def launching(sender: AllToAll, *args: Any) -> Any:
+        def launching(sender: AllToAll, number: int, group: Any) -> Any:
             if next(calls) == FAILS_AT:
+                self._kept.append(group)
                 act()
-            return launch(sender, *args)
+            return launch(sender, number, group)
 
         self._export.write(self._rank.weights(0.5))
         with mock.patch.object(AllToAll, "launch", launching):

@@ -8,8 +8,11 @@ import signal
 import time
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
+from sglang_loader.common.broadcast.broadcast import all_to_all
+from sglang_loader.common.broadcast.update_group import leave
 from unit.trainer_ranks import trainer_group
 from verl_sglang_sync import WeightSyncError
 from verl_sglang_sync.collective import (
@@ -89,3 +92,17 @@ def come_late(victim: int) -> list[str | None]:
         except RankLost as error:
             ends.append(str(error))
     return ends
+
+
+def leaves_amid_an_exchange() -> float:
+    """Ranks 0 and 1 begin it and leave the group, the others do neither: the seconds it takes."""
+    group, nothing = dist.new_group(), torch.empty(0, dtype=torch.uint8)
+    dist.barrier(group)
+    started, sizes = time.monotonic(), [0] * dist.get_world_size()
+    if dist.get_rank() < 2:
+        all_to_all(nothing, sizes, nothing, sizes, group)
+        leave(group, broken=True)
+        del group  # the last reference, which waits for the exchange
+    seconds = time.monotonic() - started
+    dist.barrier()
+    return seconds

@@ -13,6 +13,7 @@ from unit.collective_ranks import (
     each_agrees,
     each_asks,
     each_waits,
+    leaves_amid_an_exchange,
 )
 from unit.trainer_ranks import WORLD_SIZE, RankPool
 from verl_sglang_sync.collective import Agreement, SingleProcess
@@ -102,3 +103,7 @@ def test_ranks_that_all_live_agree_again_after_a_failure(pool: RankPool) -> None
         assert lost is not None
         assert "a rank that has come back since did not answer" in lost
         assert later == [None, None]
+
+
+def test_a_rank_leaves_a_group_at_once_in_which_others_stay(pool: RankPool) -> None:
+    assert max(pool.run(leaves_amid_an_exchange, limit_s=20)) < 5

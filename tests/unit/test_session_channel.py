@@ -195,6 +195,22 @@ def test_a_channel_whose_peer_died_is_not_used_again(
     assert not Path(trainer.endpoint.removeprefix("ipc://")).exists()
 
 
+def test_an_engine_that_was_left_does_not_take_the_place_of_another(
+    ends: tuple[Channel[Any], Channel[Any]],
+) -> None:
+    """Where a later trainer gets the same port."""
+    trainer, left = ends
+    trainer.close()
+    assert _is_gone(left)
+    with trainer_end(trainer.endpoint) as later:
+        later.begin(TOKEN, timeout_s=5)
+        time.sleep(0.5)  # a connection that is lost is made anew after 0.1 s
+        with engine_end(trainer.endpoint) as engine:
+            engine.begin(TOKEN, timeout_s=5)
+            engine.send(wire.BucketDone, index=7)
+            assert later.receive().index == 7
+
+
 def test_an_engine_keeps_the_channels_of_a_few_trainers(new_endpoint: NewEndpoint) -> None:
     kept: KeptChannels[Any] = KeptChannels(2)
     pairs = []

@@ -126,8 +126,8 @@ class OpeningRequest:
 
 
 def forget_frames(error: BaseException | None) -> None:
-    """Let go of the frames that an error, and what caused it, was raised in: a gloo group ends with
-    the last reference to it, and engines that leave the group wait for that.
+    """Let go of the frames that an error, and what caused it, was raised in, and of what lies in
+    memory for their sake.
     """
     while error is not None:
         error.with_traceback(None)

@@ -230,7 +230,7 @@ def leave(group: Any, *, broken: bool) -> None:
 
     def step() -> None:
         if broken:
-            group.abort()
+            _end_collectives(group)
         dist.destroy_process_group(group)
 
     _run_for_a_while(step, "leave the update group")
@@ -238,7 +238,24 @@ def leave(group: Any, *, broken: bool) -> None:
 
 def abort(group: Any) -> None:
     """End all broadcasts of the group, as far as this process is concerned; it is no more use."""
-    _run_for_a_while(group.abort, "abort the update group")
+    _run_for_a_while(lambda: _end_collectives(group), "abort the update group")
+
+
+def _end_collectives(group: Any) -> None:
+    """Have all collectives of the group fail here, and elsewhere those that need this rank.
+
+    gloo has no abort, and the last reference to a group waits until its collectives have ended: for
+    as long as another rank keeps its connections. But a receive that takes longer than it may has
+    gloo close all of a group's connections. It is tried of every rank: where the connection has
+    failed before, it closes no other.
+    """
+    group.abort()
+    if dist.get_backend(group) != "gloo":
+        return
+    nothing = torch.empty(1, dtype=torch.uint8)
+    for peer in set(range(group.size())) - {group.rank()}:
+        with suppress(RuntimeError):
+            group.recv([nothing], peer, 0).wait(timedelta(milliseconds=1))
 
 
 def _run_for_a_while(step: Callable[[], None], what: str) -> None:

@@ -33,6 +33,10 @@ LINGER_MS = 2000
 SLICE_MS = 100
 CONNECT_TIMEOUT_S = 5.0
 GRACE_MS = 1000
+NEVER_MS = 24 * 3600 * 1000
+"""When a lost connection is made anew: another trainer's socket may have got the same port. With
+zmq's own "never", what had come before would be lost, too.
+"""
 
 Received = TypeVar("Received", bound=FromTrainer | FromEngine)
 
@@ -83,6 +87,7 @@ class Channel(Generic[Received]):
                 self._socket.bind(endpoint)
             else:
                 self._connect_deadline = time.monotonic() + CONNECT_TIMEOUT_S
+                self._socket.setsockopt(zmq.RECONNECT_IVL, NEVER_MS)
                 self._socket.connect(endpoint)
         except zmq.ZMQError as error:
             self.close()
