@@ -1,4 +1,6 @@
-"""On two real GPUs: a trainer on one broadcasts over NCCL to an engine on the other, bit-exact."""
+"""On two real GPUs: a trainer on one gives its weights over NCCL to an engine on the other,
+bit-exact: by broadcasts, and by sending what the engine reads.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from support.broadcast_steps import ONE_REPLICA, syncs_to_one_replica
+from support.broadcast_steps import ONE_REPLICA, sent_syncs, syncs_to_one_replica
 from support.served import served
 from support.trainer import ON_GPUS
 
@@ -39,3 +41,19 @@ def test_broadcast_syncs_are_bit_exact_over_nccl(tmp_path: Path) -> None:
     assert [sync["num_formed"] for sync in seen["syncs"]] == [1, 1, 1, 1, 1, 2, 1]
     assert "TP rank 0: Traceback" in seen["error"]
     assert seen["seconds"] < 30
+
+
+def test_what_the_engine_reads_is_sent_over_nccl(tmp_path: Path) -> None:
+    """The first syncs, which make the plan, are broadcast; the last leave what those did."""
+    scales = (0.5, 2.0, 4.0, 0.5, 1.0)
+    options = {"device": "cuda", "extra": ("--base-gpu-id", "1")}
+    with served(tmp_path, architecture="qwen3_moe", **options) as engine:
+        targets, sends = [(engine.url, 1)], [(scale, (0,)) for scale in scales]
+        backend = "cpu:gloo,cuda:nccl"  # what verl's ranks have
+        (seen,) = engine.run(sent_syncs, targets, sends, backend=backend, **ON_GPUS)
+        assert engine.lives
+    first, *_, again, back = seen["syncs"]
+    assert first["report"]["num_sent"] == 0
+    assert first["hashes"] == again["hashes"] != back["hashes"] == seen["reference"]
+    for sync in (again, back):
+        assert sync["report"]["num_sent"] == sync["report"]["num_buckets"] > 2

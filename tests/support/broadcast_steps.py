@@ -175,11 +175,13 @@ SENDS: tuple[tuple[float, tuple[int, ...]], ...] = (
 )
 
 
-def sent_syncs(rank: TrainerRank, targets: Targets) -> dict[str, Any]:
-    """Go through `SENDS` with sharded weights; hashes and the report after each sync."""
+def sent_syncs(
+    rank: TrainerRank, targets: Targets, sends: Sequence[tuple[float, tuple[int, ...]]] = SENDS
+) -> dict[str, Any]:
+    """Go through `sends` with sharded weights; hashes and the report after each sync."""
     sender, export = Sender(rank, targets), ShardedExport(rank.weights())
     seen: dict[str, Any] = {"reference": sender.hashes(), "syncs": []}
-    for scale, members in SENDS:
+    for scale, members in sends:
         export.write(rank.weights(scale))
         report = sender.sync(export.reexport(), "compiled", members)
         seen["syncs"].append({"hashes": sender.hashes(), "report": report})

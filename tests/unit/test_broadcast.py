@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_loader.common.broadcast import broadcast, update_group
-from sglang_loader.common.broadcast.broadcast import Broadcast, BroadcastError
+from sglang_loader.common.broadcast.broadcast import Broadcast, BroadcastError, Transfer
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.session import messages as wire
 from sglang_loader.common.session.messages import SessionError
@@ -49,6 +49,7 @@ def work(monkeypatch):
     """The work of every broadcast that is started."""
     found = Work()
     monkeypatch.setattr(update_group, "_meet", lambda _group: None)
+    monkeypatch.setattr(update_group, "_first_words", lambda _, device: Transfer(found, device))
     monkeypatch.setattr(broadcast.dist, "broadcast", lambda *_args, **_kwargs: found)
     return found
 

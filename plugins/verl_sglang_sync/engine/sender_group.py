@@ -96,13 +96,14 @@ class SenderGroup:
             if update_group is None:
                 raise UpdateGroupError("there is no update group for all trainer ranks to join")
             self.abandon()
-            num_trainers = world_size()
-            told, meeting = groups.meet(num_trainers + update_group.num_engine_ranks)
+            told, meeting = groups.meet(
+                num_trainers=world_size(), num_engine_ranks=update_group.num_engine_ranks
+            )
             update_group.others.append(told.name)
         finally:
             self._trainers.all_gather(told)
         members = update_group.members
-        group = groups.join(told, meeting, members, num_trainers=num_trainers)
+        group = groups.join(told, meeting, members)
         self.current = JoinedGroup(told.name, group, meeting)
 
     def _follow(self) -> None:

@@ -50,12 +50,18 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class GroupPlace:
-    """Where, and by what name, the ranks of a group meet."""
+    """Where, and by what name, the ranks of a group meet: the trainer's, then the engines'."""
 
     name: str
     address: str
     port: int
-    world_size: int
+    num_trainers: int
+    num_engine_ranks: int
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of both."""
+        return self.num_trainers + self.num_engine_ranks
 
 
 class UpdateGroupError(BroadcastError):
@@ -216,28 +222,26 @@ class UpdateGroups:
 
     def _form(self, members: Members) -> UpdateGroup:
         num_ranks = sum(replica.num_ranks for replica, _ in members)
-        place, meeting = self.meet(num_ranks + 1)
-        group = self.join(place, meeting, members, num_trainers=1)
+        place, meeting = self.meet(num_trainers=1, num_engine_ranks=num_ranks)
+        group = self.join(place, meeting, members)
         sockets = tuple(SessionSockets(self._address) for _ in range(num_ranks))
         return UpdateGroup(place.name, group, members, meeting, secret_of(group), sockets)
 
-    def meet(self, world_size: int) -> tuple[GroupPlace, MeetingPoint]:
+    def meet(self, *, num_trainers: int, num_engine_ranks: int) -> tuple[GroupPlace, MeetingPoint]:
         """Open a place for a new group to meet."""
         import_helpers()
-        name = f"{GROUP_PREFIX}{secrets.token_hex(4)}"
+        name, world_size = f"{GROUP_PREFIX}{secrets.token_hex(4)}", num_trainers + num_engine_ranks
         meeting = MeetingPoint(self._address, world_size, self._form_timeout_s)
-        return GroupPlace(name, self._address, meeting.port, world_size), meeting
+        place = GroupPlace(name, self._address, meeting.port, num_trainers, num_engine_ranks)
+        return place, meeting
 
-    def join(
-        self, place: GroupPlace, meeting: MeetingPoint, members: Members, *, num_trainers: int
-    ) -> Any:
+    def join(self, place: GroupPlace, meeting: MeetingPoint, members: Members) -> Any:
         """Join a group, which this process serves the meeting point of, together with all members.
 
         Args:
             place: where they meet.
             meeting: the same.
-            members: whose ranks come after the trainer's, in this order.
-            num_trainers: trainer ranks; this one is the first.
+            members: whose ranks come after the trainer's, of which this one is the first.
 
         Returns:
             The process group.
@@ -246,7 +250,7 @@ class UpdateGroups:
             UpdateGroupError: a rank did not join; the others have left.
         """
         joined: list[Future[Any]] = []
-        rank_offset = num_trainers
+        rank_offset = place.num_trainers
         for replica, client in members:
             joined.append(
                 client.submit(
@@ -293,6 +297,7 @@ def join_in_thread(
             connection_to(place.address, place.port, place.world_size, timeout_s),
             rank=rank,
             device=device,
+            num_trainers=place.num_trainers,
             world_size=place.world_size,
             name=place.name,
             timeout_s=timeout_s,

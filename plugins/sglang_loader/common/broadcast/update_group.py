@@ -2,9 +2,9 @@
 
 SGLang's `init_weights_update_group` calls a function of its own in every engine rank; the trainer's
 ranks, the first of the group, have to call the same one to meet them. Then all ranks connect: NCCL
-makes its communicator in a group's first collective and blocks there until all ranks have come, so
-that collective belongs to the forming of the group and not to the first sync, in which the ranks do
-not start together.
+makes its communicator in a group's first collective, and the connection of a pair in the first
+bytes that one sends the other, and blocks there until both have come. So those belong to the
+forming of the group and not to the first sync, in which the ranks do not start together.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.distributed_c10d import _get_process_group_store
 
-from sglang_loader.common.broadcast.broadcast import Broadcast
+from sglang_loader.common.broadcast.broadcast import WORD, Broadcast, Transfer, all_to_all
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +37,7 @@ CONNECT_TIMEOUT_S = 120.0
 LEAVE_TIMEOUT_S = 10.0
 _SECRET = "secret"
 _LEFT = "left"
+_NUM_TRAINERS = "num_trainers"
 _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
@@ -117,6 +118,7 @@ def join_as_trainer(
     *,
     rank: int,
     device: torch.device,
+    num_trainers: int,
     world_size: int,
     name: str,
     timeout_s: float,
@@ -127,7 +129,8 @@ def join_as_trainer(
         store: a connection to the meeting point.
         rank: of this process.
         device: of the buffers that will be broadcast; decides between NCCL and gloo.
-        world_size: trainer ranks and engine ranks.
+        num_trainers: trainer ranks.
+        world_size: those and the engine ranks.
         name: the group's, starts with `GROUP_PREFIX`.
         timeout_s: how long to wait for another rank, in seconds.
     """
@@ -145,6 +148,7 @@ def join_as_trainer(
             timeout=timedelta(seconds=timeout_s),
         )
     try:
+        _get_process_group_store(group).set(_NUM_TRAINERS, str(num_trainers))
         connect(group, device, timeout_s)
     except Exception:
         leave(group, broken=True)
@@ -183,7 +187,7 @@ def errors_left_to_us() -> Iterator[None]:
 
 
 def connect(group: Any, device: torch.device, timeout_s: float = CONNECT_TIMEOUT_S) -> None:
-    """The group's first collective; every rank calls this right after it joined.
+    """The group's first collectives; every rank calls this right after it joined.
 
     Nothing ends a rank's wait for the others in NCCL, so all wait in the store before: closing it
     sends them away.
@@ -196,6 +200,21 @@ def connect(group: Any, device: torch.device, timeout_s: float = CONNECT_TIMEOUT
     Broadcast(torch.zeros(1, dtype=torch.uint8, device=device), group).wait(
         timeout_s, "the first byte of the update group"
     )
+    _first_words(group, device).wait(timeout_s, "the first word of every trainer rank")
+
+
+def _first_words(group: Any, device: torch.device) -> Transfer:
+    """Every trainer rank sends every engine rank a word; there are trainer ranks if any said so."""
+    store = _get_process_group_store(group)
+    num_trainers = int(store.get(_NUM_TRAINERS)) if store.check([_NUM_TRAINERS]) else 0
+    is_trainer = [rank < num_trainers for rank in range(group.size())]
+    own = is_trainer[group.rank()]
+    sends = [WORD.itemsize * (own and not each) for each in is_trainer]
+    receives = [WORD.itemsize * (each and not own) for each in is_trainer]
+    sent, received = (
+        torch.zeros(sum(sizes), dtype=torch.uint8, device=device) for sizes in (sends, receives)
+    )
+    return Transfer(all_to_all(sent, sends, received, receives, group), device)
 
 
 def _meet(group: Any) -> None:
