@@ -33,7 +33,7 @@ from verl_sglang_sync.collective import (
 )
 from verl_sglang_sync.engine.session import BlockNotMapped, EngineCannotMap, TrainerSession
 from verl_sglang_sync.report import SyncReport, warn_once
-from verl_sglang_sync.routes.pull.located import Located, PullPlan, first_difference
+from verl_sglang_sync.routes.pull.located import Located, PullPlan, differences
 from verl_sglang_sync.routes.route import ReadyBucket, Recovery, Route, SyncSource
 from verl_sglang_sync.sources.bucket_stream import BucketStream
 from verl_sglang_sync.sources.export import NamedTensor
@@ -255,15 +255,31 @@ class Pull(Route):
         """
         assert self._plan is not None
         traced, problem, seen = self._plan.traced, None, set()
+        differ: list[tuple[str, torch.Tensor]] = []
         for name, exported in weights:  # to the end: the other ranks need this one's shards
             seen.add(name)
-            found, reason = result_or_reason(
-                lambda: first_difference(name, exported, traced, shards)  # noqa: B023
+            answers, reason = result_or_reason(
+                lambda: differences(name, exported, traced, shards),  # noqa: B023
+                NotTraceable,
             )
-            problem = problem or found or reason
+            differ += [(name, answer) for answer in answers or []]
+            problem = problem or reason
         if seen != traced.tensors.keys():
             problem = problem or f"{len(seen)} tensors were exported, {len(traced.tensors)} traced"
-        return problem
+        return problem or _first_that_differs(differ, self._device)
+
+
+def _first_that_differs(
+    answers: Sequence[tuple[str, torch.Tensor]], device: torch.device
+) -> str | None:
+    """The first tensor with other bytes, in words; waits for the device once for all of them."""
+    if not answers:
+        return None
+    differ = torch.stack([answer.to(device) for _, answer in answers]).tolist()
+    if True not in differ:
+        return None
+    name, _ = answers[differ.index(True)]
+    return f"{name} is exported with other bytes than its parameter has"
 
 
 class PulledBuckets(SyncSource):
