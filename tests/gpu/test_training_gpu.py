@@ -1,6 +1,8 @@
 """Real training by verl's own trainers on GPUs, a row a cell: the weights arrive at every step.
 
-    pytest -m gpu -s -n 4 tests/gpu/test_training_gpu.py      # prints the seconds of each cell
+    pytest -m gpu -rP -n 2 tests/gpu/test_training_gpu.py     # prints the seconds of each cell
+
+A cell takes two minutes, most of them imports; all but `QUICK` are marked slow.
 
 The engine computes in bfloat16 with kernels of its own, so the probabilities agree only to a few
 percent; weights that did not arrive leave a correlation of about a half.
@@ -120,7 +122,13 @@ CELLS = {
 }
 
 
-@pytest.mark.parametrize("name", CELLS)
+QUICK = ("fsdp2-tp2", "fsdp1-tp2", "separate-async", "fp8-tp1")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in CELLS],
+)
 def test_the_weights_arrive(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cell = CELLS[name]
     if cell.gpus > NUM_GPUS:
