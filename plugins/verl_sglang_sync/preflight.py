@@ -187,12 +187,6 @@ def _check_broadcast(config: DictConfig, settings: WeightSyncConfig) -> Iterator
                 f"{ROLLOUT}.{key}={size} with {BACKEND_KEY}={BROADCAST_BACKEND!r}: allowed: 1 "
                 "(SGLang's engines join the update group by tensor-parallel rank)"
             )
-    quantization = OmegaConf.select(config, f"{ROLLOUT}.quantization")
-    if quantization is not None:
-        yield (
-            f"{ROLLOUT}.quantization={quantization!r} with {BACKEND_KEY}={BROADCAST_BACKEND!r}: "
-            "allowed: null (the weights are broadcast as the trainer exports them)"
-        )
     if _serves_adapter(config):
         yield (
             f"{MODEL}.lora.merge=False with {BACKEND_KEY}={BROADCAST_BACKEND!r}: a LoRA must be "

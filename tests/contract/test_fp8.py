@@ -120,34 +120,20 @@ def test_the_rollout_sends_fp8_and_names_no_source(quantize: Callable[[Any], Any
     from verl.utils.sglang.sglang_fp8_utils import build_sglang_fp8_quant_config
 
     from verl_sglang_sync.sources.reexport import Reexport
-    from verl_sglang_sync.verl.rollout import WeightSyncServerAdapter
+    from verl_sglang_sync.verl.engine_format import EngineFormat
 
     state = dict(weights())
-    adapter = WeightSyncServerAdapter.__new__(WeightSyncServerAdapter)
     hf_config = SimpleNamespace(
         dtype=torch.bfloat16, quantization_config=build_sglang_fp8_quant_config()
     )
-    adapter.model_config = SimpleNamespace(hf_config=hf_config)
     export = Reexport(lambda: iter(state.items()), sources=lambda: state)
-    adapter.config = {"quantization": None}
-    assert adapter._for_engine(export).sources is not None
-    adapter.config = {"quantization": "fp8"}
-    sent = adapter._for_engine(export)
+    exact = EngineFormat.of_rollout({"quantization": None}, hf_config)
+    assert exact.applied(export).sources is not None
+    sent = EngineFormat.of_rollout({"quantization": "fp8"}, hf_config).applied(export)
     assert sent.sources is None
     names = [name for name, tensor in sent if tensor.dtype == FP8]
     assert names == [name for name in state if "_proj" in name]
     assert [name for name, tensor in sent if tensor.dtype == FP8] == names, "made anew"
-
-
-def test_weights_that_are_broadcast_are_not_quantised() -> None:
-    """The recipe is refused; a trainer that does not validate its recipe fails in the workers."""
-    from verl_sglang_sync.verl.rollout import WeightSyncServerAdapter
-
-    adapter = WeightSyncServerAdapter.__new__(WeightSyncServerAdapter)
-    adapter.config, adapter.rollout_rank = {"quantization": "fp8"}, 0
-    adapter._settings = SimpleNamespace()
-    with pytest.raises(ValueError, match=r"quantization='fp8' with .*'sglang_sync': allowed: null"):
-        adapter.rollout_server()
 
 
 @pytest.fixture

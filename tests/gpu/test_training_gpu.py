@@ -62,8 +62,14 @@ MERGED = (
 )
 SEPARATE = (
     "trainer.v1.separate_async.num_warmup_batches=0",  # every batch is sampled after a sync
-    "actor_rollout_ref.rollout.free_cache_engine=True",
+    "actor_rollout_ref.rollout.custom.weight_sync.mode=compiled",
 )
+APART: dict[str, Any] = {
+    "tp": 1,
+    "preset": "disaggregated",
+    "recipe": "grpo_separate_async_gpu.sh",
+    "sizes": {"TRAINER_GPUS": 1, "ROLLOUT_GPUS": 1, "SYNC_EVERY": 1},
+}
 
 
 @dataclass(frozen=True)
@@ -111,14 +117,11 @@ CELLS = {
     "adapter-tp2": Cell(LORA, route=None),
     "moe-tp2": Cell(architecture="qwen3_moe"),
     "fp8-tp2": Cell(FP8, route="num_replayed", pearson=MIN_PEARSON_FP8),
-    "separate-async": Cell(
-        (*SEPARATE, "actor_rollout_ref.rollout.custom.weight_sync.mode=compiled"),
-        tp=1,
-        preset="disaggregated",
-        recipe="grpo_separate_async_gpu.sh",
-        sizes={"TRAINER_GPUS": 1, "ROLLOUT_GPUS": 1, "SYNC_EVERY": 1},
-        route="num_sent",
+    "separate-async": Cell(SEPARATE, route="num_sent", **APART),
+    "separate-async-fp8": Cell(
+        (*FP8, *SEPARATE), route="num_replayed", pearson=MIN_PEARSON_FP8, **APART
     ),
+    "separate-async-merged-lora": Cell((*MERGED, *SEPARATE), route=None, **APART),
 }
 
 
@@ -175,7 +178,7 @@ def print_row(name: str, steps: list[dict[str, Any]], reports: list[dict[str, An
 def train(cell: Cell, folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Some steps of a tiny model: verl's metrics, and the reports of the syncs."""
     make_assets(folder, architecture=cell.architecture)
-    if cell.overrides[:1] == FP8:
+    if FP8[0] in cell.overrides:
         make_model("qwen3", folder / "model")
     (folder / "test.parquet").write_bytes((folder / "val.parquet").read_bytes())
     steps, _ = grpo_step.run_arm(

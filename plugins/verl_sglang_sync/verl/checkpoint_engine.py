@@ -24,6 +24,7 @@ from verl_sglang_sync.engine.update_groups import Replica, UpdateGroups
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.sources.export import NamedTensor
 from verl_sglang_sync.sync.transport import SessionTransport, disaggregated_transport
+from verl_sglang_sync.verl.engine_format import EngineFormat
 from verl_sglang_sync.verl.exports import make_exports_repeatable
 
 WIRE_FORMAT = "sglang_sync"
@@ -38,6 +39,7 @@ class RolloutServer:
         actor_name: of the Ray actor around the replica's server.
         num_ranks: tensor-parallel ranks of the engine.
         settings: the preset, as the rollout was configured.
+        format: in which the engine expects the weights.
         api_key: SGLang's `api_key`.
         admin_api_key: SGLang's `admin_api_key`.
     """
@@ -45,6 +47,7 @@ class RolloutServer:
     actor_name: str
     num_ranks: int
     settings: WeightSyncConfig
+    format: EngineFormat
     api_key: str | None
     admin_api_key: str | None
 
@@ -126,6 +129,7 @@ class SGLangSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         version = None if global_steps is None else str(global_steps)
         report = SyncReport(mode=f"{WIRE_FORMAT}/{self._settings.mode}", replica=None)
         with report.stage("sync"):
+            weights = self._servers[0].format.applied(weights)
             await transport.sync(weights, version=version, report=report, replicas=replicas)
         if not self._is_source:
             return {}

@@ -8,28 +8,22 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from verl.utils.device import get_device_id, get_device_name
-from verl.workers.rollout.sglang_rollout.sglang_rollout import (
-    ServerAdapter,
-    _strip_lora_base_layer,
-)
+from verl.workers.rollout.sglang_rollout.sglang_rollout import ServerAdapter
 
 from verl_sglang_sync.collective import TorchTrainerGroup
 from verl_sglang_sync.config import BROADCAST_BACKEND, WeightSyncConfig
 from verl_sglang_sync.engine.server_client import SGLangServerClient
 from verl_sglang_sync.engine.server_client.urls import server_url
-from verl_sglang_sync.sources.export import NamedTensor
-from verl_sglang_sync.sources.reexport import transformed
 from verl_sglang_sync.stages import KV_CACHE
 from verl_sglang_sync.sync.sharding_manager import SGLangShardingManager
 from verl_sglang_sync.verl.adapter import collect_adapter
+from verl_sglang_sync.verl.engine_format import EngineFormat
 from verl_sglang_sync.verl.exports import make_exports_repeatable
-from verl_sglang_sync.verl.quantized_export import quantized
 from verl_sglang_sync.verl.upstream import complete_server_client
 
 if TYPE_CHECKING:
@@ -62,11 +56,6 @@ class WeightSyncServerAdapter(ServerAdapter):  # type: ignore[misc]
             raise ValueError(
                 "checkpoint_engine.backend=sglang_sync needs a preset: +weight_sync=disaggregated"
             )
-        if (quantization := self.config.get("quantization", None)) is not None:
-            raise ValueError(
-                f"rollout.quantization={quantization!r} with checkpoint_engine.backend="
-                f"{BROADCAST_BACKEND!r}: allowed: null (weights are broadcast as they are exported)"
-            )
         if self.rollout_rank != 0:
             return None
         kwargs = _sglang_kwargs(self.config)
@@ -74,6 +63,7 @@ class WeightSyncServerAdapter(ServerAdapter):  # type: ignore[misc]
             actor_name=f"sglang_server_{self.replica_rank}_0",
             num_ranks=self.config.tensor_model_parallel_size * self.config.data_parallel_size,
             settings=self._settings,
+            format=self._format,
             api_key=kwargs.get("api_key"),
             admin_api_key=kwargs.get("admin_api_key"),
         )
@@ -127,7 +117,7 @@ class WeightSyncServerAdapter(ServerAdapter):  # type: ignore[misc]
             )
             await manager.sync_adapter(collect, version=version)
         else:
-            await manager.sync(self._for_engine(weights), version=version)
+            await manager.sync(self._format.applied(weights), version=version)
         if self._engine is not None and global_steps is not None:
             # The V1 trainer reads it back with every sample.
             await self.server_actor.set_global_steps.remote(global_steps)
@@ -148,16 +138,9 @@ class WeightSyncServerAdapter(ServerAdapter):  # type: ignore[misc]
             )
         return True
 
-    def _for_engine(self, weights: Iterable[NamedTensor]) -> Iterable[NamedTensor]:
-        """Names and dtypes as SGLang expects them."""
-        if self.config.get("quantization", None) == "fp8":
-            from verl.utils.sglang.sglang_fp8_utils import SGLangFP8QuantizerHelper
-
-            hf_config = self.model_config.hf_config
-            quantizer = SGLangFP8QuantizerHelper(hf_config.quantization_config)
-            quantize = partial(quantized, quantizer=quantizer, dtype=hf_config.dtype)
-            weights = transformed(weights, quantize, computes=True)
-        return transformed(weights, _without_base_layer)
+    @property
+    def _format(self) -> EngineFormat:
+        return EngineFormat.of_rollout(self.config, self.model_config.hf_config)
 
     async def _account_for_sleep(self, manager: SGLangShardingManager) -> None:
         """Add what the sleep cost that the server actor went through on its own."""
@@ -201,11 +184,6 @@ class WeightSyncServerAdapter(ServerAdapter):  # type: ignore[misc]
             rank=torch.distributed.get_rank(),
             replica=self.replica_rank,
         )
-
-
-def _without_base_layer(weights: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
-    """The names of merged LoRA modules as SGLang knows them."""
-    return ((_strip_lora_base_layer(name), tensor) for name, tensor in weights)
 
 
 def _sglang_kwargs(config: Any) -> dict[str, Any]:
