@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from sglang_loader.common.layout import BucketLayout, BucketTensor
 from sglang_loader.common.regions.compose import ByteMap
 from unit import pull_ranks
+from verl_sglang_sync.routes.pull import comparison
 from verl_sglang_sync.sources.export_trace import (
     TracedExport,
     TracedParameter,
@@ -140,6 +142,64 @@ def test_the_pieces_are_the_bytes_of_the_tensors(
         first = origin.bytes.offset
         expected = full[origin.parameter][first : first + tensor.nbytes]
         assert torch.equal(bucket[tensor.offset : tensor.offset + tensor.nbytes], expected)
+
+
+@given(_sharded_exports(), st.data())
+def test_a_rank_finds_the_wrong_byte_that_is_in_its_own_shard(
+    case: tuple[BucketLayout, TracedExport, list[torch.Tensor]], data: st.DataObject
+) -> None:
+    """Rank 0's comparison, which waits for the device after each tensor, or once."""
+    layout, traced, full = case
+    shards = []
+    for parameter, whole in zip(traced.parameters, full, strict=True):
+        ranges = [parameter.owners.range_of(i) for i in _own_shards(parameter.owners)]
+        shards.append(torch.cat([whole[start:stop] for start, stop in ranges] or [whole[:0]]))
+    exported = {}
+    for tensor in layout.tensors:
+        origin = traced.tensors[tensor.name].origin
+        first = origin.bytes.offset
+        exported[tensor.name] = full[origin.parameter][first : first + tensor.nbytes].clone()
+    wrong = [t for t in layout.tensors if t.nbytes and data.draw(st.booleans())]
+    expected = None
+    for tensor in wrong:
+        at = data.draw(st.integers(0, tensor.nbytes - 1))
+        exported[tensor.name][at] += 1
+        origin = traced.tensors[tensor.name].origin
+        ranges = traced.parameters[origin.parameter].owners
+        place = origin.bytes.offset + at
+        is_own = any(
+            start <= place < stop for start, stop in map(ranges.range_of, _own_shards(ranges))
+        )
+        expected = expected or (tensor.name if is_own else None)
+    with mock.patch.object(comparison, "MAX_AHEAD_BYTES", data.draw(st.sampled_from([0, 1 << 30]))):
+        found = comparison.Comparison(traced, shards, torch.device("cpu"))
+        for name, tensor in exported.items():
+            found.add(name, tensor)
+    text = " is exported with other bytes than its parameter has"
+    assert found.finish() == (None if expected is None else expected + text)
+
+
+def test_an_export_that_lacks_a_tensor_is_another() -> None:
+    owners = everyone(4, 1)
+    traced = TracedExport(
+        (TracedParameter("p", owners),),
+        {"t": TracedTensor(torch.uint8, (4,), Origin(0, ByteMap(0, ((4, 1),))))},
+    )
+    whole = torch.arange(4, dtype=torch.uint8)
+    for name, expected in (
+        ("t", None),
+        ("u", "u was not traced as it is exported"),
+        (None, "0 tensors were exported, 1 traced"),
+    ):
+        found = comparison.Comparison(traced, [whole], torch.device("cpu"))
+        if name is not None:
+            found.add(name, whole.clone())
+        assert found.finish() == expected
+
+
+def _own_shards(owners: Owners) -> list[int]:
+    """Those that rank 0 reads on its own behalf."""
+    return [i for i in range(len(owners.starts)) if owners.owner_of(i, 0) == 0]
 
 
 def test_a_tensor_whose_bytes_are_spread_is_found_in_its_shards() -> None:

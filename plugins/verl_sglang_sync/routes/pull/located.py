@@ -7,17 +7,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
-import torch
-
-from sglang_loader.common.copies import copy_views
-from sglang_loader.common.regions.compose import shard_copies
-from sglang_loader.common.regions.geometry import StridedCopy
 from sglang_loader.common.session.messages import BucketPiece
 from verl_sglang_sync.collective import own_rank
 from verl_sglang_sync.engine.session import SharedBlock
 from verl_sglang_sync.routes.route import ReadyBucket
 from verl_sglang_sync.sources.bucket_stream import Bucket
-from verl_sglang_sync.sources.export_trace import NotTraceable, TracedExport
+from verl_sglang_sync.sources.export_trace import TracedExport
 from verl_sglang_sync.sources.known_sources import KnownSources
 from verl_sglang_sync.sources.shard_memory import MemoryTable, SpreadRead, bucket_reads
 from verl_sglang_sync.sources.transfer_plan import ShardRead
@@ -126,32 +121,3 @@ class Located:
     def is_mappable(self, mapped: frozenset[str]) -> bool:
         """True if every block that is not `mapped` has a handle."""
         return all(block.handle is not None or block.name in mapped for block in self.blocks)
-
-
-def differences(
-    name: str, exported: torch.Tensor, traced: TracedExport, shards: Sequence[torch.Tensor]
-) -> list[torch.Tensor]:
-    """Is an exported tensor something else than this rank's shards as traced?
-
-    Returns:
-        An answer for each part: a bool on the tensor's device, not waited for.
-
-    Raises:
-        NotTraceable: nothing of that name, dtype and shape was traced.
-    """
-    found = traced.tensors.get(name)
-    if found is None or (found.dtype, found.shape) != (exported.dtype, tuple(exported.shape)):
-        raise NotTraceable(f"{name} was not traced as it is exported")
-    if not exported.numel():
-        return []
-    flat = exported.detach().contiguous().view(-1).view(torch.uint8)
-    own, owners = shards[found.origin.parameter], traced.owners[found.origin.parameter]
-    everything = StridedCopy(0, 0, int(flat.storage_offset()), (), flat.numel())
-    answers = []
-    for shard, copy in shard_copies(found.origin.bytes, owners.starts, everything):
-        if owners.owner_of(shard, own_rank()) != own_rank():
-            continue
-        whole, part = copy_views(copy, own, flat)
-        if part.data_ptr() != whole.data_ptr():
-            answers.append((part != whole).any())
-    return answers

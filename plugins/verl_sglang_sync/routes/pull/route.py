@@ -33,7 +33,8 @@ from verl_sglang_sync.collective import (
 )
 from verl_sglang_sync.engine.session import BlockNotMapped, EngineCannotMap, TrainerSession
 from verl_sglang_sync.report import SyncReport, warn_once
-from verl_sglang_sync.routes.pull.located import Located, PullPlan, differences
+from verl_sglang_sync.routes.pull.comparison import Comparison
+from verl_sglang_sync.routes.pull.located import Located, PullPlan
 from verl_sglang_sync.routes.route import ReadyBucket, Recovery, Route, SyncSource
 from verl_sglang_sync.sources.bucket_stream import BucketStream
 from verl_sglang_sync.sources.export import NamedTensor
@@ -254,32 +255,10 @@ class Pull(Route):
             The first difference on this rank; None if there is none.
         """
         assert self._plan is not None
-        traced, problem, seen = self._plan.traced, None, set()
-        differ: list[tuple[str, torch.Tensor]] = []
-        for name, exported in weights:  # to the end: the other ranks need this one's shards
-            seen.add(name)
-            answers, reason = result_or_reason(
-                lambda: differences(name, exported, traced, shards),  # noqa: B023
-                NotTraceable,
-            )
-            differ += [(name, answer) for answer in answers or []]
-            problem = problem or reason
-        if seen != traced.tensors.keys():
-            problem = problem or f"{len(seen)} tensors were exported, {len(traced.tensors)} traced"
-        return problem or _first_that_differs(differ, self._device)
-
-
-def _first_that_differs(
-    answers: Sequence[tuple[str, torch.Tensor]], device: torch.device
-) -> str | None:
-    """The first tensor with other bytes, in words; waits for the device once for all of them."""
-    if not answers:
-        return None
-    differ = torch.stack([answer.to(device) for _, answer in answers]).tolist()
-    if True not in differ:
-        return None
-    name, _ = answers[differ.index(True)]
-    return f"{name} is exported with other bytes than its parameter has"
+        comparison = Comparison(self._plan.traced, shards, self._device)
+        for name, exported in weights:
+            comparison.add(name, exported)
+        return comparison.finish()
 
 
 class PulledBuckets(SyncSource):
