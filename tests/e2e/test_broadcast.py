@@ -18,6 +18,7 @@ import pytest
 from tiny_assets import make_assets
 
 from support.broadcast_steps import (
+    BOTH,
     LIMIT_S,
     PLAN,
     SENDS,
@@ -93,6 +94,19 @@ def test_every_trainer_rank_sends_what_every_engine_rank_reads(
             assert payload / 2 < nbytes < 0.6 * payload, "half, and what both have"
     broadcast = [report for report in reports if not report["num_sent"]]
     assert len(broadcast) <= 6 and broadcast[0] is reports[0], "one or two after each change"
+
+
+def test_what_is_sent_is_compared_with_the_export_again_in_every_second_sync(
+    engines: Engines,
+) -> None:
+    sends = [(scale, BOTH) for scale in (0.5, 2.0, 4.0, 0.5, 2.0, 4.0, 0.5, 1.0)]
+    settings = {"recheck_every_n_syncs": 2}
+    seen = engines.run(sent_syncs, sends, settings, world_size=2)[0]
+    by_scale: dict[float, Any] = {1.0: seen["reference"]}
+    for (scale, _), sync in zip(sends, seen["syncs"], strict=True):
+        assert sync["hashes"] == by_scale.setdefault(scale, sync["hashes"])
+    is_sent = [bool(sync["report"]["num_sent"]) for sync in seen["syncs"]]
+    assert is_sent[-4:] in ([True, False, True, False], [False, True, False, True])
 
 
 def test_whoever_fails_amid_sending_is_named_and_the_next_sync_is_right(engines: Engines) -> None:

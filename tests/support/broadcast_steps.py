@@ -176,10 +176,13 @@ SENDS: tuple[tuple[float, tuple[int, ...]], ...] = (
 
 
 def sent_syncs(
-    rank: TrainerRank, targets: Targets, sends: Sequence[tuple[float, tuple[int, ...]]] = SENDS
+    rank: TrainerRank,
+    targets: Targets,
+    sends: Sequence[tuple[float, tuple[int, ...]]] = SENDS,
+    settings: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Go through `sends` with sharded weights; hashes and the report after each sync."""
-    sender, export = Sender(rank, targets), ShardedExport(rank.weights())
+    sender, export = Sender(rank, targets, **settings or {}), ShardedExport(rank.weights())
     seen: dict[str, Any] = {"reference": sender.hashes(), "syncs": []}
     for scale, members in sends:
         export.write(rank.weights(scale))
