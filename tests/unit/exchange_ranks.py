@@ -65,15 +65,11 @@ class ExchangeRank(Rank):
         arranged = sum(reads.nbytes for reads in self.own)
         self.seen.counts.update(arranged=arranged, payload=payload, scratch=0)
         return Exchange(
-            self.group,
-            CPU,
-            self.source_map,
-            self.stream,
+            self.context,
             arrangements=arrangements,
             ring=self.ring,
             is_wanted=True,
             piece_nbytes=PIECE_BYTES,
-            recheck_every_n_syncs=self.recheck,
         )
 
     def read(self, source):
@@ -192,7 +188,7 @@ def trace_anew():
     rank = ExchangeRank(sharded("dense"))
     rank.sync()
     _moved(rank, on=2, offset=1)
-    assert rank.source_map.trace(rank.export) is None
+    assert rank.context.source_map.trace(rank.export) is None
     rank.sync()
     rank.sync()
     return rank.seen.routes

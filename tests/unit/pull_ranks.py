@@ -35,15 +35,7 @@ class PullRank(Rank):
     def make_route(self) -> Any:
         from verl_sglang_sync.routes.pull.route import Pull
 
-        return Pull(
-            self.group,
-            CPU,
-            self.source_map,
-            self.stream,
-            is_wanted=True,
-            record=self._count,
-            recheck_every_n_syncs=self.recheck,
-        )
+        return Pull(self.context, is_wanted=True, record=self._count)
 
     def _count(self, handle: object) -> None:
         self.num_handles += 1

@@ -138,6 +138,7 @@ class Rank:
     """
 
     def __init__(self, model, change=None, recheck=0):
+        from verl_sglang_sync.routes.route import RouteContext
         from verl_sglang_sync.sources.bucket_stream import BucketStream
         from verl_sglang_sync.sources.reexport import transformed
         from verl_sglang_sync.sources.source_map import SourceMap
@@ -147,8 +148,8 @@ class Rank:
         self.export = export_of(model)
         self.learnt_from = self.export if change is None else transformed(self.export, change)
         self.stream = BucketStream(BUCKET_BYTES)
-        self.source_map = SourceMap(self.group, CPU)
-        self.recheck = recheck
+        source_map = SourceMap(self.group, CPU)
+        self.context = RouteContext(self.group, CPU, source_map, self.stream, recheck)
         self.seen = Seen()
         self.route = self.make_route()
 

@@ -17,7 +17,7 @@ from verl_sglang_sync import WeightSyncError
 from verl_sglang_sync.collective import SingleProcess
 from verl_sglang_sync.report import SyncReport, warn_once
 from verl_sglang_sync.routes.pull.route import NOT_IN_PLACE
-from verl_sglang_sync.routes.route import Route
+from verl_sglang_sync.routes.route import Route, RouteContext
 from verl_sglang_sync.routes.staging_ring import StagingBuffer
 from verl_sglang_sync.sync.transport import colocated_transport
 
@@ -304,7 +304,8 @@ class Learns(Route):
     not_taken = "never"
 
     def __init__(self, *, needs_no_staging):
-        super().__init__(SingleProcess(), is_wanted=True)
+        context = RouteContext.of(SingleProcess(), torch.device("cpu"), settings_of("compiled"))
+        super().__init__(context, is_wanted=True)
         self.needs_no_staging, self.events = needs_no_staging, []
 
     def can_learn(self, weights):

@@ -28,12 +28,14 @@ import torch
 
 from sglang_loader.common.session.messages import BucketPiece, Loaded
 from verl_sglang_sync.collective import TrainerGroup
+from verl_sglang_sync.config import WeightSyncConfig
 from verl_sglang_sync.engine.engine_ranks import EngineRank
 from verl_sglang_sync.engine.session import TrainerSession
 from verl_sglang_sync.report import SyncReport
-from verl_sglang_sync.sources.bucket_stream import Bucket
+from verl_sglang_sync.sources.bucket_stream import Bucket, BucketStream
 from verl_sglang_sync.sources.export import NamedTensor
 from verl_sglang_sync.sources.known_sources import sources_of
+from verl_sglang_sync.sources.source_map import SourceMap
 
 logger = logging.getLogger(__name__)
 
@@ -122,6 +124,33 @@ class Recovery(Enum):
     EXPORT = "by the full export"
 
 
+@dataclass(frozen=True)
+class RouteContext:
+    """What all routes of one trainer rank work on: the export that they spare a sync.
+
+    Attributes:
+        group: the trainer's ranks.
+        device: of the parameters on this rank, and of what is made of them.
+        source_map: where the export's bytes lie in the parameters.
+        stream: cuts it into buckets.
+        recheck_every_n_syncs: compare with the full export again in every n-th sync; 0: never.
+    """
+
+    group: TrainerGroup
+    device: torch.device
+    source_map: SourceMap
+    stream: BucketStream
+    recheck_every_n_syncs: int = 0
+
+    @classmethod
+    def of(
+        cls, group: TrainerGroup, device: torch.device, settings: WeightSyncConfig
+    ) -> RouteContext:
+        """Of an export that nobody has seen yet."""
+        every, stream = settings.recheck_every_n_syncs, BucketStream(settings.bucket_bytes)
+        return cls(group, device, SourceMap(group, device), stream, every)
+
+
 class Route:
     """How syncs are loaded without the full export; of one trainer rank, for all its sessions.
 
@@ -132,9 +161,8 @@ class Route:
     All methods but `rest` are collective, and what they say is equal on all ranks.
 
     Args:
-        group: the trainer's ranks.
+        context: what it works on.
         is_wanted: False: this way is never taken.
-        recheck_every_n_syncs: compare with the full export again in every n-th sync; 0: never.
 
     Attributes:
         not_taken: what it means that this way is not taken, for the log.
@@ -143,13 +171,14 @@ class Route:
 
     not_taken: ClassVar[str]
 
-    def __init__(
-        self, group: TrainerGroup, *, is_wanted: bool, recheck_every_n_syncs: int = 0
-    ) -> None:
+    def __init__(self, context: RouteContext, *, is_wanted: bool) -> None:
         self.off: str | None = None
-        self._group = group
+        self._group = context.group
+        self._device = context.device
+        self._source_map = context.source_map
+        self._stream = context.stream
+        self._recheck_every_n_syncs = context.recheck_every_n_syncs
         self._is_wanted = is_wanted
-        self._recheck_every_n_syncs = recheck_every_n_syncs
         self._num_syncs = 0
         self._is_proven = False
 

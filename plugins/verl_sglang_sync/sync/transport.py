@@ -32,12 +32,11 @@ from verl_sglang_sync.routes import broadcast
 from verl_sglang_sync.routes.exchange.route import PIECES_PER_BUCKET, Exchange
 from verl_sglang_sync.routes.export import ExportedBuckets
 from verl_sglang_sync.routes.pull.route import Pull
-from verl_sglang_sync.routes.route import Recovery, Route, SyncSource
+from verl_sglang_sync.routes.route import Recovery, Route, RouteContext, SyncSource
 from verl_sglang_sync.routes.send.route import Send
 from verl_sglang_sync.routes.staging_ring import StagingRing
 from verl_sglang_sync.sources.bucket_stream import BucketStream
 from verl_sglang_sync.sources.export import Export, NamedTensor
-from verl_sglang_sync.sources.source_map import SourceMap
 from verl_sglang_sync.sync.engines import ColocatedEngine, Engines, RemoteEngines
 from verl_sglang_sync.sync.ranks_in_step import RanksInStep
 from verl_sglang_sync.sync.session_run import SessionRun
@@ -293,31 +292,22 @@ def colocated_transport(
         group: the trainer's ranks.
         device: of the engine's weights on this rank.
     """
-    stream = BucketStream(settings.bucket_bytes)
+    context = RouteContext.of(group, device, settings)
     num_buffers = settings.num_staging_buffers
     ring = StagingRing(device, num_buffers=num_buffers, bucket_bytes=settings.bucket_bytes)
     arrangements = EngineArrangements(is_wanted=settings.uses_plan)
     engines = ColocatedEngine(engine, group, settings, arrangements, num_buffers)
-    source_map = SourceMap(group, device)
     pull = Pull(
-        group,
-        device,
-        source_map,
-        stream,
+        context,
         is_wanted=settings.read_in_place,
         record=lambda handle: engines.sockets.folder.record(handle),
-        recheck_every_n_syncs=settings.recheck_every_n_syncs,
     )
     exchange = Exchange(
-        group,
-        device,
-        source_map,
-        stream,
+        context,
         arrangements=arrangements,
         ring=ring,
         is_wanted=settings.exchange_shards,
         piece_nbytes=settings.bucket_bytes // PIECES_PER_BUCKET,
-        recheck_every_n_syncs=settings.recheck_every_n_syncs,
     )
     return SessionTransport(
         engines=engines,
@@ -325,7 +315,7 @@ def colocated_transport(
         group=group,
         settings=settings,
         device=device,
-        stream=stream,
+        stream=context.stream,
         ring=ring,
         arrangements=arrangements,
         frees_ring=not settings.keep_staging_buffers,
@@ -349,7 +339,7 @@ def disaggregated_transport(
         device: of the staging buffers and of the update group.
     """
     settings = settings.for_session()
-    stream, ring = BucketStream(settings.bucket_bytes), None
+    context, ring = RouteContext.of(group, device, settings), None
     if groups is not None:
         num_buffers = broadcast.NUM_BUFFERS
         ring = StagingRing(device, num_buffers=num_buffers, bucket_bytes=settings.bucket_bytes)
@@ -357,16 +347,12 @@ def disaggregated_transport(
     senders = SenderGroup(groups, group, device, limit_s)
     engines = RemoteEngines(groups, senders, lambda: send.is_proven, settings)
     send = Send(
-        group,
-        device,
-        SourceMap(group, device),
-        stream,
+        context,
         senders=senders,
         readers=lambda: engines.readers,
         is_wanted=settings.exchange_shards,
         piece_nbytes=settings.bucket_bytes,
         timeout_s=settings.request_timeout_s,
-        recheck_every_n_syncs=settings.recheck_every_n_syncs,
     )
     return SessionTransport(
         engines=engines,
@@ -374,7 +360,7 @@ def disaggregated_transport(
         group=group,
         settings=settings,
         device=device,
-        stream=stream,
+        stream=context.stream,
         ring=ring,
         arrangements=EngineArrangements(is_wanted=False),
         frees_ring=False,

@@ -9,18 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
-import torch
-
-from verl_sglang_sync.collective import TrainerGroup, own_rank, world_size
+from verl_sglang_sync.collective import own_rank, world_size
 from verl_sglang_sync.engine.arrangements import EngineArrangements
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.routes.exchange.proof import compare_with_export
 from verl_sglang_sync.routes.exchange.shard_route import ShardPlan, ShardRoute
-from verl_sglang_sync.routes.route import ReadyBucket, SyncSource
+from verl_sglang_sync.routes.route import ReadyBucket, RouteContext, SyncSource
 from verl_sglang_sync.routes.staging_ring import StagingRing
-from verl_sglang_sync.sources.bucket_stream import Batch, BucketStream
+from verl_sglang_sync.sources.bucket_stream import Batch
 from verl_sglang_sync.sources.export import NamedTensor
-from verl_sglang_sync.sources.source_map import SourceMap
 
 PIECES_PER_BUCKET = 4
 """A rank sends, and receives, this part of a bucket at a time: the scratch, for two pieces each
@@ -32,43 +29,31 @@ class Exchange(ShardRoute):
     """See `ShardRoute`.
 
     Args:
-        group: the trainer's ranks; torch's default group must be the same ranks.
-        device: of the engine on this rank, and of the shards.
-        source_map: of the export.
-        stream: its buckets.
+        context: what it works on; torch's default group must be the ranks of its group.
         arrangements: what this rank's engine reads of them.
         ring: this rank's staging buffers.
         is_wanted: False: never exchange.
         piece_nbytes: that a rank sends, or receives, at a time; the scratch is four times that.
-        recheck_every_n_syncs: compare again in every n-th sync; 0: never.
     """
 
     not_taken = "every rank exports all weights in full, nothing is exchanged"
 
     def __init__(
         self,
-        group: TrainerGroup,
-        device: torch.device,
-        source_map: SourceMap,
-        stream: BucketStream,
+        context: RouteContext,
         *,
         arrangements: EngineArrangements,
         ring: StagingRing,
         is_wanted: bool,
         piece_nbytes: int,
-        recheck_every_n_syncs: int = 0,
     ) -> None:
         readers = (arrangements,)
         super().__init__(
-            group,
-            device,
-            source_map,
-            stream,
+            context,
             readers=lambda: readers,
             num_before=0,
             is_wanted=is_wanted,
             piece_nbytes=piece_nbytes,
-            recheck_every_n_syncs=recheck_every_n_syncs,
         )
         self._ring = ring
 

@@ -23,7 +23,6 @@ import torch
 from sglang_loader.common.regions.arrangement import Arrangement
 from sglang_loader.common.session.messages import Loaded
 from verl_sglang_sync.collective import (
-    TrainerGroup,
     common_reason,
     holds_everywhere,
     own_rank,
@@ -33,12 +32,11 @@ from verl_sglang_sync.engine.arrangements import EngineArrangements, KnownArrang
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.routes.exchange.all_to_all import AllToAll
 from verl_sglang_sync.routes.exchange.exchange_plan import BucketExchange, pieces_of, plan_bucket
-from verl_sglang_sync.routes.route import Route, SyncSource
-from verl_sglang_sync.sources.bucket_stream import Batch, Bucket, BucketStream
+from verl_sglang_sync.routes.route import Route, RouteContext, SyncSource
+from verl_sglang_sync.sources.bucket_stream import Batch, Bucket
 from verl_sglang_sync.sources.export import Export, NamedTensor
 from verl_sglang_sync.sources.export_trace import NotTraceable, TracedExport
 from verl_sglang_sync.sources.known_sources import SourcesChanged, memory_of
-from verl_sglang_sync.sources.source_map import SourceMap
 from verl_sglang_sync.sources.transfer_plan import whole_bucket
 
 logger = logging.getLogger(__name__)
@@ -92,35 +90,24 @@ class ShardRoute(Route):
     """See `Route`.
 
     Args:
-        group: the trainer's ranks.
-        device: of the shards.
-        source_map: of the export.
-        stream: its buckets.
+        context: what it works on.
         readers: what this rank's engine ranks have said that they read; the same object for as long
             as they are the same engine ranks.
         num_before: ranks of the group before all engine ranks.
         is_wanted: False: never send shards.
         piece_nbytes: that a rank sends, or receives, at a time.
-        recheck_every_n_syncs: compare again in every n-th sync; 0: never.
     """
 
     def __init__(
         self,
-        group: TrainerGroup,
-        device: torch.device,
-        source_map: SourceMap,
-        stream: BucketStream,
+        context: RouteContext,
         *,
         readers: Callable[[], Sequence[EngineArrangements]],
         num_before: int,
         is_wanted: bool,
         piece_nbytes: int,
-        recheck_every_n_syncs: int = 0,
     ) -> None:
-        super().__init__(group, is_wanted=is_wanted, recheck_every_n_syncs=recheck_every_n_syncs)
-        self._device = device
-        self._source_map = source_map
-        self._stream = stream
+        super().__init__(context, is_wanted=is_wanted)
         self._readers = readers
         self._read_by: object = None
         self._num_before = num_before

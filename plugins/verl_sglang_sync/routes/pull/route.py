@@ -24,7 +24,6 @@ import torch
 from sglang_loader.common.session.messages import Loaded
 from sglang_loader.common.shared_memory import BufferHandle
 from verl_sglang_sync.collective import (
-    TrainerGroup,
     common_reason,
     holds_everywhere,
     own_rank,
@@ -35,8 +34,13 @@ from verl_sglang_sync.engine.session import BlockNotMapped, EngineCannotMap, Tra
 from verl_sglang_sync.report import SyncReport, warn_once
 from verl_sglang_sync.routes.pull.comparison import Comparison
 from verl_sglang_sync.routes.pull.located import Located, PullPlan
-from verl_sglang_sync.routes.route import ReadyBucket, Recovery, Route, SyncSource
-from verl_sglang_sync.sources.bucket_stream import BucketStream
+from verl_sglang_sync.routes.route import (
+    ReadyBucket,
+    Recovery,
+    Route,
+    RouteContext,
+    SyncSource,
+)
 from verl_sglang_sync.sources.export import NamedTensor
 from verl_sglang_sync.sources.export_trace import NotTraceable
 from verl_sglang_sync.sources.known_sources import (
@@ -48,7 +52,6 @@ from verl_sglang_sync.sources.known_sources import (
 )
 from verl_sglang_sync.sources.memory_blocks import Block, BlockNames, share_block
 from verl_sglang_sync.sources.shard_memory import MemoryTable, share_shards
-from verl_sglang_sync.sources.source_map import SourceMap
 
 NOT_IN_PLACE = "the engines do not read the trainer's parameters in place"
 
@@ -57,32 +60,21 @@ class Pull(Route):
     """See `Route`.
 
     Args:
-        group: the trainer's ranks.
-        device: of the engine on this rank, and of the parameters.
-        source_map: of the export.
-        stream: its buckets.
+        context: what it works on.
         is_wanted: False: never pull.
         record: notes a handle before it leaves this process.
-        recheck_every_n_syncs: go through the export, and compare, in every n-th sync; 0: never.
     """
 
     not_taken = NOT_IN_PLACE
 
     def __init__(
         self,
-        group: TrainerGroup,
-        device: torch.device,
-        source_map: SourceMap,
-        stream: BucketStream,
+        context: RouteContext,
         *,
         is_wanted: bool,
         record: Callable[[BufferHandle], None],
-        recheck_every_n_syncs: int = 0,
     ) -> None:
-        super().__init__(group, is_wanted=is_wanted, recheck_every_n_syncs=recheck_every_n_syncs)
-        self._device = device
-        self._source_map = source_map
-        self._stream = stream
+        super().__init__(context, is_wanted=is_wanted)
         self._record = record
         self._names = BlockNames()
         self._plan: PullPlan | None = None

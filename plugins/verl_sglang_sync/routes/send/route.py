@@ -13,66 +13,51 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-import torch
-
-from verl_sglang_sync.collective import TrainerGroup, world_size
+from verl_sglang_sync.collective import world_size
 from verl_sglang_sync.engine.arrangements import EngineArrangements
 from verl_sglang_sync.engine.engine_ranks import EngineRank
 from verl_sglang_sync.engine.sender_group import SenderGroup
 from verl_sglang_sync.report import SyncReport, warn_once
 from verl_sglang_sync.routes.exchange.exchange_plan import Received
 from verl_sglang_sync.routes.exchange.shard_route import ShardPlan, ShardRoute
-from verl_sglang_sync.routes.route import Delivery, InStep, ReadyBucket, SyncSource
+from verl_sglang_sync.routes.route import Delivery, InStep, ReadyBucket, RouteContext, SyncSource
 from verl_sglang_sync.routes.send.delivery import SendDelivery
 from verl_sglang_sync.routes.send.received import first_difference, plan_receives
-from verl_sglang_sync.sources.bucket_stream import Batch, BucketStream
+from verl_sglang_sync.sources.bucket_stream import Batch
 from verl_sglang_sync.sources.export import NamedTensor
 from verl_sglang_sync.sources.known_sources import sources_of
-from verl_sglang_sync.sources.source_map import SourceMap
 
 
 class Send(ShardRoute):
     """See `ShardRoute`.
 
     Args:
-        group: the trainer's ranks.
-        device: of the shards.
-        source_map: of the export.
-        stream: its buckets.
+        context: what it works on.
         senders: the process group of all trainer ranks and engine ranks.
         readers: see `ShardRoute`; none but on the first rank.
         is_wanted: False: never send.
         piece_nbytes: that a rank sends at a time; the scratch is twice that.
         timeout_s: longest time in which nothing gets on, in seconds.
-        recheck_every_n_syncs: compare again in every n-th sync; 0: never.
     """
 
     not_taken = "the first trainer rank gathers all weights and broadcasts them to all engines"
 
     def __init__(
         self,
-        group: TrainerGroup,
-        device: torch.device,
-        source_map: SourceMap,
-        stream: BucketStream,
+        context: RouteContext,
         *,
         senders: SenderGroup,
         readers: Callable[[], Sequence[EngineArrangements]],
         is_wanted: bool,
         piece_nbytes: int,
         timeout_s: float,
-        recheck_every_n_syncs: int = 0,
     ) -> None:
         super().__init__(
-            group,
-            device,
-            source_map,
-            stream,
+            context,
             readers=readers,
             num_before=world_size(),
             is_wanted=is_wanted,
             piece_nbytes=piece_nbytes,
-            recheck_every_n_syncs=recheck_every_n_syncs,
         )
         self._senders = senders
         self._timeout_s = timeout_s
