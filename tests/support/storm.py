@@ -17,12 +17,13 @@ import statistics
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_assets import make_assets
@@ -42,6 +43,7 @@ LEAVE_S = 3 * TIMEOUT_S + 10
 RECOVERY_TRIES = 3
 RECOVERY_S = 60.0
 STRAYS_S = 20.0
+DEATH_S = 20.0
 GATES = {1: "refuse 600", 2: "wait 600"}
 VERBOSE = bool(os.environ.get("STORM_VERBOSE"))
 BOUNDS = {"fds": 60, "threads": 40, "rss_mb": 300}
@@ -335,8 +337,8 @@ class Storm:
         self._fault, self._context, self._row = "end of the storm", "", Row()
         for world in self._current.values():
             world.end()
+        _wait_until_dead(pid for world in self._current.values() for pid in world.pids)
         self._current.clear()
-        time.sleep(1.0)  # what dies still holds its lock
         before = set(self.temporary.glob("weight-sync-*"))
         self._recover([preset for preset in PRESETS if not preset.startswith("broadcast")])
         if left := sorted(before & set(self.temporary.glob("weight-sync-*"))):
@@ -344,6 +346,16 @@ class Storm:
         grown = {key: self.resources[-1][key] - self.resources[0][key] for key in BOUNDS}
         if any(grown[key] > BOUNDS[key] for key in BOUNDS):
             self._find(Violation("leak", f"the server's processes grew by {grown}"))
+
+
+def _wait_until_dead(pids: Iterable[int]) -> None:
+    """What dies holds its folder's lock until then, for seconds where the machine is busy."""
+    deadline = time.monotonic() + DEATH_S
+    for pid in pids:
+        with suppress(psutil.NoSuchProcess):
+            while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                assert time.monotonic() < deadline, f"{pid} was killed and still lives"
+                time.sleep(0.05)
 
 
 def _version(folder: Path, slot: int) -> Path:
