@@ -99,14 +99,16 @@ def leave_group(original: Original, owner: Any, group_name: str) -> tuple[bool, 
 
 
 def _leave(owner: Any, group_name: str) -> None:
-    group = update_groups(owner).pop(group_name)
+    groups = update_groups(owner)
+    group = groups[group_name]
     say_left(group)
     is_waiting = receiver.is_waiting_in(group)
     receiver.left(group)
     joined = _joined.pop(group_name, None)
     for model in joined.models if joined is not None else ():
         loader_of(model).unbind()
-    leave(group, broken=is_waiting)
+    del group  # the last reference is `leave`'s
+    leave(groups.pop(group_name), broken=is_waiting)
 
 
 def groups_of(runner: Any, descriptor: SessionDescriptor, models: Sequence[Any]) -> list[Any]:

@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 HANDSHAKE_TIMEOUT_S = 120.0  # all replicas of the trainer have to be asked
 POLL_S = 0.0001
+LATER_S = 5.0
+"""How much longer an engine waits for bytes than its trainer for an engine, which it can name."""
 NUM_TRAINERS = 4
 """So many sockets, and update groups, are kept."""
 NUM_INVITATIONS = 1024
@@ -133,7 +135,8 @@ class _Session:
         self._device = device = device_of(models[0])
         self._memory: BucketMemory = _mapped.begin_session(device)
         if group is not None:
-            self._memory = BroadcastBuckets(receiver, group, senders, device, descriptor.timeout_s)
+            limit_s = descriptor.timeout_s + LATER_S
+            self._memory = BroadcastBuckets(receiver, group, senders, device, limit_s)
         self._digests: list[str] = []
         self._num_tensors = 0
         self._announced: deque[tuple[wire.LoadBucket, BucketLayout]] = deque()  # not yet begun

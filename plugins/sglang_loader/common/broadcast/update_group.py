@@ -243,11 +243,16 @@ def leave(group: Any, *, broken: bool) -> None:
     should leave at the same time, and each does it in a thread.
 
     Args:
-        group: of `join_as_trainer`, or what SGLang made of `init_weights_update_group`.
+        group: of `join_as_trainer`, or what SGLang made of `init_weights_update_group`. Where the
+            caller keeps no reference to it, it ends in that thread, too: gloo's waits as long as
+            one of its collectives does.
         broken: True if a broadcast may be outstanding: it is aborted, not waited for.
     """
+    held = [group]
+    del group
 
     def step() -> None:
+        group = held.pop()
         if broken:
             _end_collectives(group)
         dist.destroy_process_group(group)
