@@ -203,7 +203,9 @@ class Sending:
     def __init__(self, rank: TrainerRank, targets: Targets, members: Sequence[int] = BOTH) -> None:
         self._members = members
         self._rank = rank
-        self._sender = Sender(rank, targets, timeout_s=LIMIT_S)
+        # The sessions say who is missing; the requests to all engines began before, and end alike.
+        limits = {"update": 3 * LIMIT_S}
+        self._sender = Sender(rank, targets, timeout_s=LIMIT_S, timeouts_s=limits)
         self._export = ShardedExport(rank.weights())
         self._kept: list[Any] = []
         self.hashes = self._sender.hashes
@@ -423,6 +425,7 @@ class Sender:
                     address=self._address or (loopback() if mode == "compiled" else "127.0.0.1"),
                     device=self._rank.device,
                     timeout_s=self._timeout_s,
+                    timeouts_s=self._settings.get("timeouts_s", {}),
                 )
             limit_s = self._timeout_s
             transport = disaggregated_transport(
