@@ -344,15 +344,14 @@ def device_of(model: Any) -> torch.device:
     return device
 
 
-def checkpoint_folder() -> str:
-    """The folder, or the name on the hub, of the checkpoint that this process serves."""
+def launch_arguments() -> Any:
+    """What the server of this process was launched with."""
     try:
         from sglang.srt.runtime_context import get_server_args
     except ImportError:  # 0.5.14
         from sglang.srt.server_args import get_global_server_args as get_server_args
 
-    path: str = get_server_args().model_path
-    return path
+    return get_server_args()
 
 
 @contextmanager

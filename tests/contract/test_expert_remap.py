@@ -5,6 +5,7 @@ A real SGLang model with redundant experts, and SGLang's own expert map.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 from contract.tiny_architecture_cases import case_named
 from contract.tiny_architectures import Ranks, prepare_process, stop_process_groups
 from contract.tiny_engine import TinyEngine
+from sglang_loader.upstream import engine_context, launch_arguments
 
 prepare_process()
 pytest.importorskip("sglang", reason="needs the SGLang that the plugin supports")
@@ -35,15 +37,16 @@ def place(physical: list[int], model: Any, *, nearest: bool = False) -> None:
     """
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.eplb import expert_location
-    from sglang.srt.server_args import get_global_server_args
 
-    arguments, num_layers = get_global_server_args(), model.config.num_hidden_layers
-    made = expert_location.ExpertLocationMetadata.init_by_mapping(
-        arguments,
-        ModelConfig.from_server_args(arguments),
-        torch.tensor([physical] * num_layers),
-        moe_ep_rank=0 if nearest else None,
-    )
+    arguments, num_layers = launch_arguments(), model.config.num_hidden_layers
+    make = expert_location.ExpertLocationMetadata.init_by_mapping
+    given = {
+        "server_args": arguments,  # which 0.5.23 does not ask for
+        "model_config": ModelConfig.from_server_args(arguments),
+        "physical_to_logical_map": torch.tensor([physical] * num_layers),
+        "moe_ep_rank": 0 if nearest else None,
+    }
+    made = make(**{name: given[name] for name in inspect.signature(make).parameters})
     current = expert_location.get_global_expert_location_metadata()
     if current is None:
         expert_location.set_global_expert_location_metadata(made)
@@ -51,16 +54,24 @@ def place(physical: list[int], model: Any, *, nearest: bool = False) -> None:
         current.update(made, update_layer_ids=list(range(num_layers)))
 
 
-@pytest.fixture(params=("qwen3-moe", "deepseek-v2-lite"))
-def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TinyEngine]:
+def forget_places() -> None:
+    """A map of the module in 0.5.14, of the process's resources in later releases."""
     from sglang.srt.eplb import expert_location
 
+    if hasattr(expert_location, "_global_expert_location_metadata"):
+        expert_location._global_expert_location_metadata = None
+    else:
+        expert_location.set_global_expert_location_metadata(None, allow_overwrite=True)
+
+
+@pytest.fixture(params=("qwen3-moe", "deepseek-v2-lite"))
+def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TinyEngine]:
     ranks, options = Ranks(tmp_path / "rendezvous"), {"ep_num_redundant_experts": NUM_REDUNDANT}
     options["once_built"] = partial(place, AT_FIRST)
     try:
         yield TinyEngine(case_named(request.param), tmp_path / "model", ranks, **options)
     finally:
-        expert_location._global_expert_location_metadata = None
+        forget_places()
         stop_process_groups()
 
 
@@ -94,6 +105,8 @@ def test_a_remap_ends_the_plan_and_the_next_one_is_right(engine: TinyEngine) -> 
 def test_a_place_more_for_an_expert_is_noticed(engine: TinyEngine) -> None:
     """At its launch SGLang may load one of two places; after a rebalancing, both."""
     place(AT_FIRST, engine.model, nearest=True)
+    if engine_context(engine.model)["expert_map"].shape[-1] > 1:
+        pytest.skip("this SGLang keeps all places of an expert where ranks exchange no tokens")
     learn(engine)
     place(AT_FIRST, engine.model)  # the same experts in the same places, but each is loaded now
     expected = engine.eager(engine.second)

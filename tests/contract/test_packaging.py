@@ -194,10 +194,10 @@ def thin_environment(folder: Path) -> Path:
     """Make a virtual environment that sees this one's dependencies; return its interpreter."""
     venv.create(folder, with_pip=False, symlinks=True)
     python = folder / "bin" / "python"
-    spec = importlib.util.find_spec("verl")
-    assert spec is not None and spec.origin is not None
-    dependencies = Path(spec.origin).parents[1]
-    (site_packages(python) / "dependencies.pth").write_text(f"{dependencies}\n")
+    specs = [importlib.util.find_spec(name) for name in ("sgl_kernel", "verl")]
+    folders = [Path(spec.origin).parents[1] for spec in specs if spec and spec.origin]
+    assert len(folders) == 2, "the one may be a stand-in for a CPU, in a folder of its own"
+    (site_packages(python) / "dependencies.pth").write_text("\n".join(map(str, folders)))
     return python
 
 

@@ -6,7 +6,6 @@ Nothing is started: see `support.captured_launch`.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import os
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from support.router import Router, serving
 from unit.composed_recipe import ROLLOUT, SECTION, compose
 from verl_sglang_sync.engine.server_client.router import KEY_VARIABLE
 from verl_sglang_sync.verl.router_guard import Watch
+from verl_sglang_sync.verl.upstream import fields
 
 os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")  # sglang reads it while it is imported
 
@@ -129,7 +129,7 @@ class TestArguments:
 
         given = given_arguments()
         assert len(given) > 380
-        defaults = {field.name: field.default for field in dataclasses.fields(ServerArgs)}
+        defaults = {field.name: field.default for field in fields(ServerArgs)}
         assert [name for name, value in given.items() if value == defaults[name]] == []
         reached = launch(model)[0].arguments
         assert reached["custom_weight_loader"] == [SESSION_FORMAT]
@@ -145,7 +145,7 @@ def given_arguments(invert: bool = False) -> dict[str, Any]:
     from sglang.srt.server_args import ServerArgs
 
     given: dict[str, Any] = {}
-    for field in dataclasses.fields(ServerArgs):
+    for field in fields(ServerArgs):
         is_switch = isinstance(field.default, bool)
         given[field.name] = (
             field.default == invert if is_switch else [field.name, {"numbers": [7, 0.5]}]

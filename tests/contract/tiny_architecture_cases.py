@@ -74,6 +74,7 @@ _MLA: Options = {
     "topk_group": 1,
     "moe_layer_freq": 1,
 }
+_SOFTMAX = {"scoring_func": "softmax"}
 _MROPE = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0}
 _ROPE = {"rope_parameters": _MROPE}
 _PARTIAL_ROPE = {"rope_parameters": {**_MROPE, "partial_rotary_factor": 1.0}}
@@ -234,9 +235,16 @@ CASES: tuple[Case, ...] = (
     ),
     _text("afmoe", "Afmoe", _MOE, _HEAD, num_dense_layers=1, num_shared_experts=1),
     _text("lfm2-moe", "Lfm2Moe", _MOE, _CONV, num_dense_layers=1),
-    _text("deepseek-v2-lite", "DeepseekV2", _MLA, q_lora_rank=None),
-    _text("deepseek-v2", "DeepseekV2", _MLA, q_lora_rank=24),
-    _text("deepseek-v3", "DeepseekV3", _MLA, q_lora_rank=24, topk_method="noaux_tc"),
+    _text("deepseek-v2-lite", "DeepseekV2", _MLA, _SOFTMAX, q_lora_rank=None),
+    _text("deepseek-v2", "DeepseekV2", _MLA, _SOFTMAX, q_lora_rank=24),
+    _text(
+        "deepseek-v3",
+        "DeepseekV3",
+        _MLA,
+        q_lora_rank=24,
+        topk_method="noaux_tc",
+        scoring_func="sigmoid",
+    ),
     _text("glm4-moe-lite", "Glm4MoeLite", _MLA, q_lora_rank=24),
     _text("llama4-text", "Llama4", _LLAMA4_MOE, config="Llama4TextConfig"),
     _vision("qwen2-vl", "Qwen2VL", _ROPE, _QWEN_VISION),

@@ -16,9 +16,11 @@ import copy
 import os
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
+
+from verl_sglang_sync.verl.upstream import fields
 
 MASTER_PORT = 29345
 HTTP_PORT = 30001

@@ -33,7 +33,7 @@ from sglang_loader.session.findings import (
 )
 from sglang_loader.session.model_loader import loader_of
 from sglang_loader.session.published import Published, Spec, published_tensors
-from sglang_loader.upstream import checkpoint_folder, engine_context
+from sglang_loader.upstream import engine_context, launch_arguments
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ def known_verdict(layouts: Sequence[BucketLayout], model: Any) -> Verdict | None
 
 def served_checkpoint() -> Published | None:
     """The published checkpoint of this engine; None if its files tell nothing."""
-    return published_tensors(checkpoint_folder())
+    return published_tensors(launch_arguments().model_path)
 
 
 @dataclass(frozen=True)

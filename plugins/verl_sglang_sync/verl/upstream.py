@@ -13,13 +13,15 @@ from typing import Any
 import msgspec
 
 
+def fields(kind: Any) -> Any:
+    """The fields of a dataclass or a struct; each has a `name` and a `default`."""
+    is_struct = isinstance(kind, type) and issubclass(kind, msgspec.Struct)
+    return msgspec.structs.fields(kind) if is_struct else dataclasses.fields(kind)
+
+
 def list_server_arguments() -> None:
     """SGLang's `ServerArgs`, of which verl asks the dataclass's fields, is a struct from 0.5.20."""
     import verl.workers.rollout.sglang_rollout.async_sglang_server as server
-
-    def fields(kind: Any) -> Any:
-        is_struct = isinstance(kind, type) and issubclass(kind, msgspec.Struct)
-        return msgspec.structs.fields(kind) if is_struct else dataclasses.fields(kind)
 
     if not dataclasses.is_dataclass(server.ServerArgs):
         names = types.ModuleType("dataclasses")
