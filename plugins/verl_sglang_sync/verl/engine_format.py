@@ -19,26 +19,27 @@ class EngineFormat:
     """Of one rollout; the trainer gives the weights this form before they leave it.
 
     Attributes:
-        dtype: of the model, in which the scales of fp8 are computed.
-        fp8: verl's configuration of fp8; None: dtypes stay as they are exported.
+        fp8: verl's configuration of fp8, and the model's dtype, in which the scales are computed;
+            None: dtypes stay as they are exported.
     """
 
-    dtype: torch.dtype
-    fp8: Mapping[str, Any] | None = None
+    fp8: tuple[Mapping[str, Any], torch.dtype] | None = None
 
     @classmethod
     def of_rollout(cls, config: Any, hf_config: Any) -> EngineFormat:
         """As verl has set the rollout up."""
-        is_fp8 = config.get("quantization", None) == "fp8"
-        return cls(hf_config.dtype, hf_config.quantization_config if is_fp8 else None)
+        if config.get("quantization", None) != "fp8":
+            return cls()
+        return cls((hf_config.quantization_config, hf_config.dtype))
 
     def applied(self, weights: Iterable[NamedTensor]) -> Iterable[NamedTensor]:
         """An export in this form; one that is quantised has no sources any more."""
         if self.fp8 is not None:
             from verl.utils.sglang.sglang_fp8_utils import SGLangFP8QuantizerHelper
 
-            quantizer = SGLangFP8QuantizerHelper(self.fp8)
-            quantize = partial(quantized, quantizer=quantizer, dtype=self.dtype)
+            config, dtype = self.fp8
+            quantizer = SGLangFP8QuantizerHelper(config)
+            quantize = partial(quantized, quantizer=quantizer, dtype=dtype)
             weights = transformed(weights, quantize, computes=True)
         return transformed(weights, _without_base_layer)
 
