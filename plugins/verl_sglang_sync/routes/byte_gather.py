@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -36,12 +35,6 @@ logger = logging.getLogger(__name__)
 WORD_BYTES = WORD.itemsize
 
 Words = npt.NDArray[np.int64]
-
-
-class ByPosition(Protocol):
-    """Tensors by position; only those that are read are asked for."""
-
-    def __getitem__(self, position: int, /) -> torch.Tensor: ...
 
 
 class ByteGather:
@@ -66,7 +59,7 @@ class ByteGather:
         if self._in_words:
             self._gather = _Gather(GatherTable.of(self._in_words, self._members), device)
 
-    def run(self, tensors: ByPosition, buffer: torch.Tensor) -> None:
+    def run(self, tensors: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:
         """Gather, on the current stream.
 
         Args:

@@ -108,16 +108,20 @@ class SourceKinds:
     """
 
     def __init__(self, now: Mapping[str, torch.Tensor]) -> None:
-        self._kinds = dict(zip(now, describe_tensors(list(now.values())), strict=True))
+        self._names = list(now)
+        self._kinds = describe_tensors(list(now.values()))
 
     def first_other(self, now: Mapping[str, torch.Tensor]) -> str | None:
         """The first tensor that is of another kind now: dtype, shape, strides, placement, or which
         of the others share its memory. None: all are as then, though perhaps elsewhere.
         """
-        if list(now) != list(self._kinds):
+        if list(now) != self._names:
             return "the set of the trainer's tensors"
-        pairs = zip(self._kinds.items(), describe_tensors(list(now.values())), strict=True)
-        return next((name for (name, then), kind in pairs if then != kind), None)
+        kinds = describe_tensors(list(now.values()))
+        if kinds == self._kinds:
+            return None
+        rows = zip(zip(*kinds, strict=True), zip(*self._kinds, strict=True), strict=True)
+        return next(name for name, (kind, then) in zip(now, rows, strict=True) if kind != then)
 
 
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -71,13 +71,13 @@ def _description_columns(
     )
 
 
-def describe_tensors(tensors: Sequence[torch.Tensor]) -> list[Any]:
-    """All of each tensor but its address and values, to be compared with another time's.
+def describe_tensors(tensors: Sequence[torch.Tensor]) -> tuple[list[Any], ...]:
+    """All of each tensor but its address and values, in columns, to be compared later.
 
     Tensors that share a storage are told by the position of the first of them.
     """
     locals_ = locals_of(tensors)
     first: dict[int, int] = {}
     storages = [first.setdefault(t.untyped_storage()._cdata, i) for i, t in enumerate(locals_)]
-    offsets = [int(local.storage_offset()) for local in locals_]
-    return list(zip(storages, offsets, *_description_columns(tensors, locals_), strict=True))
+    offsets = list(map(torch.Tensor.storage_offset, locals_))
+    return (storages, offsets, *_description_columns(tensors, locals_))

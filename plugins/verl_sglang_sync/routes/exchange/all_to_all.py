@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from sglang_loader.common.broadcast.broadcast import all_to_all
 from sglang_loader.common.regions.arrangement import Arrangement, Read
-from verl_sglang_sync.routes.byte_gather import ByPosition, ByteGather
+from verl_sglang_sync.routes.byte_gather import ByteGather
 from verl_sglang_sync.routes.exchange.exchange_plan import PieceExchange
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class AllToAll:
         self._nbytes = [of_bucket[0].nbytes for of_bucket in plans]
         plans_of_pieces = [piece.plan for piece in self._pieces]
         self._scratch = [_Scratch(plans_of_pieces, device) for _ in range(NUM_TRAVELLING)]
-        self._shards: ByPosition = ()
+        self._shards: Sequence[torch.Tensor] = ()
         self._num_started = self._num_finished = 0
         self._travelling: deque[dist.Work | None] = deque()
 
@@ -62,11 +62,11 @@ class AllToAll:
         """Bytes of scratch held at present."""
         return sum(scratch.nbytes for scratch in self._scratch)
 
-    def begin(self, shards: ByPosition) -> None:
+    def begin(self, shards: Sequence[torch.Tensor]) -> None:
         """Start anew; the scratch is allocated here, lest a rank fail within a collective.
 
         Args:
-            shards: this rank's, flat bytes by parameter.
+            shards: this rank's, contiguous, by parameter.
         """
         for scratch in self._scratch:
             scratch.reserve()

@@ -15,10 +15,8 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-
-import torch
 
 from sglang_loader.common.regions.arrangement import Arrangement
 from sglang_loader.common.session.messages import Loaded
@@ -36,7 +34,8 @@ from verl_sglang_sync.routes.route import Route, RouteContext, SyncSource
 from verl_sglang_sync.sources.bucket_stream import Batch, Bucket
 from verl_sglang_sync.sources.export import Export, NamedTensor
 from verl_sglang_sync.sources.export_trace import NotTraceable, TracedExport
-from verl_sglang_sync.sources.known_sources import SourcesChanged, memory_of
+from verl_sglang_sync.sources.known_sources import SourcesChanged
+from verl_sglang_sync.sources.tensor_marks import locals_of
 from verl_sglang_sync.sources.transfer_plan import whole_bucket
 
 logger = logging.getLogger(__name__)
@@ -241,7 +240,7 @@ class ShardRoute(Route):
             if self._readers() is not self._read_by:
                 raise SourcesChanged("other engines take part")
             now = self._source_map.current(weights, plan.traced)
-            plan.all_to_all.begin(_Shards(plan.traced.names, now))
+            plan.all_to_all.begin(locals_of([now[name] for name in plan.traced.names]))
 
         _, reason = result_or_reason(begin, SourcesChanged)
         agreed = common_reason(self._group, reason)
@@ -280,20 +279,3 @@ def _drafts(
         )
         for index, bucket in enumerate(buckets)
     ]
-
-
-class _Shards:
-    """This rank's shards; each one's bytes are looked up when they are first asked for, while
-    others travel.
-    """
-
-    def __init__(self, names: Sequence[str], now: Mapping[str, torch.Tensor]) -> None:
-        self._names = names
-        self._now = now
-        self._known: dict[int, torch.Tensor] = {}
-
-    def __getitem__(self, position: int, /) -> torch.Tensor:
-        found = self._known.get(position)
-        if found is None:
-            found = self._known[position] = memory_of(self._now[self._names[position]])
-        return found
