@@ -11,7 +11,7 @@ import json
 import os
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ import torch
 from benchmarks.arrival import difference, engine_checksums
 from benchmarks.gpu_memory import used_bytes, watching
 from verl_sglang_sync.bench.results_file import medians
-from verl_sglang_sync.sources.reexport import Reexport
 
 NUM_WARM_UPS = 4  # ours: a plan, and then a route for it, are each made and proven in a sync
 TRAINER_GPU, ENGINE_GPU = 0, 1
@@ -143,11 +142,6 @@ def checksums_of_engine(url: str, folder: Path) -> Callable[[], dict[str, int]]:
 
     client = SGLangServerClient(url, timeout_s=120)
     return lambda: engine_checksums(client, folder)
-
-
-def traceable(weights: Sequence[tuple[str, torch.Tensor]]) -> Reexport:
-    """An export of tensors as they lie in the trainer, as verl's worker hands it over."""
-    return Reexport(lambda: iter(weights), sources=lambda: dict(weights))
 
 
 def synchronize(device: str) -> None:

@@ -2,7 +2,8 @@
 
 One process on its own GPU. Arms: `per_tensor`, `sglang_named` and `sglang_flattened` are SGLang's
 stock `update_weights_from_distributed`. Ours are `disaggregated` and `disaggregated_compiled`,
-which broadcast an export that does not say what it reads, and `send`, whose export is traced.
+which broadcast an export that does not say what it reads, and `send`, whose export is traced. The
+weights are those of a model under FSDP2 with one rank; ours export it anew in every sync.
 """
 
 from __future__ import annotations
@@ -24,12 +25,11 @@ from benchmarks.arm import (
     measure_arm,
     run_arms,
     synchronize,
-    traceable,
 )
 from benchmarks.arrival import advance, checksums
 from verl_sglang_sync.bench.arms import counts_of
 from verl_sglang_sync.bench.engine_server import wait_until_healthy
-from verl_sglang_sync.bench.trainers import NamedTensors, make_weights
+from verl_sglang_sync.bench.trainers import NamedTensors, ShardedModel, size_of
 
 STOCK = ("per_tensor", "sglang_named", "sglang_flattened")
 SEND = "send"
@@ -51,22 +51,23 @@ def main() -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    weights = make_weights(args.model, device)
+    model = ShardedModel(args.model, device)
     wait_until_healthy(args.url, args.server_log)
-    sent = {"num_tensors": len(weights), "bytes": sum(tensor.nbytes for _, tensor in weights)}
+    num_tensors, num_bytes = size_of(args.model, device)
+    sent = {"num_tensors": num_tensors, "bytes": num_bytes}
 
     def measure(arm: str) -> dict[str, Any]:
         groups = UpdateGroups(address="127.0.0.1", device=device, timeout_s=TIMEOUT_S)
         make = partial(_ours if arm in OURS else _stock, arm)
-        sync, notes = make(groups, args.url, device, weights, args.bucket_mb << 20)
+        sync, notes = make(groups, args.url, device, model, args.bucket_mb << 20)
         try:
             row = measure_arm(
                 arm,
                 runs=args.runs,
                 device=args.device,
                 sync=sync,
-                advance=lambda: advance(weights),
-                trainer_checksums=lambda: checksums(weights),
+                advance=lambda: advance(model.shards()),
+                trainer_checksums=lambda: checksums(model.export()),
                 held_by_engine=checksums_of_engine(args.url, args.folder),
             )
         except Exception:
@@ -95,7 +96,7 @@ def _ours(
     groups: Any,
     url: str,
     device: torch.device,
-    weights: NamedTensors,
+    model: ShardedModel,
     bucket_bytes: int,
 ) -> Made:
     """The transport that verl's trainer uses with `+weight_sync=disaggregated`."""
@@ -122,7 +123,7 @@ def _ours(
         synchronize(device.type)
         with report.stage("sync"):
             replicas = [_replica(url)]
-            export = traceable(weights) if arm == SEND else iter(weights)
+            export = model.reexport() if arm == SEND else model.export()
             asyncio.run(transport.sync(export, version="0", report=report, replicas=replicas))
             synchronize(device.type)
         notes.update(counts_of(report))
@@ -136,14 +137,14 @@ def _stock(
     groups: Any,
     url: str,
     device: torch.device,
-    weights: NamedTensors,
+    model: ShardedModel,
     bucket_bytes: int,
 ) -> Made:
     """SGLang's own endpoint, one request per batch; nothing overlaps, as its users write it."""
     from verl_sglang_sync.engine.server_client import operations
 
     limit = 0 if arm == "per_tensor" else bucket_bytes
-    batches = list(_batches(weights, limit))
+    batches = list(_batches(list(model.export()), limit))
     flattened = arm == "sglang_flattened"
 
     def sync() -> Seconds:

@@ -30,7 +30,6 @@ from benchmarks.arm import (
     measure_arm,
     run_arms,
     synchronize,
-    traceable,
 )
 from verl_sglang_sync.bench.engine_server import wait_until_healthy
 
@@ -219,18 +218,21 @@ def _trainer_class() -> type[Any]:
     from verl.single_controller.base.decorator import Dispatch, register
 
     class Trainer(Worker):  # type: ignore[misc]
-        """What `ActorRolloutRefWorker` does in a sync, with weights that need no export."""
+        """What `ActorRolloutRefWorker` does in a sync, with a model under FSDP2 with one rank."""
 
         def __init__(self, gpu: int, model: str, device: str) -> None:
             super().__init__()
             import verl_sglang_sync.verl_plugin  # noqa: F401
-            from verl_sglang_sync.bench.trainers import make_weights
+            from verl_sglang_sync.bench.trainers import ShardedModel, size_of
 
             _expect_gpu(gpu)
             self._device = device
-            torch.distributed.init_process_group("cpu:gloo")
+            torch.distributed.init_process_group(
+                "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+            )
             place = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
-            self._weights = make_weights(model, place)
+            self._model = ShardedModel(model, place)
+            self._size = size_of(model, place)
             self._engine: Any = None
             self._seconds = 0.0
 
@@ -250,7 +252,7 @@ def _trainer_class() -> type[Any]:
         async def update_weights(self, global_steps: int | None = None, mode: str = "auto") -> Any:
             synchronize(self._device)
             started = time.perf_counter()
-            metrics = await self._engine.send_weights(traceable(self._weights), global_steps)
+            metrics = await self._engine.send_weights(self._model.reexport(), global_steps)
             synchronize(self._device)
             self._seconds = time.perf_counter() - started
             return metrics or {}
@@ -265,17 +267,17 @@ def _trainer_class() -> type[Any]:
         def advance(self) -> None:
             from benchmarks.arrival import advance
 
-            advance(self._weights)
+            advance(self._model.shards())
             synchronize(self._device)
 
         def checksums(self) -> dict[str, int]:
             from benchmarks.arrival import checksums
 
-            return checksums(self._weights)
+            return checksums(self._model.export())
 
         def sizes(self) -> dict[str, int]:
-            num_bytes = sum(tensor.nbytes for _, tensor in self._weights)
-            return {"num_tensors": len(self._weights), "bytes": num_bytes}
+            num_tensors, num_bytes = self._size
+            return {"num_tensors": num_tensors, "bytes": num_bytes}
 
     return Trainer
 

@@ -54,9 +54,13 @@ class ShardedModel:
         exported: Iterator[NamedTensor] = unfuse_moe_params(full, self._model_type)
         return exported
 
+    def shards(self) -> NamedTensors:
+        """This rank's, which are trained."""
+        return [(name, p.detach().to_local()) for name, p in self._module.named_parameters()]
+
     def local_bytes(self) -> int:
         """Bytes of this rank's shards."""
-        return sum(p.detach().to_local().nbytes for p in self._module.parameters())
+        return sum(shard.nbytes for _, shard in self.shards())
 
 
 def make_trainer(kind: Kind, model: str, device: torch.device) -> Reexport:
