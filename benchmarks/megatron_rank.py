@@ -60,6 +60,8 @@ def _measure(
         dist.barrier()
         notes = run()
         measured.append(notes.pop("seconds"))
+    seconds = [each["sync"] for each in measured[NUM_WARM_UPS:]]
+    print(f"{name}: {sorted(seconds)} s", flush=True)  # in the log, should a later arm be cut off
     return {"runs_s": measured[NUM_WARM_UPS:], **notes}
 
 

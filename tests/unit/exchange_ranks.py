@@ -59,6 +59,7 @@ class ExchangeRank(Rank):
         arrangements = EngineArrangements(is_wanted=True)
         self.digest = f"arranged for rank {rank}"
         arrangements.known = KnownArrangements(self.digest, tuple(named))
+        self.readers = [arrangements]
         self.ring = StagingRing(CPU, num_buffers=2, bucket_bytes=BUCKET_BYTES)
         self.num_read = None  # buckets after which this rank gives up
         payload = sum(bucket.payload_bytes for bucket in self.stream.buckets)
@@ -97,6 +98,36 @@ class ExchangeRank(Rank):
             for read in self.own[index].reads
             if not torch.equal(*(b[read.start : read.start + read.nbytes] for b in (have, want)))
         ]
+
+
+class SendRank(ExchangeRank):
+    """A rank whose engine is on another device, as far as what it is sent is proven."""
+
+    def make_route(self):
+        from verl_sglang_sync.routes.send.route import Send
+
+        super().make_route()
+        return Send(
+            self.context,
+            senders=None,
+            readers=lambda: self.readers,
+            is_wanted=True,
+            piece_nbytes=PIECE_BYTES,
+            timeout_s=60,
+        )
+
+    def is_sent(self):
+        """Whether a sync would be sent now."""
+        return self.route.choose(self.export, self.report()) is not None
+
+
+def prove_sending():
+    """Export and prove, with origins as they are, then with others."""
+    right, wrong = SendRank(sharded("moe")), SendRank(sharded("moe"))
+    right.sync()
+    with spoiled_origins():
+        wrong.sync()
+    return {"right": (right.is_sent(), right.seen.off), "wrong": (wrong.is_sent(), wrong.seen.off)}
 
 
 def exchange_model(kind, dtype):
@@ -346,11 +377,11 @@ def a_backend_that_cannot():
     return dataclasses.asdict(rank.seen)
 
 
-def wrong_origins():
-    """The traced origins are spoiled: the comparison must see it."""
+@contextmanager
+def spoiled_origins():
+    """What is traced says of one tensor that it is another."""
     from verl_sglang_sync.sources import source_map
 
-    rank = ExchangeRank(sharded("moe"))
     trace = source_map.trace_export
 
     def spoiled(*args, **kwargs):
@@ -360,6 +391,13 @@ def wrong_origins():
         return dataclasses.replace(traced, tensors={**traced.tensors, name: other})
 
     with mock.patch.object(source_map, "trace_export", spoiled):
+        yield
+
+
+def wrong_origins():
+    """The traced origins are spoiled: the comparison must see it."""
+    rank = ExchangeRank(sharded("moe"))
+    with spoiled_origins():
         rank.sync()
     rank.sync()
     return dataclasses.asdict(rank.seen)

@@ -118,6 +118,13 @@ def test_a_wrong_origin_never_reaches_the_engine(pool):
         assert "experts.2.up_proj.weight differs from the full export" in seen["off"]
 
 
+def test_what_would_be_sent_is_compared_before_it_is(pool):
+    for seen in pool.run(exchange_ranks.prove_sending):
+        assert seen["right"] == (True, None)
+        is_sent, why = seen["wrong"]
+        assert not is_sent and "differs from the full export" in why
+
+
 def test_a_backend_without_an_all_to_all_means_the_full_export(pool):
     for seen in pool.run(exchange_ranks.a_backend_that_cannot):
         assert seen["routes"] == ["export", "export"]

@@ -72,15 +72,22 @@ def first_difference(plan: ShardPlan, batches: Iterator[Batch], device: torch.de
 def _difference(
     plan: ShardPlan, index: int, tensors: Sequence[torch.Tensor], device: torch.device
 ) -> str | None:
-    sent: list[list[torch.Tensor]] = []
-    for number in plan.all_to_all.numbers_of(index):
-        packed, sizes = plan.all_to_all.pack(number)
-        sent.append([part.clone() for part in packed.split(list(sizes))])
+    numbers = plan.all_to_all.numbers_of(index)
     for rank, arrangement in enumerate(plan.reads_of(index)[plan.num_before :], plan.num_before):
         whole = gather_arranged(tensors, arrangement, device)
-        arrived = torch.cat([parts[rank] for parts in sent])
-        for piece in received([plan.drafts[index].sends[rank]], len(sent)).pieces:
-            expected = whole[piece.start : piece.start + piece.nbytes]
-            if not torch.equal(expected, arrived[piece.offset : piece.offset + piece.nbytes]):
-                return f"bucket {index}, byte {piece.start}, differs from the full export"
+        found = received([plan.drafts[index].sends[rank]], len(numbers))
+        start = 0  # of what one all-to-all brings; no piece comes in two of them
+        for number in numbers:
+            packed, sizes = plan.all_to_all.pack(number)
+            part = packed.split(list(sizes))[rank]
+            stop = start + part.numel()
+            for piece in found.pieces:
+                if start <= piece.offset < stop:
+                    expected = whole[piece.start : piece.start + piece.nbytes]
+                    arrived = part[piece.offset - start :][: piece.nbytes]
+                    if not torch.equal(expected, arrived):
+                        return f"bucket {index}, byte {piece.start}, differs from the full export"
+            start = stop
+        if start != sum(map(sum, found.sizes)):
+            return f"bucket {index} is sent in {start} bytes, {found.sizes} are received"
     return None
