@@ -76,9 +76,8 @@ class Setting:
 
     def environment(self, gpu: int | None) -> dict[str, str]:
         """Of a process on one GPU; None: it sees all."""
-        path = os.pathsep.join(
-            filter(None, (str(ROOT), str(ROOT / "plugins"), os.environ.get("PYTHONPATH")))
-        )
+        ours = (str(ROOT), str(ROOT / "tests"), str(ROOT / "plugins"))
+        path = os.pathsep.join(filter(None, (*ours, os.environ.get("PYTHONPATH"))))
         found = {**os.environ, **NCCL_ENVIRONMENT, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
         if self.device == "cpu":
             found |= {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"}

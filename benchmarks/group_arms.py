@@ -27,6 +27,7 @@ from benchmarks.arm import (
     synchronize,
 )
 from benchmarks.arrival import advance, checksums
+from support.stock_update import update_from_distributed
 from verl_sglang_sync.bench.arms import counts_of
 from verl_sglang_sync.bench.engine_server import wait_until_healthy
 from verl_sglang_sync.bench.trainers import NamedTensors, ShardedModel, size_of
@@ -141,8 +142,6 @@ def _stock(
     bucket_bytes: int,
 ) -> Made:
     """SGLang's own endpoint, one request per batch; nothing overlaps, as its users write it."""
-    from verl_sglang_sync.engine.server_client import operations
-
     limit = 0 if arm == "per_tensor" else bucket_bytes
     batches = list(_batches(list(model.export()), limit))
     flattened = arm == "sglang_flattened"
@@ -154,7 +153,7 @@ def _stock(
         started = time.perf_counter()
         for batch in batches:
             reply = client.submit(
-                operations.update_from_distributed(
+                update_from_distributed(
                     [name for name, _ in batch],
                     [str(tensor.dtype).removeprefix("torch.") for _, tensor in batch],
                     [list(tensor.shape) for _, tensor in batch],

@@ -325,7 +325,6 @@ def calls_of_our_client() -> list[Any]:
         make.release_memory(["weights"]),
         make.resume_memory(["weights"]),
         make.update_weights([b""], load_format="x"),
-        make.update_from_distributed(["x"], ["uint8"], [[1]], group_name="g"),
         make.init_update_group(**group, group_name="g", backend="gloo"),
         make.destroy_update_group("g"),
         make.load_adapter("a", {}, b"", num_copies=None if tp_ranks_share_adapters() else 1),

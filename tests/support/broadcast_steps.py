@@ -20,6 +20,7 @@ from support.engine_steps import hashes_of_hosts
 from support.exports import ShardedExport, calling_at, doubled, on_meta
 from support.settings import settings_of
 from support.sglang_server import free_port, loopback
+from support.stock_update import update_from_distributed
 from support.trainer import Hashes, NamedTensors, TrainerRank, read_hashes, run_loader
 from verl_sglang_sync.engine.server_client import ServerError, SGLangServerClient, operations
 from verl_sglang_sync.routes.exchange.all_to_all import AllToAll
@@ -101,7 +102,7 @@ def _among_strangers(rank: TrainerRank, good: NamedTensors, targets: Targets) ->
             descriptor = json.loads(base64.b64decode(first["serialized_named_tensors"][0]))
             group, later = descriptor["group"], {**descriptor, "timeout_s": 1000.0}
             changed = [base64.b64encode(json.dumps(later).encode()).decode()]
-            stock = operations.update_from_distributed(["a"], ["uint8"], [[8]], group_name=group)
+            stock = update_from_distributed(["a"], ["uint8"], [[8]], group_name=group)
             for name, call in (
                 ("repeated", sent[0]),
                 (

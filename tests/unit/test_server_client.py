@@ -110,9 +110,6 @@ UPDATE = operations.update_weights([b"abc"], load_format="a.b")
 RELEASE = operations.release_memory(["weights"])
 INIT_GROUP = operations.init_update_group(**GROUP)
 DESTROY_GROUP = operations.destroy_update_group("weights")
-DISTRIBUTED = operations.update_from_distributed(
-    ("a", "b"), ("float32", "bfloat16"), ((2, 3), ()), group_name="weights"
-)
 
 CALLS = {
     "release": (
@@ -149,23 +146,6 @@ CALLS = {
                 "load_format": "a.b",
                 "flush_cache": True,
                 "weight_version": "17",
-            },
-            ADMIN,
-        ),
-    ),
-    "update from distributed": (
-        DISTRIBUTED,
-        (
-            "POST",
-            "/update_weights_from_distributed",
-            {
-                "names": ["a", "b"],
-                "dtypes": ["float32", "bfloat16"],
-                "shapes": [[2, 3], []],
-                "group_name": "weights",
-                "load_format": None,
-                "flush_cache": False,
-                "weight_version": None,
             },
             ADMIN,
         ),
@@ -371,8 +351,8 @@ def test_a_slow_reply_within_the_limit_is_a_success():
 
 @pytest.mark.parametrize(
     "call",
-    (UPDATE, DISTRIBUTED, INIT_GROUP, DESTROY_GROUP),
-    ids=("update", "distributed", "init group", "destroy group"),
+    (UPDATE, INIT_GROUP, DESTROY_GROUP),
+    ids=("update", "init group", "destroy group"),
 )
 def test_what_may_have_been_executed_is_never_sent_again(call):
     server = Server(delay_s=0.5)

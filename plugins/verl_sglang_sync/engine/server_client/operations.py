@@ -38,7 +38,6 @@ class Operation:
 RELEASE = Operation("release_memory_occupation", limit="release", idempotent=True)
 RESUME = Operation("resume_memory_occupation", limit="resume", idempotent=True)
 UPDATE = Operation("update_weights_from_tensor", limit="update", idempotent=False, confirmed=True)
-UPDATE_DISTRIBUTED = replace(UPDATE, path="update_weights_from_distributed")
 INIT_GROUP = Operation("init_weights_update_group", limit="group", idempotent=False, confirmed=True)
 DESTROY_GROUP = replace(INIT_GROUP, path="destroy_weights_update_group")
 LOAD_ADAPTER = Operation(
@@ -93,29 +92,6 @@ def update_weights(
         "weight_version": weight_version,
     }
     return Call(UPDATE, payload, sent=sent)
-
-
-def update_from_distributed(
-    names: Sequence[str],
-    dtypes: Sequence[str],
-    shapes: Sequence[Sequence[int]],
-    *,
-    group_name: str,
-    load_format: str | None = None,
-    flush_cache: bool = False,
-    weight_version: str | None = None,
-) -> Call:
-    """Load one bucket that the trainer broadcasts in `group_name`; the rest as `update_weights`."""
-    payload = {
-        "names": list(names),
-        "dtypes": list(dtypes),
-        "shapes": [list(shape) for shape in shapes],
-        "group_name": group_name,
-        "load_format": load_format,
-        "flush_cache": flush_cache,
-        "weight_version": weight_version,
-    }
-    return Call(UPDATE_DISTRIBUTED, payload)
 
 
 def init_update_group(
