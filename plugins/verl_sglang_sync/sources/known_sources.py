@@ -16,9 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 
 from verl_sglang_sync.sources.module_tree import ModuleState, ModuleTree
-from verl_sglang_sync.sources.tensor_marks import TensorMarks, describe_tensors, locals_of
-
-STEP = 16
+from verl_sglang_sync.sources.tensor_marks import STEP, TensorMarks, describe_tensors, locals_of
 
 Sources = Callable[[], Mapping[str, torch.Tensor]]
 """The tensors that an export reads, by name, as they are now: parameters, sharded or not."""
@@ -109,7 +107,7 @@ class SourceKinds:
 
     def __init__(self, now: Mapping[str, torch.Tensor]) -> None:
         self._names = list(now)
-        self._kinds = describe_tensors(list(now.values()))
+        self._kinds = list(describe_tensors(list(now.values())))
 
     def first_other(self, now: Mapping[str, torch.Tensor]) -> str | None:
         """The first tensor that is of another kind now: dtype, shape, strides, placement, or which
@@ -118,10 +116,12 @@ class SourceKinds:
         if list(now) != self._names:
             return "the set of the trainer's tensors"
         kinds = describe_tensors(list(now.values()))
-        if kinds == self._kinds:
-            return None
-        rows = zip(zip(*kinds, strict=True), zip(*self._kinds, strict=True), strict=True)
-        return next(name for name, (kind, then) in zip(now, rows, strict=True) if kind != then)
+        for number, (some, then) in enumerate(zip(kinds, self._kinds, strict=True)):
+            if some != then:
+                names = self._names[number * STEP :]
+                rows = zip(zip(*some, strict=True), zip(*then, strict=True), strict=True)
+                return next(n for n, (kind, was) in zip(names, rows, strict=False) if kind != was)
+        return None
 
 
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -11,6 +11,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 # By `map`, and past the Python of `StorageWeakRef.expired`, which takes four times as long.
 _is_expired = cast(Callable[[int], bool], torch.UntypedStorage._expired)
+
+STEP = 64
+"""Tensors that are looked at together."""
 
 
 class TensorMarks:
@@ -71,13 +74,21 @@ def _description_columns(
     )
 
 
-def describe_tensors(tensors: Sequence[torch.Tensor]) -> tuple[list[Any], ...]:
-    """All of each tensor but its address and values, in columns, to be compared later.
+def describe_tensors(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[list[Any], ...]]:
+    """All of each tensor but its address and values, to be compared with another time's.
 
     Tensors that share a storage are told by the position of the first of them.
+
+    Yields:
+        Columns of `STEP` tensors: few objects live at a time, for Python's garbage collector.
     """
-    locals_ = locals_of(tensors)
     first: dict[int, int] = {}
-    storages = [first.setdefault(t.untyped_storage()._cdata, i) for i, t in enumerate(locals_)]
-    offsets = list(map(torch.Tensor.storage_offset, locals_))
-    return (storages, offsets, *_description_columns(tensors, locals_))
+    for start in range(0, len(tensors), STEP):
+        some = tensors[start : start + STEP]
+        locals_ = locals_of(some)
+        storages = [
+            first.setdefault(local.untyped_storage()._cdata, i)
+            for i, local in enumerate(locals_, start)
+        ]
+        offsets = list(map(torch.Tensor.storage_offset, locals_))
+        yield storages, offsets, *_description_columns(some, locals_)

@@ -18,6 +18,8 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from sglang_loader.common.regions.arrangement import Arrangement
 from sglang_loader.common.session.messages import Loaded
 from verl_sglang_sync.collective import (
@@ -240,7 +242,8 @@ class ShardRoute(Route):
             if self._readers() is not self._read_by:
                 raise SourcesChanged("other engines take part")
             now = self._source_map.current(weights, plan.traced)
-            plan.all_to_all.begin(locals_of([now[name] for name in plan.traced.names]))
+            nothing = torch.empty(0, device=self._device)  # what only other ranks have
+            plan.all_to_all.begin(locals_of([now.get(name, nothing) for name in plan.traced.names]))
 
         _, reason = result_or_reason(begin, SourcesChanged)
         agreed = common_reason(self._group, reason)
