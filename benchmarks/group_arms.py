@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -30,7 +30,7 @@ from benchmarks.arrival import advance, checksums
 from support.stock_update import update_from_distributed
 from verl_sglang_sync.bench.arms import counts_of
 from verl_sglang_sync.bench.engine_server import wait_until_healthy
-from verl_sglang_sync.bench.trainers import NamedTensors, ShardedModel, size_of
+from verl_sglang_sync.bench.trainers import NamedTensor, ShardedModel, size_of
 
 STOCK = ("per_tensor", "sglang_named", "sglang_flattened")
 SEND = "send"
@@ -143,7 +143,7 @@ def _stock(
 ) -> Made:
     """SGLang's own endpoint, one request per batch; nothing overlaps, as its users write it."""
     limit = 0 if arm == "per_tensor" else bucket_bytes
-    batches = list(_batches(list(model.export()), limit))
+    batches = list(_batches(model.export(), limit))
     flattened = arm == "sglang_flattened"
 
     def sync() -> Seconds:
@@ -182,7 +182,7 @@ def _broadcast(batch: Batch, group: Any, *, flattened: bool) -> None:
         work.wait()
 
 
-def _batches(weights: NamedTensors, limit: int) -> Iterator[Batch]:
+def _batches(weights: Iterable[NamedTensor], limit: int) -> Iterator[Batch]:
     """Cut by bytes; a limit of 0 makes a batch of every tensor."""
     batch: Batch = []
     size = 0

@@ -242,8 +242,12 @@ class ShardRoute(Route):
             if self._readers() is not self._read_by:
                 raise SourcesChanged("other engines take part")
             now = self._source_map.current(weights, plan.traced)
-            nothing = torch.empty(0, device=self._device)  # what only other ranks have
-            plan.all_to_all.begin(locals_of([now.get(name, nothing) for name in plan.traced.names]))
+            rank, nothing = own_rank(), torch.empty(0, device=self._device)
+            shards = [
+                now[each.source] if each.owners.is_held_by(rank) else nothing
+                for each in plan.traced.parameters
+            ]
+            plan.all_to_all.begin(locals_of(shards))
 
         _, reason = result_or_reason(begin, SourcesChanged)
         agreed = common_reason(self._group, reason)

@@ -77,7 +77,7 @@ def _difference(
         whole = gather_arranged(tensors, arrangement, device)
         found = received([plan.drafts[index].sends[rank]], len(numbers))
         start = 0  # of what one all-to-all brings; no piece comes in two of them
-        for number in numbers:
+        for number in numbers:  # packed for each engine rank anew: the scratch holds two of them
             packed, sizes = plan.all_to_all.pack(number)
             part = packed.split(list(sizes))[rank]
             stop = start + part.numel()
