@@ -28,7 +28,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+PATHS = [str(path) for path in (ROOT, ROOT / "tests", ROOT / "plugins")]
+sys.path[:0] = PATHS
 
 from benchmarks.arm import ENGINE_GPU, TRAINER_GPU  # noqa: E402
 from benchmarks.arrival import ARRIVAL_LOADER, arrival_environment  # noqa: E402
@@ -76,8 +77,7 @@ class Setting:
 
     def environment(self, gpu: int | None) -> dict[str, str]:
         """Of a process on one GPU; None: it sees all."""
-        ours = (str(ROOT), str(ROOT / "tests"), str(ROOT / "plugins"))
-        path = os.pathsep.join(filter(None, (*ours, os.environ.get("PYTHONPATH"))))
+        path = os.pathsep.join(filter(None, (*PATHS, os.environ.get("PYTHONPATH"))))
         found = {**os.environ, **NCCL_ENVIRONMENT, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
         if self.device == "cpu":
             found |= {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"}
