@@ -190,6 +190,7 @@ def sync_error(manager: Any, weights: Any, version: str = "v") -> str | None:
 
 Step = Callable[..., Any]
 TIMEOUT_S = 420  # steps of a minute or two; the machine may be busy
+AFTER_CRASH_S = 120  # twice the limit of a sync, within which the other ranks are to notice
 
 
 def results_of(outcomes: Sequence[Outcome]) -> list[Any]:
@@ -232,7 +233,6 @@ def run_trainer(
     variables = {**os.environ, **(environment or {}), "PYTHONPATH": python_path()}
     variables["PYTHONFAULTHANDLER"] = "1"
     processes: list[subprocess.Popen[bytes] | Fork] = []
-    codes: list[int] = []
     for rank in range(world_size):
         log = folder / f"trainer-{name}-{rank}.log"
         if device == "cpu" and not hosts:
@@ -250,13 +250,30 @@ def run_trainer(
                 )
             )
     try:
-        deadline = time.monotonic() + timeout_s
-        for process in processes:
-            codes.append(process.wait(timeout=max(1.0, deadline - time.monotonic())))
+        codes = _wait_for_all(processes, timeout_s)
     finally:
         for process in processes:
             process.kill()
     return [launch.read_outcome(rank, code) for rank, code in enumerate(codes)]
+
+
+def _wait_for_all(
+    processes: Sequence[subprocess.Popen[bytes] | Fork], timeout_s: float
+) -> list[int]:
+    """Exit codes by rank.
+
+    A rank that still runs at the limit, or `AFTER_CRASH_S` after another one has crashed, is ended
+    by a signal for which it leaves its threads' stacks in its log.
+    """
+    deadline = time.monotonic() + timeout_s
+    while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
+        if any(process.poll() not in (None, 0) for process in processes):
+            deadline = min(deadline, time.monotonic() + AFTER_CRASH_S)
+        time.sleep(0.05)
+    for process in processes:
+        if process.poll() is None:
+            os.kill(process.pid, signal.SIGABRT)
+    return [process.wait(timeout=10) for process in processes]
 
 
 class Launch(msgspec.Struct, kw_only=True):
@@ -285,7 +302,7 @@ class Launch(msgspec.Struct, kw_only=True):
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
         log = Path(self.folder, f"trainer-{self.name}-{rank}.log").read_text(errors="replace")
         crash = log.rfind("Fatal Python error")  # the names of all modules come last
-        text = log[-4000:] if crash < 0 else log[crash : crash + 4000]
+        text = log[-4000:] if crash < 0 else log[crash : crash + 8000]
         return Outcome(None, f"rank {rank} {how}:\n{text}")
 
 

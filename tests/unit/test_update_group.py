@@ -31,7 +31,7 @@ class Rank(threading.Thread):
 
     def run(self):
         try:
-            store = TCPStore("127.0.0.1", self.port, 3, is_master=False, wait_for_workers=False)
+            store = TCPStore("127.0.0.1", self.port, 3, is_master=False)
             self.is_in.set()
             store.wait(["nobody"])
         except Exception as error:

@@ -42,7 +42,7 @@ from verl_sglang_sync.engine.session import SessionSockets
 logger = logging.getLogger(__name__)
 
 SEND_AWAY_S = 30.0
-WINDOW_S = 1.0
+WINDOW_S = 0.2
 REPLY_S = 2.0
 
 Result = TypeVar("Result")
@@ -331,17 +331,20 @@ def _why_not_formed(
 def _send_away(meeting: MeetingPoint, waiting: Sequence[Future[Any]]) -> None:
     """Have all who wait for a rank that does not come leave, the engines' ranks too.
 
-    They wait in calls that nothing else ends before torch's default timeout, 30 minutes.
+    They wait in calls that nothing else ends before torch's default timeout, 30 minutes. Those that
+    were still on their way are let in whenever they try again, and then sent away as well.
     """
     deadline = time.monotonic() + SEND_AWAY_S
     meeting.close()
     while wait(waiting, timeout=WINDOW_S).not_done and time.monotonic() < deadline:
         try:
-            meeting.reopen()  # for ranks that were still on their way
+            meeting.reopen()
         except DistNetworkError as error:
             logger.warning("cannot send waiting ranks away: %s", error)
             return
-        wait(waiting, timeout=WINDOW_S)
+        while not meeting.has_visitors and time.monotonic() < deadline:
+            if not wait(waiting, timeout=WINDOW_S).not_done:
+                break
         meeting.close()
 
 

@@ -73,6 +73,11 @@ class MeetingPoint:
         """
         self._server = self._opened(self.port)
 
+    @property
+    def has_visitors(self) -> bool:
+        """True if a rank has come since it was opened: each leaves a word there before it waits."""
+        return self._server is not None and self._server.num_keys() > 0
+
     def _opened(self, port: int) -> TCPStore:
         return _store(self._address, port, self._world_size, self._timeout_s, is_master=True)
 
