@@ -14,6 +14,8 @@ from pathlib import Path
 
 import msgspec
 import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _world
 
 from sglang_loader.common.shared_memory import share_on_host
 from support import transformer_engine
@@ -68,7 +70,7 @@ class MegatronActor:
         from verl_sglang_sync.verl.exports import make_exports_repeatable
 
         make_exports_repeatable()  # as the rollout adapter does in this process
-        self._layout = layout
+        self._layout, self._others = layout, set(_world.pg_map)
         self._unpinned = UnpinnedMemory if on_cpu else torch.no_grad
         self._engine = MegatronEngineWithLMHead(
             HFModelConfig(path=str(model), load_tokenizer=False),
@@ -103,10 +105,16 @@ class MegatronActor:
     def close(self) -> None:
         """Dissolve Megatron's groups, and forget its choice of attention, so that another layout
         can be built.
+
+        Megatron forgets most groups without ending them: the threads of a few hundred, which gloo
+        wakes every 10 ms, would keep two cores busy.
         """
         from megatron.core import parallel_state
 
+        dist.barrier()  # nobody is in a collective of the groups any more
         parallel_state.destroy_model_parallel()
+        for group in set(_world.pg_map) - self._others:
+            dist.destroy_process_group(group)
         for kernels in ("FLASH", "FUSED", "UNFUSED"):
             os.environ.pop(f"NVTE_{kernels}_ATTN", None)
 

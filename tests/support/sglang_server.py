@@ -36,6 +36,7 @@ class Server:
 CPU_ARGUMENTS = (
     *("--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native"),
     *("--disable-overlap-schedule", "--mem-fraction-static", "0.1", "--disable-cuda-graph"),
+    "--sleep-on-idle",  # two idle servers of two ranks would keep two cores busy
 )
 GPU_ARGUMENTS = (
     *("--dtype", "bfloat16", "--attention-backend", "triton", "--mem-fraction-static", "0.3"),
