@@ -73,6 +73,7 @@ rollout=(
   +actor_rollout_ref.rollout.engine_kwargs.sglang.attention_backend=torch_native
   +actor_rollout_ref.rollout.engine_kwargs.sglang.sampling_backend=pytorch
   +actor_rollout_ref.rollout.engine_kwargs.sglang.disable_overlap_schedule=True
+  +actor_rollout_ref.rollout.engine_kwargs.sglang.sleep_on_idle=True
   +actor_rollout_ref.rollout.engine_kwargs.sglang.max_total_tokens=4096
   +actor_rollout_ref.rollout.engine_kwargs.sglang.enable_memory_saver=False
 )

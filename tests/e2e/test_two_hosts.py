@@ -47,6 +47,7 @@ ENGINE = (
     f"+{ROLLOUT}.engine_kwargs.sglang.attention_backend=torch_native",
     f"+{ROLLOUT}.engine_kwargs.sglang.sampling_backend=pytorch",
     f"+{ROLLOUT}.engine_kwargs.sglang.disable_overlap_schedule=True",
+    f"+{ROLLOUT}.engine_kwargs.sglang.sleep_on_idle=True",
     f"+{ROLLOUT}.engine_kwargs.sglang.max_total_tokens=1024",
     f"+{ROLLOUT}.engine_kwargs.sglang.enable_memory_saver=False",
     f"+{ROLLOUT}.engine_kwargs.sglang.custom_weight_loader=[{HASH_LOADER}]",

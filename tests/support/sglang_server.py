@@ -36,7 +36,6 @@ class Server:
 CPU_ARGUMENTS = (
     *("--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native"),
     *("--disable-overlap-schedule", "--mem-fraction-static", "0.1", "--disable-cuda-graph"),
-    "--sleep-on-idle",  # two idle servers of two ranks would keep two cores busy
 )
 GPU_ARGUMENTS = (
     *("--dtype", "bfloat16", "--attention-backend", "triton", "--mem-fraction-static", "0.3"),
@@ -81,6 +80,8 @@ def sglang_server(
         *("--custom-weight-loader", SESSION_FORMAT, HASH_LOADER, *loaders),
         *extra,
     ]
+    if device == "cpu" and "--enable-dp-attention" not in extra:  # whose schedulers wait for all
+        arguments.append("--sleep-on-idle")  # two idle servers would keep two cores busy
     log = folder / "server.log"
     variables = {
         **environment(device, tp),

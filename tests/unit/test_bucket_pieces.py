@@ -47,6 +47,12 @@ def test_a_piece_is_spread_over_the_shards_that_it_names() -> None:
     assert torch.equal(packed[:32].view(4, 8), torch.cat([left, right], dim=1))
 
 
+def test_a_piece_may_be_strided_within_one_buffer() -> None:
+    packed = source_of(BucketPiece(1, 4, 0, 32, ROWS)).packed(LAYOUT)
+    left, right = BUFFERS[1][4:20].view(4, 4), BUFFERS[1][20:36].view(4, 4)
+    assert torch.equal(packed[:32].view(4, 8), torch.cat([left, right], dim=1))
+
+
 @pytest.mark.parametrize(
     ("piece", "reason"),
     [
@@ -55,10 +61,12 @@ def test_a_piece_is_spread_over_the_shards_that_it_names() -> None:
         (BucketPiece(0, 0, LAYOUT.nbytes, 32), "leaves the bucket's"),
         (BucketPiece(0, 0, 0, 32, ROWS, ((0, 16, 16), (2, 0, 16))), "slot 2: not mapped"),
         (BucketPiece(0, 0, 0, 32, ROWS, ((0, 16, 16), (1, 56, 16))), r"bytes 56\+16 leaves"),
-        (BucketPiece(0, 0, 0, 32, ROWS, SHARDS[:1]), "leaves its shards"),
-        (BucketPiece(0, 1, 0, 32, ROWS, SHARDS), "leaves its shards"),
-        (BucketPiece(0, 0, 0, 16, ROWS, SHARDS), "leaves its shards"),
-        (BucketPiece(0, 31, 0, 32, ((32, -1),), SHARDS), "leaves its shards"),
+        (BucketPiece(0, 0, 0, 32, ROWS, SHARDS[:1]), "leaves its memory"),
+        (BucketPiece(0, 1, 0, 32, ROWS, SHARDS), "leaves its memory"),
+        (BucketPiece(0, 0, 0, 16, ROWS, SHARDS), "leaves its memory"),
+        (BucketPiece(0, 33, 0, 32, ROWS), "leaves its memory"),
+        (BucketPiece(0, 0, 0, 32, (), SHARDS), "leaves its memory"),
+        (BucketPiece(0, 31, 0, 32, ((32, -1),), SHARDS), "leaves its memory"),
     ],
 )
 def test_bytes_outside_of_what_is_mapped_are_refused(piece: BucketPiece, reason: str) -> None:

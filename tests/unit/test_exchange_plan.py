@@ -239,10 +239,28 @@ def test_an_engine_rank_finds_what_it_reads_in_what_it_receives(bucket, num_piec
     for piece in found.pieces:
         assert piece.start == stop, "every byte is there, and once"
         stop += piece.nbytes
-        buffer[piece.start : stop] = arrived[piece.offset : piece.offset + piece.nbytes]
+        dims = piece.dims or ((piece.nbytes, 1),)
+        buffer[piece.start : stop] = arrived[indices(piece.offset, dims, 1)]
     assert stop == read.nbytes or not len(arrived)
     expected = arranged(read, origins, full)  # 0 where nothing is read
     assert np.array_equal(np.where(expected, buffer, 0), expected)
+
+
+def test_columns_of_several_ranks_come_as_one_piece_of_each_all_to_all():
+    """A row-parallel weight, read whole, whose columns four trainer ranks hold."""
+    rows, columns, num_ranks = 48, 512, 4
+    parts = [
+        tuple(
+            Read(0, row * columns, (), columns, (row * num_ranks + rank) * columns)
+            for row in range(rows)
+        )
+        for rank in range(num_ranks)
+    ]
+    found = received(parts, 3, rows * num_ranks * columns)
+    assert len(found.pieces) == 3
+    for number, piece in enumerate(found.pieces):
+        strip = sum(found.sizes[number]) // num_ranks
+        assert piece.dims == ((rows // 3, columns), (num_ranks, strip), (columns, 1))
 
 
 def test_all_ranks_send_in_every_piece_and_words_stay_whole():

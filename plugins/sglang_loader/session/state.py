@@ -223,12 +223,13 @@ def _piece(
             f"a piece of bucket {index} at bytes {start}+{nbytes} leaves the bucket's "
             f"{bucket_nbytes}"
         )
-    if not piece.shards:
+    if not (piece.dims or piece.shards):
         return Piece(start, within(piece.slot, piece.offset, nbytes))
-    memories = tuple(within(*shard) for shard in piece.shards)
+    shards = piece.shards or ((piece.slot, 0, buffers[piece.slot].numel()),)
+    memories = tuple(within(*shard) for shard in shards)
     spread = SpreadPiece(start, memories, ByteMap(piece.offset, piece.dims))
     if spread.nbytes != nbytes or not spread.is_within:
-        raise SessionError(f"a piece of bucket {index} at byte {start} leaves its shards")
+        raise SessionError(f"a piece of bucket {index} at byte {start} leaves its memory")
     return spread
 
 

@@ -160,7 +160,7 @@ def received(
         receives: see `plan_reader`; every source must cut what it sends likewise.
         num_pieces: the same on all ranks, at least 1.
         nbytes: of the bucket: behind bytes that nobody reads there are some that came, as in a
-            buffer; None: the pieces are what is read alone.
+            buffer; None: the pieces are what is read alone, each of consecutive bytes.
     """
     cut = [_cut(reads, num_pieces) for reads in receives]
     sizes: list[list[int]] = []
@@ -172,7 +172,9 @@ def received(
             found.append(BucketPiece(0, base + unpack.offset, unpack.start, unpack.run))
         base += sum(of_ranks)
     found.sort(key=lambda piece: piece.start)
-    return Received(sizes, found if nbytes is None else _without_gaps(found, nbytes, base))
+    if nbytes is not None:
+        found = _joined(_joined(_without_gaps(found, nbytes, base)))
+    return Received(sizes, found)
 
 
 def _without_gaps(
@@ -190,6 +192,30 @@ def _without_gaps(
             filled.append(BucketPiece(0, 0, at, size))
             at += size
     return [piece for piece in filled if piece.nbytes]
+
+
+def _joined(pieces: Sequence[BucketPiece]) -> list[BucketPiece]:
+    """The same bytes: pieces at one distance that continue each other in the bucket as one.
+
+    Of a row-parallel weight, each row has columns of several ranks, and the rows of one rank lie
+    one behind the other: the columns of a row are joined first, and then the rows.
+    """
+    joined, at = [], 0
+    while at < len(pieces):
+        first, count = pieces[at], 1
+        nbytes, dims = first.nbytes, first.dims
+        step = pieces[at + 1].offset - first.offset if at + 1 < len(pieces) else 0
+        while step > 0 and at + count < len(pieces):
+            offset, start = first.offset + count * step, first.start + count * nbytes
+            if pieces[at + count] != BucketPiece(first.slot, offset, start, nbytes, dims):
+                break
+            count += 1
+        if count > 1:
+            dims = ((count, step), *(dims or ((nbytes, 1),)))
+            first = BucketPiece(first.slot, first.offset, first.start, count * nbytes, dims)
+        joined.append(first)
+        at += count
+    return joined
 
 
 def pieces_of(bucket: BucketExchange, num_pieces: int) -> list[PieceExchange]:
