@@ -12,7 +12,7 @@ import asyncio
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from benchmarks.arm import (
     synchronize,
 )
 from benchmarks.arrival import advance, checksums
-from support.stock_update import update_from_distributed
+from support.stock_update import stock_group, update_from_distributed
 from verl_sglang_sync.bench.arms import counts_of
 from verl_sglang_sync.bench.engine_server import wait_until_healthy
 from verl_sglang_sync.bench.trainers import NamedTensor, ShardedModel, size_of
@@ -46,7 +46,6 @@ def main() -> None:
     args = child_arguments(__doc__.splitlines()[0])
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     import verl_sglang_sync.sync.transport  # noqa: F401  imports while the server starts
-    from verl_sglang_sync.engine.update_groups import UpdateGroups
 
     device = torch.device("cuda", 0) if args.device == "cuda" else torch.device("cpu")
     if device.type == "cuda":
@@ -58,10 +57,8 @@ def main() -> None:
     sent = {"num_tensors": num_tensors, "bytes": num_bytes}
 
     def measure(arm: str) -> dict[str, Any]:
-        groups = UpdateGroups(address="127.0.0.1", device=device, timeout_s=TIMEOUT_S)
-        make = partial(_ours if arm in OURS else _stock, arm)
-        sync, notes = make(groups, args.url, device, model, args.bucket_mb << 20)
-        try:
+        make = _ours if arm in OURS else _stock
+        with make(arm, args.url, device, model, args.bucket_mb << 20) as (sync, notes):
             row = measure_arm(
                 arm,
                 runs=args.runs,
@@ -71,11 +68,7 @@ def main() -> None:
                 trainer_checksums=lambda: checksums(model.export()),
                 held_by_engine=checksums_of_engine(args.url, args.folder),
             )
-        except Exception:
-            groups.abandon()
-            raise
-        groups.close()
-        del sync, make
+        del sync
         if device.type == "cuda":
             torch.cuda.empty_cache()
         return {**row, "model": args.model, **sent, **notes}
@@ -83,29 +76,22 @@ def main() -> None:
     run_arms(args.arms, args.rows, measure)
 
 
-def _replica(url: str) -> Any:
-    from verl_sglang_sync.engine.update_groups import Replica
-
-    return Replica(identity=url, base_url=url, num_ranks=1)
-
-
 Made = tuple[Callable[[], Seconds], dict[str, Any]]
 
 
+@contextmanager
 def _ours(
-    arm: str,
-    groups: Any,
-    url: str,
-    device: torch.device,
-    model: ShardedModel,
-    bucket_bytes: int,
-) -> Made:
+    arm: str, url: str, device: torch.device, model: ShardedModel, bucket_bytes: int
+) -> Iterator[Made]:
     """The transport that verl's trainer uses with `+weight_sync=disaggregated`."""
     from verl_sglang_sync.collective import SingleProcess
     from verl_sglang_sync.config import WeightSyncConfig
+    from verl_sglang_sync.engine.update_groups import Replica, UpdateGroups
     from verl_sglang_sync.report import SyncReport
     from verl_sglang_sync.sync.transport import disaggregated_transport
 
+    groups = UpdateGroups(address="127.0.0.1", device=device, timeout_s=TIMEOUT_S)
+    replicas = [Replica(identity=url, base_url=url, num_ranks=1)]
     mode = OURS[arm]
     settings = WeightSyncConfig(
         mode=mode,  # type: ignore[arg-type]
@@ -123,32 +109,32 @@ def _ours(
         report = SyncReport(mode=mode, replica=None)
         synchronize(device.type)
         with report.stage("sync"):
-            replicas = [_replica(url)]
             export = model.reexport() if arm == SEND else model.export()
             asyncio.run(transport.sync(export, version="0", report=report, replicas=replicas))
             synchronize(device.type)
         notes.update(counts_of(report))
         return report.seconds
 
-    return sync, notes
+    try:
+        yield sync, notes
+    except Exception:
+        groups.abandon()
+        raise
+    groups.close()
 
 
+@contextmanager
 def _stock(
-    arm: str,
-    groups: Any,
-    url: str,
-    device: torch.device,
-    model: ShardedModel,
-    bucket_bytes: int,
-) -> Made:
+    arm: str, url: str, device: torch.device, model: ShardedModel, bucket_bytes: int
+) -> Iterator[Made]:
     """SGLang's own endpoint, one request per batch; nothing overlaps, as its users write it."""
+    from verl_sglang_sync.engine.server_client import SGLangServerClient
+
     limit = 0 if arm == "per_tensor" else bucket_bytes
     batches = list(_batches(model.export(), limit))
     flattened = arm == "sglang_flattened"
 
     def sync() -> Seconds:
-        group = groups.with_replicas([_replica(url)])
-        _, client = group.members[0]
         synchronize(device.type)
         started = time.perf_counter()
         for batch in batches:
@@ -157,17 +143,21 @@ def _stock(
                     [name for name, _ in batch],
                     [str(tensor.dtype).removeprefix("torch.") for _, tensor in batch],
                     [list(tensor.shape) for _, tensor in batch],
-                    group_name=group.name,
+                    group_name=arm,
                     load_format="flattened_bucket" if flattened else None,
                     flush_cache=batch is batches[-1],
                 )
             )
-            _broadcast(batch, group.process_group, flattened=flattened)
+            _broadcast(batch, group, flattened=flattened)
             reply.result()
         synchronize(device.type)
         return {"sync": time.perf_counter() - started}
 
-    return sync, {"num_buckets": len(batches)}
+    with (
+        SGLangServerClient(url, timeout_s=TIMEOUT_S) as client,
+        stock_group(client, arm, device) as group,
+    ):
+        yield sync, {"num_buckets": len(batches)}
 
 
 def _broadcast(batch: Batch, group: Any, *, flattened: bool) -> None:
