@@ -61,7 +61,7 @@ unit: setup ## the tests that start no servers
 test: lint ## ruff, mypy and the tests (the GPU ones skip with a reason where there is no GPU)
 	$(RUN) -m pytest -q -m "not slow" $(PYTEST_ARGS)
 
-test-slow: setup ## the rest: more models, Megatron, broadcasts, faults, two hosts (35 minutes)
+test-slow: setup ## the rest: more models, Megatron, broadcasts, faults, two hosts (30 minutes)
 	$(RUN) -m pytest -q -m slow $(PYTEST_ARGS)
 
 FAULTS ?= 2000
