@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from sglang_loader.common.broadcast.update_group import backend_of
 from support.sglang_server import free_port
 from verl_sglang_sync.engine.server_client import SGLangServerClient, operations
 from verl_sglang_sync.engine.server_client.operations import UPDATE, Call
@@ -20,7 +21,7 @@ def stock_group(client: SGLangServerClient, name: str, device: torch.device) -> 
     """The process group of this process and a server of one rank, as SGLang's users form it."""
     from sglang.srt.utils import init_custom_process_group
 
-    port, backend = free_port(), "gloo" if device.type == "cpu" else "nccl"
+    port, backend = free_port(), backend_of(device)
     joined = client.submit(
         operations.init_update_group(
             master_address="127.0.0.1",

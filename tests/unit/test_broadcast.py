@@ -249,7 +249,7 @@ def test_a_session_is_served_in_the_group_of_its_trainer_alone(work, joined):
 def test_a_group_that_is_not_formed_in_time_is_an_error_and_left(monkeypatch):
     """NCCL waits for a rank that never comes without a limit."""
     monkeypatch.setattr(update_groups, "SEND_AWAY_S", 0.0)
-    monkeypatch.setattr(update_groups, "WINDOW_S", 0.01)
+    monkeypatch.setattr(update_groups, "POLL_S", 0.01)
     joined = Future()
     monkeypatch.setattr(update_groups, "_in_thread", lambda step: joined)
     left = []

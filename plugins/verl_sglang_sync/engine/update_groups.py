@@ -42,7 +42,7 @@ from verl_sglang_sync.engine.session import SessionSockets
 logger = logging.getLogger(__name__)
 
 SEND_AWAY_S = 30.0
-WINDOW_S = 0.2
+POLL_S = 0.2
 REPLY_S = 2.0
 
 Result = TypeVar("Result")
@@ -336,16 +336,16 @@ def _send_away(meeting: MeetingPoint, waiting: Sequence[Future[Any]]) -> None:
     """
     deadline = time.monotonic() + SEND_AWAY_S
     meeting.close()
-    while wait(waiting, timeout=WINDOW_S).not_done and time.monotonic() < deadline:
+    while wait(waiting, timeout=POLL_S).not_done and time.monotonic() < deadline:
+        if meeting.has_visitors:
+            meeting.close()
+            continue
         try:
             meeting.reopen()
         except DistNetworkError as error:
             logger.warning("cannot send waiting ranks away: %s", error)
             return
-        while not meeting.has_visitors and time.monotonic() < deadline:
-            if not wait(waiting, timeout=WINDOW_S).not_done:
-                break
-        meeting.close()
+    meeting.close()
 
 
 def _leave_servers(

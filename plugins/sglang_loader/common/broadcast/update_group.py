@@ -66,12 +66,12 @@ class MeetingPoint:
         self._server = None
 
     def reopen(self) -> None:
-        """Open it again, empty, at the same port.
+        """Open it again, empty, at the same port, unless it is open.
 
         Raises:
             torch.distributed.DistNetworkError: the port is taken.
         """
-        self._server = self._opened(self.port)
+        self._server = self._server or self._opened(self.port)
 
     @property
     def has_visitors(self) -> bool:
