@@ -349,11 +349,12 @@ class Storm:
 
 
 def _wait_until_dead(pids: Iterable[int]) -> None:
-    """What dies holds its folder's lock until then, for seconds where the machine is busy."""
+    """What dies holds its folder's lock until its last thread has ended, for seconds at times."""
     deadline = time.monotonic() + DEATH_S
     for pid in pids:
         with suppress(psutil.NoSuchProcess):
-            while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+            process = psutil.Process(pid)
+            while process.status() != psutil.STATUS_ZOMBIE or process.num_threads() > 1:
                 assert time.monotonic() < deadline, f"{pid} was killed and still lives"
                 time.sleep(0.05)
 

@@ -8,6 +8,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -99,6 +100,26 @@ def test_what_a_killed_process_left_is_removed_by_the_next(parent: Path, memory:
     assert not path.exists()
     assert not memory.exists()
     assert mine.path.exists()
+
+
+def test_ranks_that_start_together_leave_nothing_behind(parent: Path) -> None:
+    """Each removes orphans as it starts; one that came too late must not make a file anew."""
+    for number in range(300):
+        orphan = parent / f"{PREFIX}{number}"
+        orphan.mkdir(mode=0o700)
+        for name in ("owner", "shared-memory", "1", "2"):
+            (orphan / name).touch()
+    with ThreadPoolExecutor(4) as ranks:
+        for removal in [ranks.submit(remove_orphans) for _ in range(4)]:
+            removal.result()
+    assert list(parent.iterdir()) == []
+
+
+def test_an_orphan_without_a_list_of_shared_memory_is_removed(parent: Path) -> None:
+    (orphan := parent / f"{PREFIX}1").mkdir(mode=0o700)
+    (orphan / "owner").touch()
+    remove_orphans()
+    assert not orphan.exists()
 
 
 def test_a_folder_is_kept_while_a_child_of_its_owner_lives(parent: Path) -> None:

@@ -44,6 +44,7 @@ class SessionFolder:
         self._num_sockets = 0
         # Under another name until it is locked: else another process might take it for an orphan.
         made = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=_parent()))
+        (made / _LOCK).touch()
         self._lock = _try_lock(made)
         self._names = (made / _SHARED_MEMORY).open("a")
         self.path = made.rename(made.with_name(made.name.removeprefix(".")))
@@ -65,13 +66,12 @@ def remove_orphans() -> None:
     """Remove the folders that are ours and that no process owns."""
     for path in _parent().glob(f"{PREFIX}*"):
         with suppress(OSError):  # another process may be at it, or it was never ours
-            if not _is_private(path) or not (path / _LOCK).exists():
-                continue
-            lock = _try_lock(path)
+            lock = _try_lock(path) if _is_private(path) else None
             if lock is None:
                 continue
-            for name in (path / _SHARED_MEMORY).read_text().split():
-                (SHARED_MEMORY / Path(name).name).unlink(missing_ok=True)
+            with suppress(FileNotFoundError):  # killed before it made the list
+                for name in (path / _SHARED_MEMORY).read_text().split():
+                    (SHARED_MEMORY / Path(name).name).unlink(missing_ok=True)
             shutil.rmtree(path)
             lock.close()
             logger.info("removed %s, which a process left behind that was killed", path)
@@ -117,8 +117,13 @@ def _is_private(path: Path) -> bool:
 
 
 def _try_lock(path: Path) -> TextIO | None:
-    """The folder's lock, held until it is closed; None if a living process holds it."""
-    file = (path / _LOCK).open("a")
+    """The folder's lock, held until it is closed; None if a living process holds it.
+
+    Raises:
+        FileNotFoundError: there is none. It is not made here: a folder that another process removes
+            at this moment would be left with a new lock in it.
+    """
+    file = (path / _LOCK).open("r+")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
