@@ -24,6 +24,7 @@ from support.broadcast_steps import (
     SENDS,
     broadcast_syncs,
     dies_amid_sending,
+    dies_as_it_is_read,
     faults_amid_sending,
     good_sync,
     sent_syncs,
@@ -69,17 +70,7 @@ def test_every_trainer_rank_sends_what_every_engine_rank_reads(
     engines: Engines, world_size: int
 ) -> None:
     """To each replica alone, to both, and after one has left and joined again."""
-    seen = engines.run(sent_syncs, world_size=world_size)[0]
-    by_scale: dict[float, list[Any]] = {1.0: seen["reference"]}
-    state = [1.0, 1.0]
-    for (scale, members), sync in zip(SENDS, seen["syncs"], strict=True):
-        for member in members:
-            state[member] = scale
-        for target, hashes in enumerate(sync["hashes"]):
-            expected = by_scale.setdefault(state[target], [None, None])
-            expected[target] = expected[target] or hashes
-            assert hashes == expected[target], (scale, members)
-    reports = [sync["report"] for sync in seen["syncs"]]
+    reports = check_sends(engines.run(sent_syncs, world_size=world_size)[0])
     by_members = {members: report for (_, members), report in zip(SENDS, reports, strict=True)}
     for members, report in by_members.items():
         assert report["num_sent"] == report["num_replayed"] == report["num_buckets"], members
@@ -94,6 +85,38 @@ def test_every_trainer_rank_sends_what_every_engine_rank_reads(
             assert payload / 2 < nbytes < 0.6 * payload, "half, and what both have"
     broadcast = [report for report in reports if not report["num_sent"]]
     assert len(broadcast) <= 6 and broadcast[0] is reports[0], "one or two after each change"
+
+
+def check_sends(seen: dict[str, Any]) -> list[Any]:
+    """Every sync of `SENDS` left the members with its weights and the others as they were; its
+    reports.
+    """
+    by_scale: dict[float, list[Any]] = {1.0: seen["reference"]}
+    state = [1.0, 1.0]
+    for (scale, members), sync in zip(SENDS, seen["syncs"], strict=True):
+        for member in members:
+            state[member] = scale
+        for target, hashes in enumerate(sync["hashes"]):
+            expected = by_scale.setdefault(state[target], [None, None])
+            expected[target] = expected[target] or hashes
+            assert hashes == expected[target], (scale, members)
+    return [sync["report"] for sync in seen["syncs"]]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_engines_on_the_trainers_host_read_every_rank_s_shards_where_they_are(
+    engines: Engines, world_size: int
+) -> None:
+    """As each replica alone, as both, and after one has left and joined again."""
+    seen = engines.run(sent_syncs, SENDS, None, True, world_size=world_size)[0]
+    reports = check_sends(seen)
+    is_pulled = [report["num_pulled"] == report["num_buckets"] for report in reports]
+    changes = [i for i, (_, who) in enumerate(SENDS) if i == 0 or who != SENDS[i - 1][1]]
+    assert [i for i, pulled in enumerate(is_pulled) if not pulled] == changes
+    for report, pulled in zip(reports, is_pulled, strict=True):
+        if pulled:
+            assert report["num_replayed"] == report["num_buckets"]
+            assert (report["num_sent"], report["num_eager"], report["staging_bytes"]) == (0, 0, 0)
 
 
 def test_what_is_sent_is_compared_with_the_export_again_in_every_second_sync(
@@ -135,6 +158,19 @@ def test_a_trainer_rank_that_dies_amid_sending_is_named_in_time(engines: Engines
     first, second = run_trainer(dies_amid_sending, engines.folder, targets, urls=urls)
     assert "SIGKILL" in str(second.error)
     assert "rank 1 did not answer" in first.result["error"]
+    assert first.result["seconds"] < LIMIT_S + 15
+    (again,) = engines.run(good_sync, world_size=1)
+    assert again == first.result["reference"]
+
+
+def test_a_trainer_rank_that_dies_as_engines_read_its_shards_is_named_in_time(
+    engines: Engines,
+) -> None:
+    urls = [server.url for server in engines.servers]
+    targets = [[url, tp] for url, tp in zip(urls, (1, 2), strict=True)]
+    first, second = run_trainer(dies_as_it_is_read, engines.folder, targets, urls=urls)
+    assert "SIGKILL" in str(second.error)
+    assert "rank 1" in first.result["error"]
     assert first.result["seconds"] < LIMIT_S + 15
     (again,) = engines.run(good_sync, world_size=1)
     assert again == first.result["reference"]

@@ -24,6 +24,7 @@ from support.stock_update import update_from_distributed
 from support.trainer import Hashes, NamedTensors, TrainerRank, read_hashes, run_loader
 from verl_sglang_sync.engine.server_client import ServerError, SGLangServerClient, operations
 from verl_sglang_sync.routes.exchange.all_to_all import AllToAll
+from verl_sglang_sync.routes.pull.route import PulledBuckets
 
 Targets = list[tuple[str, int]]
 """Servers' URLs and their numbers of TP ranks."""
@@ -181,9 +182,15 @@ def sent_syncs(
     targets: Targets,
     sends: Sequence[tuple[float, tuple[int, ...]]] = SENDS,
     settings: dict[str, Any] | None = None,
+    is_mappable: bool = False,
 ) -> dict[str, Any]:
-    """Go through `sends` with sharded weights; hashes and the report after each sync."""
-    sender, export = Sender(rank, targets, **settings or {}), ShardedExport(rank.weights())
+    """Go through `sends` with sharded weights; hashes and the report after each sync.
+
+    Args:
+        is_mappable: the engines, which are on the same host, can map the shards.
+    """
+    sender = Sender(rank, targets, **settings or {})
+    export = ShardedExport(rank.weights(), is_mappable=is_mappable)
     seen: dict[str, Any] = {"reference": sender.hashes(), "syncs": []}
     for scale, members in sends:
         export.write(rank.weights(scale))
@@ -272,6 +279,25 @@ def faults_amid_sending(rank: TrainerRank, targets: Targets, pids: list[int]) ->
         seen[fault]["num_sent"] = sending.until_sent()
         seen[fault]["hashes"] = sending.hashes()
     return seen
+
+
+def dies_as_it_is_read(rank: TrainerRank, targets: Targets) -> dict[str, Any]:
+    """Rank 1 is killed while engines read all ranks' shards; how the other one was told, and what
+    the engines had before.
+    """
+    sender = Sender(rank, targets, timeout_s=LIMIT_S)
+    export = ShardedExport(rank.weights(), is_mappable=True)
+    reports = [sender.sync(export.reexport(), "compiled") for _ in range(3)]
+    assert reports[-1]["num_pulled"]
+    reference = sender.hashes()
+
+    def die(source: PulledBuckets) -> None:
+        if rank.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    export.write(rank.weights(0.5))
+    with mock.patch.object(PulledBuckets, "confirm", die):
+        return {"reference": reference} | sender.attempt(export.reexport(), BOTH, "compiled")
 
 
 def dies_amid_sending(rank: TrainerRank, targets: Targets) -> dict[str, Any]:

@@ -67,7 +67,6 @@ class ExchangeRank(Rank):
         self.seen.counts.update(arranged=arranged, payload=payload, scratch=0)
         return Exchange(
             self.context,
-            arrangements=arrangements,
             ring=self.ring,
             is_wanted=True,
             piece_nbytes=PIECE_BYTES,
@@ -108,9 +107,8 @@ class SendRank(ExchangeRank):
 
         super().make_route()
         return Send(
-            self.context,
+            dataclasses.replace(self.context, num_before=dist.get_world_size()),
             senders=None,
-            readers=lambda: self.readers,
             is_wanted=True,
             piece_nbytes=PIECE_BYTES,
             timeout_s=60,

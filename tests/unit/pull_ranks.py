@@ -12,25 +12,83 @@ import torch.distributed as dist
 
 from sglang_loader.common.bucket_source import BucketSource, Piece
 from sglang_loader.common.shared_memory import map_buffer
+from unit import route_ranks
 from unit.route_ranks import CPU, Rank, sharded
 
 
+class EngineMemory:
+    """What one engine rank maps, and reads: its end of a session.
+
+    Attributes:
+        mapped: its memory, by the block's name.
+        keeps: it was to keep that after the last sync.
+        was_read: tensors of the last sync.
+    """
+
+    def __init__(self) -> None:
+        self.mapped: dict[str, torch.Tensor] = {}
+        self.was_read: dict[str, torch.Tensor] = {}
+        self.keeps = False
+
+    def map_blocks(self, blocks: Sequence[Any], *, keep: bool) -> None:
+        """As a session with the engine does; the slots are the positions of the blocks."""
+        from verl_sglang_sync.engine.session import BlockNotMapped
+
+        self.keeps, self.slots, self.was_read = keep, [], {}
+        for block in blocks:
+            if block.name not in self.mapped:
+                if block.handle is None:
+                    raise BlockNotMapped("gone")
+                self.mapped[block.name] = map_buffer(block.handle, CPU)
+            self.slots.append(self.mapped[block.name])
+
+    def load(self, index: int, bucket: Any, pieces: Any, *, read_only: bool) -> None:
+        """Keep what the bucket is now."""
+        assert read_only
+        assert not any(piece.shards for piece in pieces)
+        memory = [
+            Piece(p.start, self.slots[p.slot][p.offset : p.offset + p.nbytes]) for p in pieces
+        ]
+        packed = BucketSource(memory).packed(bucket.layout)
+        views = bucket.layout.views(packed)
+        self.was_read |= {name: tensor.clone() for name, tensor in views}
+
+
 class PullRank(Rank):
-    """A rank whose engine keeps what it has mapped, where it is to.
+    """A rank whose engines keep what they have mapped, where they are to.
+
+    Args:
+        kind: of the model.
+        is_shared: its parameters are in memory that can be mapped.
+        recheck: see `Rank`.
+        num_engines: engine ranks of this rank.
 
     Attributes:
         num_handles: that were made for engines.
-        mapped: the engine's memory, by the block's name.
-        keeps: it was to keep that after the last sync.
+        engines: of this rank.
     """
 
-    def __init__(self, kind: str, *, is_shared: bool = True, recheck: int = 0) -> None:
+    def __init__(
+        self, kind: str, *, is_shared: bool = True, recheck: int = 0, num_engines: int = 1
+    ) -> None:
         model = sharded(kind)
         if is_shared:
             share(model)
         self.num_handles = 0
-        self.mapped: dict[str, torch.Tensor] = {}
+        self.engines = [EngineMemory() for _ in range(num_engines)]
+        self.readers: Sequence[Any] = list(self.engines)
         super().__init__(model, recheck=recheck)
+
+    @property
+    def num_engines(self) -> int:
+        """See `Rank`."""
+        return len(self.engines)
+
+    @property
+    def keeps(self) -> bool:
+        """The engines were to keep what they have mapped."""
+        (keeps,) = {engine.keeps for engine in self.engines}
+        return keeps
 
     def make_route(self) -> Any:
         from verl_sglang_sync.routes.pull.route import Pull
@@ -40,40 +98,27 @@ class PullRank(Rank):
     def _count(self, handle: object) -> None:
         self.num_handles += 1
 
-    def map_blocks(self, blocks: Sequence[Any], *, keep: bool) -> None:
-        """As a session with the engine does; the slots are the positions of the blocks."""
-        from verl_sglang_sync.engine.session import BlockNotMapped
-
-        self.keeps, self.slots = keep, []
-        for block in blocks:
-            if block.name not in self.mapped:
-                if block.handle is None:
-                    raise BlockNotMapped("gone")
-                self.mapped[block.name] = map_buffer(block.handle, CPU)
-            self.slots.append(self.mapped[block.name])
-
     def read(self, source: Any) -> None:
-        read = {}
-        source.map_memory(self)
-        for ready in source:
-            layout = ready.bucket.layout
-            assert not any(piece.shards for piece in ready.pieces)
-            pieces = [
-                Piece(p.start, self.slots[p.slot][p.offset : p.offset + p.nbytes])
-                for p in ready.pieces
-            ]
-            packed = BucketSource(pieces).packed(layout)
-            read.update({name: tensor.clone() for name, tensor in layout.views(packed)})
+        from verl_sglang_sync.engine.arrangements import EngineArrangements
+        from verl_sglang_sync.engine.engine_ranks import EngineRank, OpeningRequest
+
+        nothing = OpeningRequest(None, None), EngineArrangements(is_wanted=False)
+        engines: Any = [EngineRank("", engine, *nothing) for engine in self.engines]  # type: ignore[arg-type]
+        delivery = source.delivery(engines, lambda step: step())
+        assert all(delivery.deliver(ready) for ready in source)
         source.confirm()
-        self.was_read = read
-        if not self.keeps:
-            self.mapped.clear()
+        for engine in self.engines:
+            if not engine.keeps:
+                engine.mapped.clear()
 
     def compare(self) -> list[str]:
         full = dict(self.export)
-        assert full.keys() == self.was_read.keys()
         assert any(tensor.any() for tensor in full.values())
-        return [name for name, want in full.items() if not torch.equal(self.was_read[name], want)]
+        wrong = []
+        for engine in self.engines:
+            assert full.keys() == engine.was_read.keys()
+            wrong += [k for k, want in full.items() if not torch.equal(engine.was_read[k], want)]
+        return wrong
 
 
 def share(model: torch.nn.Module) -> None:
@@ -108,6 +153,26 @@ def pull_model(kind: str) -> dict[str, Any]:
         rank.sync()
         handles.append(rank.num_handles)
     assert handles[0] < handles[1] == handles[2], "blocks that stay mapped need no new handles"
+    return dataclasses.asdict(rank.seen)
+
+
+def pull_by_many_engines_of_one_rank() -> dict[str, Any]:
+    """The first rank has three engine ranks, and other ones later; the others have none."""
+    is_first = dist.get_rank() == 0
+    rank = PullRank("moe", num_engines=3 if is_first else 0)
+    rank.context = dataclasses.replace(rank.context, num_before=dist.get_world_size())
+    rank.route = rank.make_route()
+    rank.sync()
+    rank.sync()
+    handles = [rank.num_handles]
+    if is_first:
+        rank.engines = [EngineMemory() for _ in range(2)]
+        rank.readers = list(rank.engines)
+    for _ in range(3):
+        rank.step()
+        rank.sync()
+    handles.append(rank.num_handles)
+    assert 2 * handles[0] == 3 * (handles[1] - handles[0]), "one for each engine rank"
     return dataclasses.asdict(rank.seen)
 
 
@@ -169,7 +234,7 @@ def pull_engine_forgot() -> dict[str, Any]:
     rank = PullRank("dense")
     for _ in range(3):
         rank.sync()
-    rank.mapped.clear()
+    rank.engines[0].mapped.clear()
     rank.sync()
     return {**dataclasses.asdict(rank.seen), "keeps": rank.keeps}
 
@@ -180,7 +245,10 @@ def pull_refused(case: str) -> dict[str, Any]:
     from verl_sglang_sync.sources import export_trace, shard_memory
 
     rank = PullRank("moe", is_shared=case != "private")
-    if case == "hosts":
+    if case == "engine elsewhere":
+        with mock.patch.object(route_ranks, "HOST", "another"):
+            rank.sync()
+    elif case == "hosts":
         with mock.patch.object(shard_memory, "host_id", lambda: f"host {dist.get_rank() // 2}"):
             rank.sync()
     elif case == "wrong trace":

@@ -2,6 +2,7 @@
 
 import types
 from dataclasses import dataclass, field
+from typing import Any
 from unittest import mock
 
 import torch
@@ -10,9 +11,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from sglang_loader.common.shared_memory import host_id
 from unit.trainer_ranks import trainer_group
 
 CPU = torch.device("cpu")
+HOST = host_id()
 BUCKET_BYTES = 20 << 10
 _SIZES = {
     "vocab_size": 83,  # 4 ranks have 21, 21, 21, 20 rows
@@ -100,6 +103,7 @@ def loaded(may_read=True):
         num_eager=1,
         reason=None,
         may_read_in_place=may_read,
+        host=HOST,
         arrangements=None,
         seconds={},
     )
@@ -135,7 +139,14 @@ class Rank:
         model: of this rank.
         change: of the export, in what is traced.
         recheck: `recheck_every_n_syncs`.
+
+    Attributes:
+        readers: this rank's engine ranks.
+        num_engines: how many it has.
     """
+
+    num_engines = 1
+    readers: Any = ()
 
     def __init__(self, model, change=None, recheck=0):
         from verl_sglang_sync.routes.route import RouteContext
@@ -149,7 +160,14 @@ class Rank:
         self.learnt_from = self.export if change is None else transformed(self.export, change)
         self.stream = BucketStream(BUCKET_BYTES)
         source_map = SourceMap(self.group, CPU)
-        self.context = RouteContext(self.group, CPU, source_map, self.stream, recheck)
+        self.context = RouteContext(
+            self.group,
+            CPU,
+            source_map,
+            self.stream,
+            lambda: self.readers,
+            recheck_every_n_syncs=recheck,
+        )
         self.seen = Seen()
         self.route = self.make_route()
 
@@ -201,7 +219,7 @@ class Rank:
         self.batches()
         self.seen.routes.append("export")
         if self.route.can_learn(self.learnt_from):
-            self.route.learn(self.learnt_from, [loaded(may_read)])
+            self.route.learn(self.learnt_from, [loaded(may_read)] * self.num_engines)
         self.seen.off = self.route.off
 
     def batches(self):

@@ -40,6 +40,13 @@ def test_parameters_that_come_back_elsewhere_are_pulled_from_there(pool: Any) ->
         assert not seen["keeps"]
 
 
+def test_one_rank_tells_engines_beside_the_trainers_and_others_that_come_later(pool: Any) -> None:
+    for seen in pool.run(pull_ranks.pull_by_many_engines_of_one_rank):
+        assert seen["routes"] == ["export", "pull", "export", "pull", "pull"]
+        assert not any(seen["wrong"])
+        assert seen["off"] is None
+
+
 def test_memory_that_was_offloaded_is_mapped_anew_for_each_sync(pool: Any) -> None:
     for seen in pool.run(pull_ranks.pull_emptied):
         assert seen["routes"] == ["export", "pull", "pull", "pull"]
@@ -84,6 +91,12 @@ def test_what_cannot_be_pulled_is_exported(pool: Any, case: str, reason: str) ->
         assert seen["routes"] == ["export", "export"]
         assert seen["recoveries"] == (["EXPORT"] if case == "mapping" else [])
         assert reason in seen["off"]
+
+
+def test_engines_of_another_node_are_not_told_where_parameters_lie(pool: Any) -> None:
+    for seen in pool.run(pull_ranks.pull_refused, "engine elsewhere"):
+        assert seen["routes"] == ["export", "export"]
+        assert seen["off"] is None
 
 
 def test_every_nth_sync_goes_through_the_export(pool: Any) -> None:

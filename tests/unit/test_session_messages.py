@@ -41,6 +41,7 @@ FROM_ENGINE = [
         num_eager=2,
         reason=None,
         may_read_in_place=True,
+        host="this one",
         arrangements=b"x",
         seconds={"waiting": 0.5, "launching": 0.25},
     ),

@@ -165,6 +165,11 @@ def _mapped(handle: BufferHandle, device: torch.device) -> torch.Tensor:
     return mapped
 
 
+def host_id() -> str:
+    """Equal in processes on the same running machine, whatever containers they are in."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
 def gpu_uuid(index: int) -> str:
     """UUID of a CUDA device of this process."""
     return str(torch.cuda.get_device_properties(index).uuid)

@@ -23,7 +23,7 @@ from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.session import messages as wire
 from sglang_loader.common.session.channel import Channel, KeptChannels, engine_end
 from sglang_loader.common.session.messages import FromTrainer, SessionDescriptor, SessionError
-from sglang_loader.common.shared_memory import CannotMap
+from sglang_loader.common.shared_memory import CannotMap, host_id
 from sglang_loader.session.arranged_plan import ArrangedPlan
 from sglang_loader.session.broadcast_receiver import BroadcastBuckets, BroadcastReceiver
 from sglang_loader.session.model_loader import ArrangementError, ModelLoader, SyncOutcome, loader_of
@@ -72,7 +72,7 @@ def serve_session(
         models: SGLang's models that are to be loaded; with speculative decoding two, the target
             last.
         steps: the caller's.
-        group: the process group in which the buckets are broadcast; None: they are mapped.
+        group: the process group in which buckets are broadcast; None: they are all mapped.
         senders: the one in which all trainer ranks send; None: they do not.
 
     Raises:
@@ -133,10 +133,11 @@ class _Session:
         self._loaders: list[ModelLoader] = [loader_of(model) for model in models]
         self._models = models
         self._device = device = device_of(models[0])
-        self._memory: BucketMemory = _mapped.begin_session(device)
+        self._mapped = _mapped.begin_session(device)
+        self._received: BroadcastBuckets | None = None
         if group is not None:
             limit_s = descriptor.timeout_s + LATER_S
-            self._memory = BroadcastBuckets(receiver, group, senders, device, limit_s)
+            self._received = BroadcastBuckets(receiver, group, senders, device, limit_s)
         self._digests: list[str] = []
         self._num_tensors = 0
         self._announced: deque[tuple[wire.LoadBucket, BucketLayout]] = deque()  # not yet begun
@@ -200,6 +201,7 @@ class _Session:
                     num_eager=outcome.num_eager,
                     reason=outcome.reason,
                     may_read_in_place=outcome.may_read_in_place,
+                    host=host_id(),
                     arrangements=self._offer(message.arrangements),
                     seconds=dict(self._seconds),
                 )
@@ -225,7 +227,7 @@ class _Session:
         """
         self._tell_done(channel)
         self._begin(channel)
-        if self._begun and self._memory.has_come():
+        if self._begun and self._memory_of(self._begun[0][0]).has_come():
             with self._spending("launching"):
                 self._load(*self._begun.popleft())
         elif self._begun or self._in_flight:
@@ -241,13 +243,19 @@ class _Session:
 
     def _begin(self, channel: Channel[FromTrainer]) -> None:
         while self._announced:
-            if len(self._begun) + len(self._in_flight) >= self._memory.max_unread:
+            message, layout = self._announced[0]
+            memory = self._memory_of(message)
+            if len(self._begun) + len(self._in_flight) >= memory.max_unread:
                 return
-            message, layout = self._announced.popleft()
-            self._memory.begin(message, layout)
-            self._begun.append((message, layout))
-            if self._descriptor.group:
+            memory.begin(message, layout)
+            self._begun.append(self._announced.popleft())
+            if memory is self._received:
                 channel.send(wire.Receiving, index=message.index)
+
+    def _memory_of(self, message: wire.LoadBucket) -> BucketMemory:
+        """What brings a bucket: the trainer's memory, or the group, if there is one."""
+        is_mapped = self._received is None or message.read_only
+        return self._mapped if is_mapped else self._received  # type: ignore[return-value]
 
     def _finish_buckets(self, channel: Channel[FromTrainer]) -> None:
         """Wait until the device has read all that was announced, and tell the trainer."""
@@ -279,7 +287,7 @@ class _Session:
         if message.arranged:
             self._load_arranged(message, layout)
         else:
-            source = self._memory.source(message, layout.nbytes)
+            source = self._memory_of(message).source(message, layout.nbytes)
             replayed = load_into_all(
                 self._loaders, message.index, layout, source, read_only=message.read_only
             )
@@ -296,7 +304,7 @@ class _Session:
                 f"bucket {index} came arranged by {message.arranged[:80]!r}; for this sync the "
                 f"engine holds {held or 'no arrangements'!r}"
             )
-        source = self._memory.source(message, nbytes)
+        source = self._memory_of(message).source(message, nbytes)
         for loader in self._loaders:
             try:
                 loader.load_arranged(index, layout, source)
@@ -340,7 +348,10 @@ class _Session:
         self._has_let_go = True
         if self._in_flight:  # a failure: nothing is unmapped while the device may read it
             synchronize(self._device)
-        if self._memory.let_go():
+        is_dropped = self._mapped.let_go()
+        if self._received is not None:
+            is_dropped = self._received.let_go() or is_dropped
+        if is_dropped:
             for loader in self._loaders:
                 loader.unbind()
 

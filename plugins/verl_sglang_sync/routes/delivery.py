@@ -11,13 +11,12 @@ from collections.abc import Sequence
 from sglang_loader.common.session.messages import BucketPiece
 from verl_sglang_sync.config import WeightSyncConfig
 from verl_sglang_sync.engine.engine_ranks import EngineRank, wait_for
-from verl_sglang_sync.engine.session import TrainerSession
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.routes.route import ReadyBucket
 
 
 class MappedDelivery:
-    """See `Delivery`: staging buffers are mapped, or the ranks' parameters.
+    """See `Delivery`: the staging buffers of packed buckets are mapped.
 
     Args:
         engines: one on a colocated rank; none: buckets get nowhere.
@@ -41,14 +40,13 @@ class MappedDelivery:
 
     def deliver(self, ready: ReadyBucket) -> bool:
         """See `Delivery`; a staging buffer that an engine does not know is mapped."""
-        self._num_packed += ready.storage is not None
-        for engine in self._engines:
-            engine.session.load(
-                ready.index,
-                ready.bucket,
-                self._pieces(engine.session, ready),
-                read_only=ready.storage is None,
-                arranged=ready.arranged,
+        self._num_packed += 1
+        for session in (engine.session for engine in self._engines):
+            assert ready.storage is not None, "a rank with an engine packs"
+            slot = session.map_buffer(ready.storage, keep=self._settings.keep_staging_buffers)
+            pieces = [BucketPiece(slot, 0, 0, ready.nbytes)]
+            session.load(
+                ready.index, ready.bucket, pieces, read_only=False, arranged=ready.arranged
             )
         return True
 
@@ -62,10 +60,3 @@ class MappedDelivery:
                     lambda session: session.num_done >= num_read,
                     self._settings.request_timeout_s,
                 )
-
-    def _pieces(self, session: TrainerSession, ready: ReadyBucket) -> list[BucketPiece]:
-        """Where the engine finds the bucket."""
-        if ready.storage is None:
-            return ready.pieces or []
-        slot = session.map_buffer(ready.storage, keep=self._settings.keep_staging_buffers)
-        return [BucketPiece(slot, 0, 0, ready.nbytes)]

@@ -9,7 +9,6 @@ A source is chosen before the engine has joined, the same on all ranks, and used
 
     source.start(session.has_arrived)           # while the engine joins
     source.engines_joined(held)                 # the engines have said how buckets may come
-    source.map_memory(session)                  # what the engine reads, where that is known
     for bucket in source: ...                   # each is loaded
     source.confirm()                            # before the engines may publish
     source.drain()                              # in any case: no other rank waits for this one
@@ -26,18 +25,23 @@ from typing import ClassVar, Protocol, TypeAlias
 
 import torch
 
-from sglang_loader.common.session.messages import BucketPiece, Loaded
+from sglang_loader.common.session.messages import Loaded
 from verl_sglang_sync.collective import TrainerGroup
 from verl_sglang_sync.config import WeightSyncConfig
+from verl_sglang_sync.engine.arrangements import EngineArrangements
 from verl_sglang_sync.engine.engine_ranks import EngineRank
-from verl_sglang_sync.engine.session import TrainerSession
-from verl_sglang_sync.report import SyncReport
+from verl_sglang_sync.report import SyncReport, warn_once
 from verl_sglang_sync.sources.bucket_stream import Bucket, BucketStream
 from verl_sglang_sync.sources.export import NamedTensor
 from verl_sglang_sync.sources.known_sources import sources_of
 from verl_sglang_sync.sources.source_map import SourceMap
 
 logger = logging.getLogger(__name__)
+
+NOT_TRACEABLE = (
+    "every sync makes the full export, which does not name the parameters that it hands on as they "
+    "are (verl's does with FSDP2, and with Megatron-Bridge; not with adapters or quantisation)"
+)
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,6 @@ class ReadyBucket:
         storage: the staging buffer that holds it; None where it is pulled.
         arranged: digest of the arrangements by which it is packed; "": it is whole.
         nbytes: of what is packed.
-        pieces: where the trainer ranks' parameters hold it; None where it is packed.
     """
 
     index: int
@@ -58,7 +61,6 @@ class ReadyBucket:
     storage: torch.UntypedStorage | None = None
     arranged: str = ""
     nbytes: int = 0
-    pieces: list[BucketPiece] | None = None
 
 
 InStep: TypeAlias = Callable[[Callable[[], bool]], bool]
@@ -96,9 +98,6 @@ class SyncSource:
     def engines_joined(self, held: Sequence[str]) -> None:
         """Each engine rank holds arrangements of this digest for the sync; "": none."""
 
-    def map_memory(self, session: TrainerSession) -> None:
-        """Have the engine map, with the first bucket, what all buckets need."""
-
     def delivery(self, engines: Sequence[EngineRank], in_step: InStep) -> Delivery | None:
         """How these buckets get to this rank's engine ranks; None: as packed ones do."""
         return None
@@ -133,6 +132,10 @@ class RouteContext:
         device: of the parameters on this rank, and of what is made of them.
         source_map: where the export's bytes lie in the parameters.
         stream: cuts it into buckets.
+        readers: what this rank's engine ranks have said that they read; the same object for as long
+            as they are the same engine ranks.
+        num_before: number of the first rank's first engine rank, by which each one finds the
+            replica of a shard that is near to it: 0 where rank and engine rank share a device.
         recheck_every_n_syncs: compare with the full export again in every n-th sync; 0: never.
     """
 
@@ -140,15 +143,22 @@ class RouteContext:
     device: torch.device
     source_map: SourceMap
     stream: BucketStream
+    readers: Callable[[], Sequence[EngineArrangements]]
+    num_before: int = 0
     recheck_every_n_syncs: int = 0
 
     @classmethod
     def of(
-        cls, group: TrainerGroup, device: torch.device, settings: WeightSyncConfig
+        cls,
+        group: TrainerGroup,
+        device: torch.device,
+        settings: WeightSyncConfig,
+        readers: Callable[[], Sequence[EngineArrangements]],
+        num_before: int = 0,
     ) -> RouteContext:
         """Of an export that nobody has seen yet."""
         every, stream = settings.recheck_every_n_syncs, BucketStream(settings.bucket_bytes)
-        return cls(group, device, SourceMap(group, device), stream, every)
+        return cls(group, device, SourceMap(group, device), stream, readers, num_before, every)
 
 
 class Route:
@@ -177,6 +187,9 @@ class Route:
         self._device = context.device
         self._source_map = context.source_map
         self._stream = context.stream
+        self._readers = context.readers
+        self._num_before = context.num_before
+        self._read_by: object = None
         self._recheck_every_n_syncs = context.recheck_every_n_syncs
         self._is_wanted = is_wanted
         self._num_syncs = 0
@@ -209,7 +222,10 @@ class Route:
 
     def can_learn(self, weights: Iterable[NamedTensor]) -> bool:
         """True if `learn` may find something; all ranks' exports are of a kind."""
-        return self._is_wanted and self.off is None and sources_of(weights) is not None
+        is_traceable = sources_of(weights) is not None
+        if self._is_wanted and not is_traceable:
+            warn_once(NOT_TRACEABLE)
+        return self._is_wanted and self.off is None and is_traceable
 
     def learn(self, weights: Iterable[NamedTensor], loaded: Sequence[Loaded]) -> bool:
         """After a good exported sync: prepare, and prove, the next ones.
@@ -222,6 +238,10 @@ class Route:
             True if the next syncs go this way and need no staging buffers.
         """
         raise NotImplementedError
+
+    def _have_changed(self) -> bool:
+        """True if this rank's engine ranks are not those that this route was prepared for."""
+        return self._readers() is not self._read_by
 
     def _conclude(self, reason: str | None) -> bool:
         """End `learn`: the route is proven, or never taken again, for a reason that is logged."""

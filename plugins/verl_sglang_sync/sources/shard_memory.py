@@ -13,13 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.regions.arrangement import Arrangement
-from sglang_loader.common.shared_memory import BufferHandle
+from sglang_loader.common.shared_memory import BufferHandle, host_id
 from verl_sglang_sync.sources.export_trace import NotTraceable, TracedExport
 from verl_sglang_sync.sources.known_sources import memory_of
 from verl_sglang_sync.sources.memory_blocks import Block, BlockTable
@@ -94,8 +93,8 @@ class MemoryTable:
         blocks: names of the memory blocks in which the shards lie.
         shards: by parameter: position of its block, and where in that the shard begins; `NO_BYTES`
             where the rank holds nothing of it.
-        handles: by block, then by reading rank: what its engine maps; each is used once. None
-            where the engines have the block mapped.
+        handles: by block, then by engine rank: what that maps; each is used once. None where the
+            engines have the block mapped.
     """
 
     host: str
@@ -118,7 +117,7 @@ def share_shards(
         now: the trainer's tensors.
         device: of the engine on this rank; memory elsewhere cannot be read in place.
         rank: this one.
-        share: given a block and a storage in it: the block's name, and its handles by reading rank.
+        share: given a block and a storage in it: the block's name, and its handles by engine rank.
 
     Returns:
         Flat bytes by parameter, which keep the memory alive, and the table.
@@ -152,11 +151,6 @@ def share_shards(
         shards=tuple(places),
         handles=tuple(of_block for _, of_block in shared),
     )
-
-
-def host_id() -> str:
-    """Equal in processes on the same running machine, whatever containers they are in."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def _is_mappable(shard: torch.Tensor, device: torch.device) -> bool:

@@ -79,6 +79,10 @@ class ColocatedEngine:
         settings: the preset.
         arrangements: what the engine rank reads of buckets.
         num_buffers: staging buffers, in which packed buckets take turns.
+
+    Attributes:
+        sockets: of this process.
+        readers: what the engine rank has said that it reads.
     """
 
     def __init__(
@@ -90,6 +94,7 @@ class ColocatedEngine:
         num_buffers: int,
     ) -> None:
         self.sockets = SessionSockets()
+        self.readers: Sequence[EngineArrangements] = (arrangements,)
         self._engine = engine
         self._group = group
         self._settings = settings

@@ -88,8 +88,6 @@ class SessionRun:
     def send(self, source: SyncSource) -> None:
         """Send every bucket; the engines may still be at the last ones."""
         report = self._report
-        for engine in self.engines:
-            source.map_memory(engine.session)
         own = source.delivery(self.engines, self.ranks.repeat_until_all)
         delivery = self._delivery if own is None else own
         for ready in source:

@@ -21,11 +21,12 @@ from functools import partial
 import torch
 
 from sglang_loader.common.session.messages import Loaded
-from verl_sglang_sync.collective import RankLost, TrainerGroup, WeightSyncError
+from verl_sglang_sync.collective import RankLost, TrainerGroup, WeightSyncError, world_size
 from verl_sglang_sync.config import WeightSyncConfig
 from verl_sglang_sync.engine.arrangements import EngineArrangements
 from verl_sglang_sync.engine.engine_ranks import Engine, OpeningRequest, forget_frames
 from verl_sglang_sync.engine.sender_group import SenderGroup
+from verl_sglang_sync.engine.session import SessionSockets
 from verl_sglang_sync.engine.update_groups import Replica, UpdateGroups
 from verl_sglang_sync.report import SyncReport, warn_once
 from verl_sglang_sync.routes import broadcast
@@ -292,11 +293,11 @@ def colocated_transport(
         group: the trainer's ranks.
         device: of the engine's weights on this rank.
     """
-    context = RouteContext.of(group, device, settings)
     num_buffers = settings.num_staging_buffers
     ring = StagingRing(device, num_buffers=num_buffers, bucket_bytes=settings.bucket_bytes)
     arrangements = EngineArrangements(is_wanted=settings.uses_plan)
     engines = ColocatedEngine(engine, group, settings, arrangements, num_buffers)
+    context = RouteContext.of(group, device, settings, lambda: engines.readers)
     pull = Pull(
         context,
         is_wanted=settings.read_in_place,
@@ -304,7 +305,6 @@ def colocated_transport(
     )
     exchange = Exchange(
         context,
-        arrangements=arrangements,
         ring=ring,
         is_wanted=settings.exchange_shards,
         piece_nbytes=settings.bucket_bytes // PIECES_PER_BUCKET,
@@ -339,24 +339,31 @@ def disaggregated_transport(
         device: of the staging buffers and of the update group.
     """
     settings = settings.for_session()
-    context, ring = RouteContext.of(group, device, settings), None
+    ring: StagingRing | None = None
     if groups is not None:
         num_buffers = broadcast.NUM_BUFFERS
         ring = StagingRing(device, num_buffers=num_buffers, bucket_bytes=settings.bucket_bytes)
     limit_s = settings.timeouts_s.get("group", settings.request_timeout_s)
     senders = SenderGroup(groups, group, device, limit_s)
     engines = RemoteEngines(groups, senders, lambda: send.is_proven, settings)
+    readers, num_before = lambda: engines.readers, world_size()
+    context = RouteContext.of(group, device, settings, readers, num_before)
+    own = SessionSockets()  # their folder lists the memory that engines on this host map
+    pull = Pull(
+        context,
+        is_wanted=settings.read_in_place,
+        record=lambda handle: own.folder.record(handle),
+    )
     send = Send(
         context,
         senders=senders,
-        readers=lambda: engines.readers,
         is_wanted=settings.exchange_shards,
         piece_nbytes=settings.bucket_bytes,
         timeout_s=settings.request_timeout_s,
     )
     return SessionTransport(
         engines=engines,
-        routes=(send,),
+        routes=(pull, send),
         group=group,
         settings=settings,
         device=device,

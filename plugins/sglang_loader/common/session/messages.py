@@ -29,13 +29,14 @@ Before anything is packed, Hello names the arrangements by which buckets may com
 (`arrangement_messages`). Any bucket may come whole; one that comes arranged by anything else ends
 the session. Loaded brings the trainer arrangements that it does not know.
 
-An engine on another host has a session with the trainer's first rank, over TCP, and gets the bytes
+An engine on other devices has a session with the trainer's first rank, over TCP, and gets the bytes
 in an update group (`broadcast.update_group`): by broadcast, and such a LoadBucket has no pieces; or
 from all trainer ranks, which send what it reads of their shards, and its pieces say where that is
-in what it receives. The engine answers Receiving as soon as a buffer is free and it has begun to
-receive; when all engine ranks have, the trainer begins to send. So nothing that the trainer sends
-waits for an engine that has failed: gloo cannot abort that. The descriptor is signed with what only
-the group's ranks know, so that an engine connects to nobody else.
+in what it receives. It answers Receiving as soon as a buffer is free and it has begun to receive;
+when all engine ranks have, the trainer begins to send. So nothing that the trainer sends waits for
+an engine that has failed: gloo cannot abort that. If Loaded says that it is on the trainer's own
+host, it may map the trainer ranks' parameters instead. The descriptor is signed with what only the
+group's ranks know, so that an engine connects to nobody else.
 
 Every message carries the version and the session's token. msgspec rejects a missing field, a wrong
 type or an unknown one; nothing is unpickled. The version changes whenever a field does.
@@ -52,7 +53,7 @@ import msgspec
 from sglang_loader.common.check_remarks import ManifestCheck
 from sglang_loader.common.shared_memory import CpuHandle, CudaHandle
 
-SESSION_VERSION = 11
+SESSION_VERSION = 12
 SESSION_FORMAT = "sglang_loader.session"
 """`load_format` of the request that opens a session: one descriptor for each TP rank."""
 
@@ -82,8 +83,8 @@ class SessionDescriptor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         recheck_every_n_syncs: check the load plan against the model's own loader in every n-th
             sync; 0: only when it is made.
         syncs_draft: with speculative decoding: load a draft model as well as its target.
-        group: name of the update group in which the buckets are broadcast; "": they lie in memory
-            that the engine maps.
+        group: name of the update group in which the buckets are broadcast that the engine cannot
+            map; "": it maps all.
         senders: name of the one in which all trainer ranks send, too; "": there is none.
         signature: see `signed`; "" where there is no group.
     """
@@ -234,6 +235,7 @@ class Loaded(_Message, frozen=True, kw_only=True):
         num_eager: buckets loaded by the model's own loader.
         reason: why not all were replayed.
         may_read_in_place: a plan holds and changes no source: buckets may be the trainer's memory.
+        host: equal in processes that can map each other's memory, as far as the engine knows.
         arrangements: encoded, for later syncs; None where there is nothing that the trainer wants.
         seconds: how the engine rank spent the session: "waiting" for the trainer with nothing to
             do, "launching" (its own Python, and whatever is loaded eagerly), "copying" (the device
@@ -244,6 +246,7 @@ class Loaded(_Message, frozen=True, kw_only=True):
     num_eager: int
     reason: str | None
     may_read_in_place: bool
+    host: str
     arrangements: bytes | None
     seconds: dict[str, float]
 

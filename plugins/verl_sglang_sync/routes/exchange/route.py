@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
 from verl_sglang_sync.collective import own_rank, world_size
-from verl_sglang_sync.engine.arrangements import EngineArrangements
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.routes.exchange.proof import compare_with_export
 from verl_sglang_sync.routes.exchange.shard_route import ShardPlan, ShardRoute
@@ -30,7 +29,6 @@ class Exchange(ShardRoute):
 
     Args:
         context: what it works on; torch's default group must be the ranks of its group.
-        arrangements: what this rank's engine reads of them.
         ring: this rank's staging buffers.
         is_wanted: False: never exchange.
         piece_nbytes: that a rank sends, or receives, at a time; the scratch is four times that.
@@ -42,19 +40,11 @@ class Exchange(ShardRoute):
         self,
         context: RouteContext,
         *,
-        arrangements: EngineArrangements,
         ring: StagingRing,
         is_wanted: bool,
         piece_nbytes: int,
     ) -> None:
-        readers = (arrangements,)
-        super().__init__(
-            context,
-            readers=lambda: readers,
-            num_before=0,
-            is_wanted=is_wanted,
-            piece_nbytes=piece_nbytes,
-        )
+        super().__init__(context, is_wanted=is_wanted, piece_nbytes=piece_nbytes)
         self._ring = ring
 
     def can_learn(self, weights: Iterable[NamedTensor]) -> bool:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,7 +28,7 @@ from verl_sglang_sync.collective import (
     own_rank,
     result_or_reason,
 )
-from verl_sglang_sync.engine.arrangements import EngineArrangements, KnownArrangements
+from verl_sglang_sync.engine.arrangements import KnownArrangements
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.routes.exchange.all_to_all import AllToAll
 from verl_sglang_sync.routes.exchange.exchange_plan import BucketExchange, pieces_of, plan_bucket
@@ -91,10 +91,7 @@ class ShardRoute(Route):
     """See `Route`.
 
     Args:
-        context: what it works on.
-        readers: what this rank's engine ranks have said that they read; the same object for as long
-            as they are the same engine ranks.
-        num_before: ranks of the group before all engine ranks.
+        context: what it works on; ranks of the group before all engine ranks: its `num_before`.
         is_wanted: False: never send shards.
         piece_nbytes: that a rank sends, or receives, at a time.
     """
@@ -103,15 +100,10 @@ class ShardRoute(Route):
         self,
         context: RouteContext,
         *,
-        readers: Callable[[], Sequence[EngineArrangements]],
-        num_before: int,
         is_wanted: bool,
         piece_nbytes: int,
     ) -> None:
         super().__init__(context, is_wanted=is_wanted)
-        self._readers = readers
-        self._read_by: object = None
-        self._num_before = num_before
         self._piece_nbytes = piece_nbytes
         self._plan: ShardPlan | None = None
 
@@ -239,7 +231,7 @@ class ShardRoute(Route):
         def begin() -> None:
             if self._stream.buckets != plan.buckets:
                 raise SourcesChanged("the export is cut into other buckets")
-            if self._readers() is not self._read_by:
+            if self._have_changed():
                 raise SourcesChanged("other engines take part")
             now = self._source_map.current(weights, plan.traced)
             rank, nothing = own_rank(), torch.empty(0, device=self._device)

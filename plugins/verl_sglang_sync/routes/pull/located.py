@@ -1,16 +1,13 @@
-"""Where all ranks' parameters are, as the engine rank on this device is told of them."""
+"""Where all ranks' parameters are, as this rank's engine ranks are told of them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import accumulate
 
 from sglang_loader.common.session.messages import BucketPiece
-from verl_sglang_sync.collective import own_rank
 from verl_sglang_sync.engine.session import SharedBlock
-from verl_sglang_sync.routes.route import ReadyBucket
 from verl_sglang_sync.sources.bucket_stream import Bucket
 from verl_sglang_sync.sources.export_trace import TracedExport
 from verl_sglang_sync.sources.known_sources import KnownSources
@@ -51,31 +48,29 @@ class PullPlan:
 
 
 @dataclass(frozen=True)
-class Located:
-    """Where all ranks' parameters are at present.
+class Reader:
+    """Where one engine rank finds every bucket.
 
     Attributes:
-        known: recognises this rank's parameters.
-        blocks: of all ranks; the engine maps them with the first bucket.
-        buckets: in those blocks; a slot is a position in `blocks`.
+        blocks: of all trainer ranks; the engine maps them with the first bucket.
+        pieces: by bucket; a slot is a position in `blocks`.
     """
 
-    known: KnownSources
     blocks: tuple[SharedBlock, ...]
-    buckets: tuple[ReadyBucket, ...]
+    pieces: tuple[list[BucketPiece], ...]
 
     @classmethod
-    def of(cls, plan: PullPlan, known: KnownSources, tables: Sequence[MemoryTable]) -> Located:
-        """Where this rank's engine finds every bucket.
+    def of(cls, plan: PullPlan, tables: Sequence[MemoryTable], handle: int, number: int) -> Reader:
+        """Where an engine rank finds every bucket.
 
         Args:
             plan: what is to be found.
-            known: recognises this rank's parameters.
-            tables: of all ranks.
+            tables: of all trainer ranks.
+            handle: which of each block's handles is its own.
+            number: of the engine rank, see `RouteContext.num_before`.
         """
-        rank = own_rank()
         blocks = [
-            SharedBlock(name, handles[rank])
+            SharedBlock(name, handles[handle])
             for table in tables
             for name, handles in zip(table.blocks, table.handles, strict=True)
         ]
@@ -87,37 +82,72 @@ class Located:
 
         def piece(part: ShardRead | SpreadRead) -> BucketPiece:
             if isinstance(part, ShardRead):
-                (slot, offset), read = place(part.owner(rank), part.read.tensor), part.read
+                (slot, offset), read = place(part.owner(number), part.read.tensor), part.read
                 return BucketPiece(slot, offset + read.offset, read.start, read.run)
             parameter, source = part.origin.parameter, part.origin.bytes
             owners, shards = plan.traced.owners[parameter], []
             for shard in range(len(owners.starts)):
                 start, stop = owners.range_of(shard)
-                slot, offset = place(owners.owner_of(shard, rank), parameter)
+                slot, offset = place(owners.owner_of(shard, number), parameter)
                 shards.append((slot, offset, stop - start))
             slot = shards[0][0]
             return BucketPiece(
                 slot, source.offset, part.start, source.nbytes, source.dims, tuple(shards)
             )
 
-        pairs = enumerate(zip(plan.buckets, plan.reads, strict=True))
-        buckets = tuple(
-            ReadyBucket(index, bucket, pieces=[piece(part) for part in parts])
-            for index, (bucket, parts) in pairs
+        return cls(tuple(blocks), tuple([piece(part) for part in parts] for parts in plan.reads))
+
+
+@dataclass(frozen=True)
+class Located:
+    """Where all ranks' parameters are at present.
+
+    Attributes:
+        known: recognises this rank's parameters.
+        names: of the blocks of all ranks in which they lie.
+        without_handles: the blocks of which there are none: engines must have them mapped.
+        readers: this rank's engine ranks.
+    """
+
+    known: KnownSources
+    names: frozenset[str]
+    without_handles: frozenset[str]
+    readers: tuple[Reader, ...]
+
+    @classmethod
+    def of(
+        cls,
+        plan: PullPlan,
+        known: KnownSources,
+        tables: Sequence[MemoryTable],
+        readers: Sequence[int],
+        num_before: int,
+    ) -> Located:
+        """Where this rank's engine ranks find every bucket.
+
+        Args:
+            plan: what is to be found.
+            known: recognises this rank's parameters.
+            tables: of all ranks.
+            readers: this rank's engine ranks, among all.
+            num_before: see `RouteContext`.
+        """
+        blocks = [
+            block for table in tables for block in zip(table.blocks, table.handles, strict=True)
+        ]
+        return cls(
+            known,
+            frozenset(name for name, _ in blocks),
+            frozenset(name for name, handles in blocks if None in handles),
+            tuple(Reader.of(plan, tables, reader, num_before + reader) for reader in readers),
         )
-        return cls(known, tuple(blocks), buckets)
 
-    @cached_property
-    def names(self) -> frozenset[str]:
-        """Of the blocks."""
-        return frozenset(block.name for block in self.blocks)
-
-    def without_handles(self) -> Located:
-        """This, once the engines have used the handles; the same object where there are none."""
-        if all(block.handle is None for block in self.blocks):
+    def used(self) -> Located:
+        """This, once the engines have used the handles; the same object where there were none."""
+        if self.without_handles == self.names:
             return self
-        return replace(self, blocks=tuple(replace(block, handle=None) for block in self.blocks))
-
-    def is_mappable(self, mapped: frozenset[str]) -> bool:
-        """True if every block that is not `mapped` has a handle."""
-        return all(block.handle is not None or block.name in mapped for block in self.blocks)
+        readers = tuple(
+            replace(reader, blocks=tuple(replace(block, handle=None) for block in reader.blocks))
+            for reader in self.readers
+        )
+        return replace(self, without_handles=self.names, readers=readers)

@@ -1,9 +1,10 @@
 """Route "pull": every engine rank reads the trainer ranks' parameters where they are.
 
 Nothing is exported, gathered, packed or sent: an engine rank maps the parameters' memory, that of
-its own trainer rank and that of all others on the node, and its load plan copies from there what it
-needs. The export is traced once (which bytes of which shard is each tensor?), each rank tells the
-others where its shards lie, and each compares its own shards with the full export, bit for bit:
+all trainer ranks, and its load plan copies from there what it needs. Engines share the trainer
+ranks' GPUs, or have others of the same node. The export is traced once (which bytes of which shard
+is each tensor?), each rank tells the others where its shards lie, and each compares its own shards
+with the full export, bit for bit:
 
     pull.learn(export, loaded)                    # after a good exported sync
     source = pull.choose(export, report)          # in the next ones
@@ -16,31 +17,36 @@ changes is noticed before the engines may publish, and the sync is made again.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 import torch
 
 from sglang_loader.common.session.messages import Loaded
-from sglang_loader.common.shared_memory import BufferHandle
+from sglang_loader.common.shared_memory import BufferHandle, host_id
 from verl_sglang_sync.collective import (
     common_reason,
     holds_everywhere,
     own_rank,
     result_or_reason,
-    world_size,
 )
-from verl_sglang_sync.engine.session import BlockNotMapped, EngineCannotMap, TrainerSession
+from verl_sglang_sync.engine.engine_ranks import EngineRank
+from verl_sglang_sync.engine.session import BlockNotMapped, EngineCannotMap
 from verl_sglang_sync.report import SyncReport, warn_once
 from verl_sglang_sync.routes.pull.comparison import Comparison
+from verl_sglang_sync.routes.pull.delivery import PulledDelivery
 from verl_sglang_sync.routes.pull.located import Located, PullPlan
 from verl_sglang_sync.routes.route import (
+    Delivery,
+    InStep,
     ReadyBucket,
     Recovery,
     Route,
     RouteContext,
     SyncSource,
 )
+from verl_sglang_sync.sources.bucket_stream import Bucket
 from verl_sglang_sync.sources.export import NamedTensor
 from verl_sglang_sync.sources.export_trace import NotTraceable
 from verl_sglang_sync.sources.known_sources import (
@@ -48,10 +54,11 @@ from verl_sglang_sync.sources.known_sources import (
     SourcesChanged,
     empties_storages,
     require_sources,
-    sources_of,
 )
 from verl_sglang_sync.sources.memory_blocks import Block, BlockNames, share_block
 from verl_sglang_sync.sources.shard_memory import MemoryTable, share_shards
+
+logger = logging.getLogger(__name__)
 
 NOT_IN_PLACE = "the engines do not read the trainer's parameters in place"
 
@@ -78,37 +85,40 @@ class Pull(Route):
         self._record = record
         self._names = BlockNames()
         self._plan: PullPlan | None = None
+        self._num_readers = 0  # engine ranks of all trainer ranks
+        self._own_readers = range(0)  # which of them are this rank's
         self._located: Located | None = None
         self._used: frozenset[str] = frozenset()  # blocks that the last pulled sync read
         self._mapped: frozenset[str] = frozenset()  # those of them that the engines keep mapped
 
     def _source(self, weights: Iterable[NamedTensor], report: SyncReport) -> SyncSource | None:
-        reason = None
-        is_mappable = self._located is not None and self._located.is_mappable(self._mapped)
+        may_change = self._num_before > 0  # engines beside the trainer's devices come and go
+        if may_change and not holds_everywhere(self._group, not self._have_changed()):
+            logger.info("%s in a sync: other engines take part", NOT_IN_PLACE)
+            return None
+        located, reason = self._located, None
+        is_mappable = located is not None and located.without_handles <= self._mapped
         if empties_storages(weights) or not is_mappable:
             reason = self._locate(weights)
         if reason is not None:
             warn_once(f"{NOT_IN_PLACE} in a sync: {reason}")
             return None
         assert self._located is not None, "see _locate"
-        checks = self._checks(self._located, weights)
+        checks = self._checks(self._located.known, weights)
         # What is mapped elsewhere cannot be freed, and a trainer that offloads its parameters must
         # free it: the engines keep mapped what lay in the same blocks in the sync before.
         keeps = self._located.names == self._used
-        return PulledBuckets(self._located, checks, self._device, report, keeps, self._was_read)
-
-    def can_learn(self, weights: Iterable[NamedTensor]) -> bool:
-        """See `Route`."""
-        if self._is_wanted and sources_of(weights) is None:
-            warn_once(
-                f"{NOT_IN_PLACE}: the export does not name those that it hands on as they are "
-                "(verl's does with FSDP2, and with Megatron-Bridge; not with adapters or "
-                "quantisation)"
-            )
-        return super().can_learn(weights)
+        buckets = self._stream.buckets
+        return PulledBuckets(
+            buckets, self._located, checks, self._device, report, keeps, self._was_read
+        )
 
     def learn(self, weights: Iterable[NamedTensor], loaded: Sequence[Loaded]) -> bool:
         """Trace, locate and compare; see `Route`."""
+        self._learn_readers(len(loaded))
+        if not holds_everywhere(self._group, {each.host for each in loaded} <= {host_id()}):
+            logger.info("%s: an engine is on another node", NOT_IN_PLACE)
+            return False
         if not holds_everywhere(self._group, all(each.may_read_in_place for each in loaded)):
             warn_once(f"{NOT_IN_PLACE}: an engine has no load plan that leaves them as they are")
             return False
@@ -136,27 +146,36 @@ class Pull(Route):
         super().forget()
         self._located, self._mapped = None, frozenset()
 
+    def _learn_readers(self, num_own: int) -> None:
+        """Which engine ranks there are, and that all are new: they have nothing mapped."""
+        self.forget()
+        nums = self._group.all_gather(num_own)
+        first = sum(nums[: own_rank()])
+        self._num_readers, self._own_readers = sum(nums), range(first, first + num_own)
+        self._read_by = self._readers()
+
     def _was_read(self, located: Located, keeps: bool) -> None:
         """After a good sync: the engines have mapped what they were to map."""
         self._mapped, self._used = located.names if keeps else frozenset(), located.names
-        self._located = located.without_handles()
+        self._located = located.used()
 
-    def _checks(self, located: Located, weights: Iterable[NamedTensor]) -> Iterator[None]:
+    def _checks(self, known: KnownSources, weights: Iterable[NamedTensor]) -> Iterator[None]:
         """Check that the parameters are still what and where they were when they were traced.
 
         In small steps, for moments in which the engine is waited for; nothing is confirmed before
         the last is taken.
 
         Args:
-            located: where they were.
+            known: recognises them.
             weights: the export that is left out.
 
         Raises:
             SourcesChanged: it may be something else.
         """
-        if self._stream.buckets != [ready.bucket for ready in located.buckets]:
+        assert self._plan is not None, "see learn"
+        if self._stream.buckets != self._plan.buckets:
             raise SourcesChanged("the export is cut into other buckets")
-        yield from located.known.checks(require_sources(weights))
+        yield from known.checks(require_sources(weights))
 
     def _make_plan(self, weights: Iterable[NamedTensor]) -> str | None:
         """Find the buckets' bytes in the shards, unless that is known; collective.
@@ -204,7 +223,8 @@ class Pull(Route):
             agreed = common_reason(self._group, check(weights, found[1]))
         if agreed is None:
             assert self._plan is not None and found is not None
-            self._located = Located.of(self._plan, found[0], tables)
+            readers, before = self._own_readers, self._num_before
+            self._located = Located.of(self._plan, found[0], tables, readers, before)
         return agreed
 
     def _own_memory(
@@ -227,13 +247,13 @@ class Pull(Route):
     def _shared(
         self, may_share: bool, block: Block, member: torch.UntypedStorage
     ) -> tuple[str, tuple[BufferHandle | None, ...]]:
-        """A block's name, and a handle for each rank's engine: each is used once. None where the
+        """A block's name, and a handle for each engine rank: each is used once. None where the
         engines have it mapped, or none are wanted.
         """
         name = self._names.name_of(block, member)
         if name in self._mapped or not may_share:
-            return name, (None,) * world_size()
-        handles = tuple(share_block(block, member) for _ in range(world_size()))
+            return name, (None,) * self._num_readers
+        handles = tuple(share_block(block, member) for _ in range(self._num_readers))
         for handle in handles:
             self._record(handle)
         return name, handles
@@ -257,7 +277,8 @@ class PulledBuckets(SyncSource):
     """Buckets that lie in the trainer ranks' parameters.
 
     Args:
-        located: where.
+        buckets: of the export.
+        located: where they are.
         checks: that they are still there, in small steps.
         device: of the parameters on this rank.
         report: gets the counts and seconds.
@@ -269,6 +290,7 @@ class PulledBuckets(SyncSource):
 
     def __init__(
         self,
+        buckets: Sequence[Bucket],
         located: Located,
         checks: Iterator[None],
         device: torch.device,
@@ -276,6 +298,7 @@ class PulledBuckets(SyncSource):
         keeps: bool,
         was_read: Callable[[Located, bool], None],
     ) -> None:
+        self._buckets = buckets
         self._located = located
         self._checks = checks
         self._device = device
@@ -289,16 +312,15 @@ class PulledBuckets(SyncSource):
             torch.cuda.current_stream(self._device).synchronize()
         self._check(until=has_arrived)
 
-    def map_memory(self, session: TrainerSession) -> None:
-        """The parameters of all ranks."""
-        session.map_blocks(self._located.blocks, keep=self._keeps)
+    def delivery(self, engines: Sequence[EngineRank], in_step: InStep) -> Delivery:
+        """The engines read the parameters of all ranks."""
+        return PulledDelivery(engines, self._located.readers, keep=self._keeps)
 
     def __iter__(self) -> Iterator[ReadyBucket]:
-        for ready in self._located.buckets:
-            bucket = ready.bucket
+        for index, bucket in enumerate(self._buckets):
             self._report.count_bucket(len(bucket.layout.tensors), bucket.payload_bytes)
             self._report.num_pulled += 1
-            yield ready
+            yield ReadyBucket(index, bucket)
 
     def confirm(self) -> None:
         """The parameters are where the engines were told to read them."""

@@ -11,21 +11,17 @@ pulled.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
-from verl_sglang_sync.collective import world_size
-from verl_sglang_sync.engine.arrangements import EngineArrangements
 from verl_sglang_sync.engine.engine_ranks import EngineRank
 from verl_sglang_sync.engine.sender_group import SenderGroup
-from verl_sglang_sync.report import SyncReport, warn_once
+from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.routes.exchange.exchange_plan import Received
 from verl_sglang_sync.routes.exchange.shard_route import ShardPlan, ShardRoute
 from verl_sglang_sync.routes.route import Delivery, InStep, ReadyBucket, RouteContext, SyncSource
 from verl_sglang_sync.routes.send.delivery import SendDelivery
 from verl_sglang_sync.routes.send.received import first_difference, plan_receives
 from verl_sglang_sync.sources.bucket_stream import Batch
-from verl_sglang_sync.sources.export import NamedTensor
-from verl_sglang_sync.sources.known_sources import sources_of
 
 
 class Send(ShardRoute):
@@ -34,7 +30,6 @@ class Send(ShardRoute):
     Args:
         context: what it works on.
         senders: the process group of all trainer ranks and engine ranks.
-        readers: see `ShardRoute`; none but on the first rank.
         is_wanted: False: never send.
         piece_nbytes: that a rank sends at a time; the scratch is twice that.
         timeout_s: longest time in which nothing gets on, in seconds.
@@ -47,28 +42,15 @@ class Send(ShardRoute):
         context: RouteContext,
         *,
         senders: SenderGroup,
-        readers: Callable[[], Sequence[EngineArrangements]],
         is_wanted: bool,
         piece_nbytes: int,
         timeout_s: float,
     ) -> None:
-        super().__init__(
-            context,
-            readers=readers,
-            num_before=world_size(),
-            is_wanted=is_wanted,
-            piece_nbytes=piece_nbytes,
-        )
+        super().__init__(context, is_wanted=is_wanted, piece_nbytes=piece_nbytes)
         self._senders = senders
         self._timeout_s = timeout_s
         self._found: list[list[Received]] = []
         self._pair_bytes: list[list[int]] = []
-
-    def can_learn(self, weights: Iterable[NamedTensor]) -> bool:
-        """See `Route`."""
-        if self._is_wanted and sources_of(weights) is None:
-            warn_once(f"{self.not_taken}: the export does not name the parameters that it reads")
-        return super().can_learn(weights)
 
     def _planned(self, plan: ShardPlan) -> None:
         if plan.own:
