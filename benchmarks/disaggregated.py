@@ -16,7 +16,6 @@ import argparse
 import contextlib
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -48,7 +47,6 @@ NCCL_ENVIRONMENT = {
     "NCCL_CUMEM_ENABLE": "0",
     "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
 }
-REPLAYED = re.compile(r"broadcast sync: (\d+) buckets replayed, (\d+) loaded eagerly")
 
 Row = dict[str, Any]
 
@@ -173,7 +171,7 @@ def _run_batch(arms: list[str], setting: Setting, url: str, log: Path) -> Iterat
                 )
             )
             stack.callback(_end, processes[-1])
-        yield from _follow(arms, setting, processes, rows, log, setting.folder / f"{stem}-0.log")
+        yield from _follow(arms, setting, processes, rows, setting.folder / f"{stem}-0.log")
 
 
 def _commands(
@@ -211,7 +209,6 @@ def _follow(
     setting: Setting,
     processes: list[subprocess.Popen[bytes]],
     rows: Path,
-    server_log: Path,
     log: Path,
 ) -> Iterator[Row]:
     """Pass on the rows as they are written; end with a row for what hangs or dies."""
@@ -231,7 +228,7 @@ def _follow(
             if "error" in line:
                 yield _failed(line["arm"], setting, line["error"])
                 return
-            yield line | _replayed(line["arm"], server_log)
+            yield line
         if not left:
             break
         if is_over and all(process.poll() is not None for process in processes):
@@ -244,14 +241,6 @@ def _follow(
     for process in processes:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout=20)
-
-
-def _replayed(arm: str, server_log: Path) -> Row:
-    """Whether the engine replayed its plan in the last sync; only its log says so."""
-    found = REPLAYED.findall(server_log.read_text(errors="replace"))
-    if arm not in ("disaggregated_compiled", "send", "verl_disaggregated") or not found:
-        return {}
-    return {"num_replayed": int(found[-1][0]), "num_eager": int(found[-1][1])}
 
 
 def _tail(log: Path) -> str:

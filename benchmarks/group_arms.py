@@ -2,8 +2,9 @@
 
 One process on its own GPU. Arms: `per_tensor`, `sglang_named` and `sglang_flattened` are SGLang's
 stock `update_weights_from_distributed`. Ours are `disaggregated` and `disaggregated_compiled`,
-which broadcast an export that does not say what it reads, and `send`, whose export is traced. The
-weights are those of a model under FSDP2 with one rank; ours export it anew in every sync.
+which broadcast an export that does not say what it reads; `send` and `pull`, whose export is
+traced. The weights are those of a model under FSDP2 with one rank; ours export it anew in every
+sync.
 """
 
 from __future__ import annotations
@@ -33,8 +34,12 @@ from verl_sglang_sync.bench.engine_server import wait_until_healthy
 from verl_sglang_sync.bench.trainers import NamedTensor, ShardedModel, size_of
 
 STOCK = ("per_tensor", "sglang_named", "sglang_flattened")
-SEND = "send"
-OURS = {"disaggregated": "flattened", "disaggregated_compiled": "compiled", SEND: "compiled"}
+TRACED = ("send", "pull")
+OURS = {
+    "disaggregated": "flattened",
+    "disaggregated_compiled": "compiled",
+    **dict.fromkeys(TRACED, "compiled"),
+}
 GROUP_ARMS = (*OURS, *STOCK)
 TIMEOUT_S = 60.0
 
@@ -96,6 +101,7 @@ def _ours(
     settings = WeightSyncConfig(
         mode=mode,  # type: ignore[arg-type]
         request_timeout_s=TIMEOUT_S,
+        read_in_place=arm != "send",
         bucket_bytes=bucket_bytes,
         multi_stage_wake_up=True,
         free_cache_engine=True,
@@ -109,7 +115,7 @@ def _ours(
         report = SyncReport(mode=mode, replica=None)
         synchronize(device.type)
         with report.stage("sync"):
-            export = model.reexport() if arm == SEND else model.export()
+            export = model.reexport() if arm in TRACED else model.export()
             asyncio.run(transport.sync(export, version="0", report=report, replicas=replicas))
             synchronize(device.type)
         notes.update(counts_of(report))

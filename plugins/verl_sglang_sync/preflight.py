@@ -237,7 +237,7 @@ def _check_quantization(config: DictConfig, settings: WeightSyncConfig) -> Itera
         yield f"{ROLLOUT}.quantization={quantization!r}: allowed: null, 'fp8'"
 
 
-COLOCATED_KEYS = ("keep_staging_buffers", "read_in_place")
+COLOCATED_KEYS = ("keep_staging_buffers",)
 """Keys of syncs to engines on the trainer's GPUs alone."""
 
 SLEEP_KEYS = ("host_backup", "sleep_order", "wake_order")
@@ -245,7 +245,7 @@ SLEEP_KEYS = ("host_backup", "sleep_order", "wake_order")
 
 SYNC_KEYS = (
     *("timeouts_s", "manifest_check", "recheck_every_n_syncs"),
-    *("exchange_shards", "draft_weights"),
+    *("read_in_place", "exchange_shards", "draft_weights"),
 )
 """Keys of every sync that is ours; verl's own update obeys none of them. A `report_file` that stays
 empty harms nobody, and the log says why it does."""

@@ -216,7 +216,7 @@ def test_replicas_of_a_shard_are_read_by_equally_many(case: Case) -> None:
 @pytest.mark.parametrize("preset", FACTORS)
 def test_sync_is_bit_exact_on_every_replica(case: Case, preset: str) -> None:
     if preset not in presets_of(case.layout):
-        pytest.skip("as any other export: test_broadcast")
+        pytest.skip("as any other export, or sent: test_broadcast")
     for leader in case.leaders:
         reference = leader["reference"]
         assert len(reference) == case.world.tp
@@ -281,6 +281,17 @@ def test_every_rank_sends_its_shards_to_engines_elsewhere(case: Case) -> None:
     for sent in zip(*reports[-1]["pair_bytes"], strict=True):  # to one engine rank
         assert sum(sent) <= 0.6 * reports[-1]["payload_bytes"] or case.world.tp == 1
         assert sum(sent) == reports[-1]["payload_bytes"] or case.world.tp > 1
+
+
+def test_engines_elsewhere_on_the_host_read_every_rank_s_shards_in_place(case: Case) -> None:
+    """The plan is that of the syncs before."""
+    preset = "disaggregated, in place"
+    if preset not in presets_of(case.layout):
+        pytest.skip("exported, or sent")
+    exported, pulled = (report for _, report, _ in case.results[0][preset])
+    assert exported["num_pulled"] == 0
+    assert pulled["num_pulled"] == pulled["num_replayed"] == pulled["num_buckets"]
+    assert pulled["staging_bytes"] == 0
 
 
 @pytest.mark.parametrize("what", ["lost", "altered"])

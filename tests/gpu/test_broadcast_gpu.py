@@ -43,17 +43,21 @@ def test_broadcast_syncs_are_bit_exact_over_nccl(tmp_path: Path) -> None:
     assert seen["seconds"] < 30
 
 
-def test_what_the_engine_reads_is_sent_over_nccl(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("in_place", "route"), [(False, "num_sent"), (True, "num_pulled")])
+def test_the_engine_reads_what_it_is_sent_or_the_trainers_memory(
+    tmp_path: Path, in_place: bool, route: str
+) -> None:
     """The first syncs, which make the plan, are broadcast; the last leave what those did."""
     scales = (0.5, 2.0, 4.0, 0.5, 1.0)
     options = {"device": "cuda", "extra": ("--base-gpu-id", "1")}
     with served(tmp_path, architecture="qwen3_moe", **options) as engine:
         targets, sends = [(engine.url, 1)], [(scale, (0,)) for scale in scales]
         backend = "cpu:gloo,cuda:nccl"  # what verl's ranks have
-        (seen,) = engine.run(sent_syncs, targets, sends, backend=backend, **ON_GPUS)
+        settings = {"read_in_place": in_place}
+        (seen,) = engine.run(sent_syncs, targets, sends, settings, backend=backend, **ON_GPUS)
         assert engine.lives
     first, *_, again, back = seen["syncs"]
-    assert first["report"]["num_sent"] == 0
+    assert first["report"][route] == 0
     assert first["hashes"] == again["hashes"] != back["hashes"] == seen["reference"]
     for sync in (again, back):
-        assert sync["report"]["num_sent"] == sync["report"]["num_buckets"] > 2
+        assert sync["report"][route] == sync["report"]["num_buckets"] > 2

@@ -64,6 +64,7 @@ SEPARATE = (
     "trainer.v1.separate_async.num_warmup_batches=0",  # every batch is sampled after a sync
     "actor_rollout_ref.rollout.custom.weight_sync.mode=compiled",
 )
+SENT = ("+actor_rollout_ref.rollout.custom.weight_sync.read_in_place=False",)
 APART: dict[str, Any] = {
     "tp": 1,
     "preset": "disaggregated",
@@ -117,7 +118,8 @@ CELLS = {
     "adapter-tp2": Cell(LORA, route=None),
     "moe-tp2": Cell(architecture="qwen3_moe"),
     "fp8-tp2": Cell(FP8, route="num_replayed", pearson=MIN_PEARSON_FP8),
-    "separate-async": Cell(SEPARATE, route="num_sent", **APART),
+    "separate-async": Cell(SEPARATE, **APART),
+    "separate-async-sent": Cell((*SENT, *SEPARATE), route="num_sent", **APART),
     "separate-async-fp8": Cell(
         (*FP8, *SEPARATE), route="num_replayed", pearson=MIN_PEARSON_FP8, **APART
     ),

@@ -29,13 +29,19 @@ FACTORS = {
     "flattened": (0.5, 2.0),
     "compiled": (0.5, 2.0, 0.5, 2.0),
     "disaggregated": (0.5, 2.0, 0.5, 2.0),
+    "disaggregated, in place": (0.5, 2.0),
 }
 """By preset: what training does to the weights before each sync; in the end they are as before."""
 
 
 def presets_of(layout: Layout) -> list[str]:
-    """With mbridge, engines elsewhere get what they get of any other export."""
-    return [preset for preset in FACTORS if not (layout.mbridge and preset == "disaggregated")]
+    """With mbridge, engines elsewhere get what they get of any other export. What was offloaded is
+    not in memory that other processes can map on a CPU.
+    """
+    left_out = [p for p in FACTORS if layout.mbridge and "disaggregated" in p]
+    if layout.offload:
+        left_out.append("disaggregated, in place")
+    return [preset for preset in FACTORS if preset not in left_out]
 
 
 def compared(rank: TrainerRank, actor: MegatronActor, model: Path) -> dict[str, Any]:
@@ -129,8 +135,8 @@ Sync = Callable[[MegatronActor], tuple[dict[str, Any], int | None]]
 
 def _sync_by(rank: TrainerRank, preset: str, targets: Targets) -> Sync:
     """One preset's syncs; the parameters are offloaded where the layout wants it."""
-    if preset == "disaggregated":
-        sender = Sender(rank, targets)
+    if "disaggregated" in preset:
+        sender = Sender(rank, targets, read_in_place="in place" in preset)
         return lambda actor: (sender.sync(actor.export(), "compiled"), actor.offload())
     manager = rank.manager(preset)
 

@@ -7,6 +7,7 @@ import pytest
 from verl_sglang_sync.config import PRESETS
 from verl_sglang_sync.doctor import Status, presets
 
+ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
 NO_GPU = presets.Machine(num_gpus=0, reads_other_gpus=True)
 EIGHT_GPUS = presets.Machine(num_gpus=8, reads_other_gpus=True)
@@ -34,7 +35,9 @@ class TestPresets:
         assert "Could not find 'weight_sync/no_such_preset'" in check.detail
 
 
+MEGATRON = ("model_engine=megatron", f"{ACTOR}.strategy=megatron")
 COMPILED = (*presets.USUAL, "+weight_sync=compiled")
+DISAGGREGATED = (*presets.USUAL, *presets.SEPARATE, "+weight_sync=disaggregated")
 SECTION = f"{ROLLOUT}.custom.weight_sync"
 IN_PLACE = "read the trainer's parameters in place"
 
@@ -49,9 +52,11 @@ class TestRecipe:
             ((*COMPILED, f"{ROLLOUT}.multi_stage_wake_up=False"), "wake-up: weights, kv_cache, sy"),
             ((*COMPILED, f"{ROLLOUT}.free_cache_engine=False"), "Nothing sleeps: free_cache_"),
             ((*COMPILED, f"{SECTION}.recheck_every_n_syncs=9"), "checked again every 9 syncs"),
+            ((*COMPILED, f"{ROLLOUT}.tensor_model_parallel_size=2"), IN_PLACE),
+            ((*COMPILED, *MEGATRON), IN_PLACE),
             (
-                (*COMPILED, f"{ROLLOUT}.tensor_model_parallel_size=2"),
-                "exchange the trainer ranks' shards (not in place: rollout.tensor_model_parallel",
+                (*COMPILED, *MEGATRON, f"{ACTOR}.megatron.vanilla_mbridge=True"),
+                "the full export (not in place: actor.megatron.vanilla_mbridge=True: mbridge does",
             ),
             ((*COMPILED, "trainer.nnodes=2"), "exchange the trainer ranks' shards (not in place"),
             (
@@ -60,12 +65,17 @@ class TestRecipe:
             ),
             (
                 (*COMPILED, "actor_rollout_ref.actor.strategy=fsdp"),
-                "Every sync makes the full export (not in place: actor.strategy=fsdp is not fsdp2)",
+                "makes the full export (not in place: actor.strategy=fsdp: neither fsdp2 nor",
             ),
             ((*COMPILED, f"{ROLLOUT}.quantization=fp8"), "rollout.quantization=fp8"),
             ((*COMPILED, f"{ROLLOUT}.checkpoint_engine.backend=nccl"), "backend='nccl' brings the"),
             ((*presets.USUAL, "+weight_sync=bucketed"), "through 1 staging buffer, shared by CUDA"),
-            ((*presets.USUAL, *presets.SEPARATE, "+weight_sync=disaggregated"), "over NCCL"),
+            (DISAGGREGATED, "over NCCL"),
+            ((*DISAGGREGATED, f"{SECTION}.mode=compiled"), f"engines on its node {IN_PLACE}"),
+            (
+                (*DISAGGREGATED, f"{SECTION}.mode=compiled", "trainer.nnodes=2"),
+                "Later, every rank sends its shards to engines elsewhere",
+            ),
         ],
     )
     def test_what_it_does_follows_from_the_config(

@@ -229,8 +229,11 @@ OTHER_VALUES = {
 }
 STALE_LIMIT = "stale_requests_timeout_s"
 SLEEP = {"host_backup", "sleep_order", "wake_order"}
-COLOCATED = {"keep_staging_buffers", "read_in_place"}
-SYNC = {"timeouts_s", "manifest_check", "recheck_every_n_syncs", "exchange_shards"}
+COLOCATED = {"keep_staging_buffers"}
+SYNC = {
+    *("timeouts_s", "manifest_check", "recheck_every_n_syncs"),
+    *("read_in_place", "exchange_shards"),
+}
 NCCL = {f"{ROLLOUT}.checkpoint_engine.backend": "nccl"}
 BACKEND = {
     f"{ROLLOUT}.checkpoint_engine.backend": "sglang_sync",

@@ -145,9 +145,8 @@ def sentences(config: DictConfig, settings: WeightSyncConfig, machine: Machine) 
     if backend == BROADCAST_BACKEND:
         how = "NCCL" if machine.num_gpus else "gloo"
         yield f"The trainer's first rank broadcasts {bucket} to all engines over {how}"
-        sends = settings.uses_plan and settings.exchange_shards
-        if sends and not any(_computed_exports(config)):
-            yield "Later, every rank sends them its shards, if these prove to be the export"
+        if settings.uses_plan and not any(_computed_exports(config)):
+            yield from _later_elsewhere(config, settings, machine)
     else:
         num_buffers = settings.for_session().num_staging_buffers
         shared = "CUDA IPC" if machine.num_gpus else "/dev/shm"
@@ -183,11 +182,24 @@ def _later_route(config: DictConfig, settings: WeightSyncConfig, machine: Machin
     return f"Later syncs exchange the trainer ranks' shards ({reasons})"
 
 
+def _later_elsewhere(
+    config: DictConfig, settings: WeightSyncConfig, machine: Machine
+) -> Iterator[str]:
+    """Likewise, where the engines have GPUs of their own."""
+    proven = "if these prove to be the export"
+    if not any(_out_of_reach(config, settings, machine)):
+        yield f"Later, engines on its node read the trainer's parameters in place, {proven}"
+    if settings.exchange_shards:
+        yield f"Later, every rank sends its shards to engines elsewhere, {proven}"
+
+
 def _computed_exports(config: DictConfig) -> Iterator[str]:
     """Why the export is not in the trainer's parameters as it is."""
     strategy = OmegaConf.select(config, "actor_rollout_ref.actor.strategy")
-    if strategy != "fsdp2":
-        yield f"actor.strategy={strategy} is not fsdp2"
+    if strategy not in ("fsdp2", "megatron"):
+        yield f"actor.strategy={strategy}: neither fsdp2 nor megatron"
+    if strategy == "megatron" and config.actor_rollout_ref.actor.megatron.vanilla_mbridge:
+        yield "actor.megatron.vanilla_mbridge=True: mbridge does not say what it exports"
     for key in ("model.lora_rank", "model.lora.rank", "rollout.quantization"):
         if value := OmegaConf.select(config, f"actor_rollout_ref.{key}"):
             yield f"{key}={value}"
@@ -201,9 +213,6 @@ def _out_of_reach(
         yield "read_in_place=False"
     if config.trainer.nnodes > 1:
         yield f"trainer.nnodes={config.trainer.nnodes}"
-    tp = config.actor_rollout_ref.rollout.tensor_model_parallel_size
-    if machine.num_gpus and tp > 1:
-        yield f"rollout.tensor_model_parallel_size={tp}, whose ranks see each other's GPUs"
     if not machine.reads_other_gpus:
         yield "CUDA IPC fails between GPUs"
 
