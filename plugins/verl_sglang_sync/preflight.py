@@ -151,6 +151,13 @@ def _check_engine(config: DictConfig, settings: WeightSyncConfig) -> Iterator[st
             f"{ROLLOUT}.disaggregation.enabled=True: allowed: False (prefill/decode servers "
             "keep verl's own replica)"
         )
+    size = OmegaConf.select(config, f"{ROLLOUT}.data_parallel_size")
+    attention = f"{ROLLOUT}.engine_kwargs.sglang.enable_dp_attention"
+    if size not in (None, 1) and not OmegaConf.select(config, attention):
+        yield (
+            f"{ROLLOUT}.data_parallel_size={size}: allowed: 1, or {attention}=True (SGLang updates "
+            "no other engine with data parallelism)"
+        )
 
 
 def _serves_adapter(config: DictConfig) -> bool:
@@ -180,13 +187,13 @@ def _check_broadcast(config: DictConfig, settings: WeightSyncConfig) -> Iterator
             f"{SECTION}.mode='bucketed' with {BACKEND_KEY}={BROADCAST_BACKEND!r}: allowed: "
             "'flattened', 'compiled'"
         )
-    for key in ("pipeline_model_parallel_size", "data_parallel_size"):
-        size = OmegaConf.select(config, f"{ROLLOUT}.{key}")
-        if size not in (None, 1):
-            yield (
-                f"{ROLLOUT}.{key}={size} with {BACKEND_KEY}={BROADCAST_BACKEND!r}: allowed: 1 "
-                "(SGLang's engines join the update group by tensor-parallel rank)"
-            )
+    stages = OmegaConf.select(config, f"{ROLLOUT}.pipeline_model_parallel_size")
+    if stages not in (None, 1):
+        yield (
+            f"{ROLLOUT}.pipeline_model_parallel_size={stages} with {BACKEND_KEY}="
+            f"{BROADCAST_BACKEND!r}: allowed: 1 (SGLang's engines join the update group by "
+            "tensor-parallel rank)"
+        )
     if _serves_adapter(config):
         yield (
             f"{MODEL}.lora.merge=False with {BACKEND_KEY}={BROADCAST_BACKEND!r}: a LoRA must be "

@@ -72,6 +72,10 @@ BAD = {
         {f"{ROLLOUT}.disaggregation.enabled": True},
         [f"{ROLLOUT}.disaggregation.enabled=True: allowed: False"],
     ),
+    "data parallelism": (
+        {f"{ROLLOUT}.data_parallel_size": 2},
+        [f"{ROLLOUT}.data_parallel_size=2: allowed: 1, or {ROLLOUT}.engine_kwargs.sglang.enable_"],
+    ),
     "deltas": (
         {f"{ROLLOUT}.checkpoint_engine.backend": "delta_sharded"},
         [f"{ROLLOUT}.checkpoint_engine.backend='delta_sharded'", "allowed: 'naive'"],
@@ -240,6 +244,10 @@ BACKEND = {
     "trainer.v1.trainer_mode": "separate_async",
 }
 HYBRID = "actor_rollout_ref.hybrid_engine"
+DP_ATTENTION = {
+    f"{ROLLOUT}.data_parallel_size": 2,
+    f"{ROLLOUT}.engine_kwargs.sglang.enable_dp_attention": True,
+}
 WITHOUT_EFFECT = {  # recipe: what it sets, its modes, the keys that nothing reads
     "colocated": ({}, CHOSEN, set()),
     "engines stay awake": ({f"{ROLLOUT}.free_cache_engine": False}, CHOSEN, SLEEP),
@@ -251,6 +259,7 @@ WITHOUT_EFFECT = {  # recipe: what it sets, its modes, the keys that nothing rea
     ),
     "verl's own update": ({**NCCL, HYBRID: False}, CHOSEN, SLEEP | COLOCATED | SYNC),
     "verl's own update, and engines beside the trainer": ({**NCCL, HYBRID: True}, CHOSEN, set()),
+    "DP attention": (DP_ATTENTION, CHOSEN, set()),
     "no hybrid engine, but no other backend": ({HYBRID: False}, CHOSEN, set()),
     "a LoRA adapter": ({f"{MODEL}.lora_rank": 8}, CHOSEN, SLEEP),
     "a LoRA adapter, Megatron": ({f"{MODEL}.lora.rank": 8}, CHOSEN, SLEEP),
