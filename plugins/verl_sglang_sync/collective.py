@@ -14,7 +14,7 @@ import pickle
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -258,6 +258,27 @@ async def wait_in_step(group: TrainerGroup, task: asyncio.Future[Any] | None) ->
         result = group.agree(failure, is_ready=is_done)
         if result.is_ready or result.failures:
             return result
+
+
+async def run_in_step(
+    group: TrainerGroup, stage: str, work: Coroutine[Any, Any, None] | None
+) -> None:
+    """Have this rank's part of a stage done, all ranks in step; collective.
+
+    Args:
+        group: the trainer's ranks.
+        stage: its name, for the error.
+        work: this rank's part; None: it only takes part.
+
+    Raises:
+        WeightSyncError: on every rank, if it failed on any.
+    """
+    task = None if work is None else asyncio.ensure_future(work)
+    result = await wait_in_step(group, task)
+    if result.failures:
+        if task is not None:
+            task.cancel()
+        raise WeightSyncError(f"stage {stage!r} failed\n" + "\n".join(result.failures))
 
 
 def holds_everywhere(group: TrainerGroup, holds: bool) -> bool:

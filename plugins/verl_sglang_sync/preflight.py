@@ -194,11 +194,6 @@ def _check_broadcast(config: DictConfig, settings: WeightSyncConfig) -> Iterator
             f"{BROADCAST_BACKEND!r}: allowed: 1 (SGLang's engines join the update group by "
             "tensor-parallel rank)"
         )
-    if _serves_adapter(config):
-        yield (
-            f"{MODEL}.lora.merge=False with {BACKEND_KEY}={BROADCAST_BACKEND!r}: a LoRA must be "
-            "merged to be broadcast; allowed: True"
-        )
     trainer = OmegaConf.select(config, "trainer.v1.trainer_mode")
     hybrid = OmegaConf.select(config, "actor_rollout_ref.hybrid_engine")
     if hybrid and trainer not in (None, "separate_async"):

@@ -215,8 +215,15 @@ def test_merged_adapters_arrive(run: Run, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "run",
+    [
+        pytest.param(Run("compiled", overrides=ADAPTER), id="colocated"),
+        pytest.param(Run("disaggregated", overrides=(*ADAPTER, *SEPARATE)), id="disaggregated"),
+    ],
+)
 def test_an_adapter_arrives_as_such_and_a_lost_one_fails_the_proof(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The base weights come once. The first step's adapter is zero, the second's is not, and the
     third step samples with that one, because the next was lost.
@@ -224,7 +231,7 @@ def test_an_adapter_arrives_as_such_and_a_lost_one_fails_the_proof(
     monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "support.drop_sync")
     monkeypatch.setenv("SGLANG_EXTERNAL_MODEL_PACKAGE", "support.unpinned")
     monkeypatch.setenv("PYTHONPATH", TESTS)
-    train(Run("compiled", overrides=ADAPTER), tmp_path, monkeypatch)
+    train(run, tmp_path, monkeypatch)
     *steps, last = read_steps(tmp_path)
     assert len(steps) == 2
     assert all(step.arrived for step in steps), [step.metrics for step in steps]

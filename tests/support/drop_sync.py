@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from verl_sglang_sync.sync.adapter_sync import AdapterSync
 from verl_sglang_sync.sync.sharding_manager import SGLangShardingManager
 
 DROPPED = 3
@@ -19,14 +20,13 @@ DROPPED = 3
 def _but_one(sync: Callable[..., Any], drain: Callable[[Any], object]) -> Callable[..., Any]:
     numbers = itertools.count(1)
 
-    async def sync_but_one(
-        self: SGLangShardingManager, source: Any, *, version: str | None = None
-    ) -> None:
-        if next(numbers) == DROPPED:
-            drain(source)
-            self.report.weight_version = version
+    async def sync_but_one(self: Any, source: Any, *args: Any, **kwargs: Any) -> None:
+        if next(numbers) != DROPPED:
+            await sync(self, source, *args, **kwargs)
             return
-        await sync(self, source, version=version)
+        drain(source)
+        if isinstance(self, SGLangShardingManager):
+            self.report.weight_version = kwargs["version"]
 
     return sync_but_one
 
@@ -34,6 +34,6 @@ def _but_one(sync: Callable[..., Any], drain: Callable[[Any], object]) -> Callab
 SGLangShardingManager.sync = _but_one(  # type: ignore[method-assign]
     SGLangShardingManager.sync, lambda weights: deque(weights, maxlen=0)
 )
-SGLangShardingManager.sync_adapter = _but_one(  # type: ignore[method-assign]
-    SGLangShardingManager.sync_adapter, lambda collect: collect()
+AdapterSync.sync = _but_one(  # type: ignore[method-assign]
+    AdapterSync.sync, lambda collect: collect()
 )

@@ -185,6 +185,11 @@ class UpdateGroups:
         self.num_formed += 1
         return self._group
 
+    @property
+    def members(self) -> Members:
+        """Of the current group; none where there is no group."""
+        return () if self._group is None else self._group.members
+
     def is_current(self, replicas: Sequence[Replica]) -> bool:
         """True if there is a group of exactly these, which no engine has left."""
         group = self._group

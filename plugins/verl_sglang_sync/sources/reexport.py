@@ -13,6 +13,7 @@ that is none (a list, a `Reexport`) can.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 
@@ -27,6 +28,8 @@ class Reexport(Iterable[NamedTensor]):
         first: one that was made already, for the first iteration.
         sources: the tensors that it reads, by name, as they are now; only where making it changes
             nothing, and what it yields does not depend on values. None: not known.
+        adapter: makes the export of the LoRA adapter that belongs to these weights, and its
+            configuration; None: there is none, or it is merged into them.
     """
 
     def __init__(
@@ -34,10 +37,12 @@ class Reexport(Iterable[NamedTensor]):
         again: Callable[[], Iterable[NamedTensor]],
         first: Iterable[NamedTensor] | None = None,
         sources: Callable[[], Mapping[str, torch.Tensor]] | None = None,
+        adapter: Callable[[], tuple[Iterable[NamedTensor], dict[str, Any]]] | None = None,
     ) -> None:
         self._again = again
         self._first = first
         self.sources = sources
+        self.adapter = adapter
 
     def __iter__(self) -> Iterator[NamedTensor]:
         first, self._first = self._first, None
@@ -65,4 +70,5 @@ def transformed(
     if not is_repeatable(weights):
         return step(weights)
     sources = None if computes else getattr(weights, "sources", None)
-    return Reexport(lambda: step(weights), sources=sources)
+    adapter = getattr(weights, "adapter", None)
+    return Reexport(lambda: step(weights), sources=sources, adapter=adapter)

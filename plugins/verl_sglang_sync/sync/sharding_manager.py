@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal
 
@@ -21,13 +20,7 @@ import torch
 from verl.utils.ulysses import BaseShardingManager
 
 from sglang_loader.common.stage_costs import stage_costs_in
-from verl_sglang_sync.collective import (
-    TrainerGroup,
-    WeightSyncError,
-    common_reason,
-    result_or_reason,
-    wait_in_step,
-)
+from verl_sglang_sync.collective import TrainerGroup, WeightSyncError, run_in_step
 from verl_sglang_sync.config import WeightSyncConfig
 from verl_sglang_sync.engine.engine_ranks import Engine
 from verl_sglang_sync.engine.server_client import operations
@@ -36,24 +29,8 @@ from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.sources.export import NamedTensor
 from verl_sglang_sync.sources.reexport import Reexport
 from verl_sglang_sync.stages import KV_CACHE, WEIGHTS
+from verl_sglang_sync.sync.adapter_sync import AdapterSync, AdapterUpdate
 from verl_sglang_sync.sync.transport import colocated_transport
-
-
-@dataclass(frozen=True, kw_only=True)
-class AdapterUpdate:
-    """Another state of the LoRA adapter that an engine serves.
-
-    Attributes:
-        unload: ends the one before.
-        load: brings this one, under the same name.
-        num_tensors: of it.
-        nbytes: of them.
-    """
-
-    unload: Call
-    load: Call
-    num_tensors: int
-    nbytes: int
 
 
 def _nothing() -> None:
@@ -104,7 +81,7 @@ class SGLangShardingManager(BaseShardingManager):  # type: ignore[misc]
         self._barrier = barrier
         self._report = self._new_report()
         self._published: SyncReport | None = None
-        self._serves_adapter = False
+        self._adapter = AdapterSync(group)
         self._syncs = 0
 
     @property
@@ -181,33 +158,18 @@ class SGLangShardingManager(BaseShardingManager):  # type: ignore[misc]
             WeightSyncError: on every rank, if any rank failed; the engine then serves the adapter
                 as it was, or, where it refuses the new one, none.
         """
+        engines = {} if self._engine is None else {"its own": self._engine}
         with self._report.stage("sync"):
-            with self._report.stage("export"):
-                adapter, reason = result_or_reason(collect)
-            if reason := common_reason(self._group, reason):
-                raise WeightSyncError(f"the adapter was not exported\n{reason}")
-            assert adapter is not None, "no rank has failed"
-            if self._serves_adapter:
-                await self._on_leader("unload_adapter", adapter.unload)
-                self._serves_adapter = False
-            await self._on_leader("load_adapter", adapter.load)
-            self._serves_adapter = True
-        self._report.count_bucket(adapter.num_tensors, adapter.nbytes)
-        self._report.sent_bytes += adapter.nbytes
+            await self._adapter.sync(collect, engines, self._report)
         self._report.weight_version = version
         if not self._settings.free_cache_engine:
             self._publish()
 
     async def _on_leader(self, stage: str, call: Call) -> None:
         """Have the leader's engine do it; if it fails on any replica, every rank raises."""
-        task: asyncio.Future[None] | None = None
-        if self._engine is not None:
-            task = asyncio.ensure_future(self._run_stage(stage, self._engine, call))
-        result = await wait_in_step(self._group, task)
-        if result.failures:
-            if task is not None:
-                task.cancel()
-            raise WeightSyncError(f"stage {stage!r} failed\n" + "\n".join(result.failures))
+        engine = self._engine
+        work = None if engine is None else self._run_stage(stage, engine, call)
+        await run_in_step(self._group, stage, work)
 
     async def _run_stage(self, stage: str, engine: Engine, call: Call) -> None:
         with self._report.stage(stage):

@@ -1,6 +1,7 @@
 """A LoRA adapter that SGLang serves as such: replaced whole at every sync.
 
-The base weights are synced once, as without an adapter. verl 0.9.1's own client names a field of
+The base weights are synced once, as without an adapter; to replicas with devices of their own, once
+to each. verl 0.9.1's own client names a field of
 the request that SGLang 0.5.14 does not have, so that its first adapter ends the training.
 """
 
@@ -18,7 +19,7 @@ from verl.workers.rollout.sglang_rollout.utils import (
 
 from verl_sglang_sync.engine.server_client import operations
 from verl_sglang_sync.sources.export import NamedTensor
-from verl_sglang_sync.sync.sharding_manager import AdapterUpdate
+from verl_sglang_sync.sync.adapter_sync import AdapterUpdate
 from verl_sglang_sync.verl.upstream import tp_ranks_share_adapters
 
 

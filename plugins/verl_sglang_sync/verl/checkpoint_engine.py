@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncGenerator, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import ray
@@ -23,6 +24,7 @@ from verl_sglang_sync.engine.server_client.urls import server_url
 from verl_sglang_sync.engine.update_groups import Replica, UpdateGroups
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.sources.export import NamedTensor
+from verl_sglang_sync.sync.adapter_sync import AdapterSync
 from verl_sglang_sync.sync.transport import SessionTransport, disaggregated_transport
 from verl_sglang_sync.verl.engine_format import EngineFormat
 from verl_sglang_sync.verl.exports import make_exports_repeatable
@@ -76,6 +78,9 @@ class SGLangSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._is_rollout = is_master is None
         self._servers: list[RolloutServer] = []
         self._transport: SessionTransport | None = None
+        self._groups: UpdateGroups | None = None  # of the first rank
+        self._adapter: AdapterSync | None = None
+        self._have_base: frozenset[str] = frozenset()  # replicas with the weights below an adapter
         if not self._is_rollout:
             make_exports_repeatable()
 
@@ -129,8 +134,15 @@ class SGLangSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         version = None if global_steps is None else str(global_steps)
         report = SyncReport(mode=f"{WIRE_FORMAT}/{self._settings.mode}", replica=None)
         with report.stage("sync"):
-            weights = self._servers[0].format.applied(weights)
-            await transport.sync(weights, version=version, report=report, replicas=replicas)
+            adapter, present = getattr(weights, "adapter", None), frozenset(map(_identity, actors))
+            if adapter is None or not present <= self._have_base:
+                based, self._have_base = self._have_base, frozenset()
+                weights = self._servers[0].format.applied(weights)
+                await transport.sync(weights, version=version, report=report, replicas=replicas)
+                self._have_base = based | present
+            if adapter is not None:
+                lora, peft_config = adapter()
+                await self._sync_adapter(lora, peft_config, report)
         if not self._is_source:
             return {}
         report.weight_version = version
@@ -139,6 +151,24 @@ class SGLangSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             for actor in actors:  # the V1 trainer reads it back with every sample
                 await actor.set_global_steps.remote(global_steps)
         return report.metrics()
+
+    async def _sync_adapter(
+        self, weights: Iterable[NamedTensor], peft_config: dict[str, Any], report: SyncReport
+    ) -> None:
+        """Have all replicas, which have the base weights, serve this state of a LoRA adapter."""
+        from verl_sglang_sync.verl.adapter import collect_adapter
+
+        members = () if self._groups is None else self._groups.members
+        engines = {replica.identity: client for replica, client in members}
+        collect = partial(
+            collect_adapter,
+            weights,
+            peft_config,
+            num_ranks=self._servers[0].num_ranks,
+            is_leader=self._is_source,
+        )
+        assert self._adapter is not None, "made with the transport"
+        await self._adapter.sync(collect, engines, report)
 
     async def receive_weights(
         self, global_steps: int | None = None
@@ -159,20 +189,18 @@ class SGLangSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             from verl_sglang_sync.verl.rollout import current_device
 
             device = current_device()
-            groups = None
             if self._is_source:
                 _check_nccl(device)
-                groups = UpdateGroups(
+                self._groups = UpdateGroups(
                     address=ray.util.get_node_ip_address().strip("[]"),
                     device=device,
                     timeout_s=self._settings.request_timeout_s,
                     timeouts_s=self._settings.timeouts_s,
                 )
+            group = TorchTrainerGroup(timeout_s=self._settings.request_timeout_s)
+            self._adapter = AdapterSync(group)
             self._transport = disaggregated_transport(
-                groups=groups,
-                settings=self._settings,
-                group=TorchTrainerGroup(timeout_s=self._settings.request_timeout_s),
-                device=device,
+                groups=self._groups, settings=self._settings, group=group, device=device
             )
         return self._transport
 
@@ -192,9 +220,15 @@ def _check_nccl(device: torch.device) -> None:
         )
 
 
+def _identity(actor: Any) -> str:
+    """Of a server; another one after a restart."""
+    identity: str = actor._actor_id.hex()
+    return identity
+
+
 def _replica(server: RolloutServer, actor: Any, address: tuple[str, int]) -> Replica:
     return Replica(
-        identity=actor._actor_id.hex(),
+        identity=_identity(actor),
         base_url=server_url(*address),
         num_ranks=server.num_ranks,
         api_key=server.api_key,

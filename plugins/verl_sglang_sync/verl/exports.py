@@ -41,7 +41,11 @@ def _repeatable(method: Callable[..., Any]) -> Callable[..., Any]:
         if is_repeatable(weights):
             return weights, peft_config
         again = functools.partial(_export_alone, method, engine, *args, **kwargs)
-        export: Iterable[NamedTensor] = Reexport(again, weights, _sources_of(engine))
+        adapter = None
+        if peft_config is not None:
+            asked = {**kwargs, "base_sync_done": True}
+            adapter = functools.partial(method, engine, *args, **asked)
+        export: Iterable[NamedTensor] = Reexport(again, weights, _sources_of(engine), adapter)
         if (peft_config is None and _adapted(engine)) or _empties_storages(engine):
             export = transformed(export, _copied)
         return export, peft_config
