@@ -79,7 +79,9 @@ class AdapterSync:
 
         async def on_each(step: Callable[[str], Awaitable[None]], names: set[str]) -> None:
             with report.stage(f"{step.__name__}_adapter"):
-                await asyncio.gather(*map(step, names))
+                outcomes = await asyncio.gather(*map(step, names), return_exceptions=True)
+            for error in filter(None, outcomes):  # once it is known which engines serve what
+                raise error
 
         for step, names in ((unload, self._serving & engines.keys()), (load, set(engines))):
             work = on_each(step, names) if names else None
