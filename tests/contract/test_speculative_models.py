@@ -131,6 +131,7 @@ def test_every_rank_serves_its_own_invitation(monkeypatch: pytest.MonkeyPatch) -
             manifest_check="off",
             recheck_every_n_syncs=0,
             syncs_draft=True,
+            host="here",
         )
         for rank in range(2)
     ]

@@ -107,7 +107,7 @@ class SendRank(ExchangeRank):
 
         super().make_route()
         return Send(
-            dataclasses.replace(self.context, num_before=dist.get_world_size()),
+            dataclasses.replace(self.context, first_reader=dist.get_world_size()),
             senders=None,
             is_wanted=True,
             piece_nbytes=PIECE_BYTES,

@@ -160,7 +160,7 @@ def pull_by_many_engines_of_one_rank() -> dict[str, Any]:
     """The first rank has three engine ranks, and other ones later; the others have none."""
     is_first = dist.get_rank() == 0
     rank = PullRank("moe", num_engines=3 if is_first else 0)
-    rank.context = dataclasses.replace(rank.context, num_before=dist.get_world_size())
+    rank.context = dataclasses.replace(rank.context, first_reader=dist.get_world_size())
     rank.route = rank.make_route()
     rank.sync()
     rank.sync()
@@ -242,14 +242,19 @@ def pull_engine_forgot() -> dict[str, Any]:
 def pull_refused(case: str) -> dict[str, Any]:
     """What cannot be pulled is exported, on all ranks, for a reason that all ranks say."""
     from verl_sglang_sync.engine.session import EngineCannotMap
-    from verl_sglang_sync.sources import export_trace, shard_memory
+    from verl_sglang_sync.routes.pull import route as pull_route
+    from verl_sglang_sync.sources import export_trace
 
     rank = PullRank("moe", is_shared=case != "private")
     if case == "engine elsewhere":
         with mock.patch.object(route_ranks, "HOST", "another"):
             rank.sync()
     elif case == "hosts":
-        with mock.patch.object(shard_memory, "host_id", lambda: f"host {dist.get_rank() // 2}"):
+        host = f"host {dist.get_rank() // 2}"
+        with (
+            mock.patch.object(pull_route, "host_id", lambda: host),
+            mock.patch.object(route_ranks, "HOST", host),
+        ):
             rank.sync()
     elif case == "wrong trace":
         spoiled = _spoiled_on_rank_1(export_trace.trace_export)

@@ -46,13 +46,13 @@ class _OfEachRank:
 
 
 def _serve_in_threads() -> None:
-    if isinstance(session._mapped, _OfEachRank):
+    if isinstance(session.mapped, _OfEachRank):
         return
     engine_context, tp_rank = session.engine_context, session.tp_rank
     module: Any = session
     module._kept = _OfEachRank(lambda: session.KeptChannels(session.NUM_TRAINERS))
     module._layouts = _OfEachRank(Layouts)
-    module._mapped = _OfEachRank(MappedMemory)
+    module.mapped = _OfEachRank(MappedMemory)
     module.receiver = _OfEachRank(BroadcastReceiver)
     is_ours = lambda: hasattr(_thread, "rank")  # noqa: E731
     module.engine_context = lambda model: {} if is_ours() else engine_context(model)

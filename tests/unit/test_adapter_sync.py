@@ -23,10 +23,17 @@ UPDATE = AdapterUpdate(
 
 
 class Engine:
-    """Serves one adapter, and refuses as SGLang does; `fails`: the operation that it fails at."""
+    """Serves one adapter, and refuses as SGLang does.
+
+    Attributes:
+        fails: the operation that it fails at.
+        loses: the operation that it does, and nobody hears of.
+        num_loads: adapters that it has loaded.
+    """
 
     def __init__(self) -> None:
-        self.serves, self.fails = False, ""
+        self.serves, self.fails, self.loses = False, "", ""
+        self.num_loads = 0
 
     def submit(self, call: Call) -> Future[Any]:
         reply: Future[Any] = Future()
@@ -35,7 +42,11 @@ class Engine:
             reply.set_exception(RuntimeError(f"{path} is refused"))
             return reply
         self.serves = is_load
-        reply.set_result({})
+        self.num_loads += is_load
+        if path == self.loses:
+            reply.set_exception(RuntimeError("the reply was lost"))
+        else:
+            reply.set_result({})
         return reply
 
 
@@ -55,7 +66,29 @@ def test_engines_that_come_go_and_fail_serve_the_adapter_after_the_next_sync() -
     assert {"unload_adapter", "load_adapter", "export"} <= report.seconds.keys()
     for call in (UPDATE.unload, UPDATE.load):
         second.fails = call.operation.path
-        with pytest.raises(WeightSyncError, match=f"{second.fails} is refused"):
+        with pytest.raises(WeightSyncError, match=f"{UPDATE.load.operation.path} is refused"):
             sync(first=first, second=second)
         second.fails = ""
         sync(first=first, second=second, late=late)
+
+
+@pytest.mark.parametrize("call", [UPDATE.unload, UPDATE.load])
+def test_an_engine_whose_reply_was_lost_serves_the_adapter_after_the_next_sync(call: Call) -> None:
+    engine, adapters = Engine(), AdapterSync(SingleProcess())
+
+    def sync() -> None:
+        report = SyncReport(mode="compiled", replica=None)
+        asyncio.run(adapters.sync(lambda: UPDATE, {"engine": engine}, report))
+
+    if call == UPDATE.unload:
+        sync()
+    engine.loses = call.operation.path
+    if call == UPDATE.load:
+        with pytest.raises(WeightSyncError, match="reply was lost"):
+            sync()
+    else:
+        sync()
+    engine.loses = ""
+    for _ in range(2):
+        sync()
+        assert engine.serves

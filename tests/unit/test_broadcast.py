@@ -196,6 +196,7 @@ DESCRIPTOR = wire.signed(
         manifest_check="off",
         recheck_every_n_syncs=0,
         syncs_draft=False,
+        host="here",
         group="weight_sync_a",
     ),
     SECRET,

@@ -71,10 +71,10 @@ class TestRecipe:
             ((*COMPILED, f"{ROLLOUT}.checkpoint_engine.backend=nccl"), "backend='nccl' brings the"),
             ((*presets.USUAL, "+weight_sync=bucketed"), "through 1 staging buffer, shared by CUDA"),
             (DISAGGREGATED, "over NCCL"),
-            ((*DISAGGREGATED, f"{SECTION}.mode=compiled"), f"engines on its node {IN_PLACE}"),
+            ((*DISAGGREGATED, f"{SECTION}.mode=compiled"), f"the engines {IN_PLACE}, if all"),
             (
                 (*DISAGGREGATED, f"{SECTION}.mode=compiled", "trainer.nnodes=2"),
-                "Later, every rank sends its shards to engines elsewhere",
+                "Later, every rank sends the engines its shards, where these prove",
             ),
         ],
     )

@@ -64,6 +64,10 @@ def test_recipes_that_can_run_pass(recipe, preset, changes):
     assert OmegaConf.to_container(config) == before
 
 
+DP_ATTENTION = {
+    f"{ROLLOUT}.data_parallel_size": 2,
+    f"{ROLLOUT}.engine_kwargs.sglang.enable_dp_attention": True,
+}
 BAD = {
     "vLLM": ({f"{ROLLOUT}.name": "vllm"}, [f"{ROLLOUT}.name='vllm': allowed: 'sglang'"]),
     "no rollout": ({f"{ROLLOUT}.name": "???"}, [f"{ROLLOUT}.name=None: allowed: 'sglang'"]),
@@ -75,6 +79,10 @@ BAD = {
     "data parallelism": (
         {f"{ROLLOUT}.data_parallel_size": 2},
         [f"{ROLLOUT}.data_parallel_size=2: allowed: 1, or {ROLLOUT}.engine_kwargs.sglang.enable_"],
+    ),
+    "an adapter with DP attention": (
+        {f"{MODEL}.lora_rank": 8, **DP_ATTENTION},
+        [f"{ROLLOUT}.data_parallel_size=2 with a LoRA served as an adapter: allowed: 1"],
     ),
     "deltas": (
         {f"{ROLLOUT}.checkpoint_engine.backend": "delta_sharded"},
@@ -244,10 +252,6 @@ BACKEND = {
     "trainer.v1.trainer_mode": "separate_async",
 }
 HYBRID = "actor_rollout_ref.hybrid_engine"
-DP_ATTENTION = {
-    f"{ROLLOUT}.data_parallel_size": 2,
-    f"{ROLLOUT}.engine_kwargs.sglang.enable_dp_attention": True,
-}
 WITHOUT_EFFECT = {  # recipe: what it sets, its modes, the keys that nothing reads
     "colocated": ({}, CHOSEN, set()),
     "engines stay awake": ({f"{ROLLOUT}.free_cache_engine": False}, CHOSEN, SLEEP),

@@ -94,6 +94,7 @@ DESCRIPTOR = wire.SessionDescriptor(
     manifest_check="error",
     recheck_every_n_syncs=0,
     syncs_draft=False,
+    host="here",
 )
 
 

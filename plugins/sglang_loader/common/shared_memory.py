@@ -16,6 +16,7 @@ Mapping a CUDA handle of memory that this process still has mapped gives the sam
 from __future__ import annotations
 
 import mmap
+from functools import cache
 from pathlib import Path
 
 import msgspec
@@ -165,6 +166,7 @@ def _mapped(handle: BufferHandle, device: torch.device) -> torch.Tensor:
     return mapped
 
 
+@cache
 def host_id() -> str:
     """Equal in processes on the same running machine, whatever containers they are in."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

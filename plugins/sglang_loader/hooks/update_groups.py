@@ -27,7 +27,7 @@ from sglang_loader.common.session.messages import (
     check_signature,
 )
 from sglang_loader.session.model_loader import loader_of
-from sglang_loader.session.serve import NUM_TRAINERS, receiver
+from sglang_loader.session.serve import NUM_TRAINERS, mapped, receiver
 from sglang_loader.upstream import device_of, io_struct, model_of, update_groups
 
 logger = logging.getLogger(__name__)
@@ -104,6 +104,7 @@ def _leave(owner: Any, group_name: str) -> None:
     say_left(group)
     is_waiting = receiver.is_waiting_in(group)
     receiver.left(group)
+    mapped.let_go()  # a trainer that this engine syncs with no more could not free its memory
     joined = _joined.pop(group_name, None)
     for model in joined.models if joined is not None else ():
         loader_of(model).unbind()

@@ -112,9 +112,9 @@ class ServedSession:
 _kept: KeptChannels[FromTrainer] = KeptChannels(NUM_TRAINERS)
 _invitations: deque[SessionDescriptor] = deque(maxlen=NUM_INVITATIONS)
 _layouts = Layouts()
-_mapped = MappedMemory()
+mapped = MappedMemory()
 receiver = BroadcastReceiver()
-"""This process's; groups that it has left are forgotten by `hooks.update_groups`."""
+"""This process's; what came in groups that it has left is dropped by `hooks.update_groups`."""
 
 
 class _Session:
@@ -133,7 +133,7 @@ class _Session:
         self._loaders: list[ModelLoader] = [loader_of(model) for model in models]
         self._models = models
         self._device = device = device_of(models[0])
-        self._mapped = _mapped.begin_session(device)
+        self._mapped = mapped.begin_session(device)
         self._received: BroadcastBuckets | None = None
         if group is not None:
             limit_s = descriptor.timeout_s + LATER_S
@@ -180,7 +180,7 @@ class _Session:
         channel.send(
             wire.Hello,
             layouts=_layouts.digests,
-            buffers=_mapped.names,
+            buffers=mapped.names,
             arrangements=_digest(self._arranged),
         )
         self._steps.once_joined()
@@ -253,9 +253,14 @@ class _Session:
                 channel.send(wire.Receiving, index=message.index)
 
     def _memory_of(self, message: wire.LoadBucket) -> BucketMemory:
-        """What brings a bucket: the trainer's memory, or the group, if there is one."""
-        is_mapped = self._received is None or message.read_only
-        return self._mapped if is_mapped else self._received  # type: ignore[return-value]
+        """What brings a bucket: the group, if there is one, or memory that this process maps."""
+        if self._received is None:
+            return self._mapped
+        if not message.read_only:
+            return self._received
+        if self._descriptor.host != host_id():  # what is signed, unlike the messages
+            raise SessionError(f"bucket {message.index} lies in memory of another host")
+        return self._mapped
 
     def _finish_buckets(self, channel: Channel[FromTrainer]) -> None:
         """Wait until the device has read all that was announced, and tell the trainer."""

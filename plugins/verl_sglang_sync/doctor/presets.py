@@ -186,11 +186,13 @@ def _later_elsewhere(
     config: DictConfig, settings: WeightSyncConfig, machine: Machine
 ) -> Iterator[str]:
     """Likewise, where the engines have GPUs of their own."""
-    proven = "if these prove to be the export"
+    ways = []
     if not any(_out_of_reach(config, settings, machine)):
-        yield f"Later, engines on its node read the trainer's parameters in place, {proven}"
+        ways.append("the engines read the trainer's parameters in place, if all are on its node")
     if settings.exchange_shards:
-        yield f"Later, every rank sends its shards to engines elsewhere, {proven}"
+        ways.append("every rank sends the engines its shards")
+    if ways:
+        yield f"Later, {', or else '.join(ways)}, where these prove to be the export"
 
 
 def _computed_exports(config: DictConfig) -> Iterator[str]:
@@ -198,7 +200,8 @@ def _computed_exports(config: DictConfig) -> Iterator[str]:
     strategy = OmegaConf.select(config, "actor_rollout_ref.actor.strategy")
     if strategy not in ("fsdp2", "megatron"):
         yield f"actor.strategy={strategy}: neither fsdp2 nor megatron"
-    if strategy == "megatron" and config.actor_rollout_ref.actor.megatron.vanilla_mbridge:
+    mbridge = OmegaConf.select(config, "actor_rollout_ref.actor.megatron.vanilla_mbridge")
+    if strategy == "megatron" and mbridge:
         yield "actor.megatron.vanilla_mbridge=True: mbridge does not say what it exports"
     for key in ("model.lora_rank", "model.lora.rank", "rollout.quantization"):
         if value := OmegaConf.select(config, f"actor_rollout_ref.{key}"):

@@ -1,4 +1,4 @@
-"""The trainer rank's end of a session with the engine rank on its device.
+"""A trainer rank's end of a session with an engine rank.
 
 with TrainerSession(sockets, settings, names) as session:
     ...                                   # session.invitation travels with the HTTP request
@@ -37,7 +37,7 @@ from sglang_loader.common.session.messages import (
     SessionDescriptor,
     SessionError,
 )
-from sglang_loader.common.shared_memory import BufferHandle
+from sglang_loader.common.shared_memory import BufferHandle, host_id
 from verl_sglang_sync.config import WeightSyncConfig
 from verl_sglang_sync.sources.bucket_stream import Bucket
 from verl_sglang_sync.sources.memory_blocks import Block, BlockNames, share_block
@@ -61,7 +61,7 @@ class BlockNotMapped(RuntimeError):
 
 @dataclass(frozen=True)
 class SharedBlock:
-    """A block of a trainer rank's memory, as this rank's engine maps it.
+    """A block of a trainer rank's memory, as one engine rank maps it.
 
     Attributes:
         name: of the block, for as long as it is allocated.
@@ -146,6 +146,7 @@ class TrainerSession:
             manifest_check=settings.manifest_check,
             recheck_every_n_syncs=settings.recheck_every_n_syncs,
             syncs_draft=settings.syncs_draft,
+            host=host_id(),
             group=group,
             senders=senders,
         )

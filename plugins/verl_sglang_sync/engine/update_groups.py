@@ -174,7 +174,7 @@ class UpdateGroups:
             self.abandon()
         if self._group is not None and self.is_current(replicas):
             return self._group
-        members = tuple((replica, self._client(replica)) for replica in replicas)
+        members = tuple((replica, self.client(replica)) for replica in replicas)
         for _, client in members:
             client.run(operations.model_info())  # nobody waits for a server that is gone
         if self._group is not None:
@@ -184,11 +184,6 @@ class UpdateGroups:
         self._group = self._form(members)
         self.num_formed += 1
         return self._group
-
-    @property
-    def members(self) -> Members:
-        """Of the current group; none where there is no group."""
-        return () if self._group is None else self._group.members
 
     def is_current(self, replicas: Sequence[Replica]) -> bool:
         """True if there is a group of exactly these, which no engine has left."""
@@ -210,7 +205,8 @@ class UpdateGroups:
             self._dissolve(self._group)
         self._close_clients_but(())
 
-    def _client(self, replica: Replica) -> SGLangServerClient:
+    def client(self, replica: Replica) -> SGLangServerClient:
+        """Of a replica's server, in the group or not."""
         if replica not in self._clients:
             self._clients[replica] = SGLangServerClient(
                 replica.base_url,

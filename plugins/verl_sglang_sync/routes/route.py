@@ -39,8 +39,8 @@ from verl_sglang_sync.sources.source_map import SourceMap
 logger = logging.getLogger(__name__)
 
 NOT_TRACEABLE = (
-    "every sync makes the full export, which does not name the parameters that it hands on as they "
-    "are (verl's does with FSDP2, and with Megatron-Bridge; not with adapters or quantisation)"
+    "weights are exported in full: the export does not name the parameters that it hands on as "
+    "they are (verl's does with FSDP2, and with Megatron-Bridge; not with adapters or quantisation)"
 )
 
 
@@ -134,8 +134,8 @@ class RouteContext:
         stream: cuts it into buckets.
         readers: what this rank's engine ranks have said that they read; the same object for as long
             as they are the same engine ranks.
-        num_before: number of the first rank's first engine rank, by which each one finds the
-            replica of a shard that is near to it: 0 where rank and engine rank share a device.
+        first_reader: engine ranks are numbered from here on. 0: each shares the device of the
+            trainer rank of its number; else they have devices of their own, and come and go.
         recheck_every_n_syncs: compare with the full export again in every n-th sync; 0: never.
     """
 
@@ -144,7 +144,7 @@ class RouteContext:
     source_map: SourceMap
     stream: BucketStream
     readers: Callable[[], Sequence[EngineArrangements]]
-    num_before: int = 0
+    first_reader: int = 0
     recheck_every_n_syncs: int = 0
 
     @classmethod
@@ -154,11 +154,11 @@ class RouteContext:
         device: torch.device,
         settings: WeightSyncConfig,
         readers: Callable[[], Sequence[EngineArrangements]],
-        num_before: int = 0,
+        first_reader: int = 0,
     ) -> RouteContext:
         """Of an export that nobody has seen yet."""
         every, stream = settings.recheck_every_n_syncs, BucketStream(settings.bucket_bytes)
-        return cls(group, device, SourceMap(group, device), stream, readers, num_before, every)
+        return cls(group, device, SourceMap(group, device), stream, readers, first_reader, every)
 
 
 class Route:
@@ -188,7 +188,7 @@ class Route:
         self._source_map = context.source_map
         self._stream = context.stream
         self._readers = context.readers
-        self._num_before = context.num_before
+        self._first_reader = context.first_reader
         self._read_by: object = None
         self._recheck_every_n_syncs = context.recheck_every_n_syncs
         self._is_wanted = is_wanted

@@ -13,11 +13,14 @@ that is none (a list, a `Reexport`) can.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from verl_sglang_sync.sources.export import NamedTensor
+
+AdapterExport: TypeAlias = Callable[[], tuple[Iterable[NamedTensor], dict[str, Any]]]
+"""Makes the export of a LoRA adapter, and its configuration, as PEFT has it."""
 
 
 class Reexport(Iterable[NamedTensor]):
@@ -28,8 +31,7 @@ class Reexport(Iterable[NamedTensor]):
         first: one that was made already, for the first iteration.
         sources: the tensors that it reads, by name, as they are now; only where making it changes
             nothing, and what it yields does not depend on values. None: not known.
-        adapter: makes the export of the LoRA adapter that belongs to these weights, and its
-            configuration; None: there is none, or it is merged into them.
+        adapter: that belongs to these weights; None: there is none, or it is merged into them.
     """
 
     def __init__(
@@ -37,7 +39,7 @@ class Reexport(Iterable[NamedTensor]):
         again: Callable[[], Iterable[NamedTensor]],
         first: Iterable[NamedTensor] | None = None,
         sources: Callable[[], Mapping[str, torch.Tensor]] | None = None,
-        adapter: Callable[[], tuple[Iterable[NamedTensor], dict[str, Any]]] | None = None,
+        adapter: AdapterExport | None = None,
     ) -> None:
         self._again = again
         self._first = first

@@ -18,7 +18,7 @@ import torch
 
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.regions.arrangement import Arrangement
-from sglang_loader.common.shared_memory import BufferHandle, host_id
+from sglang_loader.common.shared_memory import BufferHandle
 from verl_sglang_sync.sources.export_trace import NotTraceable, TracedExport
 from verl_sglang_sync.sources.known_sources import memory_of
 from verl_sglang_sync.sources.memory_blocks import Block, BlockTable
@@ -89,7 +89,6 @@ class MemoryTable:
     """One rank's shards, as the others are told of them.
 
     Attributes:
-        host: equal on ranks of the same running machine.
         blocks: names of the memory blocks in which the shards lie.
         shards: by parameter: position of its block, and where in that the shard begins; `NO_BYTES`
             where the rank holds nothing of it.
@@ -97,7 +96,6 @@ class MemoryTable:
             engines have the block mapped.
     """
 
-    host: str
     blocks: tuple[str, ...]
     shards: tuple[tuple[int, int], ...]
     handles: tuple[tuple[BufferHandle | None, ...], ...]
@@ -115,7 +113,7 @@ def share_shards(
     Args:
         traced: the parameters, and who holds them.
         now: the trainer's tensors.
-        device: of the engine on this rank; memory elsewhere cannot be read in place.
+        device: on which the parameters must be; memory elsewhere cannot be read in place.
         rank: this one.
         share: given a block and a storage in it: the block's name, and its handles by engine rank.
 
@@ -146,7 +144,6 @@ def share_shards(
         raise NotTraceable(f"the parameters lie in {len(blocks)} blocks of memory")
     shared = [share(block, storage) for block, (_, storage) in blocks.items()]
     return shards, MemoryTable(
-        host=host_id(),
         blocks=tuple(name for name, _ in shared),
         shards=tuple(places),
         handles=tuple(of_block for _, of_block in shared),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from verl_sglang_sync.collective import (
     TrainerGroup,
@@ -16,6 +18,8 @@ from verl_sglang_sync.collective import (
 from verl_sglang_sync.engine.engine_ranks import Engine
 from verl_sglang_sync.engine.server_client.operations import Call
 from verl_sglang_sync.report import SyncReport
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +39,11 @@ class AdapterUpdate:
     nbytes: int
 
 
+Step: TypeAlias = Callable[[Engine, AdapterUpdate], Awaitable[None]]
+
+
 class AdapterSync:
-    """Which engines serve an adapter; lives in every trainer rank, for all its syncs.
+    """Replaces the adapter of engines; lives in every trainer rank, for all its syncs.
 
     Args:
         group: the trainer's ranks.
@@ -44,7 +51,7 @@ class AdapterSync:
 
     def __init__(self, group: TrainerGroup) -> None:
         self._group = group
-        self._serving: set[str] = set()
+        self._were_told: set[str] = set()  # engines that may serve an adapter
 
     async def sync(
         self,
@@ -60,8 +67,8 @@ class AdapterSync:
             report: gets the counts and seconds.
 
         Raises:
-            WeightSyncError: on every rank, if any rank failed; an engine then serves the adapter
-                as it was, or, where it refuses the new one, none.
+            WeightSyncError: on every rank, if any rank failed; each engine then serves this state,
+                that before, or none.
         """
         with report.stage("export"):
             adapter, reason = result_or_reason(collect)
@@ -69,22 +76,37 @@ class AdapterSync:
             raise WeightSyncError(f"the adapter was not exported\n{reason}")
         assert adapter is not None, "no rank has failed"
 
-        async def unload(name: str) -> None:
-            await asyncio.wrap_future(engines[name].submit(adapter.unload))
-            self._serving.discard(name)
-
-        async def load(name: str) -> None:
-            await asyncio.wrap_future(engines[name].submit(adapter.load))
-            self._serving.add(name)
-
-        async def on_each(step: Callable[[str], Awaitable[None]], names: set[str]) -> None:
-            with report.stage(f"{step.__name__}_adapter"):
-                outcomes = await asyncio.gather(*map(step, names), return_exceptions=True)
-            for error in filter(None, outcomes):  # once it is known which engines serve what
-                raise error
-
-        for step, names in ((unload, self._serving & engines.keys()), (load, set(engines))):
-            work = on_each(step, names) if names else None
-            await run_in_step(self._group, f"{step.__name__}_adapter", work)
+        for stage, step, names in (
+            ("unload_adapter", _unload, self._were_told & engines.keys()),
+            ("load_adapter", _load, set(engines)),
+        ):
+            work = None
+            if names:
+                work = _on_each(step, [engines[name] for name in names], adapter, report, stage)
+                self._were_told |= names
+            await run_in_step(self._group, stage, work)
         report.count_bucket(adapter.num_tensors, adapter.nbytes)
         report.sent_bytes += adapter.nbytes
+
+
+async def _on_each(
+    step: Step, engines: Iterable[Engine], adapter: AdapterUpdate, report: SyncReport, stage: str
+) -> None:
+    """Raises the first failure, once all have answered."""
+    with report.stage(stage):
+        steps = [step(engine, adapter) for engine in engines]
+        outcomes = await asyncio.gather(*steps, return_exceptions=True)
+    for error in filter(None, outcomes):
+        raise error
+
+
+async def _unload(engine: Engine, adapter: AdapterUpdate) -> None:
+    """An engine that serves none refuses; where it does serve one, it refuses the next instead."""
+    try:
+        await asyncio.wrap_future(engine.submit(adapter.unload))
+    except Exception as error:
+        logger.info("the adapter before was not unloaded: %s", error)
+
+
+async def _load(engine: Engine, adapter: AdapterUpdate) -> None:
+    await asyncio.wrap_future(engine.submit(adapter.load))

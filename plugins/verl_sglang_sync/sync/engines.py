@@ -6,7 +6,8 @@
 
 `ColocatedEngine`: every trainer rank has a session with the engine rank on its own device, which
 maps its staging buffers. `RemoteEngines` (disaggregated): the first trainer rank has the sessions
-of all engine ranks, to which it broadcasts, or all trainer ranks send.
+of all engine ranks. It broadcasts to them, or all trainer ranks send, or they map the ranks'
+parameters.
 """
 
 from __future__ import annotations

@@ -346,9 +346,8 @@ def disaggregated_transport(
     limit_s = settings.timeouts_s.get("group", settings.request_timeout_s)
     senders = SenderGroup(groups, group, device, limit_s)
     engines = RemoteEngines(groups, senders, lambda: send.is_proven, settings)
-    readers, num_before = lambda: engines.readers, world_size()
-    context = RouteContext.of(group, device, settings, readers, num_before)
-    own = SessionSockets()  # their folder lists the memory that engines on this host map
+    context = RouteContext.of(group, device, settings, lambda: engines.readers, world_size())
+    own = SessionSockets()  # of no session: their folder lists the memory that engines map
     pull = Pull(
         context,
         is_wanted=settings.read_in_place,

@@ -1,8 +1,8 @@
 """A LoRA adapter that SGLang serves as such: replaced whole at every sync.
 
-The base weights are synced once, as without an adapter; to replicas with devices of their own, once
-to each. verl 0.9.1's own client names a field of
-the request that SGLang 0.5.14 does not have, so that its first adapter ends the training.
+The base weights are synced once, as without an adapter; in disaggregated mode again whenever a
+replica joins that does not have them. verl 0.9.1's own client names a field of the request that
+SGLang 0.5.14 does not have, so that its first adapter ends the training.
 """
 
 from __future__ import annotations

@@ -9,21 +9,21 @@ the trainer which server is its own.
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import ray
 import torch
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 
-from verl_sglang_sync.collective import TorchTrainerGroup
+from verl_sglang_sync.collective import TorchTrainerGroup, TrainerGroup, holds_everywhere
 from verl_sglang_sync.config import BROADCAST_BACKEND, WeightSyncConfig
 from verl_sglang_sync.engine.server_client.urls import server_url
 from verl_sglang_sync.engine.update_groups import Replica, UpdateGroups
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.sources.export import NamedTensor
+from verl_sglang_sync.sources.reexport import AdapterExport
 from verl_sglang_sync.sync.adapter_sync import AdapterSync
 from verl_sglang_sync.sync.transport import SessionTransport, disaggregated_transport
 from verl_sglang_sync.verl.engine_format import EngineFormat
@@ -79,6 +79,7 @@ class SGLangSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._servers: list[RolloutServer] = []
         self._transport: SessionTransport | None = None
         self._groups: UpdateGroups | None = None  # of the first rank
+        self._group: TrainerGroup | None = None
         self._adapter: AdapterSync | None = None
         self._have_base: frozenset[str] = frozenset()  # replicas with the weights below an adapter
         if not self._is_rollout:
@@ -134,15 +135,13 @@ class SGLangSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         version = None if global_steps is None else str(global_steps)
         report = SyncReport(mode=f"{WIRE_FORMAT}/{self._settings.mode}", replica=None)
         with report.stage("sync"):
-            adapter, present = getattr(weights, "adapter", None), frozenset(map(_identity, actors))
-            if adapter is None or not present <= self._have_base:
-                based, self._have_base = self._have_base, frozenset()
+            adapter = getattr(weights, "adapter", None)
+            if adapter is None or not self._all_have_base(actors):
                 weights = self._servers[0].format.applied(weights)
                 await transport.sync(weights, version=version, report=report, replicas=replicas)
-                self._have_base = based | present
             if adapter is not None:
-                lora, peft_config = adapter()
-                await self._sync_adapter(lora, peft_config, report)
+                self._have_base = frozenset(map(_identity, actors))
+                await self._sync_adapter(adapter, replicas, report)
         if not self._is_source:
             return {}
         report.weight_version = version
@@ -152,23 +151,29 @@ class SGLangSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
                 await actor.set_global_steps.remote(global_steps)
         return report.metrics()
 
+    def _all_have_base(self, actors: Sequence[Any]) -> bool:
+        """True if all replicas have the weights that a LoRA adapter is for; collective, because a
+        server may be replaced while the ranks look it up.
+        """
+        assert self._group is not None, "made with the transport"
+        return holds_everywhere(self._group, self._have_base >= set(map(_identity, actors)))
+
     async def _sync_adapter(
-        self, weights: Iterable[NamedTensor], peft_config: dict[str, Any], report: SyncReport
+        self, export: AdapterExport, replicas: Sequence[Replica], report: SyncReport
     ) -> None:
         """Have all replicas, which have the base weights, serve this state of a LoRA adapter."""
         from verl_sglang_sync.verl.adapter import collect_adapter
 
-        members = () if self._groups is None else self._groups.members
-        engines = {replica.identity: client for replica, client in members}
-        collect = partial(
-            collect_adapter,
-            weights,
-            peft_config,
-            num_ranks=self._servers[0].num_ranks,
-            is_leader=self._is_source,
-        )
+        engines = {}
+        if self._groups is not None:
+            engines = {replica.identity: self._groups.client(replica) for replica in replicas}
+        num_ranks, is_leader = self._servers[0].num_ranks, self._is_source
         assert self._adapter is not None, "made with the transport"
-        await self._adapter.sync(collect, engines, report)
+        await self._adapter.sync(
+            lambda: collect_adapter(*export(), num_ranks=num_ranks, is_leader=is_leader),
+            engines,
+            report,
+        )
 
     async def receive_weights(
         self, global_steps: int | None = None
@@ -197,7 +202,7 @@ class SGLangSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
                     timeout_s=self._settings.request_timeout_s,
                     timeouts_s=self._settings.timeouts_s,
                 )
-            group = TorchTrainerGroup(timeout_s=self._settings.request_timeout_s)
+            group = self._group = TorchTrainerGroup(timeout_s=self._settings.request_timeout_s)
             self._adapter = AdapterSync(group)
             self._transport = disaggregated_transport(
                 groups=self._groups, settings=self._settings, group=group, device=device

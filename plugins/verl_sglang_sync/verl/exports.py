@@ -37,14 +37,20 @@ def _repeatable(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def wrapper(engine: Any, *args: Any, **kwargs: Any) -> Any:
+        again = functools.partial(_export_alone, method, engine, *args, **kwargs)
+        # So verl asks in disaggregated mode. FSDP gathers all weights below an adapter as it makes
+        # their export: that is left until somebody goes through it.
+        is_lazy = not args and not kwargs and _adapted(engine)
+        if is_lazy:
+            kwargs = {"base_sync_done": True}
         weights, peft_config = method(engine, *args, **kwargs)
+        if is_lazy and peft_config is not None:
+            return Reexport(again, adapter=lambda: (weights, peft_config)), peft_config
         if is_repeatable(weights):
             return weights, peft_config
-        again = functools.partial(_export_alone, method, engine, *args, **kwargs)
         adapter = None
         if peft_config is not None:
-            asked = {**kwargs, "base_sync_done": True}
-            adapter = functools.partial(method, engine, *args, **asked)
+            adapter = functools.partial(method, engine, *args, **{**kwargs, "base_sync_done": True})
         export: Iterable[NamedTensor] = Reexport(again, weights, _sources_of(engine), adapter)
         if (peft_config is None and _adapted(engine)) or _empties_storages(engine):
             export = transformed(export, _copied)

@@ -83,8 +83,9 @@ class SessionDescriptor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         recheck_every_n_syncs: check the load plan against the model's own loader in every n-th
             sync; 0: only when it is made.
         syncs_draft: with speculative decoding: load a draft model as well as its target.
-        group: name of the update group in which the buckets are broadcast that the engine cannot
-            map; "": it maps all.
+        host: of the trainer rank, see `Loaded`.
+        group: name of the update group in which the buckets come that are not `read_only`; "":
+            the engine maps all.
         senders: name of the one in which all trainer ranks send, too; "": there is none.
         signature: see `signed`; "" where there is no group.
     """
@@ -97,6 +98,7 @@ class SessionDescriptor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     manifest_check: ManifestCheck
     recheck_every_n_syncs: int
     syncs_draft: bool
+    host: str
     group: str = ""
     senders: str = ""
     signature: str = ""
@@ -174,7 +176,8 @@ class LoadBucket(_Message, frozen=True, kw_only=True):
             it is broadcast; of one that is sent, in what is received, as slot 0.
         digest: names the layout.
         layout: the encoded layout, None where the engine knows the digest.
-        read_only: the pieces are trainer ranks' own memory, and may part a tensor anywhere.
+        read_only: the pieces are trainer ranks' own memory, which the engine maps also in a session
+            with a group, and may part a tensor anywhere.
         arranged: digest of the arrangements by which the bytes are arranged; "": they are as the
             layout says.
         receives: of one that is sent: for each all-to-all in which it comes the bytes from each

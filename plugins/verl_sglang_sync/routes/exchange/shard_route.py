@@ -91,7 +91,7 @@ class ShardRoute(Route):
     """See `Route`.
 
     Args:
-        context: what it works on; ranks of the group before all engine ranks: its `num_before`.
+        context: what it works on; the group has `first_reader` ranks that read nothing.
         is_wanted: False: never send shards.
         piece_nbytes: that a rank sends, or receives, at a time.
     """
@@ -177,7 +177,7 @@ class ShardRoute(Route):
         traced, buckets = self._source_map.traced, self._stream.buckets
         known = self._known_by_all(own)
         drafts, reason = result_or_reason(
-            lambda: _drafts(known, self._num_before, buckets, traced), NotTraceable
+            lambda: _drafts(known, self._first_reader, buckets, traced), NotTraceable
         )
         sizes = None if drafts is None else [draft.scratch_nbytes for draft in drafts]
         needs = self._group.all_gather(sizes)
@@ -188,7 +188,7 @@ class ShardRoute(Route):
             def make() -> ShardPlan:
                 pieces = [pieces_of(draft, num) for draft, num in zip(drafts, nums, strict=True)]
                 moves = AllToAll(pieces, self._device)
-                before = self._num_before
+                before = self._first_reader
                 plan = ShardPlan(traced, buckets, own, known, before, drafts, nums, moves)
                 self._planned(plan)
                 return plan

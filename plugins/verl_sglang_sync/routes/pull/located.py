@@ -67,7 +67,7 @@ class Reader:
             plan: what is to be found.
             tables: of all trainer ranks.
             handle: which of each block's handles is its own.
-            number: of the engine rank, see `RouteContext.num_before`.
+            number: of the engine rank, see `RouteContext.first_reader`.
         """
         blocks = [
             SharedBlock(name, handles[handle])
@@ -121,7 +121,7 @@ class Located:
         known: KnownSources,
         tables: Sequence[MemoryTable],
         readers: Sequence[int],
-        num_before: int,
+        first_reader: int,
     ) -> Located:
         """Where this rank's engine ranks find every bucket.
 
@@ -130,7 +130,7 @@ class Located:
             known: recognises this rank's parameters.
             tables: of all ranks.
             readers: this rank's engine ranks, among all.
-            num_before: see `RouteContext`.
+            first_reader: see `RouteContext`.
         """
         blocks = [
             block for table in tables for block in zip(table.blocks, table.handles, strict=True)
@@ -139,7 +139,7 @@ class Located:
             known,
             frozenset(name for name, _ in blocks),
             frozenset(name for name, handles in blocks if None in handles),
-            tuple(Reader.of(plan, tables, reader, num_before + reader) for reader in readers),
+            tuple(Reader.of(plan, tables, reader, first_reader + reader) for reader in readers),
         )
 
     def used(self) -> Located:

@@ -85,6 +85,7 @@ class Pull(Route):
         self._record = record
         self._names = BlockNames()
         self._plan: PullPlan | None = None
+        self._is_colocated = context.first_reader == 0
         self._num_readers = 0  # engine ranks of all trainer ranks
         self._own_readers = range(0)  # which of them are this rank's
         self._located: Located | None = None
@@ -92,8 +93,7 @@ class Pull(Route):
         self._mapped: frozenset[str] = frozenset()  # those of them that the engines keep mapped
 
     def _source(self, weights: Iterable[NamedTensor], report: SyncReport) -> SyncSource | None:
-        may_change = self._num_before > 0  # engines beside the trainer's devices come and go
-        if may_change and not holds_everywhere(self._group, not self._have_changed()):
+        if not self._is_colocated and not holds_everywhere(self._group, not self._have_changed()):
             logger.info("%s in a sync: other engines take part", NOT_IN_PLACE)
             return None
         located, reason = self._located, None
@@ -115,14 +115,17 @@ class Pull(Route):
 
     def learn(self, weights: Iterable[NamedTensor], loaded: Sequence[Loaded]) -> bool:
         """Trace, locate and compare; see `Route`."""
-        self._learn_readers(len(loaded))
+        hosts = self._learn_readers(loaded)
         if not holds_everywhere(self._group, {each.host for each in loaded} <= {host_id()}):
             logger.info("%s: an engine is on another node", NOT_IN_PLACE)
             return False
+        if len(hosts) > 1:
+            return self._conclude("the trainer's ranks are on several nodes")
         if not holds_everywhere(self._group, all(each.may_read_in_place for each in loaded)):
             warn_once(f"{NOT_IN_PLACE}: an engine has no load plan that leaves them as they are")
             return False
-        may_share = not empties_storages(weights)
+        # A handle that no engine uses keeps memory alive: others may take part in the next sync.
+        may_share = self._is_colocated and not empties_storages(weights)
         reason = self._make_plan(weights)
         reason = reason or self._locate(weights, self._compare_with_export, may_share=may_share)
         return self._conclude(reason)
@@ -137,6 +140,8 @@ class Pull(Route):
         if (agreed := common_reason(self._group, cannot_map)) is not None:
             self._conclude(agreed)
             return Recovery.EXPORT
+        if not self._is_colocated:  # other sessions: see `RemoteEngines.abandon`
+            return Recovery.EXPORT
         reason = self._locate(weights, may_share=not empties_storages(weights))
         self._is_proven = reason is None
         return Recovery.AGAIN if self._is_proven else Recovery.EXPORT
@@ -146,13 +151,18 @@ class Pull(Route):
         super().forget()
         self._located, self._mapped = None, frozenset()
 
-    def _learn_readers(self, num_own: int) -> None:
-        """Which engine ranks there are, and that all are new: they have nothing mapped."""
+    def _learn_readers(self, loaded: Sequence[Loaded]) -> set[str]:
+        """Which engine ranks there are, and that all are new: they have nothing mapped.
+
+        Returns:
+            The hosts of the trainer's ranks.
+        """
         self.forget()
-        nums = self._group.all_gather(num_own)
+        nums, hosts = zip(*self._group.all_gather((len(loaded), host_id())), strict=True)
         first = sum(nums[: own_rank()])
-        self._num_readers, self._own_readers = sum(nums), range(first, first + num_own)
+        self._num_readers, self._own_readers = sum(nums), range(first, first + len(loaded))
         self._read_by = self._readers()
+        return set(hosts)
 
     def _was_read(self, located: Located, keeps: bool) -> None:
         """After a good sync: the engines have mapped what they were to map."""
@@ -215,16 +225,14 @@ class Pull(Route):
             lambda: self._own_memory(weights, may_share), NotTraceable, SourcesChanged
         )
         tables = self._group.all_gather(None if found is None else found[2])
-        if reason is None and len({each.host for each in tables if each is not None}) > 1:
-            reason = "the trainer's ranks are on several nodes"
         agreed = common_reason(self._group, reason)
         if agreed is None and check is not None:
             assert found is not None
             agreed = common_reason(self._group, check(weights, found[1]))
         if agreed is None:
             assert self._plan is not None and found is not None
-            readers, before = self._own_readers, self._num_before
-            self._located = Located.of(self._plan, found[0], tables, readers, before)
+            readers, first = self._own_readers, self._first_reader
+            self._located = Located.of(self._plan, found[0], tables, readers, first)
         return agreed
 
     def _own_memory(

@@ -1,0 +1,79 @@
+"""Which replicas get the weights below a LoRA adapter, and that all get the adapter."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from support.settings import settings_of
+from unit.test_adapter_sync import UPDATE, Engine
+from verl_sglang_sync.collective import SingleProcess
+from verl_sglang_sync.sources.reexport import Reexport
+from verl_sglang_sync.sync.adapter_sync import AdapterSync
+
+
+class Trainer:
+    """A checkpoint engine in a trainer of one rank; its transport notes who is synced.
+
+    Attributes:
+        engines: of all replicas there are, by name.
+        synced: names of the replicas of each sync of all weights.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from verl_sglang_sync.verl import adapter, checkpoint_engine
+
+        self.engines = {name: Engine() for name in "abc"}
+        self.synced: list[str] = []
+        self.versions: dict[str, int] = {}
+        self._checkpoint_engine = checkpoint_engine.SGLangSyncCheckpointEngine(1, is_master=True)
+        vars(self._checkpoint_engine).update(
+            _transport=SimpleNamespace(sync=self._sync),
+            _group=SingleProcess(),
+            _groups=SimpleNamespace(client=lambda replica: self.engines[replica.identity]),
+            _adapter=AdapterSync(SingleProcess()),
+        )
+        monkeypatch.setattr(checkpoint_engine.ray, "get_actor", self._actor)
+        monkeypatch.setattr(adapter, "collect_adapter", lambda *_, **__: UPDATE)
+
+    async def _sync(self, weights: Any, replicas: Any, **_: Any) -> None:
+        self.synced.append("".join(replica.identity for replica in replicas))
+
+    def _actor(self, name: str) -> Any:
+        async def address() -> tuple[str, int]:
+            return "127.0.0.1", 1
+
+        async def set_global_steps(step: int) -> None:
+            self.versions[name] = step
+
+        return SimpleNamespace(
+            _actor_id=SimpleNamespace(hex=lambda: name),
+            get_server_address=SimpleNamespace(remote=address),
+            set_global_steps=SimpleNamespace(remote=set_global_steps),
+        )
+
+    def send(self, names: str, step: int) -> None:
+        """One sync to some replicas."""
+        format_ = SimpleNamespace(applied=lambda weights: weights)
+        keys = {"api_key": None, "admin_api_key": None}
+        server = {"settings": settings_of("compiled"), "format": format_, "num_ranks": 1, **keys}
+        servers = [SimpleNamespace(actor_name=name, **server) for name in names]
+        weights = Reexport(list, adapter=lambda: ([], {}))
+        self._checkpoint_engine.init_process_group(servers)  # type: ignore[arg-type]
+        asyncio.run(self._checkpoint_engine.send_weights(weights, step))
+
+
+def test_every_replica_of_a_sync_gets_the_adapter_and_a_new_one_the_weights_below_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trainer = Trainer(monkeypatch)
+    for step, names in enumerate(("ab", "ac", "ab", "ab", "a", "abc")):
+        before = {name: engine.num_loads for name, engine in trainer.engines.items()}
+        trainer.send(names, step)
+        loaded = [name for name, e in trainer.engines.items() if e.num_loads > before[name]]
+        assert "".join(loaded) == names
+        assert {name: trainer.versions[name] for name in names} == dict.fromkeys(names, step)
+    assert trainer.synced == ["ab", "ac", "ab", "abc"], "who left may have been restarted"
