@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
@@ -93,12 +93,18 @@ def tile_table(entries: Sequence[Rows]) -> npt.NDArray[np.int32]:
     return np.stack([numbers, parts], axis=1).astype(np.int32)
 
 
+def row_table(entries: Sequence[Rows]) -> npt.NDArray[np.int64]:
+    """[n, 6], the fields of `Rows`; pure."""
+    fields = [(r.src, r.dst, r.src_stride, r.dst_stride, r.run, r.rows) for r in entries]
+    return np.array(fields, dtype=np.int64).reshape(-1, 6)
+
+
 def launch(tiles: torch.Tensor, entries: torch.Tensor) -> None:
     """Run the kernel on the current stream.
 
     Args:
         tiles: `tile_table`, on the device.
-        entries: `[n, 6]` of int64 there: the fields of `Rows`.
+        entries: `row_table`, there.
     """
     if len(tiles):
         _copy_tiles[(len(tiles),)](tiles, entries, TILE=TILE_WORDS, num_warps=8)
@@ -122,8 +128,7 @@ class BatchedCopy:
         device = targets[0].device
         self._kept = (targets, sources)
         self._tiles = torch.from_numpy(tile_table(entries)).to(device)
-        table = torch.tensor([astuple(entry) for entry in entries], dtype=torch.int64)
-        self._entries = table.to(device)
+        self._entries = torch.from_numpy(row_table(entries)).to(device)
 
     def run(self) -> None:
         """Launch on the current stream."""

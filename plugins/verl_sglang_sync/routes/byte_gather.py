@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,7 @@ from sglang_loader.common.copy_kernel import (
     Rows,
     is_available,
     launch,
+    row_table,
     rows_between,
     tile_table,
 )
@@ -127,7 +128,7 @@ class GatherTable:
         place = {tensor: i for i, tensor in enumerate(members, start=1)}
         entries = [(rows, place[read.tensor]) for read in reads for rows in _rows(read)]
         return cls(
-            np.array([astuple(rows) for rows, _ in entries], dtype=np.int64).reshape(-1, 6),
+            row_table([rows for rows, _ in entries]),
             np.array([(member, 0) for _, member in entries], dtype=np.int64).reshape(-1, 2),
             tile_table([rows for rows, _ in entries]),
         )

@@ -23,16 +23,27 @@ def split_copy(copy: StridedCopy, starts: Sequence[int]) -> Iterator[StridedCopy
         i = bisect_right(starts, first)
         if i == len(starts) or stop <= starts[i]:
             yield part
-        else:
+        elif part.dims:
             left += reversed(_cut(part, starts[i] - first))
+        else:
+            yield from _cut_run(part, starts, i)
+
+
+def _cut_run(copy: StridedCopy, starts: Sequence[int], i: int) -> Iterator[StridedCopy]:
+    """A copy without dimensions, cut wherever a piece begins in it; the first of those is the
+    `i`-th. There may be thousands.
+    """
+    unit, src, dst, run = copy.unit, copy.src, copy.dst, copy.run
+    while run:
+        room = (starts[i] - src) // unit.src_bytes if i < len(starts) else run
+        size = min(room, run)
+        yield StridedCopy(copy.storage, src, dst, (), size, unit)
+        src, dst = src + size * unit.src_bytes, dst + size * unit.dst_bytes
+        run, i = run - size, i + 1
 
 
 def _cut(copy: StridedCopy, room: int) -> list[StridedCopy]:
     """The copy in two or more: one that reads fewer dimensions, or only the first `room` bytes."""
-    if not copy.dims:
-        head = room // copy.unit.src_bytes
-        tail = _moved(copy, room, head * copy.unit.dst_bytes)
-        return [replace(copy, run=head), replace(tail, run=copy.run - head)]
     (count, src_stride, dst_stride), *inner = copy.dims
     one = replace(copy, dims=tuple(inner))
     extent = one.src_bounds()[1] - copy.src
@@ -44,10 +55,12 @@ def _cut(copy: StridedCopy, room: int) -> list[StridedCopy]:
 
     parts = [replace(copy, dims=take(fitting))]
     if fitting < count:
-        rest = _moved(copy, fitting * src_stride, fitting * dst_stride)
-        parts.append(replace(rest, dims=take(count - fitting)))
+        parts.append(
+            replace(
+                copy,
+                src=copy.src + fitting * src_stride,
+                dst=copy.dst + fitting * dst_stride,
+                dims=take(count - fitting),
+            )
+        )
     return parts
-
-
-def _moved(copy: StridedCopy, src: int, dst: int) -> StridedCopy:
-    return replace(copy, src=copy.src + src, dst=copy.dst + dst)
