@@ -12,7 +12,7 @@ source address. A binding keeps its source's memory alive; `unbind` lets go of i
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -23,6 +23,7 @@ from sglang_loader.common.bucket_source import BucketSource
 from sglang_loader.common.copies import copy_views
 from sglang_loader.common.copy_kernel import WORD, BatchedCopy, is_available
 from sglang_loader.common.regions.geometry import StridedCopy
+from sglang_loader.common.regions.intervals import Interval, merge
 from sglang_loader.load_plan.destinations import Destinations
 from sglang_loader.load_plan.plan import BucketPlan, LoadPlan, TapeStep
 from sglang_loader.load_plan.trace import Space, TensorRef, leaves, map_leaves
@@ -104,7 +105,10 @@ def _run(binding: _Binding) -> None:
 
 def _bind(plan: BucketPlan, destinations: Destinations, source: BucketSource) -> _Binding:
     grouped = _Grouped()
-    gathered = _Gathered(source, grouped)
+    # Views of a tensor that a step changes must stay views of the same memory.
+    refs = (ref for step in plan.tape for ref in step.refs(Space.BUCKET))
+    joined = merge(ref.region.bounds() for ref in refs) if plan.changes_buffer else []
+    gathered = _Gathered(source, grouped, joined)
 
     def resolve(value: Any) -> Any:
         """Everything but temporaries is a tensor from now on."""
@@ -156,15 +160,22 @@ class _Gathered:
     Args:
         source: the bucket.
         grouped: gets the copies, which must be made before the tape runs.
+        ranges: of the bucket, disjoint: what lies in one of them is located with all of it.
     """
 
-    def __init__(self, source: BucketSource, grouped: _Grouped) -> None:
+    def __init__(self, source: BucketSource, grouped: _Grouped, ranges: Sequence[Interval]) -> None:
         self._source = source
         self._grouped = grouped
+        self._ranges = ranges
         self._joined: dict[tuple[int, int], torch.Tensor] = {}
 
     def locate(self, start: int, stop: int) -> tuple[torch.Tensor, int]:
         """The memory that holds bytes [start, stop) of the bucket, and where in it they begin."""
+        whole = next((r for r in self._ranges if r[0] <= start and stop <= r[1]), (start, stop))
+        memory, at = self._located(*whole)
+        return memory, at + start - whole[0]
+
+    def _located(self, start: int, stop: int) -> tuple[torch.Tensor, int]:
         if (joined := self._joined.get((start, stop))) is not None:
             return joined, 0
         parts = list(self._source.copies(StridedCopy(0, start, 0, (), stop - start)))

@@ -78,6 +78,34 @@ def test_a_replay_from_pieces_is_the_eager_load(cuts, seed):
     assert all(torch.equal(view, t) for (_, view), t in zip(views, tensors, strict=True))
 
 
+class Adds(nn.Module):
+    """Changes a tensor in place, and then reads a part of it, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.n = nn.Parameter(torch.zeros(8), requires_grad=False)
+        self.first = nn.Parameter(torch.zeros(4), requires_grad=False)
+
+    def load_weights(self, weights):
+        for name, tensor in weights:
+            if name == "n":
+                self.n.data.copy_(tensor.add_(1))
+                self.first.data.copy_(tensor[:4])
+
+
+@pytest.mark.parametrize("cut", [1, 4, 6])
+def test_what_a_replay_changes_in_pieces_it_reads_changed(cut):
+    """As in one buffer, where a part of a tensor is the same memory as the whole."""
+    model, expected = Adds(), Adds()
+    executor, tensors = executor_of(model), random_tensors(3)
+    (start,) = (entry.offset // 4 for entry in LAYOUT.tensors if entry.name == "n")
+    for _ in range(2):  # what was joined for a replay is joined anew for the next
+        executor.replay(0, in_pieces(tensors, {start + cut}))
+        expected.load_weights([("n", tensors[-1].clone())])
+        for mine, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+            assert torch.equal(mine, theirs)
+
+
 def spread(tensors, axes):
     """Each tensor parted along an axis into two shards, in memory of their own; None: it is not."""
     pieces = []
