@@ -21,6 +21,7 @@ from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.session import messages as wire
 from sglang_loader.common.session.messages import SessionError
 from sglang_loader.hooks import update_groups as group_hooks
+from sglang_loader.session import broadcast_receiver
 from sglang_loader.session.broadcast_receiver import BroadcastBuckets, BroadcastReceiver
 from sglang_loader.session.model_loader import loader_of
 from verl_sglang_sync.engine import update_groups
@@ -166,6 +167,16 @@ def test_what_comes_neither_by_broadcast_nor_in_parts_is_not_received(work, rece
     with pytest.raises(SessionError, match=r"bucket 2 .* is not sent"):
         buckets.begin(bucket(2, **changes), EIGHT_BYTES)
     assert not receiver.is_waiting_in(GROUP)
+
+
+def test_a_bucket_of_which_nothing_is_read_has_no_pieces(receiver, monkeypatch):
+    senders = SimpleNamespace(size=lambda: 2)
+    buckets = BroadcastBuckets(receiver, GROUP, senders, CPU, 1)
+    sizes = []
+    monkeypatch.setattr(broadcast_receiver, "all_to_all", lambda *args: sizes.append(args[3]))
+    buckets.begin(bucket(0, receives=[[0, 0]], arranged="digest"), EIGHT_BYTES)
+    assert sizes == [[0, 0]] and buckets.has_come()
+    assert buckets.source(bucket(0, receives=[[0, 0]]), 256).key == ()
 
 
 @pytest.mark.parametrize(

@@ -140,10 +140,11 @@ class BroadcastBuckets:
         Raises:
             SessionError: it is neither to come by broadcast nor from all trainer ranks.
         """
-        is_sent = bool(message.receives)
-        if message.buffers or bool(message.pieces) != is_sent or (message.arranged and not is_sent):
+        receives = message.receives  # of nobody, where the plan reads nothing of the bucket
+        has_pieces, has_parts = bool(message.pieces), any(map(any, receives))
+        if message.buffers or has_pieces != has_parts or (message.arranged and not receives):
             raise SessionError(f"bucket {message.index} of a session with a group is not sent")
-        receive = self._receive_parts if message.receives else self._receive_broadcast
+        receive = self._receive_parts if receives else self._receive_broadcast
         self._arriving.append(receive(message, layout))
 
     def _receive_broadcast(self, message: LoadBucket, layout: BucketLayout) -> _Arriving:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.regions.compose import ByteMap
 from sglang_loader.common.regions.geometry import Region, StridedCopy
 from sglang_loader.load_plan import PlanBuilder, PlanExecutor, trace_bucket
+from sglang_loader.load_plan.arrange import arrange
 
 SHAPES = [("q", (4, 8)), ("k", (2, 8)), ("v", (2, 8)), ("o", (8, 4)), ("n", (8,))]
 LAYOUT = BucketLayout.pack([(name, shape, torch.float32) for name, shape in SHAPES])
@@ -149,6 +151,22 @@ def test_a_shard_of_a_row_parallel_weight_is_one_copy():
         (((16, 4, 8),), 4, 0, 4),
     ]
     assert [memory.data_ptr() for _, memory in parts] == [shard.data_ptr() for shard in shards]
+
+
+class Ignores(nn.Module):
+    """Reads nothing of the bucket."""
+
+    def load_weights(self, weights):
+        list(weights)
+
+
+def test_of_a_bucket_of_which_nothing_is_read_nothing_need_come():
+    plan = executor_of(Ignores())._plan
+    _, rebased = arrange(plan.buckets[0])
+    assert rebased.source_nbytes > 0
+    PlanExecutor(replace(plan, buckets=(rebased,))).replay(0, BucketSource([]))
+    with pytest.raises(ValueError, match="no piece"):
+        executor_of(Model()).replay(0, BucketSource([]))
 
 
 def test_one_buffer_is_not_copied():
