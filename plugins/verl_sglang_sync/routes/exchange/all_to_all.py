@@ -32,7 +32,11 @@ from verl_sglang_sync.routes.exchange.exchange_plan import PieceExchange
 logger = logging.getLogger(__name__)
 
 NUM_TRAVELLING = 2
-"""Pieces on their way at a time; each needs scratch of its own."""
+"""Pieces on their way at a time; each needs scratch of its own.
+
+Over gloo `fill` leaves none on its way: with two collectives in a group at a time, such as one of
+these and the export's, torch 2.11 has crashed (SIGSEGV in gloo's `~UnboundBuffer`).
+"""
 
 
 class AllToAll:
@@ -45,6 +49,7 @@ class AllToAll:
 
     def __init__(self, plans: Sequence[Sequence[PieceExchange]], device: torch.device) -> None:
         self._device = device
+        self._num_ahead = NUM_TRAVELLING if device.type == "cuda" else 1
         self._pieces = [
             _Piece.of(plan, bucket, device) for bucket, some in enumerate(plans) for plan in some
         ]
@@ -123,7 +128,7 @@ class AllToAll:
         """Have the next pieces on their way, and finish the oldest; it is counted in any case."""
         number, self._num_finished = self._num_finished, self._num_finished + 1
         failed: Exception | None = None
-        while self._num_started < min(number + NUM_TRAVELLING, len(self._pieces)):
+        while self._num_started < min(number + self._num_ahead, len(self._pieces)):
             try:
                 self._start()
             except Exception as error:
