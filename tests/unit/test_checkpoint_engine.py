@@ -10,7 +10,7 @@ import pytest
 
 from support.settings import settings_of
 from unit.test_adapter_sync import UPDATE, Engine
-from verl_sglang_sync.collective import SingleProcess
+from verl_sglang_sync.collective import SingleProcess, WeightSyncError
 from verl_sglang_sync.sources.reexport import Reexport
 from verl_sglang_sync.sync.adapter_sync import AdapterSync
 
@@ -29,6 +29,7 @@ class Trainer:
         self.engines = {name: Engine() for name in "abc"}
         self.synced: list[str] = []
         self.versions: dict[str, int] = {}
+        self.fails = False
         self._checkpoint_engine = checkpoint_engine.SGLangSyncCheckpointEngine(1, is_master=True)
         vars(self._checkpoint_engine).update(
             _transport=SimpleNamespace(sync=self._sync),
@@ -41,6 +42,8 @@ class Trainer:
 
     async def _sync(self, weights: Any, replicas: Any, **_: Any) -> None:
         self.synced.append("".join(replica.identity for replica in replicas))
+        if self.fails:
+            raise WeightSyncError("half-written")
 
     def _actor(self, name: str) -> Any:
         async def address() -> tuple[str, int]:
@@ -77,3 +80,16 @@ def test_every_replica_of_a_sync_gets_the_adapter_and_a_new_one_the_weights_belo
         assert "".join(loaded) == names
         assert {name: trainer.versions[name] for name in names} == dict.fromkeys(names, step)
     assert trainer.synced == ["ab", "ac", "ab", "abc"], "who left may have been restarted"
+
+
+def test_after_a_sync_that_failed_all_replicas_get_the_weights_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trainer = Trainer(monkeypatch)
+    trainer.send("ab", 1)
+    trainer.fails = True
+    with pytest.raises(WeightSyncError, match="half-written"):
+        trainer.send("abc", 2)
+    trainer.fails = False
+    trainer.send("ab", 3)
+    assert trainer.synced == ["ab", "abc", "ab"]

@@ -137,6 +137,7 @@ class SGLangSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         with report.stage("sync"):
             adapter = getattr(weights, "adapter", None)
             if adapter is None or not self._all_have_base(actors):
+                self._have_base = frozenset()  # one that fails leaves them half-written
                 weights = self._servers[0].format.applied(weights)
                 await transport.sync(weights, version=version, report=report, replicas=replicas)
             if adapter is not None:
