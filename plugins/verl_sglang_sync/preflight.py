@@ -152,13 +152,15 @@ def _check_engine(config: DictConfig, settings: WeightSyncConfig) -> Iterator[st
             "keep verl's own replica)"
         )
     size = OmegaConf.select(config, f"{ROLLOUT}.data_parallel_size")
-    if size not in (None, 1) and _serves_adapter(config):
+    if size in (None, 1):
+        return
+    if _serves_adapter(config):
         yield (
             f"{ROLLOUT}.data_parallel_size={size} with a LoRA served as an adapter: allowed: 1 "
             f"(SGLang loads no adapters with data parallelism), or {MODEL}.lora.merge=True"
         )
     attention = f"{ROLLOUT}.engine_kwargs.sglang.enable_dp_attention"
-    if size not in (None, 1) and not OmegaConf.select(config, attention):
+    if not OmegaConf.select(config, attention):
         yield (
             f"{ROLLOUT}.data_parallel_size={size}: allowed: 1, or {attention}=True (SGLang updates "
             "no other engine with data parallelism)"

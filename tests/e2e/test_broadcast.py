@@ -8,7 +8,7 @@ One of the engines listens at ::1, and in mode compiled the group meets there.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -70,7 +70,9 @@ def test_every_trainer_rank_sends_what_every_engine_rank_reads(
     engines: Engines, world_size: int
 ) -> None:
     """To each replica alone, to both, and after one has left and joined again."""
-    reports = check_sends(engines.run(sent_syncs, world_size=world_size)[0])
+    seen = engines.run(sent_syncs, world_size=world_size)[0]
+    check_hashes(seen, SENDS)
+    reports = [sync["report"] for sync in seen["syncs"]]
     by_members = {members: report for (_, members), report in zip(SENDS, reports, strict=True)}
     for members, report in by_members.items():
         assert report["num_sent"] == report["num_replayed"] == report["num_buckets"], members
@@ -87,20 +89,29 @@ def test_every_trainer_rank_sends_what_every_engine_rank_reads(
     assert len(broadcast) <= 6 and broadcast[0] is reports[0], "one or two after each change"
 
 
-def check_sends(seen: dict[str, Any]) -> list[Any]:
-    """Every sync of `SENDS` left the members with its weights and the others as they were; its
-    reports.
+def check_hashes(
+    seen: dict[str, Any], syncs: Sequence[tuple[float, tuple[int, ...]]]
+) -> dict[float, list[Any]]:
+    """Every sync left its members with its weights, and the others as they were.
+
+    Args:
+        seen: of a trainer.
+        syncs: the weights' scale and the members of each.
+
+    Returns:
+        By scale, then by engine, what it has then.
     """
     by_scale: dict[float, list[Any]] = {1.0: seen["reference"]}
     state = [1.0, 1.0]
-    for (scale, members), sync in zip(SENDS, seen["syncs"], strict=True):
+    for (scale, members), sync in zip(syncs, seen["syncs"], strict=True):
         for member in members:
             state[member] = scale
         for target, hashes in enumerate(sync["hashes"]):
             expected = by_scale.setdefault(state[target], [None, None])
-            expected[target] = expected[target] or hashes
+            if expected[target] is None:
+                expected[target] = hashes
             assert hashes == expected[target], (scale, members)
-    return [sync["report"] for sync in seen["syncs"]]
+    return by_scale
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
@@ -109,7 +120,8 @@ def test_engines_on_the_trainers_host_read_every_rank_s_shards_where_they_are(
 ) -> None:
     """As each replica alone, as both, and after one has left and joined again."""
     seen = engines.run(sent_syncs, SENDS, None, True, world_size=world_size)[0]
-    reports = check_sends(seen)
+    check_hashes(seen, SENDS)
+    reports = [sync["report"] for sync in seen["syncs"]]
     is_pulled = [report["num_pulled"] == report["num_buckets"] for report in reports]
     changes = [i for i, (_, who) in enumerate(SENDS) if i == 0 or who != SENDS[i - 1][1]]
     assert [i for i, pulled in enumerate(is_pulled) if not pulled] == changes
@@ -152,25 +164,17 @@ def test_whoever_fails_amid_sending_is_named_and_the_next_sync_is_right(engines:
         assert first["hashes"] == seen[0]["reference"]
 
 
-def test_a_trainer_rank_that_dies_amid_sending_is_named_in_time(engines: Engines) -> None:
+@pytest.mark.parametrize(
+    ("step", "said"),
+    [(dies_amid_sending, "rank 1 did not answer"), (dies_as_it_is_read, "rank 1")],
+    ids=("amid sending", "as engines read its shards"),
+)
+def test_a_trainer_rank_that_dies_is_named_in_time(engines: Engines, step: Step, said: str) -> None:
     urls = [server.url for server in engines.servers]
     targets = [[url, tp] for url, tp in zip(urls, (1, 2), strict=True)]
-    first, second = run_trainer(dies_amid_sending, engines.folder, targets, urls=urls)
+    first, second = run_trainer(step, engines.folder, targets, urls=urls)
     assert "SIGKILL" in str(second.error)
-    assert "rank 1 did not answer" in first.result["error"]
-    assert first.result["seconds"] < LIMIT_S + 15
-    (again,) = engines.run(good_sync, world_size=1)
-    assert again == first.result["reference"]
-
-
-def test_a_trainer_rank_that_dies_as_engines_read_its_shards_is_named_in_time(
-    engines: Engines,
-) -> None:
-    urls = [server.url for server in engines.servers]
-    targets = [[url, tp] for url, tp in zip(urls, (1, 2), strict=True)]
-    first, second = run_trainer(dies_as_it_is_read, engines.folder, targets, urls=urls)
-    assert "SIGKILL" in str(second.error)
-    assert "rank 1" in first.result["error"]
+    assert said in first.result["error"]
     assert first.result["seconds"] < LIMIT_S + 15
     (again,) = engines.run(good_sync, world_size=1)
     assert again == first.result["reference"]
@@ -199,16 +203,8 @@ def two_ranks(engines: Engines) -> list[dict[str, Any]]:
 
 def check_syncs(seen: dict[str, Any]) -> None:
     """Every sync of `PLAN` left the members with its weights and the others as they were."""
-    by_scale: dict[float, list[Any]] = {1.0: seen["reference"]}
-    state = [1.0, 1.0]
-    for (what, scale, _, members), sync in zip(PLAN, seen["syncs"], strict=True):
-        for member in members:
-            state[member] = scale
-        for target, hashes in enumerate(sync["hashes"]):
-            expected = by_scale.setdefault(state[target], [None, None])
-            if expected[target] is None:
-                expected[target] = hashes
-            assert hashes == expected[target], what
+    by_scale = check_hashes(seen, [(scale, members) for _, scale, _, members in PLAN])
+    for (what, *_), sync in zip(PLAN, seen["syncs"], strict=True):
         report = sync["report"]
         assert report["num_buckets"] > 2
         assert report["staging_bytes"] > 0

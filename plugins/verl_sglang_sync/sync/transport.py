@@ -16,17 +16,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from functools import partial
+from functools import cache, partial
 
 import torch
 
+from sglang_loader.common.session.folder import SessionFolder
 from sglang_loader.common.session.messages import Loaded
 from verl_sglang_sync.collective import RankLost, TrainerGroup, WeightSyncError, world_size
 from verl_sglang_sync.config import WeightSyncConfig
 from verl_sglang_sync.engine.arrangements import EngineArrangements
 from verl_sglang_sync.engine.engine_ranks import Engine, OpeningRequest, forget_frames
 from verl_sglang_sync.engine.sender_group import SenderGroup
-from verl_sglang_sync.engine.session import SessionSockets
 from verl_sglang_sync.engine.update_groups import Replica, UpdateGroups
 from verl_sglang_sync.report import SyncReport, warn_once
 from verl_sglang_sync.routes import broadcast
@@ -347,11 +347,11 @@ def disaggregated_transport(
     senders = SenderGroup(groups, group, device, limit_s)
     engines = RemoteEngines(groups, senders, lambda: send.is_proven, settings)
     context = RouteContext.of(group, device, settings, lambda: engines.readers, world_size())
-    own = SessionSockets()  # of no session: their folder lists the memory that engines map
+    folder = cache(SessionFolder)  # made when there is memory that engines map, which it lists
     pull = Pull(
         context,
         is_wanted=settings.read_in_place,
-        record=lambda handle: own.folder.record(handle),
+        record=lambda handle: folder().record(handle),
     )
     send = Send(
         context,
