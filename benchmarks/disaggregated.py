@@ -139,6 +139,7 @@ def _server(setting: Setting, number: int) -> Iterator[tuple[str, Path]]:
         device=setting.device,
         host_backup="auto",
         is_moe="num_experts" in MODELS[setting.model],
+        gpu_share=0.85,
         log=log,
         loaders=(ARRIVAL_LOADER,),
         environment={

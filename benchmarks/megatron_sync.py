@@ -57,9 +57,18 @@ def make_checkpoint(folder: Path, model: str) -> Path:
 def measure(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     """Start the engine and the trainer; a row for each arm."""
     checkpoint = make_checkpoint(folder / args.model, args.model)
-    layout = Layout(tp=args.tp, pp=args.pp, ep=args.ep, mbridge=args.mbridge, offload=args.offload)
+    layout = Layout(
+        tp=args.tp,
+        pp=args.pp,
+        ep=args.ep,
+        mbridge=args.mbridge,
+        offload=args.offload,
+        ddp=not args.no_gradients,
+    )
     num_ranks = max(args.tp * args.pp, args.ep * args.pp)
     extra = ("--dtype", "bfloat16", "--load-format", "dummy", "--skip-tokenizer-init")
+    if args.device == "cuda":
+        extra = (*extra, "--mem-fraction-static", "0.5")
     with sglang_server(checkpoint, folder, tp=num_ranks, device=args.device, extra=extra) as server:
         outcomes = run_trainer(
             measure_rank,
@@ -115,6 +124,9 @@ def main() -> None:
     parser.add_argument("--ep", type=int, default=1)
     parser.add_argument("--mbridge", action="store_true")
     parser.add_argument("--offload", action="store_true", help="verl's param_offload")
+    parser.add_argument(
+        "--no-gradients", action="store_true", help="no DDP buffers: 30 B on GPUs of 80 GB"
+    )
     parser.add_argument("--bucket-mb", type=int, default=2048, help="verl's default is 2048")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--folder", type=Path, help="logs; default: a temporary folder")

@@ -38,6 +38,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
         vpp: pieces of each pipeline stage.
         mbridge: the bridge that verl has deprecated, not its default.
         offload: the parameters live on the host between syncs.
+        ddp: False: verl's engine of a reference policy, which has no gradient buffers.
     """
 
     tp: int = 1
@@ -47,6 +48,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     vpp: int = 1
     mbridge: bool = False
     offload: bool = True
+    ddp: bool = True
 
 
 class MegatronActor:
@@ -82,6 +84,7 @@ class MegatronActor:
                 expert_tensor_parallel_size=layout.etp,
                 vanilla_mbridge=layout.mbridge,
                 param_offload=layout.offload,
+                forward_only=not layout.ddp,
                 override_transformer_config=PARAMETERS_ALONE
                 | (INITIALIZED_ON_CPU if layout.mbridge else {}),
                 override_ddp_config={"grad_reduce_in_fp32": False},  # nothing trains: half as large

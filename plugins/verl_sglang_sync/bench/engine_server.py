@@ -31,7 +31,7 @@ CPU = (
 )
 GPU = (
     *("--dtype", "bfloat16", "--attention-backend", "triton", "--enable-memory-saver"),
-    *("--mem-fraction-static", "0.55", "--cuda-graph-max-bs", "4"),
+    *("--cuda-graph-max-bs", "4"),
     "--disable-prefill-cuda-graph",  # capturing it takes a minute, and no prefill is timed here
 )
 
@@ -46,6 +46,7 @@ def engine_server(
     log: Path,
     tp: int = 1,
     first_gpu: int = 0,
+    gpu_share: float = 0.55,
     loaders: tuple[str, ...] = (),
     environment: Mapping[str, str] | None = None,
     wait: bool = True,
@@ -60,6 +61,7 @@ def engine_server(
         log: the server's output.
         tp: tensor-parallel ranks.
         first_gpu: number of the first rank's GPU.
+        gpu_share: the most of a GPU that its weights and cache take, from 0 to 1.
         loaders: custom weight loaders besides ours.
         environment: of the server's processes, on top of this process's own.
         wait: False yields while the server still starts; see `wait_until_healthy`.
@@ -69,6 +71,7 @@ def engine_server(
         *(sys.executable, "-m", "sglang.launch_server", "--model-path", str(config)),
         *("--tp-size", str(tp), *(("--base-gpu-id", str(first_gpu)) if device != "cpu" else ())),
         *("--port", str(port), *COMMON, *(CPU if device == "cpu" else GPU)),
+        *(("--mem-fraction-static", str(gpu_share)) if device != "cpu" else ()),
         *(("--moe-runner-backend", "triton") if is_moe and device != "cpu" else ()),
         *(("--enable-weights-cpu-backup",) if device != "cpu" else ()),  # as verl launches it
         *("--custom-weight-loader", SESSION_FORMAT, *loaders),
