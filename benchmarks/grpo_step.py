@@ -28,6 +28,7 @@ ARMS = {
     **{preset: preset for preset in ("bucketed", "flattened", "compiled", "disaggregated")},
 }
 COLOCATED = ["native", "bucketed", "flattened", "compiled"]
+LOG_TAIL = 20_000  # characters
 ONE_GPU = {"GPUS": 1, "ROLLOUT_TP": 1}
 TIMERS = ("step", "gen", "update_weights", "update_actor", "old_log_prob")
 OVERRIDES = (
@@ -103,6 +104,9 @@ def run_arm(
         more: overrides of verl's settings.
         recipe: in `recipes/`.
         sizes: environment of the recipe: how many GPUs, and so on.
+
+    Raises:
+        RuntimeError: the training failed; the message has the end of its log.
     """
     metrics = folder / f"metrics-{arm}.jsonl"
     metrics.unlink(missing_ok=True)
@@ -127,8 +131,11 @@ def run_arm(
     def num_done() -> int:
         return metrics.read_text().count("\n") if metrics.exists() else 0
 
-    with (folder / f"run-{arm}.log").open("w") as log, MemorySamples(num_done) as memory:
-        subprocess.run(command, env=environment, stdout=log, stderr=subprocess.STDOUT, check=True)
+    path = folder / f"run-{arm}.log"
+    with path.open("w") as log, MemorySamples(num_done) as memory:
+        ended = subprocess.run(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
+    if ended.returncode:
+        raise RuntimeError(f"{recipe} failed:\n{path.read_text(errors='replace')[-LOG_TAIL:]}")
     data = [json.loads(line)["data"] for line in metrics.read_text().splitlines()]
     return data, memory.of(steps - 1)
 
