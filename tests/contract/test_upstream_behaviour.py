@@ -15,6 +15,7 @@ import inspect
 import os
 import pickle
 import pkgutil
+import time
 from collections import defaultdict
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -26,7 +27,11 @@ import torch
 
 from sglang_loader.upstream import accept_telling_replies, tell, told, without_cpu_backup
 from support.messages import message
-from verl_sglang_sync.verl.upstream import complete_server_client, list_server_arguments
+from verl_sglang_sync.verl.upstream import (
+    complete_server_client,
+    list_server_arguments,
+    pause_by_aborting,
+)
 
 if not torch.cuda.is_available():
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")  # sglang reads it while it is imported
@@ -172,6 +177,39 @@ class TestTokenizerProcess:
             return [each async for each in generate(manager, MagicMock(is_single=False))]
 
         assert (asyncio.run(ask()), held) == (["answer"], ["reader"])
+
+    @pytest.mark.parametrize("is_ours", [True, False])
+    def test_pause_ends_what_runs(self, is_ours: bool) -> None:
+        """For `verl_sglang_sync.verl.upstream`: ours does what SGLang's does, without its wait."""
+        from sglang.srt.utils.aio_rwlock import RWLock
+
+        async def pause() -> tuple[list[str], float]:
+            aborted, events = asyncio.Event(), []
+            manager = MagicMock(is_pause=False, is_pause_cond=asyncio.Condition())
+            manager.model_update_lock = RWLock()
+            manager.abort_request = lambda abort_all: aborted.set()
+
+            async def request() -> None:
+                async with manager.model_update_lock.reader_lock:
+                    await aborted.wait()
+                    await asyncio.sleep(0.05)  # the scheduler ends its step
+                    events.append("ended")
+
+            running = asyncio.create_task(request())
+            await asyncio.sleep(0)
+            started = time.perf_counter()
+            if is_ours:
+                await pause_by_aborting(manager)
+            else:
+                own = original(f"{MANAGERS}.tokenizer_manager:TokenizerManager.pause_generation")
+                await own(manager, SimpleNamespace(mode="abort"))
+            events.append(f"paused {manager.is_pause}")
+            await running
+            return events, time.perf_counter() - started
+
+        events, seconds = asyncio.run(pause())
+        assert events == ["ended", "paused True"]
+        assert seconds < 0.8 if is_ours else seconds >= 1
 
     @pytest.mark.parametrize("name", ["release_memory_occupation", "resume_memory_occupation"])
     def test_stage_is_no_more_than_we_repeat(self, name: str) -> None:

@@ -64,7 +64,8 @@ verl.workers.rollout.replica:
     RolloutReplicaRegistry; ._registry; .register(name, loader); .get(name); RolloutMode
 verl.workers.rollout.sglang_rollout.async_sglang_server:
     SGLangReplica; SGLangHttpServer; .launch_server(self, master_address, master_port)
-    .sleep(self); .set_global_steps(self, global_steps); .lora_as_adapter; dataclasses; ServerArgs
+    .sleep(self); .set_global_steps(self, global_steps); .abort_all_requests(self)
+    .lora_as_adapter; dataclasses; ServerArgs
 verl.workers.rollout.sglang_rollout.http_server_engine:
     AsyncHttpServerAdapter; ._make_async_request(self, endpoint, payload)
 verl.workers.rollout.sglang_rollout.sglang_rollout:
@@ -121,6 +122,8 @@ sglang.srt.managers.scheduler_components.weight_updater [from 0.5.21]:
 sglang.srt.managers.tokenizer_control_mixin:
     TokenizerControlMixin; .release_memory_occupation(self, obj, request)
     .resume_memory_occupation(self, obj, request); .update_weights_from_tensor(self, obj, request)
+sglang.srt.managers.tokenizer_manager:
+    TokenizerManager; .abort_request(self, rid, abort_all); .pause_generation(self, obj)
 sglang.srt.managers.utils:
     is_health_check_generate_req(recv_req)
 sglang.srt.model_executor.model_runner:

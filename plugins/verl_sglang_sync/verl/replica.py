@@ -28,7 +28,7 @@ from verl_sglang_sync.engine.server_client.router import KEY_VARIABLE, RouterCli
 from verl_sglang_sync.engine.server_client.urls import server_url
 from verl_sglang_sync.verl.router_guard import Watch, start_guard
 from verl_sglang_sync.verl.step_metrics import show_metrics_in_steps
-from verl_sglang_sync.verl.upstream import list_server_arguments
+from verl_sglang_sync.verl.upstream import list_server_arguments, pause_by_aborting
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +85,11 @@ class WeightSyncHttpServer(SGLangHttpServer):  # type: ignore[misc]
         """Seconds and costs of the last sleep, once; None if there was none since the last call."""
         sleep, self._last_sleep = self._last_sleep, None
         return sleep
+
+    async def abort_all_requests(self) -> None:
+        """Pause for a sync as verl does; clients send again what was aborted, and it goes on."""
+        if self.node_rank == 0:
+            await pause_by_aborting(self.tokenizer_manager)
 
     async def keep_metrics(self, metrics: dict[str, float]) -> None:
         """Of the last sync of this replica; they wait here for the trainer."""

@@ -1,16 +1,31 @@
-"""What verl 0.9.1 lacks with an SGLang that is newer than it: done where a preset is chosen.
+"""What verl 0.9.1 lacks with the SGLang that is there: done where a preset is chosen.
 
-Each looks whether it is needed, and changes nothing where it is not.
+What a newer SGLang needs looks whether it is needed, and changes nothing where it is not.
 """
 
 from __future__ import annotations
 
 import abc
+import asyncio
 import dataclasses
 import types
 from typing import Any
 
 import msgspec
+
+PAUSE_STEP_S = 0.01
+
+
+async def pause_by_aborting(manager: Any) -> None:
+    """What `TokenizerManager.pause_generation` does in mode "abort": no request begins any more,
+    and what runs is aborted, until nothing does. That looks once a second: longer than a sync.
+    """
+    async with manager.is_pause_cond:
+        manager.is_pause = True
+        manager.abort_request(abort_all=True)
+        while await manager.model_update_lock.is_locked():  # by the requests that run
+            await asyncio.sleep(PAUSE_STEP_S)
+            manager.abort_request(abort_all=True)
 
 
 def fields(kind: Any) -> Any:
