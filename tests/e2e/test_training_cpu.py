@@ -18,6 +18,7 @@ from rich.console import Console
 from tiny_assets import make_assets
 
 from support.forks import TESTS
+from support.settings import SEPARATE
 
 pytestmark = pytest.mark.e2e
 
@@ -34,16 +35,6 @@ PPO = (
     "critic.fsdp.dtype=float32",
     "+critic.fsdp.mixed_precision.param_dtype=fp32",
     "+critic.fsdp.mixed_precision.reduce_dtype=fp32",
-)
-
-SEPARATE = (
-    "trainer.v1.trainer_mode=separate_async",
-    "trainer.v1.separate_async.parameter_sync_step=1",
-    "trainer.v1.separate_async.num_warmup_batches=0",  # every batch is sampled after a sync
-    "actor_rollout_ref.hybrid_engine=False",
-    "actor_rollout_ref.rollout.nnodes=1",
-    "actor_rollout_ref.rollout.n_gpus_per_node=1",
-    "ray_kwargs.ray_init.num_gpus=2",
 )
 
 LORA = (

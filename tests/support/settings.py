@@ -1,10 +1,21 @@
-"""A preset's settings, for tests that make their own."""
+"""A preset's settings, for tests that make their own, and a recipe's."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from verl_sglang_sync.config import WeightSyncConfig
+
+SEPARATE = (
+    "trainer.v1.trainer_mode=separate_async",
+    "trainer.v1.separate_async.parameter_sync_step=1",
+    "trainer.v1.separate_async.num_warmup_batches=0",  # every batch is sampled after a sync
+    "actor_rollout_ref.hybrid_engine=False",
+    "actor_rollout_ref.rollout.nnodes=1",
+    "actor_rollout_ref.rollout.n_gpus_per_node=1",
+    "ray_kwargs.ray_init.num_gpus=2",
+)
+"""Makes `recipes/grpo_cpu_tiny.sh` train in one process and sample in another."""
 
 
 def settings_of(mode: str = "flattened", **keys: Any) -> WeightSyncConfig:
