@@ -98,5 +98,5 @@ def test_rollouts_go_on_after_a_sync_and_tell_the_versions_of_their_tokens(
         versions_of(models, wrong)
     steps = [row["data"] for row in read_metrics(tmp_path)]
     spans = [step["training/off_policy/trajectory_spans/max"] for step in steps]
-    assert len(spans) == NUM_STEPS and (spans[0], max(spans)) == (1, 2), "as verl counts versions"
+    assert len(spans) == NUM_STEPS and spans[0] == 1 < max(spans), "as verl counts versions"
     assert steps[-1]["weight_sync/num_sent"] == 1, "by the route of such syncs, not exported"
