@@ -60,6 +60,9 @@ verl.workers.rollout:
     base; replica
 verl.workers.rollout.base:
     _ROLLOUT_REGISTRY; get_rollout_class(rollout_name, mode)
+verl.workers.rollout.llm_server:
+    LLMServerClient; .generate(self, request_id, kwargs); FullyAsyncLLMServerClient
+    .generate(self, request_id, kwargs); LLMServerManager; .get_client(self, client_cls, kwargs)
 verl.workers.rollout.replica:
     RolloutReplicaRegistry; ._registry; .register(name, loader); .get(name); RolloutMode
 verl.workers.rollout.sglang_rollout.async_sglang_server:

@@ -2,7 +2,8 @@
 
 verl aborts what is generated when a sync begins, and asks again with the prompt and the tokens so
 far when it has ended. The model is slow here, so that every sync finds rollouts halfway. Each token
-must have been sampled with the weights of one version, which verl's own checkpoints hold.
+must have been sampled with the weights of the version that the trajectory names for it: verl's own
+checkpoints hold them.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ OVERRIDES = (
 
 
 def train(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What agent loops got for their requests, in the order in which they ended."""
+    """The trajectories of all batches, as the trainer has them."""
     make_assets(folder)
     monkeypatch.setenv("PYTHONPATH", TESTS)
     monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "support.generations")
@@ -62,40 +63,46 @@ def models_of(folder: Path) -> list[Any]:
 
 
 @torch.no_grad()
-def versions_of(models: list[Any], generation: dict[str, Any]) -> list[int]:
-    """With which version each token was sampled, of those that were told; they never go back."""
+def log_probs_of(models: list[Any], generation: dict[str, Any]) -> torch.Tensor:
+    """Of each token under each version of the weights: `[versions, tokens]`."""
     ids = torch.tensor([generation["prompt"] + generation["tokens"]])
-    told = torch.tensor(generation["log_probs"])
-    version, versions = generation["min_version"], []
-    fits = []
-    for model in models:
-        of_all = model(ids).logits[0, -len(told) - 1 : -1].log_softmax(dim=-1)
-        of_tokens = of_all.gather(1, ids[0, -len(told) :, None])[:, 0]
-        fits.append((of_tokens - told).abs() < SAME_LOG_PROB)
-    for index in range(len(told)):
-        while version <= generation["max_version"] and not fits[version][index]:
-            version += 1
-        assert version <= generation["max_version"], f"token {index} of {generation}"
-        versions.append(version)
-    return versions
+    first = len(generation["prompt"])
+    all_logits = torch.stack([model(ids).logits[0, first - 1 : -1] for model in models])
+    of_tokens = ids[:, first:, None].expand(len(models), -1, -1)
+    return all_logits.log_softmax(dim=-1).gather(2, of_tokens)[..., 0]
 
 
-def test_rollouts_go_on_after_a_sync_and_tell_the_versions_of_their_tokens(
+def versions_of(generation: dict[str, Any]) -> torch.Tensor:
+    """The version that the run lengths name for each token."""
+    num_tokens, versions = torch.tensor(generation["weight_versions"]).T
+    return versions.repeat_interleave(num_tokens)
+
+
+def test_rollouts_go_on_after_a_sync_and_tell_the_version_of_each_token(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     generations = train(tmp_path, monkeypatch)
-    assert len(generations) >= NUM_STEPS * BATCH, "a rollout was lost"
-    models, continued = models_of(tmp_path), []
+    assert len(generations) == NUM_STEPS * BATCH, "a rollout was lost"
+    models, num_refuted = models_of(tmp_path), {-1: 0, 1: 0}
     for generation in generations:
-        tokens = generation["tokens"]
+        tokens, runs = generation["tokens"], generation["weight_versions"]
         is_whole = len(tokens) == RESPONSE or tokens[-1] == byte_tokenizer().eos_token_id
         assert is_whole and len(tokens) == len(generation["log_probs"]) <= RESPONSE, generation
-        if len(set(versions_of(models, generation))) > 1:
-            continued.append(generation)
-    assert continued, "no sync has come between two tokens"
-    wrong = {**continued[0], "min_version": continued[0]["max_version"]}
-    with pytest.raises(AssertionError, match="token 0 of"):
-        versions_of(models, wrong)
+        named = [version for _, version in runs]
+        assert named == sorted(set(named)), generation
+        assert generation["min_global_steps"] <= named[0], generation
+        assert named[-1] <= generation["max_global_steps"], generation
+        versions, of_versions = versions_of(generation), log_probs_of(models, generation)
+        told = torch.tensor(generation["log_probs"])
+        fits = (of_versions - told).abs() < SAME_LOG_PROB
+        positions = torch.arange(len(tokens))
+        assert fits[versions, positions].all(), generation
+        if len(runs) > 1:  # negative control: all boundaries one token earlier, or later
+            for shift in num_refuted:
+                moved = versions.roll(shift)
+                moved[0], moved[-1] = versions[0], versions[-1]
+                num_refuted[shift] += not fits[moved, positions].all()
+    assert all(num_refuted.values()), "no sync has come between two tokens, or all versions fit"
     steps = [row["data"] for row in read_metrics(tmp_path)]
     spans = [step["training/off_policy/trajectory_spans/max"] for step in steps]
     assert len(spans) == NUM_STEPS and spans[0] == 1 < max(spans), "as verl counts versions"

@@ -1,5 +1,5 @@
-"""verl imports this module (VERL_USE_EXTERNAL_MODULES): its asynchronous client writes down what
-an agent loop got for each of its requests.
+"""verl imports this module (VERL_USE_EXTERNAL_MODULES): its trainer writes down the trajectories of
+each batch when it has trained on them.
 
 One JSON object a line, in the file that the environment variable `GENERATIONS` names.
 """
@@ -9,25 +9,27 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
 
-from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient
+import transfer_queue
 
-_generate = FullyAsyncLLMServerClient.generate
+TENSORS = ["prompts", "responses", "rollout_log_probs"]
+VERSIONS = ("min_global_steps", "max_global_steps", "weight_versions")
 
-
-async def generate(self: Any, request_id: str, *, prompt_ids: Any, **kwargs: Any) -> Any:
-    output = await _generate(self, request_id, prompt_ids=prompt_ids, **kwargs)
-    generation = {
-        "prompt": list(prompt_ids),
-        "tokens": output.token_ids,
-        "log_probs": output.log_probs,
-        "min_version": output.extra_fields["min_global_steps"],
-        "max_version": output.extra_fields["max_global_steps"],
-    }
-    with Path(os.environ["GENERATIONS"]).open("a") as file:
-        file.write(json.dumps(generation) + "\n")
-    return output
+_kv_clear = transfer_queue.kv_clear
 
 
-FullyAsyncLLMServerClient.generate = generate
+def kv_clear(keys: list[str], partition_id: str) -> None:
+    """The trainer forgets prompts, whose keys have no "_", and trajectories that way."""
+    if trajectories := [key for key in keys if "_" in key]:
+        data = transfer_queue.kv_batch_get(trajectories, partition_id, [*TENSORS, "extra_fields"])
+        tensors = (data[name].unbind() for name in TENSORS)
+        with Path(os.environ["GENERATIONS"]).open("a") as file:
+            for *rows, extra in zip(*tensors, data["extra_fields"], strict=True):
+                prompt, tokens, log_probs = (row.tolist() for row in rows)
+                generation = {"prompt": prompt, "tokens": tokens, "log_probs": log_probs}
+                versions = {name: extra[name] for name in VERSIONS}
+                file.write(json.dumps(generation | versions) + "\n")
+    _kv_clear(keys=keys, partition_id=partition_id)
+
+
+transfer_queue.kv_clear = kv_clear

@@ -23,12 +23,13 @@ from sglang_loader.common.engine_settings import (
 )
 from sglang_loader.common.session.messages import SESSION_FORMAT
 from sglang_loader.common.stage_costs import StageCosts
-from verl_sglang_sync.config import WeightSyncConfig
+from verl_sglang_sync.config import BROADCAST_BACKEND, WeightSyncConfig
 from verl_sglang_sync.engine.server_client.router import KEY_VARIABLE, RouterClient
 from verl_sglang_sync.engine.server_client.urls import server_url
 from verl_sglang_sync.verl.router_guard import Watch, start_guard
 from verl_sglang_sync.verl.step_metrics import show_metrics_in_steps
 from verl_sglang_sync.verl.upstream import list_server_arguments, pause_by_aborting
+from verl_sglang_sync.verl.weight_versions import tell_weight_versions
 
 logger = logging.getLogger(__name__)
 
@@ -146,3 +147,5 @@ class WeightSyncReplica(SGLangReplica):  # type: ignore[misc]
         if WeightSyncConfig.from_rollout(self.config) is not None:
             self.server_class = ray.remote(WeightSyncHttpServer)
             show_metrics_in_steps()
+            if self.config.checkpoint_engine.backend == BROADCAST_BACKEND:
+                tell_weight_versions()

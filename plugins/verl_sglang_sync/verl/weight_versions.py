@@ -1,0 +1,68 @@
+"""With which version of the weights each token of a rollout was sampled.
+
+verl aborts a rollout when a disaggregated sync begins, asks for the rest of it afterwards, and
+joins the parts; it tells the first and the last version. Our client is verl's, and tells each
+part's, too:
+
+    output.extra_fields["weight_versions"] == [[17, 3], [5, 4]]  # 17 tokens of step 3, 5 of step 4
+
+Agent loops hand `extra_fields` on to the trainer's batch.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from verl.workers.rollout.llm_server import (
+    FullyAsyncLLMServerClient,
+    LLMServerClient,
+    LLMServerManager,
+)
+
+
+class PartClient(LLMServerClient):  # type: ignore[misc]
+    """Notes the version of each part; stands between verl's two clients, as its base."""
+
+    async def generate(
+        self, request_id: str, *, weight_versions: list[list[int]], **kwargs: Any
+    ) -> Any:
+        output = await super().generate(request_id, **kwargs)
+        num_tokens, version = len(output.token_ids), output.extra_fields["global_steps"]
+        if weight_versions and weight_versions[-1][1] == version:
+            weight_versions[-1][0] += num_tokens  # aborted, but not for a sync
+        elif num_tokens:
+            weight_versions.append([num_tokens, version])
+        return output
+
+
+class WeightVersionsClient(FullyAsyncLLMServerClient, PartClient):  # type: ignore[misc]
+    """verl's asynchronous client, whose responses tell the version of every token.
+
+    `extra_fields["weight_versions"]` lists `[num_tokens, global_steps]` in the order of the tokens;
+    the numbers of tokens add up to the response's.
+    """
+
+    async def generate(self, request_id: str, **kwargs: Any) -> Any:
+        weight_versions: list[list[int]] = []
+        output = await super().generate(request_id, weight_versions=weight_versions, **kwargs)
+        assert sum(num for num, _ in weight_versions) == len(output.token_ids)
+        output.extra_fields["weight_versions"] = weight_versions
+        return output
+
+
+def tell_weight_versions() -> None:
+    """Have this process hand out our client where it would hand out verl's asynchronous one.
+
+    verl names the class in its trainers, and no setting does. Agent loops get the client pickled.
+    """
+    original = LLMServerManager.get_client
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def get_client(self: Any, client_cls: Any = None, **kwargs: Any) -> Any:
+        ours = WeightVersionsClient if client_cls is FullyAsyncLLMServerClient else client_cls
+        return original(self, client_cls=ours, **kwargs)
+
+    LLMServerManager.get_client = get_client
