@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from sglang_loader.common.shared_memory import share_on_host
 from verl_sglang_sync.bench.model_shapes import MODELS, tensor_shapes
-from verl_sglang_sync.sources.module_tree import ModuleState
+from verl_sglang_sync.sources.known_sources import ModuleState
 from verl_sglang_sync.sources.reexport import Reexport
 
 NamedTensor = tuple[str, torch.Tensor]

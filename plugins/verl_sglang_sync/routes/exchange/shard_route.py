@@ -36,8 +36,7 @@ from verl_sglang_sync.routes.route import Route, RouteContext, SyncSource
 from verl_sglang_sync.sources.bucket_stream import Batch, Bucket
 from verl_sglang_sync.sources.export import Export, NamedTensor
 from verl_sglang_sync.sources.export_trace import NotTraceable, TracedExport
-from verl_sglang_sync.sources.known_sources import SourcesChanged
-from verl_sglang_sync.sources.tensor_marks import locals_of
+from verl_sglang_sync.sources.known_sources import SourcesChanged, locals_of
 from verl_sglang_sync.sources.transfer_plan import whole_bucket
 
 logger = logging.getLogger(__name__)
