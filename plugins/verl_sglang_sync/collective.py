@@ -243,7 +243,6 @@ async def wait_in_step(group: TrainerGroup, task: asyncio.Future[Any] | None) ->
     them up, and nobody waits for a rank that is gone.
 
     Args:
-        group: the trainer's ranks.
         task: this rank's; None: it only takes part.
 
     Returns:
@@ -266,7 +265,6 @@ async def run_in_step(
     """Have this rank's part of a stage done, all ranks in step; collective.
 
     Args:
-        group: the trainer's ranks.
         stage: its name, for the error.
         work: this rank's part; None: it only takes part.
 
@@ -307,7 +305,6 @@ def common_reason(group: TrainerGroup, reason: str | None, signature: int = 0) -
     """The reasons of all ranks for doing without something; None if no rank has one; collective.
 
     Args:
-        group: the trainer's ranks.
         reason: this rank's.
         signature: of what this rank traced; equal on all ranks, or that is a reason.
     """

@@ -61,7 +61,6 @@ def gather_reads(
 
     Args:
         bytes_of: flat uint8 of a tensor, by its position in the layout.
-        device: of the buffer.
     """
     arranged = torch.zeros(arrangement.nbytes, dtype=torch.uint8, device=device)
     for read in arrangement.reads:

@@ -45,8 +45,6 @@ class ArrangedPlan:
 
     Attributes:
         encoded: for the trainer; see `arrangement_messages`.
-        digest: names it.
-        executor: replays arranged buckets.
         changes_buffer: a replay changes what it reads.
     """
 

@@ -69,9 +69,6 @@ class _LoadMode(Enum):
 class ModelLoader:
     """Loads the syncs of one model; one per model and process.
 
-    Args:
-        model: an SGLang model.
-
     Attributes:
         uses: what became of each bucket of this sync, in order.
     """
@@ -182,7 +179,6 @@ class ModelLoader:
         Args:
             index: position in the sync, from 0.
             layout: what the source holds.
-            source: the bucket.
             read_only: the loader may not change the source.
 
         Returns:

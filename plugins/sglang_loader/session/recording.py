@@ -53,9 +53,6 @@ class Compiled:
 class TracedLoads:
     """A model's `load_weights`, observed and compared with plans.
 
-    Args:
-        model: an SGLang model.
-
     Attributes:
         load_weights: the model's; its errors name the tensor.
     """
@@ -98,8 +95,6 @@ class Recording:
     """The plan of one sync in the making.
 
     Args:
-        model: an SGLang model.
-        loads: of that model.
         context: see `upstream.engine_context`.
     """
 

@@ -71,7 +71,6 @@ def serve_session(
         descriptor: the trainer's; the signature of one with a group was checked.
         models: SGLang's models that are to be loaded; with speculative decoding two, the target
             last.
-        steps: the caller's.
         group: the process group in which buckets are broadcast; None: they are all mapped.
         senders: the one in which all trainer ranks send; None: they do not.
 
@@ -89,11 +88,7 @@ def serve_session(
 
 
 class ServedSession:
-    """A session after which this rank has every byte; its trainer waits for the other ranks.
-
-    Args:
-        channel: to the trainer.
-    """
+    """A session after which this rank has every byte; its trainer waits for the other ranks."""
 
     def __init__(self, channel: Channel[FromTrainer]) -> None:
         self._channel = channel

@@ -45,8 +45,6 @@ class SenderGroup:
 
     Args:
         groups: of the trainer's first rank; None on the others.
-        trainers: the trainer's ranks.
-        device: of the buffers.
         timeout_s: limit of the wait for a rank, in seconds.
 
     Attributes:

@@ -108,8 +108,6 @@ class TrainerSession:
     """Speaks the trainer's part of the protocol. A context manager.
 
     Args:
-        sockets: of this process.
-        settings: the preset.
         names: of this process's memory, the same for all its sessions.
         group: name of the update group by which the buckets go; "": the engine maps them.
         senders: name of the one of all trainer ranks; "": there is none.
@@ -208,7 +206,6 @@ class TrainerSession:
         The slots are the positions of `blocks`: nothing else is mapped in such a session.
 
         Args:
-            blocks: of all ranks.
             keep: they stay mapped after this one.
 
         Raises:
@@ -239,7 +236,6 @@ class TrainerSession:
 
         Args:
             index: position in the sync, from 0.
-            bucket: what it is.
             pieces: where its bytes are.
             read_only: the engine must leave them as they are.
             arranged: digest of the arrangements by which they are arranged; "": not at all.

@@ -42,8 +42,6 @@ class ByteGather:
     """Gathers one arrangement's bytes, sync after sync.
 
     Args:
-        arrangement: what to gather.
-        device: of the buffers.
         use_kernel: False: by torch alone; None: by the kernel where it is available.
     """
 

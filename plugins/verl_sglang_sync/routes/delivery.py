@@ -20,9 +20,7 @@ class MappedDelivery:
 
     Args:
         engines: one on a colocated rank; none: buckets get nowhere.
-        settings: the preset.
         num_buffers: staging buffers, in which packed buckets take turns.
-        report: gets the seconds of "load".
     """
 
     def __init__(

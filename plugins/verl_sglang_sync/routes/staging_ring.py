@@ -63,7 +63,6 @@ class StagingRing:
     """`num_buffers` staging buffers, kept from sync to sync or freed in between.
 
     Args:
-        device: where the engine of this rank runs.
         num_buffers: with two, a bucket is packed while the engine loads the one before.
         bucket_bytes: size of a buffer while the largest bucket is not known.
     """

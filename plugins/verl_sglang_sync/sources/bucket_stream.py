@@ -101,12 +101,7 @@ class BucketStream:
         return [cut.bucket for cut in self.cuts]
 
     def batches(self, weights: Iterable[NamedTensor], report: SyncReport) -> Iterator[Batch]:
-        """Yield the buckets of `weights` in order; one bucket and what closes it is held.
-
-        Args:
-            weights: the export.
-            report: gets the counts and the seconds of "export".
-        """
+        """Yield the buckets of `weights` in order; one bucket and what closes it is held."""
         source = iter(weights)
         cuts, self._cuts = self._cuts, None  # stays None where the sync breaks off
         if cuts is None:

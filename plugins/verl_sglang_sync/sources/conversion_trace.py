@@ -64,9 +64,6 @@ def trace_conversions(
 
     Args:
         conversions: of all parameters of this rank.
-        rank: this one.
-        world_size: of the trainer.
-        device: of the engine on this rank.
 
     Raises:
         NotTraceable: a tensor is computed, or is no strided set of the shards' bytes.
@@ -130,13 +127,7 @@ def _answered(conversion: Conversion, codes: _Codes, *, is_scrambled: bool) -> l
 
 
 class _Codes:
-    """Integers that name the elements of a parameter's shards: `rank * numel + element`.
-
-    Args:
-        parameter: what this rank has.
-        rank: this one.
-        world_size: of the trainer.
-    """
+    """Integers that name the elements of a parameter's shards: `rank * numel + element`."""
 
     def __init__(self, parameter: torch.Tensor, rank: int, world_size: int) -> None:
         self._numel, self._itemsize = parameter.numel(), parameter.element_size()
@@ -166,10 +157,6 @@ class _Codes:
 
     def read(self, tensor: torch.Tensor, scrambled: torch.Tensor) -> _Found:
         """Where a converted tensor's elements come from.
-
-        Args:
-            tensor: made of the codes.
-            scrambled: made of the scrambled codes.
 
         Raises:
             NotTraceable: it is none of the shards' elements, in a strided order.

@@ -25,9 +25,6 @@ class Export:
     A tied embedding comes once: Megatron's last pipeline stage has a copy of it for the output
     layer, and mbridge exports that under the embedding's name again. Whatever else comes twice is
     an error.
-
-    Args:
-        weights: the export.
     """
 
     def __init__(self, weights: Iterable[NamedTensor]) -> None:

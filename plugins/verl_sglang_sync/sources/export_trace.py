@@ -108,7 +108,6 @@ def trace_export(
         export: `(name, tensor)`; starts anew when it is iterated over.
         sources: of its tensors.
         world_size: ranks of the trainer; every one must call this.
-        device: where the full export's tensors are on this rank.
 
     Raises:
         NotTraceable: a tensor is computed, moved, or comes from elsewhere.

@@ -45,10 +45,6 @@ class SGLangShardingManager(BaseShardingManager):  # type: ignore[misc]
 
     Args:
         engine: the replica's server on its leader, None on the other ranks.
-        settings: the preset.
-        group: the trainer's ranks.
-        device: device of the engine's weights on this rank.
-        replica: rank of the replica, for the report.
         export: for the context manager: returns the trainer's `(name, full tensor)` generator, a
             new one at each call.
         free_trainer: for the context manager: frees what the trainer does not need while the

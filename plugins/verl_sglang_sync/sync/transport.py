@@ -53,11 +53,7 @@ class SessionTransport:
     Made by `colocated_transport` or `disaggregated_transport`.
 
     Args:
-        engines: whom this rank gives weights to.
         routes: how that is spared the full export, the best first.
-        group: the trainer's ranks.
-        device: of the staging buffers on this rank.
-        stream: cuts the export.
         ring: the staging buffers; None on a rank that sends no exported bucket.
         arrangements: what the engine reads of the buckets that are packed there.
         frees_ring: the staging buffers are freed after each sync, for the KV cache.
@@ -104,9 +100,7 @@ class SessionTransport:
         """Send all of `weights`; every trainer rank calls this, all return or all raise.
 
         Args:
-            weights: the export.
             version: becomes the engines' weight version.
-            report: gets the counts and seconds.
             replicas: of this sync, in disaggregated mode; only the first rank's count.
 
         Raises:
@@ -148,9 +142,6 @@ class SessionTransport:
         """Look at the replies to the last sync's requests, where the sync had no need of them.
 
         To be called after the engine's next stage, when they have long come.
-
-        Args:
-            report: gets the seconds, in "reply".
 
         Raises:
             Exception: a reply is bad.
@@ -289,9 +280,6 @@ def colocated_transport(
 
     Args:
         engine: the replica's server on its leader, None on the other ranks.
-        settings: the preset.
-        group: the trainer's ranks.
-        device: of the engine's weights on this rank.
     """
     num_buffers = settings.num_staging_buffers
     ring = StagingRing(device, num_buffers=num_buffers, bucket_bytes=settings.bucket_bytes)
@@ -334,9 +322,6 @@ def disaggregated_transport(
 
     Args:
         groups: on the trainer's first rank, which broadcasts; None on the others.
-        settings: the preset.
-        group: the trainer's ranks.
-        device: of the staging buffers and of the update group.
     """
     settings = settings.for_session()
     ring: StagingRing | None = None

@@ -132,7 +132,6 @@ def join_as_trainer(
 
     Args:
         store: a connection to the meeting point.
-        rank: of this process.
         device: of the buffers that will be broadcast; decides between NCCL and gloo.
         num_trainers: trainer ranks.
         world_size: those and the engine ranks.

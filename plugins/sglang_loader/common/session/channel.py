@@ -45,7 +45,6 @@ class Channel(Generic[Received]):
     """Sends and receives the messages of one session after the other. A context manager.
 
     Args:
-        endpoint: zmq address.
         bind: True on the trainer's end.
         decode: `decode_from_trainer` or `decode_from_engine`.
         peer: "trainer" or "engine", for messages.
@@ -262,7 +261,6 @@ def engine_end(endpoint: str, *, is_signed: bool = False) -> Channel[FromTrainer
     """Connect to a trainer's socket.
 
     Args:
-        endpoint: zmq address.
         is_signed: the trainer of this engine's update group vouches for it, so that it may be on
             another host.
 

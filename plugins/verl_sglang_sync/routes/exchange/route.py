@@ -29,7 +29,6 @@ class Exchange(ShardRoute):
 
     Args:
         context: what it works on; torch's default group must be the ranks of its group.
-        ring: this rank's staging buffers.
         is_wanted: False: never exchange.
         piece_nbytes: that a rank sends, or receives, at a time; the scratch is four times that.
     """
@@ -67,8 +66,6 @@ class ExchangedBuckets(SyncSource):
 
     Args:
         plan: whose all-to-all has begun; the engines must hold the arrangements that it is for.
-        ring: of this rank's staging buffers.
-        report: gets the counts and the seconds of "gather".
     """
 
     def __init__(self, plan: ShardPlan, ring: StagingRing, report: SyncReport) -> None:

@@ -49,8 +49,6 @@ class ShardPlan:
     """What this rank sends and receives, and what that was planned for.
 
     Attributes:
-        traced: the export.
-        buckets: of it.
         own: what this rank's engine ranks had said that they read.
         known: what all had said, in the order of the ranks.
         num_before: ranks of the group before them, which read nothing.
@@ -117,7 +115,6 @@ class ShardRoute(Route):
         """What differs from the full export on this rank, once the plan's all-to-all has begun.
 
         Args:
-            plan: the plan.
             batches: the full export, to be gone through to its end: other ranks need it.
         """
         raise NotImplementedError
