@@ -236,33 +236,13 @@ class TorchTrainerGroup:
         return PrefixStore(f"weight_sync/{self._id}", _get_default_store())
 
 
-async def wait_in_step(group: TrainerGroup, task: asyncio.Future[Any] | None) -> Agreement:
-    """Wait for a task that only some ranks have, all ranks in step; collective.
-
-    The ranks that have one tell the others in between that they still wait, so that nobody gives
-    them up, and nobody waits for a rank that is gone.
-
-    Args:
-        task: this rank's; None: it only takes part.
-
-    Returns:
-        All ranks' outcomes, once every task is done or one has failed.
-    """
-    while True:
-        failure, is_done = None, True
-        if task is not None:
-            is_done = bool((await asyncio.wait((task,), timeout=STEP_S))[0])
-            if is_done and (error := task.exception()) is not None:
-                failure = "".join(traceback.format_exception(error))
-        result = group.agree(failure, is_ready=is_done)
-        if result.is_ready or result.failures:
-            return result
-
-
 async def run_in_step(
     group: TrainerGroup, stage: str, work: Coroutine[Any, Any, None] | None
 ) -> None:
     """Have this rank's part of a stage done, all ranks in step; collective.
+
+    The ranks that have a part tell the others in between that they still wait, so that nobody gives
+    them up, and nobody waits for a rank that is gone.
 
     Args:
         stage: its name, for the error.
@@ -272,11 +252,19 @@ async def run_in_step(
         WeightSyncError: on every rank, if it failed on any.
     """
     task = None if work is None else asyncio.ensure_future(work)
-    result = await wait_in_step(group, task)
-    if result.failures:
+    while True:
+        failure, is_done = None, True
         if task is not None:
-            task.cancel()
-        raise WeightSyncError(f"stage {stage!r} failed\n" + "\n".join(result.failures))
+            is_done = bool((await asyncio.wait((task,), timeout=STEP_S))[0])
+            if is_done and (error := task.exception()) is not None:
+                failure = "".join(traceback.format_exception(error))
+        result = group.agree(failure, is_ready=is_done)
+        if result.failures:
+            if task is not None:
+                task.cancel()
+            raise WeightSyncError(f"stage {stage!r} failed\n" + "\n".join(result.failures))
+        if result.is_ready:
+            return
 
 
 def holds_everywhere(group: TrainerGroup, holds: bool) -> bool:

@@ -58,10 +58,6 @@ class ShardedModel:
         """This rank's, which are trained."""
         return [(name, p.detach().to_local()) for name, p in self._module.named_parameters()]
 
-    def local_bytes(self) -> int:
-        """Bytes of this rank's shards."""
-        return sum(shard.nbytes for _, shard in self.shards())
-
 
 def make_trainer(kind: Kind, model: str, device: torch.device) -> Reexport:
     """An export that can be started again, of an FSDP2 model."""

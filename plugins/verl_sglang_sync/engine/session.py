@@ -18,7 +18,6 @@ import secrets
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -355,16 +354,11 @@ class TrainerSession:
     def __enter__(self) -> TrainerSession:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc_value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._is_kept:
             self._sockets.keep(self._channel)
-            return
-        self._channel.close()
+        else:
+            self._channel.close()
 
 
 def _expected(kind: type[Message], message: FromEngine) -> Message:

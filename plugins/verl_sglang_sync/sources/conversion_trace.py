@@ -17,12 +17,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FakeWork, ProcessGroup
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang_loader.common.regions.compose import ByteMap
 from sglang_loader.common.regions.geometry import Region
@@ -32,6 +31,7 @@ from verl_sglang_sync.sources.export_trace import (
     TracedExport,
     TracedParameter,
     TracedTensor,
+    TracingMode,
 )
 from verl_sglang_sync.sources.owners import Origin, Owners
 
@@ -114,16 +114,11 @@ def _converted(
 
 def _answered(conversion: Conversion, codes: _Codes, *, is_scrambled: bool) -> list[NamedTensor]:
     given = codes.scramble(codes.own) if is_scrambled else codes.own.clone()
-    answers = _Answers(codes, is_scrambled=is_scrambled)
     try:
-        with answers:
-            made = list(conversion.convert(given.view(conversion.parameter.shape)))
-    except Exception as error:
-        reason = answers.problem or f"the conversion failed while it was traced: {error!r}"
-        raise NotTraceable(f"{conversion.source}: {reason}") from error
-    if answers.problem is not None:
-        raise NotTraceable(f"{conversion.source}: {answers.problem}")
-    return made
+        with _Answers(codes, is_scrambled=is_scrambled).tracing("the conversion"):
+            return list(conversion.convert(given.view(conversion.parameter.shape)))
+    except NotTraceable as error:
+        raise NotTraceable(f"{conversion.source}: {error}") from error
 
 
 class _Codes:
@@ -192,14 +187,13 @@ class _Codes:
         return number - (1 << self._bits if number >> (self._bits - 1) else 0)
 
 
-class _Answers(TorchDispatchMode):
+class _Answers(TracingMode):
     """Answers collectives of codes: no rank sends anything."""
 
     def __init__(self, codes: _Codes, *, is_scrambled: bool) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._codes = codes
         self._is_scrambled = is_scrambled
-        self.problem: str | None = None
 
     def __torch_dispatch__(
         self,
@@ -229,10 +223,6 @@ class _Answers(TorchDispatchMode):
     def _ranks(self, boxed: Any) -> list[int]:
         """The trainer's ranks in a group."""
         return list(dist.get_process_group_ranks(ProcessGroup.unbox(boxed)))
-
-    def _refuse(self, reason: str) -> NoReturn:
-        self.problem = self.problem or reason
-        raise NotTraceable(reason)
 
 
 def _strided(places: torch.Tensor, itemsize: int) -> Region:

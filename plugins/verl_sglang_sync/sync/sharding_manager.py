@@ -12,9 +12,7 @@ there the trainer's worker frees its own memory between the sync and the KV cach
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from types import TracebackType
-from typing import Literal
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from verl.utils.ulysses import BaseShardingManager
@@ -31,10 +29,6 @@ from verl_sglang_sync.sources.reexport import Reexport
 from verl_sglang_sync.stages import KV_CACHE, WEIGHTS
 from verl_sglang_sync.sync.adapter_sync import AdapterSync, AdapterUpdate
 from verl_sglang_sync.sync.transport import colocated_transport
-
-
-def _nothing() -> None:
-    """Stands in for a callback that was not given."""
 
 
 class SGLangShardingManager(BaseShardingManager):  # type: ignore[misc]
@@ -61,8 +55,8 @@ class SGLangShardingManager(BaseShardingManager):  # type: ignore[misc]
         device: torch.device,
         replica: int = 0,
         export: Callable[[], Iterable[NamedTensor]] | None = None,
-        free_trainer: Callable[[], None] = _nothing,
-        barrier: Callable[[], None] = _nothing,
+        free_trainer: Callable[[], None] = lambda: None,
+        barrier: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__()
         self._engine = engine
@@ -186,18 +180,12 @@ class SGLangShardingManager(BaseShardingManager):  # type: ignore[misc]
     def __enter__(self) -> SGLangShardingManager:
         """Wake the engine with the trainer's current weights."""
         self._syncs += 1
-        _run(self.wake_up(version=str(self._syncs)))
+        asyncio.run(self.wake_up(version=str(self._syncs)))
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc_value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> Literal[False]:
+    def __exit__(self, *_: object) -> None:
         """Put the engine to sleep, also after an exception."""
-        _run(self.release())
-        return False
+        asyncio.run(self.release())
 
     def _new_report(self) -> SyncReport:
         return SyncReport(mode=self._settings.mode, replica=self._replica)
@@ -208,12 +196,3 @@ class SGLangShardingManager(BaseShardingManager):  # type: ignore[misc]
             self._report.publish(self._settings.report_file)
             self._published = self._report
         self._report = self._new_report()
-
-
-def _run(step: Awaitable[None]) -> None:
-    """Run one step to its end from synchronous code."""
-
-    async def main() -> None:
-        await step
-
-    asyncio.run(main())

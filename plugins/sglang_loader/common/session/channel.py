@@ -19,7 +19,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 import zmq
@@ -223,12 +222,7 @@ class Channel(Generic[Received]):
     def __enter__(self) -> Channel[Received]:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc_value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
