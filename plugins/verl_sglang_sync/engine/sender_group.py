@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 
-from sglang_loader.common.broadcast.update_group import MeetingPoint, leave
+from sglang_loader.common.broadcast.update_group import GroupPlace, MeetingPoint, leave
 from verl_sglang_sync.collective import TrainerGroup, own_rank, world_size
 from verl_sglang_sync.engine.update_groups import (
-    GroupPlace,
     UpdateGroup,
     UpdateGroupError,
     UpdateGroups,

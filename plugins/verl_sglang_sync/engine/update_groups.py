@@ -27,9 +27,9 @@ from torch.distributed import DistNetworkError
 from sglang_loader.common.broadcast.broadcast import BroadcastError
 from sglang_loader.common.broadcast.update_group import (
     GROUP_PREFIX,
+    GroupPlace,
     MeetingPoint,
     backend_of,
-    connection_to,
     import_helpers,
     join_as_trainer,
     leave,
@@ -46,22 +46,6 @@ POLL_S = 0.2
 REPLY_S = 2.0
 
 Result = TypeVar("Result")
-
-
-@dataclass(frozen=True)
-class GroupPlace:
-    """Where, and by what name, the ranks of a group meet: the trainer's, then the engines'."""
-
-    name: str
-    address: str
-    port: int
-    num_trainers: int
-    num_engine_ranks: int
-
-    @property
-    def world_size(self) -> int:
-        """Ranks of both."""
-        return self.num_trainers + self.num_engine_ranks
 
 
 class UpdateGroupError(BroadcastError):
@@ -293,17 +277,7 @@ def join_in_thread(
     place: GroupPlace, rank: int, device: torch.device, timeout_s: float
 ) -> Future[Any]:
     """Join a group in a daemon thread; the future gets the process group."""
-    return _in_thread(
-        lambda: join_as_trainer(
-            connection_to(place.address, place.port, place.world_size, timeout_s),
-            rank=rank,
-            device=device,
-            num_trainers=place.num_trainers,
-            world_size=place.world_size,
-            name=place.name,
-            timeout_s=timeout_s,
-        )
-    )
+    return _in_thread(lambda: join_as_trainer(place, rank, device, timeout_s))
 
 
 def _leave_late(joined: Future[Any]) -> None:
