@@ -107,16 +107,13 @@ class SingleProcess:
     def agree(
         self, failure: str | None = None, *, is_ready: bool = True, signature: int = 0
     ) -> Agreement:
-        """See `TrainerGroup`."""
         failures = (f"rank 0: {failure}",) if failure else ()
         return Agreement(failures, is_ready and not failures, (signature,))
 
     def gather(self, item: bytes) -> list[bytes] | None:
-        """See `TrainerGroup`."""
         return [item]
 
     def all_gather(self, item: Any) -> list[Any]:
-        """See `TrainerGroup`."""
         return [item]
 
 
@@ -156,13 +153,11 @@ class TorchTrainerGroup:
         return Agreement(failures, False, signatures)
 
     def gather(self, item: bytes) -> list[bytes] | None:
-        """See `TrainerGroup`."""
         items = self.all_gather(item)
         is_leader = dist.get_rank() == self._tp_ranks[0]
         return [items[rank] for rank in self._tp_ranks] if is_leader else None
 
     def all_gather(self, item: Any) -> list[Any]:
-        """See `TrainerGroup`."""
         own = torch.frombuffer(bytearray(pickle.dumps(item)), dtype=torch.uint8)
         sizes = torch.zeros(dist.get_world_size(), dtype=torch.int64)
         sizes[dist.get_rank()] = own.numel()

@@ -1,11 +1,5 @@
 """Makes a model's load plan while `load_weights` loads a sync, bucket by bucket.
 
-    loads = TracedLoads(model)
-    recording = Recording(model, loads, context)
-    for layout, buffer in sync:
-        uses, reason = recording.add(layout, buffer)   # a reason: there is no plan for such a sync
-    compiled = recording.finish()
-
 A bucket that has not come before is traced also where no plan is wanted, or possible: what
 `load_weights` makes of its tensors (`uses`) tells whether they fit the model.
 """

@@ -233,12 +233,7 @@ class TrainerSession:
     ) -> None:
         """Have a bucket loaded; its memory must stay as it is until it is done.
 
-        Args:
-            index: position in the sync, from 0.
-            pieces: where its bytes are.
-            read_only: the engine must leave them as they are.
-            arranged: digest of the arrangements by which they are arranged; "": not at all.
-            receives: see `LoadBucket`.
+        For the arguments see `LoadBucket`.
         """
         is_known = bucket.digest in self._engine_layouts
         buffers, self._unsent = self._unsent, []
@@ -280,13 +275,7 @@ class TrainerSession:
             self.num_done = _counted(_expected(wire.BucketDone, message), self.num_done)
 
     def finish(self, *, num_buckets: int, num_tensors: int, arrangements: str | None) -> None:
-        """Declare that all was sent, while the engine may still be reading; it checks the counts.
-
-        Args:
-            num_buckets: sent.
-            num_tensors: sent.
-            arrangements: digest of those that this rank knows; None: it wants none.
-        """
+        """Declare that all was sent, while the engine may still be reading; see `Finish`."""
         self._send(
             wire.Finish,
             num_buckets=num_buckets,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -113,13 +114,10 @@ class StagingRing:
 
     def pack_arranged(self, batch: Batch, arrangement: Arrangement) -> torch.UntypedStorage:
         """`pack` for what the engine rank reads of a bucket."""
-        slot, nbytes = batch.index % len(self._buffers), arrangement.nbytes
-        self._reserve(slot, max(nbytes, MAPPABLE_BYTES))
         packing = self._packings.get(batch.index)
         if packing is None or packing.arrangement is not arrangement:
             packing = self._packings[batch.index] = ByteGather(arrangement, self._device)
-        packing.run(batch.tensors, self._buffers[slot].first(nbytes))
-        return self._written(slot, nbytes)
+        return self.fill(batch.index, arrangement.nbytes, partial(packing.run, batch.tensors))
 
     def fill(
         self, index: int, nbytes: int, fill: Callable[[torch.Tensor], None]

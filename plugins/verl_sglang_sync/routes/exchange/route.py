@@ -47,7 +47,6 @@ class Exchange(ShardRoute):
         self._ring = ring
 
     def can_learn(self, weights: Iterable[NamedTensor]) -> bool:
-        """See `Route`."""
         return super().can_learn(weights) and world_size() > 1
 
     def _sent(self, plan: ShardPlan, report: SyncReport) -> SyncSource:
