@@ -25,10 +25,10 @@ import torch
 
 from sglang_loader.common.engine_settings import (
     CUDA_GRAPH_TAG,
-    HostBackup,
     graphs_are_released_by_tag,
     requested_host_backup,
 )
+from sglang_loader.common.regions.intervals import num_bytes
 from sglang_loader.common.stage_costs import StageMeter, by_rank
 from sglang_loader.hooks.memory_saver_mode import choose_preload
 from sglang_loader.hooks.request_gate import set_gate, why_closed
@@ -85,25 +85,9 @@ def load_model(original: Original, runner: Any) -> None:
         return
     with without_cpu_backup(arguments):
         original(runner)
-    _tell(policy, under_weights_tag(runner.model).ranges)
+    size = num_bytes(under_weights_tag(runner.model).ranges)
+    logger.info("host_backup=%s: %.1f MB of weights", policy, size / 1e6)
     arm(runner.model, policy, under_weights_tag)
-
-
-def _tell(policy: HostBackup, ranges: Sequence[tuple[int, int]]) -> None:
-    size = sum(stop - start for start, stop in ranges) / 1e6
-    if policy == "auto":
-        logger.info(
-            "host_backup=auto: %.1f MB of weights, saved on release except for what a sync is "
-            "proven to rewrite",
-            size,
-        )
-    else:
-        logger.warning(
-            "host_backup=off: %.1f MB of weights are lost on release except for named buffers; "
-            "whatever a sync does not rewrite holds garbage afterwards, until a load plan has "
-            "proven what that is",
-            size,
-        )
 
 
 def release_tags(original: Original, updater: Any, request: Any) -> Any:

@@ -79,27 +79,19 @@ def trace_conversions(
                     f"{parameter.stride()}, the engine on {device}"
                 )
             codes = _Codes(parameter, rank, world_size)
-            for name, shape, found in _converted(conversion, codes):
+            for name, shape, owners, bytes_ in _converted(conversion, codes):
                 number = numbers.setdefault(
-                    TracedParameter(conversion.source, found.owners), len(numbers)
+                    TracedParameter(conversion.source, owners), len(numbers)
                 )
                 if name in tensors:
                     raise NotTraceable(f"{name} is made of two parameters")
-                tensors[name] = TracedTensor(parameter.dtype, shape, Origin(number, found.bytes))
+                tensors[name] = TracedTensor(parameter.dtype, shape, Origin(number, bytes_))
     return TracedExport(tuple(numbers), tensors)
-
-
-@dataclass(frozen=True)
-class _Found:
-    """Which bytes of which ranks' shards a tensor is."""
-
-    owners: Owners
-    bytes: ByteMap
 
 
 def _converted(
     conversion: Conversion, codes: _Codes
-) -> Iterator[tuple[str, tuple[int, ...], _Found]]:
+) -> Iterator[tuple[str, tuple[int, ...], Owners, ByteMap]]:
     """Convert the codes twice, and read what comes out."""
     plain = _answered(conversion, codes, is_scrambled=False)
     scrambled = _answered(conversion, codes, is_scrambled=True)
@@ -107,7 +99,7 @@ def _converted(
         raise NotTraceable(f"what {conversion.source} becomes depends on its values")
     for (name, tensor), (_, other) in zip(plain, scrambled, strict=True):
         try:
-            yield name, tuple(tensor.shape), codes.read(tensor, other)
+            yield name, tuple(tensor.shape), *codes.read(tensor, other)
         except NotTraceable as error:
             raise NotTraceable(f"{name} {error}") from None
 
@@ -150,8 +142,8 @@ class _Codes:
         moved = plain + (rank - self.rank) * self._numel
         return self.scramble(moved) if is_scrambled else moved
 
-    def read(self, tensor: torch.Tensor, scrambled: torch.Tensor) -> _Found:
-        """Where a converted tensor's elements come from.
+    def read(self, tensor: torch.Tensor, scrambled: torch.Tensor) -> tuple[Owners, ByteMap]:
+        """Where a converted tensor's elements come from; `scrambled` has the scrambled codes.
 
         Raises:
             NotTraceable: it is none of the shards' elements, in a strided order.
@@ -179,7 +171,7 @@ class _Codes:
         nbytes = self._numel * self._itemsize
         starts = tuple(i * nbytes for i in range(len(ranks)))
         owners = Owners(starts, tuple((rank,) for rank in ranks.tolist()), len(ranks) * nbytes)
-        return _Found(owners, ByteMap.of(_strided(places, self._itemsize)))
+        return owners, ByteMap.of(_strided(places, self._itemsize))
 
     def _wrapped(self, number: int) -> int:
         """A number modulo the integers' range, as signed."""

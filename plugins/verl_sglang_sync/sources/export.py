@@ -37,9 +37,6 @@ class Export:
     def __iter__(self) -> Iterator[NamedTensor]:
         return self._stream
 
-    def __next__(self) -> NamedTensor:
-        return next(self._stream)
-
     def _distinct(self) -> Iterator[NamedTensor]:
         is_ours = False  # whose failure it is: the consumer's, or that of the export
         try:
