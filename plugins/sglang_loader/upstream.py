@@ -156,7 +156,6 @@ class UpdateFrame:
 
     Args:
         updater: SGLang's `SchedulerWeightUpdaterManager`.
-        runners: whose models are loaded.
 
     Attributes:
         is_open: not both steps are done, so that the weights may be of neither form.

@@ -288,7 +288,6 @@ def common_reason(group: TrainerGroup, reason: str | None, signature: int = 0) -
     """The reasons of all ranks for doing without something; None if no rank has one; collective.
 
     Args:
-        reason: this rank's.
         signature: of what this rank traced; equal on all ranks, or that is a reason.
     """
     result = group.agree(reason, signature=signature)

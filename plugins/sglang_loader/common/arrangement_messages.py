@@ -37,10 +37,6 @@ def decode_arrangements(
 ) -> tuple[tuple[str, Arrangement | None], ...]:
     """Parse and check arrangements.
 
-    Args:
-        encoded: from the engine.
-        layouts: those that were sent, by digest.
-
     Raises:
         WireError: not arrangements, or more than that, of an unknown layout, a read that leaves its
             tensor or the arranged buffer or shares bytes of it, or a buffer larger than the

@@ -40,7 +40,6 @@ class ArrangedPlan:
     """What a plan's buckets are like when they come arranged.
 
     Args:
-        plan: of the whole buckets.
         buckets: arrangement and rebased plan of each; None: it comes as it is.
 
     Attributes:

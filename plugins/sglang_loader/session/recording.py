@@ -86,11 +86,7 @@ class TracedLoads:
 
 
 class Recording:
-    """The plan of one sync in the making.
-
-    Args:
-        context: see `upstream.engine_context`.
-    """
+    """The plan of one sync in the making."""
 
     def __init__(self, model: Any, loads: TracedLoads, context: Mapping[str, object]) -> None:
         self._model = model

@@ -161,8 +161,6 @@ class Sources:
         """The memory that a message speaks of.
 
         Args:
-            message: its pieces.
-            slots: what they lie in.
             nbytes: of the bucket, as it came.
 
         Raises:

@@ -60,9 +60,6 @@ class SyncView:
     """What one rank says of a sync.
 
     Attributes:
-        target: the model whose sync it is.
-        fingerprint: of the sync and the engine.
-        problems: why it is not known what became of the tensors.
         unscaled: tensors in fp8 on one side alone.
     """
 

@@ -30,7 +30,6 @@ class JoinedGroup:
 
     Attributes:
         name: by which the engines know it.
-        process_group: torch's.
         meeting: the store through which its ranks connect, on the first one.
     """
 

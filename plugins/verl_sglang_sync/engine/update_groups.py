@@ -60,8 +60,6 @@ class Replica:
         identity: differs for a server that was restarted at the same address.
         base_url: of its server, such as "http://10.0.0.1:30000".
         num_ranks: tensor-parallel ranks of its engine.
-        api_key: SGLang's `api_key`.
-        admin_api_key: SGLang's `admin_api_key`.
     """
 
     identity: str
@@ -224,8 +222,6 @@ class UpdateGroups:
         """Join a group, which this process serves the meeting point of, together with all members.
 
         Args:
-            place: where they meet.
-            meeting: the same.
             members: whose ranks come after the trainer's, of which this one is the first.
 
         Returns:

@@ -120,7 +120,6 @@ class GatherTable:
         """Of reads of whole words.
 
         Args:
-            reads: out of `members`.
             members: the tensors whose addresses will be given, in that order.
         """
         place = {tensor: i for i, tensor in enumerate(members, start=1)}

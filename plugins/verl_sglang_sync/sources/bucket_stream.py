@@ -31,7 +31,6 @@ class Bucket:
 
     Attributes:
         layout: where each tensor lies in the staging buffer.
-        encoded: the layout on the wire.
         digest: names the layout.
         payload_bytes: bytes of the tensors alone.
         is_last: the export ended with it.

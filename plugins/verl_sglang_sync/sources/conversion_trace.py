@@ -48,7 +48,6 @@ class Conversion:
 
     Attributes:
         source: the parameter's name among the sources, the same on all ranks that hold a part.
-        parameter: what this rank has of it.
         convert: `(name, tensor)` of whatever is given in the parameter's place.
     """
 

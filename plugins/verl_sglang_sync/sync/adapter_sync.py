@@ -29,8 +29,6 @@ class AdapterUpdate:
     Attributes:
         unload: ends the one before.
         load: brings this one, under the same name.
-        num_tensors: of it.
-        nbytes: of them.
     """
 
     unload: Call

@@ -142,7 +142,6 @@ class SGLangShardingManager(BaseShardingManager):  # type: ignore[misc]
 
         Args:
             collect: goes through the export, which is collective over the trainer's ranks.
-            version: name of the new state.
 
         Raises:
             WeightSyncError: on every rank, if any rank failed; the engine then serves the adapter

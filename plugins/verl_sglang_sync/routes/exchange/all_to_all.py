@@ -154,7 +154,6 @@ class AllToAll:
         """Have a piece on its way, as it is packed; torch's work.
 
         Args:
-            number: of the piece.
             group: of all ranks; None: torch's default group.
         """
         plan = self._pieces[number].plan
