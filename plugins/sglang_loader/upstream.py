@@ -275,12 +275,6 @@ def is_ours(server_args: Any) -> bool:
     return SESSION_FORMAT in (server_args.custom_weight_loader or ())
 
 
-def synchronize(device: torch.device) -> None:
-    """Wait until the current stream of `device` has run everything; nothing to do on a CPU."""
-    if device.type != "cpu":
-        torch.get_device_module(device).current_stream(device).synchronize()
-
-
 def engine_context(model: Any) -> dict[str, object]:
     """Facts of this engine process that decide where `load_weights` puts a byte.
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
@@ -73,20 +74,15 @@ def load_model(original: Original, runner: Any) -> None:
     if arguments.enable_memory_saver and graphs_are_released_by_tag():
         choose_preload()
     policy = requested_host_backup()
-    if policy == "on":
-        original(runner)
-        arm(runner.model, "on", under_weights_tag)
-        return
-    reason = why_stock_backup(runner, why_not_enumerable())
+    reason = None if policy == "on" else why_stock_backup(runner, why_not_enumerable())
     if reason is not None:
         logger.info("host_backup=%s: SGLang's own behaviour, because %s", policy, reason)
+        policy = "on"
+    with nullcontext() if policy == "on" else without_cpu_backup(arguments):
         original(runner)
-        arm(runner.model, "on", under_weights_tag)
-        return
-    with without_cpu_backup(arguments):
-        original(runner)
-    size = num_bytes(under_weights_tag(runner.model).ranges)
-    logger.info("host_backup=%s: %.1f MB of weights", policy, size / 1e6)
+    if policy != "on":
+        size = num_bytes(under_weights_tag(runner.model).ranges)
+        logger.info("host_backup=%s: %.1f MB of weights", policy, size / 1e6)
     arm(runner.model, policy, under_weights_tag)
 
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang_loader.common.bucket_source import BucketSource
+from sglang_loader.common.copies import synchronize
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.session import messages as wire
 from sglang_loader.common.session.channel import Channel, KeptChannels, engine_end
@@ -28,7 +29,7 @@ from sglang_loader.session.arranged_plan import ArrangedPlan
 from sglang_loader.session.broadcast_receiver import BroadcastBuckets, BroadcastReceiver
 from sglang_loader.session.model_loader import ArrangementError, ModelLoader, SyncOutcome, loader_of
 from sglang_loader.session.state import BucketMemory, InFlight, Layouts, MappedMemory
-from sglang_loader.upstream import device_of, engine_context, synchronize, tp_rank
+from sglang_loader.upstream import device_of, engine_context, tp_rank
 
 logger = logging.getLogger(__name__)
 

@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 
+from sglang_loader.common.copies import synchronize
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.regions.arrangement import Arrangement
 from sglang_loader.common.shared_memory import share_on_host
@@ -53,11 +54,6 @@ class StagingBuffer:
     def first(self, nbytes: int) -> torch.Tensor:
         """The first `nbytes` bytes: uint8 of shape `[nbytes]`, a view of the buffer."""
         return self._buffer[:nbytes]
-
-    def synchronize(self) -> None:
-        """Wait for what was copied into the buffer on the current stream."""
-        if self.device.type != "cpu":
-            torch.get_device_module(self.device).current_stream(self.device).synchronize()
 
 
 class StagingRing:
@@ -130,7 +126,7 @@ class StagingRing:
 
     def _written(self, slot: int, nbytes: int) -> torch.UntypedStorage:
         """A buffer's storage, once what was written on the current stream has arrived."""
-        self._buffers[slot].synchronize()
+        synchronize(self._device)
         return self._buffers[slot].first(nbytes).untyped_storage()
 
     def free(self) -> None:
