@@ -81,7 +81,7 @@ def _step(
         return _ours("compiled", rank, sharded, exchange_shards=False)
     if arm == "export_only":
         return lambda: _drain(sharded.export())
-    return _collective(arm, rank, sharded.local_bytes())
+    return _collective(arm, rank, sum(shard.nbytes for _, shard in sharded.shards()))
 
 
 def _ours(

@@ -1,7 +1,4 @@
-"""Probe: loads SGLang's plugins as every SGLang process does and tells what our hooks became.
-
-python -m sglang_loader.probe    # the last line printed is `SGLangFacts` as JSON
-"""
+"""Probe: loads SGLang's plugins as every SGLang process does and tells what our hooks became."""
 
 from __future__ import annotations
 

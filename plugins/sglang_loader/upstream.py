@@ -156,7 +156,6 @@ class UpdateFrame:
 
     Args:
         updater: SGLang's `SchedulerWeightUpdaterManager`.
-        runners: whose models are loaded.
 
     Attributes:
         is_open: not both steps are done, so that the weights may be of neither form.
@@ -274,12 +273,6 @@ def model_of(owner: Any) -> Any:
 def is_ours(server_args: Any) -> bool:
     """True where the server was launched with our loader (`ServerArgs.custom_weight_loader`)."""
     return SESSION_FORMAT in (server_args.custom_weight_loader or ())
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait until the current stream of `device` has run everything; nothing to do on a CPU."""
-    if device.type != "cpu":
-        torch.get_device_module(device).current_stream(device).synchronize()
 
 
 def engine_context(model: Any) -> dict[str, object]:

@@ -107,16 +107,13 @@ class SingleProcess:
     def agree(
         self, failure: str | None = None, *, is_ready: bool = True, signature: int = 0
     ) -> Agreement:
-        """See `TrainerGroup`."""
         failures = (f"rank 0: {failure}",) if failure else ()
         return Agreement(failures, is_ready and not failures, (signature,))
 
     def gather(self, item: bytes) -> list[bytes] | None:
-        """See `TrainerGroup`."""
         return [item]
 
     def all_gather(self, item: Any) -> list[Any]:
-        """See `TrainerGroup`."""
         return [item]
 
 
@@ -156,13 +153,11 @@ class TorchTrainerGroup:
         return Agreement(failures, False, signatures)
 
     def gather(self, item: bytes) -> list[bytes] | None:
-        """See `TrainerGroup`."""
         items = self.all_gather(item)
         is_leader = dist.get_rank() == self._tp_ranks[0]
         return [items[rank] for rank in self._tp_ranks] if is_leader else None
 
     def all_gather(self, item: Any) -> list[Any]:
-        """See `TrainerGroup`."""
         own = torch.frombuffer(bytearray(pickle.dumps(item)), dtype=torch.uint8)
         sizes = torch.zeros(dist.get_world_size(), dtype=torch.int64)
         sizes[dist.get_rank()] = own.numel()
@@ -236,37 +231,15 @@ class TorchTrainerGroup:
         return PrefixStore(f"weight_sync/{self._id}", _get_default_store())
 
 
-async def wait_in_step(group: TrainerGroup, task: asyncio.Future[Any] | None) -> Agreement:
-    """Wait for a task that only some ranks have, all ranks in step; collective.
-
-    The ranks that have one tell the others in between that they still wait, so that nobody gives
-    them up, and nobody waits for a rank that is gone.
-
-    Args:
-        group: the trainer's ranks.
-        task: this rank's; None: it only takes part.
-
-    Returns:
-        All ranks' outcomes, once every task is done or one has failed.
-    """
-    while True:
-        failure, is_done = None, True
-        if task is not None:
-            is_done = bool((await asyncio.wait((task,), timeout=STEP_S))[0])
-            if is_done and (error := task.exception()) is not None:
-                failure = "".join(traceback.format_exception(error))
-        result = group.agree(failure, is_ready=is_done)
-        if result.is_ready or result.failures:
-            return result
-
-
 async def run_in_step(
     group: TrainerGroup, stage: str, work: Coroutine[Any, Any, None] | None
 ) -> None:
     """Have this rank's part of a stage done, all ranks in step; collective.
 
+    The ranks that have a part tell the others in between that they still wait, so that nobody gives
+    them up, and nobody waits for a rank that is gone.
+
     Args:
-        group: the trainer's ranks.
         stage: its name, for the error.
         work: this rank's part; None: it only takes part.
 
@@ -274,11 +247,19 @@ async def run_in_step(
         WeightSyncError: on every rank, if it failed on any.
     """
     task = None if work is None else asyncio.ensure_future(work)
-    result = await wait_in_step(group, task)
-    if result.failures:
+    while True:
+        failure, is_done = None, True
         if task is not None:
-            task.cancel()
-        raise WeightSyncError(f"stage {stage!r} failed\n" + "\n".join(result.failures))
+            is_done = bool((await asyncio.wait((task,), timeout=STEP_S))[0])
+            if is_done and (error := task.exception()) is not None:
+                failure = "".join(traceback.format_exception(error))
+        result = group.agree(failure, is_ready=is_done)
+        if result.failures:
+            if task is not None:
+                task.cancel()
+            raise WeightSyncError(f"stage {stage!r} failed\n" + "\n".join(result.failures))
+        if result.is_ready:
+            return
 
 
 def holds_everywhere(group: TrainerGroup, holds: bool) -> bool:
@@ -307,8 +288,6 @@ def common_reason(group: TrainerGroup, reason: str | None, signature: int = 0) -
     """The reasons of all ranks for doing without something; None if no rank has one; collective.
 
     Args:
-        group: the trainer's ranks.
-        reason: this rank's.
         signature: of what this rank traced; equal on all ranks, or that is a reason.
     """
     result = group.agree(reason, signature=signature)

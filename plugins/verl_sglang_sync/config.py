@@ -130,39 +130,10 @@ COMPILED_KEYS: dict[str, Check] = {
 class WeightSyncConfig:
     """Validated settings of the weight sync of one rollout.
 
+    What a preset's key means stands where it is set, in `conf/weight_sync_defaults.yaml` and
+    `conf/weight_sync/compiled.yaml`.
+
     Attributes:
-        mode: how the engine loads, one of `MODES`: by its own loader through one staging buffer
-            ("bucketed") or two ("flattened"), or by a load plan ("compiled").
-        request_timeout_s: limit of one request to the SGLang server, in seconds.
-        timeouts_s: other limits for some operations, by `server_client.operations.LIMITS`.
-        report_file: JSON-lines file that gets one line per sync and replica, or None.
-        recheck_every_n_syncs: compiled: check the load plan against the engine's own loader in
-            every n-th sync; 0: only when the plan is made.
-        keep_staging_buffers: compiled: True keeps the buffers, and the engine's mapping of them,
-            from sync to sync; False frees them for the KV cache.
-        read_in_place: compiled: True lets every engine rank read the trainer ranks' parameters
-            where they are, without an export, where the export can be traced to them, all ranks
-            are on one node, and it is proven bit for bit.
-        exchange_shards: compiled: True has ranks whose weights are sharded give each other what
-            their engine ranks read, be it all or a part, instead of gathering all weights on every
-            rank; or send it to engines elsewhere; where the export allows it, and once it is proven
-            bit for bit.
-        host_backup: what a release of the weights keeps on the host: "on" everything, by SGLang;
-            "auto" everything that no sync is proven to rewrite; "off" no more than named buffers
-            until that is proven.
-        sleep_order: the tags to release, in this order.
-        wake_order: the same tags and "sync", in the order of a wake-up.
-        stale_requests: what happens to a request that comes between the release of the engine's
-            memory, or the first bucket of a sync, and the end of a complete sync and wake-up:
-            "wait" holds it, "refuse" answers with HTTP 503 and the reason.
-        stale_requests_timeout_s: after which a request that waits is refused too.
-        router_url: SGLang's router, with which every server registers while it is up, or None.
-        manifest_check: what happens where the tensors that have come do not fit the engine's model,
-            or are not all of it: "error" nothing is published, "warn" it is logged, "off" nobody
-            looks.
-        draft_weights: with speculative decoding: "synced" loads every sync into the draft model,
-            too; "frozen" leaves it as it is; "auto" syncs it where the trainer has it
-            (`exports_draft`).
         exports_draft: the trainer's export has the draft's weights (verl's `model.mtp.enable`).
         bucket_bytes: upper limit of one bucket, in bytes (verl's
             `checkpoint_engine.update_weights_bucket_megabytes`).

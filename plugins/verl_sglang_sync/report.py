@@ -31,39 +31,7 @@ METRICS = "weight_sync"
 class SyncReport:
     """Accounting of one sync of one replica, as its leading rank saw it.
 
-    Attributes:
-        mode: the preset's mode.
-        replica: rank of the replica; None where one sync serves all (disaggregated).
-        weight_version: the version that went live (verl's global step), None before the commit.
-        num_tensors: tensors sent.
-        num_buckets: buckets sent.
-        payload_bytes: bytes of the tensors.
-        sent_bytes: bytes that the engine rank was given of them: fewer where buckets came arranged.
-        staging_bytes: most bytes of staging buffers held.
-        num_replayed: buckets that the engine loaded by a compiled plan.
-        num_eager: buckets that it loaded by its own loader in mode "compiled".
-        eager_reason: why those were not replayed.
-        num_pulled: buckets that the engine read where the trainer's parameters are, without an
-            export.
-        num_arranged: buckets that held only what this engine rank reads, as its plan has it.
-        num_exchanged: buckets that were filled from the ranks' shards, without the full export.
-        num_sent: buckets that all trainer ranks have sent, each of its shards (disaggregated).
-        pair_bytes: of those, by trainer rank, what each engine rank got from it.
-        stages: what the engine did in "release", "resume_weights" and "resume_kv_cache", by tag:
-            for each TP rank the seconds, the bytes unmapped from or mapped into its GPU, and the
-            bytes that the host then holds (`sglang_loader.common.stage_costs`).
-        seconds: host seconds by stage: "release" (the sleep before this sync), "resume_weights",
-            "open" (until the engine has joined the session), "export" (waiting for the trainer's
-            generator),
-            "confirm" (where it is left out: are the parameters where they were?), "gather" (the
-            exchange of shards), "learn" (how the next sync can do without), "pack", "send"
-            (waiting for a broadcast), "load" (waiting for the engine), "commit", "publish"
-            (until all TP ranks have agreed), "reply" (where the request's had to be waited for),
-            "resume_kv_cache"; "sync": all between the stages of memory.
-        started_at: Unix seconds at which a stage began, the first time where it has several parts;
-            without "release" where the server's process went through it.
-        engine_seconds: mode "compiled": how this rank's engine spent the same time: "waiting" for
-            the trainer, "launching", "copying" (`Loaded.seconds`).
+    The fields, and the stages whose seconds are in `seconds`, are those of docs/report.md.
     """
 
     mode: str

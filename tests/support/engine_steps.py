@@ -294,7 +294,7 @@ def _forged_arrangements(rank: TrainerRank, weights: NamedTensors) -> dict[str, 
     sync()
     sync()
     transport = manager._transport
-    sent = [cut.bucket for cut in transport._stream.cuts]
+    sent = transport._stream.buckets
     buckets = tuple((bucket.digest, _whole(bucket.layout)) for bucket in sent)
     transport._arrangements.known = KnownArrangements("0" * 64, buckets)
     with patch.object(ArrangedSync, "keep_if_held", lambda *_: None):

@@ -9,8 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-import urllib.request
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +17,8 @@ from sglang_loader.common.engine_settings import HOST_BACKUP_VARIABLE, HostBacku
 from sglang_loader.common.session.messages import SESSION_FORMAT
 from support.engine_loaders import HASH_LOADER
 from support.forks import CPU_ENVIRONMENT, Fork, die_with_parent, python_path, serve
+from verl_sglang_sync.bench.engine_server import wait_until_healthy
 from verl_sglang_sync.engine.server_client.urls import server_url
-
-START_TIMEOUT_S = 240
 
 
 @dataclass(frozen=True)
@@ -103,7 +100,7 @@ def sglang_server(
             )
     server = Server(server_url(host, port), log, process)
     try:
-        _wait(server)
+        wait_until_healthy(server.url, log, is_running=lambda: process.poll() is None)
         yield server
     finally:
         with contextlib.suppress(ProcessLookupError):
@@ -127,23 +124,3 @@ def free_port() -> int:
             probe.bind(("127.0.0.1", port))
             return port
     raise RuntimeError("no free port between 20000 and 30000")
-
-
-def _wait(server: Server) -> None:
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while time.monotonic() < deadline:
-        if server.process.poll() is not None:
-            break
-        if _is_healthy(server.url):
-            return
-        time.sleep(0.5)
-    tail = server.log.read_text(errors="replace")[-4000:]
-    raise RuntimeError(f"SGLang did not come up within {START_TIMEOUT_S} s:\n{tail}")
-
-
-def _is_healthy(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{url}/health", timeout=5):
-            return True
-    except OSError:
-        return False

@@ -21,7 +21,7 @@ from verl_sglang_sync.collective import (
     TorchTrainerGroup,
     common_reason,
     holds_everywhere,
-    wait_in_step,
+    run_in_step,
 )
 
 TIMEOUT_S = 2.0
@@ -47,20 +47,21 @@ def each_asks() -> tuple[Any, ...]:
     )
 
 
-def each_waits(takes_s: dict[int, float], fails: int | None) -> tuple[Agreement, float]:
-    """Wait in step for the tasks that some ranks have."""
+def each_waits(takes_s: dict[int, float], fails: int | None) -> tuple[str | None, float]:
+    """Wait in step for the parts that some ranks have: the error, and the seconds it took."""
 
     async def work() -> None:
         await asyncio.sleep(takes_s[rank])
         if rank == fails:
             raise ValueError("the engine refused")
 
-    async def main() -> Agreement:
-        task = asyncio.ensure_future(work()) if rank in takes_s else None
-        return await wait_in_step(trainer_group(2)[0], task)
-
-    rank, started = dist.get_rank(), time.monotonic()
-    return asyncio.run(main()), time.monotonic() - started
+    rank, started, error = dist.get_rank(), time.monotonic(), None
+    try:
+        part = work() if rank in takes_s else None
+        asyncio.run(run_in_step(trainer_group(2)[0], "wake", part))
+    except WeightSyncError as failed:
+        error = str(failed)
+    return error, time.monotonic() - started
 
 
 def agree_without(victim: int, how: signal.Signals) -> list[tuple[Any, float]]:

@@ -72,6 +72,42 @@ class ExchangeRank(Rank):
             piece_nbytes=PIECE_BYTES,
         )
 
+    def give_up(self, on):
+        """From now on one rank gives up after one bucket."""
+        self.num_read = 1 if dist.get_rank() == on else None
+
+    def move(self, on, offset=0):
+        """Another storage for one rank's shard of one parameter, with the same values.
+
+        Args:
+            on: which rank's.
+            offset: of the shard in its storage, in elements; another one makes it another
+                parameter.
+        """
+        parameter = next(p for p in self.model.parameters() if p.to_local().numel())
+        if dist.get_rank() == on:
+            local = parameter.to_local().detach()
+            moved = local.new_empty(local.numel() + offset)[offset:].view(local.shape)
+            parameter._local_tensor = moved.copy_(local)
+
+    def sync_failing(self, piece, packing):
+        """A sync in which one packing of one piece fails on rank 1."""
+        broken = getattr(self.route._plan.all_to_all._pieces[piece], packing)
+        fails = mock.Mock(side_effect=MemoryError("no room to pack"))
+        with mock.patch.object(broken, "run", fails if dist.get_rank() == 1 else broken.run):
+            self.sync()
+
+    def sync_without_all_to_all(self):
+        """A sync with a backend that has none."""
+        refusal = RuntimeError("this backend has no all-to-all")
+        with mock.patch.object(dist, "all_to_all_single", side_effect=refusal):
+            self.sync()
+
+    def sync_with_spoiled_origins(self):
+        """A sync in which what is traced says of one tensor that it is another."""
+        with spoiled_origins():
+            self.sync()
+
     def read(self, source):
         self.filled = []
         assert source.needs_arrangements == [self.digest]
@@ -123,114 +159,19 @@ def prove_sending():
     """Export and prove, with origins as they are, then with others."""
     right, wrong = SendRank(sharded("moe")), SendRank(sharded("moe"))
     right.sync()
-    with spoiled_origins():
-        wrong.sync()
+    wrong.sync_with_spoiled_origins()
     return {"right": (right.is_sent(), right.seen.off), "wrong": (wrong.is_sent(), wrong.seen.off)}
-
-
-def exchange_model(kind, dtype):
-    """Trace, check, exchange twice, with a step of the optimizer in between."""
-    rank = ExchangeRank(sharded(kind, getattr(torch, dtype)))
-    rank.sync()
-    for _ in range(2):
-        rank.step()
-        rank.sync()
-    return dataclasses.asdict(rank.seen)
-
-
-def drain_on_rank_1():
-    """Rank 1 gives up after one bucket."""
-    rank = ExchangeRank(sharded("dense"))
-    rank.sync()
-    rank.num_read = 1 if dist.get_rank() == 1 else None
-    rank.sync()
-    return dataclasses.asdict(rank.seen)
-
-
-@contextmanager
-def _failing_on_rank_1(rank, piece, packing):
-    """One packing of one piece fails on rank 1."""
-    broken = getattr(rank.route._plan.all_to_all._pieces[piece], packing)
-    fails = mock.Mock(side_effect=MemoryError("no room to pack"))
-    with mock.patch.object(broken, "run", fails if dist.get_rank() == 1 else broken.run):
-        yield
-
-
-def fail_in_a_sync(piece, packing):
-    """One rank fails in a sync; the next one is made in the same way."""
-    rank = ExchangeRank(sharded("dense"))
-    rank.sync()
-    with _failing_on_rank_1(rank, piece, packing):
-        rank.sync()
-    rank.sync()
-    return dataclasses.asdict(rank.seen)
-
-
-def fail_in_the_proof(piece, packing):
-    """The second proof fails on one rank."""
-    rank = ExchangeRank(sharded("dense"), recheck=1)
-    rank.sync()
-    with _failing_on_rank_1(rank, piece, packing):
-        rank.sync()
-    rank.sync()
-    return dataclasses.asdict(rank.seen)
-
-
-def _moved(rank, on, offset=0):
-    """Another storage for one rank's shard of one parameter, with the same values.
-
-    Args:
-        rank: all of them.
-        on: which rank's.
-        offset: of the shard in its storage, in elements; another one makes it another parameter.
-    """
-    parameter = next(p for p in rank.model.parameters() if p.to_local().numel())
-    if dist.get_rank() == on:
-        local = parameter.to_local().detach()
-        moved = local.new_empty(local.numel() + offset)[offset:].view(local.shape)
-        parameter._local_tensor = moved.copy_(local)
-
-
-def move_storages():
-    """A shard moves on rank 2 alone: it is sent from where it is."""
-    rank = ExchangeRank(sharded("dense"))
-    rank.sync()
-    for _ in range(2):
-        rank.step()
-        _moved(rank, on=2)
-        rank.sync()
-    return dataclasses.asdict(rank.seen)
-
-
-def change_parameters():
-    """A parameter is of another kind on rank 2 alone, again and again."""
-    rank = ExchangeRank(sharded("dense"))
-    for offset in range(1, 6):
-        rank.sync()
-        rank.sync()
-        _moved(rank, on=2, offset=offset)
-    return dataclasses.asdict(rank.seen)
 
 
 def trace_anew():
     """Other parameters, traced by somebody else before the exchange has looked at them."""
     rank = ExchangeRank(sharded("dense"))
     rank.sync()
-    _moved(rank, on=2, offset=1)
+    rank.move(2, 1)
     assert rank.context.source_map.trace(rank.export) is None
     rank.sync()
     rank.sync()
     return rank.seen.routes
-
-
-def recheck():
-    """Every second sync is compared again, in one of them with other parameters."""
-    rank = ExchangeRank(sharded("tied"), recheck=2)
-    for number in range(6):
-        if number == 4:
-            _moved(rank, on=2, offset=1)
-        rank.sync()
-    return dataclasses.asdict(rank.seen)
 
 
 def _each(change):
@@ -365,16 +306,6 @@ def views_and_copies():
     return found
 
 
-def a_backend_that_cannot():
-    """No all-to-all: what the proof says, and what is done then."""
-    rank = ExchangeRank(sharded("tied"))
-    refusal = RuntimeError("this backend has no all-to-all")
-    with mock.patch.object(dist, "all_to_all_single", side_effect=refusal):
-        rank.sync()
-    rank.sync()
-    return dataclasses.asdict(rank.seen)
-
-
 @contextmanager
 def spoiled_origins():
     """What is traced says of one tensor that it is another."""
@@ -390,12 +321,3 @@ def spoiled_origins():
 
     with mock.patch.object(source_map, "trace_export", spoiled):
         yield
-
-
-def wrong_origins():
-    """The traced origins are spoiled: the comparison must see it."""
-    rank = ExchangeRank(sharded("moe"))
-    with spoiled_origins():
-        rank.sync()
-    rank.sync()
-    return dataclasses.asdict(rank.seen)

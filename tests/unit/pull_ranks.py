@@ -84,11 +84,35 @@ class PullRank(Rank):
         """See `Rank`."""
         return len(self.engines)
 
-    @property
-    def keeps(self) -> bool:
-        """The engines were to keep what they have mapped."""
-        (keeps,) = {engine.keeps for engine in self.engines}
-        return keeps
+    def move(self, on: int | None = None, number: int | None = None) -> None:
+        """Other storages for shards, with the same values, as offloading and loading do.
+
+        Args:
+            on: which rank's; None: those of all.
+            number: of the one parameter that moves; None: all do.
+        """
+        if on not in (None, dist.get_rank()):
+            return
+        kept = []
+        for i, parameter in enumerate(self.model.parameters()):
+            if number in (None, i):
+                local = parameter._local_tensor.detach()
+                kept.append(local)  # alive: nothing new can be where it is
+                moved = local.clone()
+                moved.untyped_storage().share_memory_()
+                parameter._local_tensor = moved
+                local.fill_(7)
+        self._kept = kept
+
+    def restart_engines(self) -> None:
+        """The engines were started anew: they have nothing mapped, and the handles are used."""
+        for engine in self.engines:
+            engine.mapped.clear()
+
+    def fail_on(self, number: int, error: Exception) -> None:
+        """From now on the engine of one rank fails."""
+        side_effect = error if dist.get_rank() == number else None
+        self.read = mock.Mock(side_effect=side_effect)  # type: ignore[method-assign]
 
     def make_route(self) -> Any:
         from verl_sglang_sync.routes.pull.route import Pull
@@ -108,6 +132,7 @@ class PullRank(Rank):
         assert all(delivery.deliver(ready) for ready in source)
         source.confirm()
         for engine in self.engines:
+            self.seen.counts["keeps"] = engine.keeps
             if not engine.keeps:
                 engine.mapped.clear()
 
@@ -126,20 +151,6 @@ def share(model: torch.nn.Module) -> None:
     for tensor in [*model.parameters(), *model.buffers()]:
         local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
         local.untyped_storage().share_memory_()
-
-
-def move(model: torch.nn.Module, number: int | None = None) -> None:
-    """Other storages for this rank's shards, with the same values, as offloading and loading do."""
-    kept = []
-    for i, parameter in enumerate(model.parameters()):
-        if number in (None, i):
-            local = parameter._local_tensor.detach()
-            kept.append(local)  # alive: nothing new can be where it is
-            moved = local.clone()
-            moved.untyped_storage().share_memory_()
-            parameter._local_tensor = moved
-            local.fill_(7)
-    model._kept = kept  # type: ignore[assignment]
 
 
 def pull_model(kind: str) -> dict[str, Any]:
@@ -176,17 +187,6 @@ def pull_by_many_engines_of_one_rank() -> dict[str, Any]:
     return dataclasses.asdict(rank.seen)
 
 
-def pull_offloaded() -> dict[str, Any]:
-    """All parameters come back elsewhere before every sync."""
-    rank = PullRank("moe")
-    rank.sync()
-    for _ in range(3):
-        move(rank.model)
-        rank.step()
-        rank.sync()
-    return {**dataclasses.asdict(rank.seen), "keeps": rank.keeps}
-
-
 def pull_emptied() -> dict[str, Any]:
     """Offloaded parameters come back into the same storages, at the same addresses perhaps."""
     rank = PullRank("moe")
@@ -199,17 +199,6 @@ def pull_emptied() -> dict[str, Any]:
         if rank.seen.routes[-1] == "pull":
             rank.compare()
     assert handles == [i * handles[1] for i in range(4)] != [0] * 4, "new ones for each sync"
-    return {**dataclasses.asdict(rank.seen), "keeps": rank.keeps}
-
-
-def pull_moved(on: int) -> dict[str, Any]:
-    """One shard moves on one rank alone, after all were located."""
-    rank = PullRank("dense")
-    for _ in range(3):
-        rank.sync()
-    if dist.get_rank() == on:
-        move(rank.model, number=2)
-    rank.sync()
     return dataclasses.asdict(rank.seen)
 
 
@@ -227,16 +216,6 @@ def pull_other_parameters() -> dict[str, Any]:
     rank.sync()
     rank.sync()
     return dataclasses.asdict(rank.seen)
-
-
-def pull_engine_forgot() -> dict[str, Any]:
-    """One rank's engine was started anew: it has nothing mapped, and the handles are used."""
-    rank = PullRank("dense")
-    for _ in range(3):
-        rank.sync()
-    rank.engines[0].mapped.clear()
-    rank.sync()
-    return {**dataclasses.asdict(rank.seen), "keeps": rank.keeps}
 
 
 def pull_refused(case: str) -> dict[str, Any]:
@@ -263,7 +242,7 @@ def pull_refused(case: str) -> dict[str, Any]:
     else:
         rank.sync()
     if case == "mapping":
-        _fail_on(1, rank, EngineCannotMap("no access"))
+        rank.fail_on(1, EngineCannotMap("no access"))
     rank.sync()
     return dataclasses.asdict(rank.seen) | {"off": rank.route.off}
 
@@ -278,27 +257,3 @@ def _spoiled_on_rank_1(trace: Any) -> Any:
         return dataclasses.replace(traced, tensors={**traced.tensors, name: other})
 
     return spoiled
-
-
-def pull_rechecked() -> dict[str, Any]:
-    """Every second sync goes through the export."""
-    rank = PullRank("dense", recheck=2)
-    for _ in range(5):
-        rank.step()
-        rank.sync()
-    return dataclasses.asdict(rank.seen)
-
-
-def _fail_on(number: int, rank: PullRank, error: Exception) -> None:
-    """The engine of one rank fails."""
-    side_effect = error if dist.get_rank() == number else None
-    rank.read = mock.Mock(side_effect=side_effect)  # type: ignore[method-assign]
-
-
-def pull_other_failure() -> list[str]:
-    """A failure that has nothing to do with the pull is not recovered from."""
-    rank = PullRank("dense")
-    rank.sync()
-    _fail_on(2, rank, RuntimeError("the engine failed"))
-    rank.sync()
-    return rank.seen.recoveries

@@ -1,7 +1,7 @@
 """One trainer rank in the tests of routes: real FSDP2 models, verl's own export, syncs on gloo."""
 
 import types
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 from unittest import mock
 
@@ -136,7 +136,8 @@ class Rank:
     """The syncs of one model on this rank, by one route or with the full export.
 
     Args:
-        model: of this rank.
+        model: of this rank, or its kind.
+        dtype: of one that is made.
         change: of the export, in what is traced.
         recheck: `recheck_every_n_syncs`.
 
@@ -148,15 +149,15 @@ class Rank:
     num_engines = 1
     readers: Any = ()
 
-    def __init__(self, model, change=None, recheck=0):
+    def __init__(self, model, change=None, recheck=0, dtype="float32"):
         from verl_sglang_sync.routes.route import RouteContext
         from verl_sglang_sync.sources.bucket_stream import BucketStream
         from verl_sglang_sync.sources.reexport import transformed
         from verl_sglang_sync.sources.source_map import SourceMap
 
-        self.model = model
+        self.model = sharded(model, getattr(torch, dtype)) if isinstance(model, str) else model
         self.group = trainer_group(2)[0]
-        self.export = export_of(model)
+        self.export = export_of(self.model)
         self.learnt_from = self.export if change is None else transformed(self.export, change)
         self.stream = BucketStream(BUCKET_BYTES)
         source_map = SourceMap(self.group, CPU)
@@ -240,3 +241,18 @@ class Rank:
             for parameter in self.model.parameters():
                 local = parameter.to_local()
                 local.add_(torch.arange(local.numel(), dtype=local.dtype).view(local.shape) + 1)
+
+
+def play(kind, options, *steps):
+    """Run a rank through steps; what it saw.
+
+    Args:
+        kind: class of the rank.
+        options: of its constructor.
+        steps: names of methods, or names with arguments.
+    """
+    rank = kind(**options)
+    for step in steps:
+        name, *arguments = (step,) if isinstance(step, str) else step
+        getattr(rank, name)(*arguments)
+    return asdict(rank.seen)

@@ -43,7 +43,10 @@ def test_arrangements_round_trip(arrangements: list[Arrangement | None]) -> None
 
 BAD = {
     "noise": (b"noise", "not arrangements"),
-    "more fields": (msgspec.msgpack.encode([["d", 256, [], 1]]), "not arrangements"),
+    "more fields": (
+        msgspec.msgpack.encode([["d", {"reads": [], "nbytes": 256, "more": 1}]]),
+        "not arrangements: there is more",
+    ),
     "unknown layout": (encoded(*READS, layout="e"), "was not sent: e"),
     "no buffer": (encoded(nbytes=0), "of 0 bytes, the bucket has 768"),
     "too large a buffer": (encoded(nbytes=769), "of 769 bytes, the bucket has 768"),

@@ -55,21 +55,20 @@ def test_items_reach_the_leader_or_everyone(pool: RankPool) -> None:
 
 
 def test_all_ranks_wait_for_the_last_task(pool: RankPool) -> None:
-    for outcome, seconds in pool.run(each_waits, {0: 0.1, 2: 1.2}, None):
-        assert outcome.is_ready
+    for error, seconds in pool.run(each_waits, {0: 0.1, 2: 1.2}, None):
+        assert error is None
         assert seconds > 1
 
 
 def test_a_failed_task_ends_the_wait_of_all(pool: RankPool) -> None:
-    for outcome, seconds in pool.run(each_waits, {0: 0.1, 2: 40.0}, 0):
-        (failure,) = outcome.failures
-        assert failure.startswith("rank 0: Traceback")
-        assert "ValueError: the engine refused" in failure
+    for error, seconds in pool.run(each_waits, {0: 0.1, 2: 40.0}, 0):
+        assert error.startswith("stage 'wake' failed\nrank 0: Traceback")
+        assert "ValueError: the engine refused" in error
         assert seconds < 20
 
 
 def test_nobody_waits_where_nobody_has_a_task(pool: RankPool) -> None:
-    assert all(outcome.is_ready for outcome, _ in pool.run(each_waits, {}, None))
+    assert all(error is None for error, _ in pool.run(each_waits, {}, None))
 
 
 # Ranks that are lost.

@@ -200,10 +200,6 @@ def test_a_preset_changes_nothing_else_of_the_recipe(recipes, preset):
     assert with_preset == without
 
 
-def test_without_a_preset_the_recipe_has_no_settings(recipes):
-    assert WeightSyncConfig.from_rollout(recipes[None].actor_rollout_ref.rollout) is None
-
-
 def test_every_key_can_be_overridden_on_the_command_line():
     config = compose(
         "+weight_sync=flattened",

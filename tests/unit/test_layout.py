@@ -33,32 +33,34 @@ def test_layouts_round_trip(layout):
     assert decode_layout(encode_layout(layout)) == layout
 
 
-def encoded_layout(nbytes=256, name="t", dtype="float32", shape=(4,), offset=0):
-    return msgspec.msgpack.encode(
-        {"nbytes": nbytes, "tensors": [[name, dtype, list(shape), offset]]}
-    )
+def encoded_layout(nbytes=256, **changes):
+    tensor = {"name": "t", "shape": [4], "dtype": "float32", "offset": 0} | changes
+    return msgspec.msgpack.encode({"tensors": [tensor], "nbytes": nbytes})
 
 
 BAD = {
     "noise": (b"noise", "not a bucket layout"),
-    "a dtype that torch does not have": (encoded_layout(dtype="float31"), "'t': unknown dtype"),
-    "a dtype that is none": (encoded_layout(dtype="nn"), "'t': unknown dtype 'nn'"),
+    "a dtype that torch does not have": (
+        encoded_layout(dtype="float31"),
+        r"unknown dtype 'float31' - at `\$.tensors\[0\].dtype",
+    ),
+    "a dtype that is none": (encoded_layout(dtype="nn"), "unknown dtype 'nn'"),
     "a negative dimension": (encoded_layout(shape=(-4,)), r"'t': shape \(-4,\)"),
     "one of two": (encoded_layout(shape=(4, -1)), r"'t': shape \(4, -1\)"),
     "beyond the bucket": (encoded_layout(shape=(65,)), "ends? within the bucket's 256 bytes"),
-    "far beyond it": (encoded_layout(shape=(1 << 62, 4)), "in a bucket of 256 bytes"),
+    "far beyond it": (encoded_layout(shape=(1 << 62, 4)), "end within the bucket's 256 bytes"),
     "not all within": (encoded_layout(offset=244), "end within the bucket's 256 bytes"),
     "before the bucket": (encoded_layout(offset=-4), "overlaps its neighbour"),
     "not aligned": (encoded_layout(offset=2), "must be a multiple of 4"),
     "two at one place": (
-        msgspec.msgpack.encode(
-            {"nbytes": 64, "tensors": [["a", "int8", [8], 0], ["b", "int8", [8], 7]]}
+        encode_layout(BucketLayout.pack([(name, (8,), torch.int8) for name in "ab"])).replace(
+            b"offset\xcd\x01\x00", b"offset\x07"
         ),
         "'b' at byte 7 overlaps its neighbour",
     ),
     "a field too many": (
-        msgspec.msgpack.encode({"nbytes": 0, "tensors": [], "more": 1}),
-        "unknown field `more`",
+        msgspec.msgpack.encode({"tensors": [], "nbytes": 0, "more": 1}),
+        "it holds more than one",
     ),
     "no size": (msgspec.msgpack.encode({"tensors": []}), "missing required field `nbytes`"),
 }

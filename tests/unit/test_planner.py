@@ -10,7 +10,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from sglang_loader.common.layout import ALIGNMENT_BYTES, BucketLayout
+from sglang_loader.common.layout import ALIGNMENT_BYTES
 from support.bucket_plans import plan_buckets
 from verl_sglang_sync.sources.planner import FUSION_GROUPS, BucketPlanner
 
@@ -121,6 +121,7 @@ def flat(plan):
 
 
 def padded(nbytes):
+    assert ALIGNMENT_BYTES == 256
     return math.ceil(nbytes / 256) * 256
 
 
@@ -130,49 +131,39 @@ def check_groups_whole(plan):
         assert bucket_of.get(partner_of(name), bucket) == bucket, f"{name} is cut from its partner"
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(exports(), limits)
-def test_every_tensor_lands_once_in_the_order_of_its_unit(specs, limit):
-    plan = plan_buckets(specs, bucket_bytes=limit)
+def test_every_tensor_lands_once_in_its_unit_in_a_bucket_as_full_as_it_may_be(specs, limit):
+    planner, plan = BucketPlanner(bucket_bytes=limit), []
+    for each in specs:
+        closed = planner.add(each)
+        assert len(closed) <= 1
+        plan += closed
+    plan += planner.finish()
+    assert planner.finish() == []
 
-    placed = flat(plan)
-    assert sorted(s.name for s in placed) == sorted(s.name for s in specs)
-    assert placed == [s for unit in units_of(specs) for s in unit]
-    assert all(bucket.tensors for bucket in plan)
-
-
-@settings(max_examples=200, deadline=None)
-@given(exports(), limits)
-def test_limit_holds_unless_one_unit_exceeds_it_and_no_bucket_is_cut_early(specs, limit):
-    plan = plan_buckets(specs, bucket_bytes=limit)
-
-    units = [[s.name for s in unit] for unit in units_of(specs)]
-    size_of = {s.name: padded(s.nbytes) for s in specs}
+    units = units_of(specs)
+    assert flat(plan) == [each for unit in units for each in unit]
+    check_groups_whole(plan)
+    runs = [[each.name for each in unit] for unit in units]
+    size_of = {each.name: padded(each.nbytes) for each in specs}
     for bucket in plan:
-        if bucket.nbytes > limit:
-            assert [t.name for t in bucket.tensors] in units
+        assert bucket.tensors
+        assert bucket.nbytes <= limit or [t.name for t in bucket.tensors] in runs
+        check_slots(bucket)
     for bucket, successor in itertools.pairwise(plan):
-        unit = next(u for u in units if u[0] == successor.tensors[0].name)
-        assert bucket.nbytes + sum(size_of[name] for name in unit) > limit
+        unit = next(u for u in runs if u[0] == successor.tensors[0].name)
+        assert bucket.nbytes + sum(size_of[name] for name in unit) > limit, "cut early"
 
 
-@settings(max_examples=200, deadline=None)
-@given(exports(), limits)
-def test_slots_are_aligned_disjoint_and_inside_the_bucket(specs, limit):
-    assert ALIGNMENT_BYTES == 256
-    for bucket in plan_buckets(specs, bucket_bytes=limit):
-        end = 0
-        for t in bucket.tensors:
-            assert t.offset % 256 == 0
-            assert t.offset >= end
-            end = t.offset + t.nbytes
-        assert end <= bucket.nbytes == padded(end)
-
-
-@settings(max_examples=200, deadline=None)
-@given(exports(), limits)
-def test_groups_are_never_cut(specs, limit):
-    check_groups_whole(plan_buckets(specs, bucket_bytes=limit))
+def check_slots(bucket):
+    """Aligned, disjoint and inside the bucket."""
+    end = 0
+    for t in bucket.tensors:
+        assert t.offset % ALIGNMENT_BYTES == 0
+        assert t.offset >= end
+        end = t.offset + t.nbytes
+    assert end <= bucket.nbytes == padded(end)
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair[0])
@@ -193,31 +184,61 @@ def test_each_known_pair_stays_together_where_a_planner_without_groups_cuts_it(p
         check_groups_whole(plan_buckets(specs, bucket_bytes=1, fusion_groups=()))
 
 
-def test_nested_compressors_and_the_attention_itself_do_not_mix():
-    prefix = "model.layers.0.attn."
-    names = ["wq_a.weight", "compressor.wkv.weight", "indexer.compressor.wkv.weight"]
-    names += ["wkv.weight", "indexer.compressor.wgate.weight", "compressor.wgate.weight"]
+OF_DEEPSEEK_V4 = {  # of one attention, what travels together
+    "wq_a.weight": "wkv.weight",
+    "indexer.compressor.wkv.weight": "indexer.compressor.wgate.weight",
+    "compressor.wkv.weight": "compressor.wgate.weight",
+}
+OTHERS = [
+    "model.layers.0.self_attn.0.q_a_proj.weight",
+    "model.layers.0.self_attn.1.kv_a_proj_with_mqa.weight",
+    "model.layers.1.self_attn.0.kv_a_proj_with_mqa.weight",
+]
+Q_A, KV_A = (f"l.0.{name}" for name in PAIRS[0])
+BUCKETS = {  # tensors (names, of 8 elements, or with another number), limit, groups, buckets
+    "nested compressors, and the attention itself": (
+        [
+            *(f"l.attn.{name}" for name in ("wq_a.weight", "compressor.wkv.weight")),
+            *(f"l.attn.{name}" for name in ("indexer.compressor.wkv.weight", "wkv.weight")),
+            *(f"l.attn.{name}compressor.wgate.weight" for name in ("indexer.", "")),
+        ],
+        *(1, FUSION_GROUPS),
+        [[f"l.attn.{name}" for name in pair] for pair in OF_DEEPSEEK_V4.items()],
+    ),
+    "a pair of another layer, or attention, completes no group": (
+        [*OTHERS, "model.norm.weight"],
+        *(1, FUSION_GROUPS),
+        [["model.norm.weight"], *([name] for name in OTHERS)],
+    ),
+    "groups of three wait for all members": (
+        ["l.a", "x", "l.c", "y", "l.b"],
+        *(1, ((".a", ".b", ".c"),)),
+        [["x"], ["y"], ["l.a", "l.c", "l.b"]],
+    ),
+    "of two suffixes that fit a name the longest counts": (
+        ["l.nested.wkv", "l.nested.wgate", "l.nested.wz"],
+        *(1, ((".wkv", ".wgate"), (".nested.wkv", ".nested.wz"))),
+        [["l.nested.wkv", "l.nested.wz"], ["l.nested.wgate"]],
+    ),
+    "a tensor larger than a bucket travels alone": (
+        ["small", ("huge", 4096), "next"],
+        *(1024, FUSION_GROUPS),
+        [["small"], ["huge"], ["next"]],
+    ),
+    "a group larger than a bucket travels whole and alone": (
+        ["a", (Q_A, 300), (KV_A, 300), "b"],
+        *(1500, FUSION_GROUPS),
+        [["a"], [Q_A, KV_A], ["b"]],
+    ),
+}
 
-    plan = plan_buckets([spec(prefix + name) for name in names], bucket_bytes=1)
 
-    assert [[t.name.removeprefix(prefix) for t in b.tensors] for b in plan] == [
-        ["wq_a.weight", "wkv.weight"],
-        ["indexer.compressor.wkv.weight", "indexer.compressor.wgate.weight"],
-        ["compressor.wkv.weight", "compressor.wgate.weight"],
-    ]
-
-
-def test_a_pair_of_another_layer_or_attention_does_not_complete_a_group():
-    names = [
-        "model.layers.0.self_attn.0.q_a_proj.weight",
-        "model.layers.0.self_attn.1.kv_a_proj_with_mqa.weight",
-        "model.layers.1.self_attn.0.kv_a_proj_with_mqa.weight",
-        "model.norm.weight",
-    ]
-    planner = BucketPlanner(bucket_bytes=1)
-    for name in names:
-        assert planner.add(spec(name)) == []
-    assert [b.tensors[0].name for b in planner.finish()] == [names[3], *names[:3]]
+@pytest.mark.parametrize(("tensors", "limit", "groups", "buckets"), BUCKETS.values(), ids=BUCKETS)
+def test_what_travels_together(tensors, limit, groups, buckets):
+    sized = [(each, 8) if isinstance(each, str) else each for each in tensors]
+    specs = [spec(name, (number,)) for name, number in sized]
+    plan = plan_buckets(specs, bucket_bytes=limit, fusion_groups=groups)
+    assert [[t.name for t in bucket.tensors] for bucket in plan] == buckets
 
 
 def test_no_suffix_belongs_to_two_groups():
@@ -227,37 +248,6 @@ def test_no_suffix_belongs_to_two_groups():
         partner_of("layer.self_attn" + suffix) or partner_of("layer" + suffix)
         for suffix in suffixes
     )
-
-
-def test_groups_of_three_and_more_wait_for_all_members():
-    group = ((".a", ".b", ".c"),)
-    names = ["l.a", "x", "l.c", "y", "l.b"]
-    plan = plan_buckets([spec(name) for name in names], bucket_bytes=1, fusion_groups=group)
-    placed = [[t.name for t in b.tensors] for b in plan]
-    assert placed == [["x"], ["y"], ["l.a", "l.c", "l.b"]]
-
-
-def test_of_two_suffixes_that_fit_a_name_the_longest_counts():
-    groups = ((".wkv", ".wgate"), (".nested.wkv", ".nested.wz"))
-    names = ["l.nested.wkv", "l.nested.wgate", "l.nested.wz"]
-    plan = plan_buckets([spec(name) for name in names], bucket_bytes=1, fusion_groups=groups)
-    placed = [[t.name for t in b.tensors] for b in plan]
-    assert placed == [["l.nested.wkv", "l.nested.wz"], ["l.nested.wgate"]]
-
-
-@settings(max_examples=100, deadline=None)
-@given(exports(), limits)
-def test_incremental_planning_equals_the_whole_list(specs, limit):
-    planner = BucketPlanner(bucket_bytes=limit)
-    incremental: list[BucketLayout] = []
-    for s in specs:
-        closed = planner.add(s)
-        assert len(closed) <= 1
-        incremental += closed
-    incremental += planner.finish()
-
-    assert incremental == plan_buckets(specs, bucket_bytes=limit)
-    assert planner.finish() == []
 
 
 @settings(max_examples=50, deadline=None)
@@ -299,18 +289,3 @@ def test_empty_tensors_and_scalars():
     assert bucket.nbytes == 512
     (only_empty,) = plan_buckets(specs[:1], bucket_bytes=1)
     assert only_empty.nbytes == 0
-
-
-def test_a_tensor_larger_than_a_bucket_travels_alone():
-    specs = [spec("small", (8,)), spec("huge", (4096,)), spec("next", (8,))]
-    plan = plan_buckets(specs, bucket_bytes=1024)
-    assert [[t.name for t in b.tensors] for b in plan] == [["small"], ["huge"], ["next"]]
-    assert [b.nbytes for b in plan] == [256, 16384, 256]
-
-
-def test_a_group_larger_than_a_bucket_travels_whole_and_alone():
-    q_a, kv_a = PAIRS[0]
-    specs = [spec("a"), spec("l.0." + q_a, (300,)), spec("l.0." + kv_a, (300,)), spec("b")]
-    plan = plan_buckets(specs, bucket_bytes=1500)
-    assert [len(b.tensors) for b in plan] == [1, 2, 1]
-    assert plan[1].nbytes == 2 * padded(1200) > 1500

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from sglang_loader.common.layout import BucketLayout, BucketTensor
 from sglang_loader.common.regions.compose import ByteMap
-from unit import pull_ranks
+from unit import pull_ranks, route_ranks
+from unit.pull_ranks import PullRank
 from verl_sglang_sync.routes.pull import comparison
 from verl_sglang_sync.sources.export_trace import (
     TracedExport,
@@ -21,6 +22,11 @@ from verl_sglang_sync.sources.export_trace import (
 )
 from verl_sglang_sync.sources.owners import Origin, Owners, everyone, shards_of_rows
 from verl_sglang_sync.sources.shard_memory import SpreadRead, bucket_reads
+
+
+def play(pool: Any, *steps: Any, **options: Any) -> Any:
+    """What each rank saw of its syncs; see `route_ranks.play`."""
+    return pool.run(route_ranks.play, PullRank, options, *steps)
 
 
 @pytest.mark.parametrize("kind", ["dense", "tied", "moe", "vl"])
@@ -33,11 +39,11 @@ def test_what_is_pulled_is_what_the_export_would_give(pool: Any, kind: str) -> N
 
 
 def test_parameters_that_come_back_elsewhere_are_pulled_from_there(pool: Any) -> None:
-    for seen in pool.run(pull_ranks.pull_offloaded):
+    for seen in play(pool, "sync", *["move", "step", "sync"] * 3, kind="moe"):
         assert seen["routes"] == ["export", "pull", "pull", "pull"]
         assert seen["recoveries"] == ["AGAIN"], "from then on they are located before each sync"
         assert not any(seen["wrong"])
-        assert not seen["keeps"]
+        assert not seen["counts"]["keeps"]
 
 
 def test_one_rank_tells_engines_beside_the_trainers_and_others_that_come_later(pool: Any) -> None:
@@ -52,11 +58,11 @@ def test_memory_that_was_offloaded_is_mapped_anew_for_each_sync(pool: Any) -> No
         assert seen["routes"] == ["export", "pull", "pull", "pull"]
         assert seen["recoveries"] == []
         assert seen["wrong"] == [[], [], []]
-        assert not seen["keeps"], "mapped memory could not be given back"
+        assert not seen["counts"]["keeps"], "mapped memory could not be given back"
 
 
 def test_a_shard_that_moved_on_one_rank_is_pulled_from_where_it_is(pool: Any) -> None:
-    for seen in pool.run(pull_ranks.pull_moved, 2):
+    for seen in play(pool, *["sync"] * 3, ("move", 2, 2), "sync", kind="dense"):
         assert seen["routes"] == ["export", "pull", "pull", "pull"]
         assert seen["recoveries"] == ["AGAIN"]
         assert not any(seen["wrong"])
@@ -70,11 +76,11 @@ def test_other_parameters_are_exported_and_traced_again(pool: Any) -> None:
 
 
 def test_an_engine_that_has_nothing_mapped_gets_new_handles(pool: Any) -> None:
-    for seen in pool.run(pull_ranks.pull_engine_forgot):
+    for seen in play(pool, *["sync"] * 3, "restart_engines", "sync", kind="dense"):
         assert seen["routes"] == ["export", "pull", "pull", "pull"]
         assert seen["recoveries"] == ["AGAIN"]
         assert not any(seen["wrong"])
-        assert seen["keeps"], "the parameters have not moved"
+        assert seen["counts"]["keeps"], "the parameters have not moved"
 
 
 @pytest.mark.parametrize(
@@ -100,12 +106,14 @@ def test_engines_of_another_node_are_not_told_where_parameters_lie(pool: Any) ->
 
 
 def test_every_nth_sync_goes_through_the_export(pool: Any) -> None:
-    for seen in pool.run(pull_ranks.pull_rechecked):
+    for seen in play(pool, *["step", "sync"] * 5, kind="dense", recheck=2):
         assert seen["routes"] == ["export", "pull", "export", "pull", "export"]
 
 
 def test_other_failures_are_raised(pool: Any) -> None:
-    assert pool.run(pull_ranks.pull_other_failure) == [["RAISE"]] * 4
+    fails = "fail_on", 2, RuntimeError("the engine failed")
+    for seen in play(pool, "sync", fails, "sync", kind="dense"):
+        assert seen["recoveries"] == ["RAISE"]
 
 
 @st.composite

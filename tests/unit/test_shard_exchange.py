@@ -2,11 +2,17 @@
 
 import pytest
 
-from unit import exchange_ranks
+from unit import exchange_ranks, route_ranks
+from unit.exchange_ranks import ExchangeRank
 from unit.route_ranks import BUCKET_BYTES
 from verl_sglang_sync.sources.source_map import MAX_TRACES
 
 NUM_RANKS = 4
+
+
+def play(pool, *steps, **options):
+    """What each rank saw of its syncs; see `route_ranks.play`."""
+    return pool.run(route_ranks.play, ExchangeRank, options, *steps)
 
 
 @pytest.mark.parametrize(
@@ -14,7 +20,7 @@ NUM_RANKS = 4
     [("dense", "float32"), ("tied", "bfloat16"), ("moe", "bfloat16"), ("vl", "float32")],
 )
 def test_the_buffers_are_those_of_the_full_export(pool, kind, dtype):
-    for seen in pool.run(exchange_ranks.exchange_model, kind, dtype):
+    for seen in play(pool, "sync", *["step", "sync"] * 2, model=kind, dtype=dtype):
         assert seen["off"] is None
         assert seen["routes"] == ["export", "exchange", "exchange"]
         assert seen["wrong"] == [[], []]
@@ -24,13 +30,16 @@ def test_the_buffers_are_those_of_the_full_export(pool, kind, dtype):
 
 
 def test_a_shard_that_moves_on_one_rank_is_sent_from_where_it_is(pool):
-    for seen in pool.run(exchange_ranks.move_storages):
+    for seen in play(pool, "sync", *["step", ("move", 2), "sync"] * 2, model="dense"):
         assert seen["routes"] == ["export", "exchange", "exchange"]
         assert not any(seen["wrong"])
 
 
 def test_other_parameters_are_exported_and_traced_again_a_few_times(pool):
-    for seen in pool.run(exchange_ranks.change_parameters):
+    """A parameter is of another kind on rank 2 alone, again and again."""
+    moves = [("move", 2, offset) for offset in range(1, 6)]
+    steps = [step for move in moves for step in ("sync", "sync", move)]
+    for seen in play(pool, *steps, model="dense"):
         assert seen["routes"] == ["export", "exchange"] * MAX_TRACES + ["export", "export"]
         assert not any(seen["wrong"])
         assert f"the parameters were replaced by others {MAX_TRACES} times" in seen["off"]
@@ -42,7 +51,8 @@ def test_what_was_planned_with_another_trace_is_not_exchanged(pool):
 
 def test_the_comparison_is_repeated_when_it_is_due(pool):
     """With other parameters, nothing is concluded: all is planned anew after the next sync."""
-    for seen in pool.run(exchange_ranks.recheck):
+    steps = [*["sync"] * 4, ("move", 2, 1), *["sync"] * 2]
+    for seen in play(pool, *steps, model="tied", recheck=2):
         assert seen["routes"] == ["export", "exchange", "export", "exchange", "export", "export"]
         assert not any(seen["wrong"])
         assert seen["off"] is None
@@ -54,7 +64,8 @@ PACKINGS = ("own", "sends", "unpacks")
 @pytest.mark.parametrize("packing", PACKINGS)
 @pytest.mark.parametrize("piece", [0, -1])
 def test_a_rank_that_cannot_pack_fails_alone_and_the_next_sync_is_right(pool, piece, packing):
-    for rank, seen in enumerate(pool.run(exchange_ranks.fail_in_a_sync, piece, packing)):
+    steps = ("sync", ("sync_failing", piece, packing), "sync")
+    for rank, seen in enumerate(play(pool, *steps, model="dense")):
         assert seen["errors"] == ["no room to pack" if rank == 1 else None, None]
         assert seen["recoveries"] == ["RAISE"]
         assert seen["routes"] == ["export", "exchange"]
@@ -63,7 +74,8 @@ def test_a_rank_that_cannot_pack_fails_alone_and_the_next_sync_is_right(pool, pi
 
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_a_rank_that_cannot_pack_ends_the_proof_on_all_ranks(pool, packing):
-    for seen in pool.run(exchange_ranks.fail_in_the_proof, 0, packing):
+    steps = ("sync", ("sync_failing", 0, packing), "sync")
+    for seen in play(pool, *steps, model="dense", recheck=1):
         assert "rank 1: " in seen["off"] and "no room to pack" in seen["off"]
         assert seen["routes"] == ["export", "export", "export"]
 
@@ -113,7 +125,7 @@ def test_views_and_copies_of_what_is_gathered_are_followed(pool):
 
 
 def test_a_wrong_origin_never_reaches_the_engine(pool):
-    for seen in pool.run(exchange_ranks.wrong_origins):
+    for seen in play(pool, "sync_with_spoiled_origins", "sync", model="moe"):
         assert seen["routes"] == ["export", "export"]
         assert "experts.2.up_proj.weight differs from the full export" in seen["off"]
 
@@ -126,12 +138,12 @@ def test_what_would_be_sent_is_compared_before_it_is(pool):
 
 
 def test_a_backend_without_an_all_to_all_means_the_full_export(pool):
-    for seen in pool.run(exchange_ranks.a_backend_that_cannot):
+    for seen in play(pool, "sync_without_all_to_all", "sync", model="tied"):
         assert seen["routes"] == ["export", "export"]
         assert "this backend has no all-to-all" in seen["off"]
 
 
 def test_a_rank_that_gives_up_still_sends_what_the_others_wait_for(pool):
-    for seen in pool.run(exchange_ranks.drain_on_rank_1):
+    for seen in play(pool, "sync", ("give_up", 1), "sync", model="dense"):
         assert seen["routes"] == ["export", "exchange"]
         assert seen["wrong"] == [[]]

@@ -166,7 +166,8 @@ def own_join(monkeypatch):
     """Rank 0, which waits for the others as gloo does; how it ended."""
     ended = []
 
-    def join(store, **_):
+    def join(place, *_):
+        store = connection_to(place.address, place.port, place.world_size, LIMIT_S)
         try:
             store.set("rank 0", "is here")
             store.wait(["nobody"])

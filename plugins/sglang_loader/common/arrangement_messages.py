@@ -23,34 +23,13 @@ ArrangedBuckets: TypeAlias = Sequence[tuple[str, Arrangement | None]]
 """(digest of the layout, what is read of it) by bucket; None: the bucket is sent as it is."""
 
 
-class _Read(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    tensor: int
-    offset: int
-    dims: tuple[tuple[int, int], ...]
-    run: int
-    start: int
-
-
-class _Bucket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    layout: str
-    nbytes: int
-    reads: tuple[_Read, ...] | None
-
-
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(tuple[_Bucket, ...])
+_decoder = msgspec.msgpack.Decoder(tuple[tuple[str, Arrangement | None], ...])
 
 
 def encode_arrangements(buckets: ArrangedBuckets) -> bytes:
     """Serialise them; `decode_arrangements` gives them back."""
-    return _encoder.encode([_encoded(layout, arrangement) for layout, arrangement in buckets])
-
-
-def _encoded(layout: str, arrangement: Arrangement | None) -> _Bucket:
-    if arrangement is None:
-        return _Bucket(layout, 0, None)
-    reads = tuple(_Read(r.tensor, r.offset, r.dims, r.run, r.start) for r in arrangement.reads)
-    return _Bucket(layout, arrangement.nbytes, reads)
+    return _encoder.encode(buckets)
 
 
 def decode_arrangements(
@@ -58,50 +37,49 @@ def decode_arrangements(
 ) -> tuple[tuple[str, Arrangement | None], ...]:
     """Parse and check arrangements.
 
-    Args:
-        encoded: from the engine.
-        layouts: those that were sent, by digest.
-
     Raises:
-        WireError: not arrangements, of an unknown layout, a read that leaves its tensor or the
-            arranged buffer or shares bytes of it, or a buffer larger than the bucket's.
+        WireError: not arrangements, or more than that, of an unknown layout, a read that leaves its
+            tensor or the arranged buffer or shares bytes of it, or a buffer larger than the
+            bucket's.
     """
     try:
         buckets = _decoder.decode(encoded)
     except msgspec.MsgspecError as error:
         raise WireError(f"not arrangements: {error}") from None
-    return tuple((bucket.layout, _decoded(bucket, layouts)) for bucket in buckets)
+    if _encoder.encode(buckets) != encoded:
+        raise WireError("not arrangements: there is more than that")
+    for digest, arrangement in buckets:
+        if arrangement is not None:
+            _check(digest, arrangement, layouts)
+    return buckets
 
 
-def _decoded(bucket: _Bucket, layouts: Mapping[str, BucketLayout]) -> Arrangement | None:
-    if bucket.reads is None:
-        return None
-    layout = layouts.get(bucket.layout)
+def _check(digest: str, arrangement: Arrangement, layouts: Mapping[str, BucketLayout]) -> None:
+    layout = layouts.get(digest)
     if layout is None:
-        raise WireError(f"an arrangement of a layout that was not sent: {bucket.layout}")
-    if not 0 < bucket.nbytes <= layout.nbytes:
-        raise WireError(f"an arrangement of {bucket.nbytes} bytes, the bucket has {layout.nbytes}")
-    reads = tuple(_checked(read, layout) for read in bucket.reads)
+        raise WireError(f"an arrangement of a layout that was not sent: {digest}")
+    nbytes = arrangement.nbytes
+    if not 0 < nbytes <= layout.nbytes:
+        raise WireError(f"an arrangement of {nbytes} bytes, the bucket has {layout.nbytes}")
+    for read in arrangement.reads:
+        _check_read(read, layout)
     stop = 0
-    for read in sorted(reads, key=lambda read: read.start):
+    for read in sorted(arrangement.reads, key=lambda read: read.start):
         if read.start < stop:
             raise WireError(f"two reads share byte {read.start} of the arranged buffer")
         stop = read.start + read.nbytes
-    if stop > bucket.nbytes:
-        raise WireError(f"a read ends at byte {stop} of {bucket.nbytes} arranged ones")
-    return Arrangement(reads, bucket.nbytes)
+    if stop > nbytes:
+        raise WireError(f"a read ends at byte {stop} of {nbytes} arranged ones")
 
 
-def _checked(read: _Read, layout: BucketLayout) -> Read:
+def _check_read(read: Read, layout: BucketLayout) -> None:
     if not 0 <= read.tensor < len(layout.tensors):
         raise WireError(f"a read of tensor {read.tensor} of {len(layout.tensors)}")
     tensor = layout.tensors[read.tensor]
     smallest = min((read.offset, read.start, *(stride for _, stride in read.dims)))
     if smallest < 0 or read.run < 1 or any(count < 1 for count, _ in read.dims):
         raise WireError(f"{tensor.name!r}: a read of no bytes, or backwards: {read}")
-    stop = read.offset + sum((count - 1) * stride for count, stride in read.dims) + read.run
-    if stop > tensor.nbytes:
+    if read.stop > tensor.nbytes:
         raise WireError(
-            f"{tensor.name!r}: a read ends at byte {stop}, the tensor has {tensor.nbytes}"
+            f"{tensor.name!r}: a read ends at byte {read.stop}, the tensor has {tensor.nbytes}"
         )
-    return Read(read.tensor, read.offset, read.dims, read.run, read.start)

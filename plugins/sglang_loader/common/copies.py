@@ -54,6 +54,12 @@ def _strided(
     return view.set_(base.untyped_storage(), start // size, shape, steps)
 
 
+def synchronize(device: torch.device) -> None:
+    """Wait until the current stream of `device` has run everything; nothing to do on a CPU."""
+    if device.type != "cpu":
+        torch.get_device_module(device).current_stream(device).synchronize()
+
+
 def gather_reads(
     arrangement: Arrangement, bytes_of: Callable[[int], torch.Tensor], device: torch.device
 ) -> torch.Tensor:
@@ -61,7 +67,6 @@ def gather_reads(
 
     Args:
         bytes_of: flat uint8 of a tensor, by its position in the layout.
-        device: of the buffer.
     """
     arranged = torch.zeros(arrangement.nbytes, dtype=torch.uint8, device=device)
     for read in arrangement.reads:

@@ -52,8 +52,8 @@ class BucketLayout:
     """The tensors of one bucket in loading order, and the bytes of buffer they need.
 
     Raises:
-        ValueError: a tensor begins before the one before it ends, its offset is not a multiple of
-            its element size, or it ends past `nbytes`.
+        ValueError: a tensor has a negative dimension, begins before the one before it ends, at an
+            offset that is not a multiple of its element size, or ends past `nbytes`.
     """
 
     tensors: tuple[BucketTensor, ...]
@@ -62,6 +62,8 @@ class BucketLayout:
     def __post_init__(self) -> None:
         end = 0
         for t in self.tensors:
+            if min(t.shape, default=0) < 0:
+                raise ValueError(f"tensor {t.name!r}: shape {t.shape}")
             if t.offset < end:
                 raise ValueError(f"tensor {t.name!r} at byte {t.offset} overlaps its neighbour")
             end = t.offset + t.nbytes
@@ -133,29 +135,20 @@ def check_buffer(buffer: torch.Tensor, nbytes: int) -> None:
         raise ValueError(f"the bucket needs {nbytes} bytes, the buffer has {buffer.numel()}")
 
 
-class _LayoutTensor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
+def _dtype_of(_: type[torch.dtype], name: object) -> torch.dtype:
+    dtype = getattr(torch, str(name), None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"unknown dtype {name!r}")
+    return dtype
 
 
-class _Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    nbytes: int
-    tensors: tuple[_LayoutTensor, ...]
-
-
-_layout_encoder = msgspec.msgpack.Encoder()
-_layout_decoder = msgspec.msgpack.Decoder(_Layout)
+_encoder = msgspec.msgpack.Encoder(enc_hook=lambda dtype: str(dtype).removeprefix("torch."))
+_decoder = msgspec.msgpack.Decoder(BucketLayout, dec_hook=_dtype_of)
 
 
 def encode_layout(layout: BucketLayout) -> bytes:
     """Serialise a layout; `decode_layout(encode_layout(x)) == x`."""
-    tensors = tuple(
-        _LayoutTensor(t.name, str(t.dtype).removeprefix("torch."), t.shape, t.offset)
-        for t in layout.tensors
-    )
-    return _layout_encoder.encode(_Layout(layout.nbytes, tensors))
+    return _encoder.encode(layout)
 
 
 def digest_of(encoded: bytes) -> str:
@@ -168,24 +161,13 @@ def decode_layout(encoded: bytes) -> BucketLayout:
     """Parse and check a layout; a trainer sends the same ones in every sync.
 
     Raises:
-        WireError: not a layout, an unknown dtype, a negative dimension, or a tensor that overlaps
-            its neighbour or leaves the bucket.
+        WireError: not a layout, an unknown dtype, a negative dimension, a tensor that overlaps its
+            neighbour or leaves the bucket, or more than that.
     """
     try:
-        layout = _layout_decoder.decode(encoded)
+        layout = _decoder.decode(encoded)
     except msgspec.MsgspecError as error:
         raise WireError(f"not a bucket layout: {error}") from None
-    tensors = []
-    for entry in layout.tensors:
-        dtype = getattr(torch, entry.dtype, None)
-        if not isinstance(dtype, torch.dtype):
-            raise WireError(f"tensor {entry.name!r}: unknown dtype {entry.dtype!r}")
-        if min(entry.shape, default=0) < 0 or math.prod(entry.shape) > layout.nbytes:
-            raise WireError(
-                f"tensor {entry.name!r}: shape {entry.shape} in a bucket of {layout.nbytes} bytes"
-            )
-        tensors.append(BucketTensor(entry.name, entry.shape, dtype, entry.offset))
-    try:
-        return BucketLayout(tuple(tensors), layout.nbytes)
-    except ValueError as error:
-        raise WireError(str(error)) from None
+    if _encoder.encode(layout) != encoded:
+        raise WireError("not a bucket layout: it holds more than one")
+    return layout

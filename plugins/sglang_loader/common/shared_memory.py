@@ -124,10 +124,6 @@ def map_buffer(handle: BufferHandle, device: torch.device) -> torch.Tensor:
     mapped for the GPU that reads it, whether this process sees the other one or not: CUDA would let
     only the owner's GPU read what is mapped for that.
 
-    Args:
-        handle: of the memory.
-        device: that reads it.
-
     Raises:
         CannotMap: this process has no access to it.
     """

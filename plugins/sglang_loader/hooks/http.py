@@ -89,9 +89,6 @@ class UpdateLock:
     the gate would keep the update from coming that it waits for. Nothing else runs then: the gate
     closes only while the engine is idle.
 
-    Args:
-        lock: SGLang's own.
-
     Attributes:
         is_closed: the engine's last word on its gate.
     """
@@ -152,9 +149,6 @@ class UpdateCommunicator:
 
     No new requests come meanwhile: whoever calls this holds the writer lock, or generation is
     paused.
-
-    Args:
-        manager: the tokenizer manager.
     """
 
     def __init__(self, manager: Any) -> None:

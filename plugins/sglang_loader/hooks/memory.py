@@ -18,6 +18,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
@@ -25,10 +26,10 @@ import torch
 
 from sglang_loader.common.engine_settings import (
     CUDA_GRAPH_TAG,
-    HostBackup,
     graphs_are_released_by_tag,
     requested_host_backup,
 )
+from sglang_loader.common.regions.intervals import num_bytes
 from sglang_loader.common.stage_costs import StageMeter, by_rank
 from sglang_loader.hooks.memory_saver_mode import choose_preload
 from sglang_loader.hooks.request_gate import set_gate, why_closed
@@ -73,37 +74,16 @@ def load_model(original: Original, runner: Any) -> None:
     if arguments.enable_memory_saver and graphs_are_released_by_tag():
         choose_preload()
     policy = requested_host_backup()
-    if policy == "on":
-        original(runner)
-        arm(runner.model, "on", under_weights_tag)
-        return
-    reason = why_stock_backup(runner, why_not_enumerable())
+    reason = None if policy == "on" else why_stock_backup(runner, why_not_enumerable())
     if reason is not None:
         logger.info("host_backup=%s: SGLang's own behaviour, because %s", policy, reason)
+        policy = "on"
+    with nullcontext() if policy == "on" else without_cpu_backup(arguments):
         original(runner)
-        arm(runner.model, "on", under_weights_tag)
-        return
-    with without_cpu_backup(arguments):
-        original(runner)
-    _tell(policy, under_weights_tag(runner.model).ranges)
+    if policy != "on":
+        size = num_bytes(under_weights_tag(runner.model).ranges)
+        logger.info("host_backup=%s: %.1f MB of weights", policy, size / 1e6)
     arm(runner.model, policy, under_weights_tag)
-
-
-def _tell(policy: HostBackup, ranges: Sequence[tuple[int, int]]) -> None:
-    size = sum(stop - start for start, stop in ranges) / 1e6
-    if policy == "auto":
-        logger.info(
-            "host_backup=auto: %.1f MB of weights, saved on release except for what a sync is "
-            "proven to rewrite",
-            size,
-        )
-    else:
-        logger.warning(
-            "host_backup=off: %.1f MB of weights are lost on release except for named buffers; "
-            "whatever a sync does not rewrite holds garbage afterwards, until a load plan has "
-            "proven what that is",
-            size,
-        )
 
 
 def release_tags(original: Original, updater: Any, request: Any) -> Any:

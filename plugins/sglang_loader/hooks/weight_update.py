@@ -35,10 +35,6 @@ class DoesNotFit(RuntimeError):
 class WeightUpdate:
     """One update request on this TP rank; see the module.
 
-    Args:
-        updater: SGLang's.
-        request: what it was asked.
-
     Attributes:
         manifest_check: what the trainer asks for; see `SessionDescriptor`.
         syncs_draft: load a draft model, too; likewise.

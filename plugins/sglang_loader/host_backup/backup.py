@@ -237,7 +237,6 @@ def publish_coverage(
     not withdrawn since, that does nothing.
 
     Args:
-        model: the SGLang model.
         written: `LoadPlan.coverage`: byte ranges by storage key.
         destinations: `LoadPlan.destinations`, whose storages the keys name; collected from the
             model where left out.

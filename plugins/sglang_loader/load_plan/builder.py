@@ -1,10 +1,4 @@
-"""Builds the load plan of a sync out of its traced buckets.
-
-builder = PlanBuilder(context={"tp_rank": 0})
-for layout, buffer in sync:
-    builder.add_bucket(trace_bucket(model, model.load_weights, layout, buffer))
-plan = builder.finish()
-"""
+"""Builds the load plan of a sync out of its traced buckets."""
 
 from __future__ import annotations
 

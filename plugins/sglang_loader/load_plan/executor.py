@@ -158,7 +158,6 @@ class _Gathered:
     """What operators of a tape read from a source; what lies in several places is copied together.
 
     Args:
-        source: the bucket.
         grouped: gets the copies, which must be made before the tape runs.
         ranges: of the bucket, disjoint: what lies in one of them is located with all of it.
     """

@@ -119,8 +119,6 @@ class TracedBucket:
     """One bucket that was loaded under tracing.
 
     Attributes:
-        layout: of the bucket.
-        trace: what `load_weights` did with it.
         destinations: the model's storages at that time.
         moved: which of the model's tensors the load put elsewhere, in words; None: none.
     """

@@ -68,9 +68,6 @@ def trace_bucket(
     only what the later ones do can be replayed.
 
     Args:
-        model: whose modules hold all destinations.
-        load_weights: the model's own loader.
-        layout: of the bucket.
         buffer: uint8 of shape `[layout.nbytes]` or more.
         earlier: the model's storages after the bucket before.
 

@@ -47,7 +47,6 @@ class BucketUses:
     """What became of one bucket.
 
     Attributes:
-        layout: of the bucket.
         tensors: by name; one that was not even read is absent.
         written: the model's bytes that were written, by `StorageEntry.name`.
         problem: why that is not all of it; None if it is.

@@ -134,9 +134,7 @@ def check_arranged(
     one with a tape, a scrambled copy of the bucket is loaded as well.
 
     Args:
-        bucket: the plan of the arranged bucket.
         arrangement: what is gathered for it out of `buffer`.
-        buffer: the whole bucket.
     """
     source = buffer[: bucket.layout.nbytes]
     touched = _storages_of(bucket)
@@ -205,9 +203,6 @@ def digest(
     """128 bits for each storage: two position-weighted sums of its 64-bit words, modulo 2**64.
 
     Taken on the storage's device, in chunks of `CHUNK_WORDS`; one transfer to the host per device.
-
-    Args:
-        storages: which; None: all of them.
     """
     wanted = range(len(destinations.storages)) if storages is None else storages
     by_device: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}

@@ -40,13 +40,10 @@ class ArrangedPlan:
     """What a plan's buckets are like when they come arranged.
 
     Args:
-        plan: of the whole buckets.
         buckets: arrangement and rebased plan of each; None: it comes as it is.
 
     Attributes:
         encoded: for the trainer; see `arrangement_messages`.
-        digest: names it.
-        executor: replays arranged buckets.
         changes_buffer: a replay changes what it reads.
     """
 

@@ -47,7 +47,6 @@ class BroadcastReceiver:
         Args:
             index: position of the bucket in its sync.
             nbytes: that come.
-            device: of the engine's weights.
         """
         slot = index % NUM_BUFFERS
         if self._buffers[slot].numel() < nbytes or self._buffers[slot].device != device:
@@ -110,10 +109,8 @@ class BroadcastBuckets:
     """The buckets of one session that are broadcast or sent; see `state.BucketMemory`.
 
     Args:
-        receiver: of this process.
         group: the process group; the trainer's first rank is its rank 0, and broadcasts.
         senders: the one of all trainer ranks; None where they do not send.
-        device: of the engine's weights.
         timeout_s: longest time that a transfer may take, in seconds.
     """
 

@@ -127,7 +127,6 @@ def missing_tensors(
 
     Args:
         uses: of all buckets, on one rank.
-        destinations: of the model.
         published: the checkpoint; None: unknown.
     """
     unsent: list[str] = []

@@ -69,9 +69,6 @@ class _LoadMode(Enum):
 class ModelLoader:
     """Loads the syncs of one model; one per model and process.
 
-    Args:
-        model: an SGLang model.
-
     Attributes:
         uses: what became of each bucket of this sync, in order.
     """
@@ -100,7 +97,6 @@ class ModelLoader:
         """Begin a sync; one that broke off before is forgotten.
 
         Args:
-            context: see `upstream.engine_context`.
             recheck_every_n_syncs: check the plan against `load_weights` in every n-th sync that it
                 serves; 0: never again after it was made.
             uses_plan: False: every bucket goes through `load_weights`, whatever plan there is.
@@ -156,8 +152,6 @@ class ModelLoader:
 
         Args:
             index: position in the sync, from 0.
-            layout: of the whole bucket.
-            source: the arranged buffer.
 
         Raises:
             ArrangementError: no plan holds for it.
@@ -182,7 +176,6 @@ class ModelLoader:
         Args:
             index: position in the sync, from 0.
             layout: what the source holds.
-            source: the bucket.
             read_only: the loader may not change the source.
 
         Returns:

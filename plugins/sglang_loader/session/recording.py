@@ -1,11 +1,5 @@
 """Makes a model's load plan while `load_weights` loads a sync, bucket by bucket.
 
-    loads = TracedLoads(model)
-    recording = Recording(model, loads, context)
-    for layout, buffer in sync:
-        uses, reason = recording.add(layout, buffer)   # a reason: there is no plan for such a sync
-    compiled = recording.finish()
-
 A bucket that has not come before is traced also where no plan is wanted, or possible: what
 `load_weights` makes of its tensors (`uses`) tells whether they fit the model.
 """
@@ -53,9 +47,6 @@ class Compiled:
 class TracedLoads:
     """A model's `load_weights`, observed and compared with plans.
 
-    Args:
-        model: an SGLang model.
-
     Attributes:
         load_weights: the model's; its errors name the tensor.
     """
@@ -95,13 +86,7 @@ class TracedLoads:
 
 
 class Recording:
-    """The plan of one sync in the making.
-
-    Args:
-        model: an SGLang model.
-        loads: of that model.
-        context: see `upstream.engine_context`.
-    """
+    """The plan of one sync in the making."""
 
     def __init__(self, model: Any, loads: TracedLoads, context: Mapping[str, object]) -> None:
         self._model = model

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang_loader.common.bucket_source import BucketSource
+from sglang_loader.common.copies import synchronize
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.session import messages as wire
 from sglang_loader.common.session.channel import Channel, KeptChannels, engine_end
@@ -28,7 +29,7 @@ from sglang_loader.session.arranged_plan import ArrangedPlan
 from sglang_loader.session.broadcast_receiver import BroadcastBuckets, BroadcastReceiver
 from sglang_loader.session.model_loader import ArrangementError, ModelLoader, SyncOutcome, loader_of
 from sglang_loader.session.state import BucketMemory, InFlight, Layouts, MappedMemory
-from sglang_loader.upstream import device_of, engine_context, synchronize, tp_rank
+from sglang_loader.upstream import device_of, engine_context, tp_rank
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +72,6 @@ def serve_session(
         descriptor: the trainer's; the signature of one with a group was checked.
         models: SGLang's models that are to be loaded; with speculative decoding two, the target
             last.
-        steps: the caller's.
         group: the process group in which buckets are broadcast; None: they are all mapped.
         senders: the one in which all trainer ranks send; None: they do not.
 
@@ -89,11 +89,7 @@ def serve_session(
 
 
 class ServedSession:
-    """A session after which this rank has every byte; its trainer waits for the other ranks.
-
-    Args:
-        channel: to the trainer.
-    """
+    """A session after which this rank has every byte; its trainer waits for the other ranks."""
 
     def __init__(self, channel: Channel[FromTrainer]) -> None:
         self._channel = channel

@@ -14,12 +14,12 @@ from typing import Protocol
 import torch
 
 from sglang_loader.common.bucket_source import BucketSource, Piece, SpreadPiece
+from sglang_loader.common.copies import synchronize
 from sglang_loader.common.layout import BucketLayout, WireError, decode_layout, digest_of
 from sglang_loader.common.regions.compose import ByteMap
 from sglang_loader.common.session import messages as wire
 from sglang_loader.common.session.messages import SessionError
 from sglang_loader.common.shared_memory import map_buffer
-from sglang_loader.upstream import synchronize
 
 MAX_LAYOUTS = 4096
 MAX_IN_FLIGHT = 64
@@ -161,8 +161,6 @@ class Sources:
         """The memory that a message speaks of.
 
         Args:
-            message: its pieces.
-            slots: what they lie in.
             nbytes: of the bucket, as it came.
 
         Raises:

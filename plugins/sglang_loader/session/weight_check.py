@@ -60,12 +60,6 @@ class SyncView:
     """What one rank says of a sync.
 
     Attributes:
-        target: the model whose sync it is.
-        fingerprint: of the sync and the engine.
-        specs: the tensors that came.
-        published: what is normal for the model.
-        views: of its models.
-        problems: why it is not known what became of the tensors.
         unscaled: tensors in fp8 on one side alone.
     """
 
@@ -86,7 +80,6 @@ def view_of_sync(
     """Look at the buckets that were loaded.
 
     Args:
-        layouts: of the buckets.
         models: those that have loaded them: one, or the draft and then the target.
         read_published: tells what is normal for the model.
     """
@@ -111,12 +104,7 @@ def view_of_sync(
 
 
 def judge_together(seen: SyncView, gather: Gather) -> Verdict:
-    """All TP ranks' verdict on a sync; each must call this.
-
-    Args:
-        seen: this rank's view.
-        gather: over the TP ranks.
-    """
+    """All TP ranks' verdict on a sync; each must call this."""
     everyone = gather((seen.views, seen.problems, seen.unscaled))
     obstacle = next((text for _, problems, _ in everyone for text in problems), None)
     if unscaled := list(dict.fromkeys(text for *_, texts in everyone for text in texts)):

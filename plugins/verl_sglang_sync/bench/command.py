@@ -39,7 +39,6 @@ def run(
         runs: cycles of each arm.
         device: "cuda", "cpu", or None: a GPU if there is one.
         json: gets every figure.
-        console: to print on.
 
     Raises:
         BadChoice: before anything is started.

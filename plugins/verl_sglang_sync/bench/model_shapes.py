@@ -39,49 +39,34 @@ def _dense(hidden: int, inter: int, layers: int, heads: int, tied: bool) -> Conf
     }
 
 
-MODELS: dict[str, Config] = {
-    "tiny": {**_dense(64, 128, 2, 8, tied=False), "vocab_size": 512},  # for a CPU
-    "small-moe": {  # for a CPU
-        **_dense(512, 1536, 8, 8, tied=False),
+def _moe(dense: Config, experts: int, per_token: int, expert_inter: int) -> Config:
+    return {
+        **dense,
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
-        "vocab_size": 4096,
         "num_key_value_heads": 4,
-        "head_dim": 64,
-        "moe_intermediate_size": 256,
-        "num_experts": 32,
-        "num_experts_per_tok": 4,
+        "moe_intermediate_size": expert_inter,
+        "num_experts": experts,
+        "num_experts_per_tok": per_token,
         "norm_topk_prob": True,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
+    }
+
+
+MODELS: dict[str, Config] = {
+    "tiny": {**_dense(64, 128, 2, 8, tied=False), "vocab_size": 512},  # for a CPU
+    "small-moe": {  # for a CPU
+        **_moe(_dense(512, 1536, 8, 8, tied=False), 32, 4, 256),
+        "vocab_size": 4096,
+        "head_dim": 64,
     },
     "qwen3-0.6b": _dense(1024, 3072, 28, 16, tied=False),
     "qwen3-4b": _dense(2560, 9728, 36, 32, tied=False),
     "qwen3-8b": _dense(4096, 12288, 36, 32, tied=False),
-    "moe-16gb-20000": {  # the bytes of qwen3-8b in 50 times as many tensors
-        **_dense(2048, 6144, 52, 32, tied=False),
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "num_key_value_heads": 4,
-        "moe_intermediate_size": 160,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-    },
-    "qwen3-30b-a3b": {
-        **_dense(2048, 6144, 48, 32, tied=False),
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "num_key_value_heads": 4,
-        "moe_intermediate_size": 768,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-    },
+    # the bytes of qwen3-8b in 50 times as many tensors
+    "moe-16gb-20000": _moe(_dense(2048, 6144, 52, 32, tied=False), 128, 8, 160),
+    "qwen3-30b-a3b": _moe(_dense(2048, 6144, 48, 32, tied=False), 128, 8, 768),
 }
 
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from sglang_loader.common.shared_memory import share_on_host
 from verl_sglang_sync.bench.model_shapes import MODELS, tensor_shapes
-from verl_sglang_sync.sources.module_tree import ModuleState
+from verl_sglang_sync.sources.known_sources import ModuleState
 from verl_sglang_sync.sources.reexport import Reexport
 
 NamedTensor = tuple[str, torch.Tensor]
@@ -57,10 +57,6 @@ class ShardedModel:
     def shards(self) -> NamedTensors:
         """This rank's, which are trained."""
         return [(name, p.detach().to_local()) for name, p in self._module.named_parameters()]
-
-    def local_bytes(self) -> int:
-        """Bytes of this rank's shards."""
-        return sum(shard.nbytes for _, shard in self.shards())
 
 
 def make_trainer(kind: Kind, model: str, device: torch.device) -> Reexport:

@@ -227,10 +227,6 @@ def plugin_check(
     """Does upstream load our entry point?
 
     Args:
-        who: verl or SGLang.
-        load_errors: tracebacks.
-        variable: environment variable that chooses plugins.
-        policy: its value.
         is_all: it chooses all of them.
     """
     title = f"{who} plugin"

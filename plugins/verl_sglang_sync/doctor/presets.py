@@ -98,7 +98,6 @@ def recipe_checks(
 
     Args:
         overrides: Hydra's, as on the command line of `main_ppo`.
-        machine: where it is to run.
         title: of the last check, where nothing failed.
     """
     from verl_sglang_sync.preflight import RecipeError, examine  # may be what is broken here

@@ -76,7 +76,6 @@ class ArrangedSync:
             self._known = NOTHING_KNOWN
 
     def expected(self, index: int) -> Arrangement | None:
-        """See `KnownArrangements`."""
         return self._known.expected(index)
 
     def of(self, index: int, bucket: Bucket) -> Arrangement | None:

@@ -45,7 +45,6 @@ class OpeningRequest:
 
     Args:
         engine: the replica's server; None on ranks that do not send the request.
-        version: of the weights.
     """
 
     def __init__(self, engine: Engine | None, version: str | None) -> None:
@@ -140,7 +139,6 @@ class EngineRank:
 
     Attributes:
         name: for messages; "" of the one on this rank's device, which names its TP rank itself.
-        session: with it.
         request: opens the sessions of its replica.
         arrangements: what it reads of the buckets, kept from sync to sync.
     """

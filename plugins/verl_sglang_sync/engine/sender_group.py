@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 
-from sglang_loader.common.broadcast.update_group import MeetingPoint, leave
+from sglang_loader.common.broadcast.update_group import GroupPlace, MeetingPoint, leave
 from verl_sglang_sync.collective import TrainerGroup, own_rank, world_size
 from verl_sglang_sync.engine.update_groups import (
-    GroupPlace,
     UpdateGroup,
     UpdateGroupError,
     UpdateGroups,
@@ -31,7 +30,6 @@ class JoinedGroup:
 
     Attributes:
         name: by which the engines know it.
-        process_group: torch's.
         meeting: the store through which its ranks connect, on the first one.
     """
 
@@ -45,8 +43,6 @@ class SenderGroup:
 
     Args:
         groups: of the trainer's first rank; None on the others.
-        trainers: the trainer's ranks.
-        device: of the buffers.
         timeout_s: limit of the wait for a rank, in seconds.
 
     Attributes:

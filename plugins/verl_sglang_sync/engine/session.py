@@ -18,7 +18,6 @@ import secrets
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -108,8 +107,6 @@ class TrainerSession:
     """Speaks the trainer's part of the protocol. A context manager.
 
     Args:
-        sockets: of this process.
-        settings: the preset.
         names: of this process's memory, the same for all its sessions.
         group: name of the update group by which the buckets go; "": the engine maps them.
         senders: name of the one of all trainer ranks; "": there is none.
@@ -208,7 +205,6 @@ class TrainerSession:
         The slots are the positions of `blocks`: nothing else is mapped in such a session.
 
         Args:
-            blocks: of all ranks.
             keep: they stay mapped after this one.
 
         Raises:
@@ -237,13 +233,7 @@ class TrainerSession:
     ) -> None:
         """Have a bucket loaded; its memory must stay as it is until it is done.
 
-        Args:
-            index: position in the sync, from 0.
-            bucket: what it is.
-            pieces: where its bytes are.
-            read_only: the engine must leave them as they are.
-            arranged: digest of the arrangements by which they are arranged; "": not at all.
-            receives: see `LoadBucket`.
+        For the arguments see `LoadBucket`.
         """
         is_known = bucket.digest in self._engine_layouts
         buffers, self._unsent = self._unsent, []
@@ -285,13 +275,7 @@ class TrainerSession:
             self.num_done = _counted(_expected(wire.BucketDone, message), self.num_done)
 
     def finish(self, *, num_buckets: int, num_tensors: int, arrangements: str | None) -> None:
-        """Declare that all was sent, while the engine may still be reading; it checks the counts.
-
-        Args:
-            num_buckets: sent.
-            num_tensors: sent.
-            arrangements: digest of those that this rank knows; None: it wants none.
-        """
+        """Declare that all was sent, while the engine may still be reading; see `Finish`."""
         self._send(
             wire.Finish,
             num_buckets=num_buckets,
@@ -359,16 +343,11 @@ class TrainerSession:
     def __enter__(self) -> TrainerSession:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc_value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._is_kept:
             self._sockets.keep(self._channel)
-            return
-        self._channel.close()
+        else:
+            self._channel.close()
 
 
 def _expected(kind: type[Message], message: FromEngine) -> Message:

@@ -27,9 +27,9 @@ from torch.distributed import DistNetworkError
 from sglang_loader.common.broadcast.broadcast import BroadcastError
 from sglang_loader.common.broadcast.update_group import (
     GROUP_PREFIX,
+    GroupPlace,
     MeetingPoint,
     backend_of,
-    connection_to,
     import_helpers,
     join_as_trainer,
     leave,
@@ -48,22 +48,6 @@ REPLY_S = 2.0
 Result = TypeVar("Result")
 
 
-@dataclass(frozen=True)
-class GroupPlace:
-    """Where, and by what name, the ranks of a group meet: the trainer's, then the engines'."""
-
-    name: str
-    address: str
-    port: int
-    num_trainers: int
-    num_engine_ranks: int
-
-    @property
-    def world_size(self) -> int:
-        """Ranks of both."""
-        return self.num_trainers + self.num_engine_ranks
-
-
 class UpdateGroupError(BroadcastError):
     """A group was not formed; names the replica that is to blame."""
 
@@ -76,8 +60,6 @@ class Replica:
         identity: differs for a server that was restarted at the same address.
         base_url: of its server, such as "http://10.0.0.1:30000".
         num_ranks: tensor-parallel ranks of its engine.
-        api_key: SGLang's `api_key`.
-        admin_api_key: SGLang's `admin_api_key`.
     """
 
     identity: str
@@ -240,8 +222,6 @@ class UpdateGroups:
         """Join a group, which this process serves the meeting point of, together with all members.
 
         Args:
-            place: where they meet.
-            meeting: the same.
             members: whose ranks come after the trainer's, of which this one is the first.
 
         Returns:
@@ -293,17 +273,7 @@ def join_in_thread(
     place: GroupPlace, rank: int, device: torch.device, timeout_s: float
 ) -> Future[Any]:
     """Join a group in a daemon thread; the future gets the process group."""
-    return _in_thread(
-        lambda: join_as_trainer(
-            connection_to(place.address, place.port, place.world_size, timeout_s),
-            rank=rank,
-            device=device,
-            num_trainers=place.num_trainers,
-            world_size=place.world_size,
-            name=place.name,
-            timeout_s=timeout_s,
-        )
-    )
+    return _in_thread(lambda: join_as_trainer(place, rank, device, timeout_s))
 
 
 def _leave_late(joined: Future[Any]) -> None:

@@ -38,8 +38,6 @@ class BroadcastDelivery:
     Args:
         engines: all engine ranks of the group, but this rank.
         group: torch's process group; this is its rank 0.
-        settings: the preset.
-        report: gets the seconds of "load" and "send".
     """
 
     def __init__(

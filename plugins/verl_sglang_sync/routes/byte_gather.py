@@ -42,8 +42,6 @@ class ByteGather:
     """Gathers one arrangement's bytes, sync after sync.
 
     Args:
-        arrangement: what to gather.
-        device: of the buffers.
         use_kernel: False: by torch alone; None: by the kernel where it is available.
     """
 
@@ -122,7 +120,6 @@ class GatherTable:
         """Of reads of whole words.
 
         Args:
-            reads: out of `members`.
             members: the tensors whose addresses will be given, in that order.
         """
         place = {tensor: i for i, tensor in enumerate(members, start=1)}

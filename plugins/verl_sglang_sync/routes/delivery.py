@@ -1,8 +1,4 @@
-"""How ready buckets get to the engine ranks of one trainer rank, in one sync.
-
-delivery.deliver(ready)     # the engines know of it, and load it when they have it
-delivery.make_room()        # the memory of the next bucket may be written
-"""
+"""Delivery of packed buckets to the engine ranks of one trainer rank, which map them."""
 
 from __future__ import annotations
 
@@ -20,9 +16,7 @@ class MappedDelivery:
 
     Args:
         engines: one on a colocated rank; none: buckets get nowhere.
-        settings: the preset.
         num_buffers: staging buffers, in which packed buckets take turns.
-        report: gets the seconds of "load".
     """
 
     def __init__(
@@ -51,7 +45,6 @@ class MappedDelivery:
         return True
 
     def make_room(self) -> None:
-        """See `Delivery`."""
         num_read = self._num_packed + 1 - self._num_buffers
         if num_read > 0 and self._engines:
             with self._report.stage("load"):

@@ -17,12 +17,9 @@ class ExportedBuckets(SyncSource):
     """The full export, packed; a bucket takes the staging buffer of the one `num_buffers` before.
 
     Args:
-        export: of this sync.
-        stream: cuts it.
         ring: the staging buffers; None where no engine is given any of them: the export is gone
             through, as the other ranks' collectives need it.
         arranged: which buckets hold only what this rank's engine reads.
-        report: gets the counts and seconds.
     """
 
     def __init__(

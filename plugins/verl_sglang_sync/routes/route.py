@@ -50,7 +50,6 @@ class ReadyBucket:
 
     Attributes:
         index: position in the sync, from 0.
-        bucket: what it is.
         storage: the staging buffer that holds it; None where it is pulled.
         arranged: digest of the arrangements by which it is packed; "": it is whole.
         nbytes: of what is packed.
@@ -128,10 +127,8 @@ class RouteContext:
     """What all routes of one trainer rank work on: the export that they spare a sync.
 
     Attributes:
-        group: the trainer's ranks.
         device: of the parameters on this rank, and of what is made of them.
         source_map: where the export's bytes lie in the parameters.
-        stream: cuts it into buckets.
         readers: what this rank's engine ranks have said that they read; the same object for as long
             as they are the same engine ranks.
         first_reader: engine ranks are numbered from here on. 0: each shares the device of the
@@ -171,7 +168,6 @@ class Route:
     All methods but `rest` are collective, and what they say is equal on all ranks.
 
     Args:
-        context: what it works on.
         is_wanted: False: this way is never taken.
 
     Attributes:
@@ -205,7 +201,6 @@ class Route:
 
         Args:
             weights: the export that would be left out.
-            report: gets the counts and seconds.
         """
         if not self._is_proven:
             return None

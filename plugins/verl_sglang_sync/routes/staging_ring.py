@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
+from sglang_loader.common.copies import synchronize
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.regions.arrangement import Arrangement
 from sglang_loader.common.shared_memory import share_on_host
@@ -53,17 +55,11 @@ class StagingBuffer:
         """The first `nbytes` bytes: uint8 of shape `[nbytes]`, a view of the buffer."""
         return self._buffer[:nbytes]
 
-    def synchronize(self) -> None:
-        """Wait for what was copied into the buffer on the current stream."""
-        if self.device.type != "cpu":
-            torch.get_device_module(self.device).current_stream(self.device).synchronize()
-
 
 class StagingRing:
     """`num_buffers` staging buffers, kept from sync to sync or freed in between.
 
     Args:
-        device: where the engine of this rank runs.
         num_buffers: with two, a bucket is packed while the engine loads the one before.
         bucket_bytes: size of a buffer while the largest bucket is not known.
     """
@@ -114,13 +110,10 @@ class StagingRing:
 
     def pack_arranged(self, batch: Batch, arrangement: Arrangement) -> torch.UntypedStorage:
         """`pack` for what the engine rank reads of a bucket."""
-        slot, nbytes = batch.index % len(self._buffers), arrangement.nbytes
-        self._reserve(slot, max(nbytes, MAPPABLE_BYTES))
         packing = self._packings.get(batch.index)
         if packing is None or packing.arrangement is not arrangement:
             packing = self._packings[batch.index] = ByteGather(arrangement, self._device)
-        packing.run(batch.tensors, self._buffers[slot].first(nbytes))
-        return self._written(slot, nbytes)
+        return self.fill(batch.index, arrangement.nbytes, partial(packing.run, batch.tensors))
 
     def fill(
         self, index: int, nbytes: int, fill: Callable[[torch.Tensor], None]
@@ -133,7 +126,7 @@ class StagingRing:
 
     def _written(self, slot: int, nbytes: int) -> torch.UntypedStorage:
         """A buffer's storage, once what was written on the current stream has arrived."""
-        self._buffers[slot].synchronize()
+        synchronize(self._device)
         return self._buffers[slot].first(nbytes).untyped_storage()
 
     def free(self) -> None:

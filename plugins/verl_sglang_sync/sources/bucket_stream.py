@@ -13,9 +13,10 @@ Where the stream differs, what was not sent yet is planned anew, and so is the n
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
 import torch
 
@@ -31,7 +32,6 @@ class Bucket:
 
     Attributes:
         layout: where each tensor lies in the staging buffer.
-        encoded: the layout on the wire.
         digest: names the layout.
         payload_bytes: bytes of the tensors alone.
         is_last: the export ended with it.
@@ -68,15 +68,13 @@ class Cut:
         bucket: what they become.
         stop: number of tensors of the stream that have been read by then.
         positions: in the stream, in loading order.
-        names: of the tensors read for this cut; `shapes` and `dtypes` likewise.
+        columns: names, shapes and dtypes of the tensors read for this cut.
     """
 
     bucket: Bucket
     stop: int
     positions: tuple[int, ...]
-    names: list[str]
-    shapes: list[torch.Size]
-    dtypes: list[torch.dtype]
+    columns: tuple[list[Any], ...]
 
 
 class BucketStream:
@@ -91,22 +89,12 @@ class BucketStream:
         self._cuts: list[Cut] | None = None
 
     @property
-    def cuts(self) -> list[Cut]:
-        """How the next sync will be cut if its stream is the same; empty if unknown."""
-        return self._cuts or []
-
-    @property
     def buckets(self) -> list[Bucket]:
-        """What those cuts become."""
-        return [cut.bucket for cut in self.cuts]
+        """What the next sync will be cut into if its stream is the same; empty if unknown."""
+        return [cut.bucket for cut in self._cuts or ()]
 
     def batches(self, weights: Iterable[NamedTensor], report: SyncReport) -> Iterator[Batch]:
-        """Yield the buckets of `weights` in order; one bucket and what closes it is held.
-
-        Args:
-            weights: the export.
-            report: gets the counts and the seconds of "export".
-        """
+        """Yield the buckets of `weights` in order; one bucket and what closes it is held."""
         source = iter(weights)
         cuts, self._cuts = self._cuts, None  # stays None where the sync breaks off
         if cuts is None:
@@ -121,27 +109,26 @@ class BucketStream:
     def _compared(
         self, source: Iterator[NamedTensor], cuts: list[Cut], report: SyncReport
     ) -> Iterator[Batch]:
-        held: list[torch.Tensor | None] = []
-        names: list[str] = []
+        held: list[NamedTensor | None] = []
         for index, cut in enumerate(cuts):
             with report.stage("export"):
                 chunk = list(islice(source, cut.stop - len(held)))
-                came, tensors = map(list, zip(*chunk, strict=True)) if chunk else ([], [])
-                is_same = _is_same(came, tensors, cut)
+                is_same = _columns(chunk) == cut.columns
                 # What ended the export before may not end it now: only the end itself tells.
                 more = list(islice(source, 1)) if is_same and cut.bucket.is_last else []
-            names += came
-            held += tensors
-            del chunk, tensors
+            held += chunk
+            del chunk
             if not is_same or more:
-                unsent = [(n, t) for n, t in zip(names, held, strict=True) if t is not None]
+                unsent = [pair for pair in held if pair is not None]
                 del held
                 yield from self._planned(source, unsent + more, index, report)
                 self._cuts = None
                 return
-            batch = Batch(index, cut.bucket, [held[i] for i in cut.positions])  # type: ignore[misc]
+            tensors = [held[i][1] for i in cut.positions]  # type: ignore[index]
             for position in cut.positions:
                 held[position] = None
+            batch = Batch(index, cut.bucket, tensors)
+            del tensors
             yield batch
             del batch
         self._cuts = cuts
@@ -182,37 +169,34 @@ class _Recorder:
     def __init__(self) -> None:
         self.cuts: list[Cut] = []
         self._held: dict[str, tuple[int, torch.Tensor]] = {}
-        self._names: list[str] = []
-        self._shapes: list[torch.Size] = []
-        self._dtypes: list[torch.dtype] = []
-        self._start = 0
+        self._columns: tuple[list[Any], ...] = _columns(())
+        self._num_read = 0
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        self._held[name] = len(self._names), tensor
-        self._names.append(name)
-        self._shapes.append(tensor.shape)
-        self._dtypes.append(tensor.dtype)
+        self._held[name] = self._num_read, tensor
+        self._num_read += 1
+        for column, value in zip(self._columns, (name, tensor.shape, tensor.dtype), strict=True):
+            column.append(value)
 
     def cut(self, layout: BucketLayout, index: int, *, is_last: bool) -> Batch:
         taken = [self._held.pop(entry.name) for entry in layout.tensors]
         bucket = Bucket.of(layout, is_last=is_last)
-        start, self._start = self._start, len(self._names)
         self.cuts.append(
             Cut(
                 bucket=bucket,
-                stop=len(self._names),
+                stop=self._num_read,
                 positions=tuple(position for position, _ in taken),
-                names=self._names[start:],
-                shapes=self._shapes[start:],
-                dtypes=self._dtypes[start:],
+                columns=self._columns,
             )
         )
+        self._columns = _columns(())
         return Batch(index, bucket, [tensor for _, tensor in taken])
 
 
-def _is_same(names: list[str], tensors: list[torch.Tensor], cut: Cut) -> bool:
+def _columns(tensors: Sequence[NamedTensor]) -> tuple[list[Any], ...]:
+    """What is compared: a list for each property is quicker than a tuple for each tensor."""
     return (
-        names == cut.names
-        and [tensor.shape for tensor in tensors] == cut.shapes
-        and [tensor.dtype for tensor in tensors] == cut.dtypes
+        [name for name, _ in tensors],
+        [tensor.shape for _, tensor in tensors],
+        [tensor.dtype for _, tensor in tensors],
     )

@@ -17,12 +17,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FakeWork, ProcessGroup
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang_loader.common.regions.compose import ByteMap
 from sglang_loader.common.regions.geometry import Region
@@ -32,6 +31,7 @@ from verl_sglang_sync.sources.export_trace import (
     TracedExport,
     TracedParameter,
     TracedTensor,
+    TracingMode,
 )
 from verl_sglang_sync.sources.owners import Origin, Owners
 
@@ -48,7 +48,6 @@ class Conversion:
 
     Attributes:
         source: the parameter's name among the sources, the same on all ranks that hold a part.
-        parameter: what this rank has of it.
         convert: `(name, tensor)` of whatever is given in the parameter's place.
     """
 
@@ -64,9 +63,6 @@ def trace_conversions(
 
     Args:
         conversions: of all parameters of this rank.
-        rank: this one.
-        world_size: of the trainer.
-        device: of the engine on this rank.
 
     Raises:
         NotTraceable: a tensor is computed, or is no strided set of the shards' bytes.
@@ -82,27 +78,19 @@ def trace_conversions(
                     f"{parameter.stride()}, the engine on {device}"
                 )
             codes = _Codes(parameter, rank, world_size)
-            for name, shape, found in _converted(conversion, codes):
+            for name, shape, owners, bytes_ in _converted(conversion, codes):
                 number = numbers.setdefault(
-                    TracedParameter(conversion.source, found.owners), len(numbers)
+                    TracedParameter(conversion.source, owners), len(numbers)
                 )
                 if name in tensors:
                     raise NotTraceable(f"{name} is made of two parameters")
-                tensors[name] = TracedTensor(parameter.dtype, shape, Origin(number, found.bytes))
+                tensors[name] = TracedTensor(parameter.dtype, shape, Origin(number, bytes_))
     return TracedExport(tuple(numbers), tensors)
-
-
-@dataclass(frozen=True)
-class _Found:
-    """Which bytes of which ranks' shards a tensor is."""
-
-    owners: Owners
-    bytes: ByteMap
 
 
 def _converted(
     conversion: Conversion, codes: _Codes
-) -> Iterator[tuple[str, tuple[int, ...], _Found]]:
+) -> Iterator[tuple[str, tuple[int, ...], Owners, ByteMap]]:
     """Convert the codes twice, and read what comes out."""
     plain = _answered(conversion, codes, is_scrambled=False)
     scrambled = _answered(conversion, codes, is_scrambled=True)
@@ -110,33 +98,22 @@ def _converted(
         raise NotTraceable(f"what {conversion.source} becomes depends on its values")
     for (name, tensor), (_, other) in zip(plain, scrambled, strict=True):
         try:
-            yield name, tuple(tensor.shape), codes.read(tensor, other)
+            yield name, tuple(tensor.shape), *codes.read(tensor, other)
         except NotTraceable as error:
             raise NotTraceable(f"{name} {error}") from None
 
 
 def _answered(conversion: Conversion, codes: _Codes, *, is_scrambled: bool) -> list[NamedTensor]:
     given = codes.scramble(codes.own) if is_scrambled else codes.own.clone()
-    answers = _Answers(codes, is_scrambled=is_scrambled)
     try:
-        with answers:
-            made = list(conversion.convert(given.view(conversion.parameter.shape)))
-    except Exception as error:
-        reason = answers.problem or f"the conversion failed while it was traced: {error!r}"
-        raise NotTraceable(f"{conversion.source}: {reason}") from error
-    if answers.problem is not None:
-        raise NotTraceable(f"{conversion.source}: {answers.problem}")
-    return made
+        with _Answers(codes, is_scrambled=is_scrambled).tracing("the conversion"):
+            return list(conversion.convert(given.view(conversion.parameter.shape)))
+    except NotTraceable as error:
+        raise NotTraceable(f"{conversion.source}: {error}") from error
 
 
 class _Codes:
-    """Integers that name the elements of a parameter's shards: `rank * numel + element`.
-
-    Args:
-        parameter: what this rank has.
-        rank: this one.
-        world_size: of the trainer.
-    """
+    """Integers that name the elements of a parameter's shards: `rank * numel + element`."""
 
     def __init__(self, parameter: torch.Tensor, rank: int, world_size: int) -> None:
         self._numel, self._itemsize = parameter.numel(), parameter.element_size()
@@ -164,12 +141,8 @@ class _Codes:
         moved = plain + (rank - self.rank) * self._numel
         return self.scramble(moved) if is_scrambled else moved
 
-    def read(self, tensor: torch.Tensor, scrambled: torch.Tensor) -> _Found:
-        """Where a converted tensor's elements come from.
-
-        Args:
-            tensor: made of the codes.
-            scrambled: made of the scrambled codes.
+    def read(self, tensor: torch.Tensor, scrambled: torch.Tensor) -> tuple[Owners, ByteMap]:
+        """Where a converted tensor's elements come from; `scrambled` has the scrambled codes.
 
         Raises:
             NotTraceable: it is none of the shards' elements, in a strided order.
@@ -197,7 +170,7 @@ class _Codes:
         nbytes = self._numel * self._itemsize
         starts = tuple(i * nbytes for i in range(len(ranks)))
         owners = Owners(starts, tuple((rank,) for rank in ranks.tolist()), len(ranks) * nbytes)
-        return _Found(owners, ByteMap.of(_strided(places, self._itemsize)))
+        return owners, ByteMap.of(_strided(places, self._itemsize))
 
     def _wrapped(self, number: int) -> int:
         """A number modulo the integers' range, as signed."""
@@ -205,14 +178,13 @@ class _Codes:
         return number - (1 << self._bits if number >> (self._bits - 1) else 0)
 
 
-class _Answers(TorchDispatchMode):
+class _Answers(TracingMode):
     """Answers collectives of codes: no rank sends anything."""
 
     def __init__(self, codes: _Codes, *, is_scrambled: bool) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._codes = codes
         self._is_scrambled = is_scrambled
-        self.problem: str | None = None
 
     def __torch_dispatch__(
         self,
@@ -242,10 +214,6 @@ class _Answers(TorchDispatchMode):
     def _ranks(self, boxed: Any) -> list[int]:
         """The trainer's ranks in a group."""
         return list(dist.get_process_group_ranks(ProcessGroup.unbox(boxed)))
-
-    def _refuse(self, reason: str) -> NoReturn:
-        self.problem = self.problem or reason
-        raise NotTraceable(reason)
 
 
 def _strided(places: torch.Tensor, itemsize: int) -> Region:

@@ -25,9 +25,6 @@ class Export:
     A tied embedding comes once: Megatron's last pipeline stage has a copy of it for the output
     layer, and mbridge exports that under the embedding's name again. Whatever else comes twice is
     an error.
-
-    Args:
-        weights: the export.
     """
 
     def __init__(self, weights: Iterable[NamedTensor]) -> None:
@@ -39,9 +36,6 @@ class Export:
     # A generator: 18,867 tensors a sync cost Python next to nothing there.
     def __iter__(self) -> Iterator[NamedTensor]:
         return self._stream
-
-    def __next__(self) -> NamedTensor:
-        return next(self._stream)
 
     def _distinct(self) -> Iterator[NamedTensor]:
         is_ours = False  # whose failure it is: the consumer's, or that of the export

@@ -13,7 +13,7 @@ vouches for that by naming its sources.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -108,24 +108,45 @@ def trace_export(
         export: `(name, tensor)`; starts anew when it is iterated over.
         sources: of its tensors.
         world_size: ranks of the trainer; every one must call this.
-        device: where the full export's tensors are on this rank.
 
     Raises:
         NotTraceable: a tensor is computed, moved, or comes from elsewhere.
     """
     follower = _Follower(sources(), world_size, device)
     tensors: dict[str, TracedTensor] = {}
-    try:
-        with torch.no_grad(), follower, follower.instead_of_gathering():
-            for name, tensor in export:
-                if name not in tensors:  # a tied embedding comes twice
-                    tensors[name] = follower.describe(name, tensor)
-    except Exception as error:
-        reason = follower.problem or f"the export failed while it was traced: {error!r}"
-        raise NotTraceable(reason) from error
-    if follower.problem is not None:
-        raise NotTraceable(follower.problem)
+    with follower.tracing("the export"), torch.no_grad(), follower.instead_of_gathering():
+        for name, tensor in export:
+            if name not in tensors:  # a tied embedding comes twice
+                tensors[name] = follower.describe(name, tensor)
     return TracedExport(tuple(follower.parameters), tensors)
+
+
+class TracingMode(TorchDispatchMode):
+    """A dispatch mode that refuses what it cannot follow, also where the export swallows that."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._problem: str | None = None
+
+    @contextmanager
+    def tracing(self, what: str) -> Iterator[None]:
+        """Have the mode on in the body; `what` runs there.
+
+        Raises:
+            NotTraceable: something was refused, or raised.
+        """
+        try:
+            with self:
+                yield
+        except Exception as error:
+            reason = self._problem or f"{what} failed while it was traced: {error!r}"
+            raise NotTraceable(reason) from error
+        if self._problem is not None:
+            raise NotTraceable(self._problem)
+
+    def _refuse(self, reason: str) -> NoReturn:
+        self._problem = self._problem or reason
+        raise NotTraceable(reason)
 
 
 @dataclass(frozen=True)
@@ -136,15 +157,14 @@ class _TracedStorage:
     bytes: ByteMap
 
 
-class _Follower(TorchDispatchMode):
+class _Follower(TracingMode):
     """Knows of every storage in the export which parameter's bytes it holds."""
 
     def __init__(
         self, sources: Mapping[str, torch.Tensor], world_size: int, device: torch.device
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.parameters: list[TracedParameter] = []
-        self.problem: str | None = None
         self._sources = sources
         self._names = {_identity(tensor): name for name, tensor in reversed(list(sources.items()))}
         self._world_size = world_size
@@ -237,10 +257,6 @@ class _Follower(TorchDispatchMode):
             self._refuse(f"{name} is a view of a copy that is no view of its parameter")
         return ByteMap(parts[0].offset, (*parts[0].dims, (parts[0].run, 1)))
 
-    def _refuse(self, reason: str) -> NoReturn:
-        self.problem = self.problem or reason
-        raise NotTraceable(reason)
-
     def __torch_dispatch__(
         self,
         func: Any,
@@ -252,7 +268,7 @@ class _Follower(TorchDispatchMode):
         if func.namespace in _COLLECTIVES:
             self._refuse(f"the export communicates: {func}")
         tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        if self.problem is not None:  # the export is cleaning up
+        if self._problem is not None:  # the export is cleaning up
             return func(*args, **kwargs)
         name = func._schema.name
         if any(isinstance(tensor, DTensor) for tensor in tensors):

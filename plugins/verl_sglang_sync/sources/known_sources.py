@@ -1,9 +1,9 @@
 """The tensors that a traced export reads: are they still what and where they were?
 
-    known = KnownSources(sources(), sources) # when the export is traced
-    now = sources()                          # in a later sync
-    known.check(now)                         # raises: trace it again
-    for _ in known.checks(sources): ...      # or so, in small steps
+    kinds = SourceKinds(sources())           # when the export is traced
+    kinds.first_other(sources())             # in a later sync; a name: trace it again
+    known = KnownSources(sources())          # when their memory is located
+    for _ in known.checks(sources): ...      # in a later sync; raises: locate them again
 
 An optimizer changes what is in the memory, and a trace stays true. Whoever moves a tensor, or puts
 another in its place, may have changed what the export makes of it.
@@ -11,15 +11,38 @@ another in its place, may have changed what the export makes of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
-
-from verl_sglang_sync.sources.module_tree import ModuleState, ModuleTree
-from verl_sglang_sync.sources.tensor_marks import STEP, TensorMarks, describe_tensors, locals_of
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 Sources = Callable[[], Mapping[str, torch.Tensor]]
 """The tensors that an export reads, by name, as they are now: parameters, sharded or not."""
+
+STEP = 64
+"""Tensors that are looked at together."""
+
+Columns = tuple[list[Any], ...]
+"""Properties of some tensors, a list for each property: there are hundreds of tensors."""
+
+
+class ModuleState:
+    """What an export reads that starts from `state_dict`; call it for the tensors as they are now.
+
+    Args:
+        module: the trainer's.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def __call__(self) -> Mapping[str, torch.Tensor]:
+        """The state, by name, with the parameters themselves."""
+        state: dict[str, torch.Tensor] = self._module.state_dict(keep_vars=True)
+        return state
 
 
 def sources_of(export: object) -> Sources | None:
@@ -51,53 +74,6 @@ def require_sources(export: object) -> Sources:
     return sources
 
 
-class KnownSources:
-    """Tensors that are recognised; keeps no memory.
-
-    Args:
-        now: by name.
-        sources: what gave them.
-    """
-
-    def __init__(self, now: Mapping[str, torch.Tensor], sources: Sources | None = None) -> None:
-        self._names = list(now)
-        tensors = list(now.values())
-        self._marks = [TensorMarks(tensors[i : i + STEP]) for i in range(0, len(tensors), STEP)]
-        self._tree: ModuleTree | None = None
-        if isinstance(sources, ModuleState) and ModuleTree.is_all_of(now, sources.module):
-            self._tree = ModuleTree(sources.module)
-
-    def check(self, now: Mapping[str, torch.Tensor]) -> None:
-        """Compare with the tensors as they are now.
-
-        Raises:
-            SourcesChanged: they are other tensors, or elsewhere.
-        """
-        for _ in self._compare(now):
-            pass
-
-    def checks(self, sources: Sources) -> Iterator[None]:
-        """As `check`, in small steps, as far as that is possible; all must be taken."""
-        if self._tree is not None and isinstance(sources, ModuleState):
-            is_same = yield from self._tree.compare(sources.module)
-            if is_same:
-                return
-        yield from self._compare(sources())
-
-    def _compare(self, now: Mapping[str, torch.Tensor]) -> Iterator[None]:
-        names = self._names
-        if now.keys() != set(names):
-            raise SourcesChanged(f"the trainer's tensors changed: {len(now)}, {len(names)} before")
-        for start, marks in zip(range(0, len(names), STEP), self._marks, strict=True):
-            changed = marks.first_changed([now[name] for name in names[start : start + STEP]])
-            if changed is not None:
-                raise SourcesChanged(
-                    f"{names[start + changed]} is not where or what it was when the export was "
-                    "traced"
-                )
-            yield
-
-
 class SourceKinds:
     """What tensors are, wherever they lie: a trace holds for others of the same kinds.
 
@@ -107,21 +83,95 @@ class SourceKinds:
 
     def __init__(self, now: Mapping[str, torch.Tensor]) -> None:
         self._names = list(now)
-        self._kinds = list(describe_tensors(list(now.values())))
+        self._then = list(self._columns(list(now.values())))
 
     def first_other(self, now: Mapping[str, torch.Tensor]) -> str | None:
         """The first tensor that is of another kind now: dtype, shape, strides, placement, or which
         of the others share its memory. None: all are as then, though perhaps elsewhere.
         """
+        return next(filter(None, self._compare(now)), None)
+
+    def _compare(self, now: Mapping[str, torch.Tensor]) -> Iterator[str | None]:
+        """Of every `STEP` tensors the first that is another, or None."""
         if list(now) != self._names:
-            return "the set of the trainer's tensors"
-        kinds = describe_tensors(list(now.values()))
-        for number, (some, then) in enumerate(zip(kinds, self._kinds, strict=True)):
-            if some != then:
-                names = self._names[number * STEP :]
+            yield "the set of the trainer's tensors"
+            return
+        columns = self._columns(list(now.values()))
+        for number, (some, then) in enumerate(zip(columns, self._then, strict=True)):
+            if some == then:
+                yield None
+            else:
                 rows = zip(zip(*some, strict=True), zip(*then, strict=True), strict=True)
-                return next(n for n, (kind, was) in zip(names, rows, strict=False) if kind != was)
-        return None
+                first = [row == before for row, before in rows].index(False)
+                yield self._names[number * STEP + first]
+
+    def _columns(self, tensors: Sequence[torch.Tensor]) -> Iterator[Columns]:
+        """What is compared, of `STEP` tensors: few objects live at a time, for Python's garbage
+        collector. A storage is told by the position of the first tensor in it.
+        """
+        first: dict[int, int] = {}
+        for start in range(0, len(tensors), STEP):
+            locals_ = locals_of(tensors[start : start + STEP])
+            storages = [
+                first.setdefault(local.untyped_storage()._cdata, i)
+                for i, local in enumerate(locals_, start)
+            ]
+            offsets = list(map(torch.Tensor.storage_offset, locals_))
+            yield storages, offsets, *_description(tensors[start : start + STEP], locals_)
+
+
+class KnownSources(SourceKinds):
+    """Tensors that are recognised by what they are and where their memory is; keeps no memory.
+
+    Args:
+        now: by name.
+    """
+
+    def __init__(self, now: Mapping[str, torch.Tensor]) -> None:
+        super().__init__(now)
+        locals_ = locals_of(list(now.values()))
+        # As long as these live, no other storage has the identity of one of then.
+        self._refs = [StorageWeakRef(local.untyped_storage()) for local in locals_]
+
+    def checks(self, sources: Sources) -> Iterator[None]:
+        """Compare with the tensors as they are now, in small steps; all must be taken.
+
+        Raises:
+            SourcesChanged: they are other tensors, or elsewhere.
+        """
+        for other in self._compare(sources()):
+            if other is not None:
+                raise SourcesChanged(
+                    f"{other} is not where or what it was when the export was traced"
+                )
+            yield
+
+    def _columns(self, tensors: Sequence[torch.Tensor]) -> Iterator[Columns]:
+        for start in range(0, len(tensors), STEP):
+            locals_ = locals_of(tensors[start : start + STEP])
+            storages = [local.untyped_storage()._cdata for local in locals_]
+            addresses = list(map(torch.Tensor.data_ptr, locals_))
+            yield storages, addresses, *_description(tensors[start : start + STEP], locals_)
+
+
+def _description(tensors: Sequence[torch.Tensor], locals_: Sequence[torch.Tensor]) -> Columns:
+    """All of each tensor but its memory."""
+    return (
+        list(map(torch.Tensor.stride, locals_)),
+        [local.shape for local in locals_],
+        [local.dtype for local in locals_],
+        [local.device for local in locals_],
+        [
+            (t.shape, t.placements, t.device_mesh) if isinstance(t, DTensor) else None
+            for t in tensors
+        ],
+    )
+
+
+def locals_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """What this rank has of them."""
+    with torch.no_grad():
+        return [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
 
 
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -37,11 +37,7 @@ class Block:
 
 
 class BlockTable:
-    """The blocks of one device, as they are now.
-
-    Args:
-        device: the engine's.
-    """
+    """The blocks of one device, as they are now."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -107,7 +107,7 @@ def owners_of(parameter: DTensor, world_size: int) -> Owners:
     ranks = mesh.mesh.flatten().tolist()
     if mesh.ndim != 1 or sorted(ranks) != list(range(world_size)):
         raise NotOwned(f"its mesh {tuple(mesh.shape)} is not one line of all {world_size} ranks")
-    if not local.is_contiguous() or not _is_c_order(parameter):
+    if not local.is_contiguous() or not parameter.is_contiguous():
         raise NotOwned(f"its memory has strides {parameter.stride()}")
     nbytes = parameter.numel() * parameter.element_size()
     (placement,) = parameter.placements
@@ -137,12 +137,3 @@ def _check_own_shard(parameter: DTensor, local: torch.Tensor, owners: Owners) ->
         raise NotOwned(
             f"its shard begins at byte {found[0]} and has {found[1]}, expected {expected}"
         )
-
-
-def _is_c_order(parameter: DTensor) -> bool:
-    stride, expected = 1, []
-    for count in reversed(parameter.shape):
-        expected.append(stride)
-        stride *= count
-    pairs = zip(parameter.shape, parameter.stride(), reversed(expected), strict=True)
-    return all(count <= 1 or have == want for count, have, want in pairs)

@@ -2,16 +2,8 @@
 
 A bucket is a run of tensors whose bytes fit a limit. Tensors that the engine's `load_weights`
 combines within one call (a fusion group) are never cut apart. The planner sees names, shapes and
-dtypes only, one at a time, because verl's trainers export weights as a generator:
-
-    planner = BucketPlanner(bucket_bytes=512 << 20)
-    for name, tensor in export:
-        for layout in planner.add((name, tensor.shape, tensor.dtype)):
-            ...
-    for layout in planner.finish():
-        ...
-
-Every tensor lands in exactly one bucket.
+dtypes only, one at a time, because verl's trainers export weights as a generator. Every tensor
+lands in exactly one bucket.
 """
 
 from __future__ import annotations
@@ -44,7 +36,7 @@ FUSION_GROUPS: tuple[FusionGroup, ...] = _DEEPSEEK_MLA + _DEEPSEEK_V4
 
 
 class BucketPlanner:
-    """Greedy, order-preserving planner; see the module docstring for the protocol.
+    """Greedy, order-preserving planner: `add` every tensor, then `finish`.
 
     A tensor of a fusion group waits until its group is whole. A group that never becomes whole
     (a DeepSeek without q_a, say) is placed by `finish`, so no tensor is ever lost.

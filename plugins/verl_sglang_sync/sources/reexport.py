@@ -65,7 +65,6 @@ def transformed(
     """`step(weights)`, repeatable if `weights` is.
 
     Args:
-        weights: the export.
         step: takes an iterable to a generator.
         computes: `step` makes other values; the sources do not hold what is exported then.
     """

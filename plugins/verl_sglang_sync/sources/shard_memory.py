@@ -50,7 +50,6 @@ def bucket_reads(layout: BucketLayout, traced: TracedExport) -> list[ShardRead |
     Bytes that are consecutive in a shard and in the bucket are one read, of several tensors even.
 
     Args:
-        layout: of the bucket.
         traced: where its tensors come from.
 
     Raises:
@@ -114,7 +113,6 @@ def share_shards(
         traced: the parameters, and who holds them.
         now: the trainer's tensors.
         device: on which the parameters must be; memory elsewhere cannot be read in place.
-        rank: this one.
         share: given a block and a storage in it: the block's name, and its handles by engine rank.
 
     Returns:

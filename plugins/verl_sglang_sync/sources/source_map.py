@@ -38,10 +38,6 @@ MAX_TRACES = 4
 class SourceMap:
     """Of one trainer rank, for all its syncs.
 
-    Args:
-        group: the trainer's ranks.
-        device: of the exported tensors on this rank.
-
     Attributes:
         off: why the export cannot be traced, equal on all ranks; None if it can, as far as known.
     """
@@ -105,7 +101,6 @@ class SourceMap:
         """The parameters as they are now, by name, wherever they lie.
 
         Args:
-            export: of this sync.
             traced: what the caller has planned with.
 
         Raises:

@@ -29,8 +29,6 @@ class AdapterUpdate:
     Attributes:
         unload: ends the one before.
         load: brings this one, under the same name.
-        num_tensors: of it.
-        nbytes: of them.
     """
 
     unload: Call
@@ -43,11 +41,7 @@ Step: TypeAlias = Callable[[Engine, AdapterUpdate], Awaitable[None]]
 
 
 class AdapterSync:
-    """Replaces the adapter of engines; lives in every trainer rank, for all its syncs.
-
-    Args:
-        group: the trainer's ranks.
-    """
+    """Replaces the adapter of engines; lives in every trainer rank, for all its syncs."""
 
     def __init__(self, group: TrainerGroup) -> None:
         self._group = group
@@ -64,7 +58,6 @@ class AdapterSync:
         Args:
             collect: goes through the export, which is collective over the trainer's ranks.
             engines: those that this rank talks to, if any, by a name that a restarted one has not.
-            report: gets the counts and seconds.
 
         Raises:
             WeightSyncError: on every rank, if any rank failed; each engine then serves this state,

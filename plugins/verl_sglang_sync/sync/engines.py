@@ -35,12 +35,7 @@ from verl_sglang_sync.sync.ranks_in_step import RanksInStep
 
 @dataclass(frozen=True)
 class Opened:
-    """What one sync was opened with.
-
-    Attributes:
-        engines: the engine ranks with which this rank has sessions.
-        delivery: how buckets get to them.
-    """
+    """What one sync was opened with."""
 
     engines: Sequence[EngineRank]
     delivery: Delivery
@@ -57,15 +52,7 @@ class Engines(Protocol):
         replicas: Sequence[Replica],
         report: SyncReport,
     ) -> Opened:
-        """Make this rank's sessions, and have the requests sent that open them; collective.
-
-        Args:
-            stack: gets the sessions.
-            ranks: learns what goes wrong.
-            version: of the weights.
-            replicas: of this sync, where they come and go.
-            report: gets the counts and seconds.
-        """
+        """Make this rank's sessions, and have the requests sent that open them; collective."""
 
     def abandon(self) -> None:
         """A sync has failed: give up what the next one must not use."""
@@ -76,13 +63,9 @@ class ColocatedEngine:
 
     Args:
         engine: the replica's server on its leader, None on the other ranks.
-        group: the trainer's ranks.
-        settings: the preset.
-        arrangements: what the engine rank reads of buckets.
         num_buffers: staging buffers, in which packed buckets take turns.
 
     Attributes:
-        sockets: of this process.
         readers: what the engine rank has said that it reads.
     """
 
@@ -133,7 +116,6 @@ class RemoteEngines:
         groups: on the trainer's first rank; None on the others, which have no sessions.
         senders: the group of all trainer ranks, which may send, too.
         may_send: whether they may in the next sync.
-        settings: the preset.
 
     Attributes:
         readers: what the engine ranks have said that they read, on the first rank; a new list for

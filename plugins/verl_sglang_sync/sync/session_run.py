@@ -34,9 +34,6 @@ class SessionRun:
 
     Args:
         opened: this rank's sessions, which may be none, and how buckets get to their engines.
-        ranks: what all ranks agree on.
-        settings: the preset.
-        report: gets the counts and seconds.
     """
 
     def __init__(
@@ -106,7 +103,6 @@ class SessionRun:
         """Have the engine ranks read to the end; how each has loaded the buckets.
 
         Args:
-            buckets: of the export.
             is_packed: the engines are asked what they read of them.
         """
         ranks = self.ranks

@@ -12,9 +12,7 @@ there the trainer's worker frees its own memory between the sync and the KV cach
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from types import TracebackType
-from typing import Literal
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from verl.utils.ulysses import BaseShardingManager
@@ -33,10 +31,6 @@ from verl_sglang_sync.sync.adapter_sync import AdapterSync, AdapterUpdate
 from verl_sglang_sync.sync.transport import colocated_transport
 
 
-def _nothing() -> None:
-    """Stands in for a callback that was not given."""
-
-
 class SGLangShardingManager(BaseShardingManager):  # type: ignore[misc]
     """Wakes, updates and puts to sleep the engine of one rollout replica.
 
@@ -45,10 +39,6 @@ class SGLangShardingManager(BaseShardingManager):  # type: ignore[misc]
 
     Args:
         engine: the replica's server on its leader, None on the other ranks.
-        settings: the preset.
-        group: the trainer's ranks.
-        device: device of the engine's weights on this rank.
-        replica: rank of the replica, for the report.
         export: for the context manager: returns the trainer's `(name, full tensor)` generator, a
             new one at each call.
         free_trainer: for the context manager: frees what the trainer does not need while the
@@ -65,8 +55,8 @@ class SGLangShardingManager(BaseShardingManager):  # type: ignore[misc]
         device: torch.device,
         replica: int = 0,
         export: Callable[[], Iterable[NamedTensor]] | None = None,
-        free_trainer: Callable[[], None] = _nothing,
-        barrier: Callable[[], None] = _nothing,
+        free_trainer: Callable[[], None] = lambda: None,
+        barrier: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__()
         self._engine = engine
@@ -152,7 +142,6 @@ class SGLangShardingManager(BaseShardingManager):  # type: ignore[misc]
 
         Args:
             collect: goes through the export, which is collective over the trainer's ranks.
-            version: name of the new state.
 
         Raises:
             WeightSyncError: on every rank, if any rank failed; the engine then serves the adapter
@@ -190,18 +179,12 @@ class SGLangShardingManager(BaseShardingManager):  # type: ignore[misc]
     def __enter__(self) -> SGLangShardingManager:
         """Wake the engine with the trainer's current weights."""
         self._syncs += 1
-        _run(self.wake_up(version=str(self._syncs)))
+        asyncio.run(self.wake_up(version=str(self._syncs)))
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc_value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> Literal[False]:
+    def __exit__(self, *_: object) -> None:
         """Put the engine to sleep, also after an exception."""
-        _run(self.release())
-        return False
+        asyncio.run(self.release())
 
     def _new_report(self) -> SyncReport:
         return SyncReport(mode=self._settings.mode, replica=self._replica)
@@ -212,12 +195,3 @@ class SGLangShardingManager(BaseShardingManager):  # type: ignore[misc]
             self._report.publish(self._settings.report_file)
             self._published = self._report
         self._report = self._new_report()
-
-
-def _run(step: Awaitable[None]) -> None:
-    """Run one step to its end from synchronous code."""
-
-    async def main() -> None:
-        await step
-
-    asyncio.run(main())

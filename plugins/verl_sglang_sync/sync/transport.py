@@ -36,7 +36,6 @@ from verl_sglang_sync.routes.pull.route import Pull
 from verl_sglang_sync.routes.route import Recovery, Route, RouteContext, SyncSource
 from verl_sglang_sync.routes.send.route import Send
 from verl_sglang_sync.routes.staging_ring import StagingRing
-from verl_sglang_sync.sources.bucket_stream import BucketStream
 from verl_sglang_sync.sources.export import Export, NamedTensor
 from verl_sglang_sync.sync.engines import ColocatedEngine, Engines, RemoteEngines
 from verl_sglang_sync.sync.ranks_in_step import RanksInStep
@@ -53,11 +52,8 @@ class SessionTransport:
     Made by `colocated_transport` or `disaggregated_transport`.
 
     Args:
-        engines: whom this rank gives weights to.
-        routes: how that is spared the full export, the best first.
-        group: the trainer's ranks.
-        device: of the staging buffers on this rank.
-        stream: cuts the export.
+        context: the export, shared with the routes.
+        routes: how a sync is spared it, the best first.
         ring: the staging buffers; None on a rank that sends no exported bucket.
         arrangements: what the engine reads of the buckets that are packed there.
         frees_ring: the staging buffers are freed after each sync, for the KV cache.
@@ -66,27 +62,26 @@ class SessionTransport:
 
     def __init__(
         self,
+        context: RouteContext,
         *,
         engines: Engines,
         routes: Sequence[Route],
-        group: TrainerGroup,
         settings: WeightSyncConfig,
-        device: torch.device,
-        stream: BucketStream,
         ring: StagingRing | None,
         arrangements: EngineArrangements,
         frees_ring: bool,
         defers_reply: bool,
     ) -> None:
-        if device.type == "cpu":  # by the other strategy memory moves when it is shared by name
+        # By the other strategy memory moves when it is shared by name.
+        if context.device.type == "cpu":
             torch.multiprocessing.set_sharing_strategy("file_system")
         self._engines = engines
         self._routes = routes
         self._route: Route | None = None  # of this sync; None: its buckets are exported
-        self._group = group
+        self._group = context.group
         self._settings = settings
-        self._device = device
-        self._stream = stream
+        self._device = context.device
+        self._stream = context.stream
         self._ring = ring
         self._arrangements = arrangements
         self._frees_ring = frees_ring
@@ -104,9 +99,7 @@ class SessionTransport:
         """Send all of `weights`; every trainer rank calls this, all return or all raise.
 
         Args:
-            weights: the export.
             version: becomes the engines' weight version.
-            report: gets the counts and seconds.
             replicas: of this sync, in disaggregated mode; only the first rank's count.
 
         Raises:
@@ -148,9 +141,6 @@ class SessionTransport:
         """Look at the replies to the last sync's requests, where the sync had no need of them.
 
         To be called after the engine's next stage, when they have long come.
-
-        Args:
-            report: gets the seconds, in "reply".
 
         Raises:
             Exception: a reply is bad.
@@ -289,9 +279,6 @@ def colocated_transport(
 
     Args:
         engine: the replica's server on its leader, None on the other ranks.
-        settings: the preset.
-        group: the trainer's ranks.
-        device: of the engine's weights on this rank.
     """
     num_buffers = settings.num_staging_buffers
     ring = StagingRing(device, num_buffers=num_buffers, bucket_bytes=settings.bucket_bytes)
@@ -310,12 +297,10 @@ def colocated_transport(
         piece_nbytes=settings.bucket_bytes // PIECES_PER_BUCKET,
     )
     return SessionTransport(
+        context,
         engines=engines,
         routes=(pull, exchange),
-        group=group,
         settings=settings,
-        device=device,
-        stream=context.stream,
         ring=ring,
         arrangements=arrangements,
         frees_ring=not settings.keep_staging_buffers,
@@ -334,9 +319,6 @@ def disaggregated_transport(
 
     Args:
         groups: on the trainer's first rank, which broadcasts; None on the others.
-        settings: the preset.
-        group: the trainer's ranks.
-        device: of the staging buffers and of the update group.
     """
     settings = settings.for_session()
     ring: StagingRing | None = None
@@ -361,12 +343,10 @@ def disaggregated_transport(
         timeout_s=settings.request_timeout_s,
     )
     return SessionTransport(
+        context,
         engines=engines,
         routes=(pull, send),
-        group=group,
         settings=settings,
-        device=device,
-        stream=context.stream,
         ring=ring,
         arrangements=EngineArrangements(is_wanted=False),
         frees_ring=False,

@@ -34,7 +34,6 @@ def collect_adapter(
 
     Args:
         weights: `(PEFT's name, tensor)`, on the trainer's device.
-        peft_config: verl's.
         num_ranks: TP ranks of the engine.
         is_leader: False: this rank talks to no engine, and keeps nothing.
     """

@@ -42,8 +42,6 @@ class RolloutServer:
         num_ranks: tensor-parallel ranks of the engine.
         settings: the preset, as the rollout was configured.
         format: in which the engine expects the weights.
-        api_key: SGLang's `api_key`.
-        admin_api_key: SGLang's `admin_api_key`.
     """
 
     actor_name: str
@@ -117,7 +115,6 @@ class SGLangSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         """Send all weights to all replicas; every trainer rank calls this.
 
         Args:
-            weights: the trainer's export of `(name, full tensor)`.
             global_steps: becomes the version of the weights.
 
         Returns:

@@ -9,8 +9,7 @@ from typing import Any
 from torch.distributed.fsdp import FSDPModule
 
 from verl_sglang_sync.sources.export import NamedTensor
-from verl_sglang_sync.sources.known_sources import Sources
-from verl_sglang_sync.sources.module_tree import ModuleState
+from verl_sglang_sync.sources.known_sources import ModuleState, Sources
 from verl_sglang_sync.sources.reexport import Reexport, is_repeatable, transformed
 from verl_sglang_sync.verl.bridge_sources import bridge_sources
 

@@ -3,23 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable, Iterator
-from typing import Protocol
+from typing import Any
 
 import torch
 
 from verl_sglang_sync.sources.export import NamedTensor
-
-
-class Quantizer(Protocol):
-    """verl's `SGLangFP8QuantizerHelper`."""
-
-    def should_quantize_param(self, param_name: str) -> bool:
-        """True if the engine has this weight in fp8."""
-
-    def quant_weights_by_name(
-        self, weights: Iterable[NamedTensor], dtype: torch.dtype
-    ) -> AsyncIterator[NamedTensor]:
-        """Yield each weight, quantised ones followed by their scales."""
 
 
 class NotQuantized(ValueError):
@@ -27,14 +15,15 @@ class NotQuantized(ValueError):
 
 
 def quantized(
-    weights: Iterable[NamedTensor], quantizer: Quantizer, dtype: torch.dtype
+    weights: Iterable[NamedTensor], quantizer: Any, dtype: torch.dtype
 ) -> Iterator[NamedTensor]:
     """`weights` with those that `quantizer` picks in fp8, each followed by its `_scale_inv`.
 
     Args:
         weights: `(name, tensor)`.
-        quantizer: verl's. It logs an error of its kernel and passes the weight on in its own dtype,
-            which the engine would round to fp8, and multiply by the scale of the weight before.
+        quantizer: verl's `SGLangFP8QuantizerHelper`. It logs an error of its kernel and passes the
+            weight on in its own dtype, which the engine would round to fp8, and multiply by the
+            scale of the weight before.
         dtype: in which scales are computed.
 
     Raises:

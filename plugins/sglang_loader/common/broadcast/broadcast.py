@@ -37,7 +37,6 @@ class Transfer:
 
     Args:
         work: torch's; None: there is nothing to wait for.
-        device: of the buffers.
     """
 
     def __init__(self, work: Any, device: torch.device) -> None:
@@ -111,7 +110,6 @@ class Broadcast(Transfer):
 
     Args:
         flat: contiguous uint8; rank 0 sends it, the others receive it.
-        group: the process group.
     """
 
     def __init__(self, flat: torch.Tensor, group: Any) -> None:

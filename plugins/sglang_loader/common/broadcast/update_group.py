@@ -17,6 +17,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -39,6 +40,25 @@ _SECRET = "secret"
 _LEFT = "left"
 _NUM_TRAINERS = "num_trainers"
 _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+
+
+@dataclass(frozen=True)
+class GroupPlace:
+    """Where, and by what name, the ranks of a group meet: the trainer's, then the engines'.
+
+    The name starts with `GROUP_PREFIX`.
+    """
+
+    name: str
+    address: str
+    port: int
+    num_trainers: int
+    num_engine_ranks: int
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of both."""
+        return self.num_trainers + self.num_engine_ranks
 
 
 class MeetingPoint:
@@ -118,42 +138,29 @@ def import_helpers() -> None:
     importlib.import_module("sglang.srt.utils")
 
 
-def join_as_trainer(
-    store: TCPStore,
-    *,
-    rank: int,
-    device: torch.device,
-    num_trainers: int,
-    world_size: int,
-    name: str,
-    timeout_s: float,
-) -> Any:
+def join_as_trainer(place: GroupPlace, rank: int, device: torch.device, timeout_s: float) -> Any:
     """Become a rank of the group; returns it, connected, once all others have come.
 
     Args:
-        store: a connection to the meeting point.
-        rank: of this process.
         device: of the buffers that will be broadcast; decides between NCCL and gloo.
-        num_trainers: trainer ranks.
-        world_size: those and the engine ranks.
-        name: the group's, starts with `GROUP_PREFIX`.
         timeout_s: how long to wait for another rank, in seconds.
     """
     from sglang.srt.utils import init_custom_process_group
 
     if device.type == "cuda":
         torch.cuda.set_device(device)  # each thread has its own, and starts with GPU 0
+    store = connection_to(place.address, place.port, place.world_size, timeout_s)
     with errors_left_to_us():
         group = init_custom_process_group(
             backend=backend_of(device),
-            store=PrefixStore(name, store),
-            world_size=world_size,
+            store=PrefixStore(place.name, store),
+            world_size=place.world_size,
             rank=rank,
-            group_name=name,
+            group_name=place.name,
             timeout=timedelta(seconds=timeout_s),
         )
     try:
-        _get_process_group_store(group).set(_NUM_TRAINERS, str(num_trainers))
+        _get_process_group_store(group).set(_NUM_TRAINERS, str(place.num_trainers))
         connect(group, device, timeout_s)
     except Exception:
         leave(group, broken=True)

@@ -88,7 +88,6 @@ def compose(source: ByteMap, copy: StridedCopy) -> Iterator[StridedCopy]:
     bytes, and where a dimension does not fit into the tensor's.
 
     Args:
-        source: the tensor.
         copy: `src` counts in the tensor's C order.
     """
     if source.is_dense:
@@ -129,9 +128,7 @@ def shard_copies(
     """A copy out of a tensor as copies out of the shards that make up its parameter, in any order.
 
     Args:
-        source: the tensor.
         starts: where the shards begin in the parameter, ascending.
-        copy: out of the tensor.
 
     Yields:
         A shard's number, and a copy whose `src` counts in that shard.

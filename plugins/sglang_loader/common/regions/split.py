@@ -13,7 +13,6 @@ def split_copy(copy: StridedCopy, starts: Sequence[int]) -> Iterator[StridedCopy
     """The same moves as copies that each read from one piece only; pure.
 
     Args:
-        copy: any copy.
         starts: where the source's pieces begin, ascending; each unit lies within one of them.
     """
     left = [copy]

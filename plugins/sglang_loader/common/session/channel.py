@@ -19,7 +19,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 import zmq
@@ -45,7 +44,6 @@ class Channel(Generic[Received]):
     """Sends and receives the messages of one session after the other. A context manager.
 
     Args:
-        endpoint: zmq address.
         bind: True on the trainer's end.
         decode: `decode_from_trainer` or `decode_from_engine`.
         peer: "trainer" or "engine", for messages.
@@ -224,12 +222,7 @@ class Channel(Generic[Received]):
     def __enter__(self) -> Channel[Received]:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc_value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -262,7 +255,6 @@ def engine_end(endpoint: str, *, is_signed: bool = False) -> Channel[FromTrainer
     """Connect to a trainer's socket.
 
     Args:
-        endpoint: zmq address.
         is_signed: the trainer of this engine's update group vouches for it, so that it may be on
             another host.
 

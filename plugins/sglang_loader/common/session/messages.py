@@ -53,7 +53,7 @@ import msgspec
 from sglang_loader.common.check_remarks import ManifestCheck
 from sglang_loader.common.shared_memory import CpuHandle, CudaHandle
 
-SESSION_VERSION = 12
+SESSION_VERSION = 13
 SESSION_FORMAT = "sglang_loader.session"
 """`load_format` of the request that opens a session: one descriptor for each TP rank."""
 

@@ -49,7 +49,6 @@ class SGLangServerClient:
         base_url: such as "http://10.0.0.1:30000" or "http://[::1]:30000".
         timeout_s: limit of one request, in seconds.
         timeouts_s: other limits for some operations, by `operations.LIMITS`.
-        api_key: SGLang's `api_key`.
         admin_api_key: SGLang's `admin_api_key`; its control endpoints want this one if it is set.
         rank: the trainer's rank, for errors.
         replica: the rollout replica, for errors.

@@ -42,7 +42,6 @@ class Worker(msgspec.Struct, frozen=True):
     """A server that is among a router's workers.
 
     Attributes:
-        url: of the server.
         id: the router's; None if the router knows it by its URL alone (0.1).
     """
 

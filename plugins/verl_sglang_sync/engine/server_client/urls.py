@@ -11,7 +11,6 @@ def server_url(host: str, port: int) -> str:
 
     Args:
         host: a name or an address; an IPv6 address may be in brackets.
-        port: of the server.
     """
     bare = host.removeprefix("[").removesuffix("]")
     return f"http://[{bare}]:{port}" if _is_ipv6(bare) else f"http://{host}:{port}"

@@ -44,7 +44,6 @@ class AllToAll:
 
     Args:
         plans: by bucket, then by piece.
-        device: of the shards and the buffers.
     """
 
     def __init__(self, plans: Sequence[Sequence[PieceExchange]], device: torch.device) -> None:
@@ -83,7 +82,6 @@ class AllToAll:
         """Fill one bucket's buffer; collective.
 
         Args:
-            index: of the bucket.
             buffer: flat uint8 of the arranged size; None: send what the others need, keep nothing.
 
         Raises:
@@ -156,7 +154,6 @@ class AllToAll:
         """Have a piece on its way, as it is packed; torch's work.
 
         Args:
-            number: of the piece.
             group: of all ranks; None: torch's default group.
         """
         plan = self._pieces[number].plan

@@ -84,7 +84,6 @@ def plan_bucket(
     """What `rank` does for one bucket.
 
     Args:
-        rank: whose plan.
         arrangements: of the bucket, by trainer rank; quicker where engines that read the same
             share one object.
         origins: of the bucket's tensors, by position in its layout.
@@ -222,7 +221,6 @@ def pieces_of(bucket: BucketExchange, num_pieces: int) -> list[PieceExchange]:
     """The bucket in pieces, of about the same size for each pair of ranks.
 
     Args:
-        bucket: of this rank.
         num_pieces: the same on all ranks, at least 1.
     """
     own = _cut(bucket.own, num_pieces)

@@ -25,10 +25,7 @@ def compare_with_export(
 
     Args:
         exchange: that has begun.
-        buckets: that it was planned for.
         arrangements: by bucket, what this rank's engine reads.
-        batches: the full export again.
-        device: of the buffers.
 
     Returns:
         What differs first on this rank, or what went wrong; None if nothing.

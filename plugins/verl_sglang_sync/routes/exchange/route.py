@@ -29,7 +29,6 @@ class Exchange(ShardRoute):
 
     Args:
         context: what it works on; torch's default group must be the ranks of its group.
-        ring: this rank's staging buffers.
         is_wanted: False: never exchange.
         piece_nbytes: that a rank sends, or receives, at a time; the scratch is four times that.
     """
@@ -48,7 +47,6 @@ class Exchange(ShardRoute):
         self._ring = ring
 
     def can_learn(self, weights: Iterable[NamedTensor]) -> bool:
-        """See `Route`."""
         return super().can_learn(weights) and world_size() > 1
 
     def _sent(self, plan: ShardPlan, report: SyncReport) -> SyncSource:
@@ -67,8 +65,6 @@ class ExchangedBuckets(SyncSource):
 
     Args:
         plan: whose all-to-all has begun; the engines must hold the arrangements that it is for.
-        ring: of this rank's staging buffers.
-        report: gets the counts and the seconds of "gather".
     """
 
     def __init__(self, plan: ShardPlan, ring: StagingRing, report: SyncReport) -> None:

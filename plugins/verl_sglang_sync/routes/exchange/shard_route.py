@@ -36,8 +36,7 @@ from verl_sglang_sync.routes.route import Route, RouteContext, SyncSource
 from verl_sglang_sync.sources.bucket_stream import Batch, Bucket
 from verl_sglang_sync.sources.export import Export, NamedTensor
 from verl_sglang_sync.sources.export_trace import NotTraceable, TracedExport
-from verl_sglang_sync.sources.known_sources import SourcesChanged
-from verl_sglang_sync.sources.tensor_marks import locals_of
+from verl_sglang_sync.sources.known_sources import SourcesChanged, locals_of
 from verl_sglang_sync.sources.transfer_plan import whole_bucket
 
 logger = logging.getLogger(__name__)
@@ -50,8 +49,6 @@ class ShardPlan:
     """What this rank sends and receives, and what that was planned for.
 
     Attributes:
-        traced: the export.
-        buckets: of it.
         own: what this rank's engine ranks had said that they read.
         known: what all had said, in the order of the ranks.
         num_before: ranks of the group before them, which read nothing.
@@ -118,7 +115,6 @@ class ShardRoute(Route):
         """What differs from the full export on this rank, once the plan's all-to-all has begun.
 
         Args:
-            plan: the plan.
             batches: the full export, to be gone through to its end: other ranks need it.
         """
         raise NotImplementedError

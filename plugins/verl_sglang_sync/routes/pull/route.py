@@ -250,7 +250,7 @@ class Pull(Route):
             self._names = BlockNames()
         share = partial(self._shared, may_share)
         shards, table = share_shards(self._plan.traced, now, self._device, own_rank(), share)
-        return KnownSources(now, require_sources(weights)), shards, table
+        return KnownSources(now), shards, table
 
     def _shared(
         self, may_share: bool, block: Block, member: torch.UntypedStorage

@@ -1,0 +1,130 @@
+"""A module whose state is the same is recognised; one whose state is not, never."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from verl_sglang_sync.sources.known_sources import STEP, KnownSources, ModuleState, SourcesChanged
+
+
+@pytest.fixture(autouse=True)
+def world_of_one() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.norm = nn.LayerNorm(4, bias=False)
+        self.register_buffer("scale", torch.ones(2))
+        self.register_buffer("cache", torch.ones(2), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        norm: torch.Tensor = self.norm(self.linear(x))
+        return norm
+
+
+class PrefixedNorm(nn.LayerNorm):
+    """Saves its weight under another name."""
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        destination[f"{prefix}gamma"] = self.weight
+
+
+def _hand_over(layer: Layer) -> None:
+    layer.norm.register_parameter("bias", layer.norm.weight)
+    layer.norm.register_parameter("weight", None)
+
+
+def make_module() -> nn.Sequential:
+    module = nn.Sequential(*(Layer() for _ in range(STEP)), nn.Linear(4, 4, bias=False))
+    for layer in module[:-1]:
+        fully_shard(layer, mesh=init_device_mesh("cpu", (1,)))
+    return fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
+
+
+def _train(module: nn.Sequential) -> None:
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(1)  # as an optimizer: in place
+    module[3].cache = torch.zeros(5)  # is not saved
+
+
+def _unshard(module: nn.Sequential) -> None:
+    """FSDP2 leaves its root gathered after a forward pass; taking the state shards it again."""
+    module.unshard()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("happens", [_train, _unshard])
+def test_what_changes_no_tensor_of_the_state_is_no_change(
+    happens: Callable[[nn.Sequential], Any],
+) -> None:
+    module = make_module()
+    known = KnownSources(ModuleState(module)())
+    happens(module)
+    steps = list(known.checks(ModuleState(module)))  # every export brings its own
+    assert len(steps) > 2, "not in small steps"
+
+
+def _with_a_hook(module: nn.Sequential) -> None:
+    """A state that has a tensor which is registered nowhere."""
+    module[1].register_state_dict_post_hook(
+        lambda _module, state, prefix, _local: state.update({f"{prefix}more": torch.ones(3)})
+    )
+
+
+CHANGES: dict[str, Callable[[nn.Sequential], Any]] = {
+    "another parameter": lambda m: setattr(
+        m[1].norm, "weight", nn.Parameter(m[1].norm.weight.detach().clone())
+    ),
+    "moved data": lambda m: setattr(m[1].scale, "data", m[1].scale.clone()),
+    "another storage in the same place": lambda m: setattr(
+        m[1], "scale", torch.from_dlpack(m[1].scale)
+    ),
+    "another dtype": lambda m: setattr(m[1], "scale", m[1].scale.half()),
+    "another shape": lambda m: m[1].scale.resize_(1),
+    "another submodule": lambda m: m[2].register_module("linear", nn.Linear(4, 4)),
+    "one parameter less": lambda m: m[2].norm.register_parameter("weight", None),
+    "a buffer more": lambda m: m[2].register_buffer("more", torch.ones(1)),
+    "a tensor under another name": lambda m: _hand_over(m[2]),
+    "another class": lambda m: setattr(m[2].norm, "__class__", PrefixedNorm),
+    "a buffer that is saved now": lambda m: m[2]._non_persistent_buffers_set.clear(),
+    "one layer less": lambda m: m.__delitem__(5),
+    "a state with more than is registered": _with_a_hook,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_whatever_changes_the_state_is_noticed(change: str) -> None:
+    module = make_module()
+    known = KnownSources(ModuleState(module)())
+    CHANGES[change](module)
+    with pytest.raises(SourcesChanged):
+        list(known.checks(ModuleState(module)))
+
+
+def test_another_module_of_the_same_kind_is_not_the_same() -> None:
+    module, other = make_module(), make_module()
+    known = KnownSources(ModuleState(module)())
+    with pytest.raises(SourcesChanged):
+        list(known.checks(ModuleState(other)))
+
+
+def test_memory_that_was_freed_is_not_recognised_in_what_comes_there_next() -> None:
+    now = {"weight": torch.ones(1000)}
+    known = KnownSources(now)
+    for _ in range(50):  # one of these gets the address of the one before
+        now = {"weight": torch.ones(1000)}
+        with pytest.raises(SourcesChanged, match="weight"):
+            list(known.checks(lambda: now))  # noqa: B023
