@@ -211,6 +211,31 @@ class TestTokenizerProcess:
         assert events == ["ended", "paused True"]
         assert seconds < 0.8 if is_ours else seconds >= 1
 
+    @pytest.mark.parametrize("is_abort", [True, False])
+    def test_a_request_that_a_pause_has_aborted_before_it_ran(
+        self, is_abort: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """For `verl_sglang_sync.verl.replica`: SGLang 0.5.17 raises then, the others do not."""
+        manager = importlib.import_module(f"{MANAGERS}.tokenizer_manager")
+        aborted = getattr(manager, "RequestAbortedError", None)
+        if is_abort and aborted is None:
+            aborted = type("RequestAbortedError", (ValueError,), {})
+        from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer
+
+        from verl_sglang_sync.verl.replica import WeightSyncHttpServer
+
+        error = aborted("said") if is_abort else ValueError("said")
+        monkeypatch.setattr(SGLangHttpServer, "generate", AsyncMock(side_effect=error))
+        server = object.__new__(WeightSyncHttpServer)
+        server.global_steps = 7
+        if not is_abort:
+            with pytest.raises(ValueError, match="said"):
+                asyncio.run(server.generate([1], {}, "a"))
+            return
+        answer = asyncio.run(server.generate([1], {}, "a"))
+        assert (answer.token_ids, answer.stop_reason) == ([], "abort")
+        assert answer.extra_fields == {"global_steps": 7}
+
     @pytest.mark.parametrize("name", ["release_memory_occupation", "resume_memory_occupation"])
     def test_stage_is_no_more_than_we_repeat(self, name: str) -> None:
         """For `sglang_loader.hooks.http`:

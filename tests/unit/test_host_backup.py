@@ -164,6 +164,7 @@ def test_the_copy_stays_while_the_memory_is_released(model):
     publish_coverage(model, whole(model, "linear.bias"))
     backup.restore()
     assert contents(collect_destinations(model)) == before
+    assert backup.host_bytes == 0, "the copy is freed once it is back"
 
 
 def test_off_keeps_nothing_until_a_coverage_is_proven(model):

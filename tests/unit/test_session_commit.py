@@ -207,7 +207,7 @@ def test_what_was_committed_is_published(
     assert engine.has_begun
     assert engine.has_served
     assert outcome.num_replayed + outcome.num_eager == 2
-    assert not trainer.has_arrived(), "the next session would read it"
+    assert not trainer._channel.has_message(), "the next session would read it"
     for name, tensor in WEIGHTS.items():
         assert torch.equal(model.get_parameter(name).detach(), tensor)
 

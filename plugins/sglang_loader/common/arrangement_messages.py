@@ -37,17 +37,20 @@ def decode_arrangements(
 ) -> tuple[tuple[str, Arrangement | None], ...]:
     """Parse and check arrangements.
 
+    Args:
+        layouts: those that were sent, by digest.
+
     Raises:
-        WireError: not arrangements, or more than that, of an unknown layout, a read that leaves its
-            tensor or the arranged buffer or shares bytes of it, or a buffer larger than the
-            bucket's.
+        WireError: not arrangements, bytes that `encode_arrangements` does not write, an unknown
+            layout, a read that leaves its tensor or the arranged buffer or shares bytes of it, or a
+            buffer larger than the bucket's.
     """
     try:
         buckets = _decoder.decode(encoded)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise WireError(f"not arrangements: {error}") from None
     if _encoder.encode(buckets) != encoded:
-        raise WireError("not arrangements: there is more than that")
+        raise WireError("not arrangements: an unknown field, or not encoded as we do")
     for digest, arrangement in buckets:
         if arrangement is not None:
             _check(digest, arrangement, layouts)

@@ -104,6 +104,7 @@ def launch(tiles: torch.Tensor, entries: torch.Tensor) -> None:
 
     Args:
         tiles: `tile_table`, on the device.
+        entries: `row_table`, there.
     """
     if len(tiles):
         _copy_tiles[(len(tiles),)](tiles, entries, TILE=TILE_WORDS, num_warps=8)

@@ -162,12 +162,12 @@ def decode_layout(encoded: bytes) -> BucketLayout:
 
     Raises:
         WireError: not a layout, an unknown dtype, a negative dimension, a tensor that overlaps its
-            neighbour or leaves the bucket, or more than that.
+            neighbour or leaves the bucket, or bytes that `encode_layout` does not write.
     """
     try:
         layout = _decoder.decode(encoded)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise WireError(f"not a bucket layout: {error}") from None
     if _encoder.encode(layout) != encoded:
-        raise WireError("not a bucket layout: it holds more than one")
+        raise WireError("not a bucket layout: an unknown field, or not encoded as we do")
     return layout

@@ -176,10 +176,6 @@ class TrainerSession:
         self._send(wire.Welcome)
         return True
 
-    def has_arrived(self) -> bool:
-        """True if `greet` would return at once."""
-        return self._channel.has_message()
-
     def map_buffer(self, storage: torch.UntypedStorage, *, keep: bool) -> int:
         """Have the engine map a staging buffer with the next bucket, once; return its slot.
 

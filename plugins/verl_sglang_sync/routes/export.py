@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from verl_sglang_sync.engine.arrangements import ArrangedSync
@@ -38,7 +38,7 @@ class ExportedBuckets(SyncSource):
         self._first: ReadyBucket | None = None
         self._first_batch: Batch | None = None
 
-    def start(self, has_arrived: Callable[[], bool]) -> None:
+    def start(self) -> None:
         """Pack the first bucket; if it is arranged, `engines_joined` may need its tensors again."""
         batch = next(self._batches, None)
         if batch is not None:

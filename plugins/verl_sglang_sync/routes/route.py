@@ -7,7 +7,7 @@ to do without: "pull" (`pull.route.Pull`), "exchange" (`exchange.route.Exchange`
 
 A source is chosen before the engine has joined, the same on all ranks, and used in this order:
 
-    source.start(session.has_arrived)           # while the engine joins
+    source.start()                              # while the engine joins
     source.engines_joined(held)                 # the engines have said how buckets may come
     for bucket in source: ...                   # each is loaded
     source.confirm()                            # before the engines may publish
@@ -91,8 +91,8 @@ class SyncSource:
     is_packed = True
     needs_arrangements: Sequence[str] | None = None
 
-    def start(self, has_arrived: Callable[[], bool]) -> None:
-        """Do what can be done while the engine joins, until it has."""
+    def start(self) -> None:
+        """Do what can be done while the engine joins."""
 
     def engines_joined(self, held: Sequence[str]) -> None:
         """Each engine rank holds arrangements of this digest for the sync; "": none."""

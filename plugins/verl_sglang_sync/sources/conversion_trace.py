@@ -63,6 +63,7 @@ def trace_conversions(
 
     Args:
         conversions: of all parameters of this rank.
+        device: of the engine on this rank.
 
     Raises:
         NotTraceable: a tensor is computed, or is no strided set of the shards' bytes.

@@ -108,6 +108,7 @@ def trace_export(
         export: `(name, tensor)`; starts anew when it is iterated over.
         sources: of its tensors.
         world_size: ranks of the trainer; every one must call this.
+        device: of the exported tensors.
 
     Raises:
         NotTraceable: a tensor is computed, moved, or comes from elsewhere.

@@ -3,7 +3,7 @@
     kinds = SourceKinds(sources())           # when the export is traced
     kinds.first_other(sources())             # in a later sync; a name: trace it again
     known = KnownSources(sources())          # when their memory is located
-    for _ in known.checks(sources): ...      # in a later sync; raises: locate them again
+    known.require(sources())                 # in a later sync; raises: locate them again
 
 An optimizer changes what is in the memory, and a trace stays true. Whoever moves a tensor, or puts
 another in its place, may have changed what the export makes of it.
@@ -89,21 +89,15 @@ class SourceKinds:
         """The first tensor that is of another kind now: dtype, shape, strides, placement, or which
         of the others share its memory. None: all are as then, though perhaps elsewhere.
         """
-        return next(filter(None, self._compare(now)), None)
-
-    def _compare(self, now: Mapping[str, torch.Tensor]) -> Iterator[str | None]:
-        """Of every `STEP` tensors the first that is another, or None."""
         if list(now) != self._names:
-            yield "the set of the trainer's tensors"
-            return
+            return f"the list of the trainer's {len(self._names)} tensors, {len(now)} now,"
         columns = self._columns(list(now.values()))
         for number, (some, then) in enumerate(zip(columns, self._then, strict=True)):
-            if some == then:
-                yield None
-            else:
+            if some != then:
                 rows = zip(zip(*some, strict=True), zip(*then, strict=True), strict=True)
                 first = [row == before for row, before in rows].index(False)
-                yield self._names[number * STEP + first]
+                return self._names[number * STEP + first]
+        return None
 
     def _columns(self, tensors: Sequence[torch.Tensor]) -> Iterator[Columns]:
         """What is compared, of `STEP` tensors: few objects live at a time, for Python's garbage
@@ -133,18 +127,14 @@ class KnownSources(SourceKinds):
         # As long as these live, no other storage has the identity of one of then.
         self._refs = [StorageWeakRef(local.untyped_storage()) for local in locals_]
 
-    def checks(self, sources: Sources) -> Iterator[None]:
-        """Compare with the tensors as they are now, in small steps; all must be taken.
+    def require(self, now: Mapping[str, torch.Tensor]) -> None:
+        """Compare with the tensors as they are now.
 
         Raises:
             SourcesChanged: they are other tensors, or elsewhere.
         """
-        for other in self._compare(sources()):
-            if other is not None:
-                raise SourcesChanged(
-                    f"{other} is not where or what it was when the export was traced"
-                )
-            yield
+        if (other := self.first_other(now)) is not None:
+            raise SourcesChanged(f"{other} is not what or where it was when the export was traced")
 
     def _columns(self, tensors: Sequence[torch.Tensor]) -> Iterator[Columns]:
         for start in range(0, len(tensors), STEP):

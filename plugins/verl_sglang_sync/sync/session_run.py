@@ -55,10 +55,6 @@ class SessionRun:
         """Those that this rank's engine ranks were asked by."""
         return list(dict.fromkeys(engine.request for engine in self.engines))
 
-    def has_arrived(self) -> bool:
-        """True if the engine ranks are there to be met."""
-        return bool(self.engines) and all(e.session.has_arrived() for e in self.engines)
-
     def meet(self) -> bool:
         """Wait, all ranks in step, until each has met its engine ranks; False after a failure.
 

@@ -39,6 +39,7 @@ class SGLangShardingManager(BaseShardingManager):  # type: ignore[misc]
 
     Args:
         engine: the replica's server on its leader, None on the other ranks.
+        device: of the engine's weights on this rank.
         export: for the context manager: returns the trainer's `(name, full tensor)` generator, a
             new one at each call.
         free_trainer: for the context manager: frees what the trainer does not need while the

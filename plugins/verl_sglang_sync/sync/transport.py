@@ -168,7 +168,7 @@ class SessionTransport:
                 opened = self._engines.open(stack, ranks, version, replicas, report)
             run = SessionRun(opened, ranks, self._settings, report)
             source = self._choose(weights, routes, report)
-            ranks.run_always(lambda: source.start(run.has_arrived))
+            ranks.run_always(source.start)
             with report.stage("open"):
                 has_met = run.meet()
             if has_met:
@@ -279,6 +279,7 @@ def colocated_transport(
 
     Args:
         engine: the replica's server on its leader, None on the other ranks.
+        device: of the engine's weights on this rank.
     """
     num_buffers = settings.num_staging_buffers
     ring = StagingRing(device, num_buffers=num_buffers, bucket_bytes=settings.bucket_bytes)
@@ -319,6 +320,7 @@ def disaggregated_transport(
 
     Args:
         groups: on the trainer's first rank, which broadcasts; None on the others.
+        device: of the staging buffers and of the update group.
     """
     settings = settings.for_session()
     ring: StagingRing | None = None

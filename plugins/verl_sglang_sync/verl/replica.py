@@ -6,6 +6,7 @@ Without a `+weight_sync` preset both are verl's own, launched with verl's own ar
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import os
 import time
@@ -13,7 +14,7 @@ from typing import IO, Any
 
 import ray
 from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
-from verl.workers.rollout.replica import RolloutMode
+from verl.workers.rollout.replica import RolloutMode, TokenOutput
 from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer, SGLangReplica
 
 from sglang_loader.common.engine_settings import (
@@ -28,7 +29,7 @@ from verl_sglang_sync.engine.server_client.router import KEY_VARIABLE, RouterCli
 from verl_sglang_sync.engine.server_client.urls import server_url
 from verl_sglang_sync.verl.router_guard import Watch, start_guard
 from verl_sglang_sync.verl.step_metrics import show_metrics_in_steps
-from verl_sglang_sync.verl.upstream import list_server_arguments, pause_by_aborting
+from verl_sglang_sync.verl.upstream import is_abort, list_server_arguments, pause_by_aborting
 from verl_sglang_sync.verl.weight_versions import tell_weight_versions
 
 logger = logging.getLogger(__name__)
@@ -91,6 +92,19 @@ class WeightSyncHttpServer(SGLangHttpServer):  # type: ignore[misc]
         """Pause for a sync as verl does; clients send again what was aborted, and it goes on."""
         if self.node_rank == 0:
             await pause_by_aborting(self.tokenizer_manager)
+
+    @functools.wraps(SGLangHttpServer.generate)
+    async def generate(self, *args: Any, **kwargs: Any) -> TokenOutput:
+        """A request that was aborted before it ran has no tokens yet; it did not fail."""
+        try:
+            return await super().generate(*args, **kwargs)
+        except Exception as error:
+            if not is_abort(error):
+                raise
+            version = {"global_steps": self.global_steps}
+            return TokenOutput(
+                token_ids=[], log_probs=[], stop_reason="abort", extra_fields=version
+            )
 
     async def keep_metrics(self, metrics: dict[str, float]) -> None:
         """Of the last sync of this replica; they wait here for the trainer."""

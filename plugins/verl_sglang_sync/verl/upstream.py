@@ -8,12 +8,13 @@ from __future__ import annotations
 import abc
 import asyncio
 import dataclasses
+import time
 import types
 from typing import Any
 
 import msgspec
 
-PAUSE_STEP_S = 0.01
+PAUSE_STEP_S, ABORT_AGAIN_S = 0.01, 1.0
 
 
 async def pause_by_aborting(manager: Any) -> None:
@@ -22,10 +23,17 @@ async def pause_by_aborting(manager: Any) -> None:
     """
     async with manager.is_pause_cond:
         manager.is_pause = True
-        manager.abort_request(abort_all=True)
+        abort_at = 0.0
         while await manager.model_update_lock.is_locked():  # by the requests that run
+            if (now := time.monotonic()) >= abort_at:
+                manager.abort_request(abort_all=True)
+                abort_at = now + ABORT_AGAIN_S
             await asyncio.sleep(PAUSE_STEP_S)
-            manager.abort_request(abort_all=True)
+
+
+def is_abort(error: Exception) -> bool:
+    """True if a request was aborted before it ran: SGLang 0.5.17 raises an error then."""
+    return type(error).__name__ == "RequestAbortedError"
 
 
 def fields(kind: Any) -> Any:

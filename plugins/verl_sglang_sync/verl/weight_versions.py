@@ -46,7 +46,8 @@ class WeightVersionsClient(FullyAsyncLLMServerClient, PartClient):  # type: igno
     async def generate(self, request_id: str, **kwargs: Any) -> Any:
         weight_versions: list[list[int]] = []
         output = await super().generate(request_id, weight_versions=weight_versions, **kwargs)
-        assert sum(num for num, _ in weight_versions) == len(output.token_ids)
+        told, num_tokens = sum(num for num, _ in weight_versions), len(output.token_ids)
+        assert told == num_tokens, f"the parts have {told} tokens, the response {num_tokens}"
         output.extra_fields["weight_versions"] = weight_versions
         return output
 
@@ -57,7 +58,7 @@ def tell_weight_versions() -> None:
     verl names the class in its trainers, and no setting does. Agent loops get the client pickled.
     """
     original = LLMServerManager.get_client
-    if hasattr(original, "__wrapped__"):
+    if getattr(original, "tells_weight_versions", False):
         return
 
     @functools.wraps(original)
@@ -65,4 +66,5 @@ def tell_weight_versions() -> None:
         ours = WeightVersionsClient if client_cls is FullyAsyncLLMServerClient else client_cls
         return original(self, client_cls=ours, **kwargs)
 
+    get_client.tells_weight_versions = True  # type: ignore[attr-defined]
     LLMServerManager.get_client = get_client

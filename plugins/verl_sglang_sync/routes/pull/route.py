@@ -104,13 +104,13 @@ class Pull(Route):
             warn_once(f"{NOT_IN_PLACE} in a sync: {reason}")
             return None
         assert self._located is not None, "see _locate"
-        checks = self._checks(self._located.known, weights)
+        confirm = partial(self._confirm, self._located.known, weights)
         # What is mapped elsewhere cannot be freed, and a trainer that offloads its parameters must
         # free it: the engines keep mapped what lay in the same blocks in the sync before.
         keeps = self._located.names == self._used
         buckets = self._stream.buckets
         return PulledBuckets(
-            buckets, self._located, checks, self._device, report, keeps, self._was_read
+            buckets, self._located, confirm, self._device, report, keeps, self._was_read
         )
 
     def learn(self, weights: Iterable[NamedTensor], loaded: Sequence[Loaded]) -> bool:
@@ -169,11 +169,8 @@ class Pull(Route):
         self._mapped, self._used = located.names if keeps else frozenset(), located.names
         self._located = located.used()
 
-    def _checks(self, known: KnownSources, weights: Iterable[NamedTensor]) -> Iterator[None]:
+    def _confirm(self, known: KnownSources, weights: Iterable[NamedTensor]) -> None:
         """Check that the parameters are still what and where they were when they were traced.
-
-        In small steps, for moments in which the engine is waited for; nothing is confirmed before
-        the last is taken.
 
         Args:
             known: recognises them.
@@ -185,7 +182,7 @@ class Pull(Route):
         assert self._plan is not None, "see learn"
         if self._stream.buckets != self._plan.buckets:
             raise SourcesChanged("the export is cut into other buckets")
-        yield from known.checks(require_sources(weights))
+        known.require(require_sources(weights)())
 
     def _make_plan(self, weights: Iterable[NamedTensor]) -> str | None:
         """Find the buckets' bytes in the shards, unless that is known; collective.
@@ -287,7 +284,7 @@ class PulledBuckets(SyncSource):
     Args:
         buckets: of the export.
         located: where they are.
-        checks: that they are still there, in small steps.
+        confirm: raises unless they are still there.
         device: of the parameters on this rank.
         report: gets the counts and seconds.
         keeps: the engines keep mapped what they map.
@@ -300,7 +297,7 @@ class PulledBuckets(SyncSource):
         self,
         buckets: Sequence[Bucket],
         located: Located,
-        checks: Iterator[None],
+        confirm: Callable[[], None],
         device: torch.device,
         report: SyncReport,
         keeps: bool,
@@ -308,17 +305,16 @@ class PulledBuckets(SyncSource):
     ) -> None:
         self._buckets = buckets
         self._located = located
-        self._checks = checks
+        self._confirm = confirm
         self._device = device
         self._report = report
         self._keeps = keeps
         self._was_read = was_read
 
-    def start(self, has_arrived: Callable[[], bool]) -> None:
+    def start(self) -> None:
         """Wait for what still writes the parameters: once all ranks have, any engine may read."""
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
-        self._check(until=has_arrived)
 
     def delivery(self, engines: Sequence[EngineRank], in_step: InStep) -> Delivery:
         """The engines read the parameters of all ranks."""
@@ -331,15 +327,10 @@ class PulledBuckets(SyncSource):
             yield ReadyBucket(index, bucket)
 
     def confirm(self) -> None:
-        """The parameters are where the engines were told to read them."""
-        self._check()
+        """The parameters are where the engines were told to read them; these are reading."""
+        with self._report.stage("confirm"):
+            self._confirm()
 
     def end(self) -> None:
         """See `SyncSource`."""
         self._was_read(self._located, self._keeps)
-
-    def _check(self, until: Callable[[], bool] = lambda: False) -> None:
-        with self._report.stage("confirm"):
-            for _ in self._checks:
-                if until():
-                    break
