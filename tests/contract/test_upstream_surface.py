@@ -64,7 +64,8 @@ verl.workers.rollout.llm_server:
     LLMServerClient; .generate(self, request_id, kwargs); FullyAsyncLLMServerClient
     .generate(self, request_id, kwargs); LLMServerManager; .get_client(self, client_cls, kwargs)
 verl.workers.rollout.replica:
-    RolloutReplicaRegistry; ._registry; .register(name, loader); .get(name); RolloutMode; TokenOutput
+    RolloutReplicaRegistry; ._registry; .register(name, loader); .get(name); RolloutMode
+    TokenOutput
 verl.workers.rollout.sglang_rollout.async_sglang_server:
     SGLangReplica; SGLangHttpServer; .launch_server(self, master_address, master_port)
     .sleep(self); .set_global_steps(self, global_steps); .abort_all_requests(self)

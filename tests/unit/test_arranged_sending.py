@@ -45,7 +45,13 @@ BAD = {
     "noise": (b"noise", "not arrangements"),
     "more fields": (
         msgspec.msgpack.encode([["d", {"reads": [], "nbytes": 256, "more": 1}]]),
-        "not arrangements: there is more",
+        "not arrangements: an unknown field",
+    ),
+    "nested too deep": (
+        msgspec.msgpack.encode([["d", {"reads": [], "nbytes": 256, "more": 1}]])[:-1]
+        + b"\x91" * 5000
+        + b"\xc0",
+        "not arrangements: maximum recursion depth",
     ),
     "unknown layout": (encoded(*READS, layout="e"), "was not sent: e"),
     "no buffer": (encoded(nbytes=0), "of 0 bytes, the bucket has 768"),
