@@ -23,6 +23,7 @@ from functools import partial
 
 import torch
 
+from sglang_loader.common.copies import synchronize
 from sglang_loader.common.session.messages import Loaded
 from sglang_loader.common.shared_memory import BufferHandle, host_id
 from verl_sglang_sync.collective import (
@@ -313,8 +314,7 @@ class PulledBuckets(SyncSource):
 
     def start(self) -> None:
         """Wait for what still writes the parameters: once all ranks have, any engine may read."""
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+        synchronize(self._device)
 
     def delivery(self, engines: Sequence[EngineRank], in_step: InStep) -> Delivery:
         """The engines read the parameters of all ranks."""
