@@ -37,7 +37,9 @@ COMMON = (
     "actor_rollout_ref.actor.optim.lr=1e-2",
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8",
     "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=8",
-    "actor_rollout_ref.rollout.gpu_memory_utilization=0.1",
+    # room for the runs beside this one: what they take while an engine starts counts as its own
+    "actor_rollout_ref.rollout.gpu_memory_utilization=0.3",
+    "+actor_rollout_ref.rollout.engine_kwargs.sglang.max_total_tokens=65536",
 )
 FSDP1 = ("actor_rollout_ref.actor.strategy=fsdp",)
 OFFLOAD = ("actor_rollout_ref.actor.fsdp_config.param_offload=True",)
