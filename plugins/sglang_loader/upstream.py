@@ -348,22 +348,15 @@ def launch_arguments() -> Any:
 
 
 @contextmanager
-def without_cpu_backup(server_args: Any) -> Iterator[None]:
-    """`ModelRunner.load_model` makes no host backup within."""
-    if find_spec(_COMPONENTS) is not None:
-        from sglang.srt.model_executor.model_runner import load_model_with_memory_saver
-
-        if "server_args" not in inspect.signature(load_model_with_memory_saver).parameters:
-            from sglang.srt.runtime_context import get_exec  # from 0.5.19 on
-
-            with get_exec().features.override(enable_weights_cpu_backup=False):
-                yield
-            return
-    server_args.enable_weights_cpu_backup = False  # read by `load_model`, and nowhere else
+def without_cpu_backup(runner: Any) -> Iterator[None]:
+    """`ModelRunner.load_model` makes no host backup within, whatever the launch asked for."""
+    saver = runner.memory_saver_adapter
+    region = saver.region
+    saver.region = lambda tag, enable_cpu_backup: region(tag, enable_cpu_backup=False)
     try:
         yield
     finally:
-        server_args.enable_weights_cpu_backup = True
+        saver.region = region
 
 
 def why_stock_backup(runner: Any, problem: str | None) -> str | None:

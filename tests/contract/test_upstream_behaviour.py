@@ -383,7 +383,7 @@ class TestMemory:
         runner.server_args.enable_weights_cpu_backup = True
         runner.server_args.weight_cache_mode = "off"
         runner.memory_saver_adapter.region.side_effect = InterruptedError  # far enough
-        off = contextlib.nullcontext() if backup else without_cpu_backup(runner.server_args)
+        off = contextlib.nullcontext() if backup else without_cpu_backup(runner)
         with placed(tp_rank=0, pp_rank=0), off, pytest.raises(InterruptedError):
             original(f"{RUNNER}:ModelRunner.load_model")(runner)
         region = runner.memory_saver_adapter.region.call_args

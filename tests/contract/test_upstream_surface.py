@@ -155,8 +155,6 @@ sglang.srt.plugins.hook_registry:
     HookType; .AROUND; HookRegistry; .register(target, hook, hook_type); ._hooks; ._patched
 sglang.srt.runtime_context [from 0.5.16]:
     get_server_args
-sglang.srt.runtime_context [from 0.5.19]:
-    get_exec
 sglang.srt.server_args:
     ServerArgs(model_path, speculative_algorithm, cpu_offload_gb,
     enable_memory_saver, enable_weights_cpu_backup, custom_weight_loader)

@@ -9,7 +9,6 @@ import pickle
 import socket
 from contextlib import contextmanager
 from types import SimpleNamespace
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -488,16 +487,6 @@ def test_requests_to_other_servers_go_upstreams_way():
 # Loading.
 
 
-@pytest.fixture(autouse=True)
-def switched_off_as_an_argument(monkeypatch):
-    """What SGLang's own loader sees of it is in tests/contract."""
-    monkeypatch.setattr(
-        hooks,
-        "without_cpu_backup",
-        lambda arguments: patch.object(arguments, "enable_weights_cpu_backup", False),
-    )
-
-
 class Runner:
     """A model runner whose upstream `load_model` notes whether SGLang's backup was asked for."""
 
@@ -512,9 +501,14 @@ class Runner:
             cpu_offload_gb=0,
         )
         vars(self.server_args).update(arguments)
+        self.memory_saver_adapter = SimpleNamespace(region=self.region)
+
+    def region(self, tag, enable_cpu_backup):
+        self.stock_backup = enable_cpu_backup
 
     def load(self):
-        self.stock_backup = self.server_args.enable_weights_cpu_backup
+        asked = self.server_args.enable_weights_cpu_backup
+        self.memory_saver_adapter.region("weights", enable_cpu_backup=asked)
         self.model = Residue()
 
 
@@ -538,11 +532,10 @@ def policy(monkeypatch, value):
 )
 def test_who_backs_up_the_weights(value, arguments, stock, ours, monkeypatch):
     runner = Runner(**arguments)
-    asked = runner.server_args.enable_weights_cpu_backup
     with policy(monkeypatch, value):
         hooks.load_model(Runner.load, runner)
     assert runner.stock_backup is stock
-    assert runner.server_args.enable_weights_cpu_backup is asked, "as it was"
+    assert runner.memory_saver_adapter.region == runner.region, "as it was"
     assert backup_of(runner.model).policy == ours
 
 

@@ -78,7 +78,7 @@ def load_model(original: Original, runner: Any) -> None:
     if reason is not None:
         logger.info("host_backup=%s: SGLang's own behaviour, because %s", policy, reason)
         policy = "on"
-    with nullcontext() if policy == "on" else without_cpu_backup(arguments):
+    with nullcontext() if policy == "on" else without_cpu_backup(runner):
         original(runner)
     if policy != "on":
         size = num_bytes(under_weights_tag(runner.model).ranges)
