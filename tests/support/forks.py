@@ -26,6 +26,7 @@ from unittest import mock
 
 PR_SET_PDEATHSIG = 1  # prctl(2)
 TESTS = str(Path(__file__).resolve().parents[1])
+RECIPES = str(Path(TESTS).parent / "recipes")
 CPU_ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VERL_PLATFORM": "cpu",
@@ -84,8 +85,8 @@ class Fork:
 
 
 def python_path() -> str:
-    """The `PYTHONPATH` with which other processes find the tests' modules."""
-    return os.pathsep.join(filter(None, (TESTS, os.environ.get("PYTHONPATH"))))
+    """The `PYTHONPATH` with which other processes find the modules of tests and recipes."""
+    return os.pathsep.join(filter(None, (TESTS, RECIPES, os.environ.get("PYTHONPATH"))))
 
 
 def die_with_parent() -> None:
