@@ -51,7 +51,7 @@ class ShardPlan:
     Attributes:
         own: what this rank's engine ranks had said that they read.
         known: what all had said, in the order of the ranks.
-        num_before: ranks of the group before them, which read nothing.
+        first_reader: see `RouteContext`; the ranks of the group before it read nothing.
         drafts: by bucket, what this rank does.
         nums_pieces: by bucket, in how many all-to-alls it travels.
         all_to_all: executes it.
@@ -61,14 +61,14 @@ class ShardPlan:
     buckets: list[Bucket]
     own: Sequence[KnownArrangements]
     known: Sequence[KnownArrangements]
-    num_before: int
+    first_reader: int
     drafts: list[BucketExchange]
     nums_pieces: list[int]
     all_to_all: AllToAll
 
     def reads_of(self, index: int) -> list[Arrangement]:
         """What each rank of the group reads of a bucket."""
-        return reads_of(self.known, self.num_before, index, self.buckets[index])
+        return reads_of(self.known, self.first_reader, index, self.buckets[index])
 
     def digest_for(self, reader: int, index: int) -> str:
         """Of the arrangements by which an engine rank gets a bucket; "": it is whole."""
@@ -77,11 +77,11 @@ class ShardPlan:
 
 
 def reads_of(
-    known: Sequence[KnownArrangements], num_before: int, index: int, bucket: Bucket
+    known: Sequence[KnownArrangements], first_reader: int, index: int, bucket: Bucket
 ) -> list[Arrangement]:
     """See `ShardPlan.reads_of`; whole buckets where an engine rank has said nothing."""
     whole = whole_bucket(bucket.layout)
-    return [NOTHING] * num_before + [each.expected(index) or whole for each in known]
+    return [NOTHING] * first_reader + [each.expected(index) or whole for each in known]
 
 
 class ShardRoute(Route):
@@ -184,8 +184,8 @@ class ShardRoute(Route):
             def make() -> ShardPlan:
                 pieces = [pieces_of(draft, num) for draft, num in zip(drafts, nums, strict=True)]
                 moves = AllToAll(pieces, self._device)
-                before = self._first_reader
-                plan = ShardPlan(traced, buckets, own, known, before, drafts, nums, moves)
+                first = self._first_reader
+                plan = ShardPlan(traced, buckets, own, known, first, drafts, nums, moves)
                 self._planned(plan)
                 return plan
 
@@ -260,7 +260,7 @@ class ShardRoute(Route):
 
 def _drafts(
     known: Sequence[KnownArrangements],
-    num_before: int,
+    first_reader: int,
     buckets: Sequence[Bucket],
     traced: TracedExport,
 ) -> list[BucketExchange]:
@@ -268,7 +268,7 @@ def _drafts(
     return [
         plan_bucket(
             own_rank(),
-            reads_of(known, num_before, index, bucket),
+            reads_of(known, first_reader, index, bucket),
             traced.origins_of(bucket.layout),
             traced.owners,
         )

@@ -26,7 +26,7 @@ def plan_receives(plan: ShardPlan) -> tuple[list[list[Received]], list[list[int]
     Raises:
         ValueError: what an engine rank reads is not in the shards, once.
     """
-    num_trainers, num_readers = plan.num_before, len(plan.known)
+    num_trainers, num_readers = plan.first_reader, len(plan.known)
     found: list[list[Received]] = []
     pair_bytes = [[0] * num_readers for _ in range(num_trainers)]
     for index, bucket in enumerate(plan.buckets):
@@ -72,8 +72,8 @@ def first_difference(plan: ShardPlan, batches: Iterator[Batch], device: torch.de
 def _difference(
     plan: ShardPlan, index: int, tensors: Sequence[torch.Tensor], device: torch.device
 ) -> str | None:
-    numbers = plan.all_to_all.numbers_of(index)
-    for rank, arrangement in enumerate(plan.reads_of(index)[plan.num_before :], plan.num_before):
+    numbers, first = plan.all_to_all.numbers_of(index), plan.first_reader
+    for rank, arrangement in enumerate(plan.reads_of(index)[first:], first):
         whole = gather_arranged(tensors, arrangement, device)
         found = received([plan.drafts[index].sends[rank]], len(numbers))
         start = 0  # of what one all-to-all brings; no piece comes in two of them
