@@ -218,6 +218,25 @@ def pull_other_parameters() -> dict[str, Any]:
     return dataclasses.asdict(rank.seen)
 
 
+def pull_from_freed_memory() -> dict[str, Any]:
+    """One rank's parameters have moved, and no engine can map where they were."""
+    from verl_sglang_sync.engine.session import EngineCannotMap
+
+    rank = PullRank("moe")
+    rank.sync()
+    rank.move(on=0)
+    errors = [EngineCannotMap("freed")]
+
+    def read(source: Any) -> None:
+        if errors:
+            raise errors.pop()
+        PullRank.read(rank, source)
+
+    rank.read = read  # type: ignore[method-assign]
+    rank.sync()
+    return dataclasses.asdict(rank.seen) | {"off": rank.route.off}
+
+
 def pull_refused(case: str) -> dict[str, Any]:
     """What cannot be pulled is exported, on all ranks, for a reason that all ranks say."""
     from verl_sglang_sync.engine.session import EngineCannotMap

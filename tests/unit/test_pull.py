@@ -99,6 +99,14 @@ def test_what_cannot_be_pulled_is_exported(pool: Any, case: str, reason: str) ->
         assert reason in seen["off"]
 
 
+def test_engines_that_cannot_map_where_parameters_were_are_told_where_they_are(pool: Any) -> None:
+    for seen in pool.run(pull_ranks.pull_from_freed_memory):
+        assert seen["routes"] == ["export", "pull"]
+        assert seen["recoveries"] == ["AGAIN"]
+        assert not any(seen["wrong"])
+        assert seen["off"] is None
+
+
 def test_engines_of_another_node_are_not_told_where_parameters_lie(pool: Any) -> None:
     for seen in pool.run(pull_ranks.pull_refused, "engine elsewhere"):
         assert seen["routes"] == ["export", "export"]

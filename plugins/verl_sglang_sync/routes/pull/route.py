@@ -133,12 +133,14 @@ class Pull(Route):
 
     def recover(self, cause: Exception | None, weights: Iterable[NamedTensor]) -> Recovery:
         """See `Route`."""
+        is_known = isinstance(cause, EngineCannotMap | SourcesChanged | BlockNotMapped)
         cannot_map = str(cause) if isinstance(cause, EngineCannotMap) else None
-        is_known = cannot_map or isinstance(cause, SourcesChanged | BlockNotMapped)
+        have_moved = not holds_everywhere(self._group, not self._have_moved(weights))
         self.forget()
-        if not holds_everywhere(self._group, cause is None or bool(is_known)):
+        if not holds_everywhere(self._group, cause is None or is_known):
             return Recovery.RAISE
-        if (agreed := common_reason(self._group, cannot_map)) is not None:
+        agreed = common_reason(self._group, cannot_map)
+        if agreed is not None and not have_moved:  # what was freed cannot be mapped
             self._conclude(agreed)
             return Recovery.EXPORT
         if not self._is_colocated:  # other sessions: see `RemoteEngines.abandon`
@@ -169,6 +171,13 @@ class Pull(Route):
         """After a good sync: the engines have mapped what they were to map."""
         self._mapped, self._used = located.names if keeps else frozenset(), located.names
         self._located = located.used()
+
+    def _have_moved(self, weights: Iterable[NamedTensor]) -> bool:
+        """Whether this rank's parameters are elsewhere than its engines were told."""
+        if self._located is None:
+            return False
+        confirm = partial(self._confirm, self._located.known, weights)
+        return result_or_reason(confirm, SourcesChanged)[1] is not None
 
     def _confirm(self, known: KnownSources, weights: Iterable[NamedTensor]) -> None:
         """Check that the parameters are still what and where they were when they were traced.
