@@ -218,14 +218,14 @@ def pull_other_parameters() -> dict[str, Any]:
     return dataclasses.asdict(rank.seen)
 
 
-def pull_from_freed_memory() -> dict[str, Any]:
-    """One rank's parameters have moved, and no engine can map where they were."""
+def pull_from_freed_memory(num_failures: int) -> dict[str, Any]:
+    """One rank's parameters move after they were located, and engines cannot map where they were,
+    or map nothing at all.
+    """
     from verl_sglang_sync.engine.session import EngineCannotMap
 
     rank = PullRank("moe")
-    rank.sync()
-    rank.move(on=0)
-    errors = [EngineCannotMap("freed")]
+    errors = [EngineCannotMap("freed")] * num_failures
 
     def read(source: Any) -> None:
         if errors:
@@ -233,7 +233,9 @@ def pull_from_freed_memory() -> dict[str, Any]:
         PullRank.read(rank, source)
 
     rank.read = read  # type: ignore[method-assign]
-    rank.sync()
+    for _ in range(3):
+        rank.sync()
+        rank.move(on=0)
     return dataclasses.asdict(rank.seen) | {"off": rank.route.off}
 
 

@@ -99,12 +99,21 @@ def test_what_cannot_be_pulled_is_exported(pool: Any, case: str, reason: str) ->
         assert reason in seen["off"]
 
 
-def test_engines_that_cannot_map_where_parameters_were_are_told_where_they_are(pool: Any) -> None:
-    for seen in pool.run(pull_ranks.pull_from_freed_memory):
-        assert seen["routes"] == ["export", "pull"]
-        assert seen["recoveries"] == ["AGAIN"]
+def test_parameters_that_left_memory_before_it_was_mapped_are_located_before_each_sync(
+    pool: Any,
+) -> None:
+    for seen in pool.run(pull_ranks.pull_from_freed_memory, 1):
+        assert seen["routes"] == ["export", "export", "pull"]
+        assert seen["recoveries"] == ["EXPORT"]
         assert not any(seen["wrong"])
         assert seen["off"] is None
+
+
+def test_engines_that_can_map_nothing_are_not_told_for_ever(pool: Any) -> None:
+    for seen in pool.run(pull_ranks.pull_from_freed_memory, 2):
+        assert seen["routes"] == ["export", "export", "export"]
+        assert seen["recoveries"] == ["EXPORT", "EXPORT"]
+        assert "freed" in seen["off"]
 
 
 def test_engines_of_another_node_are_not_told_where_parameters_lie(pool: Any) -> None:

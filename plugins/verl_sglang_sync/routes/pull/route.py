@@ -92,6 +92,8 @@ class Pull(Route):
         self._located: Located | None = None
         self._used: frozenset[str] = frozenset()  # blocks that the last pulled sync read
         self._mapped: frozenset[str] = frozenset()  # those of them that the engines keep mapped
+        # Parameters have left where they were located before an engine had mapped that memory.
+        self._have_left_unmapped = False
 
     def _source(self, weights: Iterable[NamedTensor], report: SyncReport) -> SyncSource | None:
         if not self._is_colocated and not holds_everywhere(self._group, not self._have_changed()):
@@ -126,7 +128,8 @@ class Pull(Route):
             warn_once(f"{NOT_IN_PLACE}: an engine has no load plan that leaves them as they are")
             return False
         # A handle that no engine uses keeps memory alive: others may take part in the next sync.
-        may_share = self._is_colocated and not empties_storages(weights)
+        comes_back = empties_storages(weights) or self._have_left_unmapped
+        may_share = self._is_colocated and not comes_back
         reason = self._make_plan(weights)
         reason = reason or self._locate(weights, self._compare_with_export, may_share=may_share)
         return self._conclude(reason)
@@ -139,9 +142,10 @@ class Pull(Route):
         self.forget()
         if not holds_everywhere(self._group, cause is None or is_known):
             return Recovery.RAISE
-        agreed = common_reason(self._group, cannot_map)
-        if agreed is not None and not have_moved:  # what was freed cannot be mapped
-            self._conclude(agreed)
+        if (agreed := common_reason(self._group, cannot_map)) is not None:
+            if not have_moved:  # what was freed cannot be mapped, what is there may be
+                self._conclude(agreed)
+            self._have_left_unmapped = have_moved
             return Recovery.EXPORT
         if not self._is_colocated:  # other sessions: see `RemoteEngines.abandon`
             return Recovery.EXPORT
