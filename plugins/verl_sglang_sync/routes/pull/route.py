@@ -138,14 +138,15 @@ class Pull(Route):
         """See `Route`."""
         is_known = isinstance(cause, EngineCannotMap | SourcesChanged | BlockNotMapped)
         cannot_map = str(cause) if isinstance(cause, EngineCannotMap) else None
-        have_moved = not holds_everywhere(self._group, not self._have_moved(weights))
+        located = self._located
         self.forget()
         if not holds_everywhere(self._group, cause is None or is_known):
             return Recovery.RAISE
         if (agreed := common_reason(self._group, cannot_map)) is not None:
-            if not have_moved:  # what was freed cannot be mapped, what is there may be
+            have_moved = located is not None and self._have_moved(located.known, weights)
+            self._have_left_unmapped = not holds_everywhere(self._group, not have_moved)
+            if not self._have_left_unmapped:  # what was freed cannot be mapped
                 self._conclude(agreed)
-            self._have_left_unmapped = have_moved
             return Recovery.EXPORT
         if not self._is_colocated:  # other sessions: see `RemoteEngines.abandon`
             return Recovery.EXPORT
@@ -176,11 +177,9 @@ class Pull(Route):
         self._mapped, self._used = located.names if keeps else frozenset(), located.names
         self._located = located.used()
 
-    def _have_moved(self, weights: Iterable[NamedTensor]) -> bool:
+    def _have_moved(self, known: KnownSources, weights: Iterable[NamedTensor]) -> bool:
         """Whether this rank's parameters are elsewhere than its engines were told."""
-        if self._located is None:
-            return False
-        confirm = partial(self._confirm, self._located.known, weights)
+        confirm = partial(self._confirm, known, weights)
         return result_or_reason(confirm, SourcesChanged)[1] is not None
 
     def _confirm(self, known: KnownSources, weights: Iterable[NamedTensor]) -> None:
