@@ -14,13 +14,15 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from sglang_loader.common.copy_engine import EngineCopies, can_copy
 
 try:
     import triton
@@ -116,23 +118,32 @@ class BatchedCopy:
     Args:
         targets: views of `WORD`s on one CUDA device with innermost stride 1; no word twice.
         sources: of the same shapes.
+        is_peer: of a source: it lies on another GPU. Its large rows are left to a copy engine.
     """
 
-    def __init__(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        entries = [
-            rows
-            for target, source in zip(targets, sources, strict=True)
-            if source.numel()
-            for rows in rows_of(target, source)
-        ]
+    def __init__(
+        self,
+        targets: Sequence[torch.Tensor],
+        sources: Sequence[torch.Tensor],
+        is_peer: Callable[[torch.Tensor], bool] = lambda _: False,
+    ) -> None:
         device = targets[0].device
+        large: list[Rows] = []
+        entries: list[Rows] = []
+        for target, source in zip(targets, sources, strict=True):
+            may_be_large = is_peer(source)
+            for rows in rows_of(target, source) if source.numel() else ():
+                (large if may_be_large and can_copy(rows) else entries).append(rows)
         self._kept = (targets, sources)
+        self._large = EngineCopies(large, device)
         self._tiles = torch.from_numpy(tile_table(entries)).to(device)
         self._entries = torch.from_numpy(row_table(entries)).to(device)
 
     def run(self) -> None:
-        """Launch on the current stream."""
+        """Copy, asynchronously; done when the current stream has come here."""
+        self._large.start()
         launch(self._tiles, self._entries)
+        self._large.join()
 
 
 @cache

@@ -18,6 +18,7 @@ from __future__ import annotations
 import mmap
 from functools import cache
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 import msgspec
 import torch
@@ -129,10 +130,22 @@ def map_buffer(handle: BufferHandle, device: torch.device) -> torch.Tensor:
     """
     with torch.inference_mode(False), torch.no_grad():
         try:
-            return _mapped(handle, device)
+            mapped = _mapped(handle, device)
+            if isinstance(handle, CudaHandle) and handle.gpu != gpu_uuid(mapped.get_device()):
+                _of_peers[mapped.untyped_storage().data_ptr()] = mapped
+            return mapped
         except (OSError, RuntimeError, ValueError) as error:  # torch's own are RuntimeErrors
             where = f"on GPU {handle.gpu}" if isinstance(handle, CudaHandle) else "of the CPU"
             raise CannotMap(f"{handle.nbytes} bytes {where} cannot be mapped: {error}") from error
+
+
+_of_peers: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
+"""What is mapped of other GPUs' memory, by its address: CUDA says it were the reader's own."""
+
+
+def is_on_peer(view: torch.Tensor) -> bool:
+    """True if the memory, of this GPU by its `device`, is another one's that is mapped."""
+    return view.untyped_storage().data_ptr() in _of_peers
 
 
 def _mapped(handle: BufferHandle, device: torch.device) -> torch.Tensor:

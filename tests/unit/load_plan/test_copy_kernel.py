@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from sglang_loader.common import copy_kernel
+from sglang_loader.common.copy_engine import MIN_RUN_WORDS, can_copy
 from sglang_loader.common.copy_kernel import TILE_WORDS, BatchedCopy, rows_of
 
 pytest.importorskip("triton")
@@ -25,6 +26,8 @@ SHAPES = [
     ((3, TILE_WORDS + 1), 2, 0),
     ((4, 5, 96), 8, 2),
     ((2, 3, 4, 33), 1, 0),
+    ((3, 2 * MIN_RUN_WORDS), 8, 0),
+    ((MIN_RUN_WORDS + 3,), 0, 0),
     ((6, 1), 0, 4),
     ((0, 8), 0, 0),
 ]
@@ -44,10 +47,10 @@ def copies(device: str) -> tuple[list[torch.Tensor], list[torch.Tensor], list[to
     return targets, whole, sources
 
 
-def check(device: str) -> None:
-    """One launch copies all, and writes nothing else."""
+def check(device: str, *, is_peer: bool = False) -> None:
+    """All is copied, and nothing else written."""
     targets, whole, sources = copies(device)
-    BatchedCopy(targets, sources).run()
+    BatchedCopy(targets, sources, lambda _: is_peer).run()
     for target, storage, source, (_, _, pad) in zip(targets, whole, sources, SHAPES, strict=True):
         assert torch.equal(target, source), source.shape
         assert bool((storage[..., :pad] == -1).all()), source.shape
@@ -61,8 +64,34 @@ def test_the_kernel_copies_every_word_and_no_other() -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.gpu
-def test_the_compiled_kernel_copies_every_word_and_no_other() -> None:
-    check("cuda")
+@pytest.mark.parametrize("is_peer", [False, True])
+def test_the_compiled_kernel_copies_every_word_and_no_other(is_peer: bool) -> None:
+    check("cuda", is_peer=is_peer)
+
+
+@pytest.mark.parametrize(
+    ("shape", "padding", "expected"),
+    [
+        ((MIN_RUN_WORDS,), 0, True),
+        ((MIN_RUN_WORDS - 1,), 0, False),
+        ((4, MIN_RUN_WORDS), 0, True),
+        ((4, MIN_RUN_WORDS), 8, True),
+        ((4, 96), 0, False),
+    ],
+)
+def test_a_copy_engine_is_given_long_rows_alone(
+    shape: tuple[int, ...], padding: int, expected: bool
+) -> None:
+    *outer, run = shape
+    source = torch.empty(*outer, run + padding, dtype=torch.int64)[..., :run]
+    (rows,) = rows_of(torch.empty(shape, dtype=torch.int64), source)
+    assert can_copy(rows) is expected
+
+
+def test_a_copy_engine_is_not_given_rows_that_lie_on_each_other() -> None:
+    source = torch.empty(MIN_RUN_WORDS, dtype=torch.int64).expand(4, -1)
+    (rows,) = rows_of(torch.empty(4, MIN_RUN_WORDS, dtype=torch.int64), source)
+    assert not can_copy(rows)
 
 
 def test_a_copy_of_many_dimensions_becomes_rows() -> None:
