@@ -87,10 +87,14 @@ def rows_between(
         )
 
 
-def tile_table(entries: Sequence[Rows]) -> npt.NDArray[np.int32]:
-    """(entry, part of it) of every tile: what one program of the kernel moves; pure."""
-    counts = np.array([entry.num_tiles for entry in entries], dtype=np.int64)
-    numbers = np.repeat(np.arange(len(entries)), counts)
+def tile_table(num_tiles: Sequence[int]) -> npt.NDArray[np.int32]:
+    """(entry, part of it) of every tile: what one program of a kernel takes; pure.
+
+    Args:
+        num_tiles: of each entry.
+    """
+    counts = np.array(num_tiles, dtype=np.int64)
+    numbers = np.repeat(np.arange(len(counts)), counts)
     parts = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     return np.stack([numbers, parts], axis=1).astype(np.int32)
 
@@ -136,7 +140,7 @@ class BatchedCopy:
                 (large if may_be_large and can_copy(rows) else entries).append(rows)
         self._kept = (targets, sources)
         self._large = EngineCopies(large, device)
-        self._tiles = torch.from_numpy(tile_table(entries)).to(device)
+        self._tiles = torch.from_numpy(tile_table([rows.num_tiles for rows in entries])).to(device)
         self._entries = torch.from_numpy(row_table(entries)).to(device)
 
     def run(self) -> None:

@@ -1,46 +1,183 @@
-"""128-bit digests of tensors, taken on their device: two position-weighted sums of 64-bit words."""
+"""128-bit digests of storages, taken on their device.
+
+    digests(storages)        # int64 [n, 2]; on a GPU one launch reads each word of all once
+
+A storage is its 64-bit words and, after them, an end: the up to 7 bytes that are left, with their
+number in the top byte. Each of two lanes mixes every word with its place, so that any bit of either
+changes about half of the result, and adds the results modulo 2**64. Sums need no order: parts of a
+storage are added as they come, by the Triton kernel or by torch's operators, to the same digest.
+For each lane the mixing is one-to-one: it never misses the change of a single word.
+"""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
+from functools import cache
+
 import torch
 
-CHUNK_WORDS = 4 << 20
-_MULTIPLIERS = (-7046029254386353131, -4417276706812531889)
+from sglang_loader.common.copy_kernel import tile_table
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # torch for CPUs comes without it
+    triton = None
+
+logger = logging.getLogger(__name__)
+
+PART_WORDS = 64 << 10
+"""Of one program of the kernel; more, and few storages keep few multiprocessors busy."""
+BLOCK_WORDS = 1024
+CHUNK_WORDS = 1 << 20
+"""Of one run of torch's operators, whose temporaries are a few times as large."""
+# Odd and below 2**63: the multipliers of xorshift64*, of Evensen's moremur, of MurmurHash3 and PCG.
+_FACTORS = {
+    "PLACE": 0x2545F4914F6CDD1D,
+    "A": 0x3C79AC492BA7B653,
+    "B": 0x1C69B3F74AC4AE35,
+    "C": 0x4CF5AD432745937F,
+    "D": 0x5851F42D4C957F2D,
+}
 
 
 def tensor_digest(tensor: torch.Tensor) -> torch.Tensor:
     """Of one tensor's elements: int64 of shape `[2]` on its device; not waited for."""
-    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    return digest_bytes(data, position_weights(min(data.numel() // 8, CHUNK_WORDS), data.device))
+    return digests([tensor.detach().contiguous().reshape(-1).view(torch.uint8)])[0]
 
 
-def digest_bytes(data: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Two sums of a storage's words, by the place of each.
+def digests(storages: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The digest of each: int64 `[n, 2]` on their device; not waited for.
 
     Args:
-        weights: `position_weights`, of at least as many words as the storage or a chunk has.
+        storages: flat contiguous uint8 tensors, at least one, all on one device.
     """
+    aligned = [
+        data.clone() if data.data_ptr() % 8 or data.storage_offset() % 8 else data
+        for data in storages
+    ]
+    if _kernel_works(aligned[0].device):
+        return _by_kernel(aligned)
+    return torch.stack([_by_torch(data) for data in aligned])
+
+
+def _by_torch(data: torch.Tensor) -> torch.Tensor:
+    """Of one storage, a chunk at a time."""
     num_words, rest = divmod(data.numel(), 8)
-    parts = []
-    if rest or not num_words:
-        tail = torch.zeros(8, dtype=torch.uint8, device=data.device)
-        tail[:rest].copy_(data[8 * num_words :])
-        parts.append(tail.view(torch.int64).expand(2))
-    words = data[: 8 * num_words].view(torch.int64)
-    for start in range(0, num_words, CHUNK_WORDS):
-        chunk = words[start : start + CHUNK_WORDS]
-        parts.append((weights[:, : chunk.numel()] * chunk).sum(dim=1))
-    total = parts[0]
-    if len(parts) > 1:
-        scale = torch.tensor(_MULTIPLIERS, dtype=torch.int64, device=data.device)
-        for part in parts[1:]:
-            total = total * scale + part
+    total = torch.zeros(2, dtype=torch.int64, device=data.device)
+    for start in range(0, num_words + 1, CHUNK_WORDS):
+        chunk = data[8 * start : 8 * (start + CHUNK_WORDS)]
+        if start + CHUNK_WORDS > num_words:  # with the end
+            last = torch.zeros(8 * (num_words + 1 - start), dtype=torch.uint8, device=data.device)
+            last[: len(chunk)] = chunk
+            last[-1] = rest
+            chunk = last
+        total += _lane_sums(chunk.view(torch.int64), start)
     return total
 
 
-def position_weights(num_words: int, device: torch.device) -> torch.Tensor:
-    """Odd factors `[2, num_words]`, made once for all chunks: 61 GB have two thousand of them."""
-    place = torch.arange(1, num_words + 1, dtype=torch.int64, device=device)
-    weights = torch.stack([place * multiplier for multiplier in _MULTIPLIERS])
-    weights.bitwise_xor_(weights >> 29)
-    return weights.mul_(_MULTIPLIERS[1]).bitwise_or_(1)
+def _lane_sums(words: torch.Tensor, start: int) -> torch.Tensor:
+    """What int64 words from place `start` on add to the two lanes."""
+    factor, *factors = _FACTORS.values()
+    keys = torch.arange(start, start + len(words), device=words.device).mul_(factor)
+    lanes = torch.stack([words ^ keys, words + keys])
+    halves = lanes.view(torch.int32)  # low, high, low, ...
+    for first, second in zip(factors[:2], factors[2:], strict=True):
+        halves[:, ::2] ^= halves[:, 1::2]
+        lanes[0] *= first
+        lanes[1] *= second
+    halves[:, ::2] ^= halves[:, 1::2]
+    return lanes.sum(dim=1)
+
+
+def _by_kernel(storages: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Of all storages, which begin at multiples of 8 bytes, in one launch."""
+    device = storages[0].device
+    places = [(data.data_ptr(), data.numel()) for data in storages]
+    parts = tile_table([nbytes // 8 // PART_WORDS + 1 for _, nbytes in places])
+    table = torch.tensor(places, dtype=torch.int64).to(device)
+    sums = torch.zeros(len(places), 2, dtype=torch.int64, device=device)
+    with torch.cuda.device_of(sums):
+        _add_parts[(len(parts),)](
+            sums,
+            table,
+            torch.from_numpy(parts).to(device),
+            PART=PART_WORDS,
+            BLOCK=BLOCK_WORDS,
+            **_FACTORS,
+            num_warps=8,
+        )
+    return sums
+
+
+@cache
+def _kernel_works(device: torch.device) -> bool:
+    """True if the kernel finds there what torch does; tried once."""
+    if triton is None or device.type != "cuda":
+        return False
+    try:
+        data = torch.arange(8 * PART_WORDS + 13, device=device).to(torch.uint8)
+        if torch.equal(_by_kernel([data])[0], _by_torch(data)):
+            return True
+        logger.error("torch takes digests: the Triton kernel's are others")
+    except Exception as error:
+        logger.warning("torch takes digests instead of the Triton kernel: %r", error)
+    return False
+
+
+if triton is not None:
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def _mixed(word, FIRST: tl.constexpr, SECOND: tl.constexpr):  # type: ignore[no-untyped-def]
+        word = (word ^ (word >> 32)) * FIRST
+        word = (word ^ (word >> 32)) * SECOND
+        return word ^ (word >> 32)
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def _add_parts(  # type: ignore[no-untyped-def]
+        sums,
+        storages,
+        parts,
+        PART: tl.constexpr,
+        BLOCK: tl.constexpr,
+        PLACE: tl.constexpr,
+        A: tl.constexpr,
+        B: tl.constexpr,
+        C: tl.constexpr,
+        D: tl.constexpr,
+    ):
+        part = parts + tl.program_id(0).to(tl.int64) * 2
+        storage = tl.load(part).to(tl.int64) * 2
+        first = tl.load(part + 1).to(tl.int64) * PART
+        address = tl.load(storages + storage)
+        nbytes = tl.load(storages + storage + 1)
+        words = address.to(tl.pointer_type(tl.uint64))
+        num_words = nbytes // 8
+        near = tl.arange(0, BLOCK)
+        first_lane = tl.zeros([BLOCK], tl.uint64)
+        second_lane = tl.zeros([BLOCK], tl.uint64)
+        whole = (tl.minimum(PART, num_words - first) // BLOCK) * BLOCK
+        for start in range(first, first + whole, BLOCK):
+            place = start + near
+            key = place.to(tl.uint64) * PLACE
+            word = tl.load(words + place)
+            first_lane += _mixed(word ^ key, A, B)
+            second_lane += _mixed(word + key, C, D)
+        if whole < PART:  # the storage ends here
+            byte = tl.arange(0, 8)
+            rest = nbytes - num_words * 8
+            tail = address.to(tl.pointer_type(tl.uint8)) + num_words * 8 + byte
+            value = tl.load(tail, mask=byte < rest, other=0).to(tl.uint64)
+            value = tl.where(byte == 7, rest.to(tl.uint64), value)
+            end = tl.sum(value << (byte * 8).to(tl.uint64))
+            place = first + whole + near
+            key = place.to(tl.uint64) * PLACE
+            word = tl.load(words + place, mask=place < num_words, other=0)
+            word = tl.where(place == num_words, end, word)
+            within = place <= num_words
+            first_lane += tl.where(within, _mixed(word ^ key, A, B), 0)
+            second_lane += tl.where(within, _mixed(word + key, C, D), 0)
+        lanes = sums + storage
+        tl.atomic_add(lanes, tl.sum(first_lane).to(tl.int64, bitcast=True))
+        tl.atomic_add(lanes + 1, tl.sum(second_lane).to(tl.int64, bitcast=True))

@@ -15,7 +15,7 @@ The check of one bucket:
 
 A write that the trace did not see (another thread, a kernel outside the dispatcher) leaves
 scrambled bytes behind, a missing or misplaced copy leaves the pattern. Digests are taken on the
-device in chunks; no host copy is made.
+device; no host copy is made.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from sglang_loader.common.copies import gather_reads
-from sglang_loader.common.digest import CHUNK_WORDS, digest_bytes, position_weights
+from sglang_loader.common.digest import digests
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.regions.arrangement import Arrangement
 from sglang_loader.common.regions.intervals import subtract
@@ -200,21 +200,15 @@ def _expected(
 def digest(
     destinations: Destinations, storages: Sequence[int] | None = None
 ) -> list[tuple[int, ...]]:
-    """128 bits for each storage: two position-weighted sums of its 64-bit words, modulo 2**64.
-
-    Taken on the storage's device, in chunks of `CHUNK_WORDS`; one transfer to the host per device.
-    """
+    """128 bits for each storage, taken on its device; one transfer to the host per device."""
     wanted = range(len(destinations.storages)) if storages is None else storages
-    by_device: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
+    by_device: dict[torch.device, list[int]] = {}
     for place, i in enumerate(wanted):
-        data = destinations.memory[i]
-        by_device.setdefault(data.device, []).append((place, data))
+        by_device.setdefault(destinations.storages[i].device, []).append(place)
     result: list[tuple[int, ...]] = [()] * len(wanted)
-    for device, members in by_device.items():
-        most_words = max(data.numel() for _, data in members) // 8
-        weights = position_weights(min(most_words, CHUNK_WORDS), device)
-        sums = torch.stack([digest_bytes(data, weights) for _, data in members]).tolist()
-        for (place, _), value in zip(members, sums, strict=True):
+    for places in by_device.values():
+        found = digests([destinations.memory[wanted[place]] for place in places]).tolist()
+        for place, value in zip(places, found, strict=True):
             result[place] = tuple(value)
     return result
 

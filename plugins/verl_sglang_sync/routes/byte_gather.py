@@ -127,7 +127,7 @@ class GatherTable:
         return cls(
             row_table([rows for rows, _ in entries]),
             np.array([(member, 0) for _, member in entries], dtype=np.int64).reshape(-1, 2),
-            tile_table([rows for rows, _ in entries]),
+            tile_table([rows.num_tiles for rows, _ in entries]),
         )
 
 

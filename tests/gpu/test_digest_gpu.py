@@ -1,0 +1,46 @@
+"""On a GPU: the kernel's digests are those of torch's operators, and of a CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sglang_loader.common import digest as module
+from sglang_loader.common.digest import digests
+from unit.test_digest import check, random_bytes
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+
+def test_the_compiled_kernel_finds_what_torch_does() -> None:
+    assert module._kernel_works(torch.device("cuda", torch.cuda.current_device()))
+    check("cuda")
+
+
+def test_places_that_need_more_than_31_bits_count() -> None:
+    """A storage of 16 GiB and a few bytes has 2**31 words and more."""
+    data = torch.zeros((16 << 30) + 13, dtype=torch.uint8, device="cuda")
+    for place in (5, (16 << 30) - 1, (16 << 30) + 1, (16 << 30) + 12):
+        before = digests([data])
+        data[place] = 1
+        found = digests([data])
+        assert bool((found != before).all())
+        assert torch.equal(found[0], module._by_torch(data))
+
+
+def test_a_kernel_that_finds_anything_else_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    data = random_bytes(1000)
+    module._kernel_works.cache_clear()
+    monkeypatch.setattr(module, "_by_kernel", lambda storages: torch.zeros(1, 2, device=device))
+    try:
+        found = digests([data.to(device)])
+        assert "the Triton kernel's are others" in caplog.text
+        assert torch.equal(found.cpu(), digests([data]))
+    finally:
+        module._kernel_works.cache_clear()

@@ -1,0 +1,141 @@
+"""Digests: what changes them, and that the kernel and torch's operators find the same."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from itertools import combinations
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from sglang_loader.common import digest as module
+from sglang_loader.common.digest import PART_WORDS, digests, tensor_digest
+
+PART = 8 * PART_WORDS
+SIZES = [
+    *range(34),
+    8191,
+    8192,
+    8195,
+    PART - 8,
+    PART - 3,
+    PART,
+    PART + 3,
+    PART + 8,
+    3 * PART + 8205,
+]
+WORDS = st.lists(st.integers(-(2**63), 2**63 - 1), min_size=2, max_size=40)
+
+
+def random_bytes(size: int, device: str = "cpu") -> torch.Tensor:
+    return torch.randint(0, 256, (size,), dtype=torch.uint8, device=device)
+
+
+def lanes(data: torch.Tensor) -> tuple[int, ...]:
+    (found,) = digests([data.reshape(-1).view(torch.uint8)]).tolist()
+    return tuple(found)
+
+
+def assert_all_differ(storages: list[torch.Tensor]) -> None:
+    """In each of the two lanes."""
+    for lane in zip(*map(lanes, storages), strict=True):
+        assert len(set(lane)) == len(storages)
+
+
+def as_described(data: bytes) -> tuple[int, ...]:
+    """The digest, one word after another."""
+    place, *factors = module._FACTORS.values()
+    whole = len(data) // 8 * 8
+    words = [data[i : i + 8] for i in range(0, whole, 8)]
+    words.append(data[whole:].ljust(7, b"\0") + bytes([len(data) - whole]))
+    totals = [0, 0]
+    for i, word in enumerate(int.from_bytes(word, "little") for word in words):
+        key = i * place % 2**64
+        for lane, mixed in enumerate((word ^ key, (word + key) % 2**64)):
+            for factor in factors[2 * lane : 2 * lane + 2]:
+                mixed = (mixed ^ mixed >> 32) * factor % 2**64
+            totals[lane] += mixed ^ mixed >> 32
+    return tuple((total + 2**63) % 2**64 - 2**63 for total in totals)
+
+
+@given(st.binary(max_size=100))
+def test_a_digest_is_what_is_described(data: bytes) -> None:
+    assert lanes(torch.tensor(list(data), dtype=torch.uint8)) == as_described(data)
+
+
+@pytest.mark.parametrize("size", range(16, 32))
+@pytest.mark.parametrize("fill", [0, 255, None])
+def test_every_flipped_bit_changes_it(size: int, fill: int | None) -> None:
+    data = random_bytes(size) if fill is None else torch.full((size,), fill, dtype=torch.uint8)
+    flipped = [data.clone() for _ in range(8 * size)]
+    for bit, other in enumerate(flipped):
+        other[bit // 8] ^= 1 << bit % 8
+    assert_all_differ([data, *flipped])
+
+
+@pytest.mark.parametrize("bit", [0, 31, 62, 63])
+@pytest.mark.parametrize("fill", [0, -1, None])
+def test_an_even_number_of_flips_of_one_bit_changes_it(bit: int, fill: int | None) -> None:
+    data = random_bytes(96).view(torch.int64) if fill is None else torch.full((12,), fill)
+    found = [data]
+    for number in (2, 4):
+        for places in combinations(range(12), number):
+            other = data.clone()
+            other[list(places)] ^= 1 << bit if bit < 63 else -(2**63)
+            found.append(other)
+    assert_all_differ(found)
+
+
+@given(WORDS, st.data())
+def test_two_words_exchanged_change_it(words: list[int], data: st.DataObject) -> None:
+    places = st.integers(0, len(words) - 1)
+    first, second = data.draw(places), data.draw(places)
+    other = list(words)
+    other[first], other[second] = words[second], words[first]
+    assume(other != words)
+    assert_all_differ([torch.tensor(words), torch.tensor(other)])
+
+
+@given(st.binary(max_size=40))
+def test_zeros_appended_change_it(data: bytes) -> None:
+    longer = [data + bytes(number) for number in range(24)]
+    assert_all_differ([torch.tensor(list(item), dtype=torch.uint8) for item in longer])
+
+
+def test_chunks_add_up_and_places_count_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CHUNK_WORDS", 4)
+    storages = [random_bytes(size) for size in range(100)]
+    expected = [as_described(bytes(data.tolist())) for data in storages]
+    assert [tuple(found) for found in digests(storages).tolist()] == expected
+
+
+def test_a_tensor_has_the_digest_of_its_elements() -> None:
+    tensor = torch.randn(7, 5).to(torch.bfloat16).t()
+    found = tensor_digest(tensor)
+    assert tuple(found.tolist()) == lanes(tensor)
+    assert not torch.equal(found, tensor_digest(tensor.t()))
+    assert tensor_digest(torch.tensor(1.5)).shape == tensor_digest(torch.zeros(0)).shape == (2,)
+
+
+def check(device: str) -> None:
+    """The kernel, for storages of all sizes in one launch; only their own bytes count."""
+    storages = [random_bytes(size, device) for size in SIZES]
+    views = [random_bytes(size + i % 17, device)[i % 17 :] for i, size in enumerate(SIZES)]
+    aligned = [view.clone() for view in views]
+    expected = torch.stack([module._by_torch(data) for data in [*storages, *aligned]])
+    assert torch.equal(module._by_kernel([*storages, *aligned]), expected)
+    assert torch.equal(digests([*storages, *views]), expected)
+
+
+def test_the_kernel_finds_what_torch_does() -> None:
+    pytest.importorskip("triton")
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    subprocess.run([sys.executable, __file__], env=environment, check=True, timeout=300)
+
+
+if __name__ == "__main__":
+    check("cpu")
