@@ -7,14 +7,17 @@ Between two H200s that read each other's memory at once, a kernel gets 338 GB/s 
 from __future__ import annotations
 
 import ctypes
+import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from sglang_loader.common.copy_kernel import Rows
+from sglang_loader.common.shared_memory import gpu_uuid
+
+logger = logging.getLogger(__name__)
 
 MIN_RUN_WORDS = 32 << 10
 """256 KiB; of shorter rows a copy engine copies fewer bytes a second."""
@@ -22,6 +25,18 @@ MAX_STRIDE_WORDS = 1 << 27
 """1 GiB; CUDA allows less than 2 GiB between two rows."""
 _WORD_BYTES = 8
 _ANY_DIRECTION = 4  # cudaMemcpyDefault
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """`rows` rows of `run` consecutive 64-bit words; addresses in bytes, strides in words."""
+
+    src: int
+    dst: int
+    src_stride: int
+    dst_stride: int
+    run: int
+    rows: int
 
 
 def can_copy(rows: Rows) -> bool:
@@ -32,16 +47,24 @@ def can_copy(rows: Rows) -> bool:
     )
 
 
+def in_turns(rows: Sequence[tuple[str, Rows]], own: str) -> list[Rows]:
+    """All rows of one GPU after the other's, beginning behind `own`: where all GPUs read from all
+    others, no two of them read from the same one at a time.
+    """
+    return [each for _, each in sorted(rows, key=lambda row: (row[0] < own, row[0]))]
+
+
 class EngineCopies:
     """Copies by the copy engines, on a stream of their own.
 
     Args:
-        rows: each of which `can_copy`; in memory that `device` can reach.
+        rows: each of which `can_copy`, with the UUID of the GPU where it lies.
         device: whose engines copy.
     """
 
-    def __init__(self, rows: Sequence[Rows], device: torch.device) -> None:
-        self._copies = [_arguments(each) for each in rows]
+    def __init__(self, rows: Sequence[tuple[str, Rows]], device: torch.device) -> None:
+        ordered = in_turns(rows, gpu_uuid(device.index)) if rows else ()
+        self._copies = [_arguments(each) for each in ordered]
         self._stream = _stream(device) if rows else None
 
     def start(self) -> None:
@@ -57,6 +80,7 @@ class EngineCopies:
         with torch.cuda.device(self._stream.device):
             for arguments in self._copies:
                 if code := copy(*arguments, _ANY_DIRECTION, stream):
+                    _runtime().cudaGetLastError()  # or torch raises it after its next launch
                     raise RuntimeError(f"cudaMemcpy2DAsync failed with CUDA's error {code}")
 
     def join(self) -> None:
@@ -75,6 +99,22 @@ def _arguments(rows: Rows) -> tuple[Any, ...]:
     sizes = (ctypes.c_size_t(src_pitch), ctypes.c_size_t(width), ctypes.c_size_t(rows.rows))
     target, source = ctypes.c_void_p(rows.dst), ctypes.c_void_p(rows.src)
     return target, ctypes.c_size_t(dst_pitch), source, *sizes
+
+
+@cache
+def is_available(device: torch.device) -> bool:
+    """True if copies by the copy engines arrive on this CUDA device; tried once."""
+    try:
+        source = torch.arange(24, device=device).view(3, 8)[:, :5]
+        target = torch.zeros(3, 7, dtype=torch.int64, device=device)[:, :5]
+        rows = Rows(source.data_ptr(), target.data_ptr(), 8, 7, 5, 3)
+        copies = EngineCopies([("", rows)], device)
+        copies.start()
+        copies.join()
+        return torch.equal(source, target)
+    except Exception as error:
+        logger.warning("the kernel reads other GPUs' memory, not a copy engine: %r", error)
+        return False
 
 
 @cache

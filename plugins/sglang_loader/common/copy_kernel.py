@@ -15,14 +15,14 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from sglang_loader.common.copy_engine import EngineCopies, can_copy
+from sglang_loader.common import copy_engine
+from sglang_loader.common.copy_engine import EngineCopies, Rows, can_copy
 
 try:
     import triton
@@ -36,23 +36,11 @@ TILE_WORDS = 8192
 WORD = torch.int64
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """`rows` rows of `run` consecutive words; addresses in bytes, strides in words."""
-
-    src: int
-    dst: int
-    src_stride: int
-    dst_stride: int
-    run: int
-    rows: int
-
-    @property
-    def num_tiles(self) -> int:
-        """Programs that the kernel needs: parts of a long row, or groups of short ones."""
-        if self.run >= TILE_WORDS:
-            return self.rows * -(-self.run // TILE_WORDS)
-        return -(-self.rows // (TILE_WORDS // self.run))
+def num_tiles(rows: Rows) -> int:
+    """Programs that the kernel needs: parts of a long row, or groups of short ones."""
+    if rows.run >= TILE_WORDS:
+        return rows.rows * -(-rows.run // TILE_WORDS)
+    return -(-rows.rows // (TILE_WORDS // rows.run))
 
 
 def rows_of(target: torch.Tensor, source: torch.Tensor) -> Iterator[Rows]:
@@ -87,13 +75,13 @@ def rows_between(
         )
 
 
-def tile_table(num_tiles: Sequence[int]) -> npt.NDArray[np.int32]:
+def tile_table(nums_tiles: Sequence[int]) -> npt.NDArray[np.int32]:
     """(entry, part of it) of every tile: what one program of a kernel takes; pure.
 
     Args:
-        num_tiles: of each entry.
+        nums_tiles: of each entry.
     """
-    counts = np.array(num_tiles, dtype=np.int64)
+    counts = np.array(nums_tiles, dtype=np.int64)
     numbers = np.repeat(np.arange(len(counts)), counts)
     parts = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     return np.stack([numbers, parts], axis=1).astype(np.int32)
@@ -122,32 +110,38 @@ class BatchedCopy:
     Args:
         targets: views of `WORD`s on one CUDA device with innermost stride 1; no word twice.
         sources: of the same shapes.
-        is_peer: of a source: it lies on another GPU. Its large rows are left to a copy engine.
+        peer_of: of a source, the UUID of the other GPU on which it lies, or None. Large rows of
+            other GPUs are left to the copy engines.
     """
 
     def __init__(
         self,
         targets: Sequence[torch.Tensor],
         sources: Sequence[torch.Tensor],
-        is_peer: Callable[[torch.Tensor], bool] = lambda _: False,
+        peer_of: Callable[[torch.Tensor], str | None] = lambda _: None,
     ) -> None:
         device = targets[0].device
-        large: list[Rows] = []
+        large: list[tuple[str, Rows]] = []
         entries: list[Rows] = []
         for target, source in zip(targets, sources, strict=True):
-            may_be_large = is_peer(source)
+            peer = peer_of(source)
             for rows in rows_of(target, source) if source.numel() else ():
-                (large if may_be_large and can_copy(rows) else entries).append(rows)
+                if peer is not None and can_copy(rows) and copy_engine.is_available(device):
+                    large.append((peer, rows))
+                else:
+                    entries.append(rows)
         self._kept = (targets, sources)
         self._large = EngineCopies(large, device)
-        self._tiles = torch.from_numpy(tile_table([rows.num_tiles for rows in entries])).to(device)
+        self._tiles = torch.from_numpy(tile_table([num_tiles(rows) for rows in entries])).to(device)
         self._entries = torch.from_numpy(row_table(entries)).to(device)
 
     def run(self) -> None:
         """Copy, asynchronously; done when the current stream has come here."""
-        self._large.start()
-        launch(self._tiles, self._entries)
-        self._large.join()
+        try:
+            self._large.start()
+            launch(self._tiles, self._entries)
+        finally:
+            self._large.join()
 
 
 @cache

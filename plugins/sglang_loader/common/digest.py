@@ -106,7 +106,7 @@ def _by_kernel(storages: Sequence[torch.Tensor]) -> torch.Tensor:
             PART=PART_WORDS,
             BLOCK=BLOCK_WORDS,
             **_FACTORS,
-            num_warps=8,
+            num_warps=4,
         )
     return sums
 

@@ -16,6 +16,7 @@ Mapping a CUDA handle of memory that this process still has mapped gives the sam
 from __future__ import annotations
 
 import mmap
+from collections import defaultdict
 from functools import cache
 from pathlib import Path
 from weakref import WeakValueDictionary
@@ -132,20 +133,21 @@ def map_buffer(handle: BufferHandle, device: torch.device) -> torch.Tensor:
         try:
             mapped = _mapped(handle, device)
             if isinstance(handle, CudaHandle) and handle.gpu != gpu_uuid(mapped.get_device()):
-                _of_peers[mapped.untyped_storage().data_ptr()] = mapped
+                _of_peers[handle.gpu][mapped.untyped_storage().data_ptr()] = mapped
             return mapped
         except (OSError, RuntimeError, ValueError) as error:  # torch's own are RuntimeErrors
             where = f"on GPU {handle.gpu}" if isinstance(handle, CudaHandle) else "of the CPU"
             raise CannotMap(f"{handle.nbytes} bytes {where} cannot be mapped: {error}") from error
 
 
-_of_peers: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
-"""What is mapped of other GPUs' memory, by its address: CUDA says it were the reader's own."""
+_of_peers: dict[str, WeakValueDictionary[int, torch.Tensor]] = defaultdict(WeakValueDictionary)
+"""By GPU, what is mapped of others' memory, by address: CUDA says that it is the reader's own."""
 
 
-def is_on_peer(view: torch.Tensor) -> bool:
-    """True if the memory, of this GPU by its `device`, is another one's that is mapped."""
-    return view.untyped_storage().data_ptr() in _of_peers
+def peer_of(view: torch.Tensor) -> str | None:
+    """UUID of the other GPU on which the memory lies; None: it does not lie on another one."""
+    address = view.untyped_storage().data_ptr()
+    return next((gpu for gpu, mapped in _of_peers.items() if address in mapped), None)
 
 
 def _mapped(handle: BufferHandle, device: torch.device) -> torch.Tensor:

@@ -24,7 +24,7 @@ from sglang_loader.common.copies import copy_views
 from sglang_loader.common.copy_kernel import WORD, BatchedCopy, is_available
 from sglang_loader.common.regions.geometry import StridedCopy
 from sglang_loader.common.regions.intervals import Interval, merge
-from sglang_loader.common.shared_memory import is_on_peer
+from sglang_loader.common.shared_memory import peer_of
 from sglang_loader.load_plan.destinations import Destinations
 from sglang_loader.load_plan.plan import BucketPlan, LoadPlan, TapeStep
 from sglang_loader.load_plan.trace import Space, TensorRef, leaves, map_leaves
@@ -194,7 +194,7 @@ def _bind_copies(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> Ca
     devices = {targets[0].device, sources[0].device}
     is_words = targets[0].dtype == sources[0].dtype == WORD
     if is_words and len(devices) == 1 and is_available(targets[0].device):
-        return BatchedCopy(targets, sources, is_on_peer).run
+        return BatchedCopy(targets, sources, peer_of).run
     return partial(torch._foreach_copy_, targets, sources)
 
 

@@ -20,11 +20,12 @@ import numpy.typing as npt
 import torch
 
 from sglang_loader.common.copies import copy_views
+from sglang_loader.common.copy_engine import Rows
 from sglang_loader.common.copy_kernel import (
     WORD,
-    Rows,
     is_available,
     launch,
+    num_tiles,
     row_table,
     rows_between,
     tile_table,
@@ -127,7 +128,7 @@ class GatherTable:
         return cls(
             row_table([rows for rows, _ in entries]),
             np.array([(member, 0) for _, member in entries], dtype=np.int64).reshape(-1, 2),
-            tile_table([rows.num_tiles for rows, _ in entries]),
+            tile_table([num_tiles(rows) for rows, _ in entries]),
         )
 
 

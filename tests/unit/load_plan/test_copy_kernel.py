@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from sglang_loader.common import copy_kernel
-from sglang_loader.common.copy_engine import MIN_RUN_WORDS, can_copy
+from sglang_loader.common import copy_engine, copy_kernel
+from sglang_loader.common.copy_engine import MIN_RUN_WORDS, Rows, can_copy, in_turns
 from sglang_loader.common.copy_kernel import TILE_WORDS, BatchedCopy, rows_of
 
 pytest.importorskip("triton")
@@ -47,10 +47,10 @@ def copies(device: str) -> tuple[list[torch.Tensor], list[torch.Tensor], list[to
     return targets, whole, sources
 
 
-def check(device: str, *, is_peer: bool = False) -> None:
+def check(device: str, *, peer: str | None = None) -> None:
     """All is copied, and nothing else written."""
     targets, whole, sources = copies(device)
-    BatchedCopy(targets, sources, lambda _: is_peer).run()
+    BatchedCopy(targets, sources, lambda _: peer).run()
     for target, storage, source, (_, _, pad) in zip(targets, whole, sources, SHAPES, strict=True):
         assert torch.equal(target, source), source.shape
         assert bool((storage[..., :pad] == -1).all()), source.shape
@@ -64,9 +64,10 @@ def test_the_kernel_copies_every_word_and_no_other() -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.gpu
-@pytest.mark.parametrize("is_peer", [False, True])
-def test_the_compiled_kernel_copies_every_word_and_no_other(is_peer: bool) -> None:
-    check("cuda", is_peer=is_peer)
+@pytest.mark.parametrize("peer", [None, "GPU-0"])
+def test_the_compiled_kernel_copies_every_word_and_no_other(peer: str | None) -> None:
+    assert copy_engine.is_available(torch.device("cuda", torch.cuda.current_device()))
+    check("cuda", peer=peer)
 
 
 @pytest.mark.parametrize(
@@ -92,6 +93,17 @@ def test_a_copy_engine_is_not_given_rows_that_lie_on_each_other() -> None:
     source = torch.empty(MIN_RUN_WORDS, dtype=torch.int64).expand(4, -1)
     (rows,) = rows_of(torch.empty(4, MIN_RUN_WORDS, dtype=torch.int64), source)
     assert not can_copy(rows)
+
+
+def test_no_two_gpus_read_from_the_same_one_at_a_time() -> None:
+    gpus = ["GPU-b", "GPU-d", "GPU-a", "GPU-c"]
+
+    def order(own: str) -> list[str]:
+        rows = [(gpu, Rows(number, 0, 0, 0, 1, 1)) for number, gpu in enumerate(gpus)]
+        return [gpus[row.src] for row in in_turns([row for row in rows if row[0] != own], own)]
+
+    for sources in zip(*map(order, gpus), strict=True):
+        assert len(set(sources)) == len(gpus)
 
 
 def test_a_copy_of_many_dimensions_becomes_rows() -> None:
