@@ -104,14 +104,19 @@ class Engine:
 def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
     engine = Engine()
 
-    def from_all(_: Any, item: Any) -> list[Any]:
-        return [item, *(engine.others if isinstance(item, tuple) else [])]
+    def from_all(_: Any, failure: str | None) -> list[str | None]:
+        return [failure, *(text for text, _, _ in engine.others)]
+
+    def any_of(_: Any, *flags: bool) -> tuple[bool, ...]:
+        others = [(text is not None, begun, new, False) for text, begun, new in engine.others]
+        return tuple(map(any, zip(flags, *others, strict=False)))
 
     monkeypatch.setattr(weight_update, "known_verdict", lambda *_: engine.known)
     monkeypatch.setattr(weight_update, "view_of_sync", engine.look_at)
     monkeypatch.setattr(weight_update, "judge_together", lambda *_: engine.verdict)
 
     monkeypatch.setattr(TPRanks, "gather", from_all)
+    monkeypatch.setattr(TPRanks, "any_of", any_of)
     monkeypatch.setattr(TPRanks, "rank", 0)
     monkeypatch.setattr(weight_update, "set_gate", engine.gate.append)
     assert engine.session(1.0) == []

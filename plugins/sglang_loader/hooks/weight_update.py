@@ -99,18 +99,21 @@ class WeightUpdate:
         failure = self._load_in_frame(load)
         # After a failure, too: the prefix caches of all TP ranks must stay equal.
         _, unflushed = attempt(self.flush)
-        own = self._ranks.named(failure or unflushed), self._has_begun, self._view is not None
-        outcomes = self._ranks.gather(own)
-        failures = [text for text, _, _ in outcomes if text]
-        is_touched = any(has_begun for _, has_begun, _ in outcomes)
-        if not failures and any(is_new for _, _, is_new in outcomes):
+        failure = failure or unflushed
+        stale = None if self._backup is None else self._backup.stale_once_synced
+        has_failed, is_touched, is_new, is_stale = self._ranks.any_of(
+            failure is not None, self._has_begun, self._view is not None, stale is not None
+        )
+        failures = self._ranks.failures(failure) if has_failed else []
+        if not failures and is_new:
             failures = self._judge()
         if self._backup is not None:
             if failures and is_touched:
                 self._backup.sync_failed("a weight update failed")
             elif not failures:
                 self._backup.sync_completed()
-                failures = self._ranks.failures(self._backup.stale)
+        if not failures and is_stale:
+            failures = self._ranks.failures(stale)
         if not failures:
             record_version(self._updater, self._request)
         if is_touched:  # else all is as it was

@@ -59,9 +59,14 @@ class WeightsBackup:
     def stale(self) -> str | None:
         """Why the engine must not compute with its weights, or None."""
         if self._undefined:
-            size = num_bytes(self._undefined)
-            return f"{size} bytes of the weights are undefined since the last resume"
+            return _undefined_text(self._undefined)
         return "the last sync was not complete" if self.sync.is_half_written else None
+
+    @property
+    def stale_once_synced(self) -> str | None:
+        """What `stale` will be after `sync_completed`."""
+        left = self._left_undefined()
+        return _undefined_text(left) if left else None
 
     @property
     def host_bytes(self) -> int:
@@ -163,9 +168,13 @@ class WeightsBackup:
         Without a proven coverage that proves nothing under "auto"; "off" takes it as it is.
         """
         self.sync.complete()
-        trusted = self.policy == "off" and self._destinations is None
-        self._undefined = [] if trusted else subtract(self._undefined, self._covered)
+        self._undefined = self._left_undefined()
         self._free_if_defined()
+
+    def _left_undefined(self) -> list[Interval]:
+        """What no complete sync is known to write."""
+        trusted = self.policy == "off" and self._destinations is None
+        return [] if trusted else subtract(self._undefined, self._covered)
 
     def _warn_of_strays(self, now: Allocations) -> None:
         """Warn of memory that was allocated under the tag `weights` after the model was loaded.
@@ -194,6 +203,10 @@ class WeightsBackup:
     def _free_if_defined(self) -> None:
         if not self._undefined and not self._released:
             self._saved = None
+
+
+def _undefined_text(ranges: list[Interval]) -> str:
+    return f"{num_bytes(ranges)} bytes of the weights are undefined since the last resume"
 
 
 def bridged(pieces: list[Interval], allocated: tuple[Interval, ...]) -> list[Interval]:
