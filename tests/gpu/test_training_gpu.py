@@ -130,8 +130,8 @@ CELLS = {
     "adapter-tp2": Cell(LORA, route=None),
     "moe-tp2": Cell(architecture="qwen3_moe"),
     "fp8-tp2": Cell(FP8, route="num_replayed", pearson=MIN_PEARSON_FP8),
-    "megatron-tp2": Cell(route=None, **MEGATRON),
-    "megatron-bridge-tp2": Cell(BRIDGE, **MEGATRON),
+    "megatron-tp2": Cell(route="num_replayed", **MEGATRON),
+    "megatron-bridge-tp2": Cell(BRIDGE, route="num_replayed", **MEGATRON),
     "separate-async": Cell(SEPARATE, **APART),
     "separate-async-sent": Cell((*SENT, *SEPARATE), route="num_sent", **APART),
     "separate-async-fp8": Cell(
