@@ -2,7 +2,9 @@
 
     python benchmarks/grpo_step.py --model qwen3-4b --steps 3 --json benchmarks/results/....json
 
-Every arm is a full run of `recipes/grpo_fsdp_gpu.sh`: FSDP2, same data and seed.
+Every arm is a full run of `recipes/grpo_fsdp_gpu.sh`, or of the recipe that `--recipe` names: same
+data and seed. Megatron trains with a stand-in of plain torch where Transformer Engine is not
+installed (`tests/support/transformer_engine.py`); the row says so.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +34,18 @@ COLOCATED = ["native", "bucketed", "flattened", "compiled"]
 LOG_TAIL = 20_000  # characters
 ONE_GPU = {"GPUS": 1, "ROLLOUT_TP": 1}
 TIMERS = ("step", "gen", "update_weights", "update_actor", "old_log_prob")
-OVERRIDES = (
+FSDP_RECIPE, MEGATRON_RECIPE = "grpo_fsdp_gpu.sh", "grpo_megatron_gpu.sh"
+FSDP_OVERRIDES = (
     "actor_rollout_ref.model.use_remove_padding=False",
     "actor_rollout_ref.model.enable_gradient_checkpointing=True",
     "+actor_rollout_ref.model.override_config.attn_implementation=sdpa",
+    "actor_rollout_ref.actor.fsdp_config.optimizer_offload=False",
+    "actor_rollout_ref.actor.use_torch_compile=False",
+)
+OVERRIDES = (
     "actor_rollout_ref.actor.use_dynamic_bsz=False",
     "actor_rollout_ref.actor.ppo_mini_batch_size=16",
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16",
-    "actor_rollout_ref.actor.fsdp_config.optimizer_offload=False",
-    "actor_rollout_ref.actor.use_torch_compile=False",
     "actor_rollout_ref.rollout.n=1",
     "actor_rollout_ref.rollout.calculate_log_probs=True",
     "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=16",
@@ -87,12 +93,17 @@ def make_model(folder: Path, model: str) -> None:
     torch.cuda.empty_cache()  # the arms are other processes on the same GPU
 
 
+def stands_in(recipe: str) -> bool:
+    """True where the recipe trains with the stand-in for Transformer Engine."""
+    return recipe == MEGATRON_RECIPE and find_spec("transformer_engine") is None
+
+
 def run_arm(
     arm: str,
     folder: Path,
     steps: int,
     more: Sequence[str] = (),
-    recipe: str = "grpo_fsdp_gpu.sh",
+    recipe: str = FSDP_RECIPE,
     sizes: Mapping[str, int] = ONE_GPU,
 ) -> tuple[list[dict[str, Any]], dict[str, list[float]]]:
     """Train `steps` steps; return verl's metrics of each, and GPU memory over the last one.
@@ -109,7 +120,8 @@ def run_arm(
         RuntimeError: the training failed; the message has the end of its log.
     """
     metrics = folder / f"metrics-{arm}.jsonl"
-    metrics.unlink(missing_ok=True)
+    for stale in (metrics, folder / f"syncs-{arm}.jsonl"):
+        stale.unlink(missing_ok=True)
     environment = {
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
@@ -122,8 +134,13 @@ def run_arm(
         "RAY_USAGE_STATS_ENABLED": "0",
         "HF_HUB_OFFLINE": "1",
     }
+    if stands_in(recipe):
+        found = (str(ROOT / "tests"), os.environ.get("PYTHONPATH"))
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, found))
+        environment["VERL_USE_EXTERNAL_MODULES"] = "support.megatron_stand_ins"
     report = "actor_rollout_ref.rollout.custom.weight_sync.report_file"
-    overrides = [*OVERRIDES, f"trainer.total_training_steps={steps}", *more]
+    of_trainer = () if recipe == MEGATRON_RECIPE else FSDP_OVERRIDES
+    overrides = [*OVERRIDES, *of_trainer, f"trainer.total_training_steps={steps}", *more]
     if ARMS[arm]:
         overrides.append(f"{report}={folder}/syncs-{arm}.jsonl")
     command = ["bash", str(ROOT / "recipes" / recipe), *overrides]
@@ -171,7 +188,8 @@ def main() -> None:
     parser.add_argument("--model", choices=MODELS, default="qwen3-4b")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--gpus", type=int, default=1)
-    parser.add_argument("--tp", type=int, default=1, help="of each engine")
+    parser.add_argument("--tp", type=int, default=1, help="of each engine, and of Megatron")
+    parser.add_argument("--recipe", choices=(FSDP_RECIPE, MEGATRON_RECIPE), default=FSDP_RECIPE)
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=COLOCATED)
     parser.add_argument("--folder", type=Path, default=Path("outputs/grpo_step"))
     parser.add_argument("--json", type=Path)
@@ -181,9 +199,10 @@ def main() -> None:
     make_model(folder, args.model)
     rows = []
     for arm in args.arms:
-        sizes = {"GPUS": args.gpus, "ROLLOUT_TP": args.tp}
-        steps, memory = run_arm(arm, folder, args.steps, args.overrides, sizes=sizes)
+        sizes = {"GPUS": args.gpus, "ROLLOUT_TP": args.tp, "TRAIN_TP": args.tp, "TRAIN_EP": 1}
+        steps, memory = run_arm(arm, folder, args.steps, args.overrides, args.recipe, sizes)
         row = row_of(arm, args.model, steps, stage_medians(folder, arm))
+        row |= {"recipe": args.recipe, "transformer_engine": not stands_in(args.recipe)}
         rows.append({**row, "gpus": args.gpus, "tp": args.tp, "memory": memory})
         path = args.json or Path(f"benchmarks/results/grpo_step-{hardware()}.json")
         write_results(path, "grpo_step", rows)

@@ -74,6 +74,16 @@ APART: dict[str, Any] = {
     "sizes": {"TRAINER_GPUS": 1, "ROLLOUT_GPUS": 1, "SYNC_EVERY": 1},
 }
 
+MEGATRON: dict[str, Any] = {
+    "recipe": grpo_step.MEGATRON_RECIPE,
+    "sizes": {"TRAIN_TP": 2, "TRAIN_EP": 1},
+}
+BRIDGE = (  # verl's default bridge, which does not read the model's rope_theta
+    "actor_rollout_ref.actor.megatron.vanilla_mbridge=False",
+    "+actor_rollout_ref.actor.megatron.override_transformer_config.rotary_base=10000",
+    "+actor_rollout_ref.actor.megatron.override_transformer_config.gradient_accumulation_fusion=False",
+)
+
 
 @dataclass(frozen=True)
 class Cell:
@@ -95,7 +105,7 @@ class Cell:
     gpus: int = 2
     tp: int = 2
     preset: str = "compiled"
-    recipe: str = "grpo_fsdp_gpu.sh"
+    recipe: str = grpo_step.FSDP_RECIPE
     sizes: dict[str, int] = field(default_factory=dict)
     architecture: str = "qwen3"
     route: str | None = "num_pulled"
@@ -120,6 +130,8 @@ CELLS = {
     "adapter-tp2": Cell(LORA, route=None),
     "moe-tp2": Cell(architecture="qwen3_moe"),
     "fp8-tp2": Cell(FP8, route="num_replayed", pearson=MIN_PEARSON_FP8),
+    "megatron-tp2": Cell(route="num_replayed", **MEGATRON),
+    "megatron-bridge-tp2": Cell(BRIDGE, route="num_replayed", **MEGATRON),
     "separate-async": Cell(SEPARATE, **APART),
     "separate-async-sent": Cell((*SENT, *SEPARATE), route="num_sent", **APART),
     "separate-async-fp8": Cell(

@@ -6,10 +6,12 @@ models, the bridges and all collectives are upstream's.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch.utils._device import _device_constructors
 
 PARAMETERS_ALONE = {
     "perform_initialization": False,  # the weights are loaded
@@ -37,7 +39,27 @@ def stand_in_for_cuda() -> None:
     MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = torch.cpu.Stream()
     torch.cuda.Stream = torch.cuda.current_stream = _NoStream  # type: ignore[assignment,misc]
     torch.cuda.stream = lambda _: nullcontext()  # type: ignore[assignment,misc,return-value]
+    RngTracker = tensor_parallel.random.CudaRNGStatesTracker
+    RngTracker.fork = lambda *_, **__: nullcontext()  # nothing that trains here draws numbers
+    _device_constructors()  # `with torch.device(...)` remembers the functions that it finds
+    for make in ("tensor", "zeros", "empty"):
+        setattr(torch, make, _made_on_the_cpu(getattr(torch, make)))
+    tensor_type = torch.Tensor.type
+    torch.Tensor.type = lambda self, *to, **how: (  # type: ignore[method-assign]
+        tensor_type(self, *to, **how)
+        if to or how
+        else tensor_type(self).replace("torch.", "torch.cuda.")  # Megatron's optimizer asks
+    )
     _scatter_contiguous()
+
+
+def _made_on_the_cpu(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """As `torch.zeros`, and others that are told a device; no memory is pinned without a GPU."""
+
+    def made(*args: Any, device: Any = None, pin_memory: bool = False, **how: Any) -> torch.Tensor:
+        return make(*args, device="cpu" if device == "cuda" else device, **how)
+
+    return made
 
 
 class _NoStream:
@@ -58,13 +80,3 @@ def _scatter_contiguous() -> None:
         return scatter(tensor, copies, *args, **kwargs)
 
     torch.distributed.scatter = scatter_copies
-
-
-class UnpinnedMemory(torch.overrides.TorchFunctionMode):
-    """Plain memory where verl asks for pinned memory, which needs a GPU."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = {key: value for key, value in (kwargs or {}).items() if key != "pin_memory"}
-        return func(*args, **kwargs)

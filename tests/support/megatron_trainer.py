@@ -22,7 +22,6 @@ from support import transformer_engine
 from support.megatron_cpu import (
     INITIALIZED_ON_CPU,
     PARAMETERS_ALONE,
-    UnpinnedMemory,
     stand_in_for_cuda,
 )
 
@@ -73,7 +72,6 @@ class MegatronActor:
 
         make_exports_repeatable()  # as the rollout adapter does in this process
         self._layout, self._others = layout, set(_world.pg_map)
-        self._unpinned = UnpinnedMemory if on_cpu else torch.no_grad
         self._engine = MegatronEngineWithLMHead(
             HFModelConfig(path=str(model), load_tokenizer=False),
             McoreEngineConfig(
@@ -144,8 +142,7 @@ class MegatronActor:
             return None
         from verl.utils.megatron_utils import offload_megatron_model_to_cpu
 
-        with self._unpinned():
-            offload_megatron_model_to_cpu(self._engine.module)
+        offload_megatron_model_to_cpu(self._engine.module)
         return sum(storage.nbytes() for storage in self._storages())
 
     @property

@@ -1,8 +1,9 @@
-"""Transformer Engine where there is no GPU: the parameters of its layers, and no forward.
+"""Transformer Engine where it is not installed: its layers in plain torch.
 
-Megatron-Bridge builds its models of Transformer Engine's layers alone. Those that megatron-core
+The bridges build their models of Transformer Engine's layers alone. Those that megatron-core
 subclasses are here with Transformer Engine's own parameter names, shapes and tensor-parallel
-attributes; megatron-core's layer specs, its wrappers and the bridge are upstream's.
+attributes; megatron-core's layer specs, its wrappers and the bridges are upstream's. A dense model
+computes what it would with the real layers, without their kernels; experts have only parameters.
 
     transformer_engine.install()       # before megatron is imported
 """
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 VERSION = "2.6.0"
 """From 2.7 on megatron-core wants modules that have nothing to do with parameters."""
@@ -24,6 +26,21 @@ VERSION = "2.6.0"
 def _on_tensor_parallel_ranks(parameter: nn.Parameter, dim: int) -> nn.Parameter:
     vars(parameter).update(tensor_model_parallel=True, partition_dim=dim, partition_stride=1)
     return parameter
+
+
+def _normalization(initial: torch.Tensor, settings: dict[str, Any]) -> nn.Parameter:
+    """A layer norm's parameter: sequence-parallel ranks add up its gradients."""
+    parameter = nn.Parameter(initial.to(settings.get("params_dtype")))
+    vars(parameter)["sequence_parallel"] = settings.get("sequence_parallel", False)
+    return parameter
+
+
+def _normalized(
+    inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
+) -> torch.Tensor:
+    if bias is None:
+        return functional.rms_norm(inputs, weight.shape, weight, eps)
+    return functional.layer_norm(inputs, weight.shape, weight, bias, eps)
 
 
 class _Layer(nn.Module):
@@ -42,6 +59,8 @@ class _Layer(nn.Module):
     ) -> None:
         super().__init__()
         is_row = parallel_mode == "row"
+        self.tp_group = settings.get("tp_group")
+        self.sequence_parallel = settings.get("sequence_parallel", False)
         self.in_features = in_features // tp_size if is_row else in_features
         self.out_features = out_features // tp_size if parallel_mode == "column" else out_features
         self.parallel_mode, self.use_bias = parallel_mode, bias
@@ -60,8 +79,36 @@ class _Layer(nn.Module):
             self.register_parameter(f"bias{suffix}", bias)
 
     def forward(self, *_: Any, **__: Any) -> Any:
-        """Not without Transformer Engine."""
-        raise NotImplementedError("Transformer Engine's layers have only parameters here")
+        """Not of every layer."""
+        raise NotImplementedError(f"{type(self).__name__} has only parameters here")
+
+    def multiply(self, inputs: torch.Tensor) -> Any:
+        """The linear layer, with the collectives of its tensor-parallel mode.
+
+        Args:
+            inputs: `[sequence, batch, in_features]`; of the sequence only this rank's part where a
+                column-parallel layer runs sequence-parallel, which a row-parallel one returns.
+        """
+        from megatron.core.tensor_parallel import mappings
+
+        if self.parallel_mode == "column":
+            enter = (
+                mappings.gather_from_sequence_parallel_region
+                if self.sequence_parallel
+                else mappings.copy_to_tensor_model_parallel_region
+            )
+            inputs = enter(inputs, group=self.tp_group)
+        outputs = functional.linear(inputs, self.weight)
+        if self.parallel_mode == "row":
+            leave = (
+                mappings.reduce_scatter_to_sequence_parallel_region
+                if self.sequence_parallel
+                else mappings.reduce_from_tensor_model_parallel_region
+            )
+            outputs = leave(outputs, group=self.tp_group)
+        if self.return_bias:
+            return outputs, self.bias
+        return outputs + self.bias if self.use_bias else outputs
 
 
 class Linear(_Layer):
@@ -71,16 +118,26 @@ class Linear(_Layer):
         super().__init__(*sizes, **settings)
         self.add_linear()
 
+    def forward(self, inputs: torch.Tensor, **_: Any) -> Any:
+        """See `multiply`."""
+        return self.multiply(inputs)
+
 
 class LayerNormLinear(_Layer):
     """`transformer_engine.pytorch.LayerNormLinear`."""
 
     def __init__(self, *sizes: int, normalization: str = "LayerNorm", **settings: Any) -> None:
         super().__init__(*sizes, **settings)
-        self.layer_norm_weight = nn.Parameter(torch.ones(self.in_features, dtype=self.dtype))
+        self.eps, self.normalization = settings.get("eps", 1e-5), normalization
+        self.layer_norm_weight = _normalization(torch.ones(self.in_features), settings)
         if normalization == "LayerNorm":
-            self.layer_norm_bias = nn.Parameter(torch.zeros(self.in_features, dtype=self.dtype))
+            self.layer_norm_bias = _normalization(torch.zeros(self.in_features), settings)
         self.add_linear()
+
+    def forward(self, inputs: torch.Tensor, **_: Any) -> Any:
+        """See `multiply`; the normalization precedes it."""
+        bias = self.layer_norm_bias if self.normalization == "LayerNorm" else None
+        return self.multiply(_normalized(inputs, self.layer_norm_weight, bias, self.eps))
 
 
 class GroupedLinear(_Layer):
@@ -98,7 +155,12 @@ class RMSNorm(nn.Module):
 
     def __init__(self, hidden_size: int, **settings: Any) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=settings.get("params_dtype")))
+        self.eps = settings.get("eps", 1e-5)
+        self.weight = _normalization(torch.ones(hidden_size), settings)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Over the last dimension."""
+        return _normalized(inputs, self.weight, getattr(self, "bias", None), self.eps)
 
 
 class LayerNorm(RMSNorm):
@@ -106,14 +168,44 @@ class LayerNorm(RMSNorm):
 
     def __init__(self, hidden_size: int, **settings: Any) -> None:
         super().__init__(hidden_size, **settings)
-        self.bias = nn.Parameter(torch.zeros_like(self.weight))
+        self.bias = _normalization(torch.zeros(hidden_size), settings)
 
 
 class DotProductAttention(nn.Module):
-    """`transformer_engine.pytorch.DotProductAttention` has no parameters."""
+    """`transformer_engine.pytorch.DotProductAttention`: causal, of packed sequences, no dropout."""
 
-    def __init__(self, *_: Any, **__: Any) -> None:
+    def __init__(self, *_: Any, **settings: Any) -> None:
         super().__init__()
+        self.scale = settings.get("softmax_scale")
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **packed: Any
+    ) -> torch.Tensor:
+        """Attention of each sequence to itself.
+
+        Args:
+            query: `[tokens, heads, channels]`; `key` and `value` with a divisor of its heads.
+
+        Returns:
+            `[tokens, heads * channels]`.
+
+        Raises:
+            NotImplementedError: not packed, or not causal.
+        """
+        if (packed.get("qkv_format"), packed["attn_mask_type"]) != ("thd", "padding_causal"):
+            raise NotImplementedError("only of packed sequences: model.use_remove_padding=True")
+        lengths = packed["cu_seqlens_q_padded"].diff().tolist()
+        sequences = zip(*(tensor.split(lengths) for tensor in (query, key, value)), strict=True)
+        outputs = [
+            functional.scaled_dot_product_attention(
+                *(tensor.transpose(0, 1)[None] for tensor in sequence),
+                is_causal=True,
+                scale=self.scale,
+                enable_gqa=True,
+            )
+            for sequence in sequences
+        ]
+        return torch.cat([output[0].transpose(0, 1).flatten(1) for output in outputs])
 
 
 LAYERS = (Linear, LayerNormLinear, GroupedLinear, RMSNorm, LayerNorm, DotProductAttention)
