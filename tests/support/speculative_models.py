@@ -1,7 +1,8 @@
 """Tiny Llamas whose drafts the target accepts, though their weights are random.
 
-What the layers of such a model write is zero, so that its next token is a function of the last one
-alone, whatever kernels compute it. A draft knows the function:
+What the layers of such a model write is zero, and its output layer is the embedding in another
+order, so that its next token is a function of the last one alone, and never a close choice,
+whatever kernels compute it. A draft knows the function:
 
 - `STANDALONE`: the draft is another copy of the target.
 - `EAGLE`: the draft has the target's embedding and output layer, which SGLang has them share, and
@@ -34,7 +35,6 @@ _LLAMA: dict[str, Any] = {
     "initializer_range": 0.15,
     "bos_token_id": 256,
     "eos_token_id": 256,
-    "pad_token_id": 257,
 }
 
 
@@ -70,6 +70,9 @@ def _make_llama(folder: Path, *, seed: int, layers: int = 2, layers_write: bool 
     for name, parameter in model.named_parameters():
         if not layers_write and name.endswith(("o_proj.weight", "down_proj.weight")):
             torch.nn.init.zeros_(parameter)
+    if not layers_write:
+        following = torch.randperm(_LLAMA["vocab_size"])
+        model.lm_head.weight.data[following] = model.model.embed_tokens.weight.data
     model.save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
 
