@@ -105,6 +105,7 @@ def run_arm(
     more: Sequence[str] = (),
     recipe: str = FSDP_RECIPE,
     sizes: Mapping[str, int] = ONE_GPU,
+    limit_s: float | None = None,
 ) -> tuple[list[dict[str, Any]], dict[str, list[float]]]:
     """Train `steps` steps; return verl's metrics of each, and GPU memory over the last one.
 
@@ -115,9 +116,11 @@ def run_arm(
         more: overrides of verl's settings.
         recipe: in `recipes/`.
         sizes: environment of the recipe: how many GPUs, and so on.
+        limit_s: the training is killed after so many seconds.
 
     Raises:
         RuntimeError: the training failed; the message has the end of its log.
+        subprocess.TimeoutExpired: it was killed.
     """
     metrics = folder / f"metrics-{arm}.jsonl"
     for stale in (metrics, folder / f"syncs-{arm}.jsonl"):
@@ -150,7 +153,9 @@ def run_arm(
 
     path = folder / f"run-{arm}.log"
     with path.open("w") as log, MemorySamples(num_done) as memory:
-        ended = subprocess.run(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
+        ended = subprocess.run(
+            command, env=environment, stdout=log, stderr=subprocess.STDOUT, timeout=limit_s
+        )
     if ended.returncode:
         raise RuntimeError(f"{recipe} failed:\n{path.read_text(errors='replace')[-LOG_TAIL:]}")
     data = [json.loads(line)["data"] for line in metrics.read_text().splitlines()]

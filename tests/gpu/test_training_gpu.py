@@ -21,6 +21,7 @@ import torch
 from benchmarks import grpo_step
 from tiny_assets import make_assets
 
+from support.forks import python_path
 from support.fp8_models import make_model
 
 NUM_GPUS = torch.cuda.device_count()
@@ -141,6 +142,13 @@ CELLS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def sglangs_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_ENABLE_JIT_DEEPGEMM", "0")  # which needs a CUDA compiler
+    # runs beside each other do not fill both GPUs alike
+    monkeypatch.setenv("SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK", "0")
+
+
 QUICK = ("fsdp2-tp2", "fsdp1-tp2", "separate-async", "fp8-tp1")
 
 
@@ -148,15 +156,12 @@ QUICK = ("fsdp2-tp2", "fsdp1-tp2", "separate-async", "fp8-tp1")
     "name",
     [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in CELLS],
 )
-def test_the_weights_arrive(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_weights_arrive(name: str, tmp_path: Path) -> None:
     cell = CELLS[name]
     if cell.gpus > NUM_GPUS:
         pytest.skip(f"needs {cell.gpus} GPUs, this machine has {NUM_GPUS}")
     if cell.recipe == "ppo_fsdp_gpu.sh" and find_spec("flash_attn") is None:
         pytest.skip("verl loads every critic with flash_attention_2: needs flash-attn")
-    monkeypatch.setenv("SGLANG_ENABLE_JIT_DEEPGEMM", "0")  # which needs a CUDA compiler
-    # runs beside each other do not fill both GPUs alike
-    monkeypatch.setenv("SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK", "0")
     steps, reports = train(cell, tmp_path)
     print_row(name, steps, reports)
     for step in steps:
@@ -170,6 +175,20 @@ def test_the_weights_arrive(name: str, tmp_path: Path, monkeypatch: pytest.Monke
     if cell.route is not None:
         last = reports[-1]
         assert last[cell.route] == last["num_buckets"] > 0, last
+
+
+@pytest.mark.slow
+def test_a_lost_adapter_fails_the_proof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control of `adapter-tp1`, as `tests/e2e/test_training_cpu.py` has it: the last step
+    samples with the adapter of the step before, because its own was lost.
+    """
+    monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "support.drop_sync")
+    monkeypatch.setenv("PYTHONPATH", python_path())
+    steps, reports = train(Cell(LORA, gpus=1, tp=1), tmp_path)
+    print_row("adapter-tp1, one lost", steps, reports)
+    correlations = [step["training/rollout_actor_probs_pearson_corr"] for step in steps]
+    assert min(correlations[:-1]) > MIN_PEARSON > correlations[-1], correlations
+    assert 0 in {report["num_tensors"] for report in reports[1:]}, "no adapter was lost"
 
 
 def print_row(name: str, steps: list[dict[str, Any]], reports: list[dict[str, Any]]) -> None:

@@ -19,6 +19,7 @@ import torch
 
 HASH_LOADER = "support.engine_loaders.write_hashes"
 STOP_LOADER = "support.engine_loaders.stop_in_next_load"
+MODELS_LOADER = "support.engine_loaders.add_hashes"
 COUNT_LOADER = "support.engine_loaders.count_loads"
 
 NamedTensors = list[tuple[str, torch.Tensor]]
@@ -32,6 +33,15 @@ def write_hashes(model: Any, named_tensors: NamedTensors) -> None:
     hashes = {name: hash_of(tensor) for name, tensor in model.state_dict().items()}
     rank = torch.distributed.get_rank()
     (folder / f"rank{rank}.json").write_text(json.dumps(hashes))
+
+
+def add_hashes(model: Any, named_tensors: NamedTensors) -> None:
+    """Add a line to the file that is named, for each model that SGLang updates: a draft, and then
+    the target. As `write_hashes`.
+    """
+    hashes = {name: hash_of(tensor) for name, tensor in model.state_dict().items()}
+    with Path(named_tensors[0][0]).open("a") as file:
+        file.write(json.dumps(hashes) + "\n")
 
 
 def hash_of(tensor: torch.Tensor) -> str:

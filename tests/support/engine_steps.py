@@ -161,12 +161,18 @@ def _run_syncs(
 
 def sync_asleep(rank: TrainerRank, manager: Any, weights: Any, version: str) -> Sync:
     """A sync between a release and the end of the wake-up."""
+    report = report_of_cycle(manager, weights, version)
+    return rank.hashes(), report
+
+
+def report_of_cycle(manager: Any, weights: Any, version: str) -> dict[str, Any]:
+    """The same, without a look at the engine's weights."""
     asyncio.run(manager.release())
     asyncio.run(manager.resume(("weights",)))
     asyncio.run(manager.sync(weights, version=version))
     report = asdict(manager.report)
     asyncio.run(manager.resume(("kv_cache",)))
-    return rank.hashes(), report
+    return report
 
 
 def sync_away_and_back(rank: TrainerRank) -> list[Hashes]:

@@ -1,0 +1,24 @@
+"""Speculative decoding around syncs on a CPU, where Triton's interpreter runs SGLang's kernels."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from support.speculative_steps import SYNCS, check_accept_lengths
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+INTERPRETED = {"SGLANG_EXTERNAL_MODEL_PACKAGE": "support.interpreted"}
+
+
+@pytest.mark.parametrize("algorithm", SYNCS)
+def test_drafts_are_accepted_as_long_as_they_fit(algorithm: str, tmp_path: Path) -> None:
+    check_accept_lengths(
+        algorithm,
+        tmp_path,
+        num_tokens=9,
+        extra=("--attention-backend", "triton"),
+        variables=INTERPRETED,
+    )
