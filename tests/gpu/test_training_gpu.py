@@ -121,8 +121,8 @@ CELLS = {
     "fsdp2-tp2": Cell(),
     "fsdp2-tp1x2": Cell(tp=1),
     "fsdp2-tp2-one-stage": Cell(ONE_STAGE),
-    "fsdp2-offload-tp2": Cell(OFFLOAD),
-    "fsdp2-offload-tp1x2-one-stage": Cell((*OFFLOAD, *ONE_STAGE), tp=1),
+    "fsdp2-offload-tp2": Cell(OFFLOAD, route=None),  # verl exports such shards from the host
+    "fsdp2-offload-tp1x2-one-stage": Cell((*OFFLOAD, *ONE_STAGE), tp=1, route=None),
     "fsdp1-tp2": Cell(FSDP1, route="num_replayed"),
     "fsdp1-tp1x2-one-stage": Cell((*FSDP1, *ONE_STAGE), tp=1, route="num_replayed"),
     "fsdp1-offload-tp2": Cell((*FSDP1, *OFFLOAD), route="num_replayed"),

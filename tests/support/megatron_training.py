@@ -14,7 +14,7 @@ LENGTHS = (7, 10, 5)
 """Of the packed sequences: odd ones are padded for sequence parallelism."""
 
 
-def train_beside_huggingface(rank: TrainerRank, model: str, mbridge: bool) -> dict[str, Any]:
+def train_beside_huggingface(rank: TrainerRank, model: str) -> dict[str, Any]:
     """One step in float32, tensor and sequence parallel over all ranks.
 
     Returns:
@@ -27,11 +27,10 @@ def train_beside_huggingface(rank: TrainerRank, model: str, mbridge: bool) -> di
 
     config = McoreEngineConfig(
         tensor_model_parallel_size=rank.tp,
-        vanilla_mbridge=mbridge,
+        vanilla_mbridge=True,
         param_offload=True,
         optimizer_offload=True,
-        override_transformer_config={"attention_backend": "flash"}
-        | ({} if mbridge else {"gradient_accumulation_fusion": False}),
+        override_transformer_config={"attention_backend": "flash"},
     )
     object.__setattr__(config, "dtype", "float32")  # verl would refuse it
     engine = MegatronEngineWithLMHead(

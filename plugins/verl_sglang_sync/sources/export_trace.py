@@ -274,7 +274,9 @@ class _Follower(TracingMode):
         name = func._schema.name
         if any(isinstance(tensor, DTensor) for tensor in tensors):
             if name not in _OF_SHARDS:
-                what = "moves or converts" if name in _COPIES else "computes with"
+                if name in _COPIES and (moved := self._moved(tensors[0], kwargs)) is not None:
+                    self._refuse(moved)
+                what = "converts" if name in _COPIES else "computes with"
                 self._refuse(f"the export {what} shards: {func}")
             return func(*args, **kwargs)
         if not any(tensor.is_meta for tensor in tensors):
@@ -289,6 +291,13 @@ class _Follower(TracingMode):
         if not made or any(leaf.untyped_storage()._cdata not in known for leaf in made):
             self._refuse(f"the export computes with what it gathered: {func}")
         return out
+
+    def _moved(self, shard: torch.Tensor, kwargs: dict[str, Any]) -> str | None:
+        """That the export moves a shard to another device; None: it does not."""
+        device = kwargs.get("device")
+        if device is None or torch.device(device).type == shard.device.type:
+            return None
+        return f"the parameters are offloaded ({shard.device.type}), and the export moves each"
 
     def _computed_here(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Ordinary tensors: remember which ones an operator made or changed."""
