@@ -13,7 +13,8 @@ import json
 import os
 import sys
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +29,14 @@ CPU_ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"}
 TIMEOUT_S = 900
 
 
-def measure_on_gpus(
-    model: str, arms: list[str], gpus: int, tp: int, runs: int, device: str, folder: Path
-) -> list[dict[str, Any]]:
-    """Rows of one model on `gpus` GPUs, with engines of `tp` ranks."""
-    config = write_config(folder / model, model)
+@contextmanager
+def engines_on(
+    config: Path, model: str, num_ranks: int, tp: int, device: str, folder: Path
+) -> Iterator[list[str]]:
+    """Engines of `tp` ranks each, one behind the other on the trainer ranks' GPUs: their URLs."""
     os.environ.update(ENVIRONMENT if device == "cuda" else CPU_ENVIRONMENT)
-    logs = {first: folder / f"server-{model}-tp{tp}-{first}.log" for first in range(0, gpus, tp)}
+    firsts = range(0, num_ranks, tp)
+    logs = {first: folder / f"server-{model}-tp{tp}-{first}.log" for first in firsts}
     with ExitStack() as stack:
         urls = [
             stack.enter_context(
@@ -55,8 +57,17 @@ def measure_on_gpus(
         for url, log in zip(urls, logs.values(), strict=True):
             wait_until_healthy(url, log)
         print(f"{len(urls)} engines of {model}: {time.perf_counter() - started:.0f} s", flush=True)
-        lines = folder / f"arms-{model}-{gpus}-{tp}.jsonl"
-        lines.unlink(missing_ok=True)
+        yield urls
+
+
+def measure_on_gpus(
+    model: str, arms: list[str], gpus: int, tp: int, runs: int, device: str, folder: Path
+) -> list[dict[str, Any]]:
+    """Rows of one model on `gpus` GPUs, with engines of `tp` ranks."""
+    config = write_config(folder / model, model)
+    lines = folder / f"arms-{model}-{gpus}-{tp}.jsonl"
+    lines.unlink(missing_ok=True)
+    with engines_on(config, model, gpus, tp, device, folder) as urls:
         outcomes = run_trainer(
             measure_rank,
             folder,

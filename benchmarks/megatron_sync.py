@@ -2,12 +2,13 @@
 
     python benchmarks/megatron_sync.py --device cpu --json FILE
     python benchmarks/megatron_sync.py --model qwen3-30b-a3b --ep 2 --runs 5     # two GPUs
+    python benchmarks/megatron_sync.py --tp 2 --ep 2 --ranks 4 --engine-tp 2     # four, two engines
 
 The trainer is verl's `MegatronEngine` with megatron-core and Megatron-Bridge, verl's default, or
 `--mbridge` (of Transformer Engine's layers only the parameters), one process per rank and GPU; its
-ranks are those of one real SGLang engine. Weights are random. Arms: `export_only` runs the bridge's
-export to its end and sends nothing; `per_tensor` sends one request per tensor; the others are the
-presets. All arms in one run, one after the other.
+ranks are those of one real SGLang engine, or of several. Weights are random. Arms: `export_only`
+runs the bridge's export to its end and sends nothing; `per_tensor` sends one request per tensor;
+the others are the presets. All arms in one run, one after the other.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ sys.path[:0] = PATHS
 import msgspec  # noqa: E402
 import torch  # noqa: E402
 
+from benchmarks.fsdp_sync import engines_on  # noqa: E402
 from benchmarks.megatron_rank import ARMS, EXPORT_ONLY, STAGES, measure_rank  # noqa: E402
 from support.megatron_trainer import ENVIRONMENT, Layout  # noqa: E402
-from support.sglang_server import sglang_server  # noqa: E402
 from support.trainer import run_trainer  # noqa: E402
 from verl_sglang_sync.bench.model_shapes import MODELS, tensor_shapes, write_config  # noqa: E402
 from verl_sglang_sync.bench.results_file import hardware, medians, print_table, write_results  # noqa: E402
@@ -65,11 +66,8 @@ def measure(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
         offload=args.offload,
         ddp=not args.no_gradients,
     )
-    num_ranks = max(args.tp * args.pp, args.ep * args.pp)
-    extra = ("--dtype", "bfloat16", "--load-format", "dummy", "--skip-tokenizer-init")
-    if args.device == "cuda":
-        extra = (*extra, "--mem-fraction-static", "0.5")
-    with sglang_server(checkpoint, folder, tp=num_ranks, device=args.device, extra=extra) as server:
+    ranks, tp = args.ranks, args.engine_tp
+    with engines_on(checkpoint, args.model, ranks, tp, args.device, folder) as urls:
         outcomes = run_trainer(
             measure_rank,
             folder,
@@ -78,8 +76,8 @@ def measure(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
             args.arms,
             args.runs,
             args.bucket_mb << 20,
-            urls=[server.url],
-            tp=num_ranks,
+            urls=urls,
+            tp=tp,
             device=args.device,
             environment=ENVIRONMENT if args.device == "cpu" else None,
             timeout_s=TIMEOUT_S,
@@ -89,11 +87,11 @@ def measure(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
         if outcome.error is not None:
             raise RuntimeError(outcome.error)
     leader = outcomes[0].result
-    return [row_of(args, layout, num_ranks, name, leader[name]) for name in args.arms]
+    return [row_of(args, layout, name, leader[name]) for name in args.arms]
 
 
 def row_of(
-    args: argparse.Namespace, layout: Layout, num_ranks: int, name: str, seen: dict[str, Any]
+    args: argparse.Namespace, layout: Layout, name: str, seen: dict[str, Any]
 ) -> dict[str, Any]:
     """One arm, as the leader saw it."""
     bucket_bytes = None
@@ -102,8 +100,8 @@ def row_of(
     return {
         "arm": name,
         "model": args.model,
-        "gpus": num_ranks if args.device == "cuda" else 0,
-        "tp": num_ranks,
+        "gpus": args.ranks if args.device == "cuda" else 0,
+        "tp": args.engine_tp,
         "trainer": msgspec.structs.asdict(layout),
         "bucket_bytes": bucket_bytes,
         "runs": len(seen["runs_s"]),
@@ -122,6 +120,8 @@ def main() -> None:
     parser.add_argument("--tp", type=int, default=1, help="of the trainer; likewise pp and ep")
     parser.add_argument("--pp", type=int, default=1)
     parser.add_argument("--ep", type=int, default=1)
+    parser.add_argument("--ranks", type=int, help="of the trainer; default: as few as it can be")
+    parser.add_argument("--engine-tp", type=int, help="default: all ranks are one engine's")
     parser.add_argument("--mbridge", action="store_true")
     parser.add_argument("--offload", action="store_true", help="verl's param_offload")
     parser.add_argument(
@@ -132,6 +132,12 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="logs; default: a temporary folder")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    fewest = max(args.tp, args.ep) * args.pp
+    args.ranks = args.ranks or fewest
+    args.engine_tp = args.engine_tp or args.ranks
+    for what, divisor in (("tp, ep and pp", fewest), ("--engine-tp", args.engine_tp)):
+        if args.ranks % divisor:
+            parser.error(f"--ranks {args.ranks}: not a multiple of {divisor} ({what})")
     os.environ["PYTHONPATH"] = os.pathsep.join([*PATHS, os.environ.get("PYTHONPATH", "")])
     folder = args.folder or Path(tempfile.mkdtemp(prefix="megatron-"))
     folder.mkdir(parents=True, exist_ok=True)
