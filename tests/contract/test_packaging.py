@@ -34,7 +34,6 @@ from support.processes import break_imports, run_python
 from verl_sglang_sync.preflight import RecipeError, check_recipe
 
 ROOT = Path(__file__).parents[2]
-KINDS = ("wheel", "editable")
 ENVIRONMENT = "tests/support/environment.py"  # which `make` asks for the key of its cache
 BUILT_FROM = ("pyproject.toml", "README.md", "LICENSE", "Makefile", ENVIRONMENT)
 OPTIONAL = {
@@ -172,7 +171,7 @@ def metadata(wheel: Path) -> Message:
     return Parser().parsestr(archive.read(name).decode())
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=["wheel", pytest.param("editable", marks=pytest.mark.slow)])
 def installation(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Installation:

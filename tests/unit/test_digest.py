@@ -67,7 +67,7 @@ def test_a_digest_is_what_is_described(data: bytes) -> None:
     assert lanes(torch.tensor(list(data), dtype=torch.uint8)) == as_described(data)
 
 
-@pytest.mark.parametrize("size", range(16, 32))
+@pytest.mark.parametrize("size", [16, 17, 23, 24, 31])
 @pytest.mark.parametrize("fill", [0, 255, None])
 def test_every_flipped_bit_changes_it(size: int, fill: int | None) -> None:
     data = random_bytes(size) if fill is None else torch.full((size,), fill, dtype=torch.uint8)

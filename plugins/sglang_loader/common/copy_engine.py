@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 MIN_RUN_WORDS = 32 << 10
 """256 KiB; of shorter rows a copy engine copies fewer bytes a second."""
 MAX_STRIDE_WORDS = 1 << 27
-"""1 GiB; CUDA allows less than 2 GiB between two rows."""
+"""1 GiB; CUDA allows less than 2 GiB for a row, and from one to the next."""
 _WORD_BYTES = 8
 _ANY_DIRECTION = 4  # cudaMemcpyDefault
 
@@ -42,7 +42,7 @@ class Rows:
 def can_copy(rows: Rows) -> bool:
     """True if these rows are worth a copy of their own, and CUDA can make it."""
     strides = (rows.src_stride, rows.dst_stride)
-    return rows.run >= MIN_RUN_WORDS and (
+    return MIN_RUN_WORDS <= rows.run < MAX_STRIDE_WORDS and (
         rows.rows == 1 or all(rows.run <= stride < MAX_STRIDE_WORDS for stride in strides)
     )
 
@@ -81,6 +81,7 @@ class EngineCopies:
             for arguments in self._copies:
                 if code := copy(*arguments, _ANY_DIRECTION, stream):
                     _runtime().cudaGetLastError()  # or torch raises it after its next launch
+                    self._stream.synchronize()  # what is read may be unmapped now
                     raise RuntimeError(f"cudaMemcpy2DAsync failed with CUDA's error {code}")
 
     def join(self) -> None:

@@ -48,7 +48,7 @@ class TPRanks:
         """Which flags are set on any rank: one small collective, where `gather` needs two."""
         if torch.distributed.get_world_size(group=self._group) == 1:
             return flags
-        found = torch.tensor(flags, dtype=torch.int32)
+        found = torch.tensor(flags, dtype=torch.int32, device="cpu")
         torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX, group=self._group)
         return tuple(map(bool, found.tolist()))
 
