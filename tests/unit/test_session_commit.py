@@ -276,14 +276,20 @@ def test_a_commit_that_comes_early_is_found_where_nobody_gives_up(
     assert engine.has_served
 
 
+@pytest.mark.parametrize(("known", "unknown"), [(("first",), "second"), (("third",), "first")])
 def test_an_engine_that_fails_after_all_was_sent_is_heard(
-    event: Event, trainer: TrainerSession, ring: StagingRing
+    event: Event,
+    trainer: TrainerSession,
+    ring: StagingRing,
+    known: tuple[str, ...],
+    unknown: str,
 ) -> None:
-    engine = joined(trainer, Model(("first",)))
-    with pytest.raises(EngineFailed, match="second"):
+    engine = joined(trainer, Model(known))
+    with pytest.raises(EngineFailed, match=unknown):
         send_all(trainer, ring)
         wait_until_done(trainer, 1)
     check_not_served(engine)
+    assert event.waited, "unmapped while the device may read what it was launched for"
 
 
 def test_what_failed_on_another_tp_rank_is_heard_after_the_commit(

@@ -347,8 +347,8 @@ class _Session:
         if self._has_let_go:
             return
         self._has_let_go = True
-        if self._in_flight:  # a failure: nothing is unmapped while the device may read it
-            synchronize(self._device)
+        # A bucket that failed midway is not in flight, and the device may read it all the same.
+        synchronize(self._device)
         is_dropped = self._mapped.let_go()
         if self._received is not None:
             is_dropped = self._received.let_go() or is_dropped
