@@ -164,6 +164,21 @@ def test_a_rank_that_has_not_begun_is_stale_where_another_has(engine: Engine) ->
     assert engine.gate[-1] is not None
 
 
+def test_a_sync_that_leaves_bytes_undefined_is_not_served(engine: Engine) -> None:
+    engine.sleep_and_wake()
+    engine.backup.withdraw("the plan does not hold")
+
+    def load(update: Any) -> None:  # without a plan nobody knows what that writes
+        for layout in layouts(NAMES):
+            update.loading(layout)
+
+    [failure] = engine.update(load)
+    assert "are undefined since the last resume" in failure
+    assert "are undefined since the last resume" in str(engine.gate[-1])
+    assert engine.session(3.0) == []
+    assert engine.gate[-1] is None
+
+
 def test_the_prefix_cache_is_dropped_once_whatever_happens(engine: Engine) -> None:
     for fails in (None, "half way"):
         before = engine.num_flushes

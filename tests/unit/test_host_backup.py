@@ -43,7 +43,9 @@ def sync_completed(model: nn.Module) -> str | None:
     """Why the weights are stale after a complete sync."""
     backup = backup_of(model)
     assert backup is not None
+    expected = backup.stale_once_synced
     backup.sync_completed()
+    assert backup.stale == expected
     return backup.stale
 
 
