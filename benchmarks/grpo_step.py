@@ -207,7 +207,9 @@ def main() -> None:
         sizes = {"GPUS": args.gpus, "ROLLOUT_TP": args.tp, "TRAIN_TP": args.tp, "TRAIN_EP": 1}
         steps, memory = run_arm(arm, folder, args.steps, args.overrides, args.recipe, sizes)
         row = row_of(arm, args.model, steps, stage_medians(folder, arm))
-        row |= {"recipe": args.recipe, "transformer_engine": not stands_in(args.recipe)}
+        row["recipe"] = args.recipe
+        if args.recipe == MEGATRON_RECIPE:
+            row["transformer_engine"] = not stands_in(args.recipe)
         rows.append({**row, "gpus": args.gpus, "tp": args.tp, "memory": memory})
         path = args.json or Path(f"benchmarks/results/grpo_step-{hardware()}.json")
         write_results(path, "grpo_step", rows)

@@ -197,9 +197,9 @@ class Search:
         self.runs.append(run)
         print(f"{self._arm}: {run.utilization}: {run.ended} in {run.seconds:.0f} s {run.why}")
         self._write()
+        _wait_until_freed(before)  # after an error, too: the next arm begins
         if run.ended == "error":
             raise RuntimeError(f"{self._arm} at {run.utilization}: {run.why}")
-        _wait_until_freed(before)
         return run.ended == "ok"
 
     def _run(self, utilization: float, limit_s: float) -> Run:
@@ -212,7 +212,6 @@ class Search:
             f"{STAGES}={multi_stage}",
         )
         log = folder / f"run-{preset}.log"
-        (folder / f"syncs-{preset}.jsonl").unlink(missing_ok=True)
         run, started = Run(utilization, "ok"), time.monotonic()
         try:
             steps, memory = grpo_step.run_arm(preset, folder, NUM_STEPS, more, limit_s=limit_s)
