@@ -81,7 +81,6 @@ class EngineCopies:
             for arguments in self._copies:
                 if code := copy(*arguments, _ANY_DIRECTION, stream):
                     _runtime().cudaGetLastError()  # or torch raises it after its next launch
-                    self._stream.synchronize()  # what is read may be unmapped now
                     raise RuntimeError(f"cudaMemcpy2DAsync failed with CUDA's error {code}")
 
     def join(self) -> None:
