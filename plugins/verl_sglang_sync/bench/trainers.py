@@ -23,12 +23,10 @@ class ShardedModel:
     """A Hugging Face model with random weights, sharded over all ranks by FSDP2."""
 
     def __init__(self, model: str, device: torch.device, dtype: torch.dtype | None = None) -> None:
+        # `export` needs it; imported before the first sync, as in verl's workers: it takes seconds
+        import verl.workers.engine.fsdp.utils  # noqa: F401
         from transformers import AutoConfig, AutoModelForCausalLM
-        from verl.utils.model import convert_weight_keys
-        from verl.workers.engine.fsdp.utils import unfuse_moe_params
 
-        # imported before the first sync, as in verl's workers: it takes seconds
-        self._convert_weight_keys, self._unfuse_moe_params = convert_weight_keys, unfuse_moe_params
         config = AutoConfig.for_model(**MODELS[model])
         with torch.device("meta"):
             module = AutoModelForCausalLM.from_config(config, dtype=dtype or dtype_on(device))
@@ -47,12 +45,15 @@ class ShardedModel:
 
     def export(self) -> Iterator[NamedTensor]:
         """What verl 0.9.1's FSDP engine exports: `get_per_tensor_param`."""
-        parameters = self._convert_weight_keys(self._module.state_dict(), self._module)
+        from verl.utils.model import convert_weight_keys
+        from verl.workers.engine.fsdp.utils import unfuse_moe_params
+
+        parameters = convert_weight_keys(self._module.state_dict(), self._module)
         full = (
             (name, p.full_tensor() if isinstance(p, DTensor) else p)
             for name, p in parameters.items()
         )
-        exported: Iterator[NamedTensor] = self._unfuse_moe_params(full, self._model_type)
+        exported: Iterator[NamedTensor] = unfuse_moe_params(full, self._model_type)
         return exported
 
     def shards(self) -> NamedTensors:
