@@ -14,19 +14,13 @@ from tiny_assets import make_assets
 
 from support.megatron_trainer import ENVIRONMENT
 from support.megatron_training import train_beside_huggingface
+from support.settings import MEGATRON_BRIDGE
 from support.trainer import results_of, run_trainer
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 NO_ENGINE = "http://127.0.0.1:9"
 ENGINE = "actor_rollout_ref.rollout.engine_kwargs.sglang"
-BRIDGE = (
-    "actor_rollout_ref.actor.megatron.vanilla_mbridge=False",
-    *(
-        f"+actor_rollout_ref.actor.megatron.override_transformer_config.{setting}"
-        for setting in ("rotary_base=10000", "gradient_accumulation_fusion=False")
-    ),
-)
 ON_A_CPU = (
     "actor_rollout_ref.actor.optim.lr=1e-2",
     "actor_rollout_ref.rollout.enforce_eager=True",
@@ -74,7 +68,7 @@ def test_the_weights_arrive_at_every_step(tmp_path: Path, monkeypatch: pytest.Mo
         "compiled",
         tmp_path,
         NUM_STEPS,
-        (*ON_A_CPU, *BRIDGE),
+        (*ON_A_CPU, *MEGATRON_BRIDGE),
         recipe=grpo_step.MEGATRON_RECIPE,
         sizes={"GPUS": 2, "ROLLOUT_TP": 2, "TRAIN_TP": 2, "TRAIN_EP": 1},
     )

@@ -23,6 +23,7 @@ from tiny_assets import make_assets
 
 from support.forks import python_path
 from support.fp8_models import make_model
+from support.settings import MEGATRON_BRIDGE
 
 NUM_GPUS = torch.cuda.device_count()
 pytestmark = [
@@ -79,11 +80,6 @@ MEGATRON: dict[str, Any] = {
     "recipe": grpo_step.MEGATRON_RECIPE,
     "sizes": {"TRAIN_TP": 2, "TRAIN_EP": 1},
 }
-BRIDGE = (  # verl's default bridge, which does not read the model's rope_theta
-    "actor_rollout_ref.actor.megatron.vanilla_mbridge=False",
-    "+actor_rollout_ref.actor.megatron.override_transformer_config.rotary_base=10000",
-    "+actor_rollout_ref.actor.megatron.override_transformer_config.gradient_accumulation_fusion=False",
-)
 
 
 @dataclass(frozen=True)
@@ -121,8 +117,8 @@ CELLS = {
     "fsdp2-tp2": Cell(),
     "fsdp2-tp1x2": Cell(tp=1),
     "fsdp2-tp2-one-stage": Cell(ONE_STAGE),
-    "fsdp2-offload-tp2": Cell(OFFLOAD, route=None),  # verl exports such shards from the host
-    "fsdp2-offload-tp1x2-one-stage": Cell((*OFFLOAD, *ONE_STAGE), tp=1, route=None),
+    "fsdp2-offload-tp2": Cell(OFFLOAD, route="num_replayed"),  # exported: they are on the host
+    "fsdp2-offload-tp1x2-one-stage": Cell((*OFFLOAD, *ONE_STAGE), tp=1, route="num_replayed"),
     "fsdp1-tp2": Cell(FSDP1, route="num_replayed"),
     "fsdp1-tp1x2-one-stage": Cell((*FSDP1, *ONE_STAGE), tp=1, route="num_replayed"),
     "fsdp1-offload-tp2": Cell((*FSDP1, *OFFLOAD), route="num_replayed"),
@@ -132,7 +128,7 @@ CELLS = {
     "moe-tp2": Cell(architecture="qwen3_moe"),
     "fp8-tp2": Cell(FP8, route="num_replayed", pearson=MIN_PEARSON_FP8),
     "megatron-tp2": Cell(route="num_replayed", **MEGATRON),
-    "megatron-bridge-tp2": Cell(BRIDGE, route="num_replayed", **MEGATRON),
+    "megatron-bridge-tp2": Cell(MEGATRON_BRIDGE, route="num_replayed", **MEGATRON),
     "separate-async": Cell(SEPARATE, **APART),
     "separate-async-sent": Cell((*SENT, *SEPARATE), route="num_sent", **APART),
     "separate-async-fp8": Cell(

@@ -30,18 +30,20 @@ def write_hashes(model: Any, named_tensors: NamedTensors) -> None:
     the folder that is named.
     """
     folder = Path(named_tensors[0][0])
-    hashes = {name: hash_of(tensor) for name, tensor in model.state_dict().items()}
     rank = torch.distributed.get_rank()
-    (folder / f"rank{rank}.json").write_text(json.dumps(hashes))
+    (folder / f"rank{rank}.json").write_text(_hashes_of(model))
 
 
 def add_hashes(model: Any, named_tensors: NamedTensors) -> None:
     """Add a line to the file that is named, for each model that SGLang updates: a draft, and then
     the target. As `write_hashes`.
     """
-    hashes = {name: hash_of(tensor) for name, tensor in model.state_dict().items()}
     with Path(named_tensors[0][0]).open("a") as file:
-        file.write(json.dumps(hashes) + "\n")
+        file.write(_hashes_of(model) + "\n")
+
+
+def _hashes_of(model: Any) -> str:
+    return json.dumps({name: hash_of(tensor) for name, tensor in model.state_dict().items()})
 
 
 def hash_of(tensor: torch.Tensor) -> str:

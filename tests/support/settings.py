@@ -17,6 +17,15 @@ SEPARATE = (
 )
 """Makes `recipes/grpo_cpu_tiny.sh` train in one process and sample in another."""
 
+MEGATRON_BRIDGE = (
+    "actor_rollout_ref.actor.megatron.vanilla_mbridge=False",
+    *(
+        f"+actor_rollout_ref.actor.megatron.override_transformer_config.{setting}"
+        for setting in ("rotary_base=10000", "gradient_accumulation_fusion=False")
+    ),
+)
+"""verl's default bridge, which does not read the model's rope_theta."""
+
 
 def settings_of(mode: str = "flattened", **keys: Any) -> WeightSyncConfig:
     """The preset `mode` with other values for some keys, in a recipe that wakes up in stages."""

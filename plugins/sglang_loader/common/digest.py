@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 PART_WORDS = 64 << 10
 """Of one program of the kernel; more, and few storages keep few multiprocessors busy."""
 BLOCK_WORDS = 1024
+NUM_WARPS = 4
 CHUNK_WORDS = 1 << 20
 """Of one run of torch's operators, whose temporaries are a few times as large."""
 # Odd and below 2**63: the multipliers of xorshift64*, of Evensen's moremur, of MurmurHash3 and PCG.
@@ -106,7 +107,7 @@ def _by_kernel(storages: Sequence[torch.Tensor]) -> torch.Tensor:
             PART=PART_WORDS,
             BLOCK=BLOCK_WORDS,
             **_FACTORS,
-            num_warps=4,
+            num_warps=NUM_WARPS,
         )
     return sums
 

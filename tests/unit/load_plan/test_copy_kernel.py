@@ -135,15 +135,15 @@ from sglang_loader.common import copy_kernel, digest
 TABLES = {"tiles": "*i32", "entries": "*i64"}
 TABLE_OF_DIGESTS = {"sums": "*i64", "storages": "*i64", "parts": "*i32"}
 FACTORS = {"PART": digest.PART_WORDS, "BLOCK": digest.BLOCK_WORDS, **digest._FACTORS}
-for kernel, signature, constants in (
-    (copy_kernel._copy_tiles, TABLES, {"TILE": copy_kernel.TILE_WORDS}),
-    (digest._add_parts, TABLE_OF_DIGESTS, FACTORS),
+for kernel, signature, constants, warps in (
+    (copy_kernel._copy_tiles, TABLES, {"TILE": copy_kernel.TILE_WORDS}, 8),
+    (digest._add_parts, TABLE_OF_DIGESTS, FACTORS, digest.NUM_WARPS),
 ):
     signature = {**signature, **dict.fromkeys(constants, "constexpr")}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
     for capability in (80, 90):
         target = GPUTarget("cuda", capability, 32)
-        compiled = triton.compile(source, target=target, options={"num_warps": 8})
+        compiled = triton.compile(source, target=target, options={"num_warps": warps})
         print(capability, len(compiled.asm["cubin"]))
 """
 
