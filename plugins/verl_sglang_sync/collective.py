@@ -285,10 +285,8 @@ def result_or_reason(
 
 
 def common_reason(group: TrainerGroup, reason: str | None, signature: int = 0) -> str | None:
-    """The reasons of all ranks for doing without something; None if no rank has one; collective.
-
-    Args:
-        signature: of what this rank traced; equal on all ranks, or that is a reason.
+    """The reasons of all ranks for doing without something; None if no rank has one, and the
+    signatures of what they traced are equal; collective.
     """
     result = group.agree(reason, signature=signature)
     if result.failures:

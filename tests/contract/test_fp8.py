@@ -119,7 +119,7 @@ def test_the_rollout_sends_fp8_and_names_no_source(quantize: Callable[[Any], Any
     """What the engine gets is not in the trainer's memory: it is exported at every sync."""
     from verl.utils.sglang.sglang_fp8_utils import build_sglang_fp8_quant_config
 
-    from verl_sglang_sync.sources.reexport import Reexport
+    from verl_sglang_sync.sources.export import Reexport
     from verl_sglang_sync.verl.engine_format import EngineFormat
 
     state = dict(weights())

@@ -152,7 +152,7 @@ class Rank:
     def __init__(self, model, change=None, recheck=0, dtype="float32"):
         from verl_sglang_sync.routes.route import RouteContext
         from verl_sglang_sync.sources.bucket_stream import BucketStream
-        from verl_sglang_sync.sources.reexport import transformed
+        from verl_sglang_sync.sources.export import transformed
         from verl_sglang_sync.sources.source_map import SourceMap
 
         self.model = sharded(model, getattr(torch, dtype)) if isinstance(model, str) else model

@@ -16,8 +16,8 @@ from verl_sglang_sync.sources.export_trace import (
     TracedParameter,
     TracedTensor,
 )
-from verl_sglang_sync.sources.merged_traces import NamedRanks, merged_traces
 from verl_sglang_sync.sources.owners import Origin, Owners
+from verl_sglang_sync.sources.source_map import NamedRanks, merged_traces
 from verl_sglang_sync.verl.bridge_sources import bridge_sources
 
 

@@ -130,7 +130,6 @@ async def native_sync(
     Args:
         engine: `native_engine` on the replica's leader, None on the other ranks.
         mesh: has the dimension "infer_tp".
-        weights: `(name, full tensor)`.
     """
     from sglang.srt.weight_sync.utils import update_weights
     from verl.workers.rollout.sglang_rollout.utils import get_named_tensor_buckets

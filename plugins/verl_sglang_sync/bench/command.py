@@ -31,14 +31,8 @@ def run(
     json: Path | None,
     console: Console,
 ) -> None:
-    """Measure the arms one after the other and print their medians.
-
-    Args:
-        model: of `MODELS`; None: the largest that fits.
-        arms: of `ARMS`, or "copy_limit".
-        runs: cycles of each arm.
-        device: "cuda", "cpu", or None: a GPU if there is one.
-        json: gets every figure.
+    """Measure the arms one after the other and print their medians; for the arguments see
+    `cli.bench`.
 
     Raises:
         BadChoice: before anything is started.

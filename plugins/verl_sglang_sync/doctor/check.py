@@ -61,12 +61,9 @@ def run_probe(
     *,
     timeout_s: float = PROBE_TIMEOUT_S,
 ) -> Facts:
-    """Call a function in a new process that has this interpreter and the user's environment.
-
-    Args:
-        probe: a module's function; its annotated result must be JSON-serialisable by msgspec.
-        environment: variables to set on top of this process's.
-        timeout_s: limit of the process, in seconds.
+    """Call a module's function in a new process that has this interpreter and the user's
+    environment, and `environment` on top; its annotated result must be JSON-serialisable by
+    msgspec.
 
     Raises:
         ProbeError: the process failed, hung, or returned something else.

@@ -48,7 +48,6 @@ REPLICA_CLASS = "verl_sglang_sync.verl.replica.WeightSyncReplica"
 
 
 def installed_version(name: str) -> str | None:
-    """Version of an installed distribution, None if there is none."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -114,9 +113,8 @@ def python_check(found: str) -> Check:
 def version_check(
     name: str, tested: str, found: str | None, allowed: Requirement | None = None
 ) -> Check:
-    """Judge one package: an untested version that our requirements allow is a warning.
-
-    A local suffix such as "+cu130" makes no difference.
+    """Judge one package: an untested version that our requirements allow is a warning; a local
+    suffix such as "+cu130" makes no difference.
     """
     title, install = f"version of {name}", f'pip install "{name}=={tested}"'
     if found is None:
@@ -224,10 +222,8 @@ def sglang_checks(facts: SGLangFacts) -> list[Check]:
 def plugin_check(
     who: str, load_errors: Sequence[str], variable: str, policy: str, *, is_all: bool
 ) -> Check:
-    """Does upstream load our entry point?
-
-    Args:
-        is_all: it chooses all of them.
+    """Does upstream load our entry point, by a policy that chooses all of them (`is_all`) or lists
+    some?
     """
     title = f"{who} plugin"
     if load_errors:

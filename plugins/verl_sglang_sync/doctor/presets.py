@@ -44,7 +44,6 @@ class Machine:
     """What the checks have found out about this machine.
 
     Attributes:
-        num_gpus: that are visible.
         reads_other_gpus: a process on each GPU can read memory of the others.
     """
 
@@ -53,10 +52,8 @@ class Machine:
 
 
 def compose(overrides: Sequence[str]) -> DictConfig:
-    """Compose verl's config as `python -m verl.trainer.main_ppo` does, without importing verl.
-
-    Raises:
-        Exception: Hydra's, with its message.
+    """Compose verl's config as `python -m verl.trainer.main_ppo` does, without importing verl;
+    raises what Hydra raises.
     """
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
@@ -94,11 +91,8 @@ def preset_checks(machine: Machine) -> Iterator[Check]:
 def recipe_checks(
     overrides: Sequence[str], machine: Machine, *, title: str = "recipe: what it does"
 ) -> Iterator[Check]:
-    """What the preflight says of a recipe before Ray starts, and what the sync would do in it.
-
-    Args:
-        overrides: Hydra's, as on the command line of `main_ppo`.
-        title: of the last check, where nothing failed.
+    """What the preflight says of a recipe before Ray starts, and what the sync would do in it;
+    `title`: of the last check, where nothing failed.
     """
     from verl_sglang_sync.preflight import RecipeError, examine  # may be what is broken here
 

@@ -39,16 +39,13 @@ class KnownArrangements:
 
     @classmethod
     def of(cls, encoded: bytes, sent: Iterable[Bucket]) -> KnownArrangements:
-        """Parse and check what the engine offers for the buckets that were sent.
-
-        Raises:
-            WireError: it does not fit them.
+        """Parse and check what the engine offers for the buckets that were sent; `WireError`: it
+        does not fit.
         """
         layouts = {bucket.digest: bucket.layout for bucket in sent}
         return cls(digest_of(encoded), decode_arrangements(encoded, layouts))
 
     def fits(self, sent: Iterable[Bucket]) -> bool:
-        """True if these are the buckets that it speaks of, in their order."""
         return [layout for layout, _ in self.buckets] == [bucket.digest for bucket in sent]
 
     def expected(self, index: int) -> Arrangement | None:

@@ -26,11 +26,8 @@ from verl_sglang_sync.engine.update_groups import (
 
 @dataclass(frozen=True)
 class JoinedGroup:
-    """A group that this rank is in.
-
-    Attributes:
-        name: by which the engines know it.
-        meeting: the store through which its ranks connect, on the first one.
+    """A group that this rank is in, by the name that the engines know; its first rank holds the
+    store through which its ranks connect (`meeting`).
     """
 
     name: str
@@ -39,14 +36,11 @@ class JoinedGroup:
 
 
 class SenderGroup:
-    """Keeps the current group; lives in every trainer rank.
+    """Keeps the current group, if there is one; lives in every trainer rank.
 
     Args:
         groups: of the trainer's first rank; None on the others.
         timeout_s: limit of the wait for a rank, in seconds.
-
-    Attributes:
-        current: the group; None where there is none.
     """
 
     def __init__(

@@ -99,17 +99,14 @@ class UpdateGroup:
 
     @property
     def names(self) -> list[str]:
-        """Of all groups that the members are in."""
         return [self.name, *self.others]
 
     @property
     def num_engine_ranks(self) -> int:
-        """Of all members."""
         return sum(replica.num_ranks for replica in self.replicas)
 
     @property
     def replicas(self) -> tuple[Replica, ...]:
-        """In rank order."""
         return tuple(replica for replica, _ in self.members)
 
 
@@ -119,8 +116,8 @@ class UpdateGroups:
     Args:
         address: of this host, as the replicas reach it.
         device: of the buffers that are broadcast; a CPU's go over gloo, a GPU's over NCCL.
-        timeout_s: limit of one request and of the wait for a rank, in seconds.
-        timeouts_s: other limits for some operations, see `server_client`.
+        timeout_s: limit of one request and of the wait for a rank, in seconds; `timeouts_s`: other
+            limits for some operations, see `server_client`.
     """
 
     def __init__(
@@ -188,7 +185,6 @@ class UpdateGroups:
         self._close_clients_but(())
 
     def client(self, replica: Replica) -> SGLangServerClient:
-        """Of a replica's server, in the group or not."""
         if replica not in self._clients:
             self._clients[replica] = SGLangServerClient(
                 replica.base_url,
@@ -219,13 +215,9 @@ class UpdateGroups:
         return place, meeting
 
     def join(self, place: GroupPlace, meeting: MeetingPoint, members: Members) -> Any:
-        """Join a group, which this process serves the meeting point of, together with all members.
-
-        Args:
-            members: whose ranks come after the trainer's, of which this one is the first.
-
-        Returns:
-            The process group.
+        """Join a group, which this process serves the meeting point of, together with all members;
+        their ranks come after the trainer's, of which this one is the first. Returns the process
+        group.
 
         Raises:
             UpdateGroupError: a rank did not join; the others have left.

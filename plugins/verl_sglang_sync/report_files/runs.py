@@ -75,7 +75,6 @@ class ReplicaSync(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def total_seconds(self) -> float:
-        """Sleep, wake-up and sync."""
         return sum(self.stages.values())
 
     @property
@@ -91,12 +90,7 @@ class ReplicaSync(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class Run:
-    """What one file holds.
-
-    Attributes:
-        name: the file, as the user named it.
-        lines: of all replicas, at least one.
-    """
+    """What one file holds, of all replicas at least one line."""
 
     name: str
     lines: tuple[ReplicaSync, ...]
@@ -123,11 +117,7 @@ class Run:
 
 
 def read_run(path: Path) -> Run:
-    """Read one file.
-
-    Raises:
-        ReportFileError: it cannot be read, holds no sync, or holds something else.
-    """
+    """Read one file; `ReportFileError` where it holds no sync, or something else."""
     try:
         texts = path.read_bytes().splitlines()
     except OSError as error:

@@ -83,7 +83,7 @@ class SyncSource:
     """The buckets of one sync of one trainer rank; see the module. By default a step does nothing.
 
     Attributes:
-        is_packed: True: buckets lie in staging buffers, and may hold only what the engine reads.
+        is_packed: buckets lie in staging buffers, and may hold only what the engine reads.
         needs_arrangements: digest of those that each engine rank of this rank must hold; None: none
             must.
     """
@@ -115,8 +115,6 @@ class SyncSource:
 
 
 class Recovery(Enum):
-    """What all ranks do after a sync by a route that failed."""
-
     RAISE = "something else went wrong"
     AGAIN = "by the same route"
     EXPORT = "by the full export"
@@ -193,14 +191,11 @@ class Route:
 
     @property
     def is_proven(self) -> bool:
-        """True if the next sync may go this way."""
         return self._is_proven
 
     def choose(self, weights: Iterable[NamedTensor], report: SyncReport) -> SyncSource | None:
-        """The buckets of this sync; None: it goes another way.
-
-        Args:
-            weights: the export that would be left out.
+        """The buckets of this sync, which leaves the export of `weights` out; None: it goes another
+        way.
         """
         if not self._is_proven:
             return None
@@ -226,7 +221,6 @@ class Route:
         """After a good exported sync: prepare, and prove, the next ones.
 
         Args:
-            weights: the export of that sync.
             loaded: how this rank's engine ranks have loaded it.
 
         Returns:
@@ -248,12 +242,7 @@ class Route:
         return self._is_proven
 
     def recover(self, cause: Exception | None, weights: Iterable[NamedTensor]) -> Recovery:
-        """What to do after a sync by this route that failed.
-
-        Args:
-            cause: what went wrong on this rank; None: nothing.
-            weights: the export that was left out.
-        """
+        """What to do after a sync by this route that failed, on this rank by `cause`."""
         return Recovery.RAISE
 
     def forget(self) -> None:

@@ -47,7 +47,7 @@ class Conversion:
     """What an export makes of one parameter.
 
     Attributes:
-        source: the parameter's name among the sources, the same on all ranks that hold a part.
+        source: its name among the sources, the same on all ranks that hold a part.
         convert: `(name, tensor)` of whatever is given in the parameter's place.
     """
 
@@ -59,11 +59,7 @@ class Conversion:
 def trace_conversions(
     conversions: Iterable[Conversion], *, rank: int, world_size: int, device: torch.device
 ) -> TracedExport:
-    """What this rank knows of the export: the tensors made of its own parameters' kind.
-
-    Args:
-        conversions: of all parameters of this rank.
-        device: of the engine on this rank.
+    """What this rank knows of the export, of which it gives the conversions of all its parameters.
 
     Raises:
         NotTraceable: a tensor is computed, or is no strided set of the shards' bytes.
@@ -128,11 +124,9 @@ class _Codes:
         )
 
     def scramble(self, codes: torch.Tensor) -> torch.Tensor:
-        """Other codes of the same elements."""
         return (codes * self._wrapped(FACTOR)) ^ self._wrapped(MASK)
 
     def unscramble(self, codes: torch.Tensor) -> torch.Tensor:
-        """The inverse of `scramble`."""
         inverse = pow(FACTOR, -1, 1 << self._bits)
         return (codes ^ self._wrapped(MASK)) * self._wrapped(inverse)
 
@@ -143,11 +137,7 @@ class _Codes:
         return self.scramble(moved) if is_scrambled else moved
 
     def read(self, tensor: torch.Tensor, scrambled: torch.Tensor) -> tuple[Owners, ByteMap]:
-        """Where a converted tensor's elements come from; `scrambled` has the scrambled codes.
-
-        Raises:
-            NotTraceable: it is none of the shards' elements, in a strided order.
-        """
+        """Where a converted tensor's elements come from; `scrambled` has the scrambled codes."""
         if tensor.dtype != self.dtype or scrambled.dtype != self.dtype:
             raise NotTraceable(f"is converted to another dtype, or computed: {tensor.dtype}")
         if tensor.shape != scrambled.shape:
@@ -213,16 +203,11 @@ class _Answers(TracingMode):
         return args[0], FakeWork().boxed()
 
     def _ranks(self, boxed: Any) -> list[int]:
-        """The trainer's ranks in a group."""
         return list(dist.get_process_group_ranks(ProcessGroup.unbox(boxed)))
 
 
 def _strided(places: torch.Tensor, itemsize: int) -> Region:
-    """The strided set of elements that these are, in this order.
-
-    Raises:
-        NotTraceable: they are none.
-    """
+    """The strided set of elements that these are, in this order; raises if they are none."""
     dims: list[tuple[int, int]] = []
     first, rest = (int(places[0]) if places.numel() else 0), places
     while rest.numel() > 1:

@@ -32,7 +32,6 @@ class Block:
 
     @classmethod
     def of(cls, storage: torch.UntypedStorage) -> Block:
-        """A storage, as a block of its own."""
         return cls(storage.data_ptr(), storage.nbytes())
 
 
@@ -73,12 +72,7 @@ class BlockNames:
         self._names: dict[Block, tuple[str, StorageWeakRef]] = {}
 
     def name_of(self, block: Block, member: torch.UntypedStorage) -> str:
-        """The block's name.
-
-        Args:
-            block: one in which `member` lies.
-            member: a storage that is alive now; a new name is valid while it lives.
-        """
+        """The block's name. A new one is valid while `member` lives, a storage in the block."""
         name, ref = self._names.get(block, ("", None))
         if ref is None or ref.expired():  # a weak reference keeps its identity taken
             self._names = {b: v for b, v in self._names.items() if not v[1].expired()}
@@ -88,10 +82,8 @@ class BlockNames:
 
 
 def share_block(block: Block, member: torch.UntypedStorage) -> BufferHandle:
-    """A handle of a whole block, by way of one storage in it.
-
-    Raises:
-        ValueError: the memory cannot be mapped by other processes, or is no longer that block.
+    """A handle of a whole block, by way of one storage in it; raises `ValueError` where other
+    processes cannot map the memory, or it is no longer that block.
     """
     handle = share_storage(member)
     if not isinstance(handle, CudaHandle):

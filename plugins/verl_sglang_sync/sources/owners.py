@@ -20,11 +20,10 @@ from sglang_loader.common.regions.compose import ByteMap
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What an exported tensor is.
+    """What an exported tensor is: bytes of a parameter, all ranks' shards put together.
 
     Attributes:
-        parameter: number of the parameter in its `TracedExport`.
-        bytes: which of its bytes, all ranks' shards put together.
+        parameter: its number in the `TracedExport`.
     """
 
     parameter: int
@@ -50,7 +49,6 @@ class Owners:
     nbytes: int
 
     def is_held_by(self, rank: int) -> bool:
-        """True if a rank has any of the shards."""
         return any(rank in ranks for ranks in self.holders)
 
     def shard_of(self, offset: int) -> int:
@@ -58,7 +56,6 @@ class Owners:
         return bisect_right(self.starts, offset) - 1
 
     def owner_of(self, shard: int, reader: int) -> int:
-        """Whose shard a rank reads; see `nearest`."""
         return nearest(self.holders[shard], reader)
 
     def range_of(self, shard: int) -> tuple[int, int]:
@@ -78,7 +75,6 @@ def nearest(holders: Sequence[int], reader: int) -> int:
 
 
 def everyone(nbytes: int, world_size: int) -> Owners:
-    """Of a tensor that every rank has all of."""
     return Owners((0,), (tuple(range(world_size)),), nbytes)
 
 
@@ -94,14 +90,8 @@ def shards_of_rows(num_rows: int, row_bytes: int, ranks: Sequence[int]) -> Owner
 
 
 def owners_of(parameter: DTensor, world_size: int) -> Owners:
-    """Who holds a parameter.
-
-    Args:
-        parameter: on a one-dimensional mesh over all ranks, `Shard(0)` or `Replicate()`.
-        world_size: ranks of the trainer.
-
-    Raises:
-        NotOwned: it is distributed, or laid out in memory, in another way.
+    """Who holds a parameter; `NotOwned` unless it is `Shard(0)` or `Replicate()` on a
+    one-dimensional mesh over all ranks, and contiguous.
     """
     mesh, local = parameter.device_mesh, parameter.to_local()
     ranks = mesh.mesh.flatten().tolist()

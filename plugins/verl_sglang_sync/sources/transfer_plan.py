@@ -28,18 +28,14 @@ from verl_sglang_sync.sources.owners import Origin, Owners, nearest
 
 @dataclass(frozen=True, slots=True)
 class ShardRead:
-    """Bytes that lie in one shard.
-
-    Attributes:
-        holders: the ranks that have it.
-        read: `tensor` is the parameter, `offset` a byte of the shard.
+    """Bytes that lie in one shard, which `holders` have: `read.tensor` is the parameter,
+    `read.offset` a byte of the shard.
     """
 
     holders: tuple[int, ...]
     read: Read
 
     def owner(self, reader: int) -> int:
-        """Whose shard a rank reads."""
         return nearest(self.holders, reader)
 
 
@@ -60,7 +56,6 @@ def shard_reads(
     """An arrangement's reads, cut where shards end, in their order.
 
     Args:
-        arrangement: of the engine rank.
         origins: of the bucket's tensors, by position in its layout.
         owners: by parameter.
         only: leave out parameters of which this rank holds nothing.
@@ -82,7 +77,6 @@ def shard_reads(
 
 
 def _shard_read(read: Read, held: Owners) -> ShardRead:
-    """Of bytes of a parameter that lie in one shard."""
     shard = held.shard_of(read.offset)
     offset = read.offset - held.starts[shard]
     within = Read(read.tensor, offset, read.dims, read.run, read.start)

@@ -24,11 +24,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterUpdate:
-    """Another state of the adapter.
-
-    Attributes:
-        unload: ends the one before.
-        load: brings this one, under the same name.
+    """Another state of the adapter: `unload` ends the one before, `load` brings this one, under the
+    same name.
     """
 
     unload: Call

@@ -27,7 +27,7 @@ from verl_sglang_sync.engine.session import SessionSockets, TrainerSession
 from verl_sglang_sync.engine.update_groups import Replica, UpdateGroup, UpdateGroups
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.routes.broadcast import BroadcastDelivery
-from verl_sglang_sync.routes.delivery import MappedDelivery
+from verl_sglang_sync.routes.export import MappedDelivery
 from verl_sglang_sync.routes.route import Delivery
 from verl_sglang_sync.sources.memory_blocks import BlockNames
 from verl_sglang_sync.sync.ranks_in_step import RanksInStep
@@ -35,8 +35,6 @@ from verl_sglang_sync.sync.ranks_in_step import RanksInStep
 
 @dataclass(frozen=True)
 class Opened:
-    """What one sync was opened with."""
-
     engines: Sequence[EngineRank]
     delivery: Delivery
 
@@ -64,9 +62,6 @@ class ColocatedEngine:
     Args:
         engine: the replica's server on its leader, None on the other ranks.
         num_buffers: staging buffers, in which packed buckets take turns.
-
-    Attributes:
-        readers: what the engine rank has said that it reads.
     """
 
     def __init__(
@@ -114,8 +109,7 @@ class RemoteEngines:
 
     Args:
         groups: on the trainer's first rank; None on the others, which have no sessions.
-        senders: the group of all trainer ranks, which may send, too.
-        may_send: whether they may in the next sync.
+        senders: the group of all trainer ranks, which may send, too, where `may_send` says so.
 
     Attributes:
         readers: what the engine ranks have said that they read, on the first rank; a new list for
@@ -160,7 +154,6 @@ class RemoteEngines:
         return Opened(engines, BroadcastDelivery(engines, group.process_group, settings, report))
 
     def _formed(self, groups: UpdateGroups, replicas: Sequence[Replica]) -> UpdateGroup:
-        """The update group of these replicas."""
         if not groups.is_current(replicas):
             self._senders.abandon()
         group = groups.with_replicas(replicas)

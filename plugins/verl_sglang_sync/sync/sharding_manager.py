@@ -24,8 +24,7 @@ from verl_sglang_sync.engine.engine_ranks import Engine
 from verl_sglang_sync.engine.server_client import operations
 from verl_sglang_sync.engine.server_client.operations import Call
 from verl_sglang_sync.report import SyncReport
-from verl_sglang_sync.sources.export import NamedTensor
-from verl_sglang_sync.sources.reexport import Reexport
+from verl_sglang_sync.sources.export import NamedTensor, Reexport
 from verl_sglang_sync.stages import KV_CACHE, WEIGHTS
 from verl_sglang_sync.sync.adapter_sync import AdapterSync, AdapterUpdate
 from verl_sglang_sync.sync.transport import colocated_transport

@@ -49,11 +49,8 @@ OTHER_BYTES = "a sync is exported: an engine reads other bytes than were prepare
 class SessionTransport:
     """Carries syncs; lives in every trainer process, for all its syncs.
 
-    Made by `colocated_transport` or `disaggregated_transport`.
-
     Args:
-        context: the export, shared with the routes.
-        routes: how a sync is spared it, the best first.
+        routes: how a sync is spared the full export, the best first.
         ring: the staging buffers; None on a rank that sends no exported bucket.
         arrangements: what the engine reads of the buckets that are packed there.
         frees_ring: the staging buffers are freed after each sync, for the KV cache.
@@ -138,12 +135,8 @@ class SessionTransport:
         self._sync(weights, version, report, replicas, RanksInStep(self._group), routes)
 
     def check_reply(self, report: SyncReport) -> None:
-        """Look at the replies to the last sync's requests, where the sync had no need of them.
-
-        To be called after the engine's next stage, when they have long come.
-
-        Raises:
-            Exception: a reply is bad.
+        """Look at the replies to the last sync's requests, after the engine's next stage, when they
+        have long come; raises if one is bad.
         """
         requests, self._unanswered = self._unanswered, []
         for request in requests:
@@ -275,11 +268,8 @@ def colocated_transport(
     group: TrainerGroup,
     device: torch.device,
 ) -> SessionTransport:
-    """Carries the syncs of one replica, whose engine ranks share the trainer ranks' devices.
-
-    Args:
-        engine: the replica's server on its leader, None on the other ranks.
-        device: of the engine's weights on this rank.
+    """Carries the syncs of one replica, whose engine ranks share the trainer ranks' devices; see
+    `SGLangShardingManager`.
     """
     num_buffers = settings.num_staging_buffers
     ring = StagingRing(device, num_buffers=num_buffers, bucket_bytes=settings.bucket_bytes)

@@ -20,11 +20,7 @@ from verl_sglang_sync.sources.export_trace import TracedExport
 
 
 def bridge_sources(engine: Any) -> BridgeSources | None:
-    """The sources of an engine's export; None unless Megatron-Bridge alone makes it.
-
-    Args:
-        engine: verl's `MegatronEngine`, or any other.
-    """
+    """The sources of an engine's export; None unless Megatron-Bridge alone makes it."""
     is_bridged = getattr(engine, "vanilla_bridge", True) is False
     adds_to_it = engine.peft_cls is not None or engine._qat_enabled if is_bridged else True
     if adds_to_it or getattr(engine.bridge, "export_weight_dtype", None) == "fp8":
@@ -33,11 +29,7 @@ def bridge_sources(engine: Any) -> BridgeSources | None:
 
 
 class BridgeSources:
-    """A rank's parameters, by virtual pipeline stage and local name: the same on all its peers.
-
-    Args:
-        engine: verl's `MegatronEngine`.
-    """
+    """A rank's parameters, by virtual pipeline stage and local name: the same on all its peers."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -48,11 +40,9 @@ class BridgeSources:
         return bool(self._engine.is_param_offload_enabled)
 
     def __call__(self) -> Mapping[str, torch.Tensor]:
-        """The parameters as they are now."""
         return {_source(task): task.param_weight for task in self._tasks()}
 
     def trace(self, device: torch.device) -> TracedExport:
-        """What this rank knows of the export; see `conversion_trace`."""
         conversions = (
             Conversion(_source(task), task.param_weight, self._converter(task))
             for task in self._tasks()

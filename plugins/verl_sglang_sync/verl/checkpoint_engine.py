@@ -22,8 +22,7 @@ from verl_sglang_sync.config import BROADCAST_BACKEND, WeightSyncConfig
 from verl_sglang_sync.engine.server_client.urls import server_url
 from verl_sglang_sync.engine.update_groups import Replica, UpdateGroups
 from verl_sglang_sync.report import SyncReport
-from verl_sglang_sync.sources.export import NamedTensor
-from verl_sglang_sync.sources.reexport import AdapterExport
+from verl_sglang_sync.sources.export import AdapterExport, NamedTensor
 from verl_sglang_sync.sync.adapter_sync import AdapterSync
 from verl_sglang_sync.sync.transport import SessionTransport, disaggregated_transport
 from verl_sglang_sync.verl.engine_format import EngineFormat

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from verl_sglang_sync.sources.export import NamedTensor
-from verl_sglang_sync.sources.reexport import transformed
+from verl_sglang_sync.sources.export import NamedTensor, transformed
 from verl_sglang_sync.verl.quantized_export import quantized
 
 

@@ -1,4 +1,4 @@
-"""verl's exports, made so that they can be started again; see `sources.reexport`."""
+"""verl's exports, made so that they can be started again; see `sources.export`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from typing import Any
 
 from torch.distributed.fsdp import FSDPModule
 
-from verl_sglang_sync.sources.export import NamedTensor
-from verl_sglang_sync.sources.known_sources import ModuleState, Sources
-from verl_sglang_sync.sources.reexport import Reexport, is_repeatable, transformed
+from verl_sglang_sync.sources.export import NamedTensor, Reexport, is_repeatable, transformed
+from verl_sglang_sync.sources.known_sources import Sources, module_state
 from verl_sglang_sync.verl.bridge_sources import bridge_sources
 
 _METHOD = "get_per_tensor_param"
@@ -68,7 +67,7 @@ def _sources_of(engine: Any) -> Sources | None:
     module = getattr(engine, "module", None)
     if not isinstance(module, FSDPModule) or _adapted(engine):
         return bridge_sources(engine)
-    return ModuleState(module)  # type: ignore[arg-type]
+    return module_state(module)  # type: ignore[arg-type]
 
 
 def _adapted(engine: Any) -> bool:

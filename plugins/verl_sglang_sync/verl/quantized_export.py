@@ -20,7 +20,6 @@ def quantized(
     """`weights` with those that `quantizer` picks in fp8, each followed by its `_scale_inv`.
 
     Args:
-        weights: `(name, tensor)`.
         quantizer: verl's `SGLangFP8QuantizerHelper`. It logs an error of its kernel and passes the
             weight on in its own dtype, which the engine would round to fp8, and multiply by the
             scale of the weight before.

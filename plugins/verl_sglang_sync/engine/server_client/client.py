@@ -83,10 +83,8 @@ class SGLangServerClient:
         return self._loop.submit(self._send(call))
 
     def run(self, call: Call) -> Any:
-        """Run one operation to its end, and return its reply.
-
-        Raises:
-            ServerError: it did not succeed.
+        """Run one operation to its end, and return its reply; raises `ServerError` if it did not
+        succeed.
         """
         future = self.submit(call)
         try:
@@ -164,7 +162,6 @@ class SGLangServerClient:
         return content
 
     def _timeout_of(self, operation: Operation) -> float:
-        """Seconds that one attempt may take."""
         return self._timeouts_s.get(operation.limit, self._timeout_s)
 
     def _url(self, operation: Operation) -> str:

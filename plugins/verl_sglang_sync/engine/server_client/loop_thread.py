@@ -18,11 +18,8 @@ Result = TypeVar("Result")
 
 
 class LoopThread:
-    """Runs coroutines in one thread, which starts with the first coroutine, and again after `stop`.
-
-    Args:
-        name: of the thread.
-        last: awaited in the loop before it stops.
+    """Runs coroutines in one thread, which starts with the first coroutine, and again after `stop`;
+    `last` is awaited in the loop before it stops.
     """
 
     def __init__(self, name: str, last: Callable[[], Awaitable[None]]) -> None:
@@ -44,10 +41,8 @@ class LoopThread:
             return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def stop(self) -> threading.Thread | None:
-        """Make the loop cancel its coroutines, await `last` and end; does not wait for that.
-
-        Returns:
-            The thread, if there is one.
+        """Make the loop cancel its coroutines, await `last` and end; returns the thread, if there
+        is one, without waiting for it.
         """
         with self._lock:
             loop, self._loop = self._loop, None

@@ -118,7 +118,6 @@ def load_adapter(
     """Serve a LoRA adapter; SGLang refuses a name that it serves already.
 
     Args:
-        name: by which requests ask for it.
         config: what PEFT writes to `adapter_config.json`.
         tensors: by name, pickled with what is in them; every TP rank reads all of them.
         num_copies: one for each TP rank; None: they share one (SGLang 0.5.14).

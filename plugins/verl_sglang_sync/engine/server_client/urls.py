@@ -7,10 +7,8 @@ from urllib.parse import urlsplit
 
 
 def server_url(host: str, port: int) -> str:
-    """Base URL of the HTTP server at `host`: "http://10.0.0.1:30000", "http://[::1]:30000".
-
-    Args:
-        host: a name or an address; an IPv6 address may be in brackets.
+    """Base URL of the HTTP server at a name or an address, an IPv6 one in brackets or not:
+    "http://10.0.0.1:30000", "http://[::1]:30000".
     """
     bare = host.removeprefix("[").removesuffix("]")
     return f"http://[{bare}]:{port}" if _is_ipv6(bare) else f"http://{host}:{port}"

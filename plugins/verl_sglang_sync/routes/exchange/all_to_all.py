@@ -40,11 +40,7 @@ these and the export's, torch 2.11 has crashed (SIGSEGV in gloo's `~UnboundBuffe
 
 
 class AllToAll:
-    """Executes this rank's plans, on torch's default group.
-
-    Args:
-        plans: by bucket, then by piece.
-    """
+    """Executes this rank's plans, by bucket, then by piece, on torch's default group."""
 
     def __init__(self, plans: Sequence[Sequence[PieceExchange]], device: torch.device) -> None:
         self._device = device
@@ -67,10 +63,8 @@ class AllToAll:
         return sum(scratch.nbytes for scratch in self._scratch)
 
     def begin(self, shards: Sequence[torch.Tensor]) -> None:
-        """Start anew; the scratch is allocated here, lest a rank fail within a collective.
-
-        Args:
-            shards: this rank's, contiguous, by parameter.
+        """Start anew with this rank's contiguous shards, by parameter; the scratch is allocated
+        here, lest a rank fail within a collective.
         """
         for scratch in self._scratch:
             scratch.reserve()
@@ -85,7 +79,6 @@ class AllToAll:
             buffer: flat uint8 of the arranged size; None: send what the others need, keep nothing.
 
         Raises:
-            ValueError: the buffer is of another length, and would be filled in part.
             Exception: the first that went wrong; the other ranks got their turn all the same.
         """
         needed = self._nbytes[index]
@@ -138,7 +131,6 @@ class AllToAll:
                 raise failed
 
     def numbers_of(self, index: int) -> list[int]:
-        """Of the pieces of a bucket."""
         return self._numbers[index]
 
     def pack(self, number: int) -> tuple[torch.Tensor, Sequence[int]]:
@@ -151,10 +143,8 @@ class AllToAll:
         return sent, piece.plan.send_nbytes
 
     def launch(self, number: int, group: Any = None) -> Any:
-        """Have a piece on its way, as it is packed; torch's work.
-
-        Args:
-            group: of all ranks; None: torch's default group.
+        """Have a packed piece on its way in a group of all ranks (None: torch's default); torch's
+        work.
         """
         plan = self._pieces[number].plan
         sent, received = self._scratch[number % NUM_TRAVELLING].of(plan)
@@ -219,7 +209,6 @@ class _Scratch:
         return self._send.numel() + self._recv.numel()
 
     def reserve(self) -> None:
-        """Have room for any of the pieces."""
         if self._send.numel() < self._send_nbytes:
             self._send = self._empty(self._send_nbytes)
         if self._recv.numel() < self._recv_nbytes:

@@ -1,8 +1,9 @@
-"""Compares what shards are exchanged into with what the full export gives, bit for bit."""
+"""Compares what is sent of the ranks' shards with what the full export gives, bit for bit."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 
@@ -14,44 +15,47 @@ from verl_sglang_sync.routes.exchange.all_to_all import AllToAll
 from verl_sglang_sync.sources.bucket_stream import Batch, Bucket
 
 
-def compare_with_export(
-    exchange: AllToAll,
+def first_problem(
     buckets: Sequence[Bucket],
-    arrangements: Sequence[Arrangement],
     batches: Iterator[Batch],
-    device: torch.device,
+    compare: Callable[[int, Sequence[torch.Tensor] | None], str | None],
 ) -> str | None:
-    """Exchange every bucket, and compare it with the full export's; collective.
+    """Go through the full export, and compare every bucket with it; collective.
 
     Args:
-        exchange: that has begun.
-        arrangements: by bucket, what this rank's engine reads.
+        batches: the export, which is gone through to its end: the other ranks need it.
+        compare: given a bucket's number and its exported tensors: what differs. None: they have not
+            come, but the other ranks may wait for this one's shards.
 
     Returns:
         What differs first on this rank, or what went wrong; None if nothing.
     """
     problem: str | None = None
-    for index, (bucket, arrangement) in enumerate(zip(buckets, arrangements, strict=True)):
+    for index, bucket in enumerate(buckets):
         batch, reason = result_or_reason(lambda: next(batches, None))
         if batch is None or batch.bucket.digest != bucket.digest:
             batch, reason = None, reason or f"bucket {index} is not what it was"
         tensors = None if batch is None else batch.tensors
         del batch
-        found = _compare(exchange, index, arrangement, bucket.layout, tensors, device)
-        problem = problem or reason or found
-    more, reason = result_or_reason(lambda: len(list(batches)))  # all ranks go to the end
+        differs, failed = result_or_reason(partial(compare, index, tensors))
+        problem = problem or reason or differs or failed
+    more, reason = result_or_reason(lambda: len(list(batches)))
     return problem or reason or ("the export has more buckets than it had" if more else None)
 
 
-def _compare(
+def exchanged_difference(
     exchange: AllToAll,
-    index: int,
-    arrangement: Arrangement,
     layout: BucketLayout,
-    tensors: Sequence[torch.Tensor] | None,
+    arrangement: Arrangement,
     device: torch.device,
+    index: int,
+    tensors: Sequence[torch.Tensor] | None,
 ) -> str | None:
-    """Exchange one bucket; what differs from the full export's tensors, if it came."""
+    """Exchange one bucket, which has begun; what differs from its exported tensors, if they came.
+
+    Args:
+        arrangement: what this rank's engine reads of it.
+    """
     buffers, reason = None, None
     if tensors is not None:
         given = tensors
@@ -65,10 +69,7 @@ def _compare(
     # Also after a failure: the other ranks wait for this one's shards.
     _, failed = result_or_reason(lambda: exchange.fill(index, found))
     if failed is None and expected is not None and found is not None:
-        differs, failed = result_or_reason(
-            lambda: first_difference(expected, found, arrangement, layout)
-        )
-        failed = failed or differs
+        failed = _first_difference(expected, found, arrangement, layout)
     return reason or failed
 
 
@@ -82,7 +83,7 @@ def gather_arranged(
         )
 
 
-def first_difference(
+def _first_difference(
     expected: torch.Tensor, found: torch.Tensor, arrangement: Arrangement, layout: BucketLayout
 ) -> str | None:
     """The first tensor of which bytes differ, in words; None if none does."""

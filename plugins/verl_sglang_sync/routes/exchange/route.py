@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
+import torch
+
 from verl_sglang_sync.collective import own_rank, world_size
 from verl_sglang_sync.report import SyncReport
-from verl_sglang_sync.routes.exchange.proof import compare_with_export
+from verl_sglang_sync.routes.exchange.proof import exchanged_difference, first_problem
 from verl_sglang_sync.routes.exchange.shard_route import ShardPlan, ShardRoute
 from verl_sglang_sync.routes.route import ReadyBucket, RouteContext, SyncSource
 from verl_sglang_sync.routes.staging_ring import StagingRing
@@ -25,12 +27,8 @@ way, is no larger than a bucket.
 
 
 class Exchange(ShardRoute):
-    """See `ShardRoute`.
-
-    Args:
-        context: what it works on; torch's default group must be the ranks of its group.
-        is_wanted: False: never exchange.
-        piece_nbytes: that a rank sends, or receives, at a time; the scratch is four times that.
+    """See `ShardRoute`; torch's default group must be the ranks of the context's group, and the
+    scratch is four times `piece_nbytes`.
     """
 
     not_taken = "every rank exports all weights in full, nothing is exchanged"
@@ -53,18 +51,20 @@ class Exchange(ShardRoute):
         return ExchangedBuckets(plan, self._ring, report)
 
     def _compare(self, plan: ShardPlan, batches: Iterator[Batch]) -> str | None:
-        arrangements = [plan.reads_of(i)[own_rank()] for i in range(len(plan.buckets))]
-        moves = plan.all_to_all
-        problem = compare_with_export(moves, plan.buckets, arrangements, batches, self._device)
-        moves.drain()
+        def compare(index: int, tensors: Sequence[torch.Tensor] | None) -> str | None:
+            layout, reads = plan.buckets[index].layout, plan.reads[index][own_rank()]
+            return exchanged_difference(
+                plan.all_to_all, layout, reads, self._device, index, tensors
+            )
+
+        problem = first_problem(plan.buckets, batches, compare)
+        plan.all_to_all.drain()
         return problem
 
 
 class ExchangedBuckets(SyncSource):
-    """The buckets of one sync, out of the ranks' shards; each step is collective.
-
-    Args:
-        plan: whose all-to-all has begun; the engines must hold the arrangements that it is for.
+    """The buckets of one sync, out of the ranks' shards, once the plan's all-to-all has begun; each
+    step is collective. The engines must hold the arrangements that the plan is for.
     """
 
     def __init__(self, plan: ShardPlan, ring: StagingRing, report: SyncReport) -> None:
@@ -99,6 +99,5 @@ class ExchangedBuckets(SyncSource):
             )
 
     def drain(self) -> None:
-        """Send what the other ranks still wait for."""
         if self._has_begun:
             self._plan.all_to_all.drain()

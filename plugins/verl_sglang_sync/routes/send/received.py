@@ -7,21 +7,19 @@ compares it: what it would send, found as the engine rank would find it, with th
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 
-from verl_sglang_sync.collective import result_or_reason
 from verl_sglang_sync.routes.exchange.exchange_plan import Received, plan_reader, received
-from verl_sglang_sync.routes.exchange.proof import gather_arranged
+from verl_sglang_sync.routes.exchange.proof import first_problem, gather_arranged
 from verl_sglang_sync.routes.exchange.shard_route import ShardPlan
 from verl_sglang_sync.sources.bucket_stream import Batch
 
 
 def plan_receives(plan: ShardPlan) -> tuple[list[list[Received]], list[list[int]]]:
-    """How every engine rank finds every bucket, and the bytes of each pair of ranks. Pure.
-
-    Returns:
-        By bucket, then by engine rank; and by trainer rank, then by engine rank.
+    """How every engine rank finds every bucket, by bucket and engine rank, and the bytes of each
+    pair of ranks, by trainer rank and engine rank. Pure.
 
     Raises:
         ValueError: what an engine rank reads is not in the shards, once.
@@ -30,7 +28,7 @@ def plan_receives(plan: ShardPlan) -> tuple[list[list[Received]], list[list[int]
     found: list[list[Received]] = []
     pair_bytes = [[0] * num_readers for _ in range(num_trainers)]
     for index, bucket in enumerate(plan.buckets):
-        origins, reads = plan.traced.origins_of(bucket.layout), plan.reads_of(index)
+        origins, reads = plan.traced.origins_of(bucket.layout), plan.reads[index]
         found.append([])
         for reader in range(num_readers):
             rank = num_trainers + reader
@@ -43,37 +41,19 @@ def plan_receives(plan: ShardPlan) -> tuple[list[list[Received]], list[list[int]
 
 
 def first_difference(plan: ShardPlan, batches: Iterator[Batch], device: torch.device) -> str | None:
-    """Pack every bucket, and compare what each engine rank would find with the full export's.
-
-    Args:
-        plan: whose all-to-all has begun; nothing travels.
-        batches: the full export, which is gone through: other ranks need this one's shards.
-        device: of the buffers.
-
-    Returns:
-        What differs first on this rank, or what went wrong; None if nothing.
+    """Pack every bucket, and compare what each engine rank would find with the full export's;
+    nothing travels. What differs first on this rank, or what went wrong; None if nothing.
     """
-    problem: str | None = None
-    for index, bucket in enumerate(plan.buckets):
-        batch, reason = result_or_reason(lambda: next(batches, None))
-        if batch is None or batch.bucket.digest != bucket.digest:
-            problem = problem or reason or f"bucket {index} is not what it was"
-            continue
-        tensors = batch.tensors
-        del batch
-        differs, reason = result_or_reason(
-            lambda: _difference(plan, index, tensors, device)  # noqa: B023
-        )
-        problem = problem or differs or reason
-    more, reason = result_or_reason(lambda: len(list(batches)))
-    return problem or reason or ("the export has more buckets than it had" if more else None)
+    return first_problem(plan.buckets, batches, partial(_difference, plan, device))
 
 
 def _difference(
-    plan: ShardPlan, index: int, tensors: Sequence[torch.Tensor], device: torch.device
+    plan: ShardPlan, device: torch.device, index: int, tensors: Sequence[torch.Tensor] | None
 ) -> str | None:
+    if tensors is None:
+        return None
     numbers, first = plan.all_to_all.numbers_of(index), plan.first_reader
-    for rank, arrangement in enumerate(plan.reads_of(index)[first:], first):
+    for rank, arrangement in enumerate(plan.reads[index][first:], first):
         whole = gather_arranged(tensors, arrangement, device)
         found = received([plan.drafts[index].sends[rank]], len(numbers))
         start = 0  # of what one all-to-all brings; no piece comes in two of them

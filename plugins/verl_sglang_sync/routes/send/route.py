@@ -25,13 +25,10 @@ from verl_sglang_sync.sources.bucket_stream import Batch
 
 
 class Send(ShardRoute):
-    """See `ShardRoute`.
+    """See `ShardRoute`; the scratch is twice `piece_nbytes`.
 
     Args:
-        context: what it works on.
         senders: the process group of all trainer ranks and engine ranks.
-        is_wanted: False: never send.
-        piece_nbytes: that a rank sends at a time; the scratch is twice that.
         timeout_s: longest time in which nothing gets on, in seconds.
     """
 
@@ -71,13 +68,11 @@ class Send(ShardRoute):
 
 
 class SentBuckets(SyncSource):
-    """The buckets of one sync, sent by all trainer ranks.
+    """The buckets of one sync, sent by all trainer ranks, once the plan's all-to-all has begun. The
+    engines must hold the arrangements that the plan is for.
 
     Args:
-        plan: whose all-to-all has begun; the engines must hold the arrangements that it is for.
-        pair_bytes: see `SyncReport`.
         delivery: makes the delivery to this rank's engine ranks.
-        report: gets the counts.
     """
 
     def __init__(
@@ -94,7 +89,6 @@ class SentBuckets(SyncSource):
         self._report = report
 
     def delivery(self, engines: Sequence[EngineRank], in_step: InStep) -> Delivery:
-        """See `SyncSource`."""
         return self._delivery(engines, in_step)
 
     def __iter__(self) -> Iterator[ReadyBucket]:
@@ -104,6 +98,5 @@ class SentBuckets(SyncSource):
             yield ReadyBucket(index, bucket)
 
     def end(self) -> None:
-        """See `SyncSource`."""
         self._report.pair_bytes = self._pair_bytes
         self._report.sent_bytes = sum(map(sum, self._pair_bytes))
