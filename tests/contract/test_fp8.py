@@ -48,7 +48,7 @@ def quantize(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], A
     """The export in fp8; verl's Triton kernel needs a GPU, its other way does not."""
     from verl.utils.kernel import fp8_kernel
 
-    from verl_sglang_sync.verl.quantized_export import quantized
+    from verl_sglang_sync.verl.engine_format import quantized
 
     monkeypatch.setattr(fp8_kernel, "_DISABLE_TRITON_FP8", True)
     return lambda weights: quantized(weights, quantizer(), torch.bfloat16)
@@ -96,7 +96,7 @@ def test_what_is_sent_is_what_verl_makes(quantize: Callable[[Any], Any]) -> None
 
 def test_a_weight_that_verl_fails_to_quantise_is_not_sent(ranks: Ranks) -> None:
     """verl's kernel fails without a GPU; it logs that, and goes on with the weight as it is."""
-    from verl_sglang_sync.verl.quantized_export import NotQuantized, quantized
+    from verl_sglang_sync.verl.engine_format import NotQuantized, quantized
 
     exported = iter(weights())
     with pytest.raises(NotQuantized, match=r"q_proj\.weight is still torch\.bfloat16"):

@@ -21,7 +21,7 @@ from verl_sglang_sync.sources.export_trace import (
     TracedParameter,
     TracedTensor,
 )
-from verl_sglang_sync.sources.owners import Origin, Owners, everyone, shards_of_rows
+from verl_sglang_sync.sources.transfer_plan import Origin, Owners, everyone, shards_of_rows
 
 
 def play(pool: Any, *steps: Any, **options: Any) -> Any:

@@ -303,7 +303,7 @@ class Learns(Route):
 
     def __init__(self, *, needs_no_staging):
         settings = settings_of("compiled")
-        context = RouteContext.of(SingleProcess(), torch.device("cpu"), settings, lambda: ())
+        context = RouteContext(SingleProcess(), torch.device("cpu"), settings, lambda: ())
         super().__init__(context, is_wanted=True)
         self.needs_no_staging, self.events = needs_no_staging, []
 

@@ -104,9 +104,7 @@ def _die_with_parent() -> None:
 def wait_until_healthy(
     url: str, log: Path, *, is_running: Callable[[], bool] = lambda: True
 ) -> None:
-    """Wait until the server answers; `RuntimeError` with the end of its log if it ends, or needs
-    too long.
-    """
+    """Wait until the server answers; else `RuntimeError` with the end of its log."""
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline and is_running():
         try:

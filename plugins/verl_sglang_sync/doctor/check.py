@@ -41,7 +41,6 @@ class Check:
     Attributes:
         name: short and stable, such as "verl plugin"; scripts select by it.
         status: a failure means that a recipe with `+weight_sync=...` cannot be relied on here.
-        detail: what was found.
         advice: what to do about it; empty where nothing is to be done.
     """
 
@@ -62,8 +61,7 @@ def run_probe(
     timeout_s: float = PROBE_TIMEOUT_S,
 ) -> Facts:
     """Call a module's function in a new process that has this interpreter and the user's
-    environment, and `environment` on top; its annotated result must be JSON-serialisable by
-    msgspec.
+    environment; msgspec must be able to decode its annotated result from JSON.
 
     Raises:
         ProbeError: the process failed, hung, or returned something else.

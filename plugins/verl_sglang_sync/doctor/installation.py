@@ -151,8 +151,7 @@ class VerlFacts(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         policy: verl's `VERL_USE_EXTERNAL_PLUGINS`.
         load_error: traceback of our entry point, which verl hides; None if it loads.
-        rollout_class: dotted path registered for SGLang rollouts.
-        replica_class: dotted path of the class that verl's replica registry returns.
+        rollout_class: dotted path in verl's registry, as is `replica_class`.
         import_error: traceback of importing these two classes.
         checks_recipes: verl's `validate_config` runs our checks first.
     """
@@ -222,9 +221,7 @@ def sglang_checks(facts: SGLangFacts) -> list[Check]:
 def plugin_check(
     who: str, load_errors: Sequence[str], variable: str, policy: str, *, is_all: bool
 ) -> Check:
-    """Does upstream load our entry point, by a policy that chooses all of them (`is_all`) or lists
-    some?
-    """
+    """Does upstream load our entry point, by a policy that is all (`is_all`), or a list?"""
     title = f"{who} plugin"
     if load_errors:
         return Check(title, FAIL, last_line(load_errors[0]), "\n".join(load_errors))

@@ -41,20 +41,14 @@ ON_THE_HOST = {
 
 @dataclass(frozen=True)
 class Machine:
-    """What the checks have found out about this machine.
-
-    Attributes:
-        reads_other_gpus: a process on each GPU can read memory of the others.
-    """
+    """What was found out here: can a process on each GPU read memory of the others?"""
 
     num_gpus: int
     reads_other_gpus: bool
 
 
 def compose(overrides: Sequence[str]) -> DictConfig:
-    """Compose verl's config as `python -m verl.trainer.main_ppo` does, without importing verl;
-    raises what Hydra raises.
-    """
+    """verl's config as `python -m verl.trainer.main_ppo` composes it, without importing verl."""
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
 
@@ -91,9 +85,7 @@ def preset_checks(machine: Machine) -> Iterator[Check]:
 def recipe_checks(
     overrides: Sequence[str], machine: Machine, *, title: str = "recipe: what it does"
 ) -> Iterator[Check]:
-    """What the preflight says of a recipe before Ray starts, and what the sync would do in it;
-    `title`: of the last check, where nothing failed.
-    """
+    """What the preflight says of a recipe before Ray starts, and what the sync would do in it."""
     from verl_sglang_sync.preflight import RecipeError, examine  # may be what is broken here
 
     try:

@@ -39,8 +39,8 @@ class KnownArrangements:
 
     @classmethod
     def of(cls, encoded: bytes, sent: Iterable[Bucket]) -> KnownArrangements:
-        """Parse and check what the engine offers for the buckets that were sent; `WireError`: it
-        does not fit.
+        """What the engine offers for buckets that were sent; `WireError` where it does not fit
+        them.
         """
         layouts = {bucket.digest: bucket.layout for bucket in sent}
         return cls(digest_of(encoded), decode_arrangements(encoded, layouts))

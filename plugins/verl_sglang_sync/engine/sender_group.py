@@ -2,9 +2,6 @@
 
 A trainer rank has the same rank in it; the engine ranks follow, in the order of the update group,
 with which it is formed anew. A trainer of one rank has that group already.
-
-    group = senders.formed(update_group)    # collective, before each sync that is sent
-    senders.abandon()                       # after a failure
 """
 
 from __future__ import annotations

@@ -218,9 +218,7 @@ class TrainerSession:
         arranged: str = "",
         receives: Sequence[list[int]] = (),
     ) -> None:
-        """Have a bucket loaded (see `LoadBucket`); its memory must stay as it is until that is
-        over.
-        """
+        """Have a bucket loaded, see `LoadBucket`; its memory must stay as it is meanwhile."""
         is_known = bucket.digest in self._engine_layouts
         buffers, self._unsent = self._unsent, []
         self._send(

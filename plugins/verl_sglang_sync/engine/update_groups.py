@@ -2,12 +2,6 @@
 
 A group is kept from sync to sync. It is formed anew when replicas have joined or left, and after a
 failure, because a collective may be outstanding in it.
-
-    groups = UpdateGroups(address="10.0.0.1", device=torch.device("cuda", 0), timeout_s=600)
-    group = groups.with_replicas(replicas)
-    ...
-    groups.abandon()        # after a failure
-    groups.close()
 """
 
 from __future__ import annotations
@@ -19,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import torch
 from torch.distributed import DistNetworkError
@@ -44,8 +38,6 @@ logger = logging.getLogger(__name__)
 SEND_AWAY_S = 30.0
 POLL_S = 0.2
 REPLY_S = 2.0
-
-Result = TypeVar("Result")
 
 
 class UpdateGroupError(BroadcastError):
@@ -264,8 +256,20 @@ class UpdateGroups:
 def join_in_thread(
     place: GroupPlace, rank: int, device: torch.device, timeout_s: float
 ) -> Future[Any]:
-    """Join a group in a daemon thread; the future gets the process group."""
-    return _in_thread(lambda: join_as_trainer(place, rank, device, timeout_s))
+    """Join a group; the future gets the process group.
+
+    In a daemon thread: one that waits for a rank that never comes ends no process.
+    """
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(join_as_trainer(place, rank, device, timeout_s))
+        except Exception as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True, name="weight-sync-join").start()
+    return future
 
 
 def _leave_late(joined: Future[Any]) -> None:
@@ -327,17 +331,3 @@ def _leave_servers(
             future.result()
         except ServerError as error:
             logger.info("%s did not leave %s: %s", replica.base_url, name, error)
-
-
-def _in_thread(step: Callable[[], Result]) -> Future[Result]:
-    """Run a step in a daemon thread: one that waits for a rank that never comes ends no process."""
-    future: Future[Result] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(step())
-        except Exception as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True, name="weight-sync-join").start()
-    return future

@@ -40,9 +40,7 @@ Words = npt.NDArray[np.int64]
 
 
 class ByteGather:
-    """Gathers one arrangement's bytes, sync after sync; `use_kernel=None`: by the kernel where it
-    is available.
-    """
+    """Gathers one arrangement's bytes, sync after sync; by the kernel where it is available."""
 
     def __init__(
         self, arrangement: Arrangement, device: torch.device, *, use_kernel: bool | None = None

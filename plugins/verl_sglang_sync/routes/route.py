@@ -120,40 +120,32 @@ class Recovery(Enum):
     EXPORT = "by the full export"
 
 
-@dataclass(frozen=True)
 class RouteContext:
     """What all routes of one trainer rank work on: the export that they spare a sync.
 
-    Attributes:
+    Args:
         device: of the parameters on this rank, and of what is made of them.
-        source_map: where the export's bytes lie in the parameters.
         readers: what this rank's engine ranks have said that they read; the same object for as long
             as they are the same engine ranks.
         first_reader: engine ranks are numbered from here on. 0: each shares the device of the
             trainer rank of its number; else they have devices of their own, and come and go.
-        recheck_every_n_syncs: compare with the full export again in every n-th sync; 0: never.
     """
 
-    group: TrainerGroup
-    device: torch.device
-    source_map: SourceMap
-    stream: BucketStream
-    readers: Callable[[], Sequence[EngineArrangements]]
-    first_reader: int = 0
-    recheck_every_n_syncs: int = 0
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         group: TrainerGroup,
         device: torch.device,
         settings: WeightSyncConfig,
         readers: Callable[[], Sequence[EngineArrangements]],
         first_reader: int = 0,
-    ) -> RouteContext:
-        """Of an export that nobody has seen yet."""
-        every, stream = settings.recheck_every_n_syncs, BucketStream(settings.bucket_bytes)
-        return cls(group, device, SourceMap(group, device), stream, readers, first_reader, every)
+    ) -> None:
+        self.group = group
+        self.device = device
+        self.readers = readers
+        self.first_reader = first_reader
+        self.recheck_every_n_syncs = settings.recheck_every_n_syncs
+        self.source_map = SourceMap(group, device)
+        self.stream = BucketStream(settings.bucket_bytes)
 
 
 class Route:
@@ -194,9 +186,7 @@ class Route:
         return self._is_proven
 
     def choose(self, weights: Iterable[NamedTensor], report: SyncReport) -> SyncSource | None:
-        """The buckets of this sync, which leaves the export of `weights` out; None: it goes another
-        way.
-        """
+        """The buckets of this sync, without the export of `weights`; None: it goes another way."""
         if not self._is_proven:
             return None
         self._num_syncs += 1

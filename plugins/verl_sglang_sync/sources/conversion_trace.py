@@ -33,7 +33,7 @@ from verl_sglang_sync.sources.export_trace import (
     TracedTensor,
     TracingMode,
 )
-from verl_sglang_sync.sources.owners import Origin, Owners
+from verl_sglang_sync.sources.transfer_plan import Origin, Owners
 
 FACTOR, MASK = 0x2545F4914F6CDD1D, 0x1B873593CC9E2D51
 """Of the scrambled codes, modulo the integers' range; the factor is odd, so it has an inverse."""

@@ -80,9 +80,7 @@ class Export:
         return True
 
     def drain(self) -> None:
-        """Run the export to its end, dropping the tensors: its collectives need every rank, unless
-        it is what broke.
-        """
+        """Run the export to its end: its collectives need every rank, unless it is what broke."""
         if self.failed:
             return
         with suppress(Exception):
@@ -129,9 +127,7 @@ def transformed(
     *,
     computes: bool = False,
 ) -> Iterable[NamedTensor]:
-    """`step(weights)`, repeatable if `weights` is; a step that `computes` makes other values: the
-    sources do not hold what is exported then.
-    """
+    """`step(weights)`, repeatable if `weights` is; without its sources if the step computes."""
     if not is_repeatable(weights):
         return step(weights)
     sources = None if computes else getattr(weights, "sources", None)

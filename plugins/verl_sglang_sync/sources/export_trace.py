@@ -32,7 +32,7 @@ from sglang_loader.common.regions.compose import ByteMap, compose_read
 from sglang_loader.common.regions.geometry import Region
 from verl_sglang_sync.sources.export import NamedTensor
 from verl_sglang_sync.sources.known_sources import Sources
-from verl_sglang_sync.sources.owners import NotOwned, Origin, Owners, everyone, owners_of
+from verl_sglang_sync.sources.transfer_plan import NotOwned, Origin, Owners, everyone, owners_of
 
 _COLLECTIVES = frozenset(
     ("c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "symm_mem")
@@ -117,9 +117,7 @@ class TracingMode(TorchDispatchMode):
 
     @contextmanager
     def tracing(self, what: str) -> Iterator[None]:
-        """Have the mode on in the body, in which `what` runs; `NotTraceable` for what was refused,
-        or raised.
-        """
+        """Have the mode on in the body, where `what` runs; `NotTraceable` for what goes wrong."""
         try:
             with self:
                 yield

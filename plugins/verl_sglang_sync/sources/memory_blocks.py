@@ -2,12 +2,7 @@
 
 torch cuts blocks into storages; mapping a block once serves every tensor in it. A block stays
 mapped to the right memory for as long as one storage in it lives, so each shared block is named
-after such a storage, and gets a new name when that one is gone:
-
-    table = BlockTable(device)
-    block = table.block_of(Block.of(tensor.untyped_storage()))     # None: cannot be mapped
-    name = names.name_of(block, tensor.untyped_storage())
-    handle = share_block(block, tensor.untyped_storage())
+after such a storage, and gets a new name when that one is gone.
 """
 
 from __future__ import annotations

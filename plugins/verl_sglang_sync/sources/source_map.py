@@ -47,7 +47,7 @@ from verl_sglang_sync.sources.export_trace import (
     trace_export,
 )
 from verl_sglang_sync.sources.known_sources import KnownSources, SourcesChanged, require_sources
-from verl_sglang_sync.sources.owners import Origin
+from verl_sglang_sync.sources.transfer_plan import Origin
 
 MAX_TRACES = 4
 """How often the parameters may be replaced by others before it is not worth the tracing."""

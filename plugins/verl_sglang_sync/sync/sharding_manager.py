@@ -117,8 +117,8 @@ class SGLangShardingManager(BaseShardingManager):  # type: ignore[misc]
         """Send all weights; the engine drops its prefix cache, and publishes the version.
 
         Args:
-            weights: `(name, full tensor)`, collective over the trainer's ranks; drained even if
-                the sync fails. What can be iterated over again: see `reexport`.
+            weights: `(name, full tensor)`, collective over the trainer's ranks; drained even if the
+                sync fails. What can be iterated over again: see `sources.export`.
             version: name of the new weights, such as verl's global step.
 
         Raises:

@@ -135,8 +135,8 @@ class SessionTransport:
         self._sync(weights, version, report, replicas, RanksInStep(self._group), routes)
 
     def check_reply(self, report: SyncReport) -> None:
-        """Look at the replies to the last sync's requests, after the engine's next stage, when they
-        have long come; raises if one is bad.
+        """Look at the replies to the last sync's requests, after the engine's next stage; raises if
+        one is bad.
         """
         requests, self._unanswered = self._unanswered, []
         for request in requests:
@@ -268,14 +268,12 @@ def colocated_transport(
     group: TrainerGroup,
     device: torch.device,
 ) -> SessionTransport:
-    """Carries the syncs of one replica, whose engine ranks share the trainer ranks' devices; see
-    `SGLangShardingManager`.
-    """
+    """Carries the syncs of one replica, on the trainer ranks' devices: `SGLangShardingManager`."""
     num_buffers = settings.num_staging_buffers
     ring = StagingRing(device, num_buffers=num_buffers, bucket_bytes=settings.bucket_bytes)
     arrangements = EngineArrangements(is_wanted=settings.uses_plan)
     engines = ColocatedEngine(engine, group, settings, arrangements, num_buffers)
-    context = RouteContext.of(group, device, settings, lambda: engines.readers)
+    context = RouteContext(group, device, settings, lambda: engines.readers)
     pull = Pull(
         context,
         is_wanted=settings.read_in_place,
@@ -320,7 +318,7 @@ def disaggregated_transport(
     limit_s = settings.timeouts_s.get("group", settings.request_timeout_s)
     senders = SenderGroup(groups, group, device, limit_s)
     engines = RemoteEngines(groups, senders, lambda: send.is_proven, settings)
-    context = RouteContext.of(group, device, settings, lambda: engines.readers, world_size())
+    context = RouteContext(group, device, settings, lambda: engines.readers, world_size())
     folder = cache(SessionFolder)  # made when there is memory that engines map, which it lists
     pull = Pull(
         context,

@@ -30,8 +30,7 @@ def collect_adapter(
     num_ranks: int,
     is_leader: bool,
 ) -> AdapterUpdate:
-    """Go through verl's export of an adapter, `(PEFT's name, tensor)`, which is collective over the
-    trainer's ranks.
+    """Go through verl's export of an adapter, by PEFT's names; collective over the trainer's ranks.
 
     Args:
         num_ranks: TP ranks of the engine.

@@ -39,9 +39,7 @@ NO_SUCH_ROUTE = (404, 405)
 
 
 class Worker(msgspec.Struct, frozen=True):
-    """A server that is among a router's workers, with the router's id; None if it knows it by its
-    URL alone (0.1).
-    """
+    """A server among a router's workers, with the router's id; 0.1 knows it by its URL alone."""
 
     url: str
     id: str | None
@@ -83,9 +81,7 @@ class RouterClient:
         return worker
 
     async def remove(self, worker: Worker) -> None:
-        """Take a server out; it is no error if the router does not know it any more. Raises as
-        `add`.
-        """
+        """Take a server out, which the router need not know any more; raises as `add`."""
         try:
             if worker.id is None:
                 await self._send(Call(_operation("remove_worker"), query={"url": worker.url}))

@@ -1,12 +1,5 @@
 """Fills arranged buffers from the ranks' shards: pack, all-to-all, unpack, piece after piece.
 
-    exchange = AllToAll(plans, device)
-    exchange.begin(shards)
-    for index, buffer in enumerate(buffers):
-        exchange.fill(index, buffer)    # all ranks, in the same order
-    exchange.drain()                    # whoever stopped before
-    exchange.end()
-
 While a piece travels, the next is packed, what a rank owns itself goes straight into its buffer,
 and the piece before is unpacked. On a GPU all of it is queued; the scratch is used again in stream
 order.
@@ -134,8 +127,8 @@ class AllToAll:
         return self._numbers[index]
 
     def pack(self, number: int) -> tuple[torch.Tensor, Sequence[int]]:
-        """Pack a piece, into the scratch of the one `NUM_TRAVELLING` before; what is sent, and its
-        bytes by rank.
+        """Pack a piece, into the scratch of the one `NUM_TRAVELLING` before; its bytes, also by
+        rank.
         """
         piece = self._pieces[number]
         sent, _ = self._scratch[number % NUM_TRAVELLING].of(piece.plan)
@@ -143,9 +136,7 @@ class AllToAll:
         return sent, piece.plan.send_nbytes
 
     def launch(self, number: int, group: Any = None) -> Any:
-        """Have a packed piece on its way in a group of all ranks (None: torch's default); torch's
-        work.
-        """
+        """Have a packed piece on its way in a group of all ranks; None: torch's default group."""
         plan = self._pieces[number].plan
         sent, received = self._scratch[number % NUM_TRAVELLING].of(plan)
         return all_to_all(sent, plan.send_nbytes, received, plan.recv_nbytes, group)

@@ -20,8 +20,7 @@ from dataclasses import dataclass, replace
 from sglang_loader.common.regions.arrangement import Arrangement, Read
 from sglang_loader.common.regions.intervals import merge, num_bytes
 from sglang_loader.common.session.messages import BucketPiece
-from verl_sglang_sync.sources.owners import Origin, Owners
-from verl_sglang_sync.sources.transfer_plan import shard_reads
+from verl_sglang_sync.sources.transfer_plan import Origin, Owners, shard_reads
 
 ALIGNMENT_BYTES = 8
 """A part lies in the scratch as it does in the arranged buffer, modulo this: one word size."""
@@ -203,9 +202,7 @@ def _joined(pieces: Sequence[BucketPiece]) -> list[BucketPiece]:
 
 
 def pieces_of(bucket: BucketExchange, num_pieces: int) -> list[PieceExchange]:
-    """The bucket in `num_pieces`, the same on all ranks, of about the same size for each pair of
-    ranks.
-    """
+    """The bucket in pieces, as many on all ranks, of about one size for each pair of ranks."""
     own = _cut(bucket.own, num_pieces)
     sends = [_cut(reads, num_pieces) for reads in bucket.sends]
     receives = [_cut(reads, num_pieces) for reads in bucket.receives]

@@ -11,10 +11,16 @@ from functools import partial
 
 import torch
 
-from verl_sglang_sync.collective import own_rank, world_size
+from sglang_loader.common.layout import BucketLayout
+from sglang_loader.common.regions.arrangement import Arrangement
+from verl_sglang_sync.collective import own_rank, result_or_reason, world_size
 from verl_sglang_sync.report import SyncReport
-from verl_sglang_sync.routes.exchange.proof import exchanged_difference, first_problem
-from verl_sglang_sync.routes.exchange.shard_route import ShardPlan, ShardRoute
+from verl_sglang_sync.routes.exchange.shard_route import (
+    ShardPlan,
+    ShardRoute,
+    first_problem,
+    gather_arranged,
+)
 from verl_sglang_sync.routes.route import ReadyBucket, RouteContext, SyncSource
 from verl_sglang_sync.routes.staging_ring import StagingRing
 from verl_sglang_sync.sources.bucket_stream import Batch
@@ -27,9 +33,7 @@ way, is no larger than a bucket.
 
 
 class Exchange(ShardRoute):
-    """See `ShardRoute`; torch's default group must be the ranks of the context's group, and the
-    scratch is four times `piece_nbytes`.
-    """
+    """See `ShardRoute`; in torch's default group, and with scratch of four times `piece_nbytes`."""
 
     not_taken = "every rank exports all weights in full, nothing is exchanged"
 
@@ -51,12 +55,7 @@ class Exchange(ShardRoute):
         return ExchangedBuckets(plan, self._ring, report)
 
     def _compare(self, plan: ShardPlan, batches: Iterator[Batch]) -> str | None:
-        def compare(index: int, tensors: Sequence[torch.Tensor] | None) -> str | None:
-            layout, reads = plan.buckets[index].layout, plan.reads[index][own_rank()]
-            return exchanged_difference(
-                plan.all_to_all, layout, reads, self._device, index, tensors
-            )
-
+        compare = partial(_difference, plan, self._device)
         problem = first_problem(plan.buckets, batches, compare)
         plan.all_to_all.drain()
         return problem
@@ -101,3 +100,38 @@ class ExchangedBuckets(SyncSource):
     def drain(self) -> None:
         if self._has_begun:
             self._plan.all_to_all.drain()
+
+
+def _difference(
+    plan: ShardPlan, device: torch.device, index: int, tensors: Sequence[torch.Tensor] | None
+) -> str | None:
+    """Exchange a bucket; what differs from its exported tensors, if they came."""
+    arrangement = plan.reads[index][own_rank()]
+    buffers, reason = None, None
+    if tensors is not None:
+        given = tensors
+        buffers, reason = result_or_reason(
+            lambda: (
+                gather_arranged(given, arrangement, device),
+                torch.zeros(arrangement.nbytes, dtype=torch.uint8, device=device),
+            )
+        )
+    expected, found = buffers or (None, None)
+    # Also after a failure: the other ranks wait for this one's shards.
+    _, failed = result_or_reason(lambda: plan.all_to_all.fill(index, found))
+    if failed is None and expected is not None and found is not None:
+        failed = _first_difference(expected, found, arrangement, plan.buckets[index].layout)
+    return reason or failed
+
+
+def _first_difference(
+    expected: torch.Tensor, found: torch.Tensor, arrangement: Arrangement, layout: BucketLayout
+) -> str | None:
+    """The first tensor of which bytes differ, in words; None if none does."""
+    if torch.equal(expected, found):
+        return None
+    at = int((expected != found).nonzero()[0])
+    for read in arrangement.reads:
+        if read.start <= at < read.start + read.nbytes:
+            return f"{layout.tensors[read.tensor].name} differs from the full export"
+    return f"byte {at}, which nobody reads, was written"

@@ -2,10 +2,7 @@
 
 The export is traced, so that every rank knows which shard holds each byte that an engine rank
 reads; each bucket then takes an all-to-all, or several, instead of the full export. Each rank
-compares with the full export, bit for bit, before any bucket is sent so:
-
-    route.learn(export, loaded)                  # after a good exported sync
-    source = route.choose(export, report)        # in the next ones
+compares with the full export, bit for bit, before any bucket is sent so.
 
 Who reads, and in which group, differs: each rank's own engine ("exchange"), or engine ranks that
 are ranks of the group themselves ("send").
@@ -15,11 +12,13 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
+from sglang_loader.common.copies import gather_reads
 from sglang_loader.common.regions.arrangement import Arrangement
 from sglang_loader.common.session.messages import Loaded
 from verl_sglang_sync.collective import (
@@ -98,9 +97,7 @@ class ShardRoute(Route):
         """Prepare what else is needed; raises where that cannot be."""
 
     def _compare(self, plan: ShardPlan, batches: Iterator[Batch]) -> str | None:
-        """What differs from the full export (`batches`) on this rank, once the plan's all-to-all
-        has begun.
-        """
+        """What differs from the full export on this rank, once the plan's all-to-all has begun."""
         raise NotImplementedError
 
     def _source(self, weights: Iterable[NamedTensor], report: SyncReport) -> SyncSource | None:
@@ -240,3 +237,41 @@ class ShardRoute(Route):
         problem = self._compare(self._plan, batches)
         self._plan.all_to_all.end()
         return common_reason(self._group, problem)
+
+
+def first_problem(
+    buckets: Sequence[Bucket],
+    batches: Iterator[Batch],
+    compare: Callable[[int, Sequence[torch.Tensor] | None], str | None],
+) -> str | None:
+    """Go through the full export, and compare every bucket with it; collective.
+
+    Args:
+        batches: the export, which is gone through to its end: the other ranks need it.
+        compare: given a bucket's number and its exported tensors: what differs. None: they have not
+            come, but the other ranks may wait for this one's shards.
+
+    Returns:
+        What differs first on this rank, or what went wrong; None if nothing.
+    """
+    problem: str | None = None
+    for index, bucket in enumerate(buckets):
+        batch, reason = result_or_reason(lambda: next(batches, None))
+        if batch is None or batch.bucket.digest != bucket.digest:
+            batch, reason = None, reason or f"bucket {index} is not what it was"
+        tensors = None if batch is None else batch.tensors
+        del batch
+        differs, failed = result_or_reason(partial(compare, index, tensors))
+        problem = problem or reason or differs or failed
+    more, reason = result_or_reason(lambda: len(list(batches)))
+    return problem or reason or ("the export has more buckets than it had" if more else None)
+
+
+def gather_arranged(
+    tensors: Sequence[torch.Tensor], arrangement: Arrangement, device: torch.device
+) -> torch.Tensor:
+    """The arranged buffer of full tensors; deliberately not by the code that is checked."""
+    with torch.no_grad():
+        return gather_reads(
+            arrangement, lambda i: tensors[i].contiguous().reshape(-1).view(torch.uint8), device
+        )

@@ -29,8 +29,7 @@ from verl_sglang_sync.sources.bucket_stream import Bucket
 from verl_sglang_sync.sources.export_trace import NotTraceable, TracedExport
 from verl_sglang_sync.sources.known_sources import KnownSources, memory_of
 from verl_sglang_sync.sources.memory_blocks import Block, BlockTable
-from verl_sglang_sync.sources.owners import Origin
-from verl_sglang_sync.sources.transfer_plan import ShardRead, shard_reads, whole_bucket
+from verl_sglang_sync.sources.transfer_plan import Origin, ShardRead, shard_reads, whole_bucket
 
 MAX_BLOCKS = 8192
 """More blocks than this are not mapped: each costs an engine a mapping and a file descriptor."""
@@ -40,20 +39,16 @@ NO_BYTES = (-1, 0)
 
 @dataclass(frozen=True, slots=True)
 class SpreadRead:
-    """A tensor, from byte `start` of the bucket on, whose bytes are not consecutive in its
-    parameter.
-    """
+    """A tensor, from byte `start` of the bucket on, whose bytes lie apart in its parameter."""
 
     start: int
     origin: Origin
 
 
 def bucket_reads(layout: BucketLayout, traced: TracedExport) -> list[ShardRead | SpreadRead]:
-    """Which shards hold a bucket's bytes, in ascending order; `NotTraceable` where that is not
-    known.
+    """Which shards hold a bucket's bytes, in ascending order; `NotTraceable`: nobody knows. Pure.
 
     Bytes that are consecutive in a shard and in the bucket are one read, of several tensors even.
-    Pure.
     """
     origins = traced.origins_of(layout)
     joined: list[ShardRead | SpreadRead] = []
@@ -231,9 +226,7 @@ class Located:
         readers: Sequence[int],
         first_reader: int,
     ) -> Located:
-        """Where this rank's engine ranks (`readers`, among all) find every bucket; `tables`: of all
-        ranks.
-        """
+        """Where this rank's engine ranks, `readers` among all, find every bucket."""
         blocks = [
             block for table in tables for block in zip(table.blocks, table.handles, strict=True)
         ]

@@ -158,10 +158,7 @@ class Pull(Route):
         self._located, self._mapped = None, frozenset()
 
     def _learn_readers(self, loaded: Sequence[Loaded]) -> set[str]:
-        """Which engine ranks there are, and that all are new: they have nothing mapped.
-
-        Returns the hosts of the trainer's ranks.
-        """
+        """Note which engine ranks there are, with nothing mapped; the hosts of all ranks."""
         self.forget()
         nums, hosts = zip(*self._group.all_gather((len(loaded), host_id())), strict=True)
         first = sum(nums[: own_rank()])
@@ -180,18 +177,14 @@ class Pull(Route):
         return result_or_reason(confirm, SourcesChanged)[1] is not None
 
     def _confirm(self, known: KnownSources, weights: Iterable[NamedTensor]) -> None:
-        """Raise `SourcesChanged` unless what the export would read is what and where it was when it
-        was traced.
-        """
+        """Raise `SourcesChanged` unless the parameters are what and where they were."""
         assert self._plan is not None, "see learn"
         if self._stream.buckets != self._plan.buckets:
             raise SourcesChanged("the export is cut into other buckets")
         known.require(require_sources(weights)())
 
     def _make_plan(self, weights: Iterable[NamedTensor]) -> str | None:
-        """Find the buckets' bytes in the shards; why some are not there, equal on all ranks;
-        collective.
-        """
+        """Find the buckets' bytes in the shards; collective: why some are not there."""
         if (reason := self._source_map.trace(weights)) is not None:
             return reason
         traced, buckets = self._source_map.traced, self._stream.buckets
