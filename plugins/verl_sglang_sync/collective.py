@@ -263,7 +263,6 @@ async def run_in_step(
 
 
 def holds_everywhere(group: TrainerGroup, holds: bool) -> bool:
-    """True if `holds` on every rank; collective."""
     return group.agree(is_ready=holds).is_ready
 
 

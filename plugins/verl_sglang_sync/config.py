@@ -197,7 +197,6 @@ class WeightSyncConfig:
 
     @property
     def stages(self) -> StageOrder:
-        """What `sleep_order` and `wake_order` mean."""
         return StageOrder.of(SECTION, self.sleep_order, self.wake_order)
 
     @classmethod

@@ -57,8 +57,6 @@ COPY_LIMIT = "copy_limit"
 
 
 class NativeSync:
-    """verl's own client and sync."""
-
     def __init__(self, url: str, config: Path) -> None:
         from torch.distributed.device_mesh import init_device_mesh
 
@@ -111,7 +109,6 @@ class OurSync:
 
 
 def native_engine(url: str, config: Path | str) -> Any:
-    """verl 0.9.1's own client of a server."""
     from verl.workers.rollout.sglang_rollout.http_server_engine import AsyncHttpServerAdapter
 
     host, port = url.removeprefix("http://").split(":")

@@ -65,7 +65,6 @@ def timed(times: dict[str, float], stage: str, device: torch.device) -> Iterator
 def run_arm(
     name: str, url: str, config: Path, model: str, device: torch.device, runs: Runs
 ) -> dict[str, Any]:
-    """Warm up, measure the cycles, and make the row."""
     arm = ARMS[name]
     weights = make_trainer(arm.trainer, model, device)
     sync = NativeSync(url, config) if arm.mode is None else OurSync(url, arm, device)
@@ -125,7 +124,6 @@ def row_of(
     measured: list[dict[str, float]],
     kind: Kind = "fsdp2",
 ) -> dict[str, Any]:
-    """The part of a row that all arms have."""
     num_tensors, num_bytes = size_of(model, device, kind)
     return {
         "arm": name,
@@ -159,7 +157,6 @@ def copy_limit(model: str, device: torch.device, runs: int) -> dict[str, Any]:
 def measure(
     model: str, arms: list[str], device: torch.device, runs: Runs, folder: Path
 ) -> Iterator[dict[str, Any]]:
-    """Rows of one model."""
     for name in arms:
         log = folder / f"trainer-{model}-{name}.log"
         with ProcessPoolExecutor(1, get_context("spawn"), _print_into, (log,)) as pool:
@@ -176,7 +173,6 @@ def _print_into(log: Path) -> None:
 def measure_arm(
     model: str, name: str, device: torch.device, runs: Runs, folder: Path
 ) -> dict[str, Any]:
-    """The row of one arm, in a process of its own."""
     prepare(device)
     if name == COPY_LIMIT:
         return copy_limit(model, device, runs.num)

@@ -62,7 +62,6 @@ class ShardedModel:
 
 
 def make_trainer(kind: Kind, model: str, device: torch.device) -> Reexport:
-    """An export that can be started again, of an FSDP2 model."""
     return ShardedModel(model, device, dtype_of(kind, device)).reexport()
 
 
@@ -79,7 +78,6 @@ def size_of(model: str, device: torch.device, kind: Kind = "fsdp2") -> tuple[int
 
 
 def dtype_of(kind: Kind, device: torch.device) -> torch.dtype:
-    """Of what a trainer exports."""
     return torch.float32 if kind == "fsdp2_float32" else dtype_on(device)
 
 

@@ -24,8 +24,6 @@ Facts = TypeVar("Facts")
 
 
 class Status(StrEnum):
-    """Outcome of a check, from good to bad."""
-
     OK = "ok"
     WARN = "warn"
     FAIL = "fail"

@@ -104,7 +104,6 @@ def requirements_check(installed: Callable[[str], str | None] = installed_versio
 
 
 def python_check(found: str) -> Check:
-    """Judge Python's version by its first two numbers."""
     if found.rpartition(".")[0] in TESTED_PYTHONS:
         return Check("version of Python", OK, f"{found}, as tested")
     return Check("version of Python", WARN, f"{found}; tested with {', '.join(TESTED_PYTHONS)}")
@@ -128,7 +127,6 @@ def version_check(
 
 
 def entry_point_checks() -> list[Check]:
-    """Look for our entry points in the installed metadata."""
     groups = ENTRY_POINT_GROUPS
     return [entry_point_check(group, entry_points(group=group, name=NAME)) for group in groups]
 
@@ -194,7 +192,6 @@ def look_at_verl() -> VerlFacts:
 
 
 def verl_checks(facts: VerlFacts) -> list[Check]:
-    """Judge a process that has imported verl."""
     errors = [] if facts.load_error is None else [facts.load_error]
     is_all = facts.policy.strip().lower() == "auto"
     recipes = Check("recipe checks", OK, "verl's validate_config runs our checks before Ray starts")
@@ -210,7 +207,6 @@ def verl_checks(facts: VerlFacts) -> list[Check]:
 
 
 def sglang_checks(facts: SGLangFacts) -> list[Check]:
-    """Judge a process that has loaded SGLang's plugins."""
     errors, is_all = facts.load_errors, not facts.policy
     return [
         plugin_check("SGLang", errors, "SGLANG_PLUGINS", facts.policy, is_all=is_all),
@@ -242,7 +238,6 @@ def class_check(title: str, found: str | None, ours: str, import_error: str | No
 
 
 def hooks_check(hooks: Mapping[str, bool]) -> Check:
-    """Are all our hooks in place?"""
     title, advice = "SGLang hooks", "see the SGLang plugin's error"
     found = sorted((path.rpartition(".")[2], applied) for path, applied in hooks.items())
     missing = [method for method, applied in found if not applied]

@@ -61,7 +61,6 @@ def compose(overrides: Sequence[str]) -> DictConfig:
 
 
 def hydra_check() -> Check:
-    """Has Hydra found our search-path plugin by itself?"""
     from hydra.core.plugins import Plugins
     from hydra.plugins.search_path_plugin import SearchPathPlugin
 
@@ -206,7 +205,6 @@ def _out_of_reach(
 
 
 def _sleep(settings: WeightSyncConfig, order: StageOrder) -> str:
-    """What is released and resumed, and in which order."""
     staged = settings.multi_stage_wake_up
     wake = order.wake if staged else (*order.before_sync, *order.after_sync, "sync")
     host = ON_THE_HOST[settings.effective_host_backup]

@@ -66,7 +66,6 @@ def guarded(name: str, check: Callable[[], Check | list[Check]]) -> list[Check]:
 
 
 def worst(checks: Iterable[Check]) -> Status:
-    """The status of the whole report."""
     return max((check.status for check in checks), key=list(Status).index, default=OK)
 
 
@@ -99,5 +98,4 @@ def summary(checks: Sequence[Check]) -> str:
 
 
 def exit_status(checks: Sequence[Check]) -> int:
-    """0 if nothing failed, 1 otherwise."""
     return 1 if worst(checks) is FAIL else 0

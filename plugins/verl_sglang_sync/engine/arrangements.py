@@ -49,7 +49,6 @@ class KnownArrangements:
         return [layout for layout, _ in self.buckets] == [bucket.digest for bucket in sent]
 
     def expected(self, index: int) -> Arrangement | None:
-        """The arrangement of a bucket that has yet to come; None: it will be whole."""
         return self.buckets[index][1] if index < len(self.buckets) else None
 
 
@@ -57,8 +56,6 @@ NOTHING_KNOWN = KnownArrangements()
 
 
 class ArrangedSync:
-    """One sync's use of arrangements."""
-
     def __init__(self, known: KnownArrangements) -> None:
         self._known = known
 
@@ -95,7 +92,6 @@ class EngineArrangements:
         self.known = NOTHING_KNOWN
 
     def for_sync(self) -> ArrangedSync:
-        """How the buckets of the next sync may come."""
         return ArrangedSync(self.known)
 
     def known_digest(self, sent: Sequence[Bucket]) -> str | None:
@@ -109,7 +105,6 @@ class EngineArrangements:
         return self.known if self.known.fits(sent) else NOTHING_KNOWN
 
     def learn(self, encoded: bytes, sent: Iterable[Bucket]) -> None:
-        """From the next sync on, send what the engine rank reads."""
         try:
             self.known = KnownArrangements.of(encoded, sent)
         except WireError as error:

@@ -89,12 +89,10 @@ class SessionSockets:
         return trainer_end(self.folder.new_endpoint())
 
     def keep(self, channel: Channel[FromEngine]) -> None:
-        """For the next session."""
         self._kept.keep(channel)
 
     @property
     def folder(self) -> SessionFolder:
-        """Made with the first session."""
         self._folder = self._folder or SessionFolder()
         return self._folder
 
@@ -246,7 +244,6 @@ class TrainerSession:
             self._note_progress()
 
     def rest(self) -> None:
-        """Wait a moment, until the engine says something at most."""
         self._channel.rest()
 
     def _note_progress(self) -> None:

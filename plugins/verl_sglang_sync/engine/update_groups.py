@@ -157,7 +157,6 @@ class UpdateGroups:
         return self._group
 
     def is_current(self, replicas: Sequence[Replica]) -> bool:
-        """True if there is a group of exactly these, which no engine has left."""
         group = self._group
         if group is None or was_left(group.process_group):
             return False
@@ -199,7 +198,6 @@ class UpdateGroups:
         return UpdateGroup(place.name, group, members, meeting, secret_of(group), sockets)
 
     def meet(self, *, num_trainers: int, num_engine_ranks: int) -> tuple[GroupPlace, MeetingPoint]:
-        """Open a place for a new group to meet."""
         import_helpers()
         name, world_size = f"{GROUP_PREFIX}{secrets.token_hex(4)}", num_trainers + num_engine_ranks
         meeting = MeetingPoint(self._address, world_size, self._form_timeout_s)

@@ -75,7 +75,6 @@ class StagingRing:
         return self._written(slot)
 
     def pack_arranged(self, batch: Batch, arrangement: Arrangement) -> torch.UntypedStorage:
-        """`pack` for what the engine rank reads of a bucket."""
         packing = self._packings.get(batch.index)
         if packing is None or packing.arrangement is not arrangement:
             packing = self._packings[batch.index] = ByteGather(arrangement, self._device)

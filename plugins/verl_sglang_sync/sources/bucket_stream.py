@@ -141,7 +141,6 @@ class Bucket:
 
     @classmethod
     def of(cls, layout: BucketLayout, *, is_last: bool) -> Bucket:
-        """Describe a layout."""
         encoded = encode_layout(layout)
         payload = sum(tensor.nbytes for tensor in layout.tensors)
         return cls(layout, encoded, digest_of(encoded), payload, is_last)
@@ -230,7 +229,6 @@ class BucketStream:
         index: int,
         report: SyncReport,
     ) -> Iterator[Batch]:
-        """Plan `first` and the rest of the stream; remember the cuts."""
         planner = BucketPlanner(bucket_bytes=self._bucket_bytes)
         record = _Recorder()
         first.reverse()

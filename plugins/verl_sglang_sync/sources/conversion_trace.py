@@ -88,7 +88,6 @@ def trace_conversions(
 def _converted(
     conversion: Conversion, codes: _Codes
 ) -> Iterator[tuple[str, tuple[int, ...], Owners, ByteMap]]:
-    """Convert the codes twice, and read what comes out."""
     plain = _answered(conversion, codes, is_scrambled=False)
     scrambled = _answered(conversion, codes, is_scrambled=True)
     if [name for name, _ in plain] != [name for name, _ in scrambled]:
@@ -131,7 +130,6 @@ class _Codes:
         return (codes ^ self._wrapped(MASK)) * self._wrapped(inverse)
 
     def of_rank(self, codes: torch.Tensor, rank: int, *, is_scrambled: bool) -> torch.Tensor:
-        """What a rank has where this one has `codes`."""
         plain = self.unscramble(codes) if is_scrambled else codes
         moved = plain + (rank - self.rank) * self._numel
         return self.scramble(moved) if is_scrambled else moved

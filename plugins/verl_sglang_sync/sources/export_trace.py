@@ -47,8 +47,6 @@ class NotTraceable(Exception):
 
 @dataclass(frozen=True)
 class TracedTensor:
-    """One exported tensor."""
-
     dtype: torch.dtype
     shape: tuple[int, ...]
     origin: Origin
@@ -64,8 +62,6 @@ class TracedParameter:
 
 @dataclass(frozen=True)
 class TracedExport:
-    """Where every exported tensor comes from; equal on all ranks."""
-
     parameters: tuple[TracedParameter, ...]
     tensors: Mapping[str, TracedTensor]
 

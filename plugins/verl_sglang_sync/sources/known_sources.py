@@ -35,7 +35,6 @@ def module_state(module: nn.Module) -> Sources:
 
 
 def sources_of(export: object) -> Sources | None:
-    """What an export reads; None where it does not say."""
     sources: Sources | None = getattr(export, "sources", None)
     return sources
 
@@ -127,7 +126,6 @@ def _description(tensors: Sequence[torch.Tensor], locals_: Sequence[torch.Tensor
 
 
 def locals_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """What this rank has of them."""
     with torch.no_grad():
         return [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
 

@@ -1,6 +1,6 @@
 """One sync: requests open sessions with all engine ranks, buckets go straight to them.
 
-A trainer rank has sessions with the engine ranks that it gives weights to (`engines.Engines`): one,
+A trainer rank has sessions with the engine ranks that it gives weights to (`engines`): one,
 many, or none. Ranks are not in step within a sync; they agree three times: everyone has joined;
 everyone has sent the same, and its engines have read it (only then is anything published); every
 replica is done. A rank that fails in between goes on exporting (the export's collectives need it),
@@ -37,7 +37,7 @@ from verl_sglang_sync.routes.route import Recovery, Route, RouteContext, SyncSou
 from verl_sglang_sync.routes.send.route import Send
 from verl_sglang_sync.routes.staging_ring import StagingRing
 from verl_sglang_sync.sources.export import Export, NamedTensor
-from verl_sglang_sync.sync.engines import ColocatedEngine, Engines, RemoteEngines
+from verl_sglang_sync.sync.engines import ColocatedEngine, RemoteEngines
 from verl_sglang_sync.sync.ranks_in_step import RanksInStep
 from verl_sglang_sync.sync.session_run import SessionRun
 
@@ -61,7 +61,7 @@ class SessionTransport:
         self,
         context: RouteContext,
         *,
-        engines: Engines,
+        engines: ColocatedEngine | RemoteEngines,
         routes: Sequence[Route],
         settings: WeightSyncConfig,
         ring: StagingRing | None,
@@ -152,7 +152,6 @@ class SessionTransport:
         ranks: RanksInStep,
         routes: Sequence[Route],
     ) -> None:
-        """One session with each engine rank, by one of the routes or with the export."""
         self._route, loaded = None, None
         ranks.run_if_ok(lambda: self.check_reply(report))
         with ExitStack() as stack:
@@ -180,7 +179,6 @@ class SessionTransport:
     def _choose(
         self, weights: Iterable[NamedTensor], routes: Sequence[Route], report: SyncReport
     ) -> SyncSource:
-        """Where the buckets come from, the same on all ranks."""
         for route in routes:
             source = route.choose(weights, report)
             if source is not None:
@@ -221,7 +219,6 @@ class SessionTransport:
         return loaded
 
     def _was_loaded(self, run: SessionRun, loaded: Sequence[Loaded], report: SyncReport) -> None:
-        """What a good sync tells of itself and of the next ones."""
         if loaded:
             least = min(loaded, key=lambda outcome: outcome.num_replayed)
             report.num_replayed, report.num_eager = least.num_replayed, least.num_eager
@@ -246,7 +243,6 @@ class SessionTransport:
                     return
 
     def _rest(self, ranks: RanksInStep) -> None:
-        """The sessions are over, good or not."""
         for route in self._routes:
             route.rest()
         if ranks.has_failed:

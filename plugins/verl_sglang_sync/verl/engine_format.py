@@ -74,7 +74,6 @@ class EngineFormat:
 
     @classmethod
     def of_rollout(cls, config: Any, hf_config: Any) -> EngineFormat:
-        """As verl has set the rollout up."""
         if config.get("quantization", None) != "fp8":
             return cls()
         return cls((hf_config.quantization_config, hf_config.dtype))

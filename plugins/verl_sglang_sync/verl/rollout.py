@@ -69,7 +69,6 @@ class WeightSyncServerAdapter(ServerAdapter):  # type: ignore[misc]
         )
 
     async def resume(self, tags: list[str]) -> None:
-        """Resume the engine's memory of `tags` ("weights", "kv_cache")."""
         if self._settings is None:
             await super().resume(tags)
             return
@@ -79,7 +78,6 @@ class WeightSyncServerAdapter(ServerAdapter):  # type: ignore[misc]
         await self._hand_over(manager)
 
     async def release(self) -> None:
-        """Put the engine to sleep."""
         if self._settings is None:
             await super().release()
             return
@@ -187,7 +185,6 @@ class WeightSyncServerAdapter(ServerAdapter):  # type: ignore[misc]
 
 
 def _sglang_kwargs(config: Any) -> dict[str, Any]:
-    """The user's `engine_kwargs.sglang`."""
     return dict((config.get("engine_kwargs", None) or {}).get("sglang", None) or {})
 
 

@@ -54,7 +54,6 @@ async def remove(watch: Watch) -> None:
 
 
 def main() -> int:
-    """The process that `start_guard` starts."""
     if os.fork():
         return 0
     os.setsid()

@@ -146,7 +146,6 @@ class SGLangServerClient:
             return self._result(call, response.status, text)
 
     def _result(self, call: Call, status: int, text: str) -> Any:
-        """The reply's content, if it tells of success."""
         if status in (401, 403):
             which = "admin_api_key or api_key" if call.operation.admin else "api_key"
             message = f"the server refused the {which}: {text[:MESSAGE_CHARS]}"
@@ -243,7 +242,6 @@ class LoopThread:
         self._lock = threading.Lock()
 
     def submit(self, coroutine: Coroutine[Any, Any, Result]) -> Future[Result]:
-        """Start a coroutine; cancelling the future cancels it."""
         with self._lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()

@@ -112,7 +112,6 @@ def init_update_group(
 
 
 def destroy_update_group(group_name: str) -> Call:
-    """Have the engine leave a process group."""
     return Call(DESTROY_GROUP, {"group_name": group_name})
 
 

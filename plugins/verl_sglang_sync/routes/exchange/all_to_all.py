@@ -39,7 +39,15 @@ class AllToAll:
         self._device = device
         self._num_ahead = NUM_TRAVELLING if device.type == "cuda" else 1
         self._pieces = [
-            _Piece.of(plan, bucket, device) for bucket, some in enumerate(plans) for plan in some
+            _Piece(
+                plan,
+                bucket,
+                own=_copies(plan.own, plan.nbytes, device),
+                sends=_copies(plan.sends, sum(plan.send_nbytes), device),
+                unpacks=_copies(plan.unpacks, plan.nbytes, device),
+            )
+            for bucket, some in enumerate(plans)
+            for plan in some
         ]
         numbers = iter(range(len(self._pieces)))
         self._numbers = [list(islice(numbers, len(of_bucket))) for of_bucket in plans]
@@ -174,16 +182,6 @@ class _Piece:
     own: ByteGather
     sends: ByteGather
     unpacks: ByteGather
-
-    @classmethod
-    def of(cls, plan: PieceExchange, bucket: int, device: torch.device) -> _Piece:
-        return cls(
-            plan,
-            bucket,
-            own=_copies(plan.own, plan.nbytes, device),
-            sends=_copies(plan.sends, sum(plan.send_nbytes), device),
-            unpacks=_copies(plan.unpacks, plan.nbytes, device),
-        )
 
 
 class _Scratch:
