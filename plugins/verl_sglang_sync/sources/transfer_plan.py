@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.regions.arrangement import Arrangement, Read
 from sglang_loader.common.regions.compose import compose_read
-from sglang_loader.common.regions.split import split_copy
+from sglang_loader.common.regions.geometry import split_copy
 from verl_sglang_sync.sources.owners import Origin, Owners, nearest
 
 
