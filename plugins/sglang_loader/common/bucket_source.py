@@ -32,8 +32,8 @@ CopyFrom: TypeAlias = tuple[StridedCopy, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Consecutive bytes of a bucket, and where they are: consecutive in one memory, or a strided set
-    of bytes of one or several (the shards of a parameter).
+    """Consecutive bytes of a bucket: consecutive in one memory, or a strided set of bytes of one or
+    several (the shards of a parameter).
 
     Attributes:
         start: of the first byte in the bucket's layout.

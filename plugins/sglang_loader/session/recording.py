@@ -94,14 +94,12 @@ class Recording:
         self._model = model
         self._loads = loads
         self._context = context
-        self._uses: list[BucketUses] = []
         self._buckets: list[BucketPlan] = []
         self._arranged: list[Arranged | None] = []
 
     def add(self, layout: BucketLayout, buffer: torch.Tensor) -> tuple[BucketUses, str | None]:
         """Load the next bucket; what became of it, and why there is no plan, or None."""
         traced, uses = self._loads.trace(layout, buffer)
-        self._uses.append(uses)
         if traced is None:
             return uses, str(uses.problem)
         try:
@@ -110,14 +108,17 @@ class Recording:
             return uses, refused.reason
         reason = self._loads.why_unproven(bucket, traced.destinations, buffer)
         if reason is not None:
-            return BucketUses(layout, problem=reason), f"bucket {len(self._uses) - 1}: {reason}"
+            return BucketUses(layout, problem=reason), f"bucket {len(self._buckets)}: {reason}"
         self._buckets.append(bucket)
         arranged = proven_arrangement(self._model, bucket, traced.destinations, buffer)
         self._arranged.append(arranged)
         return uses, None
 
-    def finish(self) -> Compiled:
+    def finish(self, uses: list[BucketUses]) -> Compiled:
         """The plan of the sync, whose buckets have all been added.
+
+        Args:
+            uses: of all buckets.
 
         Raises:
             PlanRefused: there is none.
@@ -126,7 +127,7 @@ class Recording:
         plan = join_buckets(self._buckets, self._loads.destinations, self._context)
         probe = DestinationProbe(self._model, plan.destinations)
         arranged = ArrangedPlan.of(plan, self._arranged)
-        return Compiled(plan, self._uses, PlanExecutor(plan), probe, arranged)
+        return Compiled(plan, uses, PlanExecutor(plan), probe, arranged)
 
 
 NamedTensor = tuple[str, torch.Tensor]

@@ -196,7 +196,7 @@ def split_copy(copy: StridedCopy, starts: Sequence[int]) -> Iterator[StridedCopy
 
 
 def _cut_run(copy: StridedCopy, starts: Sequence[int], i: int) -> Iterator[StridedCopy]:
-    """A copy without dimensions, cut where the `i`-th piece and later ones begin: maybe thousands."""
+    """A copy without dimensions, cut where pieces from the `i`-th on begin; maybe thousands."""
     unit, src, dst, run = copy.unit, copy.src, copy.dst, copy.run
     while run:
         room = (starts[i] - src) // unit.src_bytes if i < len(starts) else run
