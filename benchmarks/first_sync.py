@@ -140,7 +140,7 @@ def first_sync(model: Any, buckets: list[Any], *, is_alone: bool = True) -> dict
         is_alone: there is no other rank: the manifest check must be content with this one.
     """
     from sglang_loader.common.bucket_source import BucketSource
-    from sglang_loader.session import model_loader, weight_check
+    from sglang_loader.session import model_loader, recording, weight_check
     from sglang_loader.upstream import engine_context
 
     times: defaultdict[str, float] = defaultdict(float)
@@ -151,11 +151,11 @@ def first_sync(model: Any, buckets: list[Any], *, is_alone: bool = True) -> dict
     vars(model).pop(model_loader._ATTRIBUTE, None)
     loader = model_loader.loader_of(model)
     with (
-        timed(times, "trace", model_loader, "trace_bucket"),
-        timed(times, "uses", model_loader, "uses_of"),
-        timed(times, "compile", model_loader.PlanBuilder, "add_bucket"),
-        timed(times, "prove", model_loader, "check_bucket"),
-        timed(times, "arrange", model_loader.ArrangementMaker, "add"),
+        timed(times, "trace", recording, "trace_bucket"),
+        timed(times, "uses", recording, "uses_of"),
+        timed(times, "compile", recording, "compile_bucket"),
+        timed(times, "prove", recording, "check_bucket"),
+        timed(times, "arrange", recording, "proven_arrangement"),
         timed(times, "finish", model_loader.ModelLoader, "finish"),
     ):
         started = time.process_time()

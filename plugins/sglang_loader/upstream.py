@@ -317,18 +317,16 @@ def _places(experts: torch.Tensor) -> torch.Tensor:
 
 def tp_rank() -> int:
     """This process's tensor-parallel rank."""
-    from sglang.srt.distributed import parallel_state as parallel
+    from sglang.srt.distributed import parallel_state
 
-    rank: int = parallel.get_tensor_model_parallel_rank()
-    return rank
+    return int(parallel_state.get_tensor_model_parallel_rank())
 
 
 def pp_rank() -> int:
     """This process's stage of a pipeline."""
-    from sglang.srt.distributed import parallel_state as parallel
+    from sglang.srt.distributed import parallel_state
 
-    rank: int = parallel.get_pipeline_model_parallel_rank()
-    return rank
+    return int(parallel_state.get_pipeline_model_parallel_rank())
 
 
 def device_of(model: Any) -> torch.device:

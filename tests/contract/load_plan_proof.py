@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from contract.tiny_architectures import NamedWeights
-from sglang_loader.common.arrangement_messages import decode_arrangements, encode_arrangements
 from sglang_loader.common.bucket_source import BucketSource
-from sglang_loader.common.layout import BucketLayout
+from sglang_loader.common.layout import BucketLayout, decode_arrangements, encode_arrangements
 from sglang_loader.load_plan import (
     LoadPlan,
-    PlanBuilder,
     PlanExecutor,
+    compile_bucket,
+    join_buckets,
     trace_bucket,
 )
 from sglang_loader.load_plan.arrange import arrange
@@ -36,11 +36,10 @@ def prove(model: nn.Module, first: NamedWeights, second: NamedWeights, how: str)
 
     The negative control drops one copy, which the comparison and the self-check must both notice.
     """
-    builder = PlanBuilder({"layout": how})
     buckets = [pack(bucket) for bucket in split(first, how)]
-    for layout, buffer in buckets:
-        builder.add_bucket(trace_bucket(model, model.load_weights, layout, buffer))
-    plan = builder.finish()
+    traces = [trace_bucket(model, model.load_weights, *bucket) for bucket in buckets]
+    plans = [compile_bucket(traced) for traced in traces]
+    plan = join_buckets(plans, traces[-1].destinations, {"layout": how})
     result = self_check(model, plan, model.load_weights, [buffer for _, buffer in buckets])
     assert result.ok, result.reason
 

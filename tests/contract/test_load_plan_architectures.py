@@ -21,7 +21,7 @@ from contract.tiny_architecture_cases import CASES, case_named
 from contract.tiny_architectures import CannotBuild, Ranks, prepare_process, stop_process_groups
 from contract.tiny_engine import TinyEngine
 from contract.weight_check_proof import check
-from sglang_loader.load_plan import PlanBuilder, trace_bucket, uses_of
+from sglang_loader.load_plan import compile_bucket, join_buckets, trace_bucket, uses_of
 from sglang_loader.session.findings import Verdict
 from support.plan_check import uncovered
 
@@ -99,19 +99,14 @@ def test_a_boundary_between_two_halves_is_reported(rendezvous: Path, tmp_path: P
     parted = [item for item in built.first if not item[0].endswith(halves[1])]
     rest = [item for item in built.first if item[0].endswith(halves[1])]
     load_weights = built.model.load_weights
-    builder = PlanBuilder({})
-    idle = []
-    for bucket in (parted, rest):
-        traced = trace_bucket(built.model, load_weights, *pack(bucket))
-        idle += uses_of(traced).idle
-        builder.add_bucket(traced)
-    plan = builder.finish()
-    assert sorted(idle) == sorted(names)
+    traces = [trace_bucket(built.model, load_weights, *pack(bucket)) for bucket in (parted, rest)]
+    plan = join_buckets([compile_bucket(t) for t in traces], traces[-1].destinations, {})
+    assert sorted(name for traced in traces for name in uses_of(traced).idle) == sorted(names)
     fused = [n for n in uncovered(plan, "parameter") if "fused_qkv_a_proj_with_mqa" in n]
     assert len(fused) == 2
-    whole = PlanBuilder({})
-    whole.add_bucket(trace_bucket(built.model, load_weights, *pack(built.first)))
-    assert uncovered(whole.finish(), "parameter") == []
+    traced = trace_bucket(built.model, load_weights, *pack(built.first))
+    whole = join_buckets([compile_bucket(traced)], traced.destinations, {})
+    assert uncovered(whole, "parameter") == []
 
 
 def test_hundreds_of_experts_become_a_few_copies(rendezvous: Path, tmp_path: Path) -> None:

@@ -6,14 +6,14 @@ from types import SimpleNamespace
 import pytest
 import torch_memory_saver
 
-from sglang_loader.hooks.memory_saver_mode import choose_preload
+from sglang_loader.hooks.memory import choose_preload
 from support.forks import CPU_ENVIRONMENT, Fork
 
 STOCK = """
 import sglang.srt.model_executor.model_runner
 from torch_memory_saver import torch_memory_saver as saver
 print("before", saver._impl_ctor_kwargs.get("hook_mode"))
-from sglang_loader.hooks.memory_saver_mode import choose_preload
+from sglang_loader.hooks.memory import choose_preload
 choose_preload()
 print("after", saver._impl_ctor_kwargs.get("hook_mode"), flush=True)
 """

@@ -115,7 +115,7 @@ def test_every_rank_serves_its_own_invitation(monkeypatch: pytest.MonkeyPatch) -
 
     def serve(*arguments: Any, **_: Any) -> Any:
         served.append(arguments)
-        return SimpleNamespace(conclude=lambda failures: served.append(failures))
+        return served.append
 
     monkeypatch.setattr(weight_updater_hooks, "serve_session", serve)
     monkeypatch.setattr(TPRanks, "rank", 1)

@@ -47,7 +47,7 @@ class EngineMemory:
         assert read_only
         assert not any(piece.shards for piece in pieces)
         memory = [
-            Piece(p.start, self.slots[p.slot][p.offset : p.offset + p.nbytes]) for p in pieces
+            Piece.flat(p.start, self.slots[p.slot][p.offset : p.offset + p.nbytes]) for p in pieces
         ]
         packed = BucketSource(memory).packed(bucket.layout)
         views = bucket.layout.views(packed)

@@ -215,7 +215,7 @@ class ServingEngine:
         agreed.wait()
         time.sleep(self.tells_late_s)
         if served is not None:
-            served.conclude(failures)
+            served(failures)
 
     def _answer(self, reply: Future[Any], failures: list[str]) -> None:
         if reply.cancelled():

@@ -10,8 +10,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_loader.common.arrangement_messages import decode_arrangements, encode_arrangements
-from sglang_loader.common.layout import BucketLayout, WireError, digest_of
+from sglang_loader.common.layout import (
+    BucketLayout,
+    WireError,
+    decode_arrangements,
+    digest_of,
+    encode_arrangements,
+)
 from sglang_loader.common.regions.arrangement import Arrangement, Read
 from verl_sglang_sync.engine.arrangements import (
     NOTHING_KNOWN,

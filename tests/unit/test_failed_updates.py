@@ -9,7 +9,7 @@ import torch
 
 from sglang_loader.common.check_remarks import ManifestCheck
 from sglang_loader.common.layout import BucketLayout
-from sglang_loader.hooks import weight_update
+from sglang_loader.hooks import weights
 from sglang_loader.hooks.tp_ranks import TPRanks
 from sglang_loader.host_backup import WeightsBackup, arm
 from sglang_loader.session.findings import Verdict
@@ -83,7 +83,7 @@ class Engine:
 
     def update(self, load: Callable[[Any], None]) -> list[str]:
         request = SimpleNamespace(torch_empty_cache=False, disable_draft_model=False)
-        self.last = weight_update.WeightUpdate(self._updater, request)
+        self.last = weights.WeightUpdate(self._updater, request)
         return self.last.run(lambda: load(self.last))
 
     def look_at(self, *_: Any) -> str:
@@ -111,14 +111,14 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
         others = [(text is not None, begun, new, False) for text, begun, new in engine.others]
         return tuple(map(any, zip(flags, *others, strict=False)))
 
-    monkeypatch.setattr(weight_update, "known_verdict", lambda *_: engine.known)
-    monkeypatch.setattr(weight_update, "view_of_sync", engine.look_at)
-    monkeypatch.setattr(weight_update, "judge_together", lambda *_: engine.verdict)
+    monkeypatch.setattr(weights, "known_verdict", lambda *_: engine.known)
+    monkeypatch.setattr(weights, "view_of_sync", engine.look_at)
+    monkeypatch.setattr(weights, "judge_together", lambda *_: engine.verdict)
 
     monkeypatch.setattr(TPRanks, "gather", from_all)
     monkeypatch.setattr(TPRanks, "any_of", any_of)
     monkeypatch.setattr(TPRanks, "rank", 0)
-    monkeypatch.setattr(weight_update, "set_gate", engine.gate.append)
+    monkeypatch.setattr(weights, "set_gate", engine.gate.append)
     assert engine.session(1.0) == []
     engine.sleep_and_wake()
     assert engine.session(2.0) == []

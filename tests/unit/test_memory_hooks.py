@@ -30,7 +30,6 @@ from sglang_loader.common.session.messages import SESSION_FORMAT
 from sglang_loader.hooks import http as http_hooks
 from sglang_loader.hooks import memory as hooks
 from sglang_loader.hooks import request_gate as gate_hooks
-from sglang_loader.hooks import weight_update
 from sglang_loader.hooks import weights as weight_updater_hooks
 from sglang_loader.hooks.weights import update_on_all_ranks
 from sglang_loader.host_backup import arm, backup_of, publish_coverage
@@ -74,7 +73,7 @@ class Worker:
         steps.once_joined()
         steps.before_loading(LAYOUT)
         self.update()
-        return SimpleNamespace(conclude=lambda failures: None)
+        return lambda failures: None
 
 
 @pytest.fixture(scope="module")
@@ -172,7 +171,7 @@ def broken_off(updater):
         raise ValueError("the trainer died")
 
     request = SimpleNamespace(torch_empty_cache=False, selector="all")
-    begun = weight_update.WeightUpdate(updater, request)
+    begun = weight_updater_hooks.WeightUpdate(updater, request)
     assert len(begun.run(load)) == 1
 
 

@@ -7,11 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from sglang_loader.common.arrangement_messages import decode_arrangements
 from sglang_loader.common.bucket_source import BucketSource
-from sglang_loader.common.layout import BucketLayout, digest_of, encode_layout
+from sglang_loader.common.layout import BucketLayout, decode_arrangements, digest_of, encode_layout
 from sglang_loader.common.regions.arrangement import Arrangement
-from sglang_loader.load_plan.verify import CheckResult, gather
+from sglang_loader.load_plan.verify import gather
 from sglang_loader.session import arranged_plan
 from sglang_loader.session.model_loader import (
     MAX_RECORDINGS,
@@ -359,7 +358,7 @@ def test_a_check_needs_whole_buckets_and_checks_both_plans(monkeypatch, caplog):
     assert loader.arranged_now is None
     sync_halves(loader, 2.0, recheck=1)
     assert loader.arranged is first
-    results = iter([CheckResult(), CheckResult("another order")])
+    results = iter([None, "another order"])
     monkeypatch.setattr(arranged_plan, "check_arranged", lambda *_: next(results))
     with caplog.at_level(logging.WARNING):
         outcome = sync_halves(loader, 3.0, recheck=1)

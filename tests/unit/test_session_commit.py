@@ -118,12 +118,12 @@ class Engine(threading.Thread):
 
     def run(self) -> None:
         try:
-            served = session.serve_session(self._descriptor, [self._model], self._steps)
+            conclude = session.serve_session(self._descriptor, [self._model], self._steps)
         except Exception as error:
             self.error = error
             return
         self.has_served = True
-        served.conclude(self._others)
+        conclude(self._others)
 
 
 @pytest.fixture

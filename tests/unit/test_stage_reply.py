@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from sglang_loader.common.stage_costs import StageMeter, by_rank, joined, stage_costs_in
-from sglang_loader.hooks.stage_reply import install, leave_costs
+from sglang_loader.hooks.http import install_middleware, leave_costs
 
 COSTS = {"weights": {"seconds": [0.5], "gpu_bytes": [3], "host_bytes": [2]}}
 
@@ -25,7 +25,7 @@ def application(status=200, costs=COSTS):
     paths = ("/release_memory_occupation", "/resume_memory_occupation", "/generate")
     app = Starlette(routes=[Route(path, endpoint, methods=["POST"]) for path in paths])
     for _ in range(2):
-        install(app)
+        install_middleware(app)
     assert len(app.user_middleware) == 1
     return app
 

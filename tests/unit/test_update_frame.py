@@ -11,9 +11,9 @@ import msgspec
 import pytest
 import torch
 
-from sglang_loader.hooks import weight_update
+from sglang_loader.hooks import weights
 from sglang_loader.hooks.tp_ranks import TPRanks
-from sglang_loader.hooks.weight_update import WeightUpdate
+from sglang_loader.hooks.weights import WeightUpdate
 from sglang_loader.upstream import UpdateFrame
 
 SHARED = "the weights are shared with the daemon"
@@ -87,7 +87,7 @@ def test_sglangs_guard_keeps_every_model_as_it_is() -> None:
 def gate(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
     """What the gate was set to, in order."""
     found: list[str | None] = []
-    monkeypatch.setattr(weight_update, "set_gate", found.append)
+    monkeypatch.setattr(weights, "set_gate", found.append)
     monkeypatch.setattr(TPRanks, "gather", lambda _, item: [item])
     monkeypatch.setattr(TPRanks, "any_of", lambda _, *flags: flags)
     monkeypatch.setattr(TPRanks, "rank", 0)

@@ -11,7 +11,7 @@ from sglang_loader.common.layout import BucketLayout
 from sglang_loader.load_plan.destinations import collect_destinations
 from sglang_loader.session.findings import missing_tensors, view_of
 from sglang_loader.session.model_loader import ModelLoader
-from sglang_loader.session.named_errors import naming_tensors
+from sglang_loader.session.recording import naming_tensors
 
 BF16 = torch.bfloat16
 SPECS = [("a", torch.float32, (4, 6)), ("b", BF16, (4,)), ("s", torch.float32, ())]

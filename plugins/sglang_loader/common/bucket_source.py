@@ -3,14 +3,12 @@
 A layout gives every tensor an offset, as if the bucket were one buffer. Where the trainer's tensors
 are read in place, `BucketSource` says which memory stands behind which bytes of that buffer:
 
-    source = BucketSource([Piece(0, mapped[4096:8192]), Piece(4096, other[:512])])
-    memory, offset = source.locate(4096, 4608)      # other, 0
-
-A plan is made for the layout alone, and a piece may end within a tensor, where a shard does; or a
-tensor's bytes are spread over shards (`SpreadPiece`), as those of a row-parallel weight are. Copies
-are found in the memory when they are bound:
-
+    source = BucketSource([Piece.flat(0, mapped[4096:8192]), Piece.flat(4096, other[:512])])
     for copy, memory in source.copies(bucket_copy): ...
+
+A plan is made for the layout alone: copies are found in the memory when they are bound. A piece may
+end within a tensor, where a shard does; or a tensor's bytes are spread over shards, as those of a
+row-parallel weight are.
 """
 
 from __future__ import annotations
@@ -26,8 +24,7 @@ import torch
 from sglang_loader.common.copies import copy_views
 from sglang_loader.common.layout import BucketLayout, check_buffer
 from sglang_loader.common.regions.compose import ByteMap, shard_copies
-from sglang_loader.common.regions.geometry import StridedCopy
-from sglang_loader.common.regions.split import split_copy
+from sglang_loader.common.regions.geometry import StridedCopy, split_copy
 
 CopyFrom: TypeAlias = tuple[StridedCopy, torch.Tensor]
 """A copy whose `src` counts in this memory: flat uint8."""
@@ -35,44 +32,23 @@ CopyFrom: TypeAlias = tuple[StridedCopy, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Consecutive bytes of a bucket that are consecutive in memory.
+    """Consecutive bytes of a bucket: consecutive in one memory, or a strided set of bytes of one or
+    several (the shards of a parameter).
 
     Attributes:
         start: of the first byte in the bucket's layout.
-        memory: flat contiguous uint8, all of it part of the piece.
-    """
-
-    start: int
-    memory: torch.Tensor
-
-    @property
-    def nbytes(self) -> int:
-        """Of the bucket."""
-        return self.memory.numel()
-
-    @property
-    def memories(self) -> tuple[torch.Tensor, ...]:
-        """All that it lies in."""
-        return (self.memory,)
-
-    def copies(self, copy: StridedCopy) -> Iterator[CopyFrom]:
-        """A copy out of the piece, `src` counting from its first byte."""
-        yield copy, self.memory
-
-
-@dataclass(frozen=True, slots=True)
-class SpreadPiece:
-    """Consecutive bytes of a bucket that are a strided set of bytes of shards.
-
-    Attributes:
-        start: of the first byte in the bucket's layout.
-        memories: of the shards: flat contiguous uint8, none empty.
-        bytes: where the bytes are in the shards put one behind the other.
+        memories: flat contiguous uint8, none empty.
+        bytes: where the bytes are in the memories put one behind the other.
     """
 
     start: int
     memories: tuple[torch.Tensor, ...]
     bytes: ByteMap
+
+    @classmethod
+    def flat(cls, start: int, memory: torch.Tensor) -> Piece:
+        """All of one memory."""
+        return cls(start, (memory,), ByteMap(0, ((memory.numel(), 1),)))
 
     @property
     def nbytes(self) -> int:
@@ -81,14 +57,22 @@ class SpreadPiece:
 
     @property
     def is_within(self) -> bool:
-        """True if the bytes are bytes of the shards."""
+        """True if the bytes are bytes of the memories."""
         offset, dims = self.bytes.offset, self.bytes.dims
         reach = offset + sum((count - 1) * stride for count, stride in dims)
         is_forward = offset >= 0 and all(count > 0 <= stride for count, stride in dims)
         return is_forward and reach < sum(memory.numel() for memory in self.memories)
 
+    @property
+    def is_flat(self) -> bool:
+        """True if the bytes are consecutive in one memory."""
+        return len(self.memories) == 1 and self.bytes.is_dense
+
     def copies(self, copy: StridedCopy) -> Iterator[CopyFrom]:
-        """As `Piece.copies`."""
+        """A copy out of the piece, `src` counting from its first byte."""
+        if self.is_flat:
+            yield replace(copy, src=self.bytes.offset + copy.src), self.memories[0]
+            return
         starts = list(accumulate((memory.numel() for memory in self.memories), initial=0))[:-1]
         for shard, part in shard_copies(self.bytes, starts, copy):
             yield part, self.memories[shard]
@@ -104,7 +88,7 @@ class BucketSource:
         ValueError: pieces overlap, are out of order, or are not flat bytes.
     """
 
-    def __init__(self, pieces: Sequence[Piece | SpreadPiece]) -> None:
+    def __init__(self, pieces: Sequence[Piece]) -> None:
         stop = 0
         for piece in pieces:
             for memory in piece.memories:
@@ -116,12 +100,15 @@ class BucketSource:
             stop = piece.start + piece.nbytes
         self._pieces = tuple(pieces)
         self._starts = [piece.start for piece in pieces]
-        self.key = tuple(map(_key, pieces))
+        self.key = tuple(
+            (piece.start, tuple(memory.data_ptr() for memory in piece.memories), piece.bytes)
+            for piece in pieces
+        )
 
     @classmethod
     def flat(cls, buffer: torch.Tensor) -> BucketSource:
         """All of a bucket in one buffer: flat contiguous uint8."""
-        return cls([Piece(0, buffer)])
+        return cls([Piece.flat(0, buffer)])
 
     def check(self, layout: BucketLayout) -> None:
         """Raise ValueError unless the pieces hold every byte of every tensor of the layout."""
@@ -154,12 +141,11 @@ class BucketSource:
             ValueError: the source does not hold every byte of every tensor of the layout.
         """
         nbytes = layout.nbytes
-        if len(self._pieces) == 1 and self._pieces[0].start == 0:
-            memory = self._pieces[0].memories[0]
-            if isinstance(self._pieces[0], Piece) and memory.numel() >= nbytes:
-                return memory[:nbytes]
+        first = self._pieces[0] if self._pieces else None
+        if first is not None and first.is_flat and first.start == 0 and first.nbytes >= nbytes:
+            return first.memories[0][first.bytes.offset :][:nbytes]
         self.check(layout)
-        device = self._pieces[0].memories[0].device if self._pieces else None
+        device = first.memories[0].device if first is not None else None
         buffer = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         for piece in self._pieces:
             room = max(0, min(piece.nbytes, nbytes - piece.start))
@@ -167,8 +153,3 @@ class BucketSource:
                 target, origin = copy_views(copy, memory, buffer)
                 target.copy_(origin)
         return buffer
-
-
-def _key(piece: Piece | SpreadPiece) -> tuple[object, ...]:
-    addresses = tuple(memory.data_ptr() for memory in piece.memories)
-    return piece.start, addresses, piece.bytes if isinstance(piece, SpreadPiece) else None

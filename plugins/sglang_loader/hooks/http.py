@@ -8,20 +8,28 @@ engine that winds up its last requests is asked again (`ask_until_idle`).
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any
 
 from sglang_loader.common.stage_costs import StageCosts, joined
-from sglang_loader.hooks import stage_reply
 from sglang_loader.upstream import accept_telling_replies, is_ours, told
 
 HTTP_SERVER = "sglang.srt.entrypoints.http_server"
 BUSY_WAIT_S = 5.0
 BUSY_POLL_S = 0.005
 
+PATHS = ("/release_memory_occupation", "/resume_memory_occupation")
+_SCOPE_KEY = "verl_sglang_sync.stage_costs"
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
 Original = Callable[..., Any]
 
 
@@ -37,7 +45,7 @@ def launch_with_middleware(original: Original, cls: Any, *args: Any, **kwargs: A
     """
     arguments = kwargs["server_args"] if "server_args" in kwargs else args[0]
     if is_ours(arguments) and HTTP_SERVER in sys.modules:
-        stage_reply.install(sys.modules[HTTP_SERVER].app)
+        install_middleware(sys.modules[HTTP_SERVER].app)
     return original(cls, *args, **kwargs)
 
 
@@ -77,7 +85,7 @@ async def _ask(
     if refusals := [told(reply)["refusal"] for reply in replies if "refusal" in told(reply)]:
         raise MemoryRequestRefused("\n".join(refusals))
     costs = joined([told(reply).get("costs", {}) for reply in replies])
-    stage_reply.leave_costs(request, costs)
+    leave_costs(request, costs)
     return costs
 
 
@@ -170,3 +178,56 @@ async def update(original: Original, manager: Any, obj: Any, request: Any = None
             manager.update_weights_from_tensor_communicator = UpdateCommunicator(manager)
         update_lock_of(manager)
     return await original(manager, obj, request)
+
+
+def install_middleware(app: Any) -> None:
+    """Add the middleware to a Starlette application that does not serve yet; once."""
+    if not any(entry.cls is StageReplyMiddleware for entry in app.user_middleware):
+        app.add_middleware(StageReplyMiddleware)
+
+
+def leave_costs(request: Any, costs: StageCosts) -> None:
+    """Leave the costs for the reply to `request`; no-op where there is none, or no middleware."""
+    scope = getattr(request, "scope", None)
+    if scope is not None and costs:
+        scope.get(_SCOPE_KEY, {}).update(costs)
+
+
+class StageReplyMiddleware:
+    """SGLang's endpoints answer `null`. What the engine told of costs is left in the request's
+    scope by the hook that asked it, and becomes the body: `{"stages": {"weights": {"seconds":
+    [...]}}}`, see `stage_costs`. A refusal, and the reply to a request that there was nothing to do
+    for, stay as they are.
+    """
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not scope["path"].endswith(PATHS):
+            await self._app(scope, receive, send)
+            return
+        costs: StageCosts = {}
+        scope[_SCOPE_KEY] = costs  # the same object, whoever copies the scope
+        start: Message | None = None
+
+        async def answer(message: Message) -> None:
+            nonlocal start
+            if message["type"] == "http.response.start" and message["status"] == 200:
+                start = message  # its length is not known yet
+                return
+            if start is not None:
+                first, start = start, None
+                if costs and not message.get("more_body", False):
+                    body = json.dumps({"stages": costs}).encode()
+                    first = {**first, "headers": _with_length(first["headers"], len(body))}
+                    message = {**message, "body": body}
+                await send(first)
+            await send(message)
+
+        await self._app(scope, receive, answer)
+
+
+def _with_length(headers: Any, length: int) -> list[tuple[bytes, bytes]]:
+    kept = [(key, value) for key, value in headers if key.lower() != b"content-length"]
+    return [*kept, (b"content-length", str(length).encode())]

@@ -31,7 +31,6 @@ from sglang_loader.common.engine_settings import (
 )
 from sglang_loader.common.regions.intervals import num_bytes
 from sglang_loader.common.stage_costs import StageMeter, by_rank
-from sglang_loader.hooks.memory_saver_mode import choose_preload
 from sglang_loader.hooks.request_gate import set_gate, why_closed
 from sglang_loader.hooks.tp_ranks import TPRanks, attempt
 from sglang_loader.host_backup import arm, backup_of
@@ -58,6 +57,7 @@ from sglang_loader.upstream import (
 logger = logging.getLogger(__name__)
 
 KV_CACHE_TAG = "kv_cache"
+PRELOAD = "preload"
 # The orders that SGLang has where a request names no tags.
 RELEASE_ORDER = (KV_CACHE_TAG, WEIGHTS_TAG, CUDA_GRAPH_TAG)
 RESUME_ORDER = (CUDA_GRAPH_TAG, WEIGHTS_TAG, KV_CACHE_TAG)
@@ -84,6 +84,34 @@ def load_model(original: Original, runner: Any) -> None:
         size = num_bytes(under_weights_tag(runner.model).ranges)
         logger.info("host_backup=%s: %.1f MB of weights", policy, size / 1e6)
     arm(runner.model, policy, under_weights_tag)
+
+
+def choose_preload() -> None:
+    """Force torch-memory-saver's `hook_mode=preload`, before anything is allocated.
+
+    CUDA graphs can be released by tag only in this mode, for which SGLang prepares its processes.
+    But SGLang 0.5.14 imports megatron-core wherever that is installed (for a debugging aid of its
+    own), and megatron-core 0.16.1 chooses the other mode for the whole process as soon as it is
+    imported: then the capture of a graph under a tag ends the server with a failed assertion.
+
+    Raises:
+        RuntimeError: memory is allocated the other way already.
+    """
+    from torch_memory_saver import torch_memory_saver as saver
+
+    if saver._impl is not None:
+        if saver._impl._hook_mode != PRELOAD:
+            raise RuntimeError(
+                f"torch-memory-saver already works with hook_mode={saver._impl._hook_mode!r}, with "
+                f"which CUDA graphs cannot be released; allowed: {PRELOAD!r}. Take cuda_graph out "
+                "of sleep_order and wake_order"
+            )
+        return
+    chosen = saver._impl_ctor_kwargs.get("hook_mode", PRELOAD)
+    saver.hook_mode = PRELOAD
+    if chosen != PRELOAD:
+        text = "torch-memory-saver: hook_mode=%r, not %r: graphs are released"
+        logger.info(text, PRELOAD, chosen)
 
 
 def release_tags(original: Original, updater: Any, request: Any) -> Any:

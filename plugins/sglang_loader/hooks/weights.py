@@ -3,29 +3,47 @@
 Stock behaviour that they mend, only for servers that were launched with our loaders: an exception
 while loading ends the scheduler process, and a failure on any TP rank but 0 is only logged. Here
 every rank reports, and the reply fails with rank and traceback.
+
+    update = WeightUpdate(updater, request)
+    failures = update.run(load)          # on every TP rank; the same list on all of them
+
+`load` serves the sync's session; an exception ends neither the process nor the other ranks. At its
+end all ranks agree that the sync is complete and fits the model, and only then are requests served
+again.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from sglang_loader.common.check_remarks import with_remark
+from sglang_loader.common.check_remarks import ManifestCheck, with_remark
+from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.session.messages import (
     SESSION_FORMAT,
     SessionDescriptor,
     SessionError,
     decode_descriptor,
 )
-from sglang_loader.hooks.request_gate import gate_reason
+from sglang_loader.hooks.request_gate import gate_reason, set_gate, why_closed
 from sglang_loader.hooks.tp_ranks import TPRanks, attempt
 from sglang_loader.hooks.update_groups import groups_of
-from sglang_loader.hooks.weight_update import WeightUpdate
-from sglang_loader.session.serve import ServedSession, SessionSteps, serve_session
-from sglang_loader.upstream import handle_of, in_an_update, io_struct, is_idle, is_ours, tell
-
-logger = logging.getLogger(__name__)
+from sglang_loader.host_backup import backup_of
+from sglang_loader.host_backup.completeness import Completeness
+from sglang_loader.session.findings import Verdict
+from sglang_loader.session.serve import Conclude, SessionSteps, serve_session
+from sglang_loader.session.weight_check import SyncView, judge_together, known_verdict, view_of_sync
+from sglang_loader.upstream import (
+    UpdateFrame,
+    handle_of,
+    in_an_update,
+    io_struct,
+    is_idle,
+    is_ours,
+    record_version,
+    runners_of,
+    tell,
+)
 
 OUR_FORMATS = "sglang_loader."
 BUSY = "refused: requests are running; the weights are as they were"
@@ -72,15 +90,14 @@ def _replied(failures: list[str], *, is_busy: bool = False, remark: str = "") ->
     return tell(reply, closed=gate_reason(), is_busy=is_busy)
 
 
-def _invitation_to(updater: Any, request: Any) -> SessionDescriptor:
-    invitation = request.serialized_named_tensors[TPRanks(updater).rank]
-    return decode_descriptor(handle_of(invitation))
-
-
 def _serve_session(update: WeightUpdate, updater: Any, request: Any) -> list[str]:
     """One whole sync; returns what went wrong on any rank."""
-    served: list[ServedSession] = []
-    descriptor, reason = attempt(lambda: _invitation_to(updater, request))
+    served: list[Conclude] = []
+
+    def invitation() -> SessionDescriptor:
+        return decode_descriptor(handle_of(request.serialized_named_tensors[TPRanks(updater).rank]))
+
+    descriptor, reason = attempt(invitation)
     if descriptor is not None:
         update.manifest_check = descriptor.manifest_check
         update.syncs_draft = descriptor.syncs_draft
@@ -95,6 +112,169 @@ def _serve_session(update: WeightUpdate, updater: Any, request: Any) -> list[str
         served.append(serve_session(descriptor, update.models, steps, *groups))
 
     failures = update.run(load)
-    for session in served:
-        session.conclude(failures)
+    for conclude in served:
+        conclude(failures)
     return failures
+
+
+class PrefixCacheInUse(RuntimeError):
+    """The prefix cache cannot be dropped; its entries would be of the old weights."""
+
+
+class DoesNotFit(RuntimeError):
+    """The tensors that came are not those of the model."""
+
+
+class WeightUpdate:
+    """One update of the weights on this TP rank, in step with the others; see the module.
+
+    Attributes:
+        manifest_check: what the trainer asks for; see `SessionDescriptor`.
+        syncs_draft: load a draft model, too; likewise.
+        models: those that load it; the target is the last.
+    """
+
+    def __init__(self, updater: Any, request: Any) -> None:
+        self.manifest_check: ManifestCheck = "off"
+        self.syncs_draft = False
+        self.models: list[Any] = [updater.tp_worker.model_runner.model]
+        self._updater = updater
+        self._ranks = TPRanks(updater)
+        self._request = request
+        self._backup = backup_of(updater.tp_worker.model_runner.model)
+        self._has_begun = self._has_flushed = False
+        self._verdict: Verdict | None = None
+        self._view: SyncView | None = None
+
+    def loading(self, layout: BucketLayout) -> None:
+        """A bucket is about to be loaded: weights are overwritten from now on."""
+        self._has_begun = True
+        if self._backup is not None:
+            self._backup.sync.loading(layout)
+
+    def loaded(self) -> None:
+        """All buckets of a sync are loaded on this rank; what takes time is done now, so that
+        nothing but an exchange of views lies between a trainer's Commit and the publication.
+
+        Raises:
+            DoesNotFit: these tensors were refused before.
+        """
+        if not self._needs_verdict or self._verdict is not None or self._view is not None:
+            return
+        model = self._updater.tp_worker.model_runner.model
+        self._verdict = known_verdict(self._layouts, model)
+        if self._verdict is None:
+            self._view = view_of_sync(self._layouts, self.models)
+        elif (refusal := self._refusal(self._verdict)) is not None:
+            raise DoesNotFit(refusal)
+
+    def flush(self) -> None:
+        """Drop the prefix cache, once.
+
+        Raises:
+            PrefixCacheInUse: requests are running, on all TP ranks: their queues are in step.
+        """
+        if self._has_flushed:
+            return
+        self._has_flushed = self._updater.flush_cache(empty_cache=self._request.torch_empty_cache)
+        if not self._has_flushed:
+            raise PrefixCacheInUse("the prefix cache holds running requests")
+
+    def run(self, load: Callable[[], None]) -> list[str]:
+        """Load a whole sync on every TP rank, and agree on the outcome.
+
+        Args:
+            load: loads on this rank; calls `loading` before it does, and may call `loaded`.
+
+        Returns:
+            What went wrong, the same on all ranks.
+        """
+        failure = self._load_in_frame(load)
+        # After a failure, too: the prefix caches of all TP ranks must stay equal.
+        _, unflushed = attempt(self.flush)
+        failure = failure or unflushed
+        stale = None if self._backup is None else self._backup.stale_once_synced
+        has_failed, is_touched, is_new, is_stale = self._ranks.any_of(
+            failure is not None, self._has_begun, self._view is not None, stale is not None
+        )
+        failures = self._ranks.failures(failure) if has_failed else []
+        if not failures and is_new:
+            failures = self._judge()
+        if self._backup is not None:
+            if failures and is_touched:
+                self._backup.sync_failed("a weight update failed")
+            elif not failures:
+                self._backup.sync_completed()
+        if not failures and is_stale:
+            failures = self._ranks.failures(stale)
+        if not failures:
+            record_version(self._updater, self._request)
+        if is_touched:  # else all is as it was
+            set_gate(why_closed(self._updater) or next(iter(failures), None))
+        return failures
+
+    def _load_in_frame(self, load: Callable[[], None]) -> str | None:
+        """Load between SGLang's own steps; what went wrong on this rank."""
+        runners, failure = attempt(lambda: runners_of(self._updater, syncs_draft=self.syncs_draft))
+        if runners is None:
+            return failure
+        self.models = [runner.model for runner in runners]
+        frame = UpdateFrame(self._updater, runners)
+        _, failure = attempt(frame.begin)
+        if failure is None:
+            _, failure = attempt(load)
+            if failure is None:
+                _, failure = attempt(self.loaded)
+            _, unfinished = attempt(frame.end)
+            failure = failure or unfinished
+        self._has_begun = self._has_begun or frame.is_open
+        return failure
+
+    @property
+    def _needs_verdict(self) -> bool:
+        """Whether it matters if the tensors of this sync fit the model, and are all of it: where
+        the trainer wants to know, and after a failed sync where this one has brought fewer tensors
+        than others before it, or is the first.
+        """
+        backup = self._backup
+        if backup is None:
+            return False
+        return self.manifest_check != "off" or _may_be_incomplete(backup.sync)
+
+    @property
+    def _layouts(self) -> Sequence[BucketLayout]:
+        assert self._backup is not None, "nobody judges what is not kept track of"
+        return self._backup.sync.layouts
+
+    @property
+    def remark(self) -> str:
+        """What the trainer should know of the check though the sync is good; "": nothing."""
+        if self.manifest_check == "off" or self._verdict is None:
+            return ""
+        return self._verdict.remark()
+
+    def _judge(self) -> list[str]:
+        """Judge the tensors together; why nothing is published, the same on all ranks."""
+        view, reason = attempt(lambda: self._view or view_of_sync(self._layouts, self.models))
+        if failures := self._ranks.failures(reason):
+            return failures
+        assert view is not None, "a rank that cannot tell what it has loaded has failed"
+        self._verdict = judge_together(view, self._ranks.gather)
+        return self._ranks.failures(self._refusal(self._verdict))
+
+    def _refusal(self, verdict: Verdict) -> str | None:
+        """Why this sync must not be published."""
+        assert self._backup is not None, "nobody judges what is not kept track of"
+        sync = self._backup.sync
+        nothing = f"{'after a failed sync ' if sync.is_broken else ''}nothing is published"
+        is_gap = bool(verdict.missing) and _may_be_incomplete(sync)
+        if is_gap or (self.manifest_check == "error" and not verdict.fits):
+            return f"{nothing}: the weights do not fit the engine's model: {verdict.text()}"
+        missing = sync.missing()
+        if missing and (verdict.not_checked or verdict.doubtful):
+            return f"{nothing}: earlier syncs brought {', '.join(missing[:20])}, too"
+        return None
+
+
+def _may_be_incomplete(sync: Completeness) -> bool:
+    return sync.is_broken and (not sync.has_completed or bool(sync.missing()))

@@ -5,10 +5,10 @@ Why: `load_weights` of a 30 B mixture of experts is half a second of Python for 
 ms. What it does with a tensor depends on names, shapes and ranks, not on values, so it can be
 recorded.
 
-    builder = PlanBuilder(context={"tp_rank": 0, "quantization": None})
     for layout, buffer in first_sync:            # loads it
-        builder.add_bucket(trace_bucket(model, model.load_weights, layout, buffer))
-    plan = builder.finish()                      # PlanRefused: says why; go on with load_weights
+        traced = trace_bucket(model, model.load_weights, layout, buffer)
+        buckets.append(compile_bucket(traced))   # PlanRefused: says why; go on with load_weights
+    plan = join_buckets(buckets, traced.destinations, {"tp_rank": 0, "quantization": None})
     executor = PlanExecutor(plan)
     for i, buffer in enumerate(later_sync):
         executor.replay(i, BucketSource.flat(buffer))
@@ -18,7 +18,7 @@ only while `plan.fingerprint` and `DestinationProbe` find nothing changed. Nothi
 sglang.
 """
 
-from sglang_loader.load_plan.builder import PlanBuilder
+from sglang_loader.load_plan.compiler import compile_bucket, join_buckets
 from sglang_loader.load_plan.executor import PlanExecutor
 from sglang_loader.load_plan.guard import DestinationProbe
 from sglang_loader.load_plan.plan import BucketPlan, LoadPlan, PlanRefused
@@ -33,11 +33,12 @@ __all__ = [
     "DestinationProbe",
     "KnownDigests",
     "LoadPlan",
-    "PlanBuilder",
     "PlanExecutor",
     "PlanRefused",
     "TensorUse",
     "check_bucket",
+    "compile_bucket",
+    "join_buckets",
     "trace_bucket",
     "uses_of",
 ]

@@ -21,9 +21,8 @@ from typing import Any
 from sglang_loader.common.layout import ALIGNMENT_BYTES, BucketLayout
 from sglang_loader.common.regions.arrangement import Arrangement, Read
 from sglang_loader.common.regions.coalesce import coalesce
-from sglang_loader.common.regions.geometry import BYTES, Dim, StridedCopy, collapse
+from sglang_loader.common.regions.geometry import BYTES, Dim, StridedCopy, collapse, split_copy
 from sglang_loader.common.regions.intervals import Interval
-from sglang_loader.common.regions.split import split_copy
 from sglang_loader.load_plan.plan import BucketPlan, TapeStep
 from sglang_loader.load_plan.trace import Space, TensorRef, collector_paused, map_leaves
 

@@ -1,4 +1,4 @@
-"""From the trace of one bucket to its plan. Pure: reads a trace, runs nothing.
+"""From the traces of a sync's buckets to its plan. Pure: reads traces, runs nothing.
 
 The one freedom taken is order: copies out of the bucket run first, coalesced, and everything else
 follows in recorded order. A copy that may not be moved ahead stays on the tape:
@@ -25,10 +25,25 @@ from sglang_loader.common.regions.geometry import (
     describe_copy,
     region_runs,
 )
-from sglang_loader.common.regions.intervals import Interval, contains, merge, merge_runs
-from sglang_loader.load_plan.origins import judge_host_reads
-from sglang_loader.load_plan.plan import BucketPlan, PlanRefused, TapeStep
-from sglang_loader.load_plan.trace import Space, Step, TensorRef, TracedBucket, collector_paused
+from sglang_loader.common.regions.intervals import (
+    Interval,
+    contains,
+    intersects,
+    merge,
+    merge_runs,
+    subtract,
+)
+from sglang_loader.load_plan.destinations import Destinations
+from sglang_loader.load_plan.guard import Fingerprint
+from sglang_loader.load_plan.plan import BucketPlan, LoadPlan, PlanRefused, TapeStep
+from sglang_loader.load_plan.trace import (
+    Origins,
+    Space,
+    Step,
+    TensorRef,
+    TracedBucket,
+    collector_paused,
+)
 
 
 @collector_paused()
@@ -45,7 +60,7 @@ def compile_bucket(traced: TracedBucket) -> BucketPlan:
         raise PlanRefused(trace.problems[0])
     steps = _live_steps(trace.steps)
     _refuse_unsafe(steps)
-    host_reads = judge_host_reads(traced)
+    host_reads = _judge_host_reads(traced)
     candidates = [_as_copy(step) for step in steps]
     moved = _movable(steps, candidates)
     copies = [copy for copy in moved if copy is not None]
@@ -66,6 +81,30 @@ def compile_bucket(traced: TracedBucket) -> BucketPlan:
         changes_buffer=any(_bucket_writes(step) for step in tape),
         num_traced_copies=sum(copy is not None for copy in candidates),
     )
+
+
+def _judge_host_reads(traced: TracedBucket) -> tuple[tuple[str, int, Interval], ...]:
+    """`(what, storage, byte range)` of the model's data that reached Python.
+
+    A read of a constant (a shape table, an index made from Python numbers) is harmless. One of the
+    model's data is harmless only if no bucket of the sync writes it, which is known later.
+
+    Raises:
+        PlanRefused: data of the bucket, or made of it, reached Python: that cannot be replayed.
+    """
+    if not traced.trace.host_reads:
+        return ()
+    origins = Origins()
+    for step in traced.trace.steps:
+        origins.follow(step)
+    reads: dict[tuple[str, int, Interval], None] = {}
+    for read in traced.trace.host_reads:
+        for origin in origins.of(read.tensor):
+            if origin.space is Space.BUCKET:
+                name = traced.layout.tensors[traced.layout.tensor_at(origin.region.offset)].name
+                raise PlanRefused(f"Python reads the data of {name} ({read.what})")
+            reads[read.what, origin.index, origin.region.bounds()] = None
+    return tuple(reads)
 
 
 def _live_steps(steps: Sequence[Step]) -> list[Step]:
@@ -184,3 +223,51 @@ def _with_releases(steps: Sequence[Step]) -> tuple[TapeStep, ...]:
         TapeStep(step.op, step.args, step.kwargs, step.outputs, tuple(released[i]))
         for i, step in enumerate(steps)
     )
+
+
+def join_buckets(
+    buckets: Sequence[BucketPlan], destinations: Destinations, context: Mapping[str, object]
+) -> LoadPlan:
+    """The plan of a whole sync, out of those of its buckets in order, and what the sync covers.
+
+    Args:
+        destinations: of the last bucket's trace, which has those of all.
+        context: what else the plan depends on (TP and EP rank, expert map, quantisation method), as
+            plain values.
+
+    Raises:
+        PlanRefused: Python reads the data of a tensor that the sync writes.
+    """
+    storages = destinations.storages
+    written = _merge_all(bucket.written for bucket in buckets)
+    for what, storage, interval in (read for bucket in buckets for read in bucket.host_reads):
+        if intersects(written.get(storage, []), interval):
+            name = storages[storage].name
+            raise PlanRefused(f"Python reads the data of {name} ({what}), which the sync writes")
+    exposed = _read_before_written(buckets)
+    left = {i: subtract(written[i], exposed.get(i, ())) for i in sorted(written)}
+    return LoadPlan(
+        buckets=tuple(buckets),
+        fingerprint=Fingerprint.of([bucket.layout for bucket in buckets], context),
+        coverage={storages[i].name: tuple(ranges) for i, ranges in left.items() if ranges},
+        destinations=destinations,
+    )
+
+
+def _read_before_written(buckets: Sequence[BucketPlan]) -> Mapping[int, Sequence[Interval]]:
+    """Bytes that a tape reads before this sync has written them, by storage."""
+    so_far: dict[int, list[Interval]] = {}
+    exposed: dict[int, list[Interval]] = defaultdict(list)
+    for bucket in buckets:
+        for storage, ranges in bucket.live_in.items():
+            exposed[storage] += subtract(ranges, so_far.get(storage, []))
+        so_far = _merge_all([so_far, bucket.written])
+    return exposed
+
+
+def _merge_all(parts: Iterable[Mapping[int, Sequence[Interval]]]) -> dict[int, list[Interval]]:
+    collected: dict[int, list[Interval]] = defaultdict(list)
+    for part in parts:
+        for storage, ranges in part.items():
+            collected[storage].extend(ranges)
+    return {storage: merge(ranges) for storage, ranges in collected.items()}

@@ -11,6 +11,7 @@ again.
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -35,24 +36,19 @@ _CONTAINERS = frozenset({OrderedDict, dict, list, tuple})
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One reachable tensor: its path, the storage it lies in, and its place there (offset in
-    bytes).
-    """
+    """One reachable tensor: its path, the storage it lies in, and its place there."""
 
     name: str
     kind: str
     storage: int
     dtype: torch.dtype
-    offset: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
+    region: Region
 
     def lies_in(self, ranges: Sequence[Interval]) -> bool:
         """Whether all of its bytes are among sorted, disjoint byte ranges of its storage."""
-        region = Region(self.offset, self.shape, self.stride, self.dtype.itemsize)
-        if contains(ranges, region.bounds()):
+        if contains(ranges, self.region.bounds()):
             return True
-        return all(contains(ranges, run) for run in merge_runs([region_runs(region)]))
+        return all(contains(ranges, run) for run in merge_runs([region_runs(self.region)]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,27 +83,22 @@ class Destinations:
                 for raw in self.keep_alive
             )
 
-    def names_of(self, storage: int) -> tuple[str, ...]:
-        """Every path that reaches this storage."""
-        return tuple(t.name for t in self.tensors if t.storage == storage)
-
-
-class AddressIndex:
-    """Finds the storage whose memory holds an address, also through another storage object over the
-    same memory.
-    """
-
-    def __init__(self, destinations: Destinations) -> None:
-        entries = enumerate(destinations.storages)
-        self._spans = sorted((s.data_ptr, s.data_ptr + s.nbytes, i) for i, s in entries)
-        self._starts = [span[0] for span in self._spans]
+    @cached_property
+    def _spans(self) -> list[tuple[int, int, int]]:
+        return sorted((s.data_ptr, s.data_ptr + s.nbytes, i) for i, s in enumerate(self.storages))
 
     def find(self, data_ptr: int) -> tuple[int, int] | None:
-        """(storage index, byte offset inside it), or None."""
-        at = bisect_right(self._starts, data_ptr) - 1
+        """(storage index, byte offset inside it) of an address, or None: also through another
+        storage object over the same memory.
+        """
+        at = bisect_right(self._spans, (data_ptr, sys.maxsize)) - 1
         if at < 0 or data_ptr >= self._spans[at][1]:
             return None
         return self._spans[at][2], data_ptr - self._spans[at][0]
+
+    def names_of(self, storage: int) -> tuple[str, ...]:
+        """Every path that reaches this storage."""
+        return tuple(t.name for t in self.tensors if t.storage == storage)
 
 
 def collect_destinations(model: nn.Module, known: Destinations | None = None) -> Destinations:
@@ -137,10 +128,7 @@ def collect_destinations(model: nn.Module, known: Destinations | None = None) ->
         if index == len(storages):
             storages.append(StorageEntry(name, raw.data_ptr(), raw.nbytes(), raw.device))
             keep_alive.append(raw)
-        offset = int(tensor.storage_offset()) * tensor.element_size()
-        shape, stride = tuple(tensor.shape), tuple(tensor.stride())
-        entry = TensorEntry(name, place.kind, index, tensor.dtype, offset, shape, stride)
-        tensors.append(entry)
+        tensors.append(TensorEntry(name, place.kind, index, tensor.dtype, region_of(tensor)))
     _check_disjoint(storages)
     return Destinations(tuple(storages), tuple(tensors), tuple(opaque), tuple(keep_alive))
 
@@ -170,6 +158,13 @@ def iterate_tensors(model: nn.Module) -> Iterator[Place]:
         yield from _attributes(dot, vars(module), _MODULE_INTERNALS)
 
 
+def region_of(tensor: torch.Tensor) -> Region:
+    """Where its elements are in its storage."""
+    itemsize = tensor.element_size()
+    offset = int(tensor.storage_offset()) * itemsize
+    return Region(offset, tuple(tensor.shape), tuple(tensor.stride()), itemsize)
+
+
 def first_difference(
     before: Destinations, after: Destinations, *, new_allowed: bool = False
 ) -> str | None:
@@ -193,9 +188,7 @@ def _places(destinations: Destinations) -> dict[str, tuple[object, ...]]:
         t.name: (
             hex(destinations.storages[t.storage].data_ptr),
             destinations.storages[t.storage].nbytes,
-            t.offset,
-            t.shape,
-            t.stride,
+            t.region,
             t.dtype,
         )
         for t in destinations.tensors

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -36,12 +36,8 @@ Slots: TypeAlias = dict[int, torch.Tensor]
 """The temporaries of a replay, by number: the whole storage of each, flat."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Binding:
-    """Concrete views for one bucket: the copies, then the tape."""
-
-    copies: tuple[Callable[[], object], ...]
-    tape: tuple[Callable[[Slots], None], ...]
+Binding: TypeAlias = tuple[list[Callable[[], object]], list[Callable[[Slots], None]]]
+"""Concrete views for one bucket: the copies, then the tape."""
 
 
 class PlanExecutor:
@@ -49,7 +45,7 @@ class PlanExecutor:
 
     def __init__(self, plan: LoadPlan) -> None:
         self._plan = plan
-        self._bound: dict[int, OrderedDict[object, _Binding]] = defaultdict(OrderedDict)
+        self._bound: dict[int, OrderedDict[object, Binding]] = defaultdict(OrderedDict)
 
     def replay(self, bucket_index: int, source: BucketSource) -> None:
         """Load bucket `bucket_index` from `source`, asynchronously on the current stream.
@@ -68,7 +64,6 @@ class PlanExecutor:
         bound = self._bound[bucket_index]
         binding = bound.get(source.key)
         if binding is None:
-            _check_source(plan, source)
             while len(bound) >= MAX_BOUND_SOURCES:
                 bound.popitem(last=False)
             binding = bound[source.key] = _bind(plan, self._plan.destinations, source)
@@ -80,112 +75,96 @@ class PlanExecutor:
 
 
 def replay_once(plan: BucketPlan, destinations: Destinations, buffer: torch.Tensor) -> None:
-    """`PlanExecutor.replay` for one bucket's plan without keeping the binding: for checks and
-    tests.
-    """
-    source = BucketSource.flat(buffer)
-    _check_source(plan, source)
-    _run(_bind(plan, destinations, source))
+    """`PlanExecutor.replay` of one bucket's plan; the binding is not kept."""
+    _run(_bind(plan, destinations, BucketSource.flat(buffer)))
 
 
-def _check_source(plan: BucketPlan, source: BucketSource) -> None:
+def _run(binding: Binding) -> None:
+    slots: Slots = {}
+    copies, tape = binding
+    with torch.no_grad():
+        for copy in copies:
+            copy()
+        for step in tape:
+            step(slots)
+
+
+def _bind(plan: BucketPlan, destinations: Destinations, source: BucketSource) -> Binding:
     if plan.source_nbytes is None:
         source.check(plan.layout)
     elif plan.copies or plan.tape:  # else nothing may have come
         source.check_range(0, plan.source_nbytes)
-
-
-def _run(binding: _Binding) -> None:
-    slots: Slots = {}
-    with torch.no_grad():
-        for copy in binding.copies:
-            copy()
-        for step in binding.tape:
-            step(slots)
-
-
-def _bind(plan: BucketPlan, destinations: Destinations, source: BucketSource) -> _Binding:
-    grouped = _Grouped()
     # Views of a tensor that a step changes must stay views of the same memory.
     refs = (ref for step in plan.tape for ref in step.refs(Space.BUCKET))
     joined = merge(ref.region.bounds() for ref in refs) if plan.changes_buffer else []
-    gathered = _Gathered(source, grouped, joined)
+    bound = _BoundSource(source, joined)
 
     def resolve(value: Any) -> Any:
         """Everything but temporaries is a tensor from now on."""
         if not isinstance(value, TensorRef) or value.space is Space.SLOT:
             return value
         if value.space is Space.BUCKET:
-            memory, shift = gathered.locate(*value.region.bounds())
+            memory, shift = bound.locate(*value.region.bounds())
             return view_of(memory, replace(value, region=replace(value.region, offset=shift)))
         is_constant = value.space is Space.CONSTANT
         return view_of((plan.constants if is_constant else destinations.memory)[value.index], value)
 
     with torch.inference_mode(False), torch.no_grad():
         for copy in plan.copies:
-            for part, memory in source.copies(copy):
-                grouped.add(part, memory, destinations.memory[copy.storage])
-        tape = tuple(
+            bound.add(copy, destinations.memory[copy.storage])
+        tape: list[Callable[[Slots], None]] = [
             partial(_run_step, step, plan, *map_leaves(resolve, (step.args, step.kwargs)))
             for step in plan.tape
-        )
-        copies = grouped.bound()
-    return _Binding(copies, tape)
+        ]
+        return bound.copies(), tape
 
 
-class _Grouped:
-    """Copies, those that are made at once together."""
-
-    def __init__(self) -> None:
-        self._groups: dict[object, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-
-    def add(self, copy: StridedCopy, memory: torch.Tensor, base: torch.Tensor) -> None:
-        """A copy from `memory` to `base`."""
-        target, origin = copy_views(copy, memory, base)
-        # torch's fused kernel takes a group only if all of it is dense.
-        words = target.dtype == origin.dtype == WORD and is_available(target.device)
-        is_dense = None if words else not copy.dims
-        key = (target.dtype, origin.dtype, is_dense, target.device, origin.device)
-        targets, origins = self._groups.setdefault(key, ([], []))
-        targets.append(target)
-        origins.append(origin)
-
-    def bound(self) -> tuple[Callable[[], object], ...]:
-        """What makes them all."""
-        return tuple(_bind_copies(*group) for group in self._groups.values())
-
-
-class _Gathered:
-    """What operators of a tape read from a source; what lies in several places is copied together.
+class _BoundSource:
+    """Copies out of a source, grouped by how they are made; also of what operators of a tape read
+    and lies in several places, which is copied together before the tape runs.
 
     Args:
-        grouped: gets the copies, which must be made before the tape runs.
-        ranges: of the bucket, disjoint: what lies in one of them is located with all of it.
+        joined: ranges of the bucket, disjoint: what lies in one of them is located with all of it.
     """
 
-    def __init__(self, source: BucketSource, grouped: _Grouped, ranges: Sequence[Interval]) -> None:
+    def __init__(self, source: BucketSource, joined: Sequence[Interval]) -> None:
         self._source = source
-        self._grouped = grouped
-        self._ranges = ranges
-        self._joined: dict[tuple[int, int], torch.Tensor] = {}
+        self._joined = joined
+        self._groups: dict[object, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        self._gathered: dict[Interval, torch.Tensor] = {}
+
+    def add(self, copy: StridedCopy, base: torch.Tensor) -> None:
+        """A copy out of the bucket to `base`."""
+        for part, memory in self._source.copies(copy):
+            target, origin = copy_views(part, memory, base)
+            # torch's fused kernel takes a group only if all of it is dense.
+            words = target.dtype == origin.dtype == WORD and is_available(target.device)
+            is_dense = None if words else not part.dims
+            key = (target.dtype, origin.dtype, is_dense, target.device, origin.device)
+            targets, origins = self._groups.setdefault(key, ([], []))
+            targets.append(target)
+            origins.append(origin)
+
+    def copies(self) -> list[Callable[[], object]]:
+        """What makes them all."""
+        return [_bind_copies(*group) for group in self._groups.values()]
 
     def locate(self, start: int, stop: int) -> tuple[torch.Tensor, int]:
         """The memory that holds bytes [start, stop) of the bucket, and where in it they begin."""
-        whole = next((r for r in self._ranges if r[0] <= start and stop <= r[1]), (start, stop))
+        whole = next((r for r in self._joined if r[0] <= start and stop <= r[1]), (start, stop))
         memory, at = self._located(*whole)
         return memory, at + start - whole[0]
 
     def _located(self, start: int, stop: int) -> tuple[torch.Tensor, int]:
-        if (joined := self._joined.get((start, stop))) is not None:
-            return joined, 0
-        parts = list(self._source.copies(StridedCopy(0, start, 0, (), stop - start)))
-        copy, memory = parts[0]
-        if len(parts) == 1 and not copy.dims:
+        if (gathered := self._gathered.get((start, stop))) is not None:
+            return gathered, 0
+        whole = StridedCopy(0, start, 0, (), stop - start)
+        (copy, memory), *others = self._source.copies(whole)
+        if not others and not copy.dims:
             return memory, copy.src
         buffer = torch.empty(stop - start, dtype=torch.uint8, device=memory.device)
-        for part, memory in parts:
-            self._grouped.add(part, memory, buffer)
-        self._joined[start, stop] = buffer
+        self.add(whole, buffer)
+        self._gathered[start, stop] = buffer
         return buffer, 0
 
 
@@ -199,9 +178,7 @@ def _bind_copies(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> Ca
 
 
 def view_of(base: torch.Tensor, ref: TensorRef) -> torch.Tensor:
-    """The tensor that `ref` describes, over the storage of `base` (offsets count from `base`'s
-    first byte).
-    """
+    """The tensor that `ref` describes; its offset counts from `base`'s first byte."""
     start = int(base.storage_offset()) * base.element_size() + ref.region.offset
     view = torch.empty(0, dtype=ref.dtype, device=base.device)
     offset = start // ref.region.itemsize

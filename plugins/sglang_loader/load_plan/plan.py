@@ -1,8 +1,7 @@
 """The compiled load plan: what to do with each bucket so that every byte lands where the model's
 own loader puts it.
 
-A `LoadPlan` is built once (see `builder`) and executed many times (see `executor`). For each bucket
-it holds
+A `LoadPlan` is made once (`compiler`), executed many times (`executor`), and for each bucket holds
 
 - `copies`: strided copies straight from the bucket into destination storages, in any order, no byte
   written twice;

@@ -127,3 +127,28 @@ class TracedBucket:
     trace: Trace
     destinations: Destinations
     moved: str | None = None
+
+
+_MEMORY = (Space.BUCKET, Space.DESTINATION)
+
+
+class Origins:
+    """What data was made of, bytes of the bucket and of the model: follows a trace in order."""
+
+    def __init__(self) -> None:
+        self._made_of: dict[tuple[Space, int], tuple[TensorRef, ...]] = {}
+
+    def of(self, ref: TensorRef) -> tuple[TensorRef, ...]:
+        """Parts of the bucket and of the model that went into a tensor."""
+        if ref.space in _MEMORY:
+            return (ref,)
+        return self._made_of.get((ref.space, ref.index), ())
+
+    def follow(self, step: Step) -> tuple[TensorRef, ...]:
+        """The next step; returns the origins of all that it reads."""
+        found = tuple(origin for ref in step.reads for origin in self.of(ref))
+        made = [(w.space, w.index) for w in step.writes if w.space not in _MEMORY]
+        made += [(Space.SLOT, slot) for slot in step.outputs if slot is not None]
+        for key in made:
+            self._made_of[key] = tuple(dict.fromkeys((*self._made_of.get(key, ()), *found)))
+        return found

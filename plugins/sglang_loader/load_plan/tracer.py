@@ -20,6 +20,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -30,12 +31,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.op_traits import OpTraits, read_traits
-from sglang_loader.common.regions.geometry import Region
 from sglang_loader.load_plan.destinations import (
-    AddressIndex,
     Destinations,
     collect_destinations,
     first_difference,
+    region_of,
 )
 from sglang_loader.load_plan.host_reads import HostReadWatch
 from sglang_loader.load_plan.plan import LoadWeights, PlanRefused
@@ -176,11 +176,11 @@ class _Recorder(TorchDispatchMode):
     def __init__(self, bucket: torch.Tensor, destinations: Destinations) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.trace = Trace()
-        self._index = AddressIndex(destinations)
+        self._destinations = destinations
         self._bucket_start = bucket.data_ptr()
         self._bucket_stop = self._bucket_start + bucket.numel()
         self._places: dict[int, tuple[Space, int, int]] = {}
-        self._held: list[object] = [destinations]
+        self._held: list[object] = []
 
     def __torch_dispatch__(
         self,
@@ -248,9 +248,9 @@ class _Recorder(TorchDispatchMode):
         space, index, delta = self._locate(tensor)
         if tensor.dtype.is_complex and (tensor.is_conj() or tensor.is_neg()):
             self.trace.problems.append("a lazily conjugated tensor was used")
-        itemsize = tensor.element_size()
-        offset = delta + int(tensor.storage_offset()) * itemsize
-        region = Region(offset, tuple(tensor.shape), tuple(tensor.stride()), itemsize)
+        region = region_of(tensor)
+        if delta:
+            region = replace(region, offset=region.offset + delta)
         return TensorRef(space, index, tensor.dtype, region)
 
     def _locate(self, tensor: torch.Tensor) -> tuple[Space, int, int]:
@@ -269,7 +269,7 @@ class _Recorder(TorchDispatchMode):
         address = storage.data_ptr()
         if address == 0 or storage.nbytes() == 0:
             return None
-        found = self._index.find(address)
+        found = self._destinations.find(address)
         if found is not None:
             return Space.DESTINATION, found[0], found[1]
         overlaps = address < self._bucket_stop and self._bucket_start < address + storage.nbytes()

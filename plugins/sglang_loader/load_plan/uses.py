@@ -19,8 +19,14 @@ from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.regions.geometry import Region, region_runs
 from sglang_loader.common.regions.intervals import Interval, merge_runs
 from sglang_loader.load_plan.host_reads import MEMORY_GIVEN_AWAY
-from sglang_loader.load_plan.origins import Origins
-from sglang_loader.load_plan.trace import Space, Step, TensorRef, TracedBucket, collector_paused
+from sglang_loader.load_plan.trace import (
+    Origins,
+    Space,
+    Step,
+    TensorRef,
+    TracedBucket,
+    collector_paused,
+)
 
 _COPY = torch.ops.aten.copy_.default
 

@@ -126,7 +126,7 @@ def check_arranged(
     destinations: Destinations,
     load_weights: LoadWeights,
     buffer: torch.Tensor,
-) -> CheckResult:
+) -> str | None:
     """Prove that the plan of an arranged bucket loads what the bucket's own plan does.
 
     Call it after a good `check_bucket`, whose weights are what is expected here. A plan of copies
@@ -135,6 +135,9 @@ def check_arranged(
 
     Args:
         arrangement: what is gathered for it out of `buffer`.
+
+    Returns:
+        What it does otherwise; None: nothing.
     """
     source = buffer[: bucket.layout.nbytes]
     touched = _storages_of(bucket)
@@ -149,7 +152,7 @@ def check_arranged(
         number = sum(a != b for a, b in zip(expected, found, strict=True))
         return f"{number} storages differ" if number else None
 
-    return CheckResult(_reason(differs, bucket, load_weights, source))
+    return _reason(differs, bucket, load_weights, source)
 
 
 def _reason(

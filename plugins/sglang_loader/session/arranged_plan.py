@@ -1,9 +1,8 @@
 """The arrangements of one load plan: made and proved bucket by bucket, replayed and offered whole.
 
-    making = ArrangementMaker(model)
     for bucket, buffer in recorded:                  # plans that have proved themselves
-        making.add(bucket, destinations, buffer)
-    arranged = making.finish(plan)                   # None: nothing would be won
+        buckets.append(proven_arrangement(model, bucket, destinations, buffer))
+    arranged = ArrangedPlan.of(plan, buckets)        # None: nothing would be won
     arranged.digest, arranged.encoded                # what the trainer is offered
     arranged.executor.replay(index, source)
 
@@ -20,8 +19,7 @@ from typing import Any
 
 import torch
 
-from sglang_loader.common.arrangement_messages import encode_arrangements
-from sglang_loader.common.layout import digest_of, encode_layout
+from sglang_loader.common.layout import digest_of, encode_arrangements, encode_layout
 from sglang_loader.common.regions.arrangement import Arrangement
 from sglang_loader.load_plan import BucketPlan, LoadPlan, PlanExecutor
 from sglang_loader.load_plan.arrange import arrange, num_bytes_read
@@ -33,7 +31,7 @@ logger = logging.getLogger(__name__)
 MAX_PART = 0.9
 """A bucket of which more is read is sent as it is: there is next to nothing to win."""
 
-_Arranged = tuple[Arrangement, BucketPlan]
+Arranged = tuple[Arrangement, BucketPlan]
 
 
 class ArrangedPlan:
@@ -43,11 +41,11 @@ class ArrangedPlan:
         buckets: arrangement and rebased plan of each; None: it comes as it is.
 
     Attributes:
-        encoded: for the trainer; see `arrangement_messages`.
+        encoded: for the trainer; see `layout`.
         changes_buffer: a replay changes what it reads.
     """
 
-    def __init__(self, plan: LoadPlan, buckets: Sequence[_Arranged | None]) -> None:
+    def __init__(self, plan: LoadPlan, buckets: Sequence[Arranged | None]) -> None:
         self._plan = plan
         self._buckets = list(buckets)
         layouts = [digest_of(encode_layout(layout)) for layout in plan.layouts]
@@ -61,6 +59,11 @@ class ArrangedPlan:
         self.executor = PlanExecutor(replace(plan, buckets=tuple(rebased)))
         self.changes_buffer = any(bucket.changes_buffer for bucket in rebased)
 
+    @classmethod
+    def of(cls, plan: LoadPlan, buckets: Sequence[Arranged | None]) -> ArrangedPlan | None:
+        """None if no bucket comes arranged."""
+        return cls(plan, buckets) if any(buckets) else None
+
     def nbytes(self, index: int) -> int | None:
         """Size of an arranged bucket; None if it comes as it is, or there is none."""
         bucket = self._buckets[index] if index < len(self._buckets) else None
@@ -71,49 +74,36 @@ class ArrangedPlan:
         bucket = self._buckets[index]
         if bucket is None or _is_proven(model, bucket, self._plan.destinations, buffer):
             return self
-        return _if_any(self._plan, [*self._buckets[:index], None, *self._buckets[index + 1 :]])
+        left = [*self._buckets[:index], None, *self._buckets[index + 1 :]]
+        return ArrangedPlan.of(self._plan, left)
 
 
-class ArrangementMaker:
-    """Makes the arrangements of a plan while it is recorded.
+def proven_arrangement(
+    model: Any, bucket: BucketPlan, destinations: Destinations, buffer: torch.Tensor
+) -> Arranged | None:
+    """How a bucket is best arranged; None: as it is.
 
     Args:
-        model: whose loader they are proved against.
+        model: whose loader the arrangement is proved against.
+        bucket: its own plan, which has just been proved with what is in `buffer`.
     """
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-        self._buckets: list[_Arranged | None] = []
-
-    def add(self, bucket: BucketPlan, destinations: Destinations, buffer: torch.Tensor) -> None:
-        """The next bucket, whose own plan has just been proved with what is in `buffer`."""
-        limit = MAX_PART * sum(tensor.nbytes for tensor in bucket.layout.tensors)
-        arranged = arrange(bucket) if num_bytes_read(bucket) < limit else None
-        if arranged is not None and arranged[0].nbytes >= limit:
-            arranged = None
-        if arranged is not None and not _is_proven(self._model, arranged, destinations, buffer):
-            arranged = None
-        self._buckets.append(arranged)
-
-    def finish(self, plan: LoadPlan) -> ArrangedPlan | None:
-        """The arrangements of `plan`; None if no bucket has one."""
-        return _if_any(plan, self._buckets)
-
-
-def _if_any(plan: LoadPlan, buckets: Sequence[_Arranged | None]) -> ArrangedPlan | None:
-    return ArrangedPlan(plan, buckets) if any(buckets) else None
+    limit = MAX_PART * sum(tensor.nbytes for tensor in bucket.layout.tensors)
+    arranged = arrange(bucket) if num_bytes_read(bucket) < limit else None
+    if arranged is None or arranged[0].nbytes >= limit:
+        return None
+    return arranged if _is_proven(model, arranged, destinations, buffer) else None
 
 
 def _is_proven(
-    model: Any, arranged: _Arranged, destinations: Destinations, buffer: torch.Tensor
+    model: Any, arranged: Arranged, destinations: Destinations, buffer: torch.Tensor
 ) -> bool:
     arrangement, plan = arranged
-    result = check_arranged(plan, arrangement, destinations, model.load_weights, buffer)
-    if not result.ok:
+    reason = check_arranged(plan, arrangement, destinations, model.load_weights, buffer)
+    if reason is not None:
         logger.warning(
             "%s: a bucket of %d tensors is sent whole, its arrangement is wrong: %s",
             type(model).__name__,
             len(plan.layout.tensors),
-            result.reason,
+            reason,
         )
-    return result.ok
+    return reason is None

@@ -313,7 +313,7 @@ class ModelLoader:
     def _compile(self) -> None:
         assert self._recording is not None
         try:
-            self._compiled = self._recording.finish()
+            self._compiled = self._recording.finish(self.uses)
         except PlanRefused as refused:
             self._refuse(refused.reason)
             return

@@ -6,8 +6,10 @@ A bucket that has not come before is traced also where no plan is wanted, or pos
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -19,17 +21,18 @@ from sglang_loader.load_plan import (
     DestinationProbe,
     KnownDigests,
     LoadPlan,
-    PlanBuilder,
     PlanExecutor,
     PlanRefused,
     check_bucket,
+    compile_bucket,
+    join_buckets,
     trace_bucket,
     uses_of,
 )
 from sglang_loader.load_plan.destinations import Destinations
+from sglang_loader.load_plan.plan import LoadWeights
 from sglang_loader.load_plan.trace import TracedBucket
-from sglang_loader.session.arranged_plan import ArrangedPlan, ArrangementMaker
-from sglang_loader.session.named_errors import naming_tensors
+from sglang_loader.session.arranged_plan import Arranged, ArrangedPlan, proven_arrangement
 
 
 @dataclass
@@ -49,29 +52,28 @@ class TracedLoads:
 
     Attributes:
         load_weights: the model's; its errors name the tensor.
+        destinations: the model's storages after the last traced bucket of this sync.
     """
 
     def __init__(self, model: Any) -> None:
         self.load_weights = naming_tensors(model)
         self._model = model
-        self._destinations: Destinations | None = None
         self._known_digests: KnownDigests | None = None
+        self.destinations: Destinations | None = None
 
     def restart(self) -> None:
         """Another sync begins: forget the content of the model, which may have changed."""
-        self._destinations = self._known_digests = None
+        self.destinations = self._known_digests = None
 
     def trace(
         self, layout: BucketLayout, buffer: torch.Tensor
     ) -> tuple[TracedBucket | None, BucketUses]:
         """Load a bucket, and see what becomes of its tensors; None if that cannot be seen."""
         try:
-            traced = trace_bucket(
-                self._model, self.load_weights, layout, buffer, self._destinations
-            )
+            traced = trace_bucket(self._model, self.load_weights, layout, buffer, self.destinations)
         except PlanRefused as refused:
             return None, BucketUses(layout, problem=refused.reason)
-        self._destinations = traced.destinations
+        self.destinations = traced.destinations
         return traced, uses_of(traced)
 
     def why_unproven(
@@ -91,37 +93,90 @@ class Recording:
     def __init__(self, model: Any, loads: TracedLoads, context: Mapping[str, object]) -> None:
         self._model = model
         self._loads = loads
-        self._builder = PlanBuilder(context)
-        self._maker = ArrangementMaker(model)
-        self._uses: list[BucketUses] = []
+        self._context = context
+        self._buckets: list[BucketPlan] = []
+        self._arranged: list[Arranged | None] = []
 
     def add(self, layout: BucketLayout, buffer: torch.Tensor) -> tuple[BucketUses, str | None]:
         """Load the next bucket; what became of it, and why there is no plan, or None."""
         traced, uses = self._loads.trace(layout, buffer)
-        self._uses.append(uses)
         if traced is None:
             return uses, str(uses.problem)
         try:
-            bucket = self._builder.add_bucket(traced)
+            bucket = compile_bucket(traced)
         except PlanRefused as refused:
             return uses, refused.reason
         reason = self._loads.why_unproven(bucket, traced.destinations, buffer)
         if reason is not None:
-            return BucketUses(layout, problem=reason), f"bucket {len(self._uses) - 1}: {reason}"
-        self._maker.add(bucket, traced.destinations, buffer)
+            return BucketUses(layout, problem=reason), f"bucket {len(self._buckets)}: {reason}"
+        self._buckets.append(bucket)
+        arranged = proven_arrangement(self._model, bucket, traced.destinations, buffer)
+        self._arranged.append(arranged)
         return uses, None
 
-    def finish(self) -> Compiled:
+    def finish(self, uses: list[BucketUses]) -> Compiled:
         """The plan of the sync, whose buckets have all been added.
+
+        Args:
+            uses: of all buckets.
 
         Raises:
             PlanRefused: there is none.
         """
-        plan = self._builder.finish()
-        return Compiled(
-            plan,
-            self._uses,
-            PlanExecutor(plan),
-            DestinationProbe(self._model, plan.destinations),
-            self._maker.finish(plan),
-        )
+        assert self._loads.destinations is not None, "a plan needs at least one bucket"
+        plan = join_buckets(self._buckets, self._loads.destinations, self._context)
+        probe = DestinationProbe(self._model, plan.destinations)
+        arranged = ArrangedPlan.of(plan, self._arranged)
+        return Compiled(plan, uses, PlanExecutor(plan), probe, arranged)
+
+
+NamedTensor = tuple[str, torch.Tensor]
+
+
+def naming_tensors(model: Any) -> LoadWeights:
+    """The model's `load_weights`; an error of it gets a note with the tensor's name and shape, or
+    with those of all that are suspect: SGLang's own is often an assertion about two shapes, of one
+    tensor of several thousand.
+    """
+
+    def load_weights(named_tensors: Iterable[NamedTensor]) -> None:
+        given: list[NamedTensor] = []
+
+        def giving() -> Iterator[NamedTensor]:
+            for pair in named_tensors:
+                given.append(pair)
+                yield pair
+
+        try:
+            model.load_weights(giving())
+        except Exception as error:
+            suspects = given[-1:]
+            with suppress(Exception):  # not every tensor has an address; what is raised must be it
+                suspects = _in_hand(error, given) or suspects
+            named = " or ".join(f"{name} {list(tensor.shape)}" for name, tensor in suspects)
+            error.add_note(f"load_weights failed at {named or 'no tensor'}: {error!r}")
+            raise
+
+    return load_weights
+
+
+def _in_hand(error: Exception, given: list[NamedTensor]) -> list[NamedTensor]:
+    """Those of the tensors that the innermost function has in hand which has any: a loader may have
+    taken all of them before it looks at the first.
+    """
+    for local_variables in reversed(list(_frames(error.__traceback__))[2:]):
+        addresses = [t.data_ptr() for t in local_variables if isinstance(t, torch.Tensor)]
+        found = [pair for pair in given if any(_holds(pair[1], at) for at in addresses)]
+        if found:
+            return found
+    return []
+
+
+def _holds(tensor: torch.Tensor, address: int) -> bool:
+    return 0 <= address - tensor.data_ptr() < tensor.numel() * tensor.element_size()
+
+
+def _frames(trace: TracebackType | None) -> Iterator[list[Any]]:
+    while trace is not None:
+        yield list(trace.tb_frame.f_locals.values())
+        trace = trace.tb_next

@@ -2,7 +2,7 @@
 
 `hooks.weights` calls `serve_session` in each TP worker for the one request that opens a
 session; it returns when the device has every byte and the trainer has confirmed them, or raises.
-When all TP ranks have agreed on the outcome, `ServedSession.conclude` tells the trainer.
+When all TP ranks have agreed on the outcome, what it has returned tells the trainer.
 The trainer may write into a buffer again as soon as it gets `BucketDone`: that is sent after the
 stream has finished.
 """
@@ -15,7 +15,8 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from sglang_loader.common.bucket_source import BucketSource
@@ -59,14 +60,19 @@ class SessionSteps:
     once_loaded: Callable[[], None]
 
 
+Conclude = Callable[[Sequence[str]], None]
+"""Tells the trainer the outcome on all TP ranks: what went wrong, or nothing."""
+
+
 def serve_session(
     descriptor: SessionDescriptor,
     models: Sequence[Any],
     steps: SessionSteps,
     group: Any = None,
     senders: Any = None,
-) -> ServedSession:
-    """Serve the session that the request invites to.
+) -> Conclude:
+    """Serve the session that the request invites to; this rank then has every byte, and its trainer
+    waits for the other ranks.
 
     Args:
         descriptor: the trainer's; the signature of one with a group was checked.
@@ -84,25 +90,17 @@ def serve_session(
     if descriptor in _invitations:
         raise SessionError("the same request has come before: it is not executed again")
     _invitations.append(descriptor)
-    session = _Session(descriptor, models, steps, group, senders)
-    return ServedSession(session.run())
+    return partial(_conclude, _Session(descriptor, models, steps, group, senders).run())
 
 
-class ServedSession:
-    """A session after which this rank has every byte; its trainer waits for the other ranks."""
-
-    def __init__(self, channel: Channel[FromTrainer]) -> None:
-        self._channel = channel
-
-    def conclude(self, failures: Sequence[str]) -> None:
-        """Tell the trainer the outcome on all TP ranks: what went wrong, or nothing."""
-        with suppress(SessionError):  # the reply to the request says it, too
-            if not failures:
-                self._channel.send(wire.Published)
-                _kept.keep(self._channel)
-                return
-            self._channel.send(wire.Failed, traceback="\n".join(failures))
-        self._channel.close()
+def _conclude(channel: Channel[FromTrainer], failures: Sequence[str]) -> None:
+    with suppress(SessionError):  # the reply to the request says it, too
+        if not failures:
+            channel.send(wire.Published)
+            _kept.keep(channel)
+            return
+        channel.send(wire.Failed, traceback="\n".join(failures))
+    channel.close()
 
 
 _kept: KeptChannels[FromTrainer] = KeptChannels(NUM_TRAINERS)
@@ -193,10 +191,7 @@ class _Session:
                 self._steps.once_loaded()
                 channel.send(
                     wire.Loaded,
-                    num_replayed=outcome.num_replayed,
-                    num_eager=outcome.num_eager,
-                    reason=outcome.reason,
-                    may_read_in_place=outcome.may_read_in_place,
+                    **asdict(outcome),
                     host=host_id(),
                     arrangements=self._offer(message.arrangements),
                     seconds=dict(self._seconds),

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from sglang_loader.common.bucket_source import BucketSource, Piece, SpreadPiece
+from sglang_loader.common.bucket_source import BucketSource, Piece
 from sglang_loader.common.copies import synchronize
 from sglang_loader.common.layout import BucketLayout, WireError, decode_layout, digest_of
 from sglang_loader.common.regions.compose import ByteMap
@@ -206,7 +206,7 @@ class _CachedSource:
 
 def _piece(
     piece: wire.BucketPiece, buffers: Mapping[int, torch.Tensor], bucket_nbytes: int, index: int
-) -> Piece | SpreadPiece:
+) -> Piece:
     def within(slot: int, offset: int, nbytes: int) -> torch.Tensor:
         buffer = buffers[slot]
         if not 0 <= offset <= offset + nbytes <= buffer.numel():
@@ -222,13 +222,14 @@ def _piece(
             f"{bucket_nbytes}"
         )
     if not (piece.dims or piece.shards):
-        return Piece(start, within(piece.slot, piece.offset, nbytes))
+        return Piece.flat(start, within(piece.slot, piece.offset, nbytes))
     shards = piece.shards or ((piece.slot, 0, buffers[piece.slot].numel()),)
-    memories = tuple(within(*shard) for shard in shards)
-    spread = SpreadPiece(start, memories, ByteMap(piece.offset, piece.dims))
-    if spread.nbytes != nbytes or not spread.is_within:
+    found = Piece(
+        start, tuple(within(*shard) for shard in shards), ByteMap(piece.offset, piece.dims)
+    )
+    if found.nbytes != nbytes or not found.is_within:
         raise SessionError(f"a piece of bucket {index} at byte {start} leaves its memory")
-    return spread
+    return found
 
 
 class InFlight:

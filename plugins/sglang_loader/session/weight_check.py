@@ -32,7 +32,7 @@ from sglang_loader.session.findings import (
     view_of,
 )
 from sglang_loader.session.model_loader import loader_of
-from sglang_loader.session.published import Published, Spec, published_tensors
+from sglang_loader.session.published import Published, published_tensors
 from sglang_loader.upstream import engine_context, launch_arguments
 
 logger = logging.getLogger(__name__)
@@ -65,7 +65,6 @@ class SyncView:
 
     target: Any
     fingerprint: Fingerprint
-    specs: Sequence[Spec]
     published: Published | None
     views: list[RankView] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -84,9 +83,8 @@ def view_of_sync(
         read_published: tells what is normal for the model.
     """
     target = models[-1]
-    specs = [(t.name, t.dtype, t.shape) for layout in layouts for t in layout.tensors]
     fingerprint = Fingerprint.of(layouts, engine_context(target))
-    seen = SyncView(target, fingerprint, specs, read_published())
+    seen = SyncView(target, fingerprint, read_published())
     for model in models:
         uses = loader_of(model).uses
         if _is_quantised(model):
@@ -113,7 +111,9 @@ def judge_together(seen: SyncView, gather: Gather) -> Verdict:
         verdict = Verdict(not_checked=obstacle)
     else:
         views = [view for views, *_ in everyone for view in views]
-        verdict = judge(seen.specs, views, seen.published)
+        tensors = [tensor for layout in seen.fingerprint.layouts for tensor in layout.tensors]
+        specs = [(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors]
+        verdict = judge(specs, views, seen.published)
     _verdicts[seen.target] = seen.fingerprint, verdict
     return verdict
 

@@ -16,8 +16,7 @@ import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from sglang_loader.common.arrangement_messages import decode_arrangements
-from sglang_loader.common.layout import WireError, digest_of
+from sglang_loader.common.layout import WireError, decode_arrangements, digest_of
 from sglang_loader.common.regions.arrangement import Arrangement
 from verl_sglang_sync.sources.bucket_stream import Bucket
 

@@ -30,7 +30,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.regions.arrangement import Arrangement, Read
 from sglang_loader.common.regions.compose import ByteMap, compose_read
-from sglang_loader.common.regions.split import split_copy
+from sglang_loader.common.regions.geometry import split_copy
 
 
 @dataclass(frozen=True, slots=True)

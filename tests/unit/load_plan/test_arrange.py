@@ -16,7 +16,7 @@ from sglang_loader.common.layout import ALIGNMENT_BYTES, BucketLayout, BucketTen
 from sglang_loader.common.regions.arrangement import Arrangement
 from sglang_loader.common.regions.coalesce import coalesce, find_overlapping
 from sglang_loader.common.regions.geometry import BYTES, StridedCopy, Unit
-from sglang_loader.load_plan import PlanBuilder, check_bucket, trace_bucket
+from sglang_loader.load_plan import check_bucket, compile_bucket, trace_bucket
 from sglang_loader.load_plan.arrange import SHORT_RUN, UNIT_ALIGNMENT, arrange, num_bytes_read
 from sglang_loader.load_plan.destinations import Destinations
 from sglang_loader.load_plan.executor import replay_once
@@ -264,7 +264,7 @@ def random_bucket(seed: int) -> torch.Tensor:
 def arranged_half() -> tuple[Half, Destinations, Arrangement, BucketPlan]:
     model, buffer = Half(), random_bucket(0)
     traced = trace_bucket(model, model.load_weights, LAYOUT, buffer)
-    plan = PlanBuilder({}).add_bucket(traced)
+    plan = compile_bucket(traced)
     assert plan.changes_buffer and plan.tape and plan.copies
     assert check_bucket(model, plan, traced.destinations, model.load_weights, buffer).ok
     arranged = arrange(plan)
@@ -300,9 +300,9 @@ def test_the_check_of_an_arrangement_finds_what_is_wrong_and_mends_the_weights()
     expected = snapshot(destinations)
 
     def check(plan: BucketPlan, wanted: Arrangement) -> str | None:
-        result = check_arranged(plan, wanted, destinations, model.load_weights, buffer)
+        reason = check_arranged(plan, wanted, destinations, model.load_weights, buffer)
         assert differing(destinations, expected) == ()
-        return result.reason
+        return reason
 
     assert check(rebased, arrangement) is None
     for i in range(len(rebased.copies)):

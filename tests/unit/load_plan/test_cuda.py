@@ -10,7 +10,7 @@ from torch import nn
 
 from sglang_loader.common.bucket_source import BucketSource
 from sglang_loader.common.layout import BucketLayout
-from sglang_loader.load_plan import PlanBuilder, PlanExecutor, trace_bucket
+from sglang_loader.load_plan import PlanExecutor, compile_bucket, join_buckets, trace_bucket
 from support.plan_check import differing, self_check, snapshot
 
 pytestmark = [
@@ -67,9 +67,8 @@ def test_replay_is_byte_identical_on_a_gpu(inference: bool) -> None:
     with torch.inference_mode(inference):
         model = Experts()
         layout, buffer = pack(0)
-        builder = PlanBuilder({})
-        builder.add_bucket(trace_bucket(model, model.load_weights, layout, buffer))
-        plan = builder.finish()
+        traced = trace_bucket(model, model.load_weights, layout, buffer)
+        plan = join_buckets([compile_bucket(traced)], traced.destinations, {})
         assert plan.num_tape_steps == 2
         assert plan.num_copies < plan.num_traced_copies
         result = self_check(model, plan, model.load_weights, [buffer])
@@ -88,9 +87,8 @@ def test_replay_is_byte_identical_on_a_gpu(inference: bool) -> None:
 def test_replay_never_waits() -> None:
     model = Experts()
     layout, buffer = pack(0)
-    builder = PlanBuilder({})
-    builder.add_bucket(trace_bucket(model, model.load_weights, layout, buffer))
-    executor = PlanExecutor(builder.finish())
+    traced = trace_bucket(model, model.load_weights, layout, buffer)
+    executor = PlanExecutor(join_buckets([compile_bucket(traced)], traced.destinations, {}))
     executor.replay(0, BucketSource.flat(buffer))
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")

@@ -9,7 +9,6 @@ from torch import nn
 from sglang_loader.common.layout import BucketLayout, BucketTensor
 from sglang_loader.load_plan import DestinationProbe
 from sglang_loader.load_plan.destinations import (
-    AddressIndex,
     collect_destinations,
     first_difference,
 )
@@ -149,15 +148,14 @@ def test_tied_and_viewed_tensors_are_one_destination() -> None:
     names = [s.name for s in found.storages]
     assert names == ["weight", "bias", "cache['k'][0]", "cache['k'][1][0]"]
     row = next(t for t in found.tensors if t.name == "row")
-    assert (row.offset, row.shape) == (32, (4,))
+    assert (row.region.offset, row.region.shape) == (32, (4,))
 
 
 def test_addresses_lead_back_to_storages() -> None:
     model = nn.Linear(4, 4)
     found = collect_destinations(model)
-    index = AddressIndex(found)
-    assert index.find(model.weight.data[1].data_ptr()) == (0, 16)
-    assert index.find(found.storages[0].data_ptr - 1) is None
+    assert found.find(model.weight.data[1].data_ptr()) == (0, 16)
+    assert found.find(found.storages[0].data_ptr - 1) is None
 
 
 def test_known_storages_keep_their_numbers() -> None:

@@ -17,10 +17,11 @@ from sglang_loader.common.bucket_source import BucketSource
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.load_plan import (
     LoadPlan,
-    PlanBuilder,
     PlanExecutor,
     PlanRefused,
     check_bucket,
+    compile_bucket,
+    join_buckets,
     trace_bucket,
     uses_of,
 )
@@ -61,12 +62,13 @@ def pack(seed: int = 0, sources: list = SOURCES) -> tuple[BucketLayout, torch.Te
 
 
 def compile_for(model: Model, *buckets: tuple[BucketLayout, torch.Tensor]) -> LoadPlan:
-    builder, earlier = PlanBuilder({"tp_rank": 0}), None
+    plans, found = [], None
     for layout, buffer in buckets or (pack(),):
-        traced = trace_bucket(model, model.load_weights, layout, buffer, earlier)
-        earlier = traced.destinations
-        builder.add_bucket(traced)
-    return builder.finish()
+        traced = trace_bucket(model, model.load_weights, layout, buffer, found)
+        found = traced.destinations
+        plans.append(compile_bucket(traced))
+    assert found is not None
+    return join_buckets(plans, found, {"tp_rank": 0})
 
 
 def assert_replays(load_one: Loader) -> LoadPlan:

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from sglang_loader.common.bucket_source import BucketSource, Piece, SpreadPiece
+from sglang_loader.common.bucket_source import BucketSource, Piece
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.regions.compose import ByteMap
 from sglang_loader.common.regions.geometry import Region, StridedCopy
-from sglang_loader.load_plan import PlanBuilder, PlanExecutor, trace_bucket
+from sglang_loader.load_plan import PlanExecutor, compile_bucket, join_buckets, trace_bucket
 from sglang_loader.load_plan.arrange import arrange
 
 SHAPES = [("q", (4, 8)), ("k", (2, 8)), ("v", (2, 8)), ("o", (8, 4)), ("n", (8,))]
@@ -50,10 +50,9 @@ def random_tensors(seed):
 
 def executor_of(model):
     """Replays what the model does with the bucket."""
-    builder = PlanBuilder({})
     zeros = torch.zeros(LAYOUT.nbytes, dtype=torch.uint8)
-    builder.add_bucket(trace_bucket(model, model.load_weights, LAYOUT, zeros))
-    return PlanExecutor(builder.finish())
+    traced = trace_bucket(model, model.load_weights, LAYOUT, zeros)
+    return PlanExecutor(join_buckets([compile_bucket(traced)], traced.destinations, {}))
 
 
 def in_pieces(tensors, cuts):
@@ -63,7 +62,7 @@ def in_pieces(tensors, cuts):
         view.copy_(tensor)
     ends = [0, *sorted(4 * cut for cut in cuts), LAYOUT.nbytes]
     pairs = itertools.pairwise(ends)
-    return BucketSource([Piece(start, buffer[start:stop].clone()) for start, stop in pairs])
+    return BucketSource([Piece.flat(start, buffer[start:stop].clone()) for start, stop in pairs])
 
 
 @given(st.sets(st.integers(1, LAYOUT.nbytes // 4 - 1), max_size=9), st.integers(0, 1000))
@@ -114,14 +113,14 @@ def spread(tensors, axes):
     for entry, tensor, axis in zip(LAYOUT.tensors, tensors, axes, strict=True):
         if axis is None:
             memory = tensor.clone().view(-1).view(torch.uint8)
-            pieces.append(Piece(entry.offset, memory))
+            pieces.append(Piece.flat(entry.offset, memory))
             continue
         axis %= tensor.dim()
         halves = torch.stack(tensor.chunk(2, axis))  # the shards, one behind the other
         order = halves.movedim(0, axis)
         region = Region(0, tuple(order.shape), tuple(order.stride()), tensor.element_size())
         shards = tuple(half.clone().view(-1).view(torch.uint8) for half in halves)
-        pieces.append(SpreadPiece(entry.offset, shards, ByteMap.of(region)))
+        pieces.append(Piece(entry.offset, shards, ByteMap.of(region)))
     return BucketSource(pieces)
 
 
@@ -144,7 +143,7 @@ def test_a_replay_from_shards_is_the_eager_load(dtype, axes, seed):
 
 def test_a_shard_of_a_row_parallel_weight_is_one_copy():
     shards = tuple(torch.arange(64, dtype=torch.uint8) + 64 * i for i in range(2))
-    piece = SpreadPiece(0, shards, ByteMap(0, ((16, 4), (2, 64), (4, 1))))  # [16, 8] bytes
+    piece = Piece(0, shards, ByteMap(0, ((16, 4), (2, 64), (4, 1))))  # [16, 8] bytes
     parts = list(BucketSource([piece]).copies(StridedCopy(0, 0, 0, (), 128)))
     assert [(copy.dims, copy.run, copy.src, copy.dst) for copy, _ in parts] == [
         (((16, 4, 8),), 4, 0, 0),
@@ -176,7 +175,7 @@ def test_one_buffer_is_not_copied():
 
 def test_every_byte_of_a_tensor_must_lie_in_a_piece():
     memory = torch.zeros(LAYOUT.nbytes, dtype=torch.uint8)
-    torn = BucketSource([Piece(0, memory[:64]), Piece(68, memory[68:])])
+    torn = BucketSource([Piece.flat(0, memory[:64]), Piece.flat(68, memory[68:])])
     for use in (torn.check, torn.packed):
         with pytest.raises(ValueError, match="byte 64 of the bucket is in no piece"):
             use(LAYOUT)
@@ -187,4 +186,4 @@ def test_every_byte_of_a_tensor_must_lie_in_a_piece():
 def test_pieces_must_be_in_order():
     memory = torch.zeros(64, dtype=torch.uint8)
     with pytest.raises(ValueError, match="starts at byte 32, the one before it ends at 64"):
-        BucketSource([Piece(0, memory), Piece(32, memory)])
+        BucketSource([Piece.flat(0, memory), Piece.flat(32, memory)])

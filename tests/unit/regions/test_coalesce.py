@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_loader.common.regions.coalesce import coalesce, find_overlapping, join_adjacent
-from sglang_loader.common.regions.geometry import BYTES, StridedCopy, Unit
-from sglang_loader.common.regions.split import split_copy
+from sglang_loader.common.regions.geometry import BYTES, StridedCopy, Unit, split_copy
 from unit.strided_moves import moves
 
 SPACE = 512

@@ -99,19 +99,16 @@ class MeetingPoint:
         return self._server is not None and self._server.num_keys() > 0
 
     def _opened(self, port: int) -> TCPStore:
-        return _store(self._address, port, self._world_size, self._timeout_s, is_master=True)
+        size, timeout_s = self._world_size, self._timeout_s
+        return connection_to(self._address, port, size, timeout_s, is_master=True)
 
 
-def connection_to(address: str, port: int, world_size: int, timeout_s: float) -> TCPStore:
-    """A connection to a meeting point, of this process or of another one, which does not keep the
-    store open; it waits for a key as long as this, in seconds.
-    """
-    return _store(address, port, world_size, timeout_s, is_master=False)
-
-
-def _store(
-    address: str, port: int, world_size: int, timeout_s: float, *, is_master: bool
+def connection_to(
+    address: str, port: int, world_size: int, timeout_s: float, *, is_master: bool = False
 ) -> TCPStore:
+    """A connection to a meeting point, which keeps the store open only if it `is_master`; it waits
+    for a key as long as this, in seconds.
+    """
     return TCPStore(
         address,
         port,

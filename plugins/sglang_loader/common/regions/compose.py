@@ -18,8 +18,7 @@ from functools import cached_property
 from typing import TypeAlias
 
 from sglang_loader.common.regions.arrangement import Read
-from sglang_loader.common.regions.geometry import Dim, Region, StridedCopy
-from sglang_loader.common.regions.split import split_copy
+from sglang_loader.common.regions.geometry import Dim, Region, StridedCopy, split_copy
 
 Dims: TypeAlias = tuple[tuple[int, int], ...]
 """`(count, stride in bytes)`, outermost first."""

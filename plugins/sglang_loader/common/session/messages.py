@@ -25,9 +25,9 @@ model: each TP rank looks at what became of it before Loaded, and all judge it t
 Commit. An Abort, or the trainer's death, overtakes whatever was sent before it: an engine that was
 held up must not act on what its trainer has given up meanwhile.
 
-Before anything is packed, Hello names the arrangements by which buckets may come in this sync
-(`arrangement_messages`). Any bucket may come whole; one that comes arranged by anything else ends
-the session. Loaded brings the trainer arrangements that it does not know.
+Before anything is packed, Hello names the arrangements by which buckets may come in this sync (see
+`layout`). Any bucket may come whole; one that comes arranged by anything else ends the session.
+Loaded brings the trainer arrangements that it does not know.
 
 An engine on other devices has a session with the trainer's first rank, over TCP, and gets the bytes
 in an update group (`broadcast.update_group`): by broadcast, and such a LoadBucket has no pieces; or
