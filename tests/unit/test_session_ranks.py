@@ -21,7 +21,7 @@ from verl_sglang_sync.engine.engine_ranks import EngineRank
 from verl_sglang_sync.engine.server_client import RequestFailed, ServerError
 from verl_sglang_sync.engine.session import EngineFailed
 from verl_sglang_sync.report import SyncReport
-from verl_sglang_sync.routes.delivery import MappedDelivery
+from verl_sglang_sync.routes.export import MappedDelivery
 from verl_sglang_sync.sync.engines import Opened
 from verl_sglang_sync.sync.ranks_in_step import RanksInStep
 from verl_sglang_sync.sync.session_run import SessionRun
