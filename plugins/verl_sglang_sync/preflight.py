@@ -50,9 +50,7 @@ class Findings:
 
 
 def examine(config: DictConfig) -> Findings:
-    """Look at the composed config of `verl.trainer.main_ppo` or a recipe of the same shape;
-    `RecipeError` where a preset was lost, or its settings cannot be read.
-    """
+    """Look at a composed recipe; `RecipeError`: a preset was lost, or has unreadable settings."""
     rollout = OmegaConf.select(config, ROLLOUT)
     if rollout is None:
         return Findings(None, {}, ())
@@ -69,8 +67,7 @@ def examine(config: DictConfig) -> Findings:
 
 
 def check_recipe(config: DictConfig) -> WeightSyncConfig | None:
-    """Validate a composed recipe, and log what is remarkable; the effective settings, if a preset
-    was chosen.
+    """Validate a composed recipe, and log what is remarkable; the settings, if there is a preset.
 
     Raises:
         RecipeError: with one line per problem: key, value, and what is allowed.

@@ -23,6 +23,7 @@ logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))  # as verl's own: one l
 MAX_KEPT = 0.1
 """A smaller part of the weights than this may stay on the host: buffers that no sync rewrites."""
 
+COUNTED = ("buckets", "pulled", "exchanged", "sent", "replayed", "eager")
 METRICS = "weight_sync"
 """What the names of all metrics begin with."""
 
@@ -92,12 +93,7 @@ class SyncReport:
             "gigabytes": self.payload_bytes / 1e9,
             "staging_gigabytes": self.staging_bytes / 1e9,
             "host_gigabytes": max(host_bytes, default=0) / 1e9,
-            "num_buckets": self.num_buckets,
-            "num_pulled": self.num_pulled,
-            "num_exchanged": self.num_exchanged,
-            "num_sent": self.num_sent,
-            "num_replayed": self.num_replayed,
-            "num_eager": self.num_eager,
+            **{f"num_{what}": getattr(self, f"num_{what}") for what in COUNTED},
         }
         if spent := self.seconds.get("sync"):
             found["gigabytes_per_s"] = self.payload_bytes / 1e9 / spent

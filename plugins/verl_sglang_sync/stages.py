@@ -48,16 +48,7 @@ class StageOrder:
 
     @classmethod
     def of(cls, section: str, sleep: Any, wake: Any) -> StageOrder:
-        """Read the two lists.
-
-        Args:
-            section: of the keys, for errors.
-            sleep: value of `sleep_order`, such as `["kv_cache", "weights"]`.
-            wake: value of `wake_order`, such as `["weights", "sync", "kv_cache"]`.
-
-        Raises:
-            ValueError: naming key, value and what is allowed.
-        """
+        """Read the two lists of a section; `ValueError` names key, value and what is allowed."""
         sleep = _names(f"{section}.sleep_order", sleep, TAGS)
         wake = _names(f"{section}.wake_order", wake, (*TAGS, SYNC))
         for name in (WEIGHTS, KV_CACHE):

@@ -65,12 +65,9 @@ class ExchangeRank(Rank):
         payload = sum(bucket.payload_bytes for bucket in self.stream.buckets)
         arranged = sum(reads.nbytes for reads in self.own)
         self.seen.counts.update(arranged=arranged, payload=payload, scratch=0)
-        return Exchange(
-            self.context,
-            ring=self.ring,
-            is_wanted=True,
-            piece_nbytes=PIECE_BYTES,
-        )
+        route = Exchange(self.context, self.ring)
+        route._piece_nbytes = PIECE_BYTES
+        return route
 
     def give_up(self, on):
         """From now on one rank gives up after one bucket."""
@@ -142,13 +139,10 @@ class SendRank(ExchangeRank):
         from verl_sglang_sync.routes.send.route import Send
 
         super().make_route()
-        return Send(
-            dataclasses.replace(self.context, first_reader=dist.get_world_size()),
-            senders=None,
-            is_wanted=True,
-            piece_nbytes=PIECE_BYTES,
-            timeout_s=60,
-        )
+        self.context.first_reader = dist.get_world_size()
+        route = Send(self.context, None)
+        route._piece_nbytes = PIECE_BYTES
+        return route
 
     def is_sent(self):
         """Whether a sync would be sent now."""

@@ -117,7 +117,7 @@ class PullRank(Rank):
     def make_route(self) -> Any:
         from verl_sglang_sync.routes.pull.route import Pull
 
-        return Pull(self.context, is_wanted=True, record=self._count)
+        return Pull(self.context, self._count)
 
     def _count(self, handle: object) -> None:
         self.num_handles += 1

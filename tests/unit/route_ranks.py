@@ -158,7 +158,13 @@ class Rank:
         self.group = trainer_group(2)[0]
         self.export = export_of(self.model)
         self.learnt_from = self.export if change is None else transformed(self.export, change)
-        settings = SimpleNamespace(bucket_bytes=BUCKET_BYTES, recheck_every_n_syncs=recheck)
+        settings = SimpleNamespace(
+            bucket_bytes=BUCKET_BYTES,
+            recheck_every_n_syncs=recheck,
+            read_in_place=True,
+            exchange_shards=True,
+            request_timeout_s=60,
+        )
         self.context = RouteContext(self.group, CPU, settings, lambda: self.readers)
         self.stream = self.context.stream
         self.seen = Seen()

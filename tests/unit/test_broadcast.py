@@ -263,7 +263,7 @@ def test_a_group_that_is_not_formed_in_time_is_an_error_and_left(monkeypatch):
     monkeypatch.setattr(update_groups, "SEND_AWAY_S", 0.0)
     monkeypatch.setattr(update_groups, "POLL_S", 0.01)
     joined = Future()
-    monkeypatch.setattr(update_groups, "_in_thread", lambda step: joined)
+    monkeypatch.setattr(update_groups, "join_in_thread", lambda *_: joined)
     left = []
     monkeypatch.setattr(update_groups, "leave", lambda group, broken: left.append((group, broken)))
     replied = Future()

@@ -24,6 +24,10 @@ from verl_sglang_sync.sync.sharding_manager import SGLangShardingManager
 
 BUCKET_BYTES = 2048 << 20
 SYNC_STAGES = ("open", "export", "confirm", "gather", "pack", "load", "commit", "publish")
+COUNTS = (
+    *("num_buckets", "num_replayed", "num_pulled", "num_exchanged", "num_arranged", "num_sent"),
+    *("sent_bytes", "eager_reason", "staging_bytes"),
+)
 
 
 @dataclass(frozen=True)
@@ -145,17 +149,7 @@ def seconds_of(report: Any) -> dict[str, float]:
 
 def counts_of(report: Any) -> dict[str, Any]:
     """How a sync was sent and loaded."""
-    return {
-        "num_buckets": report.num_buckets,
-        "num_replayed": report.num_replayed,
-        "num_pulled": report.num_pulled,
-        "num_exchanged": report.num_exchanged,
-        "num_arranged": report.num_arranged,
-        "num_sent": report.num_sent,
-        "sent_bytes": report.sent_bytes,
-        "eager_reason": report.eager_reason,
-        "staging_bytes": report.staging_bytes,
-    }
+    return {name: getattr(report, name) for name in COUNTS}
 
 
 def synchronize(device: torch.device) -> None:

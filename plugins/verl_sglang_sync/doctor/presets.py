@@ -41,7 +41,7 @@ ON_THE_HOST = {
 
 @dataclass(frozen=True)
 class Machine:
-    """What was found out here: can a process on each GPU read memory of the others?"""
+    """What was found out here; `reads_other_gpus`: processes can read memory of other GPUs."""
 
     num_gpus: int
     reads_other_gpus: bool

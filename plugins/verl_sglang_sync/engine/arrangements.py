@@ -38,9 +38,7 @@ class KnownArrangements:
 
     @classmethod
     def of(cls, encoded: bytes, sent: Iterable[Bucket]) -> KnownArrangements:
-        """What the engine offers for buckets that were sent; `WireError` where it does not fit
-        them.
-        """
+        """What the engine offers for buckets that were sent; `WireError` where it does not fit."""
         layouts = {bucket.digest: bucket.layout for bucket in sent}
         return cls(digest_of(encoded), decode_arrangements(encoded, layouts))
 

@@ -23,9 +23,7 @@ from verl_sglang_sync.engine.update_groups import (
 
 @dataclass(frozen=True)
 class JoinedGroup:
-    """A group that this rank is in, by the name that the engines know; its first rank holds the
-    store through which its ranks connect (`meeting`).
-    """
+    """A group that this rank is in; on its first rank with the store by which its ranks connect."""
 
     name: str
     process_group: Any
@@ -58,9 +56,6 @@ class SenderGroup:
 
         Args:
             update_group: on the first rank: of this sync; None: there is none, it has failed.
-
-        Raises:
-            UpdateGroupError: a rank did not join.
         """
         if world_size() == 1:
             assert update_group is not None, "the only rank has formed it"

@@ -60,19 +60,15 @@ class BlockNotMapped(RuntimeError):
 
 @dataclass(frozen=True)
 class SharedBlock:
-    """A block of a trainer rank's memory, by the name that it has while it is allocated, and the
-    handle by which one engine rank maps it; None once that was used.
-    """
+    """A block of a trainer rank's memory, and its handle for one engine rank until that is used."""
 
     name: str
     handle: BufferHandle | None
 
 
 class SessionSockets:
-    """The sockets of this process's sessions with one engine rank, in a folder of its own.
-
-    Args:
-        host: of this process, as an engine on another one calls it: the sockets are TCP's.
+    """The sockets of this process's sessions with one engine rank, in a folder of its own. TCP's
+    where the engine is on another host, which calls this process by `host`.
     """
 
     def __init__(self, host: str | None = None) -> None:
@@ -170,13 +166,8 @@ class TrainerSession:
         return True
 
     def map_buffer(self, storage: torch.UntypedStorage, *, keep: bool) -> int:
-        """Have the engine map a staging buffer with the next bucket, once; return its slot.
-
-        Args:
-            keep: it stays mapped after the session.
-
-        Raises:
-            ValueError: the memory cannot be shared.
+        """Have the engine map a staging buffer with the next bucket, once, and `keep` it after the
+        session; return its slot. `ValueError`: the memory cannot be shared.
         """
         block = Block.of(storage)
         name = self._names.name_of(block, storage)
@@ -233,12 +224,9 @@ class TrainerSession:
         self._engine_layouts.add(bucket.digest)
 
     def look(self) -> None:
-        """Take note of what the engine has said, without waiting.
-
-        Raises:
-            EngineFailed: with the engine's traceback.
-            SessionError: the engine is gone, or broke the protocol.
-            Exception: what the watch of `greet` raises.
+        """Take note of what the engine has said, without waiting. Raises `EngineFailed` with the
+        engine's traceback, `SessionError` if it is gone or broke the protocol, or as the watch of
+        `greet`.
         """
         while self._channel.wait(0.0, self._watch):
             self._note_progress()

@@ -148,11 +148,7 @@ def stage_position(name: str) -> int:
 
 
 def trace_of(runs: Sequence[Run]) -> dict[str, Any]:
-    """The JSON object of a trace; times are Unix time, in microseconds.
-
-    Raises:
-        ReportFileError: a line does not say when its stages began.
-    """
+    """The JSON object of a trace; times are Unix time, in microseconds."""
     events = [event for number, run in enumerate(runs) for event in _events(number, run)]
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from sglang_loader.common.session.messages import BucketPiece
 from verl_sglang_sync.config import WeightSyncConfig
@@ -97,23 +97,16 @@ class ExportedBuckets(SyncSource):
         return packed if arrangement is None else replace(packed, arranged=self._arranged.digest)
 
 
+@dataclass(eq=False)
 class MappedDelivery:
     """See `Delivery`: the staging buffers of packed buckets are mapped, in which they take turns.
     Without engines (one on a colocated rank) buckets get nowhere.
     """
 
-    def __init__(
-        self,
-        engines: Sequence[EngineRank],
-        settings: WeightSyncConfig,
-        num_buffers: int,
-        report: SyncReport,
-    ) -> None:
-        self._engines = engines
-        self._settings = settings
-        self._num_buffers = num_buffers
-        self._report = report
-        self._num_packed = 0
+    _engines: Sequence[EngineRank]
+    _settings: WeightSyncConfig
+    _report: SyncReport
+    _num_packed: int = 0
 
     def deliver(self, ready: ReadyBucket) -> bool:
         """See `Delivery`; a staging buffer that an engine does not know is mapped."""
@@ -128,7 +121,7 @@ class MappedDelivery:
         return True
 
     def make_room(self) -> None:
-        num_read = self._num_packed + 1 - self._num_buffers
+        num_read = self._num_packed + 1 - self._settings.num_staging_buffers
         if num_read > 0 and self._engines:
             with self._report.stage("load"):
                 wait_for(

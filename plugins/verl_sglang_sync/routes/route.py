@@ -143,9 +143,14 @@ class RouteContext:
         self.device = device
         self.readers = readers
         self.first_reader = first_reader
-        self.recheck_every_n_syncs = settings.recheck_every_n_syncs
+        self.settings = settings
         self.source_map = SourceMap(group, device)
         self.stream = BucketStream(settings.bucket_bytes)
+
+    @property
+    def is_colocated(self) -> bool:
+        """Each engine rank shares the device of a trainer rank."""
+        return self.first_reader == 0
 
 
 class Route:
@@ -163,6 +168,7 @@ class Route:
     Attributes:
         not_taken: what it means that this way is not taken, for the log.
         off: why it is not taken any more; None: it may be.
+        is_proven: the next sync may go this way.
     """
 
     not_taken: ClassVar[str]
@@ -176,24 +182,20 @@ class Route:
         self._readers = context.readers
         self._first_reader = context.first_reader
         self._read_by: object = None
-        self._recheck_every_n_syncs = context.recheck_every_n_syncs
+        self._recheck_every_n_syncs = context.settings.recheck_every_n_syncs
         self._is_wanted = is_wanted
         self._num_syncs = 0
-        self._is_proven = False
-
-    @property
-    def is_proven(self) -> bool:
-        return self._is_proven
+        self.is_proven = False
 
     def choose(self, weights: Iterable[NamedTensor], report: SyncReport) -> SyncSource | None:
         """The buckets of this sync, without the export of `weights`; None: it goes another way."""
-        if not self._is_proven:
+        if not self.is_proven:
             return None
         self._num_syncs += 1
         every = self._recheck_every_n_syncs
         is_due = every > 0 and self._num_syncs % every == 0
         source = None if is_due else self._source(weights, report)
-        self._is_proven = source is not None
+        self.is_proven = source is not None
         return source
 
     def _source(self, weights: Iterable[NamedTensor], report: SyncReport) -> SyncSource | None:
@@ -224,12 +226,12 @@ class Route:
 
     def _conclude(self, reason: str | None) -> bool:
         """End `learn`: the route is proven, or never taken again, for a reason that is logged."""
-        self._is_proven = reason is None
+        self.is_proven = reason is None
         if reason is not None:
             self.forget()
             self.off = reason
             logger.warning("%s: %s", self.not_taken, reason)
-        return self._is_proven
+        return self.is_proven
 
     def recover(self, cause: Exception | None, weights: Iterable[NamedTensor]) -> Recovery:
         """What to do after a sync by this route that failed, on this rank by `cause`."""
@@ -237,7 +239,7 @@ class Route:
 
     def forget(self) -> None:
         """A sync has failed for good: the next one is exported."""
-        self._is_proven = False
+        self.is_proven = False
 
     def rest(self) -> None:
         """A session is over, good or not: give back the memory that only a sync needs."""

@@ -127,7 +127,6 @@ class Bucket:
     """A planned bucket, described once for as long as the stream stays the same.
 
     Attributes:
-        layout: where each tensor lies in the staging buffer.
         digest: names the layout.
         payload_bytes: bytes of the tensors alone.
         is_last: the export ended with it.

@@ -65,10 +65,6 @@ class TracedExport:
     parameters: tuple[TracedParameter, ...]
     tensors: Mapping[str, TracedTensor]
 
-    @property
-    def names(self) -> list[str]:
-        return [parameter.source for parameter in self.parameters]
-
     @cached_property
     def owners(self) -> list[Owners]:
         return [parameter.owners for parameter in self.parameters]

@@ -101,28 +101,24 @@ class KnownSources:
         """
         first: dict[int, int] = {}
         for start in range(0, len(tensors), STEP):
-            locals_ = locals_of(tensors[start : start + STEP])
+            some = tensors[start : start + STEP]
+            locals_ = locals_of(some)
             storages = [local.untyped_storage()._cdata for local in locals_]
             if self._is_located:
                 places = list(map(torch.Tensor.data_ptr, locals_))
             else:
                 storages = [first.setdefault(each, i) for i, each in enumerate(storages, start)]
                 places = [int(local.storage_offset()) for local in locals_]
-            yield storages, places, *_description(tensors[start : start + STEP], locals_)
-
-
-def _description(tensors: Sequence[torch.Tensor], locals_: Sequence[torch.Tensor]) -> Columns:
-    """All of each tensor but its memory."""
-    return (
-        list(map(torch.Tensor.stride, locals_)),
-        [local.shape for local in locals_],
-        [local.dtype for local in locals_],
-        [local.device for local in locals_],
-        [
-            (t.shape, t.placements, t.device_mesh) if isinstance(t, DTensor) else None
-            for t in tensors
-        ],
-    )
+            yield (
+                *(storages, places, list(map(torch.Tensor.stride, locals_))),
+                [local.shape for local in locals_],
+                [local.dtype for local in locals_],
+                [local.device for local in locals_],
+                [
+                    (t.shape, t.placements, t.device_mesh) if isinstance(t, DTensor) else None
+                    for t in some
+                ],
+            )
 
 
 def locals_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

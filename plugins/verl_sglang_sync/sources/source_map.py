@@ -73,10 +73,7 @@ class SourceMap:
         return self._found[0]
 
     def trace(self, export: Iterable[NamedTensor]) -> str | None:
-        """Trace the export, unless what was traced before still holds; collective.
-
-        Why it cannot be traced, equal on all ranks; None if it was.
-        """
+        """Trace the export, unless what was traced before holds; collective; returns why it failed."""
         if self.off is not None:
             return self.off
         if holds_everywhere(self._group, self._holds(export)):
@@ -95,7 +92,7 @@ class SourceMap:
         return self.off
 
     def _merge(self) -> str | None:
-        """Put together what the ranks have traced; why it does not fit; collective."""
+        """Put together what the ranks have traced; collective; returns why it does not fit."""
         assert self._found is not None
         traced, kinds = self._found
         own = NamedRanks.of(traced)
@@ -112,12 +109,9 @@ class SourceMap:
     def current(self, export: object, traced: TracedExport) -> Mapping[str, torch.Tensor]:
         """The parameters as they are now, by name, wherever they lie.
 
-        Args:
-            traced: what the caller has planned with.
-
         Raises:
-            SourcesChanged: the export was traced anew since, or a parameter is of another kind than
-                then.
+            SourcesChanged: the export was traced anew since `traced`, or one is of another kind
+                than then.
         """
         if self._found is None or self._found[0] is not traced:
             raise SourcesChanged("the export was traced anew")
@@ -161,8 +155,8 @@ class NamedRanks:
     def of(cls, traced: TracedExport) -> NamedRanks:
         owners = traced.owners
         ranks = [rank for each in owners for holders in each.holders for rank in holders]
-        kinds = zip(traced.names, owners, strict=True)
-        rest = [(name, o.starts, o.nbytes, [*map(len, o.holders)]) for name, o in kinds]
+        kinds = zip(traced.parameters, owners, strict=True)
+        rest = [(p.source, o.starts, o.nbytes, [*map(len, o.holders)]) for p, o in kinds]
         checksum = zlib.crc32(repr((rest, [*traced.tensors.items()])).encode())
         return cls(checksum, np.array(ranks, dtype=np.int32).tobytes())
 

@@ -35,11 +35,7 @@ from sglang_loader.common.regions.geometry import split_copy
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What an exported tensor is: bytes of a parameter, all ranks' shards put together.
-
-    Attributes:
-        parameter: its number in the `TracedExport`.
-    """
+    """Bytes of a parameter (its number in the `TracedExport`), of all its shards put together."""
 
     parameter: int
     bytes: ByteMap
@@ -105,9 +101,7 @@ def shards_of_rows(num_rows: int, row_bytes: int, ranks: Sequence[int]) -> Owner
 
 
 def owners_of(parameter: DTensor, world_size: int) -> Owners:
-    """Who holds a parameter; `NotOwned` unless it is `Shard(0)` or `Replicate()` on a
-    one-dimensional mesh over all ranks, and contiguous.
-    """
+    """Who holds a parameter: contiguous, on one line of all ranks, `Shard(0)` or `Replicate()`."""
     mesh, local = parameter.device_mesh, parameter.to_local()
     ranks = mesh.mesh.flatten().tolist()
     if mesh.ndim != 1 or sorted(ranks) != list(range(world_size)):

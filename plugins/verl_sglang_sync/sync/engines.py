@@ -44,7 +44,6 @@ class ColocatedEngine:
 
     Args:
         engine: the replica's server on its leader, None on the other ranks.
-        num_buffers: staging buffers, in which packed buckets take turns.
     """
 
     def __init__(
@@ -53,7 +52,6 @@ class ColocatedEngine:
         group: TrainerGroup,
         settings: WeightSyncConfig,
         arrangements: EngineArrangements,
-        num_buffers: int,
     ) -> None:
         self.sockets = SessionSockets()
         self.readers: Sequence[EngineArrangements] = (arrangements,)
@@ -61,7 +59,6 @@ class ColocatedEngine:
         self._group = group
         self._settings = settings
         self._arrangements = arrangements
-        self._num_buffers = num_buffers
         self._names = BlockNames()
 
     def open(
@@ -81,7 +78,7 @@ class ColocatedEngine:
         if gathered is not None and all(gathered):
             ranks.run_if_ok(lambda: request.post(gathered))
         engines = () if session is None else (EngineRank("", session, request, self._arrangements),)
-        return Opened(engines, MappedDelivery(engines, settings, self._num_buffers, report))
+        return Opened(engines, MappedDelivery(engines, settings, report))
 
     def abandon(self) -> None:
         """Nothing is left."""
@@ -132,7 +129,7 @@ class RemoteEngines:
         if self._may_send():
             senders = ranks.run_always(lambda: self._senders.formed(group))
         if group is None or senders is None:
-            return Opened((), MappedDelivery((), settings, 0, report))
+            return Opened((), MappedDelivery((), settings, report))
         ranks.run_if_ok(lambda: self._ask(group, senders, stack, version, engines))
         return Opened(engines, BroadcastDelivery(engines, group.process_group, settings, report))
 

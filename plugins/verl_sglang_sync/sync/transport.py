@@ -30,7 +30,7 @@ from verl_sglang_sync.engine.sender_group import SenderGroup
 from verl_sglang_sync.engine.update_groups import Replica, UpdateGroups
 from verl_sglang_sync.report import SyncReport, warn_once
 from verl_sglang_sync.routes import broadcast
-from verl_sglang_sync.routes.exchange.route import PIECES_PER_BUCKET, Exchange
+from verl_sglang_sync.routes.exchange.route import Exchange
 from verl_sglang_sync.routes.export import ExportedBuckets
 from verl_sglang_sync.routes.pull.route import Pull
 from verl_sglang_sync.routes.route import Recovery, Route, RouteContext, SyncSource
@@ -53,8 +53,6 @@ class SessionTransport:
         routes: how a sync is spared the full export, the best first.
         ring: the staging buffers; None on a rank that sends no exported bucket.
         arrangements: what the engine reads of the buckets that are packed there.
-        frees_ring: the staging buffers are freed after each sync, for the KV cache.
-        defers_reply: a stage of the engine follows each sync: `check_reply` is called after it.
     """
 
     def __init__(
@@ -63,11 +61,8 @@ class SessionTransport:
         *,
         engines: ColocatedEngine | RemoteEngines,
         routes: Sequence[Route],
-        settings: WeightSyncConfig,
         ring: StagingRing | None,
         arrangements: EngineArrangements,
-        frees_ring: bool,
-        defers_reply: bool,
     ) -> None:
         # By the other strategy memory moves when it is shared by name.
         if context.device.type == "cpu":
@@ -76,13 +71,15 @@ class SessionTransport:
         self._routes = routes
         self._route: Route | None = None  # of this sync; None: its buckets are exported
         self._group = context.group
-        self._settings = settings
+        self._settings = context.settings
         self._device = context.device
         self._stream = context.stream
         self._ring = ring
         self._arrangements = arrangements
-        self._frees_ring = frees_ring
-        self._defers_reply = defers_reply
+        # The staging buffers are freed after each sync, for the KV cache.
+        self._frees_ring = context.is_colocated and not self._settings.keep_staging_buffers
+        # A stage of the engine follows each sync: `check_reply` is called after it.
+        self._defers_reply = context.is_colocated and self._settings.free_cache_engine
         self._unanswered: list[OpeningRequest] = []
 
     async def sync(
@@ -135,9 +132,7 @@ class SessionTransport:
         self._sync(weights, version, report, replicas, RanksInStep(self._group), routes)
 
     def check_reply(self, report: SyncReport) -> None:
-        """Look at the replies to the last sync's requests, after the engine's next stage; raises if
-        one is bad.
-        """
+        """Raise a bad reply to the last sync's requests; called after the engine's next stage."""
         requests, self._unanswered = self._unanswered, []
         for request in requests:
             with report.stage("reply"):
@@ -268,28 +263,15 @@ def colocated_transport(
     num_buffers = settings.num_staging_buffers
     ring = StagingRing(device, num_buffers=num_buffers, bucket_bytes=settings.bucket_bytes)
     arrangements = EngineArrangements(is_wanted=settings.uses_plan)
-    engines = ColocatedEngine(engine, group, settings, arrangements, num_buffers)
+    engines = ColocatedEngine(engine, group, settings, arrangements)
     context = RouteContext(group, device, settings, lambda: engines.readers)
-    pull = Pull(
-        context,
-        is_wanted=settings.read_in_place,
-        record=lambda handle: engines.sockets.folder.record(handle),
-    )
-    exchange = Exchange(
-        context,
-        ring=ring,
-        is_wanted=settings.exchange_shards,
-        piece_nbytes=settings.bucket_bytes // PIECES_PER_BUCKET,
-    )
+    pull = Pull(context, lambda handle: engines.sockets.folder.record(handle))
     return SessionTransport(
         context,
         engines=engines,
-        routes=(pull, exchange),
-        settings=settings,
+        routes=(pull, Exchange(context, ring)),
         ring=ring,
         arrangements=arrangements,
-        frees_ring=not settings.keep_staging_buffers,
-        defers_reply=settings.free_cache_engine,
     )
 
 
@@ -316,25 +298,11 @@ def disaggregated_transport(
     engines = RemoteEngines(groups, senders, lambda: send.is_proven, settings)
     context = RouteContext(group, device, settings, lambda: engines.readers, world_size())
     folder = cache(SessionFolder)  # made when there is memory that engines map, which it lists
-    pull = Pull(
-        context,
-        is_wanted=settings.read_in_place,
-        record=lambda handle: folder().record(handle),
-    )
-    send = Send(
-        context,
-        senders=senders,
-        is_wanted=settings.exchange_shards,
-        piece_nbytes=settings.bucket_bytes,
-        timeout_s=settings.request_timeout_s,
-    )
+    pull, send = Pull(context, lambda handle: folder().record(handle)), Send(context, senders)
     return SessionTransport(
         context,
         engines=engines,
         routes=(pull, send),
-        settings=settings,
         ring=ring,
         arrangements=EngineArrangements(is_wanted=False),
-        frees_ring=False,
-        defers_reply=False,
     )

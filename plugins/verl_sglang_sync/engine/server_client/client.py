@@ -252,7 +252,7 @@ class LoopThread:
             return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def stop(self) -> threading.Thread | None:
-        """Make the loop cancel its coroutines, await `last` and end: the thread, not waited for."""
+        """Make the loop cancel its coroutines, await `last` and end; returns the thread, if any."""
         with self._lock:
             loop, self._loop = self._loop, None
             thread, self._thread = self._thread, None

@@ -1,6 +1,4 @@
-"""The server's operations, and the requests that they become, and servers' base URLs. Pure: nothing
-is sent here.
-"""
+"""The server's operations, the requests that they become, and base URLs: nothing is sent here."""
 
 from __future__ import annotations
 
@@ -18,12 +16,10 @@ LIMITS: tuple[str, ...] = get_args(Limit)
 
 @dataclass(frozen=True)
 class Operation:
-    """One endpoint.
+    """One endpoint, and by which of the timeouts it is limited.
 
     Attributes:
         path: without the leading slash.
-        method: HTTP method.
-        limit: which timeout holds.
         idempotent: it may be sent again although it may have been executed.
         admin: SGLang wants the admin key, if one is set.
         confirmed: it has succeeded only if the reply says `"success": true`.
@@ -145,19 +141,13 @@ def model_info() -> Call:
 
 
 def server_url(host: str, port: int) -> str:
-    """Base URL of the HTTP server at a name or an address, an IPv6 one in brackets or not:
-    "http://10.0.0.1:30000", "http://[::1]:30000".
-    """
+    """Base URL of the HTTP server at a name or an address, IPv6 ones with or without brackets."""
     bare = host.removeprefix("[").removesuffix("]")
     return f"http://[{bare}]:{port}" if _is_ipv6(bare) else f"http://{host}:{port}"
 
 
 def checked_base_url(key: str, value: object) -> str:
-    """The base URL that a user gave, without a slash at its end.
-
-    Raises:
-        ValueError: it is no such URL; the message names the key, the value and what is allowed.
-    """
+    """The base URL that a user gave, without a slash at its end; `ValueError` names the key."""
     allowed = "expected a URL such as http://10.0.0.1:30000 or https://[::1]:30000"
     if not isinstance(value, str):
         raise ValueError(f"{key}={value!r}: {allowed}")

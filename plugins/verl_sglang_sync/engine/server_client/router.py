@@ -46,9 +46,7 @@ class Worker(msgspec.Struct, frozen=True):
 
 
 class RouterClient:
-    """Asynchronous client of one router, such as "http://10.0.0.9:30000"; `timeout_s` limits one
-    request, and the wait until the router has taken a server.
-    """
+    """Asynchronous client of one router; `timeout_s`: of a request, and until a server is taken."""
 
     def __init__(self, url: str, *, timeout_s: float, api_key: str | None = None) -> None:
         self._url = url.rstrip("/")

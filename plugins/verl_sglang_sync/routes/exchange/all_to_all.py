@@ -52,8 +52,10 @@ class AllToAll:
         numbers = iter(range(len(self._pieces)))
         self._numbers = [list(islice(numbers, len(of_bucket))) for of_bucket in plans]
         self._nbytes = [of_bucket[0].nbytes for of_bucket in plans]
-        plans_of_pieces = [piece.plan for piece in self._pieces]
-        self._scratch = [_Scratch(plans_of_pieces, device) for _ in range(NUM_TRAVELLING)]
+        sends = [sum(piece.plan.send_nbytes) for piece in self._pieces]
+        receives = [sum(piece.plan.recv_nbytes) for piece in self._pieces]
+        self._largest = max(sends, default=0), max(receives, default=0)
+        self._scratch = [(self._empty(0), self._empty(0))] * NUM_TRAVELLING
         self._shards: Sequence[torch.Tensor] = ()
         self._num_started = self._num_finished = 0
         self._travelling: deque[dist.Work | None] = deque()
@@ -61,14 +63,13 @@ class AllToAll:
     @property
     def nbytes(self) -> int:
         """Bytes of scratch held at present."""
-        return sum(scratch.nbytes for scratch in self._scratch)
+        return sum(half.numel() for scratch in self._scratch for half in scratch)
 
     def begin(self, shards: Sequence[torch.Tensor]) -> None:
-        """Start anew with this rank's contiguous shards, by parameter; the scratch is allocated
-        here, lest a rank fail within a collective.
-        """
-        for scratch in self._scratch:
-            scratch.reserve()
+        """Take this rank's contiguous shards; scratch is allocated now, lest a collective fail."""
+        for number, (send, recv) in enumerate(self._scratch):
+            if (send.numel(), recv.numel()) != self._largest:
+                self._scratch[number] = self._empty(self._largest[0]), self._empty(self._largest[1])
         self._shards = shards
         self._num_started = self._num_finished = 0
         self._travelling.clear()
@@ -109,8 +110,15 @@ class AllToAll:
     def end(self) -> None:
         """Give the scratch back and let go of the shards; what is queued must be done."""
         self._shards = ()
-        for scratch in self._scratch:
-            scratch.free()
+        self._scratch = [(self._empty(0), self._empty(0))] * NUM_TRAVELLING
+
+    def _scratch_of(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The bytes that a piece sends and those that it receives."""
+        plan, (send, recv) = self._pieces[number].plan, self._scratch[number % NUM_TRAVELLING]
+        return send[: sum(plan.send_nbytes)], recv[: sum(plan.recv_nbytes)]
+
+    def _empty(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     @property
     def _is_done(self) -> bool:
@@ -135,18 +143,16 @@ class AllToAll:
         return self._numbers[index]
 
     def pack(self, number: int) -> tuple[torch.Tensor, Sequence[int]]:
-        """Pack a piece, into the scratch of the one `NUM_TRAVELLING` before; its bytes, also by
-        rank.
+        """Pack a piece into the scratch of the one `NUM_TRAVELLING` before; returns it, and its
+        sizes.
         """
-        piece = self._pieces[number]
-        sent, _ = self._scratch[number % NUM_TRAVELLING].of(piece.plan)
+        piece, (sent, _) = self._pieces[number], self._scratch_of(number)
         piece.sends.run(self._shards, sent)
         return sent, piece.plan.send_nbytes
 
     def launch(self, number: int, group: Any = None) -> Any:
         """Have a packed piece on its way in a group of all ranks; None: torch's default group."""
-        plan = self._pieces[number].plan
-        sent, received = self._scratch[number % NUM_TRAVELLING].of(plan)
+        plan, (sent, received) = self._pieces[number].plan, self._scratch_of(number)
         return all_to_all(sent, plan.send_nbytes, received, plan.recv_nbytes, group)
 
     def _start(self) -> None:
@@ -161,7 +167,7 @@ class AllToAll:
                 self._travelling.append(work)
 
     def _finish(self, number: int, buffer: torch.Tensor | None) -> None:
-        piece, scratch = self._pieces[number], self._scratch[number % NUM_TRAVELLING]
+        piece, (_, received) = self._pieces[number], self._scratch_of(number)
         work = self._travelling.popleft()
         try:
             if buffer is not None:
@@ -170,7 +176,7 @@ class AllToAll:
             if work is not None:
                 work.wait()
         if buffer is not None:
-            piece.unpacks.run([scratch.of(piece.plan)[1]], buffer)
+            piece.unpacks.run([received], buffer)
 
 
 @dataclass(frozen=True)
@@ -182,36 +188,6 @@ class _Piece:
     own: ByteGather
     sends: ByteGather
     unpacks: ByteGather
-
-
-class _Scratch:
-    """What one travelling piece is sent from and received into."""
-
-    def __init__(self, plans: Sequence[PieceExchange], device: torch.device) -> None:
-        self._send_nbytes = max((sum(plan.send_nbytes) for plan in plans), default=0)
-        self._recv_nbytes = max((sum(plan.recv_nbytes) for plan in plans), default=0)
-        self._device = device
-        self._send = self._recv = self._empty(0)
-
-    @property
-    def nbytes(self) -> int:
-        return self._send.numel() + self._recv.numel()
-
-    def reserve(self) -> None:
-        if self._send.numel() < self._send_nbytes:
-            self._send = self._empty(self._send_nbytes)
-        if self._recv.numel() < self._recv_nbytes:
-            self._recv = self._empty(self._recv_nbytes)
-
-    def of(self, plan: PieceExchange) -> tuple[torch.Tensor, torch.Tensor]:
-        """The bytes to send and those to receive."""
-        return self._send[: sum(plan.send_nbytes)], self._recv[: sum(plan.recv_nbytes)]
-
-    def free(self) -> None:
-        self._send = self._recv = self._empty(0)
-
-    def _empty(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
 
 def _copies(reads: Sequence[Read], nbytes: int, device: torch.device) -> ByteGather:

@@ -224,10 +224,7 @@ def pieces_of(bucket: BucketExchange, num_pieces: int) -> list[PieceExchange]:
 
 
 def _cut(reads: Sequence[Read], num_pieces: int) -> list[list[Read]]:
-    """Reads in their order, divided where they reach the next `num_pieces`-th of their bytes.
-
-    Depends on sizes alone: both ends of a pair cut alike.
-    """
+    """Reads divided at each `num_pieces`-th of their bytes: by sizes alone, alike on both ends."""
     total, stop = _nbytes(reads), 0
     pieces: list[list[Read]] = [[] for _ in range(num_pieces)]
     piece = 0
@@ -270,10 +267,7 @@ def _cut_one(read: Read, nbytes: int) -> tuple[Read, Read | None]:
 def _laid_out(
     by_rank: Sequence[Sequence[Read]],
 ) -> tuple[list[list[tuple[Read, int]]], list[int]]:
-    """For each other rank its parts with their places in the scratch, and its bytes there.
-
-    Within the bytes of a pair of ranks it is the same on both ends.
-    """
+    """By other rank: its parts with their places in the scratch, the same on its end; and bytes."""
     placed: list[list[tuple[Read, int]]] = []
     sizes: list[int] = []
     for reads in by_rank:

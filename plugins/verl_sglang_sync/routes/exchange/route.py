@@ -33,19 +33,12 @@ way, is no larger than a bucket.
 
 
 class Exchange(ShardRoute):
-    """See `ShardRoute`; in torch's default group, and with scratch of four times `piece_nbytes`."""
+    """See `ShardRoute`; in torch's default group."""
 
     not_taken = "every rank exports all weights in full, nothing is exchanged"
 
-    def __init__(
-        self,
-        context: RouteContext,
-        *,
-        ring: StagingRing,
-        is_wanted: bool,
-        piece_nbytes: int,
-    ) -> None:
-        super().__init__(context, is_wanted=is_wanted, piece_nbytes=piece_nbytes)
+    def __init__(self, context: RouteContext, ring: StagingRing) -> None:
+        super().__init__(context, context.settings.bucket_bytes // PIECES_PER_BUCKET)
         self._ring = ring
 
     def can_learn(self, weights: Iterable[NamedTensor]) -> bool:

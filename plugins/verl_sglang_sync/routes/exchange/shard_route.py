@@ -78,14 +78,8 @@ class ShardRoute(Route):
     sends, or receives, `piece_nbytes` at a time.
     """
 
-    def __init__(
-        self,
-        context: RouteContext,
-        *,
-        is_wanted: bool,
-        piece_nbytes: int,
-    ) -> None:
-        super().__init__(context, is_wanted=is_wanted)
+    def __init__(self, context: RouteContext, piece_nbytes: int) -> None:
+        super().__init__(context, is_wanted=context.settings.exchange_shards)
         self._piece_nbytes = piece_nbytes
         self._plan: ShardPlan | None = None
 
@@ -97,7 +91,7 @@ class ShardRoute(Route):
         """Prepare what else is needed; raises where that cannot be."""
 
     def _compare(self, plan: ShardPlan, batches: Iterator[Batch]) -> str | None:
-        """What differs from the full export on this rank, once the plan's all-to-all has begun."""
+        """Compare with the full export, once the plan's all-to-all has begun; returns what differs."""
         raise NotImplementedError
 
     def _source(self, weights: Iterable[NamedTensor], report: SyncReport) -> SyncSource | None:
@@ -115,14 +109,14 @@ class ShardRoute(Route):
             each.digest or outcome.may_read_in_place or not outcome.num_eager
             for each, outcome in zip(own, loaded, strict=True)
         )
-        is_due = self._plan is not None and not self._is_proven
+        is_due = self._plan is not None and not self.is_proven
         if not (is_due or holds_everywhere(self._group, is_final)):
             return False
         is_planned = self._plan is not None and self._plan.own == own
         if not holds_everywhere(self._group, is_planned):
             if (reason := self._make_plan(weights, own)) is not None:
                 return self._conclude(reason)
-        elif self._is_proven:
+        elif self.is_proven:
             return False
         if self._begin(weights):
             self._conclude(self._prove(weights))
@@ -140,10 +134,7 @@ class ShardRoute(Route):
     def _make_plan(
         self, weights: Iterable[NamedTensor], own: Sequence[KnownArrangements]
     ) -> str | None:
-        """Find what all engine ranks read in the ranks' shards; collective.
-
-        Why it is not there, equal on all ranks; None: it is.
-        """
+        """Find what all engine ranks read in the shards; collective; returns why it is not there."""
         self.forget()
         if (reason := self._source_map.trace(weights)) is not None:
             return reason
@@ -202,10 +193,7 @@ class ShardRoute(Route):
         return [by_digest[digest] for digest in digests]
 
     def _begin(self, weights: Iterable[NamedTensor]) -> bool:
-        """Take the shards as they are now, and make ready what sending needs; collective.
-
-        True on all ranks if it can be done; else all is planned anew.
-        """
+        """Take the shards as they are now; collective; returns False if all must be planned anew."""
         plan = self._plan
         assert plan is not None, "see learn"
 
@@ -230,7 +218,7 @@ class ShardRoute(Route):
         return agreed is None
 
     def _prove(self, weights: Iterable[NamedTensor]) -> str | None:
-        """Compare with the full export; why shards are not sent, equal on all ranks; collective."""
+        """Compare with the full export; collective; returns why shards may not be sent."""
         assert self._plan is not None
         report = SyncReport(mode="compiled", replica=None)  # of no sync
         batches = self._stream.batches(Export(weights), report)
@@ -246,13 +234,12 @@ def first_problem(
 ) -> str | None:
     """Go through the full export, and compare every bucket with it; collective.
 
+    What differs first on this rank, or what went wrong; None if nothing.
+
     Args:
         batches: the export, which is gone through to its end: the other ranks need it.
         compare: given a bucket's number and its exported tensors: what differs. None: they have not
             come, but the other ranks may wait for this one's shards.
-
-    Returns:
-        What differs first on this rank, or what went wrong; None if nothing.
     """
     problem: str | None = None
     for index, bucket in enumerate(buckets):

@@ -46,7 +46,7 @@ class SpreadRead:
 
 
 def bucket_reads(layout: BucketLayout, traced: TracedExport) -> list[ShardRead | SpreadRead]:
-    """Which shards hold a bucket's bytes, in ascending order; `NotTraceable`: nobody knows. Pure.
+    """Which shards hold a bucket's bytes, in ascending order; pure. `NotTraceable` if unknown.
 
     Bytes that are consecutive in a shard and in the bucket are one read, of several tensors even.
     """
@@ -203,13 +203,12 @@ class Reader:
 
 @dataclass(frozen=True)
 class Located:
-    """Where all ranks' parameters are at present.
+    """Where all ranks' parameters are at present, for this rank's engine ranks (`readers`).
 
     Attributes:
         known: recognises this rank's parameters.
         names: of the blocks of all ranks in which they lie.
         without_handles: the blocks of which there are none: engines must have them mapped.
-        readers: this rank's engine ranks.
     """
 
     known: KnownSources
@@ -249,14 +248,8 @@ class Located:
 
 
 class PulledDelivery:
-    """See `Delivery`; the engines map the parameters of all ranks with the first bucket.
-
-    Args:
-        readers: where each of the engines finds the buckets.
-        keep: they keep mapped what they map.
-
-    Raises:
-        BlockNotMapped: an engine has not mapped a block of which there is no handle any more.
+    """See `Delivery`; the engines map the parameters of all ranks with the first bucket, and may
+    `keep` them. `BlockNotMapped`: one has let go of a block of which there is no handle any more.
     """
 
     def __init__(

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -74,18 +75,12 @@ class Pull(Route):
 
     not_taken = NOT_IN_PLACE
 
-    def __init__(
-        self,
-        context: RouteContext,
-        *,
-        is_wanted: bool,
-        record: Callable[[BufferHandle], None],
-    ) -> None:
-        super().__init__(context, is_wanted=is_wanted)
+    def __init__(self, context: RouteContext, record: Callable[[BufferHandle], None]) -> None:
+        super().__init__(context, is_wanted=context.settings.read_in_place)
         self._record = record
         self._names = BlockNames()
         self._plan: PullPlan | None = None
-        self._is_colocated = context.first_reader == 0
+        self._is_colocated = context.is_colocated
         self._num_readers = 0  # engine ranks of all trainer ranks
         self._own_readers = range(0)  # which of them are this rank's
         self._located: Located | None = None
@@ -149,8 +144,8 @@ class Pull(Route):
         if not self._is_colocated:  # other sessions: see `RemoteEngines.abandon`
             return Recovery.EXPORT
         reason = self._locate(weights, may_share=not empties_storages(weights))
-        self._is_proven = reason is None
-        return Recovery.AGAIN if self._is_proven else Recovery.EXPORT
+        self.is_proven = reason is None
+        return Recovery.AGAIN if self.is_proven else Recovery.EXPORT
 
     def forget(self) -> None:
         """See `Route`; what the engines have mapped is not known any more."""
@@ -158,7 +153,7 @@ class Pull(Route):
         self._located, self._mapped = None, frozenset()
 
     def _learn_readers(self, loaded: Sequence[Loaded]) -> set[str]:
-        """Note which engine ranks there are, with nothing mapped; the hosts of all ranks."""
+        """Note the engine ranks, which have nothing mapped; returns the hosts of all trainer ranks."""
         self.forget()
         nums, hosts = zip(*self._group.all_gather((len(loaded), host_id())), strict=True)
         first = sum(nums[: own_rank()])
@@ -184,7 +179,7 @@ class Pull(Route):
         known.require(require_sources(weights)())
 
     def _make_plan(self, weights: Iterable[NamedTensor]) -> str | None:
-        """Find the buckets' bytes in the shards; collective: why some are not there."""
+        """Find the buckets' bytes in the shards; collective; returns why some are not there."""
         if (reason := self._source_map.trace(weights)) is not None:
             return reason
         traced, buckets = self._source_map.traced, self._stream.buckets
@@ -205,15 +200,13 @@ class Pull(Route):
         *,
         may_share: bool = True,
     ) -> str | None:
-        """Find all ranks' parameters where they are now; collective.
+        """Find all ranks' parameters where they are now; collective; returns why engines cannot
+        read.
 
         Args:
             check: what else must hold, also collective.
             may_share: False: make no handles, whose memory lives until an engine has used them; the
                 parameters are located again before the next sync.
-
-        Returns:
-            Why they cannot be read there, equal on all ranks; None if they can.
         """
         self._located = None
         found, reason = result_or_reason(
@@ -267,34 +260,21 @@ class Pull(Route):
         return comparison.finish()
 
 
+@dataclass(eq=False)
 class PulledBuckets(SyncSource):
-    """Buckets that lie in the trainer ranks' parameters.
-
-    Args:
-        confirm: raises unless they are still there.
-        keeps: the engines keep mapped what they map.
-        was_read: told after a good sync.
+    """Buckets that lie in the trainer ranks' parameters, which `confirm` looks for again;
+    `was_read` is told after a good sync.
     """
 
     is_packed = False
 
-    def __init__(
-        self,
-        buckets: Sequence[Bucket],
-        located: Located,
-        confirm: Callable[[], None],
-        device: torch.device,
-        report: SyncReport,
-        keeps: bool,
-        was_read: Callable[[], None],
-    ) -> None:
-        self._buckets = buckets
-        self._located = located
-        self._confirm = confirm
-        self._device = device
-        self._report = report
-        self._keeps = keeps
-        self._was_read = was_read
+    _buckets: Sequence[Bucket]
+    _located: Located
+    _confirm: Callable[[], None]
+    _device: torch.device
+    _report: SyncReport
+    _keeps: bool
+    _was_read: Callable[[], None]
 
     def start(self) -> None:
         """Wait for what still writes the parameters: once all ranks have, any engine may read."""

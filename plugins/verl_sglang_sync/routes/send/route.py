@@ -13,6 +13,7 @@ pulled.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -33,27 +34,14 @@ from verl_sglang_sync.sources.bucket_stream import Batch
 
 
 class Send(ShardRoute):
-    """See `ShardRoute`; the scratch is twice `piece_nbytes`.
-
-    Args:
-        senders: the process group of all trainer ranks and engine ranks.
-        timeout_s: longest time in which nothing gets on, in seconds.
-    """
+    """See `ShardRoute`; in the process group of all trainer ranks and engine ranks."""
 
     not_taken = "the first trainer rank gathers all weights and broadcasts them to all engines"
 
-    def __init__(
-        self,
-        context: RouteContext,
-        *,
-        senders: SenderGroup,
-        is_wanted: bool,
-        piece_nbytes: int,
-        timeout_s: float,
-    ) -> None:
-        super().__init__(context, is_wanted=is_wanted, piece_nbytes=piece_nbytes)
+    def __init__(self, context: RouteContext, senders: SenderGroup) -> None:
+        super().__init__(context, context.settings.bucket_bytes)
         self._senders = senders
-        self._timeout_s = timeout_s
+        self._limit_s = context.settings.request_timeout_s
         self._found: list[list[Received]] = []
         self._pair_bytes: list[list[int]] = []
 
@@ -69,12 +57,13 @@ class Send(ShardRoute):
             assert self._senders.current is not None, "formed before the sessions were opened"
             group = self._senders.current.process_group
             return SendDelivery(
-                plan, self._found, engines, group, self._device, self._timeout_s, in_step, report
+                plan, self._found, engines, group, self._device, self._limit_s, in_step, report
             )
 
         return SentBuckets(plan, self._pair_bytes, delivery, report)
 
 
+@dataclass(eq=False)
 class SentBuckets(SyncSource):
     """The buckets of one sync, sent by all trainer ranks, once the plan's all-to-all has begun. The
     engines must hold the arrangements that the plan is for.
@@ -83,18 +72,13 @@ class SentBuckets(SyncSource):
         delivery: makes the delivery to this rank's engine ranks.
     """
 
-    def __init__(
-        self,
-        plan: ShardPlan,
-        pair_bytes: list[list[int]],
-        delivery: Callable[[Sequence[EngineRank], InStep], Delivery],
-        report: SyncReport,
-    ) -> None:
-        self.needs_arrangements = [known.digest for known in plan.own]
-        self._plan = plan
-        self._pair_bytes = pair_bytes
-        self._delivery = delivery
-        self._report = report
+    _plan: ShardPlan
+    _pair_bytes: list[list[int]]
+    _delivery: Callable[[Sequence[EngineRank], InStep], Delivery]
+    _report: SyncReport
+
+    def __post_init__(self) -> None:
+        self.needs_arrangements = [known.digest for known in self._plan.own]
 
     def delivery(self, engines: Sequence[EngineRank], in_step: InStep) -> Delivery:
         return self._delivery(engines, in_step)
