@@ -79,10 +79,7 @@ class Piece:
 
 
 class BucketSource:
-    """The memory behind one bucket; it lives as long as the source does.
-
-    Args:
-        pieces: by ascending `start`.
+    """The memory behind one bucket, which lives as long as this does; pieces by ascending `start`.
 
     Raises:
         ValueError: pieces overlap, are out of order, or are not flat bytes.

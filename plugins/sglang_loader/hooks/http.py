@@ -134,13 +134,11 @@ def note_gate(manager: Any, replies: Sequence[Any]) -> None:
 async def ask_until_idle(
     communicator: Callable[[Any], Awaitable[Iterable[Any]]], request: Any
 ) -> list[Any]:
-    """Have the engine execute a request, and again while it is busy, `BUSY_WAIT_S` at most.
+    """Have the engine execute a request, and again while it is busy, `BUSY_WAIT_S` at most; its
+    last replies.
 
     Requests that are answered may not be wound up yet in the scheduler, which then refuses before
     it touches anything (`is_busy`).
-
-    Returns:
-        Its last replies.
     """
     accept_telling_replies()
     deadline = time.monotonic() + BUSY_WAIT_S

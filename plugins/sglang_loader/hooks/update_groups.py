@@ -37,10 +37,8 @@ Original = Callable[..., Any]
 
 @dataclass
 class _JoinedGroup:
-    """`models`: those that have been loaded from it."""
-
     secret: bytes
-    models: list[Any] = field(default_factory=list)
+    models: list[Any] = field(default_factory=list)  # that have been loaded from it
 
 
 _joined: dict[str, _JoinedGroup] = {}

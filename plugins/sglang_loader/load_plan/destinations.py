@@ -168,9 +168,7 @@ def region_of(tensor: torch.Tensor) -> Region:
 def first_difference(
     before: Destinations, after: Destinations, *, new_allowed: bool = False
 ) -> str | None:
-    """Say which tensor was added, removed or changed its address between two collections of one
-    model; None where each of them is where it was.
-    """
+    """Which tensor was added, removed or moved between two collections of one model, or None."""
     old, new = _places(before), _places(after)
     for name, place in old.items():
         if name not in new:

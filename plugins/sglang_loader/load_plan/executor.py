@@ -48,10 +48,8 @@ class PlanExecutor:
         self._bound: dict[int, OrderedDict[object, Binding]] = defaultdict(OrderedDict)
 
     def replay(self, bucket_index: int, source: BucketSource) -> None:
-        """Load bucket `bucket_index` from `source`, asynchronously on the current stream.
-
-        Args:
-            source: the bucket, on any device that copies reach.
+        """Load a bucket from `source`, on any device that copies reach, asynchronously on the
+        current stream.
 
         Raises:
             IndexError: there is no such bucket.
@@ -188,10 +186,8 @@ def view_of(base: torch.Tensor, ref: TensorRef) -> torch.Tensor:
 def _run_step(
     step: TapeStep, plan: BucketPlan, args: tuple[Any, ...], kwargs: dict[str, Any], slots: Slots
 ) -> None:
-    """Run one operator of the tape; its results that are temporaries go to `slots`.
-
-    Args:
-        args: of the operator; only temporaries are still `TensorRef`s. Likewise `kwargs`.
+    """Run one operator of the tape, of whose arguments only temporaries are still `TensorRef`s; its
+    results that are temporaries go to `slots`.
     """
 
     def fill(value: Any) -> Any:

@@ -81,11 +81,8 @@ class ArrangedPlan:
 def proven_arrangement(
     model: Any, bucket: BucketPlan, destinations: Destinations, buffer: torch.Tensor
 ) -> Arranged | None:
-    """How a bucket is best arranged; None: as it is.
-
-    Args:
-        model: whose loader the arrangement is proved against.
-        bucket: its own plan, which has just been proved with what is in `buffer`.
+    """How a bucket is best arranged, proved against the model's loader; None: as it is. Its own
+    plan has just been proved with what is in `buffer`.
     """
     limit = MAX_PART * sum(tensor.nbytes for tensor in bucket.layout.tensors)
     arranged = arrange(bucket) if num_bytes_read(bucket) < limit else None

@@ -42,11 +42,8 @@ class BroadcastReceiver:
         self.sources = Sources()
 
     def buffer(self, index: int, nbytes: int, device: torch.device) -> torch.Tensor:
-        """The buffer of the bucket `NUM_BUFFERS` before, which is overwritten: at least so long.
-
-        Args:
-            index: position of the bucket in its sync.
-            nbytes: that come.
+        """For the `index`-th bucket of a sync, at least `nbytes` long: the buffer of the bucket
+        `NUM_BUFFERS` before, which is overwritten.
         """
         slot = index % NUM_BUFFERS
         if self._buffers[slot].numel() < nbytes or self._buffers[slot].device != device:

@@ -124,10 +124,6 @@ def missing_tensors(
     These are the tensors of the published checkpoint that were not sent and belong to the same
     module. Where it names none, or there is none, the parameters themselves are named, and what
     counts is whether the same parameter of another layer or expert is written.
-
-    Args:
-        uses: of all buckets, on one rank.
-        published: the checkpoint; None: unknown.
     """
     unsent: list[str] = []
     if published is not None:

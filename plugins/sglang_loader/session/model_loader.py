@@ -146,12 +146,8 @@ class ModelLoader:
         return self.arranged if self._load_mode is _LoadMode.REPLAY else None
 
     def load_arranged(self, index: int, layout: BucketLayout, source: BucketSource) -> None:
-        """Load one bucket that came arranged; asynchronous on a GPU, on the current stream.
-
-        It cannot be loaded eagerly: the other bytes are not there.
-
-        Args:
-            index: position in the sync, from 0.
+        """Load one bucket that came arranged; asynchronous on a GPU, on the current stream. It
+        cannot be loaded eagerly: the other bytes are not there.
 
         Raises:
             ArrangementError: no plan holds for it.
@@ -171,12 +167,8 @@ class ModelLoader:
     def load(
         self, index: int, layout: BucketLayout, source: BucketSource, *, read_only: bool
     ) -> bool:
-        """Load one bucket; asynchronous on a GPU.
-
-        Args:
-            index: position in the sync, from 0.
-            layout: what the source holds.
-            read_only: the loader may not change the source.
+        """Load the `index`-th bucket of the sync; asynchronous on a GPU. `read_only`: the source is
+        not changed.
 
         Returns:
             True if the plan was replayed: then all work is on the current stream.

@@ -368,10 +368,8 @@ def load_into_all(
     *,
     read_only: bool,
 ) -> list[bool]:
-    """Load a bucket into every model; all but the last leave the source as it came.
-
-    Returns:
-        For each whether its plan was replayed.
+    """Load a bucket into every model, all but the last of which leave the source as it came; for
+    each whether its plan was replayed.
     """
     last = loaders[-1]
     return [
@@ -381,9 +379,7 @@ def load_into_all(
 
 
 def common_arrangements(arranged: Sequence[ArrangedPlan | None]) -> ArrangedPlan | None:
-    """The arrangements of all models; None where one has none, or other ones, or changes a bucket
-    that the others are to load, too.
-    """
+    """Those of all models; None where one has none, or others, or changes what others load, too."""
     first = arranged[0]
     if first is None or len({_digest(one) for one in arranged}) > 1:
         return None

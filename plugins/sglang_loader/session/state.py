@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -149,6 +148,10 @@ class MappedMemory:
         return is_dropped
 
 
+_CachedSource = tuple[list[wire.BucketPiece], dict[int, torch.Tensor], BucketSource]
+"""The pieces of a message, the buffers that they lie in, and their memory."""
+
+
 class Sources:
     """The memory behind the last buckets: one may have thousands of pieces."""
 
@@ -158,50 +161,32 @@ class Sources:
     def of(
         self, message: wire.LoadBucket, slots: Mapping[int, torch.Tensor], nbytes: int
     ) -> BucketSource:
-        """The memory that a message speaks of.
-
-        Args:
-            nbytes: of the bucket, as it came.
+        """The memory that a message speaks of; `nbytes`: of the bucket, as it came.
 
         Raises:
             SessionError: a piece lies in no buffer, or leaves it or the bucket.
         """
         key = message.pieces[0].slot if message.pieces else -1, message.digest
-        cached = self._cached.get(key)
-        if cached is None or not cached.holds(message.pieces, slots):
-            cached = self._cached[key] = _CachedSource.of(message, slots, nbytes)
-            while len(self._cached) > MAX_LAYOUTS:
-                self._cached.popitem(last=False)
-        return cached.source
-
-    def clear(self) -> None:
-        """Let go of all memory."""
-        self._cached.clear()
-
-
-@dataclass(frozen=True, slots=True)
-class _CachedSource:
-    pieces: list[wire.BucketPiece]
-    buffers: dict[int, torch.Tensor]
-    source: BucketSource
-
-    def holds(self, pieces: list[wire.BucketPiece], slots: Mapping[int, torch.Tensor]) -> bool:
-        return self.pieces == pieces and all(
-            slots.get(slot) is buffer for slot, buffer in self.buffers.items()
-        )
-
-    @classmethod
-    def of(
-        cls, message: wire.LoadBucket, slots: Mapping[int, torch.Tensor], nbytes: int
-    ) -> _CachedSource:
+        if (cached := self._cached.get(key)) is not None:
+            pieces, used, source = cached
+            is_there = all(slots.get(slot) is buffer for slot, buffer in used.items())
+            if is_there and pieces == message.pieces:
+                return source
         used = {}
         for piece in message.pieces:
             for slot in (piece.slot, *(slot for slot, _, _ in piece.shards)):
                 if slot not in slots:
                     raise SessionError(f"bucket {message.index} lies in slot {slot}: not mapped")
                 used[slot] = slots[slot]
-        pieces = [_piece(piece, used, nbytes, message.index) for piece in message.pieces]
-        return cls(message.pieces, used, BucketSource(pieces))
+        found = [_piece(piece, used, nbytes, message.index) for piece in message.pieces]
+        self._cached[key] = message.pieces, used, BucketSource(found)
+        while len(self._cached) > MAX_LAYOUTS:
+            self._cached.popitem(last=False)
+        return self._cached[key][2]
+
+    def clear(self) -> None:
+        """Let go of all memory."""
+        self._cached.clear()
 
 
 def _piece(

@@ -76,11 +76,8 @@ def view_of_sync(
     models: Sequence[Any],
     read_published: Callable[[], Published | None] = served_checkpoint,
 ) -> SyncView:
-    """Look at the buckets that were loaded.
-
-    Args:
-        models: those that have loaded them: one, or the draft and then the target.
-        read_published: tells what is normal for the model.
+    """Look at the buckets that were loaded by one model, or by the draft and then the target;
+    `read_published` tells what is normal for the model.
     """
     target = models[-1]
     fingerprint = Fingerprint.of(layouts, engine_context(target))

@@ -44,9 +44,8 @@ _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 @dataclass(frozen=True)
 class GroupPlace:
-    """Where, and by what name, the ranks of a group meet: the trainer's, then the engines'.
-
-    The name starts with `GROUP_PREFIX`.
+    """Where the ranks of a group meet, the trainer's and then the engines', by which name: it
+    starts with `GROUP_PREFIX`.
     """
 
     name: str

@@ -95,11 +95,8 @@ class Channel(Generic[Received]):
         self._poller.register(self._monitor, zmq.POLLIN)
 
     def begin(self, token: str, *, timeout_s: float) -> None:
-        """Begin a session.
-
-        Args:
-            token: the session's; added to what is sent, expected of what is received.
-            timeout_s: longest wait for a message, in seconds.
+        """Begin a session: its token is added to what is sent and expected of what is received; no
+        wait for a message takes longer than `timeout_s` seconds.
         """
         self._token, self._timeout_s, self.has_heard = token, timeout_s, False
 
@@ -252,11 +249,8 @@ def trainer_end_on_network(host: str) -> Channel[FromEngine]:
 
 
 def engine_end(endpoint: str, *, is_signed: bool = False) -> Channel[FromTrainer]:
-    """Connect to a trainer's socket.
-
-    Args:
-        is_signed: the trainer of this engine's update group vouches for it, so that it may be on
-            another host.
+    """Connect to a trainer's socket; it may be on another host if it `is_signed`, that is, if the
+    trainer of this engine's update group vouches for it.
 
     Raises:
         SessionError: the address is not one.
@@ -267,21 +261,15 @@ def engine_end(endpoint: str, *, is_signed: bool = False) -> Channel[FromTrainer
 
 
 class KeptChannels(Generic[Received]):
-    """The channels of sessions that ended well, for one end.
-
-    Args:
-        limit: as many are kept; the engine's end has one for each trainer.
-    """
+    """`limit` channels of sessions that ended well; the engine's end has one for each trainer."""
 
     def __init__(self, limit: int = 1) -> None:
         self._channels: list[Channel[Received]] = []
         self._limit = limit
 
     def take(self, endpoint: str | None = None) -> Channel[Received] | None:
-        """One that can be used once more; None if there is none. The others that cannot are closed.
-
-        Args:
-            endpoint: the only one that is wanted; None: any.
+        """One that can be used once more, of this endpoint if one is named; None if there is none.
+        Those that cannot be used are closed.
         """
         for channel in [channel for channel in self._channels if not channel.is_quiet]:
             self._channels.remove(channel)
