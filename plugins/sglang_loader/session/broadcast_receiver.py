@@ -103,7 +103,7 @@ class _Arriving:
 
 
 class BroadcastBuckets:
-    """The buckets of one session that are broadcast or sent; see `state.BucketMemory`.
+    """The buckets of one session that are broadcast or sent; the interface of `MappedMemory`.
 
     Args:
         group: the process group; the trainer's first rank is its rank 0, and broadcasts.
@@ -180,7 +180,9 @@ class BroadcastBuckets:
         return self._receiver.sources.of(message, {0: oldest.buffer}, nbytes)
 
     def let_go(self) -> bool:
-        """Keep the buffers for the next session; see `state.BucketMemory`."""
+        """Keep the buffers for the next session, but for those into which bytes may still come;
+        True in that case.
+        """
         if not self._arriving:
             return False
         for group in {self._group, self._senders} - {None}:

@@ -21,7 +21,12 @@ from sglang_loader.common.regions.geometry import Region
 from sglang_loader.common.regions.intervals import merge
 from sglang_loader.load_plan.destinations import Destinations
 from sglang_loader.load_plan.uses import BucketUses, TensorUse
-from sglang_loader.session.published import Published, Spec
+
+Spec = tuple[str, torch.dtype, tuple[int, ...]]
+"""(name, dtype, shape)."""
+
+Published = Mapping[str, Spec]
+"""The tensors of a published checkpoint, by name."""
 
 _TIED_HEAD = "lm_head.weight"
 _EMBEDDING = "embed_tokens.weight"

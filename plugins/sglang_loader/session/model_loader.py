@@ -81,13 +81,12 @@ class ModelLoader:
         self._recording: Recording | None = None
         self._load_mode = _LoadMode.EAGER
         self._context: Mapping[str, object] = {}
-        self._first: BucketLayout | None = None
         self._reason: str | None = None
         self._logged: set[str] = set()
         self._unfit: tuple[Fingerprint, str] | None = None
         self._num_recordings = 0
         self._syncs_since_check = 0
-        self._num_replayed = self._num_eager = 0
+        self._num_replayed = 0
         self._eager_uses: dict[int, BucketUses] = {}
         self._addresses_checked = False
 
@@ -101,11 +100,10 @@ class ModelLoader:
                 serves; 0: never again after it was made.
             uses_plan: False: every bucket goes through `load_weights`, whatever plan there is.
         """
-        if self._eager_uses and _frozen(context) != _frozen(self._context):
+        if self._eager_uses and Fingerprint.of((), self._context).mismatch(context):
             self._eager_uses = {}
         self._recording, self._context, self._reason = None, context, None
-        self._num_replayed = self._num_eager = 0
-        self.uses = []
+        self._num_replayed, self.uses = 0, []
         self._loads.restart()
         self._addresses_checked = not uses_plan
         if not uses_plan:
@@ -191,10 +189,9 @@ class ModelLoader:
         if self._load_mode is _LoadMode.CHECK:
             self._check(index, buffer)
         elif self._load_mode is _LoadMode.RECORD:
-            self._record(index, layout, buffer)
+            self._record(layout, buffer)
         else:
             self._load_eagerly(index, layout, buffer, read_only)
-        self._num_eager += 1
         return False
 
     def finish(self) -> SyncOutcome:
@@ -214,7 +211,7 @@ class ModelLoader:
             publish_coverage(self._model, compiled.plan.coverage, compiled.plan.destinations)
         return SyncOutcome(
             num_replayed=self._num_replayed,
-            num_eager=self._num_eager,
+            num_eager=len(self.uses) - self._num_replayed,
             reason=self._reason,
             may_read_in_place=compiled is not None
             and not any(bucket.changes_buffer for bucket in compiled.plan.buckets),
@@ -229,9 +226,7 @@ class ModelLoader:
 
     def _has_loaded_all(self, plan: LoadPlan) -> bool:
         """True if this sync has written what the plan writes, by the plan or proven to be it."""
-        return self._load_mode is not _LoadMode.EAGER and (
-            self._num_replayed + self._num_eager == len(plan.buckets)
-        )
+        return self._load_mode is not _LoadMode.EAGER and len(self.uses) == len(plan.buckets)
 
     def _start_recording(self) -> None:
         if self._num_recordings >= MAX_RECORDINGS:
@@ -293,10 +288,8 @@ class ModelLoader:
         if compiled.arranged is not None:
             compiled.arranged = compiled.arranged.rechecked(self._model, index, buffer)
 
-    def _record(self, index: int, layout: BucketLayout, buffer: torch.Tensor) -> None:
+    def _record(self, layout: BucketLayout, buffer: torch.Tensor) -> None:
         assert self._recording is not None
-        if index == 0:
-            self._first = layout
         uses, reason = self._recording.add(layout, buffer)
         self.uses.append(uses)
         if reason is not None:
@@ -340,8 +333,7 @@ class ModelLoader:
     def _refuse(self, reason: str) -> None:
         """No plan for syncs like this one: the rest of it, and the next ones, are eager."""
         self._note(reason)
-        assert self._first is not None
-        self._unfit = (Fingerprint.of([self._first], self._context), reason)
+        self._unfit = (Fingerprint.of([self.uses[0].layout], self._context), reason)
         self._recording, self._load_mode = None, _LoadMode.EAGER
 
     def _drop_plan(self, reason: str) -> None:
@@ -356,10 +348,6 @@ class ModelLoader:
             logger.warning(
                 "%s: eager load_weights instead of the plan: %s", type(self._model).__name__, reason
             )
-
-
-def _frozen(context: Mapping[str, object]) -> object:
-    return Fingerprint.of((), context).context
 
 
 def loader_of(model: Any) -> ModelLoader:

@@ -29,7 +29,7 @@ from sglang_loader.common.shared_memory import CannotMap, host_id
 from sglang_loader.session.arranged_plan import ArrangedPlan
 from sglang_loader.session.broadcast_receiver import BroadcastBuckets, BroadcastReceiver
 from sglang_loader.session.model_loader import ArrangementError, ModelLoader, SyncOutcome, loader_of
-from sglang_loader.session.state import BucketMemory, InFlight, Layouts, MappedMemory
+from sglang_loader.session.state import InFlight, Layouts, MappedMemory
 from sglang_loader.upstream import device_of, engine_context, tp_rank
 
 logger = logging.getLogger(__name__)
@@ -243,7 +243,7 @@ class _Session:
             if memory is self._received:
                 channel.send(wire.Receiving, index=message.index)
 
-    def _memory_of(self, message: wire.LoadBucket) -> BucketMemory:
+    def _memory_of(self, message: wire.LoadBucket) -> MappedMemory | BroadcastBuckets:
         """What brings a bucket: the group, if there is one, or memory that this process maps."""
         if self._received is None:
             return self._mapped

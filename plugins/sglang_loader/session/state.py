@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
 
 import torch
 
@@ -59,34 +58,13 @@ class Layouts:
         self._distinct = tuple(digests)
 
 
-class BucketMemory(Protocol):
-    """How the bytes of one session's buckets come to this process: mapped, or by broadcast.
-
-    Attributes:
-        max_unread: buckets that can be begun and not read to the end.
-    """
-
-    @property
-    def max_unread(self) -> int: ...
-
-    def begin(self, message: wire.LoadBucket, layout: BucketLayout) -> None:
-        """Begin to get a bucket; raises where that cannot be."""
-
-    def has_come(self) -> bool:
-        """True if the oldest bucket that was begun can be read; raises if it never can."""
-
-    def source(self, message: wire.LoadBucket, nbytes: int) -> BucketSource:
-        """The oldest bucket that was begun, which has come; `nbytes`: of it, as it came."""
-
-    def let_go(self) -> bool:
-        """The session is over: keep what the next one can use; True if memory was let go of."""
-
-
 class MappedMemory:
-    """See `BucketMemory`: the trainer's memory, as far as this process has mapped it.
+    """How a session's buckets come that lie in the trainer's memory: this process maps it.
 
     It serves one session after the other: `begin_session` comes first, `let_go` last. A buffer is
-    mapped by name, and unmapped with the session unless that asks to keep it.
+    mapped by name, and unmapped with the session unless that asks to keep it. Its other methods are
+    those of `BroadcastBuckets`: a session begins to get buckets, at most `max_unread` of which can
+    be unread, and reads them in order.
     """
 
     max_unread = sys.maxsize  # the trainer knows how many buffers it has
@@ -109,7 +87,7 @@ class MappedMemory:
         return list(self._mapped)
 
     def begin(self, message: wire.LoadBucket, layout: BucketLayout) -> None:
-        """Map the buffers that come with a bucket, or find them mapped.
+        """Map the buffers that come with the next bucket, or find them mapped.
 
         Raises:
             SessionError: one is not mapped, and came without a handle.
@@ -126,19 +104,15 @@ class MappedMemory:
             self._slots[buffer.slot] = self._mapped[name]
 
     def has_come(self) -> bool:
-        """The trainer announces what is there."""
+        """True: the trainer announces what is there."""
         return True
 
     def source(self, message: wire.LoadBucket, nbytes: int) -> BucketSource:
-        """The memory that a message speaks of.
-
-        Raises:
-            SessionError: a piece lies in no mapped buffer, or leaves it or the bucket.
-        """
+        """The memory that a message speaks of: see `Sources.of`."""
         return self._sources.of(message, self._slots, nbytes)
 
     def let_go(self) -> bool:
-        """Unmap all that the session did not ask to keep."""
+        """Unmap all that the session did not ask to keep; True if there was any."""
         kept = {name: self._mapped[name] for name in self._kept}
         is_dropped = len(kept) < len(self._mapped)
         self._mapped, self._kept = kept, set()

@@ -45,27 +45,18 @@ class Channel(Generic[Received]):
 
     Args:
         bind: True on the trainer's end.
-        decode: `decode_from_trainer` or `decode_from_engine`.
-        peer: "trainer" or "engine", for messages.
 
     Attributes:
         has_heard: the peer has said something in this session, even if that was refused.
     """
 
-    def __init__(
-        self,
-        endpoint: str,
-        *,
-        bind: bool,
-        decode: Callable[[bytes], Received],
-        peer: str,
-    ) -> None:
+    def __init__(self, endpoint: str, *, bind: bool) -> None:
         self.endpoint = endpoint
         self._bind = bind
         self._token = ""
         self._timeout_s = 0.0
-        self._decode = decode
-        self._peer = peer
+        self._decode: Any = wire.decode_from_engine if bind else wire.decode_from_trainer
+        self._peer = "engine" if bind else "trainer"
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
         self._socket.setsockopt(zmq.LINGER, LINGER_MS)
         self._socket.setsockopt(zmq.SNDHWM, 0)  # a send never waits for the peer to read
@@ -206,7 +197,7 @@ class Channel(Generic[Received]):
                 self._is_peer_gone = True
 
     def _checked(self, data: bytes) -> Received:
-        message = self._decode(data)
+        message: Received = self._decode(data)
         wire.check_version(message.version)
         if not hmac.compare_digest(message.token.encode(), self._token.encode()):
             raise SessionError(f"a message of the {self._peer} has a wrong token: refused")
@@ -237,7 +228,7 @@ def _close(socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes], bound_at: Path
 
 def trainer_end(endpoint: str) -> Channel[FromEngine]:
     """Bind a new socket; `endpoint` is a free zmq address."""
-    return Channel(endpoint, bind=True, decode=wire.decode_from_engine, peer="engine")
+    return Channel(endpoint, bind=True)
 
 
 def trainer_end_on_network(host: str) -> Channel[FromEngine]:
@@ -257,7 +248,7 @@ def engine_end(endpoint: str, *, is_signed: bool = False) -> Channel[FromTrainer
     """
     if not is_signed:
         check_endpoint(endpoint)
-    return Channel(endpoint, bind=False, decode=wire.decode_from_trainer, peer="trainer")
+    return Channel(endpoint, bind=False)
 
 
 class KeptChannels(Generic[Received]):
