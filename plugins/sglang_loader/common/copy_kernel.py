@@ -76,10 +76,8 @@ def rows_between(
 
 
 def tile_table(nums_tiles: Sequence[int]) -> npt.NDArray[np.int32]:
-    """(entry, part of it) of every tile: what one program of a kernel takes; pure.
-
-    Args:
-        nums_tiles: of each entry.
+    """(entry, part of it) of every tile, given how many each entry has: one program of a kernel
+    takes one; pure.
     """
     counts = np.array(nums_tiles, dtype=np.int64)
     numbers = np.repeat(np.arange(len(counts)), counts)
@@ -94,12 +92,7 @@ def row_table(entries: Sequence[Rows]) -> npt.NDArray[np.int64]:
 
 
 def launch(tiles: torch.Tensor, entries: torch.Tensor) -> None:
-    """Run the kernel on the current stream.
-
-    Args:
-        tiles: `tile_table`, on the device.
-        entries: `row_table`, there.
-    """
+    """Run the kernel on the current stream; `tile_table` and `row_table` are on the device."""
     if len(tiles):
         _copy_tiles[(len(tiles),)](tiles, entries, TILE=TILE_WORDS, num_warps=8)
 

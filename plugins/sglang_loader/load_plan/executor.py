@@ -119,10 +119,8 @@ def _bind(plan: BucketPlan, destinations: Destinations, source: BucketSource) ->
 
 class _BoundSource:
     """Copies out of a source, grouped by how they are made; also of what operators of a tape read
-    and lies in several places, which is copied together before the tape runs.
-
-    Args:
-        joined: ranges of the bucket, disjoint: what lies in one of them is located with all of it.
+    and lies in several places, which is copied together before the tape runs. What lies in one of
+    the disjoint ranges `joined` of the bucket is located with all of it.
     """
 
     def __init__(self, source: BucketSource, joined: Sequence[Interval]) -> None:

@@ -62,11 +62,8 @@ class KnownDigests:
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """Outcome of a check.
-
-    Attributes:
-        reason: what the plan does otherwise than `load_weights`; None: nothing.
-        known: for the check of the next bucket.
+    """What the plan does otherwise than `load_weights` (None: nothing), and what the check of the
+    next bucket need not look at again.
     """
 
     reason: str | None = None
@@ -88,10 +85,7 @@ def check_bucket(
     known: KnownDigests | None = None,
 ) -> CheckResult:
     """Prove one bucket's plan against the eager loader. Takes a scratch copy of the bucket on its
-    device.
-
-    The weights end as the bucket says, whatever the outcome: a failed check loads it eagerly once
-    more.
+    device. The weights end as the bucket says: after a failed check it is loaded eagerly once more.
 
     Args:
         known: of the check before, if nothing was loaded since but this bucket: then only what the
@@ -127,17 +121,12 @@ def check_arranged(
     load_weights: LoadWeights,
     buffer: torch.Tensor,
 ) -> str | None:
-    """Prove that the plan of an arranged bucket loads what the bucket's own plan does.
+    """Prove that the plan of an arranged bucket loads what the bucket's own plan does; what it does
+    otherwise, or None.
 
     Call it after a good `check_bucket`, whose weights are what is expected here. A plan of copies
     alone writes no byte but those that it claims, so these are overwritten with the pattern; before
     one with a tape, a scrambled copy of the bucket is loaded as well.
-
-    Args:
-        arrangement: what is gathered for it out of `buffer`.
-
-    Returns:
-        What it does otherwise; None: nothing.
     """
     source = buffer[: bucket.layout.nbytes]
     touched = _storages_of(bucket)

@@ -67,10 +67,8 @@ class _LoadMode(Enum):
 
 
 class ModelLoader:
-    """Loads the syncs of one model; one per model and process.
-
-    Attributes:
-        uses: what became of each bucket of this sync, in order.
+    """Loads the syncs of one model; one per model and process. `uses`: what became of each bucket
+    of this sync, in order.
     """
 
     def __init__(self, model: Any) -> None:

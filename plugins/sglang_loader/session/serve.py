@@ -76,10 +76,9 @@ def serve_session(
 
     Args:
         descriptor: the trainer's; the signature of one with a group was checked.
-        models: SGLang's models that are to be loaded; with speculative decoding two, the target
-            last.
-        group: the process group in which buckets are broadcast; None: they are all mapped.
-        senders: the one in which all trainer ranks send; None: they do not.
+        models: those to be loaded; with speculative decoding two, the target last.
+        group: in which buckets are broadcast; None: they are all mapped.
+        senders: the group in which all trainer ranks send; None: they do not.
 
     Raises:
         SessionError: the trainer is gone, silent, aborted, or broke the protocol; or the invitation
@@ -213,9 +212,7 @@ class _Session:
             return channel.receive()
 
     def _is_busy(self, channel: Channel[FromTrainer]) -> bool:
-        """Tell which buckets are done, begin others in their place, and launch the next if it has
-        come; False if none is left.
-        """
+        """Tell which buckets are done, begin others, launch the next; False if none is left."""
         self._tell_done(channel)
         self._begin(channel)
         if self._begun and self._memory_of(self._begun[0][0]).has_come():

@@ -83,11 +83,7 @@ def served_checkpoint() -> Published | None:
 
 @dataclass(frozen=True)
 class SyncView:
-    """What one rank says of a sync.
-
-    Attributes:
-        unscaled: tensors in fp8 on one side alone.
-    """
+    """What one rank says of a sync; `unscaled`: tensors in fp8 on one side alone."""
 
     target: Any
     fingerprint: Fingerprint

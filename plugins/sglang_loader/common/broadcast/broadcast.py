@@ -32,11 +32,8 @@ class BroadcastError(RuntimeError):
 class Transfer:
     """A collective in progress; every rank starts it. Its buffers are not to be touched, nor freed
     for other use, before it is done.
-
     With NCCL the first one of a group blocks until all ranks have come, see `update_group.connect`.
-
-    Args:
-        work: torch's; None: there is nothing to wait for.
+    `work`: torch's; None: there is nothing to wait for.
     """
 
     def __init__(self, work: Any, device: torch.device) -> None:

@@ -30,10 +30,8 @@ _Shape: TypeAlias = tuple[int, tuple[Dim, ...], int, Unit]
 
 
 def coalesce(copies: Sequence[StridedCopy]) -> list[StridedCopy]:
-    """The fewest copies this module can find that move the same bytes to the same places.
-
-    Precondition: no two copies write the same byte (see `find_overlapping`); their sources may
-    overlap.
+    """The fewest copies this module can find that move the same bytes to the same places. No two
+    may write the same byte (see `find_overlapping`); their sources may overlap.
     """
     joined = join_adjacent(copies)
     return fold_progressions(fold_progressions(joined))

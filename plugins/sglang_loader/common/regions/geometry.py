@@ -140,10 +140,8 @@ def describe_copy(storage: int, src: Region, dst: Region, unit: Unit) -> Strided
 def expand_runs(
     start: int, dims: Sequence[tuple[int, int]], run: int
 ) -> tuple[npt.NDArray[np.int64], int]:
-    """Starts (ascending) and length of the contiguous byte runs of a one-sided strided region.
-
-    `dims` are `(count, stride in bytes)`; they are collapsed first, so that a dense region is one
-    run however it was written.
+    """Starts (ascending) and length of the contiguous byte runs of a one-sided strided region; its
+    `(count, stride in bytes)` are collapsed first: a dense region is one run.
     """
     collapsed, run = collapse_one_side(dims, run)
     starts = np.array([start], dtype=np.int64)

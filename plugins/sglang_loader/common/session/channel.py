@@ -41,13 +41,9 @@ Received = TypeVar("Received", bound=FromTrainer | FromEngine)
 
 
 class Channel(Generic[Received]):
-    """Sends and receives the messages of one session after the other. A context manager.
-
-    Args:
-        bind: True on the trainer's end.
-
-    Attributes:
-        has_heard: the peer has said something in this session, even if that was refused.
+    """Sends and receives the messages of one session after the other. A context manager. The
+    trainer's end binds. `has_heard`: the peer has said something in this session, even if that was
+    refused.
     """
 
     def __init__(self, endpoint: str, *, bind: bool) -> None:
@@ -119,11 +115,8 @@ class Channel(Generic[Received]):
     def receive(
         self, *, timeout_s: float | None = None, watch: Callable[[], None] | None = None
     ) -> Received:
-        """The peer's next message.
-
-        Args:
-            timeout_s: another limit than the session's.
-            watch: called every `SLICE_MS`; ends the wait by raising.
+        """The peer's next message. `timeout_s`: another limit than the session's; `watch`: called
+        every `SLICE_MS`, ends the wait by raising.
 
         Raises:
             SessionError: silence, a dead peer, a wrong token or version, or not a message.

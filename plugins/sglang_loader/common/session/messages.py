@@ -284,12 +284,12 @@ def encode(message: FromTrainer | FromEngine) -> bytes:
 
 
 def decode_from_trainer(data: bytes) -> FromTrainer:
-    """Parse what an engine received; SessionError: it is not a message of the trainer."""
+    """Parse what an engine received; SessionError is raised if it is no message of a trainer."""
     return _decode(_from_trainer, data)  # type: ignore[no-any-return]
 
 
 def decode_from_engine(data: bytes) -> FromEngine:
-    """Parse what a trainer received; SessionError: it is not a message of the engine."""
+    """Parse what a trainer received; SessionError is raised if it is no message of an engine."""
     return _decode(_from_engine, data)  # type: ignore[no-any-return]
 
 
