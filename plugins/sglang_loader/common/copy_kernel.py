@@ -66,12 +66,7 @@ def rows_between(
         src = sum(i * stride for i, stride in zip(index, src_strides, strict=False))
         dst = sum(i * stride for i, stride in zip(index, dst_strides, strict=False))
         yield Rows(
-            source + src * size,
-            target + dst * size,
-            src_strides[-2],
-            dst_strides[-2],
-            run,
-            rows,
+            source + src * size, target + dst * size, src_strides[-2], dst_strides[-2], run, rows
         )
 
 

@@ -21,11 +21,7 @@ from sglang_loader.common.broadcast.update_group import (
     say_left,
     secret_of,
 )
-from sglang_loader.common.session.messages import (
-    SessionDescriptor,
-    SessionError,
-    check_signature,
-)
+from sglang_loader.common.session.messages import SessionDescriptor, SessionError, check_signature
 from sglang_loader.session.model_loader import loader_of
 from sglang_loader.session.serve import NUM_TRAINERS, mapped, receiver
 from sglang_loader.upstream import device_of, io_struct, model_of, update_groups

@@ -27,8 +27,7 @@ from sglang_loader.common.layout import BucketLayout
 from sglang_loader.host_backup import publish_coverage, withdraw_coverage
 from sglang_loader.load_plan import BucketUses, LoadPlan, PlanRefused
 from sglang_loader.load_plan.guard import Fingerprint
-from sglang_loader.session.arranged_plan import ArrangedPlan
-from sglang_loader.session.recording import Compiled, Recording, TracedLoads
+from sglang_loader.session.recording import ArrangedPlan, Compiled, Recording, TracedLoads
 
 logger = logging.getLogger(__name__)
 

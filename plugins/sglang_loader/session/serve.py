@@ -26,9 +26,9 @@ from sglang_loader.common.session import messages as wire
 from sglang_loader.common.session.channel import Channel, KeptChannels, engine_end
 from sglang_loader.common.session.messages import FromTrainer, SessionDescriptor, SessionError
 from sglang_loader.common.shared_memory import CannotMap, host_id
-from sglang_loader.session.arranged_plan import ArrangedPlan
 from sglang_loader.session.broadcast_receiver import BroadcastBuckets, BroadcastReceiver
 from sglang_loader.session.model_loader import ArrangementError, ModelLoader, SyncOutcome, loader_of
+from sglang_loader.session.recording import ArrangedPlan
 from sglang_loader.session.state import InFlight, Layouts, MappedMemory
 from sglang_loader.upstream import device_of, engine_context, tp_rank
 
