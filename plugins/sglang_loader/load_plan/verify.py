@@ -194,15 +194,12 @@ def digest(
 ) -> list[tuple[int, ...]]:
     """128 bits for each storage, taken on its device; one transfer to the host per device."""
     wanted = range(len(destinations.storages)) if storages is None else storages
-    by_device: dict[torch.device, list[int]] = {}
-    for place, i in enumerate(wanted):
-        by_device.setdefault(destinations.storages[i].device, []).append(place)
-    result: list[tuple[int, ...]] = [()] * len(wanted)
-    for places in by_device.values():
-        found = digests([destinations.memory[wanted[place]] for place in places]).tolist()
-        for place, value in zip(places, found, strict=True):
-            result[place] = tuple(value)
-    return result
+    found: dict[int, tuple[int, ...]] = {}
+    for device in dict.fromkeys(destinations.storages[i].device for i in wanted):
+        here = [i for i in wanted if destinations.storages[i].device == device]
+        values = digests([destinations.memory[i] for i in here]).tolist()
+        found.update(zip(here, map(tuple, values), strict=True))
+    return [found[i] for i in wanted]
 
 
 def scramble(layout: BucketLayout, buffer: torch.Tensor) -> torch.Tensor:

@@ -262,7 +262,6 @@ class ModelLoader:
             if bucket.changes_buffer:
                 raise  # the sources are no longer what was sent
             self._drop_plan(f"the replay of bucket {index} failed: {error!r}")
-            self._load_mode = _LoadMode.EAGER
             return False
         self._note_replayed(index)
         return True
@@ -279,7 +278,6 @@ class ModelLoader:
         if reason is not None:
             self.uses.append(BucketUses(bucket.layout, problem=reason))
             self._drop_plan(f"bucket {index}: {reason}")
-            self._load_mode = _LoadMode.EAGER
             return
         self.uses.append(compiled.uses[index])
         if compiled.arranged is not None:
@@ -295,7 +293,7 @@ class ModelLoader:
     def _compile(self) -> None:
         assert self._recording is not None
         try:
-            self._compiled = self._recording.finish(self.uses)
+            self._compiled = self._recording.finish(list(self.uses))
         except PlanRefused as refused:
             self._refuse(refused.reason)
             return
@@ -334,8 +332,9 @@ class ModelLoader:
         self._recording, self._load_mode = None, _LoadMode.EAGER
 
     def _drop_plan(self, reason: str) -> None:
+        """The rest of the sync is eager, unless another plan can be recorded."""
         self._note(reason)
-        self._compiled = None
+        self._compiled, self._load_mode = None, _LoadMode.EAGER
         withdraw_coverage(self._model, reason)
 
     def _note(self, reason: str, *, log: bool = True) -> None:
