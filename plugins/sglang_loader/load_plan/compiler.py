@@ -48,7 +48,7 @@ from sglang_loader.load_plan.trace import (
 
 @collector_paused()
 def compile_bucket(traced: TracedBucket) -> BucketPlan:
-    """The plan for one bucket; PlanRefused where a replay could not reproduce its trace."""
+    """The plan for one bucket; raises PlanRefused where a replay would not do the same."""
     trace = traced.trace
     if traced.moved is not None:
         raise PlanRefused(f"load_weights rebinds tensors: {traced.moved}")

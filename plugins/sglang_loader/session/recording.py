@@ -199,7 +199,7 @@ class Recording:
         return uses, None
 
     def finish(self, uses: list[BucketUses]) -> Compiled:
-        """The plan of the sync, whose buckets were all added; PlanRefused where there is none."""
+        """The plan of the sync once all buckets were added; raises PlanRefused if there is none."""
         assert self._loads.destinations is not None, "a plan needs at least one bucket"
         plan = join_buckets(self._buckets, self._loads.destinations, self._context)
         probe = DestinationProbe(self._model, plan.destinations)
