@@ -4,7 +4,7 @@
     python benchmarks/plan_scale.py --cases kimi-k2-512
 
 Built by the project's own code, for one trainer rank and its engine rank, as they do it once before
-their second sync: what all ranks have traced is merged (`sources.merged_traces`), the engine rank
+their second sync: what all ranks have traced is merged (`sources.source_map`), the engine rank
 arranges its plan (`load_plan.arrange`), and the trainer rank plans what it sends to and receives
 from all others (`routes.exchange`). No weight is allocated, nothing is sent: what 512 ranks would
 say is computed here, and what it weighs on the wire is pickled. Every case is a process of its own.
@@ -38,9 +38,9 @@ from sglang_loader.common.layout import BucketLayout  # noqa: E402
 from verl_sglang_sync.bench.results_file import write_results  # noqa: E402
 from verl_sglang_sync.routes.exchange.exchange_plan import pieces_of, plan_bucket  # noqa: E402
 from verl_sglang_sync.routes.exchange.route import PIECES_PER_BUCKET  # noqa: E402
+from verl_sglang_sync.sources.bucket_stream import BucketPlanner  # noqa: E402
 from verl_sglang_sync.sources.export_trace import TracedExport  # noqa: E402
-from verl_sglang_sync.sources.merged_traces import NamedRanks, merged_traces  # noqa: E402
-from verl_sglang_sync.sources.planner import BucketPlanner  # noqa: E402
+from verl_sglang_sync.sources.source_map import NamedRanks, merged_traces  # noqa: E402
 
 BUCKET_BYTES = 2 << 30
 NODE = 8

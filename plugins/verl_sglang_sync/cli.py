@@ -55,7 +55,7 @@ def bench(
     results: Annotated[Path | None, typer.Option("--json", help="File for all figures.")] = None,
 ) -> None:
     """Measure sleep, wake-up and sync of a random model: verl's own, ours, and the copy limit."""
-    from verl_sglang_sync.bench.command import BadChoice, run
+    from verl_sglang_sync.bench.colocated import BadChoice, run
 
     try:
         run(model, [arm.strip() for arm in arms.split(",")], runs, device, results, Console())
@@ -71,8 +71,8 @@ def report(
 ) -> None:
     """Show what the syncs of one run cost, or compare several runs side by side."""
     from verl_sglang_sync.report_files import ReportFileError, read_run
+    from verl_sglang_sync.report_files.runs import trace_of
     from verl_sglang_sync.report_files.table import headings, table_of
-    from verl_sglang_sync.report_files.trace import trace_of
 
     if plot is not None:
         if plot.suffix not in PICTURES:

@@ -263,7 +263,6 @@ async def run_in_step(
 
 
 def holds_everywhere(group: TrainerGroup, holds: bool) -> bool:
-    """True if `holds` on every rank; collective."""
     return group.agree(is_ready=holds).is_ready
 
 
@@ -285,10 +284,8 @@ def result_or_reason(
 
 
 def common_reason(group: TrainerGroup, reason: str | None, signature: int = 0) -> str | None:
-    """The reasons of all ranks for doing without something; None if no rank has one; collective.
-
-    Args:
-        signature: of what this rank traced; equal on all ranks, or that is a reason.
+    """The reasons of all ranks for doing without something; None if no rank has one, and the
+    signatures of what they traced are equal; collective.
     """
     result = group.agree(reason, signature=signature)
     if result.failures:

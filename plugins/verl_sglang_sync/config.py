@@ -23,9 +23,8 @@ from sglang_loader.common.engine_settings import (
     StaleRequests,
 )
 from sglang_loader.common.session.messages import MAX_TIMEOUT_S
-from verl_sglang_sync.engine.server_client.operations import LIMITS
+from verl_sglang_sync.engine.server_client.operations import LIMITS, checked_base_url
 from verl_sglang_sync.engine.server_client.router import KEY_VARIABLE
-from verl_sglang_sync.engine.server_client.urls import checked_base_url
 from verl_sglang_sync.stages import SLEEP_ORDER, WAKE_ORDER, StageOrder
 
 Mode = Literal["bucketed", "flattened", "compiled"]
@@ -198,7 +197,6 @@ class WeightSyncConfig:
 
     @property
     def stages(self) -> StageOrder:
-        """What `sleep_order` and `wake_order` mean."""
         return StageOrder.of(SECTION, self.sleep_order, self.wake_order)
 
     @classmethod

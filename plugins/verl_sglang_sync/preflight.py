@@ -50,13 +50,8 @@ class Findings:
 
 
 def examine(config: DictConfig) -> Findings:
-    """Look at a composed verl recipe.
-
-    Args:
-        config: the config of `verl.trainer.main_ppo` or a recipe of the same shape.
-
-    Raises:
-        RecipeError: a preset was lost, or its settings cannot be read.
+    """Look at the composed config of `verl.trainer.main_ppo` or a recipe of the same shape;
+    `RecipeError` where a preset was lost, or its settings cannot be read.
     """
     rollout = OmegaConf.select(config, ROLLOUT)
     if rollout is None:
@@ -74,10 +69,8 @@ def examine(config: DictConfig) -> Findings:
 
 
 def check_recipe(config: DictConfig) -> WeightSyncConfig | None:
-    """Validate a composed verl recipe, and log what is remarkable; see `examine`.
-
-    Returns:
-        The effective settings, or None where no preset was chosen.
+    """Validate a composed recipe, and log what is remarkable; the effective settings, if a preset
+    was chosen.
 
     Raises:
         RecipeError: with one line per problem: key, value, and what is allowed.
@@ -168,7 +161,6 @@ def _check_engine(config: DictConfig, settings: WeightSyncConfig) -> Iterator[st
 
 
 def _serves_adapter(config: DictConfig) -> bool:
-    """True if a LoRA is served as an adapter."""
     if OmegaConf.select(config, f"{MODEL}.lora.merge"):
         return False
     ranks = (OmegaConf.select(config, f"{MODEL}.{key}") for key in ("lora_rank", "lora.rank"))

@@ -67,7 +67,6 @@ class SyncReport:
             self.seconds[name] = self.seconds.get(name, 0.0) + spent
 
     def count_bucket(self, num_tensors: int, payload_bytes: int) -> None:
-        """Count one bucket and what is in it."""
         self.num_buckets += 1
         self.num_tensors += num_tensors
         self.payload_bytes += payload_bytes

@@ -40,12 +40,10 @@ class StageOrder:
 
     @property
     def wake(self) -> tuple[str, ...]:
-        """The stages of a wake-up, with the sync."""
         return (*self.before_sync, SYNC, *self.after_sync)
 
     @property
     def releases_graphs(self) -> bool:
-        """True if CUDA graphs sleep too."""
         return CUDA_GRAPH in self.sleep
 
     @classmethod

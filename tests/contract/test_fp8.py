@@ -48,7 +48,7 @@ def quantize(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], A
     """The export in fp8; verl's Triton kernel needs a GPU, its other way does not."""
     from verl.utils.kernel import fp8_kernel
 
-    from verl_sglang_sync.verl.quantized_export import quantized
+    from verl_sglang_sync.verl.engine_format import quantized
 
     monkeypatch.setattr(fp8_kernel, "_DISABLE_TRITON_FP8", True)
     return lambda weights: quantized(weights, quantizer(), torch.bfloat16)
@@ -96,7 +96,7 @@ def test_what_is_sent_is_what_verl_makes(quantize: Callable[[Any], Any]) -> None
 
 def test_a_weight_that_verl_fails_to_quantise_is_not_sent(ranks: Ranks) -> None:
     """verl's kernel fails without a GPU; it logs that, and goes on with the weight as it is."""
-    from verl_sglang_sync.verl.quantized_export import NotQuantized, quantized
+    from verl_sglang_sync.verl.engine_format import NotQuantized, quantized
 
     exported = iter(weights())
     with pytest.raises(NotQuantized, match=r"q_proj\.weight is still torch\.bfloat16"):
@@ -119,7 +119,7 @@ def test_the_rollout_sends_fp8_and_names_no_source(quantize: Callable[[Any], Any
     """What the engine gets is not in the trainer's memory: it is exported at every sync."""
     from verl.utils.sglang.sglang_fp8_utils import build_sglang_fp8_quant_config
 
-    from verl_sglang_sync.sources.reexport import Reexport
+    from verl_sglang_sync.sources.export import Reexport
     from verl_sglang_sync.verl.engine_format import EngineFormat
 
     state = dict(weights())

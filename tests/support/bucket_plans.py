@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from sglang_loader.common.layout import BucketLayout, TensorSpec
-from verl_sglang_sync.sources.planner import FUSION_GROUPS, BucketPlanner, FusionGroup
+from verl_sglang_sync.sources.bucket_stream import FUSION_GROUPS, BucketPlanner, FusionGroup
 
 
 def plan_buckets(

@@ -70,7 +70,7 @@ class KeptExport:
 
     def reexport(self) -> Any:
         """What a manager gets."""
-        from verl_sglang_sync.sources.reexport import Reexport
+        from verl_sglang_sync.sources.export import Reexport
 
         return Reexport(self._export, sources=self._sources)
 

@@ -52,8 +52,8 @@ WAYS: tuple[tuple[str, dict[str, Any]], ...] = (
 
 def quantized_syncs(rank: TrainerRank, name: str) -> list[list[Sync]]:
     """Syncs of other weights every time, quantised by verl, for each of `WAYS`."""
-    from verl_sglang_sync.sources.reexport import Reexport, transformed
-    from verl_sglang_sync.verl.quantized_export import quantized
+    from verl_sglang_sync.sources.export import Reexport, transformed
+    from verl_sglang_sync.verl.engine_format import quantized
 
     checkpoint = read_checkpoint(case_of(name), rank.folder / "model")
     quantize = partial(quantized, quantizer=quantizer(), dtype=torch.bfloat16)

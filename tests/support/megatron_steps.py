@@ -17,7 +17,7 @@ from support.assembled import misplaced
 from support.broadcast_steps import Sender, Targets
 from support.megatron_trainer import Layout, MegatronActor
 from support.trainer import TrainerRank, engine_hashes
-from verl_sglang_sync.sources.owners import Owners
+from verl_sglang_sync.sources.transfer_plan import Owners
 
 LOST = "model.layers.1.self_attn.o_proj.weight"
 ALTERED = "model.layers.0.post_attention_layernorm.weight"

@@ -25,7 +25,7 @@ from typing import Any, Literal
 from aiohttp import web
 
 from support.forks import TESTS, die_with_parent
-from verl_sglang_sync.engine.server_client.urls import server_url
+from verl_sglang_sync.engine.server_client.operations import server_url
 
 Dialect = Literal["0.1", "0.2", "0.3"]
 START_TIMEOUT_S = 60

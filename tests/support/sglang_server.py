@@ -18,7 +18,7 @@ from sglang_loader.common.session.messages import SESSION_FORMAT
 from support.engine_loaders import HASH_LOADER
 from support.forks import CPU_ENVIRONMENT, Fork, die_with_parent, python_path, serve
 from verl_sglang_sync.bench.engine_server import wait_until_healthy
-from verl_sglang_sync.engine.server_client.urls import server_url
+from verl_sglang_sync.engine.server_client.operations import server_url
 
 
 @dataclass(frozen=True)

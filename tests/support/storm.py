@@ -32,7 +32,7 @@ from sglang_loader.common.engine_settings import STALE_REQUESTS_VARIABLE
 from support.fault_proxy import fault_proxy
 from support.served import Served
 from support.sglang_server import sglang_server
-from support.storm_checks import PROMPTS, StormEngine, Stream, Violation, shared_memory_of, strays
+from support.storm_checks import PROMPTS, StormEngine, Stream, Violation, shared_memory, strays
 from support.storm_trainer import NUM_VERSIONS, PRESETS, TIMEOUT_S, World
 from support.storm_wire import Wire
 from verl_sglang_sync.sync.ranks_in_step import MAY_SERVE
@@ -105,6 +105,7 @@ class Storm:
     def __enter__(self) -> Storm:
         torch.multiprocessing.set_sharing_strategy("file_system")  # as the engine's, for hashes
         self.temporary.mkdir()
+        self._older_files = shared_memory().keys()  # of processes whose numbers may come again
         self._models = [_version(self.folder, slot) for slot in range(NUM_VERSIONS)]
         self._environment = {"TMPDIR": str(self.temporary)}
         self.start_engine()
@@ -114,7 +115,12 @@ class Storm:
         self._stop_engine()
         deadline = time.monotonic() + STRAYS_S
         while time.monotonic() < deadline:
-            if not (left := [*strays(self.folder), *shared_memory_of(self._pids)]):
+            files = [
+                str(path)
+                for path, pid in shared_memory().items()
+                if pid in self._pids and path not in self._older_files
+            ]
+            if not (left := [*strays(self.folder), *files]):
                 return
             time.sleep(0.5)
         self._find(Violation("leak", f"left behind: {left[:20]}"))

@@ -268,10 +268,10 @@ class Stream(threading.Thread):
         return f"stream of {self._num_tokens}: (status, tokens, finish, error, done) = {state}"
 
 
-def shared_memory_of(pids: set[int]) -> list[str]:
-    """Files of torch's shared memory that these processes have made."""
+def shared_memory() -> dict[Path, int]:
+    """Files of torch's shared memory on this host, and by their names, who has made them."""
     named = [(path, path.name.split("_")[1]) for path in Path("/dev/shm").glob("torch_*")]
-    return [str(path) for path, pid in named if pid.isdigit() and int(pid) in pids]
+    return {path: int(pid) for path, pid in named if pid.isdigit()}
 
 
 def strays(folder: Path) -> list[str]:

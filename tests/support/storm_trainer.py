@@ -28,7 +28,7 @@ from support.broadcast_steps import Sender
 from support.exports import KeptExport, calling_at, doubled, on_meta, weights_of
 from support.forks import Fork
 from support.trainer import CPU, NamedTensors, TrainerRank
-from verl_sglang_sync.sources.reexport import Reexport
+from verl_sglang_sync.sources.export import Reexport
 
 TIMEOUT_S = 3.0
 """The trainer's limit of one request, and of the silence in a session."""

@@ -140,7 +140,7 @@ class State:
 
 
 def export_of(conversions):
-    from verl_sglang_sync.sources.reexport import Reexport
+    from verl_sglang_sync.sources.export import Reexport
 
     def export():
         return (pair for f in conversions for pair in f(sources()[f.__name__]))

@@ -121,7 +121,7 @@ class ExchangeRank(Rank):
         self.seen.counts["scratch"] = max(self.seen.counts["scratch"], scratch)
 
     def compare(self):
-        from verl_sglang_sync.routes.exchange.proof import gather_arranged
+        from verl_sglang_sync.routes.exchange.shard_route import gather_arranged
 
         pairs = zip(self.batches(), self.own, strict=True)
         expected = [gather_arranged(batch.tensors, reads, CPU) for batch, reads in pairs]

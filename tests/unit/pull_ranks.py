@@ -171,7 +171,7 @@ def pull_by_many_engines_of_one_rank() -> dict[str, Any]:
     """The first rank has three engine ranks, and other ones later; the others have none."""
     is_first = dist.get_rank() == 0
     rank = PullRank("moe", num_engines=3 if is_first else 0)
-    rank.context = dataclasses.replace(rank.context, first_reader=dist.get_world_size())
+    rank.context.first_reader = dist.get_world_size()
     rank.route = rank.make_route()
     rank.sync()
     rank.sync()

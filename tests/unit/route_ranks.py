@@ -2,6 +2,7 @@
 
 import types
 from dataclasses import asdict, dataclass, field
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -151,24 +152,15 @@ class Rank:
 
     def __init__(self, model, change=None, recheck=0, dtype="float32"):
         from verl_sglang_sync.routes.route import RouteContext
-        from verl_sglang_sync.sources.bucket_stream import BucketStream
-        from verl_sglang_sync.sources.reexport import transformed
-        from verl_sglang_sync.sources.source_map import SourceMap
+        from verl_sglang_sync.sources.export import transformed
 
         self.model = sharded(model, getattr(torch, dtype)) if isinstance(model, str) else model
         self.group = trainer_group(2)[0]
         self.export = export_of(self.model)
         self.learnt_from = self.export if change is None else transformed(self.export, change)
-        self.stream = BucketStream(BUCKET_BYTES)
-        source_map = SourceMap(self.group, CPU)
-        self.context = RouteContext(
-            self.group,
-            CPU,
-            source_map,
-            self.stream,
-            lambda: self.readers,
-            recheck_every_n_syncs=recheck,
-        )
+        settings = SimpleNamespace(bucket_bytes=BUCKET_BYTES, recheck_every_n_syncs=recheck)
+        self.context = RouteContext(self.group, CPU, settings, lambda: self.readers)
+        self.stream = self.context.stream
         self.seen = Seen()
         self.route = self.make_route()
 

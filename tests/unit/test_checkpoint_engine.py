@@ -11,7 +11,7 @@ import pytest
 from support.settings import settings_of
 from unit.test_adapter_sync import UPDATE, Engine
 from verl_sglang_sync.collective import SingleProcess, WeightSyncError
-from verl_sglang_sync.sources.reexport import Reexport
+from verl_sglang_sync.sources.export import Reexport
 from verl_sglang_sync.sync.adapter_sync import AdapterSync
 
 

@@ -16,9 +16,9 @@ from verl_sglang_sync.sources.export_trace import (
     TracedParameter,
     TracedTensor,
 )
-from verl_sglang_sync.sources.merged_traces import NamedRanks, merged_traces
-from verl_sglang_sync.sources.owners import Origin, Owners
-from verl_sglang_sync.verl.bridge_sources import bridge_sources
+from verl_sglang_sync.sources.source_map import NamedRanks, merged_traces
+from verl_sglang_sync.sources.transfer_plan import Origin, Owners
+from verl_sglang_sync.verl.exports import bridge_sources
 
 
 def test_every_tensor_is_the_bytes_that_the_trace_names(pool):

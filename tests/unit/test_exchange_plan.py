@@ -19,7 +19,7 @@ from verl_sglang_sync.routes.exchange.exchange_plan import (
     plan_reader,
     received,
 )
-from verl_sglang_sync.sources.owners import Origin, everyone, nearest, shards_of_rows
+from verl_sglang_sync.sources.transfer_plan import Origin, everyone, nearest, shards_of_rows
 
 
 def indices(offset, dims, run):

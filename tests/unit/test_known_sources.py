@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from verl_sglang_sync.sources.known_sources import STEP, KnownSources, ModuleState, SourcesChanged
+from verl_sglang_sync.sources.known_sources import STEP, KnownSources, SourcesChanged, module_state
 
 
 @pytest.fixture(autouse=True)
@@ -71,9 +71,9 @@ def test_what_changes_no_tensor_of_the_state_is_no_change(
     happens: Callable[[nn.Sequential], Any],
 ) -> None:
     module = make_module()
-    known = KnownSources(ModuleState(module)())
+    known = KnownSources(module_state(module)())
     happens(module)
-    known.require(ModuleState(module)())  # every export brings its own
+    known.require(module_state(module)())  # every export brings its own
 
 
 def _with_a_hook(module: nn.Sequential) -> None:
@@ -107,17 +107,17 @@ CHANGES: dict[str, Callable[[nn.Sequential], Any]] = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_whatever_changes_the_state_is_noticed(change: str) -> None:
     module = make_module()
-    known = KnownSources(ModuleState(module)())
+    known = KnownSources(module_state(module)())
     CHANGES[change](module)
     with pytest.raises(SourcesChanged):
-        known.require(ModuleState(module)())
+        known.require(module_state(module)())
 
 
 def test_another_module_of_the_same_kind_is_not_the_same() -> None:
     module, other = make_module(), make_module()
-    known = KnownSources(ModuleState(module)())
+    known = KnownSources(module_state(module)())
     with pytest.raises(SourcesChanged):
-        known.require(ModuleState(other)())
+        known.require(module_state(other)())
 
 
 def test_a_view_moved_within_its_storage_is_noticed() -> None:

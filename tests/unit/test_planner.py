@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from sglang_loader.common.layout import ALIGNMENT_BYTES
 from support.bucket_plans import plan_buckets
-from verl_sglang_sync.sources.planner import FUSION_GROUPS, BucketPlanner
+from verl_sglang_sync.sources.bucket_stream import FUSION_GROUPS, BucketPlanner
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.int8, torch.bool, torch.int64)
 

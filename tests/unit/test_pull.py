@@ -15,13 +15,13 @@ from sglang_loader.common.regions.compose import ByteMap
 from unit import pull_ranks, route_ranks
 from unit.pull_ranks import PullRank
 from verl_sglang_sync.routes.pull import comparison
+from verl_sglang_sync.routes.pull.located import SpreadRead, bucket_reads
 from verl_sglang_sync.sources.export_trace import (
     TracedExport,
     TracedParameter,
     TracedTensor,
 )
-from verl_sglang_sync.sources.owners import Origin, Owners, everyone, shards_of_rows
-from verl_sglang_sync.sources.shard_memory import SpreadRead, bucket_reads
+from verl_sglang_sync.sources.transfer_plan import Origin, Owners, everyone, shards_of_rows
 
 
 def play(pool: Any, *steps: Any, **options: Any) -> Any:

@@ -11,8 +11,8 @@ import pytest
 
 from support.router import Router, serving
 from verl_sglang_sync.engine.server_client import RouterError, client, router
+from verl_sglang_sync.engine.server_client.operations import checked_base_url, server_url
 from verl_sglang_sync.engine.server_client.router import RouterClient, Worker
-from verl_sglang_sync.engine.server_client.urls import checked_base_url, server_url
 from verl_sglang_sync.verl.router_guard import Watch, start_guard
 
 SERVER = "http://10.0.0.1:30000"

@@ -23,8 +23,7 @@ from verl_sglang_sync.engine.server_client import (
     client,
     operations,
 )
-from verl_sglang_sync.engine.server_client.client import ATTEMPTS, CONNECT_ATTEMPTS
-from verl_sglang_sync.engine.server_client.loop_thread import LoopThread
+from verl_sglang_sync.engine.server_client.client import ATTEMPTS, CONNECT_ATTEMPTS, LoopThread
 
 SUCCESS = '{"success": true, "message": "Success"}'
 

@@ -17,7 +17,7 @@ from verl_sglang_sync import WeightSyncError
 from verl_sglang_sync.collective import SingleProcess
 from verl_sglang_sync.report import SyncReport, warn_once
 from verl_sglang_sync.routes.route import NOT_TRACEABLE, Route, RouteContext
-from verl_sglang_sync.routes.staging_ring import StagingBuffer
+from verl_sglang_sync.routes.staging_ring import StagingRing
 from verl_sglang_sync.sync.transport import colocated_transport
 
 MODES = ("bucketed", "flattened")
@@ -226,7 +226,7 @@ def test_a_rank_without_memory_for_its_buffers_fails_as_in_any_other_step(mode, 
 
     trainer.sync(export())
     with monkeypatch.context() as patched:
-        patched.setattr(StagingBuffer, "reserve", Mock(side_effect=MemoryError("no room")))
+        patched.setattr(StagingRing, "_reserve", Mock(side_effect=MemoryError("no room")))
         with pytest.raises(WeightSyncError, match=r"(?s)rank 0: Traceback.*MemoryError: no room"):
             trainer.sync(export())
     assert seen == [*range(12)] * 2
@@ -303,7 +303,7 @@ class Learns(Route):
 
     def __init__(self, *, needs_no_staging):
         settings = settings_of("compiled")
-        context = RouteContext.of(SingleProcess(), torch.device("cpu"), settings, lambda: ())
+        context = RouteContext(SingleProcess(), torch.device("cpu"), settings, lambda: ())
         super().__init__(context, is_wanted=True)
         self.needs_no_staging, self.events = needs_no_staging, []
 

@@ -6,6 +6,8 @@ import asyncio
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +16,15 @@ from unit.failed_replies import BAD, LOST, FailsReplies, failed_request
 from unit.test_session_commit import SETTINGS
 from verl_sglang_sync import WeightSyncError
 from verl_sglang_sync.collective import Agreement, RankLost, SingleProcess
+from verl_sglang_sync.engine.arrangements import EngineArrangements
+from verl_sglang_sync.engine.engine_ranks import EngineRank
 from verl_sglang_sync.engine.server_client import RequestFailed, ServerError
+from verl_sglang_sync.engine.session import EngineFailed
 from verl_sglang_sync.report import SyncReport
+from verl_sglang_sync.routes.delivery import MappedDelivery
+from verl_sglang_sync.sync.engines import Opened
 from verl_sglang_sync.sync.ranks_in_step import RanksInStep
+from verl_sglang_sync.sync.session_run import SessionRun
 from verl_sglang_sync.sync.transport import colocated_transport
 
 
@@ -101,6 +109,30 @@ def test_the_first_failure_is_kept() -> None:
     assert not ranks.agree()
     assert "the first" in str(ranks.error)
     assert "the second" not in str(ranks.error)
+
+
+def test_a_server_that_died_is_named_though_another_engine_told_of_its_failure_first() -> None:
+    """A death ends the collective for the other engines as well."""
+    session: Any = SimpleNamespace(abort=lambda *_: None)
+    arrangements = EngineArrangements(is_wanted=False)
+    requests = [failed_request(BAD), failed_request(LOST)]
+    engines = [EngineRank("", session, request, arrangements) for request in requests]
+    report = SyncReport(mode="disaggregated", replica=None)
+    ranks = RanksInStep(SingleProcess())
+    run = SessionRun(
+        Opened(engines, MappedDelivery(engines, SETTINGS, 0, report)), ranks, SETTINGS, report
+    )
+
+    def fail() -> None:
+        raise EngineFailed("Connection reset by peer")
+
+    ranks.run_if_ok(fail)
+    assert not ranks.agree()
+    with pytest.raises(WeightSyncError) as raised:
+        run.end(defers_reply=False)
+    told = str(raised.value)
+    assert told.index("Connection reset by peer") < told.index(str(LOST))
+    assert str(BAD) not in told, "its session has told of that"
 
 
 class Losing(Group):

@@ -28,14 +28,12 @@ SYNC_STAGES = ("open", "export", "confirm", "gather", "pack", "load", "commit", 
 
 @dataclass(frozen=True)
 class Arm:
-    """One way to sync.
+    """One way to sync; `settings` are keys of the preset.
 
     Attributes:
         mode: preset, None for verl's own code.
         host_backup: the engine saves all weights on release, as verl launches it; else
             `host_backup=auto`: only what the load plan does not rewrite.
-        trainer: what is exported.
-        settings: keys of the preset.
     """
 
     mode: str | None
@@ -59,8 +57,6 @@ COPY_LIMIT = "copy_limit"
 
 
 class NativeSync:
-    """verl's own client and sync."""
-
     def __init__(self, url: str, config: Path) -> None:
         from torch.distributed.device_mesh import init_device_mesh
 
@@ -113,7 +109,6 @@ class OurSync:
 
 
 def native_engine(url: str, config: Path | str) -> Any:
-    """verl 0.9.1's own client of a server."""
     from verl.workers.rollout.sglang_rollout.http_server_engine import AsyncHttpServerAdapter
 
     host, port = url.removeprefix("http://").split(":")
@@ -125,12 +120,8 @@ def native_engine(url: str, config: Path | str) -> Any:
 async def native_sync(
     engine: Any | None, mesh: Any, weights: Iterable[tuple[str, torch.Tensor]]
 ) -> None:
-    """What verl 0.9.1 does: `ServerAdapter.update_weights` without its worker around it.
-
-    Args:
-        engine: `native_engine` on the replica's leader, None on the other ranks.
-        mesh: has the dimension "infer_tp".
-        weights: `(name, full tensor)`.
+    """What verl 0.9.1 does: `ServerAdapter.update_weights` without its worker around it. `engine`:
+    see `native_engine`, on the replica's leader; `mesh` has the dimension "infer_tp".
     """
     from sglang.srt.weight_sync.utils import update_weights
     from verl.workers.rollout.sglang_rollout.utils import get_named_tensor_buckets

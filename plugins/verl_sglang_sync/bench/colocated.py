@@ -1,11 +1,10 @@
 """Seconds of a colocated weight sync and of its memory stages on one GPU, against a real SGLang.
 
-    for row in measure("qwen3-8b", ["native", "compiled"], device, Runs(num=5), folder): ...
-
 One process stands for the trainer: by default with an FSDP2 model of one rank on the engine's
 device, exported as verl does; the export is part of each sync. Each run goes through release,
 resume weights, sync, resume kv, as a training step does. Every arm has a server and a trainer
-process of its own.
+process of its own: an engine keeps the trainer's memory mapped between syncs, so the arms of one
+process would pay for each other's weights. `run` is `verl-sglang-sync bench`.
 """
 
 from __future__ import annotations
@@ -13,8 +12,9 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,12 +24,14 @@ from typing import Any
 
 import psutil
 import torch
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from torch._C._distributed_c10d import HashStore
 
 from verl_sglang_sync.bench.arms import ARMS, COPY_LIMIT, NativeSync, OurSync, synchronize
 from verl_sglang_sync.bench.engine_server import engine_server, wait_until_healthy
-from verl_sglang_sync.bench.model_shapes import MODELS, write_config
-from verl_sglang_sync.bench.results_file import medians
+from verl_sglang_sync.bench.model_shapes import FOR_A_CPU, MODELS, largest_that_fits, write_config
+from verl_sglang_sync.bench.results_file import medians, print_table, write_results
 from verl_sglang_sync.bench.trainers import Kind, make_trainer, make_weights, size_of
 
 NUM_WARM_UPS = 4  # compiled: one records, one replays in place, one keeps what it maps, one more
@@ -38,10 +40,9 @@ STAGES = ("release", "resume_weights", "sync", "resume_kv", "cycle")
 
 @dataclass(frozen=True)
 class Runs:
-    """How an arm is measured.
+    """How an arm is measured: in `num` cycles, each with all its stages.
 
     Attributes:
-        num: cycles, each with all its stages.
         asleep_s: seconds between release and resume, in which a trainer makes its step. The driver
             cleans released memory in the background, 61 GB in 0.3 s; a resume that comes before
             waits for it.
@@ -64,7 +65,6 @@ def timed(times: dict[str, float], stage: str, device: torch.device) -> Iterator
 def run_arm(
     name: str, url: str, config: Path, model: str, device: torch.device, runs: Runs
 ) -> dict[str, Any]:
-    """Warm up, measure the cycles, and make the row."""
     arm = ARMS[name]
     weights = make_trainer(arm.trainer, model, device)
     sync = NativeSync(url, config) if arm.mode is None else OurSync(url, arm, device)
@@ -124,7 +124,6 @@ def row_of(
     measured: list[dict[str, float]],
     kind: Kind = "fsdp2",
 ) -> dict[str, Any]:
-    """The part of a row that all arms have."""
     num_tensors, num_bytes = size_of(model, device, kind)
     return {
         "arm": name,
@@ -158,11 +157,6 @@ def copy_limit(model: str, device: torch.device, runs: int) -> dict[str, Any]:
 def measure(
     model: str, arms: list[str], device: torch.device, runs: Runs, folder: Path
 ) -> Iterator[dict[str, Any]]:
-    """Rows of one model.
-
-    Every arm has a trainer process and a server of its own: an engine keeps the trainer's memory
-    mapped between syncs, so the arms of one process would pay for each other's weights.
-    """
     for name in arms:
         log = folder / f"trainer-{model}-{name}.log"
         with ProcessPoolExecutor(1, get_context("spawn"), _print_into, (log,)) as pool:
@@ -179,7 +173,6 @@ def _print_into(log: Path) -> None:
 def measure_arm(
     model: str, name: str, device: torch.device, runs: Runs, folder: Path
 ) -> dict[str, Any]:
-    """The row of one arm, in a process of its own."""
     prepare(device)
     if name == COPY_LIMIT:
         return copy_limit(model, device, runs.num)
@@ -212,3 +205,61 @@ def prepare(device: torch.device) -> None:
         torch.cuda.set_device(device)
     store = HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+
+
+ASLEEP_S = 0.5
+
+
+class BadChoice(ValueError):
+    """An option that cannot be; the text says what is allowed."""
+
+
+def run(
+    model: str | None,
+    arms: Sequence[str],
+    runs: int,
+    device: str | None,
+    json: Path | None,
+    console: Console,
+) -> None:
+    """Measure the arms and print their medians, see `cli.bench`; `BadChoice` before any starts."""
+    on = _device(device)
+    name = _model(model, on)
+    allowed = [*ARMS, COPY_LIMIT]
+    if wrong := [arm for arm in arms if arm not in allowed]:
+        raise BadChoice(f"--arms {','.join(wrong)}: allowed: {', '.join(allowed)}")
+    folder = Path(tempfile.mkdtemp(prefix="weight-sync-bench-"))
+    console.print(f"{name} on {on}; logs of servers and trainers in {folder}")
+    rows: list[dict[str, Any]] = []
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress:
+        for arm in arms:
+            task = progress.add_task(f"{arm}: a server starts, {runs} cycles", total=1)
+            rows += measure(name, [arm], on, Runs(runs, ASLEEP_S), folder)
+            progress.update(task, completed=1, description=arm)
+            if json is not None:
+                write_results(json, "colocated", rows)
+    print_table(rows, STAGES)
+
+
+def _device(asked: str | None) -> torch.device:
+    has_gpu = torch.cuda.is_available()
+    kind = asked or ("cuda" if has_gpu else "cpu")
+    if kind not in ("cuda", "cpu"):
+        raise BadChoice(f"--device {kind}: allowed: cuda, cpu")
+    if kind == "cuda" and not has_gpu:
+        raise BadChoice("--device cuda: torch finds no GPU here; allowed: cpu")
+    return torch.device(kind, 0) if kind == "cuda" else torch.device(kind)
+
+
+def _model(asked: str | None, device: torch.device) -> str:
+    if asked is not None and asked not in MODELS:
+        raise BadChoice(f"--model {asked}: allowed: {', '.join(MODELS)}")
+    if asked is not None:
+        return asked
+    if device.type == "cpu":
+        return FOR_A_CPU
+    try:
+        return largest_that_fits(torch.cuda.get_device_properties(device).total_memory)
+    except ValueError as error:
+        raise BadChoice(str(error)) from None

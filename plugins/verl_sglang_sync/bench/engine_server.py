@@ -51,15 +51,11 @@ def engine_server(
     environment: Mapping[str, str] | None = None,
     wait: bool = True,
 ) -> Iterator[str]:
-    """Serve the model that `config/config.json` describes; yields the server's URL.
+    """Serve the model of the folder `config`; yields the server's URL.
 
     Args:
-        config: folder of the model's config.
-        device: "cuda" or "cpu".
         host_backup: what a release keeps.
-        is_moe: the model has experts.
         log: the server's output.
-        tp: tensor-parallel ranks.
         first_gpu: number of the first rank's GPU.
         gpu_share: the most of a GPU that its weights and cache take, from 0 to 1.
         loaders: custom weight loaders besides ours.
@@ -108,11 +104,7 @@ def _die_with_parent() -> None:
 def wait_until_healthy(
     url: str, log: Path, *, is_running: Callable[[], bool] = lambda: True
 ) -> None:
-    """Wait until the server answers.
-
-    Raises:
-        RuntimeError: it ended, or needs too long; the message has the end of its log.
-    """
+    """Wait until the server answers; else `RuntimeError` with the end of its log."""
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline and is_running():
         try:

@@ -119,10 +119,8 @@ def weights_bytes(model: str, itemsize: int) -> int:
 
 
 def largest_that_fits(gpu_bytes: int) -> str:
-    """The largest of `FOR_GPUS` of which trainer and engine have bfloat16 weights on one GPU.
-
-    Raises:
-        ValueError: the smallest does not fit.
+    """The largest of `FOR_GPUS` of which trainer and engine have bfloat16 weights on one GPU;
+    `ValueError` where the smallest does not fit.
     """
     for model in FOR_GPUS:
         if gpu_bytes >= ROOM * 2 * weights_bytes(model, 2):

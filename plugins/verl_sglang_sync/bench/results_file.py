@@ -25,7 +25,6 @@ PACKAGES = (
 
 
 def medians(runs: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Median of every key over the runs that have it."""
     columns: dict[str, list[float]] = {}
     for run in runs:
         for key, value in run.items():
@@ -34,7 +33,6 @@ def medians(runs: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 def hardware() -> str:
-    """Such as "1xH200", or "cpu"."""
     import torch
 
     if not torch.cuda.is_available():
@@ -44,7 +42,6 @@ def hardware() -> str:
 
 
 def write_results(path: Path, bench: str, rows: list[dict[str, Any]]) -> None:
-    """Write `rows` with hardware, date, commit and versions."""
     document = {
         "bench": bench,
         "hardware": hardware(),

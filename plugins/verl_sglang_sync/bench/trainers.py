@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from sglang_loader.common.shared_memory import share_on_host
 from verl_sglang_sync.bench.model_shapes import MODELS, tensor_shapes
-from verl_sglang_sync.sources.known_sources import ModuleState
-from verl_sglang_sync.sources.reexport import Reexport
+from verl_sglang_sync.sources.export import Reexport
+from verl_sglang_sync.sources.known_sources import module_state
 
 NamedTensor = tuple[str, torch.Tensor]
 NamedTensors = list[NamedTensor]
@@ -41,7 +41,7 @@ class ShardedModel:
 
     def reexport(self) -> Reexport:
         """As verl hands it to a rollout, with the presets' wrapper around it."""
-        return Reexport(self.export, sources=ModuleState(self._module))
+        return Reexport(self.export, sources=module_state(self._module))
 
     def export(self) -> Iterator[NamedTensor]:
         """What verl 0.9.1's FSDP engine exports: `get_per_tensor_param`."""
@@ -62,7 +62,6 @@ class ShardedModel:
 
 
 def make_trainer(kind: Kind, model: str, device: torch.device) -> Reexport:
-    """An export that can be started again, of an FSDP2 model."""
     return ShardedModel(model, device, dtype_of(kind, device)).reexport()
 
 
@@ -79,7 +78,6 @@ def size_of(model: str, device: torch.device, kind: Kind = "fsdp2") -> tuple[int
 
 
 def dtype_of(kind: Kind, device: torch.device) -> torch.dtype:
-    """Of what a trainer exports."""
     return torch.float32 if kind == "fsdp2_float32" else dtype_on(device)
 
 

@@ -24,8 +24,6 @@ Facts = TypeVar("Facts")
 
 
 class Status(StrEnum):
-    """Outcome of a check, from good to bad."""
-
     OK = "ok"
     WARN = "warn"
     FAIL = "fail"
@@ -41,7 +39,6 @@ class Check:
     Attributes:
         name: short and stable, such as "verl plugin"; scripts select by it.
         status: a failure means that a recipe with `+weight_sync=...` cannot be relied on here.
-        detail: what was found.
         advice: what to do about it; empty where nothing is to be done.
     """
 
@@ -61,12 +58,8 @@ def run_probe(
     *,
     timeout_s: float = PROBE_TIMEOUT_S,
 ) -> Facts:
-    """Call a function in a new process that has this interpreter and the user's environment.
-
-    Args:
-        probe: a module's function; its annotated result must be JSON-serialisable by msgspec.
-        environment: variables to set on top of this process's.
-        timeout_s: limit of the process, in seconds.
+    """Call a module's function in a new process that has this interpreter and the user's
+    environment; msgspec must be able to decode its annotated result from JSON.
 
     Raises:
         ProbeError: the process failed, hung, or returned something else.

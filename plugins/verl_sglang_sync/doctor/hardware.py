@@ -78,19 +78,14 @@ def _driver_version() -> str | None:
 
 @dataclass(frozen=True)
 class FailedRead:
-    """A process on GPU `reader` could not read memory of GPU `owner`."""
-
     owner: int
     reader: int
     reason: str
 
 
 def failed_reads(num_gpus: int, read: Callable[[int, int], None]) -> list[FailedRead]:
-    """Try every pair of GPUs, each with itself too, several at a time.
-
-    Args:
-        num_gpus: visible to this process.
-        read: given owner and reader; raises where the reader cannot read.
+    """Try every pair of GPUs, each with itself too, several at a time; `read`, given owner and
+    reader, raises where the reader cannot read.
     """
 
     def attempt(pair: tuple[int, int]) -> FailedRead | None:
@@ -113,10 +108,8 @@ def look_at_cuda_ipc() -> list[FailedRead]:
 
 
 def read_from_another_process(owner: int, reader: int) -> None:
-    """Have a process that sees one GPU alone, as an engine's, sum up a tensor of another GPU.
-
-    Raises:
-        RuntimeError: it could not, or read something else.
+    """Have a process that sees one GPU alone, as an engine's, sum up a tensor of another GPU;
+    raises if it could not, or read something else.
     """
     import torch
 

@@ -48,7 +48,6 @@ REPLICA_CLASS = "verl_sglang_sync.verl.replica.WeightSyncReplica"
 
 
 def installed_version(name: str) -> str | None:
-    """Version of an installed distribution, None if there is none."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -105,7 +104,6 @@ def requirements_check(installed: Callable[[str], str | None] = installed_versio
 
 
 def python_check(found: str) -> Check:
-    """Judge Python's version by its first two numbers."""
     if found.rpartition(".")[0] in TESTED_PYTHONS:
         return Check("version of Python", OK, f"{found}, as tested")
     return Check("version of Python", WARN, f"{found}; tested with {', '.join(TESTED_PYTHONS)}")
@@ -114,9 +112,8 @@ def python_check(found: str) -> Check:
 def version_check(
     name: str, tested: str, found: str | None, allowed: Requirement | None = None
 ) -> Check:
-    """Judge one package: an untested version that our requirements allow is a warning.
-
-    A local suffix such as "+cu130" makes no difference.
+    """Judge one package: an untested version that our requirements allow is a warning; a local
+    suffix such as "+cu130" makes no difference.
     """
     title, install = f"version of {name}", f'pip install "{name}=={tested}"'
     if found is None:
@@ -130,7 +127,6 @@ def version_check(
 
 
 def entry_point_checks() -> list[Check]:
-    """Look for our entry points in the installed metadata."""
     groups = ENTRY_POINT_GROUPS
     return [entry_point_check(group, entry_points(group=group, name=NAME)) for group in groups]
 
@@ -153,8 +149,7 @@ class VerlFacts(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         policy: verl's `VERL_USE_EXTERNAL_PLUGINS`.
         load_error: traceback of our entry point, which verl hides; None if it loads.
-        rollout_class: dotted path registered for SGLang rollouts.
-        replica_class: dotted path of the class that verl's replica registry returns.
+        rollout_class: dotted path in verl's registry, as is `replica_class`.
         import_error: traceback of importing these two classes.
         checks_recipes: verl's `validate_config` runs our checks first.
     """
@@ -197,7 +192,6 @@ def look_at_verl() -> VerlFacts:
 
 
 def verl_checks(facts: VerlFacts) -> list[Check]:
-    """Judge a process that has imported verl."""
     errors = [] if facts.load_error is None else [facts.load_error]
     is_all = facts.policy.strip().lower() == "auto"
     recipes = Check("recipe checks", OK, "verl's validate_config runs our checks before Ray starts")
@@ -213,7 +207,6 @@ def verl_checks(facts: VerlFacts) -> list[Check]:
 
 
 def sglang_checks(facts: SGLangFacts) -> list[Check]:
-    """Judge a process that has loaded SGLang's plugins."""
     errors, is_all = facts.load_errors, not facts.policy
     return [
         plugin_check("SGLang", errors, "SGLANG_PLUGINS", facts.policy, is_all=is_all),
@@ -224,11 +217,7 @@ def sglang_checks(facts: SGLangFacts) -> list[Check]:
 def plugin_check(
     who: str, load_errors: Sequence[str], variable: str, policy: str, *, is_all: bool
 ) -> Check:
-    """Does upstream load our entry point?
-
-    Args:
-        is_all: it chooses all of them.
-    """
+    """Does upstream load our entry point, by a policy that is all (`is_all`), or a list?"""
     title = f"{who} plugin"
     if load_errors:
         return Check(title, FAIL, last_line(load_errors[0]), "\n".join(load_errors))
@@ -249,7 +238,6 @@ def class_check(title: str, found: str | None, ours: str, import_error: str | No
 
 
 def hooks_check(hooks: Mapping[str, bool]) -> Check:
-    """Are all our hooks in place?"""
     title, advice = "SGLang hooks", "see the SGLang plugin's error"
     found = sorted((path.rpartition(".")[2], applied) for path, applied in hooks.items())
     missing = [method for method, applied in found if not applied]

@@ -41,23 +41,14 @@ ON_THE_HOST = {
 
 @dataclass(frozen=True)
 class Machine:
-    """What the checks have found out about this machine.
-
-    Attributes:
-        num_gpus: that are visible.
-        reads_other_gpus: a process on each GPU can read memory of the others.
-    """
+    """What was found out here: can a process on each GPU read memory of the others?"""
 
     num_gpus: int
     reads_other_gpus: bool
 
 
 def compose(overrides: Sequence[str]) -> DictConfig:
-    """Compose verl's config as `python -m verl.trainer.main_ppo` does, without importing verl.
-
-    Raises:
-        Exception: Hydra's, with its message.
-    """
+    """verl's config as `python -m verl.trainer.main_ppo` composes it, without importing verl."""
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
 
@@ -70,7 +61,6 @@ def compose(overrides: Sequence[str]) -> DictConfig:
 
 
 def hydra_check() -> Check:
-    """Has Hydra found our search-path plugin by itself?"""
     from hydra.core.plugins import Plugins
     from hydra.plugins.search_path_plugin import SearchPathPlugin
 
@@ -94,12 +84,7 @@ def preset_checks(machine: Machine) -> Iterator[Check]:
 def recipe_checks(
     overrides: Sequence[str], machine: Machine, *, title: str = "recipe: what it does"
 ) -> Iterator[Check]:
-    """What the preflight says of a recipe before Ray starts, and what the sync would do in it.
-
-    Args:
-        overrides: Hydra's, as on the command line of `main_ppo`.
-        title: of the last check, where nothing failed.
-    """
+    """What the preflight says of a recipe before Ray starts, and what the sync would do in it."""
     from verl_sglang_sync.preflight import RecipeError, examine  # may be what is broken here
 
     try:
@@ -220,7 +205,6 @@ def _out_of_reach(
 
 
 def _sleep(settings: WeightSyncConfig, order: StageOrder) -> str:
-    """What is released and resumed, and in which order."""
     staged = settings.multi_stage_wake_up
     wake = order.wake if staged else (*order.before_sync, *order.after_sync, "sync")
     host = ON_THE_HOST[settings.effective_host_backup]

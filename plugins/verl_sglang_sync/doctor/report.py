@@ -19,13 +19,11 @@ STYLES = {Status.OK: "green", Status.WARN: "yellow", Status.FAIL: "bold red"}
 
 
 def diagnose(overrides: Sequence[str] = ()) -> list[Check]:
-    """Run all checks, in the order of the report; takes about 20 seconds.
+    """Run all checks, in the order of the report; takes about 20 seconds. Without overrides of the
+    user's recipe every preset is looked at.
 
     The probes that import verl and sglang run side by side, and end before the GPU's memory is
     measured.
-
-    Args:
-        overrides: of the user's recipe; without any, every preset is looked at.
     """
     gpus = hardware.visible_gpus()
     environment = {} if gpus else {"SGLANG_USE_CPU_ENGINE": "1"}  # sglang's import needs it
@@ -68,7 +66,6 @@ def guarded(name: str, check: Callable[[], Check | list[Check]]) -> list[Check]:
 
 
 def worst(checks: Iterable[Check]) -> Status:
-    """The status of the whole report."""
     return max((check.status for check in checks), key=list(Status).index, default=OK)
 
 
@@ -101,5 +98,4 @@ def summary(checks: Sequence[Check]) -> str:
 
 
 def exit_status(checks: Sequence[Check]) -> int:
-    """0 if nothing failed, 1 otherwise."""
     return 1 if worst(checks) is FAIL else 0

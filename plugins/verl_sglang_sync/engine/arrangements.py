@@ -38,20 +38,16 @@ class KnownArrangements:
 
     @classmethod
     def of(cls, encoded: bytes, sent: Iterable[Bucket]) -> KnownArrangements:
-        """Parse and check what the engine offers for the buckets that were sent.
-
-        Raises:
-            WireError: it does not fit them.
+        """What the engine offers for buckets that were sent; `WireError` where it does not fit
+        them.
         """
         layouts = {bucket.digest: bucket.layout for bucket in sent}
         return cls(digest_of(encoded), decode_arrangements(encoded, layouts))
 
     def fits(self, sent: Iterable[Bucket]) -> bool:
-        """True if these are the buckets that it speaks of, in their order."""
         return [layout for layout, _ in self.buckets] == [bucket.digest for bucket in sent]
 
     def expected(self, index: int) -> Arrangement | None:
-        """The arrangement of a bucket that has yet to come; None: it will be whole."""
         return self.buckets[index][1] if index < len(self.buckets) else None
 
 
@@ -59,8 +55,6 @@ NOTHING_KNOWN = KnownArrangements()
 
 
 class ArrangedSync:
-    """One sync's use of arrangements."""
-
     def __init__(self, known: KnownArrangements) -> None:
         self._known = known
 
@@ -97,7 +91,6 @@ class EngineArrangements:
         self.known = NOTHING_KNOWN
 
     def for_sync(self) -> ArrangedSync:
-        """How the buckets of the next sync may come."""
         return ArrangedSync(self.known)
 
     def known_digest(self, sent: Sequence[Bucket]) -> str | None:
@@ -111,7 +104,6 @@ class EngineArrangements:
         return self.known if self.known.fits(sent) else NOTHING_KNOWN
 
     def learn(self, encoded: bytes, sent: Iterable[Bucket]) -> None:
-        """From the next sync on, send what the engine rank reads."""
         try:
             self.known = KnownArrangements.of(encoded, sent)
         except WireError as error:

@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeVar
 
 from sglang_loader.common.session.messages import SESSION_FORMAT, SessionError
 from verl_sglang_sync.engine.arrangements import EngineArrangements
-from verl_sglang_sync.engine.server_client import ReplyLost, operations
+from verl_sglang_sync.engine.server_client import ReplyLost, ServerUnreachable, operations
 from verl_sglang_sync.engine.server_client.operations import Call
 from verl_sglang_sync.engine.session import EngineFailed, TrainerSession
 from verl_sglang_sync.report import log_remarks
@@ -101,14 +101,21 @@ class OpeningRequest:
         """Wait until there is a reply, good or bad; False if there is none after `limit_s`."""
         return self._reply is None or bool(wait([self._reply], limit_s).done)
 
-    def give_up(self, limit_s: float) -> None:
-        """Wait for the reply to a failed session, `limit_s` at most; then nobody waits for it."""
+    def give_up(self, limit_s: float) -> str | None:
+        """Wait for the reply to a failed session, `limit_s` at most; then nobody waits for it.
+
+        Returns:
+            How the server was lost; None: it has replied, or may still do so.
+        """
         if self._reply is None:
-            return
+            return None
         if not self.wait(limit_s):
             self._reply.cancel()
         elif not self._reply.cancelled() and (error := self._reply.exception()) is not None:
             forget_frames(error)
+            if isinstance(error, ReplyLost | ServerUnreachable):
+                return str(error)
+        return None
 
     def result(self) -> None:
         """Wait until there is a reply to a session that has told of the publication.

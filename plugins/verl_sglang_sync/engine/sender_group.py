@@ -2,9 +2,6 @@
 
 A trainer rank has the same rank in it; the engine ranks follow, in the order of the update group,
 with which it is formed anew. A trainer of one rank has that group already.
-
-    group = senders.formed(update_group)    # collective, before each sync that is sent
-    senders.abandon()                       # after a failure
 """
 
 from __future__ import annotations
@@ -26,11 +23,8 @@ from verl_sglang_sync.engine.update_groups import (
 
 @dataclass(frozen=True)
 class JoinedGroup:
-    """A group that this rank is in.
-
-    Attributes:
-        name: by which the engines know it.
-        meeting: the store through which its ranks connect, on the first one.
+    """A group that this rank is in, by the name that the engines know; its first rank holds the
+    store through which its ranks connect (`meeting`).
     """
 
     name: str
@@ -39,14 +33,11 @@ class JoinedGroup:
 
 
 class SenderGroup:
-    """Keeps the current group; lives in every trainer rank.
+    """Keeps the current group, if there is one; lives in every trainer rank.
 
     Args:
         groups: of the trainer's first rank; None on the others.
         timeout_s: limit of the wait for a rank, in seconds.
-
-    Attributes:
-        current: the group; None where there is none.
     """
 
     def __init__(

@@ -60,11 +60,8 @@ class BlockNotMapped(RuntimeError):
 
 @dataclass(frozen=True)
 class SharedBlock:
-    """A block of a trainer rank's memory, as one engine rank maps it.
-
-    Attributes:
-        name: of the block, for as long as it is allocated.
-        handle: for the engine; None once it was used.
+    """A block of a trainer rank's memory, by the name that it has while it is allocated, and the
+    handle by which one engine rank maps it; None once that was used.
     """
 
     name: str
@@ -75,8 +72,7 @@ class SessionSockets:
     """The sockets of this process's sessions with one engine rank, in a folder of its own.
 
     Args:
-        host: of this process, as an engine on another one calls it: the sockets are TCP's; None:
-            the engine is on this host.
+        host: of this process, as an engine on another one calls it: the sockets are TCP's.
     """
 
     def __init__(self, host: str | None = None) -> None:
@@ -93,12 +89,10 @@ class SessionSockets:
         return trainer_end(self.folder.new_endpoint())
 
     def keep(self, channel: Channel[FromEngine]) -> None:
-        """For the next session."""
         self._kept.keep(channel)
 
     @property
     def folder(self) -> SessionFolder:
-        """Made with the first session."""
         self._folder = self._folder or SessionFolder()
         return self._folder
 
@@ -161,11 +155,10 @@ class TrainerSession:
         self.arrangements = ""
 
     def greet(self, watch: Callable[[], None], *, wait_s: float) -> bool:
-        """Meet the engine; False if it has not joined within `wait_s`: call again.
+        """Meet the engine; False if it has not joined within `wait_s` seconds: call again.
 
         Args:
             watch: called while waiting for the engine, here and later; raises to end the wait.
-            wait_s: in seconds.
         """
         self._watch = watch
         if not self._channel.wait(wait_s, watch):
@@ -180,7 +173,6 @@ class TrainerSession:
         """Have the engine map a staging buffer with the next bucket, once; return its slot.
 
         Args:
-            storage: all of the buffer.
             keep: it stays mapped after the session.
 
         Raises:
@@ -196,12 +188,9 @@ class TrainerSession:
         return self._slots[name]
 
     def map_blocks(self, blocks: Iterable[SharedBlock], *, keep: bool) -> None:
-        """Have the engine map the trainer ranks' parameters with the first bucket.
+        """Have the engine map the trainer ranks' parameters with the first bucket; likewise.
 
         The slots are the positions of `blocks`: nothing else is mapped in such a session.
-
-        Args:
-            keep: they stay mapped after this one.
 
         Raises:
             BlockNotMapped: the engine has not mapped a block that has no handle.
@@ -227,10 +216,7 @@ class TrainerSession:
         arranged: str = "",
         receives: Sequence[list[int]] = (),
     ) -> None:
-        """Have a bucket loaded; its memory must stay as it is until it is done.
-
-        For the arguments see `LoadBucket`.
-        """
+        """Have a bucket loaded, see `LoadBucket`; its memory must stay as it is meanwhile."""
         is_known = bucket.digest in self._engine_layouts
         buffers, self._unsent = self._unsent, []
         self._send(
@@ -258,7 +244,6 @@ class TrainerSession:
             self._note_progress()
 
     def rest(self) -> None:
-        """Wait a moment, until the engine says something at most."""
         self._channel.rest()
 
     def _note_progress(self) -> None:
@@ -290,12 +275,7 @@ class TrainerSession:
         self._send(wire.Commit)
 
     def wait_until_published(self) -> None:
-        """Wait until the weights are complete on all ranks of the engine, after `commit`.
-
-        Raises:
-            EngineFailed: with the engine's traceback, of any of its ranks.
-            SessionError: the engine is gone, silent, or broke the protocol.
-        """
+        """Wait until the weights are complete on all ranks of the engine; raises as `look`."""
         self._receive(wire.Published)
 
     def keep_socket(self) -> None:
@@ -307,7 +287,6 @@ class TrainerSession:
         `ABORT_WAIT_S` at most.
 
         Args:
-            reason: for the engine's log and reply.
             watch: called while waiting; raises to end it. None: no engine was asked to join.
         """
         if not self._channel.has_heard and watch is None:

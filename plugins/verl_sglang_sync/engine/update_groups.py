@@ -2,12 +2,6 @@
 
 A group is kept from sync to sync. It is formed anew when replicas have joined or left, and after a
 failure, because a collective may be outstanding in it.
-
-    groups = UpdateGroups(address="10.0.0.1", device=torch.device("cuda", 0), timeout_s=600)
-    group = groups.with_replicas(replicas)
-    ...
-    groups.abandon()        # after a failure
-    groups.close()
 """
 
 from __future__ import annotations
@@ -19,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import torch
 from torch.distributed import DistNetworkError
@@ -44,8 +38,6 @@ logger = logging.getLogger(__name__)
 SEND_AWAY_S = 30.0
 POLL_S = 0.2
 REPLY_S = 2.0
-
-Result = TypeVar("Result")
 
 
 class UpdateGroupError(BroadcastError):
@@ -99,17 +91,14 @@ class UpdateGroup:
 
     @property
     def names(self) -> list[str]:
-        """Of all groups that the members are in."""
         return [self.name, *self.others]
 
     @property
     def num_engine_ranks(self) -> int:
-        """Of all members."""
         return sum(replica.num_ranks for replica in self.replicas)
 
     @property
     def replicas(self) -> tuple[Replica, ...]:
-        """In rank order."""
         return tuple(replica for replica, _ in self.members)
 
 
@@ -119,8 +108,8 @@ class UpdateGroups:
     Args:
         address: of this host, as the replicas reach it.
         device: of the buffers that are broadcast; a CPU's go over gloo, a GPU's over NCCL.
-        timeout_s: limit of one request and of the wait for a rank, in seconds.
-        timeouts_s: other limits for some operations, see `server_client`.
+        timeout_s: limit of one request and of the wait for a rank, in seconds; `timeouts_s`: other
+            limits for some operations, see `server_client`.
     """
 
     def __init__(
@@ -168,7 +157,6 @@ class UpdateGroups:
         return self._group
 
     def is_current(self, replicas: Sequence[Replica]) -> bool:
-        """True if there is a group of exactly these, which no engine has left."""
         group = self._group
         if group is None or was_left(group.process_group):
             return False
@@ -188,7 +176,6 @@ class UpdateGroups:
         self._close_clients_but(())
 
     def client(self, replica: Replica) -> SGLangServerClient:
-        """Of a replica's server, in the group or not."""
         if replica not in self._clients:
             self._clients[replica] = SGLangServerClient(
                 replica.base_url,
@@ -211,7 +198,6 @@ class UpdateGroups:
         return UpdateGroup(place.name, group, members, meeting, secret_of(group), sockets)
 
     def meet(self, *, num_trainers: int, num_engine_ranks: int) -> tuple[GroupPlace, MeetingPoint]:
-        """Open a place for a new group to meet."""
         import_helpers()
         name, world_size = f"{GROUP_PREFIX}{secrets.token_hex(4)}", num_trainers + num_engine_ranks
         meeting = MeetingPoint(self._address, world_size, self._form_timeout_s)
@@ -219,13 +205,9 @@ class UpdateGroups:
         return place, meeting
 
     def join(self, place: GroupPlace, meeting: MeetingPoint, members: Members) -> Any:
-        """Join a group, which this process serves the meeting point of, together with all members.
-
-        Args:
-            members: whose ranks come after the trainer's, of which this one is the first.
-
-        Returns:
-            The process group.
+        """Join a group, which this process serves the meeting point of, together with all members;
+        their ranks come after the trainer's, of which this one is the first. Returns the process
+        group.
 
         Raises:
             UpdateGroupError: a rank did not join; the others have left.
@@ -272,8 +254,20 @@ class UpdateGroups:
 def join_in_thread(
     place: GroupPlace, rank: int, device: torch.device, timeout_s: float
 ) -> Future[Any]:
-    """Join a group in a daemon thread; the future gets the process group."""
-    return _in_thread(lambda: join_as_trainer(place, rank, device, timeout_s))
+    """Join a group; the future gets the process group.
+
+    In a daemon thread: one that waits for a rank that never comes ends no process.
+    """
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(join_as_trainer(place, rank, device, timeout_s))
+        except Exception as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True, name="weight-sync-join").start()
+    return future
 
 
 def _leave_late(joined: Future[Any]) -> None:
@@ -335,17 +329,3 @@ def _leave_servers(
             future.result()
         except ServerError as error:
             logger.info("%s did not leave %s: %s", replica.base_url, name, error)
-
-
-def _in_thread(step: Callable[[], Result]) -> Future[Result]:
-    """Run a step in a daemon thread: one that waits for a rank that never comes ends no process."""
-    future: Future[Result] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(step())
-        except Exception as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True, name="weight-sync-join").start()
-    return future

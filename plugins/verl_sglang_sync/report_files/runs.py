@@ -6,16 +6,23 @@
 
 All replicas sync at the same time, so a sync is shown as its slowest replica went through it. The
 median is one real sync, so that its stages add up to its seconds.
+
+`trace_of` is for Perfetto and chrome://tracing: a process per file, a thread per replica. A report
+has the seconds of a stage and when it first began, not each of its parts: a stage is drawn in one
+piece, from when it began or from the end of the one before, whichever is later. A stage without a
+beginning, the sleep in the server's process, is drawn right before the next one. Source: the Trace
+Event Format, https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import zip_longest
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 
@@ -75,7 +82,6 @@ class ReplicaSync(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def total_seconds(self) -> float:
-        """Sleep, wake-up and sync."""
         return sum(self.stages.values())
 
     @property
@@ -91,12 +97,7 @@ class ReplicaSync(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class Run:
-    """What one file holds.
-
-    Attributes:
-        name: the file, as the user named it.
-        lines: of all replicas, at least one.
-    """
+    """What one file holds, of all replicas at least one line."""
 
     name: str
     lines: tuple[ReplicaSync, ...]
@@ -123,11 +124,7 @@ class Run:
 
 
 def read_run(path: Path) -> Run:
-    """Read one file.
-
-    Raises:
-        ReportFileError: it cannot be read, holds no sync, or holds something else.
-    """
+    """Read one file; `ReportFileError` where it holds no sync, or something else."""
     try:
         texts = path.read_bytes().splitlines()
     except OSError as error:
@@ -148,3 +145,51 @@ def _line(where: str, text: bytes) -> ReplicaSync:
 def stage_position(name: str) -> int:
     """Where a stage stands among all; what is not known comes last."""
     return STAGES.index(name) if name in STAGES else len(STAGES)
+
+
+def trace_of(runs: Sequence[Run]) -> dict[str, Any]:
+    """The JSON object of a trace; times are Unix time, in microseconds.
+
+    Raises:
+        ReportFileError: a line does not say when its stages began.
+    """
+    events = [event for number, run in enumerate(runs) for event in _events(number, run)]
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _events(process: int, run: Run) -> Iterator[dict[str, Any]]:
+    yield _named("process_name", run.name, pid=process)
+    for replica in dict.fromkeys(line.replica for line in run.lines):
+        name = "all replicas" if replica is None else f"replica {replica}"
+        yield _named("thread_name", name, pid=process, tid=replica or 0)
+    for number, line in enumerate(run.lines, 1):
+        if not line.started_at:
+            raise ReportFileError(f"{run.name}, line {number}: started_at is empty: no trace")
+        for stage, start, seconds in spans(line):
+            yield {
+                "name": stage,
+                "ph": "X",
+                "ts": start * 1e6,
+                "dur": seconds * 1e6,
+                "pid": process,
+                "tid": line.replica or 0,
+                "args": {"weight_version": line.weight_version, "mode": line.mode},
+            }
+
+
+def _named(kind: str, name: str, **ids: int) -> dict[str, Any]:
+    return {"name": kind, "ph": "M", "args": {"name": name}, **ids}
+
+
+def spans(line: ReplicaSync) -> Iterator[tuple[str, float, float]]:
+    """(stage, Unix seconds of its beginning, seconds), in the order of the report."""
+    known = line.started_at
+    if "sync" in line.seconds:  # around its parts
+        yield "sync", known["sync"], line.seconds["sync"]
+    stages = [(name, spent) for name, spent in line.seconds.items() if name != "sync"]
+    first = next(i for i, (name, _) in enumerate(stages) if name in known)
+    end = known[stages[first][0]] - sum(spent for _, spent in stages[:first])
+    for name, spent in stages:
+        start = max(end, known.get(name, end))
+        end = start + spent
+        yield name, start, spent

@@ -40,11 +40,7 @@ Words = npt.NDArray[np.int64]
 
 
 class ByteGather:
-    """Gathers one arrangement's bytes, sync after sync.
-
-    Args:
-        use_kernel: False: by torch alone; None: by the kernel where it is available.
-    """
+    """Gathers one arrangement's bytes, sync after sync; by the kernel where it is available."""
 
     def __init__(
         self, arrangement: Arrangement, device: torch.device, *, use_kernel: bool | None = None
@@ -64,10 +60,8 @@ class ByteGather:
 
         Args:
             tensors: of the bucket, in its order, of any device and stride.
-            buffer: flat uint8 from its storage's first byte on, as long as the arrangement.
-
-        Raises:
-            ValueError: it is not.
+            buffer: flat uint8 from its storage's first byte on, as long as the arrangement; else
+                `ValueError`.
         """
         if buffer.numel() < self.arrangement.nbytes or buffer.storage_offset():
             raise ValueError(
@@ -118,11 +112,7 @@ class GatherTable:
 
     @classmethod
     def of(cls, reads: Sequence[Read], members: Sequence[int]) -> GatherTable:
-        """Of reads of whole words.
-
-        Args:
-            members: the tensors whose addresses will be given, in that order.
-        """
+        """Of reads of whole words; the addresses of `members`, in that order, will be given."""
         place = {tensor: i for i, tensor in enumerate(members, start=1)}
         entries = [(rows, place[read.tensor]) for read in reads for rows in _rows(read)]
         return cls(
@@ -173,7 +163,6 @@ def _rows(read: Read) -> list[Rows]:
 
 
 def _dense(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The tensor contiguous on the device: itself where it is that."""
     if tensor.is_contiguous() and tensor.device == device:
         return tensor
     return tensor.to(device).contiguous()

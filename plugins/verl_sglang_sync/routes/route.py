@@ -83,7 +83,7 @@ class SyncSource:
     """The buckets of one sync of one trainer rank; see the module. By default a step does nothing.
 
     Attributes:
-        is_packed: True: buckets lie in staging buffers, and may hold only what the engine reads.
+        is_packed: buckets lie in staging buffers, and may hold only what the engine reads.
         needs_arrangements: digest of those that each engine rank of this rank must hold; None: none
             must.
     """
@@ -115,47 +115,37 @@ class SyncSource:
 
 
 class Recovery(Enum):
-    """What all ranks do after a sync by a route that failed."""
-
     RAISE = "something else went wrong"
     AGAIN = "by the same route"
     EXPORT = "by the full export"
 
 
-@dataclass(frozen=True)
 class RouteContext:
     """What all routes of one trainer rank work on: the export that they spare a sync.
 
-    Attributes:
+    Args:
         device: of the parameters on this rank, and of what is made of them.
-        source_map: where the export's bytes lie in the parameters.
         readers: what this rank's engine ranks have said that they read; the same object for as long
             as they are the same engine ranks.
         first_reader: engine ranks are numbered from here on. 0: each shares the device of the
             trainer rank of its number; else they have devices of their own, and come and go.
-        recheck_every_n_syncs: compare with the full export again in every n-th sync; 0: never.
     """
 
-    group: TrainerGroup
-    device: torch.device
-    source_map: SourceMap
-    stream: BucketStream
-    readers: Callable[[], Sequence[EngineArrangements]]
-    first_reader: int = 0
-    recheck_every_n_syncs: int = 0
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         group: TrainerGroup,
         device: torch.device,
         settings: WeightSyncConfig,
         readers: Callable[[], Sequence[EngineArrangements]],
         first_reader: int = 0,
-    ) -> RouteContext:
-        """Of an export that nobody has seen yet."""
-        every, stream = settings.recheck_every_n_syncs, BucketStream(settings.bucket_bytes)
-        return cls(group, device, SourceMap(group, device), stream, readers, first_reader, every)
+    ) -> None:
+        self.group = group
+        self.device = device
+        self.readers = readers
+        self.first_reader = first_reader
+        self.recheck_every_n_syncs = settings.recheck_every_n_syncs
+        self.source_map = SourceMap(group, device)
+        self.stream = BucketStream(settings.bucket_bytes)
 
 
 class Route:
@@ -193,15 +183,10 @@ class Route:
 
     @property
     def is_proven(self) -> bool:
-        """True if the next sync may go this way."""
         return self._is_proven
 
     def choose(self, weights: Iterable[NamedTensor], report: SyncReport) -> SyncSource | None:
-        """The buckets of this sync; None: it goes another way.
-
-        Args:
-            weights: the export that would be left out.
-        """
+        """The buckets of this sync, without the export of `weights`; None: it goes another way."""
         if not self._is_proven:
             return None
         self._num_syncs += 1
@@ -226,7 +211,6 @@ class Route:
         """After a good exported sync: prepare, and prove, the next ones.
 
         Args:
-            weights: the export of that sync.
             loaded: how this rank's engine ranks have loaded it.
 
         Returns:
@@ -248,12 +232,7 @@ class Route:
         return self._is_proven
 
     def recover(self, cause: Exception | None, weights: Iterable[NamedTensor]) -> Recovery:
-        """What to do after a sync by this route that failed.
-
-        Args:
-            cause: what went wrong on this rank; None: nothing.
-            weights: the export that was left out.
-        """
+        """What to do after a sync by this route that failed, on this rank by `cause`."""
         return Recovery.RAISE
 
     def forget(self) -> None:

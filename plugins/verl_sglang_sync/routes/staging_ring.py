@@ -23,41 +23,12 @@ MAPPABLE_BYTES = 1
 _Groups = list[tuple[list[int], list[torch.Tensor]]]
 
 
-class StagingBuffer:
-    """A flat uint8 buffer that grows to the largest bucket it has held.
-
-    Allocated by torch's ordinary allocator, never inside a torch_memory_saver region. On a GPU it
-    must not lie in an expandable segment (its IPC handle could not be exported): verl switches
-    those off around a sync.
-
-    Args:
-        device: where the engine of this rank runs; on a CPU the buffer is shared memory.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held at present."""
-        return self._buffer.numel()
-
-    def reserve(self, nbytes: int) -> None:
-        """Make the buffer at least `nbytes` long; the old content is lost when it grows."""
-        if nbytes <= self._buffer.numel():
-            return
-        self._buffer = torch.empty(0, dtype=torch.uint8, device=self.device)  # free before growing
-        buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-        self._buffer = share_on_host(buffer) if self.device.type == "cpu" else buffer
-
-    def first(self, nbytes: int) -> torch.Tensor:
-        """The first `nbytes` bytes: uint8 of shape `[nbytes]`, a view of the buffer."""
-        return self._buffer[:nbytes]
-
-
 class StagingRing:
-    """`num_buffers` staging buffers, kept from sync to sync or freed in between.
+    """`num_buffers` flat staging buffers, kept from sync to sync or freed in between.
+
+    Allocated by torch's ordinary allocator, never inside a torch_memory_saver region. On a GPU they
+    must not lie in an expandable segment (no IPC handle could be exported): verl switches those off
+    around a sync. On a CPU they are shared memory.
 
     Args:
         num_buffers: with two, a bucket is packed while the engine loads the one before.
@@ -67,19 +38,14 @@ class StagingRing:
     def __init__(self, device: torch.device, *, num_buffers: int, bucket_bytes: int) -> None:
         self._device = device
         self._bucket_bytes = bucket_bytes
-        self._buffers = [StagingBuffer(device) for _ in range(num_buffers)]
+        self._buffers = [self._empty(0) for _ in range(num_buffers)]
         self._views: dict[tuple[str, int], _Groups] = {}
         self._packings: dict[int, ByteGather] = {}  # by the bucket's number
 
     @property
-    def num_buffers(self) -> int:
-        """Buckets that can be in flight at a time."""
-        return len(self._buffers)
-
-    @property
     def nbytes(self) -> int:
         """Bytes held at present."""
-        return sum(buffer.nbytes for buffer in self._buffers)
+        return sum(buffer.numel() for buffer in self._buffers)
 
     def prepare(self, sizes: Sequence[int]) -> None:
         """Make every buffer fit the buckets that are expected in it; `sizes` are their bytes."""
@@ -92,12 +58,12 @@ class StagingRing:
         slot, bucket = batch.index % len(self._buffers), batch.bucket
         nbytes = bucket.layout.nbytes
         needed = max(nbytes, MAPPABLE_BYTES)
-        if needed > self._buffers[slot].nbytes:
+        if needed > self._buffers[slot].numel():
             only = batch.index == 0 and bucket.is_last
             self._reserve(slot, needed if only else max(needed, self._bucket_bytes))
         groups = self._views.get((bucket.digest, slot))
         if groups is None:
-            flat = self._buffers[slot].first(nbytes)
+            flat = self._buffers[slot][:nbytes]
             groups = self._views[bucket.digest, slot] = _grouped_views(bucket.layout, flat)
         with torch.no_grad():
             for members, targets in groups:
@@ -106,10 +72,9 @@ class StagingRing:
                     targets[0].copy_(sources[0], non_blocking=True)
                 else:
                     torch._foreach_copy_(targets, sources, non_blocking=True)
-        return self._written(slot, nbytes)
+        return self._written(slot)
 
     def pack_arranged(self, batch: Batch, arrangement: Arrangement) -> torch.UntypedStorage:
-        """`pack` for what the engine rank reads of a bucket."""
         packing = self._packings.get(batch.index)
         if packing is None or packing.arrangement is not arrangement:
             packing = self._packings[batch.index] = ByteGather(arrangement, self._device)
@@ -121,31 +86,34 @@ class StagingRing:
         """Have a bucket's buffer filled, wait for it, and return the buffer's storage."""
         slot = index % len(self._buffers)
         self._reserve(slot, max(nbytes, MAPPABLE_BYTES))
-        fill(self._buffers[slot].first(nbytes))
-        return self._written(slot, nbytes)
+        fill(self._buffers[slot][:nbytes])
+        return self._written(slot)
 
-    def _written(self, slot: int, nbytes: int) -> torch.UntypedStorage:
+    def _written(self, slot: int) -> torch.UntypedStorage:
         """A buffer's storage, once what was written on the current stream has arrived."""
         synchronize(self._device)
-        return self._buffers[slot].first(nbytes).untyped_storage()
+        return self._buffers[slot].untyped_storage()
 
     def free(self) -> None:
         """Give the memory back, but for small tables; the engine must have let go of it."""
         self._views.clear()
-        self._buffers = [StagingBuffer(self._device) for _ in self._buffers]
+        self._buffers = [self._empty(0) for _ in self._buffers]
 
     def _reserve(self, slot: int, nbytes: int) -> None:
-        if nbytes > self._buffers[slot].nbytes:
+        """Make a buffer at least so long; what is in it is lost when it grows."""
+        if nbytes > self._buffers[slot].numel():
             for key in [key for key in self._views if key[1] == slot]:
                 del self._views[key]
-            self._buffers[slot].reserve(nbytes)
+            self._buffers[slot] = self._empty(0)  # free before growing
+            self._buffers[slot] = self._empty(nbytes)
+
+    def _empty(self, nbytes: int) -> torch.Tensor:
+        buffer = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        return share_on_host(buffer) if nbytes and self._device.type == "cpu" else buffer
 
 
 def _grouped_views(layout: BucketLayout, flat: torch.Tensor) -> _Groups:
-    """Views of the buffer by dtype: the fused copy takes one dtype at a time.
-
-    A large tensor is a group of its own: a plain copy of it is faster than the fused kernel.
-    """
+    """Views of the buffer by dtype, which the fused copy takes one at a time; large ones alone."""
     by_dtype: dict[object, tuple[list[int], list[torch.Tensor]]] = {}
     for i, (_, view) in enumerate(layout.views(flat)):
         if view.numel():

@@ -33,7 +33,7 @@ from verl_sglang_sync.sources.export_trace import (
     TracedTensor,
     TracingMode,
 )
-from verl_sglang_sync.sources.owners import Origin, Owners
+from verl_sglang_sync.sources.transfer_plan import Origin, Owners
 
 FACTOR, MASK = 0x2545F4914F6CDD1D, 0x1B873593CC9E2D51
 """Of the scrambled codes, modulo the integers' range; the factor is odd, so it has an inverse."""
@@ -47,7 +47,7 @@ class Conversion:
     """What an export makes of one parameter.
 
     Attributes:
-        source: the parameter's name among the sources, the same on all ranks that hold a part.
+        source: its name among the sources, the same on all ranks that hold a part.
         convert: `(name, tensor)` of whatever is given in the parameter's place.
     """
 
@@ -59,11 +59,7 @@ class Conversion:
 def trace_conversions(
     conversions: Iterable[Conversion], *, rank: int, world_size: int, device: torch.device
 ) -> TracedExport:
-    """What this rank knows of the export: the tensors made of its own parameters' kind.
-
-    Args:
-        conversions: of all parameters of this rank.
-        device: of the engine on this rank.
+    """What this rank knows of the export, of which it gives the conversions of all its parameters.
 
     Raises:
         NotTraceable: a tensor is computed, or is no strided set of the shards' bytes.
@@ -92,7 +88,6 @@ def trace_conversions(
 def _converted(
     conversion: Conversion, codes: _Codes
 ) -> Iterator[tuple[str, tuple[int, ...], Owners, ByteMap]]:
-    """Convert the codes twice, and read what comes out."""
     plain = _answered(conversion, codes, is_scrambled=False)
     scrambled = _answered(conversion, codes, is_scrambled=True)
     if [name for name, _ in plain] != [name for name, _ in scrambled]:
@@ -128,26 +123,19 @@ class _Codes:
         )
 
     def scramble(self, codes: torch.Tensor) -> torch.Tensor:
-        """Other codes of the same elements."""
         return (codes * self._wrapped(FACTOR)) ^ self._wrapped(MASK)
 
     def unscramble(self, codes: torch.Tensor) -> torch.Tensor:
-        """The inverse of `scramble`."""
         inverse = pow(FACTOR, -1, 1 << self._bits)
         return (codes ^ self._wrapped(MASK)) * self._wrapped(inverse)
 
     def of_rank(self, codes: torch.Tensor, rank: int, *, is_scrambled: bool) -> torch.Tensor:
-        """What a rank has where this one has `codes`."""
         plain = self.unscramble(codes) if is_scrambled else codes
         moved = plain + (rank - self.rank) * self._numel
         return self.scramble(moved) if is_scrambled else moved
 
     def read(self, tensor: torch.Tensor, scrambled: torch.Tensor) -> tuple[Owners, ByteMap]:
-        """Where a converted tensor's elements come from; `scrambled` has the scrambled codes.
-
-        Raises:
-            NotTraceable: it is none of the shards' elements, in a strided order.
-        """
+        """Where a converted tensor's elements come from; `scrambled` has the scrambled codes."""
         if tensor.dtype != self.dtype or scrambled.dtype != self.dtype:
             raise NotTraceable(f"is converted to another dtype, or computed: {tensor.dtype}")
         if tensor.shape != scrambled.shape:
@@ -213,16 +201,11 @@ class _Answers(TracingMode):
         return args[0], FakeWork().boxed()
 
     def _ranks(self, boxed: Any) -> list[int]:
-        """The trainer's ranks in a group."""
         return list(dist.get_process_group_ranks(ProcessGroup.unbox(boxed)))
 
 
 def _strided(places: torch.Tensor, itemsize: int) -> Region:
-    """The strided set of elements that these are, in this order.
-
-    Raises:
-        NotTraceable: they are none.
-    """
+    """The strided set of elements that these are, in this order; raises if they are none."""
     dims: list[tuple[int, int]] = []
     first, rest = (int(places[0]) if places.numel() else 0), places
     while rest.numel() > 1:

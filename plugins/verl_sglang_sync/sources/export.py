@@ -1,15 +1,29 @@
-"""The trainer's export: a generator of `(name, full tensor)`, and what can be wrong with it."""
+"""The trainer's export: a generator of `(name, full tensor)`, and what can be wrong with it.
+
+verl hands the rollout one generator. But the call that made it can be made again, and a `Reexport`
+makes it each time that it is iterated over, to repeat a sync, or to trace it:
+
+    for name, tensor in export: ...        # the weights; collective over all ranks
+    for name, tensor in export: ...        # again, or traced without data
+
+Whether something can be started again is Python's own question: an iterator cannot, an iterable
+that is none (a list, a `Reexport`) can.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from typing import Any, TypeAlias
 
 import torch
 
 from sglang_loader.common.digest import tensor_digest
 
 NamedTensor = tuple[str, torch.Tensor]
+
+AdapterExport: TypeAlias = Callable[[], tuple[Iterable[NamedTensor], dict[str, Any]]]
+"""Makes the export of a LoRA adapter, and its configuration, as PEFT has it."""
 
 EMBEDDING = "embed_tokens.weight"
 """How the name of an embedding ends that mbridge may export twice."""
@@ -53,11 +67,7 @@ class Export:
             raise
 
     def _is_copy(self, name: str, tensor: torch.Tensor) -> bool:
-        """True if the embedding came before.
-
-        Raises:
-            TensorsDiffer: another one did.
-        """
+        """True if the embedding came before; raises if another one did."""
         digest = tensor_digest(tensor)
         shape, known = self._embeddings.setdefault(name, (tensor.shape, digest))
         if known is digest or shape != tensor.shape:  # the planner refuses the latter
@@ -70,11 +80,56 @@ class Export:
         return True
 
     def drain(self) -> None:
-        """Run the export to its end, dropping the tensors: its collectives need every rank, unless
-        it is what broke.
-        """
+        """Run the export to its end: its collectives need every rank, unless it is what broke."""
         if self.failed:
             return
         with suppress(Exception):
             for _ in self._source:
                 pass
+
+
+class Reexport(Iterable[NamedTensor]):
+    """An export that is made anew for every iteration.
+
+    Args:
+        again: makes one; collective over the trainer's ranks.
+        first: one that was made already, for the first iteration.
+        sources: the tensors that it reads, by name, as they are now; only where making it changes
+            nothing, and what it yields does not depend on values.
+        adapter: that belongs to these weights; None: there is none, or it is merged into them.
+    """
+
+    def __init__(
+        self,
+        again: Callable[[], Iterable[NamedTensor]],
+        first: Iterable[NamedTensor] | None = None,
+        sources: Callable[[], Mapping[str, torch.Tensor]] | None = None,
+        adapter: AdapterExport | None = None,
+    ) -> None:
+        self._again = again
+        self._first = first
+        self.sources = sources
+        self.adapter = adapter
+
+    def __iter__(self) -> Iterator[NamedTensor]:
+        first, self._first = self._first, None
+        return iter(self._again() if first is None else first)
+
+
+def is_repeatable(weights: Iterable[NamedTensor]) -> bool:
+    """True if `weights` can be iterated over more than once."""
+    return not isinstance(weights, Iterator)
+
+
+def transformed(
+    weights: Iterable[NamedTensor],
+    step: Callable[[Iterable[NamedTensor]], Iterable[NamedTensor]],
+    *,
+    computes: bool = False,
+) -> Iterable[NamedTensor]:
+    """`step(weights)`, repeatable if `weights` is; without its sources if the step computes."""
+    if not is_repeatable(weights):
+        return step(weights)
+    sources = None if computes else getattr(weights, "sources", None)
+    adapter = getattr(weights, "adapter", None)
+    return Reexport(lambda: step(weights), sources=sources, adapter=adapter)

@@ -32,7 +32,7 @@ from sglang_loader.common.regions.compose import ByteMap, compose_read
 from sglang_loader.common.regions.geometry import Region
 from verl_sglang_sync.sources.export import NamedTensor
 from verl_sglang_sync.sources.known_sources import Sources
-from verl_sglang_sync.sources.owners import NotOwned, Origin, Owners, everyone, owners_of
+from verl_sglang_sync.sources.transfer_plan import NotOwned, Origin, Owners, everyone, owners_of
 
 _COLLECTIVES = frozenset(
     ("c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "symm_mem")
@@ -47,8 +47,6 @@ class NotTraceable(Exception):
 
 @dataclass(frozen=True)
 class TracedTensor:
-    """One exported tensor."""
-
     dtype: torch.dtype
     shape: tuple[int, ...]
     origin: Origin
@@ -56,12 +54,7 @@ class TracedTensor:
 
 @dataclass(frozen=True)
 class TracedParameter:
-    """A tensor that the export read.
-
-    Attributes:
-        source: its name among the sources.
-        owners: which rank has which bytes.
-    """
+    """A tensor that the export read, by its name among the sources."""
 
     source: str
     owners: Owners
@@ -69,27 +62,19 @@ class TracedParameter:
 
 @dataclass(frozen=True)
 class TracedExport:
-    """Where every exported tensor comes from; equal on all ranks."""
-
     parameters: tuple[TracedParameter, ...]
     tensors: Mapping[str, TracedTensor]
 
     @property
     def names(self) -> list[str]:
-        """Among the sources, by parameter."""
         return [parameter.source for parameter in self.parameters]
 
     @cached_property
     def owners(self) -> list[Owners]:
-        """By parameter."""
         return [parameter.owners for parameter in self.parameters]
 
     def origins_of(self, layout: BucketLayout) -> list[Origin]:
-        """What the tensors of a bucket are.
-
-        Raises:
-            NotTraceable: one was not traced as it was exported.
-        """
+        """What a bucket's tensors are; `NotTraceable` where one was not traced as exported."""
         origins = []
         for tensor in layout.tensors:
             found = self.tensors.get(tensor.name)
@@ -102,13 +87,10 @@ class TracedExport:
 def trace_export(
     export: Iterable[NamedTensor], *, sources: Sources, world_size: int, device: torch.device
 ) -> TracedExport:
-    """Run `export` once, without its data.
+    """Run `export` once, without its data; every rank of the trainer must call this.
 
     Args:
-        export: `(name, tensor)`; starts anew when it is iterated over.
-        sources: of its tensors.
-        world_size: ranks of the trainer; every one must call this.
-        device: of the exported tensors.
+        export: `(name, tensor)` on `device`; starts anew when it is iterated over.
 
     Raises:
         NotTraceable: a tensor is computed, moved, or comes from elsewhere.
@@ -131,11 +113,7 @@ class TracingMode(TorchDispatchMode):
 
     @contextmanager
     def tracing(self, what: str) -> Iterator[None]:
-        """Have the mode on in the body; `what` runs there.
-
-        Raises:
-            NotTraceable: something was refused, or raised.
-        """
+        """Have the mode on in the body, where `what` runs; `NotTraceable` for what goes wrong."""
         try:
             with self:
                 yield
@@ -189,7 +167,6 @@ class _Follower(TracingMode):
             yield
 
     def describe(self, name: str, tensor: torch.Tensor) -> TracedTensor:
-        """Where an exported tensor comes from."""
         if isinstance(tensor, DTensor):
             self._refuse(f"{name} is exported as a shard")
         storage = tensor.untyped_storage()

@@ -1,9 +1,8 @@
 """The tensors that a traced export reads: are they still what and where they were?
 
-    kinds = SourceKinds(sources())           # when the export is traced
-    kinds.first_other(sources())             # in a later sync; a name: trace it again
-    known = KnownSources(sources())          # when their memory is located
-    known.require(sources())                 # in a later sync; raises: locate them again
+    known = KnownSources(sources(), located=False)    # when the export is traced
+    known.require(sources())                          # in a later sync; raises: trace it again
+    known = KnownSources(sources())                   # when their memory is located; likewise
 
 An optimizer changes what is in the memory, and a trace stays true. Whoever moves a tensor, or puts
 another in its place, may have changed what the export makes of it.
@@ -12,6 +11,7 @@ another in its place, may have changed what the export makes of it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,24 +29,12 @@ Columns = tuple[list[Any], ...]
 """Properties of some tensors, a list for each property: there are hundreds of tensors."""
 
 
-class ModuleState:
-    """What an export reads that starts from `state_dict`; call it for the tensors as they are now.
-
-    Args:
-        module: the trainer's.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-
-    def __call__(self) -> Mapping[str, torch.Tensor]:
-        """The state, by name, with the parameters themselves."""
-        state: dict[str, torch.Tensor] = self._module.state_dict(keep_vars=True)
-        return state
+def module_state(module: nn.Module) -> Sources:
+    """What an export reads that starts from `state_dict`: the parameters themselves, by name."""
+    return partial(module.state_dict, keep_vars=True)
 
 
 def sources_of(export: object) -> Sources | None:
-    """What an export reads; None where it does not say."""
     sources: Sources | None = getattr(export, "sources", None)
     return sources
 
@@ -63,32 +51,40 @@ class SourcesChanged(ValueError):
 
 
 def require_sources(export: object) -> Sources:
-    """What an export reads.
-
-    Raises:
-        SourcesChanged: it does not say.
-    """
-    sources = sources_of(export)
-    if sources is None:
+    """What an export reads; `SourcesChanged` where it does not say."""
+    if (sources := sources_of(export)) is None:
         raise SourcesChanged("the export does not say which tensors it reads")
     return sources
 
 
-class SourceKinds:
-    """What tensors are, wherever they lie: a trace holds for others of the same kinds.
+class KnownSources:
+    """Tensors that are recognised by what they are and where their memory is; keeps no memory.
 
     Args:
         now: by name.
+        located: False: wherever they lie. A trace holds for others of the same kinds.
     """
 
-    def __init__(self, now: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, now: Mapping[str, torch.Tensor], *, located: bool = True) -> None:
+        self._is_located = located
         self._names = list(now)
         self._then = list(self._columns(list(now.values())))
+        locals_ = locals_of(list(now.values())) if located else []
+        # As long as these live, no other storage has the identity of one of then.
+        self._refs = [StorageWeakRef(local.untyped_storage()) for local in locals_]
 
-    def first_other(self, now: Mapping[str, torch.Tensor]) -> str | None:
-        """The first tensor that is of another kind now: dtype, shape, strides, placement, or which
-        of the others share its memory. None: all are as then, though perhaps elsewhere.
+    def require(self, now: Mapping[str, torch.Tensor]) -> None:
+        """Compare with the tensors as they are now: dtype, shape, strides, placement, and their
+        memory, or else which of the others share it.
+
+        Raises:
+            SourcesChanged: they are other tensors, or elsewhere.
         """
+        if (other := self._first_other(now)) is not None:
+            which = "what or where" if self._is_located else "what"
+            raise SourcesChanged(f"{other} is not {which} it was when the export was traced")
+
+    def _first_other(self, now: Mapping[str, torch.Tensor]) -> str | None:
         if list(now) != self._names:
             return f"the list of the trainer's {len(self._names)} tensors, {len(now)} now,"
         columns = self._columns(list(now.values()))
@@ -101,47 +97,18 @@ class SourceKinds:
 
     def _columns(self, tensors: Sequence[torch.Tensor]) -> Iterator[Columns]:
         """What is compared, of `STEP` tensors: few objects live at a time, for Python's garbage
-        collector. A storage is told by the position of the first tensor in it.
+        collector. A storage that may move is told by the position of the first tensor in it.
         """
         first: dict[int, int] = {}
         for start in range(0, len(tensors), STEP):
             locals_ = locals_of(tensors[start : start + STEP])
-            storages = [
-                first.setdefault(local.untyped_storage()._cdata, i)
-                for i, local in enumerate(locals_, start)
-            ]
-            offsets = list(map(torch.Tensor.storage_offset, locals_))
-            yield storages, offsets, *_description(tensors[start : start + STEP], locals_)
-
-
-class KnownSources(SourceKinds):
-    """Tensors that are recognised by what they are and where their memory is; keeps no memory.
-
-    Args:
-        now: by name.
-    """
-
-    def __init__(self, now: Mapping[str, torch.Tensor]) -> None:
-        super().__init__(now)
-        locals_ = locals_of(list(now.values()))
-        # As long as these live, no other storage has the identity of one of then.
-        self._refs = [StorageWeakRef(local.untyped_storage()) for local in locals_]
-
-    def require(self, now: Mapping[str, torch.Tensor]) -> None:
-        """Compare with the tensors as they are now.
-
-        Raises:
-            SourcesChanged: they are other tensors, or elsewhere.
-        """
-        if (other := self.first_other(now)) is not None:
-            raise SourcesChanged(f"{other} is not what or where it was when the export was traced")
-
-    def _columns(self, tensors: Sequence[torch.Tensor]) -> Iterator[Columns]:
-        for start in range(0, len(tensors), STEP):
-            locals_ = locals_of(tensors[start : start + STEP])
             storages = [local.untyped_storage()._cdata for local in locals_]
-            addresses = list(map(torch.Tensor.data_ptr, locals_))
-            yield storages, addresses, *_description(tensors[start : start + STEP], locals_)
+            if self._is_located:
+                places = list(map(torch.Tensor.data_ptr, locals_))
+            else:
+                storages = [first.setdefault(each, i) for i, each in enumerate(storages, start)]
+                places = [int(local.storage_offset()) for local in locals_]
+            yield storages, places, *_description(tensors[start : start + STEP], locals_)
 
 
 def _description(tensors: Sequence[torch.Tensor], locals_: Sequence[torch.Tensor]) -> Columns:
@@ -159,7 +126,6 @@ def _description(tensors: Sequence[torch.Tensor], locals_: Sequence[torch.Tensor
 
 
 def locals_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """What this rank has of them."""
     with torch.no_grad():
         return [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
 

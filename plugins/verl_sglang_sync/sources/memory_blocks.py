@@ -2,12 +2,7 @@
 
 torch cuts blocks into storages; mapping a block once serves every tensor in it. A block stays
 mapped to the right memory for as long as one storage in it lives, so each shared block is named
-after such a storage, and gets a new name when that one is gone:
-
-    table = BlockTable(device)
-    block = table.block_of(Block.of(tensor.untyped_storage()))     # None: cannot be mapped
-    name = names.name_of(block, tensor.untyped_storage())
-    handle = share_block(block, tensor.untyped_storage())
+after such a storage, and gets a new name when that one is gone.
 """
 
 from __future__ import annotations
@@ -32,7 +27,6 @@ class Block:
 
     @classmethod
     def of(cls, storage: torch.UntypedStorage) -> Block:
-        """A storage, as a block of its own."""
         return cls(storage.data_ptr(), storage.nbytes())
 
 
@@ -73,12 +67,7 @@ class BlockNames:
         self._names: dict[Block, tuple[str, StorageWeakRef]] = {}
 
     def name_of(self, block: Block, member: torch.UntypedStorage) -> str:
-        """The block's name.
-
-        Args:
-            block: one in which `member` lies.
-            member: a storage that is alive now; a new name is valid while it lives.
-        """
+        """The block's name. A new one is valid while `member` lives, a storage in the block."""
         name, ref = self._names.get(block, ("", None))
         if ref is None or ref.expired():  # a weak reference keeps its identity taken
             self._names = {b: v for b, v in self._names.items() if not v[1].expired()}
@@ -88,10 +77,8 @@ class BlockNames:
 
 
 def share_block(block: Block, member: torch.UntypedStorage) -> BufferHandle:
-    """A handle of a whole block, by way of one storage in it.
-
-    Raises:
-        ValueError: the memory cannot be mapped by other processes, or is no longer that block.
+    """A handle of a whole block, by way of one storage in it; raises `ValueError` where other
+    processes cannot map the memory, or it is no longer that block.
     """
     handle = share_storage(member)
     if not isinstance(handle, CudaHandle):

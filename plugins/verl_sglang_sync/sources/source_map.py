@@ -5,18 +5,30 @@
     source_map.traced.tensors["lm_head.weight"]   # which bytes of which parameter
     now = source_map.current(export, traced)      # the parameters; raises if they were replaced
 
-FSDP2's exports are traced as they run (`export_trace`). Sources that have a method `trace` know
-better how; each rank may know a part of the export then, and the parts are merged.
+FSDP2's exports are traced as they run (`export_trace`), the same on all ranks. Sources that have a
+method `trace` know better how. A Megatron rank traces its own pipeline stage, and names the ranks
+that it would gather from: the shards of its data parallel replica. What several ranks say of a
+tensor must be the same but for the ranks, and these hold replicas:
+
+    rank 0: "q_proj" is these bytes of "qkv", whose shards ranks 0 and 1 have
+    rank 2: "q_proj" is these bytes of "qkv", whose shards ranks 2 and 3 have
+    merged:                                 whose shards ranks (0, 2) and (1, 3) have
+
+Of ranks that trace the same but for the ranks that they name, one says all of it, and the others
+name those ranks: of 512 that hold 1 T parameters, one for each pipeline stage.
 
 An optimizer changes what is in the memory, and parameters that were offloaded come back at other
-addresses. What is traced holds all the same, as long as they are of the same kinds (`SourceKinds`).
+addresses. What is traced holds as long as they are of the same kinds (`KnownSources`).
 """
 
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterable, Mapping
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from verl_sglang_sync.collective import (
@@ -27,9 +39,15 @@ from verl_sglang_sync.collective import (
     world_size,
 )
 from verl_sglang_sync.sources.export import NamedTensor
-from verl_sglang_sync.sources.export_trace import NotTraceable, TracedExport, trace_export
-from verl_sglang_sync.sources.known_sources import SourceKinds, SourcesChanged, require_sources
-from verl_sglang_sync.sources.merged_traces import NamedRanks, merged_traces
+from verl_sglang_sync.sources.export_trace import (
+    NotTraceable,
+    TracedExport,
+    TracedParameter,
+    TracedTensor,
+    trace_export,
+)
+from verl_sglang_sync.sources.known_sources import KnownSources, SourcesChanged, require_sources
+from verl_sglang_sync.sources.transfer_plan import Origin
 
 MAX_TRACES = 4
 """How often the parameters may be replaced by others before it is not worth the tracing."""
@@ -46,20 +64,18 @@ class SourceMap:
         self.off: str | None = None
         self._group = group
         self._device = device
-        self._found: tuple[TracedExport, SourceKinds] | None = None
+        self._found: tuple[TracedExport, KnownSources] | None = None
         self._num_traces = 0
 
     @property
     def traced(self) -> TracedExport:
-        """The export, after a good `trace`."""
         assert self._found is not None, "nothing was traced"
         return self._found[0]
 
     def trace(self, export: Iterable[NamedTensor]) -> str | None:
         """Trace the export, unless what was traced before still holds; collective.
 
-        Returns:
-            Why it cannot be traced, equal on all ranks; None if it was.
+        Why it cannot be traced, equal on all ranks; None if it was.
         """
         if self.off is not None:
             return self.off
@@ -79,11 +95,7 @@ class SourceMap:
         return self.off
 
     def _merge(self) -> str | None:
-        """Put together what the ranks have traced; collective.
-
-        Returns:
-            Why it does not fit, equal on all ranks; None: all ranks know all of the export.
-        """
+        """Put together what the ranks have traced; why it does not fit; collective."""
         assert self._found is not None
         traced, kinds = self._found
         own = NamedRanks.of(traced)
@@ -104,14 +116,13 @@ class SourceMap:
             traced: what the caller has planned with.
 
         Raises:
-            SourcesChanged: the export was traced anew since, or a parameter is not of the kind that
-                it was then.
+            SourcesChanged: the export was traced anew since, or a parameter is of another kind than
+                then.
         """
         if self._found is None or self._found[0] is not traced:
             raise SourcesChanged("the export was traced anew")
         now = require_sources(export)()
-        if (other := self._found[1].first_other(now)) is not None:
-            raise SourcesChanged(f"{other} is not what it was when the export was traced")
+        self._found[1].require(now)
         return now
 
     def _holds(self, export: Iterable[NamedTensor]) -> bool:
@@ -120,12 +131,98 @@ class SourceMap:
         except Exception:  # the other ranks wait for an answer; tracing anew tells the reason
             return False
 
-    def _trace(self, export: Iterable[NamedTensor]) -> tuple[TracedExport, SourceKinds]:
+    def _trace(self, export: Iterable[NamedTensor]) -> tuple[TracedExport, KnownSources]:
         """No rank waits for another."""
         if self._num_traces > MAX_TRACES:
             raise NotTraceable(f"the parameters were replaced by others {MAX_TRACES} times")
         sources = require_sources(export)
         if (trace := getattr(sources, "trace", None)) is not None:
-            return trace(self._device), SourceKinds(sources())
-        traced = trace_export(export, sources=sources, world_size=world_size(), device=self._device)
-        return traced, SourceKinds(sources())
+            traced = trace(self._device)
+        else:
+            traced = trace_export(
+                export, sources=sources, world_size=world_size(), device=self._device
+            )
+        return traced, KnownSources(sources(), located=False)
+
+
+@dataclass(frozen=True)
+class NamedRanks:
+    """The ranks that a trace names, and what tells whether the rest is another rank's, too.
+
+    Attributes:
+        rest: checksum of all but the ranks.
+        ranks: by parameter and shard, each an int32.
+    """
+
+    rest: int
+    ranks: bytes
+
+    @classmethod
+    def of(cls, traced: TracedExport) -> NamedRanks:
+        owners = traced.owners
+        ranks = [rank for each in owners for holders in each.holders for rank in holders]
+        kinds = zip(traced.names, owners, strict=True)
+        rest = [(name, o.starts, o.nbytes, [*map(len, o.holders)]) for name, o in kinds]
+        checksum = zlib.crc32(repr((rest, [*traced.tensors.items()])).encode())
+        return cls(checksum, np.array(ranks, dtype=np.int32).tobytes())
+
+
+def merged_traces(
+    named: Sequence[NamedRanks], traces: Sequence[TracedExport | None]
+) -> TracedExport:
+    """The whole export, equal on all ranks; pure.
+
+    Args:
+        traces: by rank, as `named`; of those that are alike, one is enough.
+
+    Raises:
+        NotTraceable: two ranks traced a tensor as different bytes.
+    """
+    claims: dict[str, list[tuple[TracedTensor, TracedParameter]]] = {}
+    for own, traced in zip(named, traces, strict=True):
+        if traced is not None:
+            alike = [each.ranks for each in named if each.rest == own.rest]
+            parameters = _with_replicas(traced.parameters, alike)
+            for name, tensor in traced.tensors.items():
+                claim = tensor, parameters[tensor.origin.parameter]
+                claims.setdefault(name, []).append(claim)
+    numbers: dict[TracedParameter, int] = {}
+    tensors: dict[str, TracedTensor] = {}
+    for name, claimed in claims.items():
+        tensor, parameter = claimed[0]
+        if len(claimed) > 1:
+            if len({_without_ranks(*claim) for claim in claimed}) > 1:
+                raise NotTraceable(f"the ranks traced different exports: {name} differs")
+            by_shard = zip(*(each.owners.holders for _, each in claimed), strict=True)
+            parameter = _held_by(parameter, [sum(holders, ()) for holders in by_shard])
+        number = numbers.setdefault(parameter, len(numbers))
+        tensors[name] = replace(tensor, origin=Origin(number, tensor.origin.bytes))
+    return TracedExport(tuple(numbers), tensors)
+
+
+def _with_replicas(
+    parameters: Sequence[TracedParameter], alike: Sequence[bytes]
+) -> list[TracedParameter]:
+    """Each shard held by all ranks that are named in its place; `alike`: by each of them."""
+    by_rank = np.stack([np.frombuffer(ranks, dtype=np.int32) for ranks in alike])
+    replicas, found = iter(by_rank.T.tolist()), []
+    for parameter in parameters:
+        shards = [
+            [rank for _ in holders for rank in next(replicas)]
+            for holders in parameter.owners.holders
+        ]
+        found.append(_held_by(parameter, shards))
+    return found
+
+
+def _held_by(parameter: TracedParameter, shards: Sequence[Iterable[int]]) -> TracedParameter:
+    holders = tuple(tuple(sorted(set(ranks))) for ranks in shards)
+    return replace(parameter, owners=replace(parameter.owners, holders=holders))
+
+
+def _without_ranks(tensor: TracedTensor, parameter: TracedParameter) -> tuple[object, ...]:
+    owners = parameter.owners
+    return (
+        *(tensor.dtype, tensor.shape, tensor.origin.bytes),
+        *(parameter.source, owners.starts, owners.nbytes),
+    )

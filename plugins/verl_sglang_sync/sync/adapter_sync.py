@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
 
 from verl_sglang_sync.collective import (
     TrainerGroup,
@@ -21,23 +20,17 @@ from verl_sglang_sync.report import SyncReport
 
 logger = logging.getLogger(__name__)
 
+UNLOAD = "unload_adapter"
+
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterUpdate:
-    """Another state of the adapter.
-
-    Attributes:
-        unload: ends the one before.
-        load: brings this one, under the same name.
-    """
+    """Another state of the adapter: requests that end the one before, and bring this one."""
 
     unload: Call
     load: Call
     num_tensors: int
     nbytes: int
-
-
-Step: TypeAlias = Callable[[Engine, AdapterUpdate], Awaitable[None]]
 
 
 class AdapterSync:
@@ -69,37 +62,30 @@ class AdapterSync:
             raise WeightSyncError(f"the adapter was not exported\n{reason}")
         assert adapter is not None, "no rank has failed"
 
-        for stage, step, names in (
-            ("unload_adapter", _unload, self._were_told & engines.keys()),
-            ("load_adapter", _load, set(engines)),
+        for stage, call, names in (
+            (UNLOAD, adapter.unload, self._were_told & engines.keys()),
+            ("load_adapter", adapter.load, set(engines)),
         ):
             work = None
             if names:
-                work = _on_each(step, [engines[name] for name in names], adapter, report, stage)
+                work = _on_each([engines[name] for name in names], call, report, stage)
                 self._were_told |= names
             await run_in_step(self._group, stage, work)
         report.count_bucket(adapter.num_tensors, adapter.nbytes)
         report.sent_bytes += adapter.nbytes
 
 
-async def _on_each(
-    step: Step, engines: Iterable[Engine], adapter: AdapterUpdate, report: SyncReport, stage: str
-) -> None:
-    """Raises the first failure, once all have answered."""
+async def _on_each(engines: Iterable[Engine], call: Call, report: SyncReport, stage: str) -> None:
+    """Raises the first failure, once all have answered.
+
+    An engine that serves no adapter refuses to unload it; one that does serve it, and failed to
+    unload it, refuses the next one.
+    """
     with report.stage(stage):
-        steps = [step(engine, adapter) for engine in engines]
-        outcomes = await asyncio.gather(*steps, return_exceptions=True)
-    for error in filter(None, outcomes):
-        raise error
-
-
-async def _unload(engine: Engine, adapter: AdapterUpdate) -> None:
-    """An engine that serves none refuses; where it does serve one, it refuses the next instead."""
-    try:
-        await asyncio.wrap_future(engine.submit(adapter.unload))
-    except Exception as error:
-        logger.info("the adapter before was not unloaded: %s", error)
-
-
-async def _load(engine: Engine, adapter: AdapterUpdate) -> None:
-    await asyncio.wrap_future(engine.submit(adapter.load))
+        replies = [asyncio.wrap_future(engine.submit(call)) for engine in engines]
+        outcomes = await asyncio.gather(*replies, return_exceptions=True)
+    for outcome in outcomes:
+        if stage == UNLOAD and isinstance(outcome, Exception):
+            logger.info("the adapter before was not unloaded: %s", outcome)
+        elif isinstance(outcome, BaseException):
+            raise outcome

@@ -3,6 +3,7 @@
     opened = engines.open(stack, ranks, version, replicas, report)   # collective
     opened.engines                      # this rank's sessions: one, or many, or none
     opened.delivery.deliver(bucket)
+    engines.abandon()                   # a sync has failed: give up what the next must not use
 
 `ColocatedEngine`: every trainer rank has a session with the engine rank on its own device, which
 maps its staging buffers. `RemoteEngines` (disaggregated): the first trainer rank has the sessions
@@ -15,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Protocol
 
 from sglang_loader.common.session.folder import remove_orphans
 from verl_sglang_sync.collective import TrainerGroup
@@ -27,7 +27,7 @@ from verl_sglang_sync.engine.session import SessionSockets, TrainerSession
 from verl_sglang_sync.engine.update_groups import Replica, UpdateGroup, UpdateGroups
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.routes.broadcast import BroadcastDelivery
-from verl_sglang_sync.routes.delivery import MappedDelivery
+from verl_sglang_sync.routes.export import MappedDelivery
 from verl_sglang_sync.routes.route import Delivery
 from verl_sglang_sync.sources.memory_blocks import BlockNames
 from verl_sglang_sync.sync.ranks_in_step import RanksInStep
@@ -35,38 +35,16 @@ from verl_sglang_sync.sync.ranks_in_step import RanksInStep
 
 @dataclass(frozen=True)
 class Opened:
-    """What one sync was opened with."""
-
     engines: Sequence[EngineRank]
     delivery: Delivery
 
 
-class Engines(Protocol):
-    """Of one trainer rank, for all its syncs."""
-
-    def open(
-        self,
-        stack: ExitStack,
-        ranks: RanksInStep,
-        version: str | None,
-        replicas: Sequence[Replica],
-        report: SyncReport,
-    ) -> Opened:
-        """Make this rank's sessions, and have the requests sent that open them; collective."""
-
-    def abandon(self) -> None:
-        """A sync has failed: give up what the next one must not use."""
-
-
 class ColocatedEngine:
-    """The engine rank on this trainer rank's device; see `Engines`.
+    """The engine rank on this trainer rank's device.
 
     Args:
         engine: the replica's server on its leader, None on the other ranks.
         num_buffers: staging buffers, in which packed buckets take turns.
-
-    Attributes:
-        readers: what the engine rank has said that it reads.
     """
 
     def __init__(
@@ -94,7 +72,7 @@ class ColocatedEngine:
         replicas: Sequence[Replica],
         report: SyncReport,
     ) -> Opened:
-        """See `Engines`; the ranks' invitations are gathered, and the leader posts them."""
+        """Make a session; the leader posts the invitations of all its ranks."""
         settings, request = self._settings, OpeningRequest(self._engine, version)
         session = ranks.run_if_ok(
             lambda: stack.enter_context(TrainerSession(self.sockets, settings, self._names))
@@ -106,16 +84,15 @@ class ColocatedEngine:
         return Opened(engines, MappedDelivery(engines, settings, self._num_buffers, report))
 
     def abandon(self) -> None:
-        """See `Engines`: nothing."""
+        """Nothing is left."""
 
 
 class RemoteEngines:
-    """The engine ranks of all replicas, on other devices; see `Engines`.
+    """The engine ranks of all replicas, on other devices.
 
     Args:
         groups: on the trainer's first rank; None on the others, which have no sessions.
-        senders: the group of all trainer ranks, which may send, too.
-        may_send: whether they may in the next sync.
+        senders: the group of all trainer ranks, which may send, too, where `may_send` says so.
 
     Attributes:
         readers: what the engine ranks have said that they read, on the first rank; a new list for
@@ -145,7 +122,7 @@ class RemoteEngines:
         replicas: Sequence[Replica],
         report: SyncReport,
     ) -> Opened:
-        """See `Engines`; groups are formed first, unless they are the same as in the last sync."""
+        """Make all sessions; groups are formed first, unless they are those of the last sync."""
         settings, groups = self._settings, self._groups
         engines: list[EngineRank] = []
         group: UpdateGroup | None = None
@@ -160,7 +137,6 @@ class RemoteEngines:
         return Opened(engines, BroadcastDelivery(engines, group.process_group, settings, report))
 
     def _formed(self, groups: UpdateGroups, replicas: Sequence[Replica]) -> UpdateGroup:
-        """The update group of these replicas."""
         if not groups.is_current(replicas):
             self._senders.abandon()
         group = groups.with_replicas(replicas)
@@ -202,7 +178,7 @@ class RemoteEngines:
             request.post(invitations)
 
     def abandon(self) -> None:
-        """See `Engines`: a collective may be outstanding in a group."""
+        """A collective may be outstanding in a group."""
         self._senders.abandon()
         if self._groups is not None:
             self._groups.abandon()

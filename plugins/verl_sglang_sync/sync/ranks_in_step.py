@@ -80,25 +80,28 @@ class RanksInStep:
         self.num_tensors += len(bucket.layout.tensors)
         self._checksum = zlib.crc32(bucket.digest.encode(), self._checksum)
 
-    def agree(self, *, is_ready: bool = True) -> bool:
+    def agree(self, *, is_ready: bool = True, learnt_since: str | None = None) -> bool:
         """Exchange outcomes and checksums with all ranks; False if the sync cannot go on.
 
         Nobody is asked any more once a rank is lost: the others have left, too.
 
         Args:
             is_ready: False: this rank still waits for its engine; then all ranks must ask again.
+            learnt_since: once the ranks have agreed on an error: what more is to be told of it.
         """
         if self._is_rank_lost:
             return False
         signature = export_signature(self.num_tensors, self._checksum)
         try:
-            result = self._group.agree(self._failure, is_ready=is_ready, signature=signature)
+            failure = self._failure if self.error is None else learnt_since
+            result = self._group.agree(failure, is_ready=is_ready, signature=signature)
         except RankLost as error:
             self._is_rank_lost = True
             told = (str(error), MAY_SERVE if self.may_be_served else None, self._failure)
             self.error = self.error or "\n".join(filter(None, told))
             return False
         if self.error is not None:
+            self.error = "\n".join((self.error, *result.failures))
             return False
         if result.failures:
             reasons = "\n".join(result.failures)

@@ -152,17 +152,22 @@ class SessionRun:
             with self._report.stage("reply"):
                 ranks.repeat_until_all(are_answered)
         if ranks.error is not None:
-            self._abort(ranks.error)
-            ranks.agree()  # nobody leaves while an engine is still busy
+            lost = self._abort(ranks.error)
+            ranks.agree(learnt_since=lost)  # nobody leaves while an engine is still busy
         ranks.raise_error()
         for engine in self.engines:
             engine.session.keep_socket()
 
-    def _abort(self, reason: str) -> None:
-        """Tell the engine ranks to give up, and wait until they have, `GIVE_UP_S` at most."""
+    def _abort(self, reason: str) -> str | None:
+        """Tell the engine ranks to give up, and wait until they have, `GIVE_UP_S` at most.
+
+        Returns:
+            The servers that were lost meanwhile, if any. One that died ends a collective for the
+            other engines, and one of those may have told of its own failure first.
+        """
         for engine in self.engines:
             request = engine.request
             engine.session.abort(reason, request.check_answer if request.may_have_left else None)
         deadline = time.monotonic() + min(GIVE_UP_S, self._settings.request_timeout_s)
-        for request in self.requests:
-            request.give_up(max(0.0, deadline - time.monotonic()))
+        lost = [r.give_up(max(0.0, deadline - time.monotonic())) for r in self.requests]
+        return "\n".join(text for text in lost if text and text not in reason) or None

@@ -24,8 +24,7 @@ from verl_sglang_sync.engine.engine_ranks import Engine
 from verl_sglang_sync.engine.server_client import operations
 from verl_sglang_sync.engine.server_client.operations import Call
 from verl_sglang_sync.report import SyncReport
-from verl_sglang_sync.sources.export import NamedTensor
-from verl_sglang_sync.sources.reexport import Reexport
+from verl_sglang_sync.sources.export import NamedTensor, Reexport
 from verl_sglang_sync.stages import KV_CACHE, WEIGHTS
 from verl_sglang_sync.sync.adapter_sync import AdapterSync, AdapterUpdate
 from verl_sglang_sync.sync.transport import colocated_transport
@@ -118,8 +117,8 @@ class SGLangShardingManager(BaseShardingManager):  # type: ignore[misc]
         """Send all weights; the engine drops its prefix cache, and publishes the version.
 
         Args:
-            weights: `(name, full tensor)`, collective over the trainer's ranks; drained even if
-                the sync fails. What can be iterated over again: see `reexport`.
+            weights: `(name, full tensor)`, collective over the trainer's ranks; drained even if the
+                sync fails. What can be iterated over again: see `sources.export`.
             version: name of the new weights, such as verl's global step.
 
         Raises:
@@ -178,13 +177,11 @@ class SGLangShardingManager(BaseShardingManager):  # type: ignore[misc]
         await self.resume((KV_CACHE,))
 
     def __enter__(self) -> SGLangShardingManager:
-        """Wake the engine with the trainer's current weights."""
         self._syncs += 1
         asyncio.run(self.wake_up(version=str(self._syncs)))
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Put the engine to sleep, also after an exception."""
         asyncio.run(self.release())
 
     def _new_report(self) -> SyncReport:

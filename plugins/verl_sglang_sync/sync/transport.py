@@ -1,6 +1,6 @@
 """One sync: requests open sessions with all engine ranks, buckets go straight to them.
 
-A trainer rank has sessions with the engine ranks that it gives weights to (`engines.Engines`): one,
+A trainer rank has sessions with the engine ranks that it gives weights to (`engines`): one,
 many, or none. Ranks are not in step within a sync; they agree three times: everyone has joined;
 everyone has sent the same, and its engines have read it (only then is anything published); every
 replica is done. A rank that fails in between goes on exporting (the export's collectives need it),
@@ -37,7 +37,7 @@ from verl_sglang_sync.routes.route import Recovery, Route, RouteContext, SyncSou
 from verl_sglang_sync.routes.send.route import Send
 from verl_sglang_sync.routes.staging_ring import StagingRing
 from verl_sglang_sync.sources.export import Export, NamedTensor
-from verl_sglang_sync.sync.engines import ColocatedEngine, Engines, RemoteEngines
+from verl_sglang_sync.sync.engines import ColocatedEngine, RemoteEngines
 from verl_sglang_sync.sync.ranks_in_step import RanksInStep
 from verl_sglang_sync.sync.session_run import SessionRun
 
@@ -49,11 +49,8 @@ OTHER_BYTES = "a sync is exported: an engine reads other bytes than were prepare
 class SessionTransport:
     """Carries syncs; lives in every trainer process, for all its syncs.
 
-    Made by `colocated_transport` or `disaggregated_transport`.
-
     Args:
-        context: the export, shared with the routes.
-        routes: how a sync is spared it, the best first.
+        routes: how a sync is spared the full export, the best first.
         ring: the staging buffers; None on a rank that sends no exported bucket.
         arrangements: what the engine reads of the buckets that are packed there.
         frees_ring: the staging buffers are freed after each sync, for the KV cache.
@@ -64,7 +61,7 @@ class SessionTransport:
         self,
         context: RouteContext,
         *,
-        engines: Engines,
+        engines: ColocatedEngine | RemoteEngines,
         routes: Sequence[Route],
         settings: WeightSyncConfig,
         ring: StagingRing | None,
@@ -138,12 +135,8 @@ class SessionTransport:
         self._sync(weights, version, report, replicas, RanksInStep(self._group), routes)
 
     def check_reply(self, report: SyncReport) -> None:
-        """Look at the replies to the last sync's requests, where the sync had no need of them.
-
-        To be called after the engine's next stage, when they have long come.
-
-        Raises:
-            Exception: a reply is bad.
+        """Look at the replies to the last sync's requests, after the engine's next stage; raises if
+        one is bad.
         """
         requests, self._unanswered = self._unanswered, []
         for request in requests:
@@ -159,7 +152,6 @@ class SessionTransport:
         ranks: RanksInStep,
         routes: Sequence[Route],
     ) -> None:
-        """One session with each engine rank, by one of the routes or with the export."""
         self._route, loaded = None, None
         ranks.run_if_ok(lambda: self.check_reply(report))
         with ExitStack() as stack:
@@ -187,7 +179,6 @@ class SessionTransport:
     def _choose(
         self, weights: Iterable[NamedTensor], routes: Sequence[Route], report: SyncReport
     ) -> SyncSource:
-        """Where the buckets come from, the same on all ranks."""
         for route in routes:
             source = route.choose(weights, report)
             if source is not None:
@@ -228,7 +219,6 @@ class SessionTransport:
         return loaded
 
     def _was_loaded(self, run: SessionRun, loaded: Sequence[Loaded], report: SyncReport) -> None:
-        """What a good sync tells of itself and of the next ones."""
         if loaded:
             least = min(loaded, key=lambda outcome: outcome.num_replayed)
             report.num_replayed, report.num_eager = least.num_replayed, least.num_eager
@@ -253,7 +243,6 @@ class SessionTransport:
                     return
 
     def _rest(self, ranks: RanksInStep) -> None:
-        """The sessions are over, good or not."""
         for route in self._routes:
             route.rest()
         if ranks.has_failed:
@@ -275,17 +264,12 @@ def colocated_transport(
     group: TrainerGroup,
     device: torch.device,
 ) -> SessionTransport:
-    """Carries the syncs of one replica, whose engine ranks share the trainer ranks' devices.
-
-    Args:
-        engine: the replica's server on its leader, None on the other ranks.
-        device: of the engine's weights on this rank.
-    """
+    """Carries the syncs of one replica, on the trainer ranks' devices: `SGLangShardingManager`."""
     num_buffers = settings.num_staging_buffers
     ring = StagingRing(device, num_buffers=num_buffers, bucket_bytes=settings.bucket_bytes)
     arrangements = EngineArrangements(is_wanted=settings.uses_plan)
     engines = ColocatedEngine(engine, group, settings, arrangements, num_buffers)
-    context = RouteContext.of(group, device, settings, lambda: engines.readers)
+    context = RouteContext(group, device, settings, lambda: engines.readers)
     pull = Pull(
         context,
         is_wanted=settings.read_in_place,
@@ -330,7 +314,7 @@ def disaggregated_transport(
     limit_s = settings.timeouts_s.get("group", settings.request_timeout_s)
     senders = SenderGroup(groups, group, device, limit_s)
     engines = RemoteEngines(groups, senders, lambda: send.is_proven, settings)
-    context = RouteContext.of(group, device, settings, lambda: engines.readers, world_size())
+    context = RouteContext(group, device, settings, lambda: engines.readers, world_size())
     folder = cache(SessionFolder)  # made when there is memory that engines map, which it lists
     pull = Pull(
         context,

@@ -30,10 +30,9 @@ def collect_adapter(
     num_ranks: int,
     is_leader: bool,
 ) -> AdapterUpdate:
-    """Go through verl's export of an adapter, which is collective over the trainer's ranks.
+    """Go through verl's export of an adapter, by PEFT's names; collective over the trainer's ranks.
 
     Args:
-        weights: `(PEFT's name, tensor)`, on the trainer's device.
         num_ranks: TP ranks of the engine.
         is_leader: False: this rank talks to no engine, and keeps nothing.
     """

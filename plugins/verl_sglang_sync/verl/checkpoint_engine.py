@@ -19,11 +19,10 @@ from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegist
 
 from verl_sglang_sync.collective import TorchTrainerGroup, TrainerGroup, holds_everywhere
 from verl_sglang_sync.config import BROADCAST_BACKEND, WeightSyncConfig
-from verl_sglang_sync.engine.server_client.urls import server_url
+from verl_sglang_sync.engine.server_client.operations import server_url
 from verl_sglang_sync.engine.update_groups import Replica, UpdateGroups
 from verl_sglang_sync.report import SyncReport
-from verl_sglang_sync.sources.export import NamedTensor
-from verl_sglang_sync.sources.reexport import AdapterExport
+from verl_sglang_sync.sources.export import AdapterExport, NamedTensor
 from verl_sglang_sync.sync.adapter_sync import AdapterSync
 from verl_sglang_sync.sync.transport import SessionTransport, disaggregated_transport
 from verl_sglang_sync.verl.engine_format import EngineFormat
@@ -40,7 +39,6 @@ class RolloutServer:
     Attributes:
         actor_name: of the Ray actor around the replica's server.
         num_ranks: tensor-parallel ranks of the engine.
-        settings: the preset, as the rollout was configured.
         format: in which the engine expects the weights.
     """
 

@@ -74,23 +74,16 @@ class CpuPlatform(PlatformBase):  # type: ignore[misc]
     def device_count(self) -> int:
         return 1
 
-    def set_device(self, device_index: int) -> None:
-        pass
-
-    def synchronize(self, device_index: int | None = None) -> None:
-        pass
-
     def manual_seed(self, seed: int) -> None:
         torch.manual_seed(seed)
 
-    def manual_seed_all(self, seed: int) -> None:
-        torch.manual_seed(seed)
+    manual_seed_all = manual_seed
 
-    def set_allocator_settings(self, settings: str) -> None:
+    def _nothing(self, *_args: Any, **_kwargs: Any) -> None:
         pass
 
-    def empty_cache(self) -> None:
-        pass
+    set_device = synchronize = set_allocator_settings = empty_cache = _nothing
+    profiler_start = profiler_stop = cudart = _nothing
 
     def get_device_capability(self, device_index: int = 0) -> tuple[None, None]:
         return None, None
@@ -105,12 +98,6 @@ class CpuPlatform(PlatformBase):  # type: ignore[misc]
     def nvtx_range(self, msg: str) -> Iterator[None]:
         yield
 
-    def profiler_start(self) -> None:
-        pass
-
-    def profiler_stop(self) -> None:
-        pass
-
     def ray_resource_name(self) -> str:
         return "GPU"  # logical: `ray.init(num_gpus=N)` needs no hardware
 
@@ -122,9 +109,6 @@ class CpuPlatform(PlatformBase):  # type: ignore[misc]
 
     def rollout_env_vars(self) -> dict[str, str]:
         return dict(ROLLOUT_ENVIRONMENT)
-
-    def cudart(self) -> None:
-        return None
 
 
 def install() -> None:

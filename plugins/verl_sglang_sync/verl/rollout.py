@@ -18,7 +18,7 @@ from verl.workers.rollout.sglang_rollout.sglang_rollout import ServerAdapter
 from verl_sglang_sync.collective import TorchTrainerGroup
 from verl_sglang_sync.config import BROADCAST_BACKEND, WeightSyncConfig
 from verl_sglang_sync.engine.server_client import SGLangServerClient
-from verl_sglang_sync.engine.server_client.urls import server_url
+from verl_sglang_sync.engine.server_client.operations import server_url
 from verl_sglang_sync.stages import KV_CACHE
 from verl_sglang_sync.sync.sharding_manager import SGLangShardingManager
 from verl_sglang_sync.verl.adapter import collect_adapter
@@ -69,7 +69,6 @@ class WeightSyncServerAdapter(ServerAdapter):  # type: ignore[misc]
         )
 
     async def resume(self, tags: list[str]) -> None:
-        """Resume the engine's memory of `tags` ("weights", "kv_cache")."""
         if self._settings is None:
             await super().resume(tags)
             return
@@ -79,7 +78,6 @@ class WeightSyncServerAdapter(ServerAdapter):  # type: ignore[misc]
         await self._hand_over(manager)
 
     async def release(self) -> None:
-        """Put the engine to sleep."""
         if self._settings is None:
             await super().release()
             return
@@ -187,7 +185,6 @@ class WeightSyncServerAdapter(ServerAdapter):  # type: ignore[misc]
 
 
 def _sglang_kwargs(config: Any) -> dict[str, Any]:
-    """The user's `engine_kwargs.sglang`."""
     return dict((config.get("engine_kwargs", None) or {}).get("sglang", None) or {})
 
 

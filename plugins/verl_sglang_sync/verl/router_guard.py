@@ -35,11 +35,7 @@ class Watch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def start_guard(watch: Watch) -> IO[bytes]:
-    """Start the process; the server stays until what is returned is closed, or this process ends.
-
-    Raises:
-        subprocess.CalledProcessError: it did not start.
-    """
+    """Start the process; the server stays until what is returned is closed, or this one ends."""
     command = [sys.executable, "-m", "verl_sglang_sync.verl.router_guard"]
     child = subprocess.Popen(command, stdin=subprocess.PIPE)
     assert child.stdin is not None
@@ -51,7 +47,6 @@ def start_guard(watch: Watch) -> IO[bytes]:
 
 
 async def remove(watch: Watch) -> None:
-    """Take the server out now."""
     async with RouterClient(
         watch.router_url, timeout_s=TIMEOUT_S, api_key=watch.router_api_key
     ) as router:
@@ -59,7 +54,6 @@ async def remove(watch: Watch) -> None:
 
 
 def main() -> int:
-    """The process that `start_guard` starts."""
     if os.fork():
         return 0
     os.setsid()

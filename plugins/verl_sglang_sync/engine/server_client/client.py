@@ -7,17 +7,21 @@ Every operation either succeeded on the server or raised a `ServerError`. Sent a
   because they may have been executed;
 - a reply, good or bad: nothing.
 
-So an operation ends within `ATTEMPTS` x its timeout, plus a few seconds for the connections.
+So an operation ends within `ATTEMPTS` x its timeout, plus a few seconds for the connections. These
+belong to one event loop, but a trainer calls from many: from short-lived ones (`asyncio.run` for
+each stage), from one that it blocks meanwhile, and from threads without one. So the client has a
+loop in a thread of its own.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from concurrent.futures import Future
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import aiohttp
 
@@ -29,7 +33,6 @@ from verl_sglang_sync.engine.server_client.errors import (
     ServerError,
     ServerUnreachable,
 )
-from verl_sglang_sync.engine.server_client.loop_thread import LoopThread
 from verl_sglang_sync.engine.server_client.operations import Call, Operation
 
 CONNECT_ATTEMPTS = 3
@@ -83,11 +86,7 @@ class SGLangServerClient:
         return self._loop.submit(self._send(call))
 
     def run(self, call: Call) -> Any:
-        """Run one operation to its end, and return its reply.
-
-        Raises:
-            ServerError: it did not succeed.
-        """
+        """The reply of one operation, once it has succeeded; else `ServerError`."""
         future = self.submit(call)
         try:
             return future.result()
@@ -147,7 +146,6 @@ class SGLangServerClient:
             return self._result(call, response.status, text)
 
     def _result(self, call: Call, status: int, text: str) -> Any:
-        """The reply's content, if it tells of success."""
         if status in (401, 403):
             which = "admin_api_key or api_key" if call.operation.admin else "api_key"
             message = f"the server refused the {which}: {text[:MESSAGE_CHARS]}"
@@ -164,7 +162,6 @@ class SGLangServerClient:
         return content
 
     def _timeout_of(self, operation: Operation) -> float:
-        """Seconds that one attempt may take."""
         return self._timeouts_s.get(operation.limit, self._timeout_s)
 
     def _url(self, operation: Operation) -> str:
@@ -225,3 +222,59 @@ def _setting_sent() -> aiohttp.TraceConfig:
     config = aiohttp.TraceConfig()
     config.on_request_chunk_sent.append(chunk_sent)
     return config
+
+
+CANCEL_TIMEOUT_S = 1.0
+
+Result = TypeVar("Result")
+
+
+class LoopThread:
+    """Runs coroutines in one thread, which starts with the first coroutine, and again after `stop`;
+    `last` is awaited in the loop before it stops.
+    """
+
+    def __init__(self, name: str, last: Callable[[], Awaitable[None]]) -> None:
+        self._name = name
+        self._last = last
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+
+    def submit(self, coroutine: Coroutine[Any, Any, Result]) -> Future[Result]:
+        with self._lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                self._thread = threading.Thread(
+                    target=_serve, args=(self._loop,), name=self._name, daemon=True
+                )
+                self._thread.start()
+            return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def stop(self) -> threading.Thread | None:
+        """Make the loop cancel its coroutines, await `last` and end: the thread, not waited for."""
+        with self._lock:
+            loop, self._loop = self._loop, None
+            thread, self._thread = self._thread, None
+        if loop is not None:
+            asyncio.run_coroutine_threadsafe(_finish(loop, self._last), loop)
+        return thread
+
+
+async def _finish(loop: asyncio.AbstractEventLoop, last: Callable[[], Awaitable[None]]) -> None:
+    try:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        if others:  # so that whoever waits for them learns of it
+            await asyncio.wait(others, timeout=CANCEL_TIMEOUT_S)
+        await last()
+    finally:
+        loop.stop()
+
+
+def _serve(loop: asyncio.AbstractEventLoop) -> None:
+    try:
+        loop.run_forever()
+    finally:
+        loop.close()

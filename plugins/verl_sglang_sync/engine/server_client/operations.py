@@ -1,12 +1,16 @@
-"""The server's operations, and the requests that they become. Pure: nothing is sent here."""
+"""The server's operations, and the requests that they become, and servers' base URLs. Pure: nothing
+is sent here.
+"""
 
 from __future__ import annotations
 
 import base64
+import ipaddress
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, Literal, get_args
+from urllib.parse import urlsplit
 
 Limit = Literal["update", "release", "resume", "group", "info"]
 LIMITS: tuple[str, ...] = get_args(Limit)
@@ -108,7 +112,6 @@ def init_update_group(
 
 
 def destroy_update_group(group_name: str) -> Call:
-    """Have the engine leave a process group."""
     return Call(DESTROY_GROUP, {"group_name": group_name})
 
 
@@ -118,7 +121,6 @@ def load_adapter(
     """Serve a LoRA adapter; SGLang refuses a name that it serves already.
 
     Args:
-        name: by which requests ask for it.
         config: what PEFT writes to `adapter_config.json`.
         tensors: by name, pickled with what is in them; every TP rank reads all of them.
         num_copies: one for each TP rank; None: they share one (SGLang 0.5.14).
@@ -140,3 +142,39 @@ def unload_adapter(name: str) -> Call:
 def model_info() -> Call:
     """The model, and the version of its weights as `weight_version`."""
     return Call(MODEL_INFO)
+
+
+def server_url(host: str, port: int) -> str:
+    """Base URL of the HTTP server at a name or an address, an IPv6 one in brackets or not:
+    "http://10.0.0.1:30000", "http://[::1]:30000".
+    """
+    bare = host.removeprefix("[").removesuffix("]")
+    return f"http://[{bare}]:{port}" if _is_ipv6(bare) else f"http://{host}:{port}"
+
+
+def checked_base_url(key: str, value: object) -> str:
+    """The base URL that a user gave, without a slash at its end.
+
+    Raises:
+        ValueError: it is no such URL; the message names the key, the value and what is allowed.
+    """
+    allowed = "expected a URL such as http://10.0.0.1:30000 or https://[::1]:30000"
+    if not isinstance(value, str):
+        raise ValueError(f"{key}={value!r}: {allowed}")
+    try:
+        parts = urlsplit(value)
+        port = parts.port
+    except ValueError as error:
+        raise ValueError(f"{key}={value!r}: {error}; {allowed}") from None
+    usable = parts.scheme in ("http", "https") and parts.hostname and port != 0
+    if not usable or parts.query or parts.fragment or parts.username is not None:
+        raise ValueError(f"{key}={value!r}: {allowed}")
+    return value.rstrip("/")
+
+
+def _is_ipv6(host: str) -> bool:
+    try:
+        ipaddress.IPv6Address(host)
+    except ValueError:
+        return False
+    return True

@@ -39,23 +39,15 @@ NO_SUCH_ROUTE = (404, 405)
 
 
 class Worker(msgspec.Struct, frozen=True):
-    """A server that is among a router's workers.
-
-    Attributes:
-        id: the router's; None if the router knows it by its URL alone (0.1).
-    """
+    """A server among a router's workers, with the router's id; 0.1 knows it by its URL alone."""
 
     url: str
     id: str | None
 
 
 class RouterClient:
-    """Asynchronous client of one router.
-
-    Args:
-        url: of the router, such as "http://10.0.0.9:30000" or "http://[::1]:30000".
-        timeout_s: limit of one request, and of the wait until the router has taken a server.
-        api_key: the router's.
+    """Asynchronous client of one router, such as "http://10.0.0.9:30000"; `timeout_s` limits one
+    request, and the wait until the router has taken a server.
     """
 
     def __init__(self, url: str, *, timeout_s: float, api_key: str | None = None) -> None:
@@ -64,12 +56,10 @@ class RouterClient:
         self._client = SGLangServerClient(self._url, timeout_s=timeout_s, api_key=api_key)
 
     async def add(self, url: str, *, api_key: str | None = None) -> Worker:
-        """Add the server at `url` to the workers; returns when the router sends it requests.
-
-        A server that is among them already stays as it is.
+        """Add the server at `url`, as the router reaches it, to the workers; returns when the
+        router sends it requests. A server that is among them already stays as it is.
 
         Args:
-            url: of the server, as the router reaches it.
             api_key: the server's own, which the router must send to it.
 
         Raises:
@@ -91,11 +81,7 @@ class RouterClient:
         return worker
 
     async def remove(self, worker: Worker) -> None:
-        """Take a server out; it is no error if the router does not know it any more.
-
-        Raises:
-            RouterError: as with `add`.
-        """
+        """Take a server out, which the router need not know any more; raises as `add`."""
         try:
             if worker.id is None:
                 await self._send(Call(_operation("remove_worker"), query={"url": worker.url}))

@@ -1,12 +1,5 @@
 """Fills arranged buffers from the ranks' shards: pack, all-to-all, unpack, piece after piece.
 
-    exchange = AllToAll(plans, device)
-    exchange.begin(shards)
-    for index, buffer in enumerate(buffers):
-        exchange.fill(index, buffer)    # all ranks, in the same order
-    exchange.drain()                    # whoever stopped before
-    exchange.end()
-
 While a piece travels, the next is packed, what a rank owns itself goes straight into its buffer,
 and the piece before is unpacked. On a GPU all of it is queued; the scratch is used again in stream
 order.
@@ -40,17 +33,21 @@ these and the export's, torch 2.11 has crashed (SIGSEGV in gloo's `~UnboundBuffe
 
 
 class AllToAll:
-    """Executes this rank's plans, on torch's default group.
-
-    Args:
-        plans: by bucket, then by piece.
-    """
+    """Executes this rank's plans, by bucket, then by piece, on torch's default group."""
 
     def __init__(self, plans: Sequence[Sequence[PieceExchange]], device: torch.device) -> None:
         self._device = device
         self._num_ahead = NUM_TRAVELLING if device.type == "cuda" else 1
         self._pieces = [
-            _Piece.of(plan, bucket, device) for bucket, some in enumerate(plans) for plan in some
+            _Piece(
+                plan,
+                bucket,
+                own=_copies(plan.own, plan.nbytes, device),
+                sends=_copies(plan.sends, sum(plan.send_nbytes), device),
+                unpacks=_copies(plan.unpacks, plan.nbytes, device),
+            )
+            for bucket, some in enumerate(plans)
+            for plan in some
         ]
         numbers = iter(range(len(self._pieces)))
         self._numbers = [list(islice(numbers, len(of_bucket))) for of_bucket in plans]
@@ -67,10 +64,8 @@ class AllToAll:
         return sum(scratch.nbytes for scratch in self._scratch)
 
     def begin(self, shards: Sequence[torch.Tensor]) -> None:
-        """Start anew; the scratch is allocated here, lest a rank fail within a collective.
-
-        Args:
-            shards: this rank's, contiguous, by parameter.
+        """Start anew with this rank's contiguous shards, by parameter; the scratch is allocated
+        here, lest a rank fail within a collective.
         """
         for scratch in self._scratch:
             scratch.reserve()
@@ -85,7 +80,6 @@ class AllToAll:
             buffer: flat uint8 of the arranged size; None: send what the others need, keep nothing.
 
         Raises:
-            ValueError: the buffer is of another length, and would be filled in part.
             Exception: the first that went wrong; the other ranks got their turn all the same.
         """
         needed = self._nbytes[index]
@@ -138,12 +132,11 @@ class AllToAll:
                 raise failed
 
     def numbers_of(self, index: int) -> list[int]:
-        """Of the pieces of a bucket."""
         return self._numbers[index]
 
     def pack(self, number: int) -> tuple[torch.Tensor, Sequence[int]]:
-        """Pack a piece, into the scratch of the one `NUM_TRAVELLING` before; what is sent, and its
-        bytes by rank.
+        """Pack a piece, into the scratch of the one `NUM_TRAVELLING` before; its bytes, also by
+        rank.
         """
         piece = self._pieces[number]
         sent, _ = self._scratch[number % NUM_TRAVELLING].of(piece.plan)
@@ -151,11 +144,7 @@ class AllToAll:
         return sent, piece.plan.send_nbytes
 
     def launch(self, number: int, group: Any = None) -> Any:
-        """Have a piece on its way, as it is packed; torch's work.
-
-        Args:
-            group: of all ranks; None: torch's default group.
-        """
+        """Have a packed piece on its way in a group of all ranks; None: torch's default group."""
         plan = self._pieces[number].plan
         sent, received = self._scratch[number % NUM_TRAVELLING].of(plan)
         return all_to_all(sent, plan.send_nbytes, received, plan.recv_nbytes, group)
@@ -194,16 +183,6 @@ class _Piece:
     sends: ByteGather
     unpacks: ByteGather
 
-    @classmethod
-    def of(cls, plan: PieceExchange, bucket: int, device: torch.device) -> _Piece:
-        return cls(
-            plan,
-            bucket,
-            own=_copies(plan.own, plan.nbytes, device),
-            sends=_copies(plan.sends, sum(plan.send_nbytes), device),
-            unpacks=_copies(plan.unpacks, plan.nbytes, device),
-        )
-
 
 class _Scratch:
     """What one travelling piece is sent from and received into."""
@@ -219,7 +198,6 @@ class _Scratch:
         return self._send.numel() + self._recv.numel()
 
     def reserve(self) -> None:
-        """Have room for any of the pieces."""
         if self._send.numel() < self._send_nbytes:
             self._send = self._empty(self._send_nbytes)
         if self._recv.numel() < self._recv_nbytes:

@@ -20,8 +20,7 @@ from dataclasses import dataclass, replace
 from sglang_loader.common.regions.arrangement import Arrangement, Read
 from sglang_loader.common.regions.intervals import merge, num_bytes
 from sglang_loader.common.session.messages import BucketPiece
-from verl_sglang_sync.sources.owners import Origin, Owners
-from verl_sglang_sync.sources.transfer_plan import shard_reads
+from verl_sglang_sync.sources.transfer_plan import Origin, Owners, shard_reads
 
 ALIGNMENT_BYTES = 8
 """A part lies in the scratch as it does in the arranged buffer, modulo this: one word size."""
@@ -84,38 +83,28 @@ def plan_bucket(
     """What `rank` does for one bucket.
 
     Args:
-        arrangements: of the bucket, by trainer rank; quicker where engines that read the same
-            share one object.
+        arrangements: of the bucket, by rank; quicker where engines that read the same share one
+            object.
         origins: of the bucket's tensors, by position in its layout.
         owners: by parameter.
 
     Raises:
         ValueError: the parts do not fill what the rank's arrangement reads exactly once.
     """
-    own: list[Read] = []
-    receives: list[list[Read]] = [[] for _ in arrangements]
+    receives = plan_reader(rank, len(arrangements), arrangements[rank], origins, owners)
+    own, receives[rank] = receives[rank], ()
     sends: list[list[Read]] = [[] for _ in arrangements]
     alike: dict[int, list[int]] = {}
     for reader, arrangement in enumerate(arrangements):
-        alike.setdefault(id(arrangement), []).append(reader)
+        if reader != rank:
+            alike.setdefault(id(arrangement), []).append(reader)
     for readers in alike.values():
-        others = [reader for reader in readers if reader != rank]
-        is_own = len(others) < len(readers)
-        only = None if is_own else rank
-        for part in shard_reads(arrangements[readers[0]], origins, owners, only):
-            if is_own:
-                owner = part.owner(rank)
-                (own if owner == rank else receives[owner]).append(part.read)
-            for reader in others if rank in part.holders else ():
+        for part in shard_reads(arrangements[readers[0]], origins, owners, only=rank):
+            for reader in readers if rank in part.holders else ():
                 if part.owner(reader) == rank:
                     sends[reader].append(part.read)
-    _check_filled_once(arrangements[rank], [*own, *(read for some in receives for read in some)])
-    return BucketExchange(
-        tuple(own),
-        tuple(map(tuple, sends)),
-        tuple(map(tuple, receives)),
-        arrangements[rank].nbytes,
-    )
+    nbytes = arrangements[rank].nbytes
+    return BucketExchange(own, tuple(map(tuple, sends)), tuple(receives), nbytes)
 
 
 def plan_reader(
@@ -125,11 +114,7 @@ def plan_reader(
     origins: Sequence[Origin],
     owners: Sequence[Owners],
 ) -> list[tuple[Read, ...]]:
-    """What one reader gets of one bucket, by the rank that holds it.
-
-    Raises:
-        ValueError: the parts do not fill what the arrangement reads exactly once.
-    """
+    """What one reader gets of one bucket, by the rank that holds it; raises as `plan_bucket`."""
     found: list[list[Read]] = [[] for _ in range(num_ranks)]
     for part in shard_reads(arrangement, origins, owners):
         found[part.owner(reader)].append(part.read)
@@ -157,7 +142,6 @@ def received(
 
     Args:
         receives: see `plan_reader`; every source must cut what it sends likewise.
-        num_pieces: the same on all ranks, at least 1.
         nbytes: of the bucket: behind bytes that nobody reads there are some that came, as in a
             buffer; None: the pieces are what is read alone, each of consecutive bytes.
     """
@@ -218,11 +202,7 @@ def _joined(pieces: Sequence[BucketPiece]) -> list[BucketPiece]:
 
 
 def pieces_of(bucket: BucketExchange, num_pieces: int) -> list[PieceExchange]:
-    """The bucket in pieces, of about the same size for each pair of ranks.
-
-    Args:
-        num_pieces: the same on all ranks, at least 1.
-    """
+    """The bucket in pieces, as many on all ranks, of about one size for each pair of ranks."""
     own = _cut(bucket.own, num_pieces)
     sends = [_cut(reads, num_pieces) for reads in bucket.sends]
     receives = [_cut(reads, num_pieces) for reads in bucket.receives]
@@ -271,9 +251,8 @@ def _cut_one(read: Read, nbytes: int) -> tuple[Read, Read | None]:
         if size >= read.run:
             return read, None
         start, offset = read.start + size, read.offset + size
-        return replace(read, run=size), replace(
-            read, offset=offset, run=read.run - size, start=start
-        )
+        rest = replace(read, offset=offset, run=read.run - size, start=start)
+        return replace(read, run=size), rest
     (count, stride), *inner = read.dims
     step = read.nbytes // count
     rows = -(-nbytes // step)
@@ -314,11 +293,8 @@ def _unpacks(pairs: Sequence[tuple[Read, int]]) -> list[Read]:
     for read, scratch in pairs:
         start, nbytes = read.start, read.nbytes
         last = unpacks[-1] if unpacks else None
-        if (
-            last is not None
-            and last.offset + last.run == scratch
-            and last.start + last.run == start
-        ):
+        ends = None if last is None else (last.offset + last.run, last.start + last.run)
+        if last is not None and ends == (scratch, start):
             unpacks[-1] = Read(0, last.offset, (), last.run + nbytes, last.start)
         else:
             unpacks.append(Read(0, scratch, (), nbytes, start))
@@ -330,7 +306,7 @@ def _nbytes(reads: Sequence[Read]) -> int:
 
 
 def _check_filled_once(arrangement: Arrangement, filling: Sequence[Read]) -> None:
-    """Conservation: what is read is filled, nothing twice, nothing else."""
+    """Conservation: what is read is filled, nothing twice, nothing else; else `ValueError`."""
     wanted = merge((read.start, read.start + read.nbytes) for read in arrangement.reads)
     filled = merge((read.start, read.start + read.nbytes) for read in filling)
     if wanted != filled or (wanted and wanted[-1][1] > arrangement.nbytes):

@@ -9,10 +9,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
-from verl_sglang_sync.collective import own_rank, world_size
+import torch
+
+from sglang_loader.common.layout import BucketLayout
+from sglang_loader.common.regions.arrangement import Arrangement
+from verl_sglang_sync.collective import own_rank, result_or_reason, world_size
 from verl_sglang_sync.report import SyncReport
-from verl_sglang_sync.routes.exchange.proof import compare_with_export
-from verl_sglang_sync.routes.exchange.shard_route import ShardPlan, ShardRoute
+from verl_sglang_sync.routes.exchange.shard_route import (
+    ShardPlan,
+    ShardRoute,
+    first_problem,
+    gather_arranged,
+)
 from verl_sglang_sync.routes.route import ReadyBucket, RouteContext, SyncSource
 from verl_sglang_sync.routes.staging_ring import StagingRing
 from verl_sglang_sync.sources.bucket_stream import Batch
@@ -25,13 +33,7 @@ way, is no larger than a bucket.
 
 
 class Exchange(ShardRoute):
-    """See `ShardRoute`.
-
-    Args:
-        context: what it works on; torch's default group must be the ranks of its group.
-        is_wanted: False: never exchange.
-        piece_nbytes: that a rank sends, or receives, at a time; the scratch is four times that.
-    """
+    """See `ShardRoute`; in torch's default group, and with scratch of four times `piece_nbytes`."""
 
     not_taken = "every rank exports all weights in full, nothing is exchanged"
 
@@ -53,18 +55,15 @@ class Exchange(ShardRoute):
         return ExchangedBuckets(plan, self._ring, report)
 
     def _compare(self, plan: ShardPlan, batches: Iterator[Batch]) -> str | None:
-        arrangements = [plan.reads_of(i)[own_rank()] for i in range(len(plan.buckets))]
-        moves = plan.all_to_all
-        problem = compare_with_export(moves, plan.buckets, arrangements, batches, self._device)
-        moves.drain()
+        compare = partial(_difference, plan, self._device)
+        problem = first_problem(plan.buckets, batches, compare)
+        plan.all_to_all.drain()
         return problem
 
 
 class ExchangedBuckets(SyncSource):
-    """The buckets of one sync, out of the ranks' shards; each step is collective.
-
-    Args:
-        plan: whose all-to-all has begun; the engines must hold the arrangements that it is for.
+    """The buckets of one sync, out of the ranks' shards, once the plan's all-to-all has begun; each
+    step is collective. The engines must hold the arrangements that the plan is for.
     """
 
     def __init__(self, plan: ShardPlan, ring: StagingRing, report: SyncReport) -> None:
@@ -99,6 +98,40 @@ class ExchangedBuckets(SyncSource):
             )
 
     def drain(self) -> None:
-        """Send what the other ranks still wait for."""
         if self._has_begun:
             self._plan.all_to_all.drain()
+
+
+def _difference(
+    plan: ShardPlan, device: torch.device, index: int, tensors: Sequence[torch.Tensor] | None
+) -> str | None:
+    """Exchange a bucket; what differs from its exported tensors, if they came."""
+    arrangement = plan.reads[index][own_rank()]
+    buffers, reason = None, None
+    if tensors is not None:
+        given = tensors
+        buffers, reason = result_or_reason(
+            lambda: (
+                gather_arranged(given, arrangement, device),
+                torch.zeros(arrangement.nbytes, dtype=torch.uint8, device=device),
+            )
+        )
+    expected, found = buffers or (None, None)
+    # Also after a failure: the other ranks wait for this one's shards.
+    _, failed = result_or_reason(lambda: plan.all_to_all.fill(index, found))
+    if failed is None and expected is not None and found is not None:
+        failed = _first_difference(expected, found, arrangement, plan.buckets[index].layout)
+    return reason or failed
+
+
+def _first_difference(
+    expected: torch.Tensor, found: torch.Tensor, arrangement: Arrangement, layout: BucketLayout
+) -> str | None:
+    """The first tensor of which bytes differ, in words; None if none does."""
+    if torch.equal(expected, found):
+        return None
+    at = int((expected != found).nonzero()[0])
+    for read in arrangement.reads:
+        if read.start <= at < read.start + read.nbytes:
+            return f"{layout.tensors[read.tensor].name} differs from the full export"
+    return f"byte {at}, which nobody reads, was written"

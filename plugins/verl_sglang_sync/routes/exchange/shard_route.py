@@ -2,10 +2,7 @@
 
 The export is traced, so that every rank knows which shard holds each byte that an engine rank
 reads; each bucket then takes an all-to-all, or several, instead of the full export. Each rank
-compares with the full export, bit for bit, before any bucket is sent so:
-
-    route.learn(export, loaded)                  # after a good exported sync
-    source = route.choose(export, report)        # in the next ones
+compares with the full export, bit for bit, before any bucket is sent so.
 
 Who reads, and in which group, differs: each rank's own engine ("exchange"), or engine ranks that
 are ranks of the group themselves ("send").
@@ -15,11 +12,13 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
+from sglang_loader.common.copies import gather_reads
 from sglang_loader.common.regions.arrangement import Arrangement
 from sglang_loader.common.session.messages import Loaded
 from verl_sglang_sync.collective import (
@@ -49,6 +48,7 @@ class ShardPlan:
     """What this rank sends and receives, and what that was planned for.
 
     Attributes:
+        reads: by bucket, what each rank of the group reads.
         own: what this rank's engine ranks had said that they read.
         known: what all had said, in the order of the ranks.
         first_reader: see `RouteContext`; the ranks of the group before it read nothing.
@@ -59,6 +59,7 @@ class ShardPlan:
 
     traced: TracedExport
     buckets: list[Bucket]
+    reads: list[list[Arrangement]]
     own: Sequence[KnownArrangements]
     known: Sequence[KnownArrangements]
     first_reader: int
@@ -66,31 +67,15 @@ class ShardPlan:
     nums_pieces: list[int]
     all_to_all: AllToAll
 
-    def reads_of(self, index: int) -> list[Arrangement]:
-        """What each rank of the group reads of a bucket."""
-        return reads_of(self.known, self.first_reader, index, self.buckets[index])
-
     def digest_for(self, reader: int, index: int) -> str:
         """Of the arrangements by which an engine rank gets a bucket; "": it is whole."""
         known = self.known[reader]
         return "" if known.expected(index) is None else known.digest
 
 
-def reads_of(
-    known: Sequence[KnownArrangements], first_reader: int, index: int, bucket: Bucket
-) -> list[Arrangement]:
-    """See `ShardPlan.reads_of`; whole buckets where an engine rank has said nothing."""
-    whole = whole_bucket(bucket.layout)
-    return [NOTHING] * first_reader + [each.expected(index) or whole for each in known]
-
-
 class ShardRoute(Route):
-    """See `Route`.
-
-    Args:
-        context: what it works on; the group has `first_reader` ranks that read nothing.
-        is_wanted: False: never send shards.
-        piece_nbytes: that a rank sends, or receives, at a time.
+    """See `Route`; the context's group has `first_reader` ranks that read nothing, and a rank
+    sends, or receives, `piece_nbytes` at a time.
     """
 
     def __init__(
@@ -112,11 +97,7 @@ class ShardRoute(Route):
         """Prepare what else is needed; raises where that cannot be."""
 
     def _compare(self, plan: ShardPlan, batches: Iterator[Batch]) -> str | None:
-        """What differs from the full export on this rank, once the plan's all-to-all has begun.
-
-        Args:
-            batches: the full export, to be gone through to its end: other ranks need it.
-        """
+        """What differs from the full export on this rank, once the plan's all-to-all has begun."""
         raise NotImplementedError
 
     def _source(self, weights: Iterable[NamedTensor], report: SyncReport) -> SyncSource | None:
@@ -127,7 +108,6 @@ class ShardRoute(Route):
         return self._sent(self._plan, report)
 
     def learn(self, weights: Iterable[NamedTensor], loaded: Sequence[Loaded]) -> bool:
-        """Trace, plan and compare; see `Route`."""
         own = [reader.fitting(self._stream.buckets) for reader in self._readers()]
         # An engine that has a plan has said what it reads, unless that is all. What is to be
         # compared again is so on all ranks, also where engines have loaded this eagerly.
@@ -149,13 +129,11 @@ class ShardRoute(Route):
         return False  # exported buckets need staging
 
     def forget(self) -> None:
-        """See `Route`; all is planned anew."""
         super().forget()
         self.rest()
         self._plan = None
 
     def rest(self) -> None:
-        """Give the scratch back, and let go of the shards."""
         if self._plan is not None:
             self._plan.all_to_all.end()
 
@@ -164,17 +142,25 @@ class ShardRoute(Route):
     ) -> str | None:
         """Find what all engine ranks read in the ranks' shards; collective.
 
-        Returns:
-            Why it is not there, equal on all ranks; None: it is.
+        Why it is not there, equal on all ranks; None: it is.
         """
         self.forget()
         if (reason := self._source_map.trace(weights)) is not None:
             return reason
         traced, buckets = self._source_map.traced, self._stream.buckets
         known = self._known_by_all(own)
-        drafts, reason = result_or_reason(
-            lambda: _drafts(known, self._first_reader, buckets, traced), NotTraceable
-        )
+        reads = []
+        for index, bucket in enumerate(buckets):
+            whole = whole_bucket(bucket.layout)  # where an engine rank has said nothing
+            of_readers = [each.expected(index) or whole for each in known]
+            reads.append([NOTHING] * self._first_reader + of_readers)
+
+        def draft() -> list[BucketExchange]:
+            origins = [traced.origins_of(bucket.layout) for bucket in buckets]
+            pairs = zip(reads, origins, strict=True)
+            return [plan_bucket(own_rank(), *pair, traced.owners) for pair in pairs]
+
+        drafts, reason = result_or_reason(draft, NotTraceable)
         sizes = None if drafts is None else [draft.scratch_nbytes for draft in drafts]
         needs = self._group.all_gather(sizes)
         if drafts is not None and None not in needs:
@@ -185,7 +171,7 @@ class ShardRoute(Route):
                 pieces = [pieces_of(draft, num) for draft, num in zip(drafts, nums, strict=True)]
                 moves = AllToAll(pieces, self._device)
                 first = self._first_reader
-                plan = ShardPlan(traced, buckets, own, known, first, drafts, nums, moves)
+                plan = ShardPlan(traced, buckets, reads, own, known, first, drafts, nums, moves)
                 self._planned(plan)
                 return plan
 
@@ -218,8 +204,7 @@ class ShardRoute(Route):
     def _begin(self, weights: Iterable[NamedTensor]) -> bool:
         """Take the shards as they are now, and make ready what sending needs; collective.
 
-        Returns:
-            True on all ranks if it can be done; else all is planned anew.
+        True on all ranks if it can be done; else all is planned anew.
         """
         plan = self._plan
         assert plan is not None, "see learn"
@@ -245,11 +230,7 @@ class ShardRoute(Route):
         return agreed is None
 
     def _prove(self, weights: Iterable[NamedTensor]) -> str | None:
-        """Compare with the full export; collective.
-
-        Returns:
-            Why shards are not sent, equal on all ranks; None if they are from now on.
-        """
+        """Compare with the full export; why shards are not sent, equal on all ranks; collective."""
         assert self._plan is not None
         report = SyncReport(mode="compiled", replica=None)  # of no sync
         batches = self._stream.batches(Export(weights), report)
@@ -258,19 +239,39 @@ class ShardRoute(Route):
         return common_reason(self._group, problem)
 
 
-def _drafts(
-    known: Sequence[KnownArrangements],
-    first_reader: int,
+def first_problem(
     buckets: Sequence[Bucket],
-    traced: TracedExport,
-) -> list[BucketExchange]:
-    """By bucket, what this rank does. Pure."""
-    return [
-        plan_bucket(
-            own_rank(),
-            reads_of(known, first_reader, index, bucket),
-            traced.origins_of(bucket.layout),
-            traced.owners,
+    batches: Iterator[Batch],
+    compare: Callable[[int, Sequence[torch.Tensor] | None], str | None],
+) -> str | None:
+    """Go through the full export, and compare every bucket with it; collective.
+
+    Args:
+        batches: the export, which is gone through to its end: the other ranks need it.
+        compare: given a bucket's number and its exported tensors: what differs. None: they have not
+            come, but the other ranks may wait for this one's shards.
+
+    Returns:
+        What differs first on this rank, or what went wrong; None if nothing.
+    """
+    problem: str | None = None
+    for index, bucket in enumerate(buckets):
+        batch, reason = result_or_reason(lambda: next(batches, None))
+        if batch is None or batch.bucket.digest != bucket.digest:
+            batch, reason = None, reason or f"bucket {index} is not what it was"
+        tensors = None if batch is None else batch.tensors
+        del batch
+        differs, failed = result_or_reason(partial(compare, index, tensors))
+        problem = problem or reason or differs or failed
+    more, reason = result_or_reason(lambda: len(list(batches)))
+    return problem or reason or ("the export has more buckets than it had" if more else None)
+
+
+def gather_arranged(
+    tensors: Sequence[torch.Tensor], arrangement: Arrangement, device: torch.device
+) -> torch.Tensor:
+    """The arranged buffer of full tensors; deliberately not by the code that is checked."""
+    with torch.no_grad():
+        return gather_reads(
+            arrangement, lambda i: tensors[i].contiguous().reshape(-1).view(torch.uint8), device
         )
-        for index, bucket in enumerate(buckets)
-    ]

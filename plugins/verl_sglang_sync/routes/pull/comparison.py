@@ -20,9 +20,7 @@ class Comparison:
     """Compares an export with this rank's shards, tensor by tensor; waits for the device rarely.
 
     Args:
-        traced: the export.
         shards: this rank's, flat bytes by parameter.
-        device: of the shards.
     """
 
     def __init__(
@@ -54,11 +52,7 @@ class Comparison:
         return self._problem
 
     def _differs(self, name: str, exported: torch.Tensor) -> list[torch.Tensor]:
-        """Is it something else than was traced? A bool for each part of it, not waited for.
-
-        Raises:
-            NotTraceable: nothing of that name, dtype and shape was traced.
-        """
+        """Is it something else than was traced? A bool for each part of it, not waited for."""
         found = self._traced.tensors.get(name)
         if found is None or (found.dtype, found.shape) != (exported.dtype, tuple(exported.shape)):
             raise NotTraceable(f"{name} was not traced as it is exported")

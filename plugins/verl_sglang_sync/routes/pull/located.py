@@ -1,50 +1,160 @@
-"""Where all ranks' parameters are, as this rank's engine ranks are told of them."""
+"""Where all trainer ranks' parameters are, as each rank's engine ranks are told of them.
+
+A `TracedExport` says which bytes of which parameter an exported tensor is, and which rank holds
+them; it stays true for as long as the model does. Where those bytes are in memory is another
+question: parameters that are offloaded come back elsewhere.
+
+    plan = PullPlan(traced, buckets, [bucket_reads(bucket.layout, traced) for bucket in buckets])
+    shards, table = share_shards(traced, sources(), device, rank, share)  # each rank, of its own
+    tables = group.all_gather(table)                  # then every rank knows all of them
+    located = Located.of(plan, known, tables, readers, first_reader)
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
+import torch
+
+from sglang_loader.common.layout import BucketLayout
+from sglang_loader.common.regions.arrangement import Arrangement
 from sglang_loader.common.session.messages import BucketPiece
+from sglang_loader.common.shared_memory import BufferHandle
+from verl_sglang_sync.engine.engine_ranks import EngineRank
 from verl_sglang_sync.engine.session import SharedBlock
+from verl_sglang_sync.routes.route import ReadyBucket
 from verl_sglang_sync.sources.bucket_stream import Bucket
-from verl_sglang_sync.sources.export_trace import TracedExport
-from verl_sglang_sync.sources.known_sources import KnownSources
-from verl_sglang_sync.sources.shard_memory import MemoryTable, SpreadRead, bucket_reads
-from verl_sglang_sync.sources.transfer_plan import ShardRead
+from verl_sglang_sync.sources.export_trace import NotTraceable, TracedExport
+from verl_sglang_sync.sources.known_sources import KnownSources, memory_of
+from verl_sglang_sync.sources.memory_blocks import Block, BlockTable
+from verl_sglang_sync.sources.transfer_plan import Origin, ShardRead, shard_reads, whole_bucket
+
+MAX_BLOCKS = 8192
+"""More blocks than this are not mapped: each costs an engine a mapping and a file descriptor."""
+
+NO_BYTES = (-1, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class SpreadRead:
+    """A tensor, from byte `start` of the bucket on, whose bytes lie apart in its parameter."""
+
+    start: int
+    origin: Origin
+
+
+def bucket_reads(layout: BucketLayout, traced: TracedExport) -> list[ShardRead | SpreadRead]:
+    """Which shards hold a bucket's bytes, in ascending order; `NotTraceable`: nobody knows. Pure.
+
+    Bytes that are consecutive in a shard and in the bucket are one read, of several tensors even.
+    """
+    origins = traced.origins_of(layout)
+    joined: list[ShardRead | SpreadRead] = []
+    for read in whole_bucket(layout).reads:
+        origin = origins[read.tensor]
+        if not origin.bytes.is_dense and read.nbytes:
+            joined.append(SpreadRead(read.start, origin))
+            continue
+        alone = Arrangement((read,), layout.nbytes)
+        for part in shard_reads(alone, origins, traced.owners):
+            last = joined[-1] if joined else None
+            if isinstance(last, ShardRead) and _continues(last, part):
+                run = part.read.start + part.read.run - last.read.start
+                joined[-1] = replace(last, read=replace(last.read, run=run))
+            else:
+                joined.append(part)
+    return joined
+
+
+def _continues(last: ShardRead, part: ShardRead) -> bool:
+    """True if bytes of a shard and of the bucket go on alike, gaps of the layout included."""
+    read, after = last.read, part.read
+    return (
+        (last.holders, read.tensor) == (part.holders, after.tensor)
+        and read.offset < after.offset
+        and after.offset - read.offset == after.start - read.start
+    )
 
 
 @dataclass(frozen=True)
 class PullPlan:
-    """Which bytes of which shards the buckets are; true until the parameters are replaced.
-
-    Attributes:
-        traced: what it was made of.
-        buckets: of the export.
-        reads: by bucket.
-    """
+    """Which bytes of which shards the buckets are; true until the parameters are replaced."""
 
     traced: TracedExport
     buckets: list[Bucket]
     reads: list[list[ShardRead | SpreadRead]]
 
-    @classmethod
-    def of(cls, traced: TracedExport, buckets: list[Bucket]) -> PullPlan:
-        """Find the buckets' bytes.
 
-        Args:
-            traced: the export.
-            buckets: of it.
+@dataclass(frozen=True, slots=True)
+class MemoryTable:
+    """One rank's shards, as the others are told of them.
 
-        Raises:
-            NotTraceable: a tensor was not traced.
-        """
-        return cls(traced, buckets, [bucket_reads(b.layout, traced) for b in buckets])
+    Attributes:
+        blocks: names of the memory blocks in which the shards lie.
+        shards: by parameter: position of its block, and where in that the shard begins; `NO_BYTES`
+            where the rank holds nothing of it.
+        handles: by block, then by engine rank: what that maps; each is used once. None where the
+            engines have the block mapped.
+    """
 
-    def is_of(self, traced: TracedExport, buckets: list[Bucket]) -> bool:
-        """True if it was made of these."""
-        return self.traced is traced and self.buckets == buckets
+    blocks: tuple[str, ...]
+    shards: tuple[tuple[int, int], ...]
+    handles: tuple[tuple[BufferHandle | None, ...], ...]
+
+
+def share_shards(
+    traced: TracedExport,
+    now: Mapping[str, torch.Tensor],
+    device: torch.device,
+    rank: int,
+    share: Callable[[Block, torch.UntypedStorage], tuple[str, tuple[BufferHandle | None, ...]]],
+) -> tuple[list[torch.Tensor], MemoryTable]:
+    """This rank's shards, as flat bytes by parameter that keep the memory alive, and what the other
+    ranks are to know of them.
+
+    Args:
+        now: the trainer's tensors.
+        device: on which the parameters must be; memory elsewhere cannot be read in place.
+        share: given a block and a storage in it: the block's name, and its handles by engine rank.
+
+    Raises:
+        NotTraceable: a shard lies in no memory that another process can map.
+        ValueError: likewise.
+    """
+    table, shards = BlockTable(device), []
+    blocks: dict[Block, tuple[int, torch.UntypedStorage]] = {}  # its position, a storage in it
+    places = []
+    nothing = torch.empty(0, dtype=torch.uint8, device=device)
+    for parameter in traced.parameters:
+        name, place = parameter.source, NO_BYTES
+        shard = memory_of(now[name]) if parameter.owners.is_held_by(rank) else nothing
+        if shard.numel():
+            storage = shard.untyped_storage()
+            block = table.block_of(Block.of(storage))
+            if block is None or not _is_mappable(shard, device):
+                raise NotTraceable(f"{name} on {shard.device} cannot be mapped by other processes")
+            position, _ = blocks.setdefault(block, (len(blocks), storage))
+            place = position, shard.data_ptr() - block.address
+        shards.append(shard)
+        places.append(place)
+    if len(blocks) > MAX_BLOCKS:
+        raise NotTraceable(f"the parameters lie in {len(blocks)} blocks of memory")
+    shared = [share(block, storage) for block, (_, storage) in blocks.items()]
+    return shards, MemoryTable(
+        blocks=tuple(name for name, _ in shared),
+        shards=tuple(places),
+        handles=tuple(of_block for _, of_block in shared),
+    )
+
+
+def _is_mappable(shard: torch.Tensor, device: torch.device) -> bool:
+    if shard.device.type != device.type:
+        return False
+    if device.type == "cpu":
+        return bool(shard.is_shared())
+    return device.index in (None, shard.device.index)
 
 
 @dataclass(frozen=True)
@@ -61,14 +171,7 @@ class Reader:
 
     @classmethod
     def of(cls, plan: PullPlan, tables: Sequence[MemoryTable], handle: int, number: int) -> Reader:
-        """Where an engine rank finds every bucket.
-
-        Args:
-            plan: what is to be found.
-            tables: of all trainer ranks.
-            handle: which of each block's handles is its own.
-            number: of the engine rank, see `RouteContext.first_reader`.
-        """
+        """Of the engine rank that has this `number` among all, and the handles at this position."""
         blocks = [
             SharedBlock(name, handles[handle])
             for table in tables
@@ -123,15 +226,7 @@ class Located:
         readers: Sequence[int],
         first_reader: int,
     ) -> Located:
-        """Where this rank's engine ranks find every bucket.
-
-        Args:
-            plan: what is to be found.
-            known: recognises this rank's parameters.
-            tables: of all ranks.
-            readers: this rank's engine ranks, among all.
-            first_reader: see `RouteContext`.
-        """
+        """Where this rank's engine ranks, `readers` among all, find every bucket."""
         blocks = [
             block for table in tables for block in zip(table.blocks, table.handles, strict=True)
         ]
@@ -151,3 +246,32 @@ class Located:
             for reader in self.readers
         )
         return replace(self, without_handles=self.names, readers=readers)
+
+
+class PulledDelivery:
+    """See `Delivery`; the engines map the parameters of all ranks with the first bucket.
+
+    Args:
+        readers: where each of the engines finds the buckets.
+        keep: they keep mapped what they map.
+
+    Raises:
+        BlockNotMapped: an engine has not mapped a block of which there is no handle any more.
+    """
+
+    def __init__(
+        self, engines: Sequence[EngineRank], readers: Sequence[Reader], *, keep: bool
+    ) -> None:
+        self._pairs = list(zip(engines, readers, strict=True))
+        for engine, reader in self._pairs:
+            engine.session.map_blocks(reader.blocks, keep=keep)
+
+    def deliver(self, ready: ReadyBucket) -> bool:
+        for engine, reader in self._pairs:
+            with engine.naming():
+                pieces = reader.pieces[ready.index]
+                engine.session.load(ready.index, ready.bucket, pieces, read_only=True)
+        return True
+
+    def make_room(self) -> None:
+        """See `Delivery`: nothing, the parameters are not written in a sync."""

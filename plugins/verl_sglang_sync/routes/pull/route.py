@@ -36,8 +36,14 @@ from verl_sglang_sync.engine.engine_ranks import EngineRank
 from verl_sglang_sync.engine.session import BlockNotMapped, EngineCannotMap
 from verl_sglang_sync.report import SyncReport, warn_once
 from verl_sglang_sync.routes.pull.comparison import Comparison
-from verl_sglang_sync.routes.pull.delivery import PulledDelivery
-from verl_sglang_sync.routes.pull.located import Located, PullPlan
+from verl_sglang_sync.routes.pull.located import (
+    Located,
+    MemoryTable,
+    PulledDelivery,
+    PullPlan,
+    bucket_reads,
+    share_shards,
+)
 from verl_sglang_sync.routes.route import (
     Delivery,
     InStep,
@@ -57,7 +63,6 @@ from verl_sglang_sync.sources.known_sources import (
     require_sources,
 )
 from verl_sglang_sync.sources.memory_blocks import Block, BlockNames, share_block
-from verl_sglang_sync.sources.shard_memory import MemoryTable, share_shards
 
 logger = logging.getLogger(__name__)
 
@@ -65,13 +70,7 @@ NOT_IN_PLACE = "the engines do not read the trainer's parameters in place"
 
 
 class Pull(Route):
-    """See `Route`.
-
-    Args:
-        context: what it works on.
-        is_wanted: False: never pull.
-        record: notes a handle before it leaves this process.
-    """
+    """See `Route`; `record` notes a handle before it leaves this process."""
 
     not_taken = NOT_IN_PLACE
 
@@ -107,17 +106,17 @@ class Pull(Route):
             warn_once(f"{NOT_IN_PLACE} in a sync: {reason}")
             return None
         assert self._located is not None, "see _locate"
-        confirm = partial(self._confirm, self._located.known, weights)
+        located = self._located
+        confirm = partial(self._confirm, located.known, weights)
         # What is mapped elsewhere cannot be freed, and a trainer that offloads its parameters must
         # free it: the engines keep mapped what lay in the same blocks in the sync before.
-        keeps = self._located.names == self._used
-        buckets = self._stream.buckets
+        keeps = located.names == self._used
+        was_read = partial(self._was_read, located, keeps)
         return PulledBuckets(
-            buckets, self._located, confirm, self._device, report, keeps, self._was_read
+            self._stream.buckets, located, confirm, self._device, report, keeps, was_read
         )
 
     def learn(self, weights: Iterable[NamedTensor], loaded: Sequence[Loaded]) -> bool:
-        """Trace, locate and compare; see `Route`."""
         hosts = self._learn_readers(loaded)
         if not holds_everywhere(self._group, {each.host for each in loaded} <= {host_id()}):
             logger.info("%s: an engine is on another node", NOT_IN_PLACE)
@@ -135,7 +134,6 @@ class Pull(Route):
         return self._conclude(reason)
 
     def recover(self, cause: Exception | None, weights: Iterable[NamedTensor]) -> Recovery:
-        """See `Route`."""
         is_known = isinstance(cause, EngineCannotMap | SourcesChanged | BlockNotMapped)
         cannot_map = str(cause) if isinstance(cause, EngineCannotMap) else None
         located = self._located
@@ -160,11 +158,7 @@ class Pull(Route):
         self._located, self._mapped = None, frozenset()
 
     def _learn_readers(self, loaded: Sequence[Loaded]) -> set[str]:
-        """Which engine ranks there are, and that all are new: they have nothing mapped.
-
-        Returns:
-            The hosts of the trainer's ranks.
-        """
+        """Note which engine ranks there are, with nothing mapped; the hosts of all ranks."""
         self.forget()
         nums, hosts = zip(*self._group.all_gather((len(loaded), host_id())), strict=True)
         first = sum(nums[: own_rank()])
@@ -183,33 +177,25 @@ class Pull(Route):
         return result_or_reason(confirm, SourcesChanged)[1] is not None
 
     def _confirm(self, known: KnownSources, weights: Iterable[NamedTensor]) -> None:
-        """Check that the parameters are still what and where they were when they were traced.
-
-        Args:
-            known: recognises them.
-            weights: the export that is left out.
-
-        Raises:
-            SourcesChanged: it may be something else.
-        """
+        """Raise `SourcesChanged` unless the parameters are what and where they were."""
         assert self._plan is not None, "see learn"
         if self._stream.buckets != self._plan.buckets:
             raise SourcesChanged("the export is cut into other buckets")
         known.require(require_sources(weights)())
 
     def _make_plan(self, weights: Iterable[NamedTensor]) -> str | None:
-        """Find the buckets' bytes in the shards, unless that is known; collective.
-
-        Returns:
-            Why some are not there, equal on all ranks; None: all are.
-        """
+        """Find the buckets' bytes in the shards; collective: why some are not there."""
         if (reason := self._source_map.trace(weights)) is not None:
             return reason
         traced, buckets = self._source_map.traced, self._stream.buckets
-        is_known = self._plan is not None and self._plan.is_of(traced, buckets)
+        old = self._plan
+        is_known = old is not None and old.traced is traced and old.buckets == buckets
         if holds_everywhere(self._group, is_known):
             return None
-        self._plan, reason = result_or_reason(lambda: PullPlan.of(traced, buckets), NotTraceable)
+        reads, reason = result_or_reason(
+            lambda: [bucket_reads(bucket.layout, traced) for bucket in buckets], NotTraceable
+        )
+        self._plan = None if reads is None else PullPlan(traced, buckets, reads)
         return common_reason(self._group, reason)
 
     def _locate(
@@ -222,10 +208,9 @@ class Pull(Route):
         """Find all ranks' parameters where they are now; collective.
 
         Args:
-            weights: the export.
             check: what else must hold, also collective.
-            may_share: False: make no handles, whose memory lives until an engine has used them;
-                they are located again before the next sync.
+            may_share: False: make no handles, whose memory lives until an engine has used them; the
+                parameters are located again before the next sync.
 
         Returns:
             Why they cannot be read there, equal on all ranks; None if they can.
@@ -248,12 +233,7 @@ class Pull(Route):
     def _own_memory(
         self, weights: Iterable[NamedTensor], may_share: bool
     ) -> tuple[KnownSources, list[torch.Tensor], MemoryTable]:
-        """This rank's parameters: recognised later, kept while compared, told to the others.
-
-        Raises:
-            NotTraceable: they lie in memory that cannot be mapped.
-            SourcesChanged: they are not those that were traced.
-        """
+        """This rank's parameters: recognised later, kept while compared, told to the others."""
         assert self._plan is not None, "nothing was traced"
         now = self._source_map.current(weights, self._plan.traced)
         if empties_storages(weights):  # the names of what was there before say nothing now
@@ -279,11 +259,7 @@ class Pull(Route):
     def _compare_with_export(
         self, weights: Iterable[NamedTensor], shards: Sequence[torch.Tensor]
     ) -> str | None:
-        """Go through the export, and compare this rank's shards with it; collective.
-
-        Returns:
-            The first difference on this rank; None if there is none.
-        """
+        """The first difference of this rank's shards and the full export, which is collective."""
         assert self._plan is not None
         comparison = Comparison(self._plan.traced, shards, self._device)
         for name, exported in weights:
@@ -295,13 +271,9 @@ class PulledBuckets(SyncSource):
     """Buckets that lie in the trainer ranks' parameters.
 
     Args:
-        buckets: of the export.
-        located: where they are.
         confirm: raises unless they are still there.
-        device: of the parameters on this rank.
-        report: gets the counts and seconds.
         keeps: the engines keep mapped what they map.
-        was_read: told after a good sync; gets `located` and `keeps`.
+        was_read: told after a good sync.
     """
 
     is_packed = False
@@ -314,7 +286,7 @@ class PulledBuckets(SyncSource):
         device: torch.device,
         report: SyncReport,
         keeps: bool,
-        was_read: Callable[[Located, bool], None],
+        was_read: Callable[[], None],
     ) -> None:
         self._buckets = buckets
         self._located = located
@@ -329,7 +301,6 @@ class PulledBuckets(SyncSource):
         synchronize(self._device)
 
     def delivery(self, engines: Sequence[EngineRank], in_step: InStep) -> Delivery:
-        """The engines read the parameters of all ranks."""
         return PulledDelivery(engines, self._located.readers, keep=self._keeps)
 
     def __iter__(self) -> Iterator[ReadyBucket]:
@@ -339,10 +310,8 @@ class PulledBuckets(SyncSource):
             yield ReadyBucket(index, bucket)
 
     def confirm(self) -> None:
-        """The parameters are where the engines were told to read them; these are reading."""
         with self._report.stage("confirm"):
             self._confirm()
 
     def end(self) -> None:
-        """See `SyncSource`."""
-        self._was_read(self._located, self._keeps)
+        self._was_read()

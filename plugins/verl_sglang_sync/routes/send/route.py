@@ -2,8 +2,9 @@
 
 For engines on other devices (disaggregated), instead of gathering all weights on the first trainer
 rank and broadcasting them: each byte that an engine rank reads travels once, from a trainer rank
-that holds it. See `shard_route`; trainer ranks and engine ranks are one process group
-(`engine.sender_group`), and no rank packs more than a bucket at a time.
+that holds it (`plan_reader` makes sure), and that rank compares it: what it would send, found as
+the engine rank would find it, with the full export. See `shard_route`; trainer ranks and engine
+ranks are one process group (`engine.sender_group`), and no rank packs more than a bucket at a time.
 
 The engine ranks unpack nothing: their load plans read in what they receive, as in memory that is
 pulled.
@@ -12,26 +13,30 @@ pulled.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import torch
 
 from verl_sglang_sync.engine.engine_ranks import EngineRank
 from verl_sglang_sync.engine.sender_group import SenderGroup
 from verl_sglang_sync.report import SyncReport
-from verl_sglang_sync.routes.exchange.exchange_plan import Received
-from verl_sglang_sync.routes.exchange.shard_route import ShardPlan, ShardRoute
+from verl_sglang_sync.routes.exchange.exchange_plan import Received, plan_reader, received
+from verl_sglang_sync.routes.exchange.shard_route import (
+    ShardPlan,
+    ShardRoute,
+    first_problem,
+    gather_arranged,
+)
 from verl_sglang_sync.routes.route import Delivery, InStep, ReadyBucket, RouteContext, SyncSource
 from verl_sglang_sync.routes.send.delivery import SendDelivery
-from verl_sglang_sync.routes.send.received import first_difference, plan_receives
 from verl_sglang_sync.sources.bucket_stream import Batch
 
 
 class Send(ShardRoute):
-    """See `ShardRoute`.
+    """See `ShardRoute`; the scratch is twice `piece_nbytes`.
 
     Args:
-        context: what it works on.
         senders: the process group of all trainer ranks and engine ranks.
-        is_wanted: False: never send.
-        piece_nbytes: that a rank sends at a time; the scratch is twice that.
         timeout_s: longest time in which nothing gets on, in seconds.
     """
 
@@ -57,7 +62,7 @@ class Send(ShardRoute):
             self._found, self._pair_bytes = plan_receives(plan)
 
     def _compare(self, plan: ShardPlan, batches: Iterator[Batch]) -> str | None:
-        return first_difference(plan, batches, self._device)
+        return first_problem(plan.buckets, batches, partial(_difference, plan, self._device))
 
     def _sent(self, plan: ShardPlan, report: SyncReport) -> SyncSource:
         def delivery(engines: Sequence[EngineRank], in_step: InStep) -> Delivery:
@@ -71,13 +76,11 @@ class Send(ShardRoute):
 
 
 class SentBuckets(SyncSource):
-    """The buckets of one sync, sent by all trainer ranks.
+    """The buckets of one sync, sent by all trainer ranks, once the plan's all-to-all has begun. The
+    engines must hold the arrangements that the plan is for.
 
     Args:
-        plan: whose all-to-all has begun; the engines must hold the arrangements that it is for.
-        pair_bytes: see `SyncReport`.
         delivery: makes the delivery to this rank's engine ranks.
-        report: gets the counts.
     """
 
     def __init__(
@@ -94,7 +97,6 @@ class SentBuckets(SyncSource):
         self._report = report
 
     def delivery(self, engines: Sequence[EngineRank], in_step: InStep) -> Delivery:
-        """See `SyncSource`."""
         return self._delivery(engines, in_step)
 
     def __iter__(self) -> Iterator[ReadyBucket]:
@@ -104,6 +106,55 @@ class SentBuckets(SyncSource):
             yield ReadyBucket(index, bucket)
 
     def end(self) -> None:
-        """See `SyncSource`."""
         self._report.pair_bytes = self._pair_bytes
         self._report.sent_bytes = sum(map(sum, self._pair_bytes))
+
+
+def plan_receives(plan: ShardPlan) -> tuple[list[list[Received]], list[list[int]]]:
+    """How every engine rank finds every bucket, by bucket and engine rank, and the bytes of each
+    pair of ranks, by trainer rank and engine rank. Pure.
+
+    Raises:
+        ValueError: what an engine rank reads is not in the shards, once.
+    """
+    num_trainers, num_readers = plan.first_reader, len(plan.known)
+    found: list[list[Received]] = []
+    pair_bytes = [[0] * num_readers for _ in range(num_trainers)]
+    for index, bucket in enumerate(plan.buckets):
+        origins, reads = plan.traced.origins_of(bucket.layout), plan.reads[index]
+        found.append([])
+        for reader in range(num_readers):
+            rank = num_trainers + reader
+            parts = plan_reader(rank, len(reads), reads[rank], origins, plan.traced.owners)
+            nbytes = reads[rank].nbytes
+            found[index].append(received(parts, plan.nums_pieces[index], nbytes))
+            for owner in range(num_trainers):
+                pair_bytes[owner][reader] += sum(part.nbytes for part in parts[owner])
+    return found, pair_bytes
+
+
+def _difference(
+    plan: ShardPlan, device: torch.device, index: int, tensors: Sequence[torch.Tensor] | None
+) -> str | None:
+    """Pack a bucket, and compare what each engine rank would find with what was exported."""
+    if tensors is None:
+        return None
+    numbers, first = plan.all_to_all.numbers_of(index), plan.first_reader
+    for rank, arrangement in enumerate(plan.reads[index][first:], first):
+        whole = gather_arranged(tensors, arrangement, device)
+        found = received([plan.drafts[index].sends[rank]], len(numbers))
+        start = 0  # of what one all-to-all brings; no piece comes in two of them
+        for number in numbers:  # packed for each engine rank anew: the scratch holds two of them
+            packed, sizes = plan.all_to_all.pack(number)
+            part = packed.split(list(sizes))[rank]
+            stop = start + part.numel()
+            for piece in found.pieces:
+                if start <= piece.offset < stop:
+                    expected = whole[piece.start : piece.start + piece.nbytes]
+                    arrived = part[piece.offset - start :][: piece.nbytes]
+                    if not torch.equal(expected, arrived):
+                        return f"bucket {index}, byte {piece.start}, differs from the full export"
+            start = stop
+        if start != sum(map(sum, found.sizes)):
+            return f"bucket {index} is sent in {start} bytes, {found.sizes} are received"
+    return None
