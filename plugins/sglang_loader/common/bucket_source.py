@@ -97,10 +97,7 @@ class BucketSource:
             stop = piece.start + piece.nbytes
         self._pieces = tuple(pieces)
         self._starts = [piece.start for piece in pieces]
-        self.key = tuple(
-            (piece.start, tuple(memory.data_ptr() for memory in piece.memories), piece.bytes)
-            for piece in pieces
-        )
+        self.key = tuple(map(_key, pieces))
 
     @classmethod
     def flat(cls, buffer: torch.Tensor) -> BucketSource:
@@ -150,3 +147,11 @@ class BucketSource:
                 target, origin = copy_views(copy, memory, buffer)
                 target.copy_(origin)
         return buffer
+
+
+def _key(piece: Piece) -> tuple[object, ...]:
+    """Plain numbers where it is flat: a key is hashed in every replay, with thousands of pieces."""
+    addresses = tuple(memory.data_ptr() for memory in piece.memories)
+    if piece.is_flat:
+        return piece.start, addresses[0] + piece.bytes.offset
+    return piece.start, addresses, piece.bytes
