@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from verl_sglang_sync.routes.delivery import MappedDelivery
 
 from unit.failed_replies import BAD, LOST, FailsReplies, failed_request
 from unit.test_session_commit import SETTINGS
@@ -22,6 +21,7 @@ from verl_sglang_sync.engine.engine_ranks import EngineRank
 from verl_sglang_sync.engine.server_client import RequestFailed, ServerError
 from verl_sglang_sync.engine.session import EngineFailed
 from verl_sglang_sync.report import SyncReport
+from verl_sglang_sync.routes.export import MappedDelivery
 from verl_sglang_sync.sync.engines import Opened
 from verl_sglang_sync.sync.ranks_in_step import RanksInStep
 from verl_sglang_sync.sync.session_run import SessionRun
