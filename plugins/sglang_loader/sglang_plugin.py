@@ -28,25 +28,21 @@ def activate() -> None:
     try:
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-        from sglang_loader.hooks import http as http
-        from sglang_loader.hooks import memory as memory
-        from sglang_loader.hooks import request_gate as gate
-        from sglang_loader.hooks import update_groups as groups
-        from sglang_loader.hooks import weights as weights
+        from sglang_loader.hooks import http, memory, request_gate, update_groups, weights
         from sglang_loader.upstream import group_owner_class
 
         groups_of = group_owner_class()
 
         for target, hook in (
             (f"{_UPDATER}.update_weights_from_tensor", weights.update_on_all_ranks),
-            (f"{_UPDATER}.update_weights_from_distributed", groups.refuse_in_our_groups),
-            (f"{groups_of}.init_weights_update_group", groups.join_group),
-            (f"{groups_of}.destroy_weights_update_group", groups.leave_group),
+            (f"{_UPDATER}.update_weights_from_distributed", update_groups.refuse_in_our_groups),
+            (f"{groups_of}.init_weights_update_group", update_groups.join_group),
+            (f"{groups_of}.destroy_weights_update_group", update_groups.leave_group),
             (f"{_UPDATER}.release_memory_occupation", memory.release_tags),
             (f"{_UPDATER}.resume_memory_occupation", memory.resume_tags),
             (f"{_RUNNER}.load_model", memory.load_model),
-            (f"{_SCHEDULER}.init_request_receiver", gate.init_receiver),
-            (f"{_RECEIVER}._pull_raw_reqs", gate.pull),
+            (f"{_SCHEDULER}.init_request_receiver", request_gate.init_receiver),
+            (f"{_RECEIVER}._pull_raw_reqs", request_gate.pull),
             (f"{_ENGINE}._launch_subprocesses", http.launch_with_middleware),
             (f"{_TOKENIZER}.update_weights_from_tensor", http.update),
             (f"{_TOKENIZER}.release_memory_occupation", http.release_or_raise),

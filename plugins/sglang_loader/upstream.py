@@ -112,10 +112,7 @@ class SpeculationUnknown(RuntimeError):
 
 def runners_of(updater: Any, *, syncs_draft: bool) -> list[Any]:
     """The model runners that a sync loads, as SGLang's own update would: drafts, then the target.
-
-    Args:
-        updater: SGLang's `SchedulerWeightUpdaterManager`.
-        syncs_draft: False: a draft model keeps its weights.
+    Without `syncs_draft` a draft model keeps its weights.
 
     Raises:
         SpeculationUnknown: the worker may have others.
@@ -152,13 +149,8 @@ class UpdateFrame:
     """SGLang's own steps around an update, from 0.5.21 on; before, there are none.
 
     Layers that keep their weights packed restore them before a load and pack them after it. Plans
-    are traced, checked and replayed between the two.
-
-    Args:
-        updater: SGLang's `SchedulerWeightUpdaterManager`.
-
-    Attributes:
-        is_open: not both steps are done, so that the weights may be of neither form.
+    are traced, checked and replayed between the two. While it `is_open` not both steps are done, so
+    that the weights may be of neither form.
     """
 
     def __init__(self, updater: Any, runners: Sequence[Any]) -> None:
@@ -169,10 +161,8 @@ class UpdateFrame:
         self.is_open = False
 
     def begin(self) -> None:
-        """Before a load.
-
-        Raises:
-            RuntimeError: SGLang cannot update weights as it was launched; nothing has changed.
+        """Before a load; RuntimeError is raised, and nothing has changed, where SGLang cannot
+        update weights as it was launched.
         """
         for each in self._updaters:
             _check_updatable(each)
@@ -304,10 +294,8 @@ def _places(experts: torch.Tensor) -> torch.Tensor:
     """Where each expert of the checkpoint goes, which is what the loaders look up.
 
     Not the inverse: that lists physical experts which no checkpoint's expert is loaded into, since
-    SGLang may keep only the nearest.
-
-    Args:
-        experts: int64 `[layers, logical experts, physical experts]`, each row filled up with -1.
+    SGLang may keep only the nearest. `experts`: int64 `[layers, logical experts, physical
+    experts]`, each row filled up with -1.
     """
     width = 1
     while width < experts.shape[-1] and bool((experts[..., width] >= 0).any()):
@@ -359,10 +347,7 @@ def without_cpu_backup(runner: Any) -> Iterator[None]:
 
 def why_stock_backup(runner: Any, problem: str | None) -> str | None:
     """Why this launch keeps SGLang's own behaviour whatever was requested; None if it need not.
-
-    Args:
-        runner: SGLang's `ModelRunner`.
-        problem: why the memory under a tag cannot be enumerated, or None.
+    `problem`: why the memory under a tag cannot be enumerated, or None.
     """
     server_args = runner.server_args
     if not server_args.enable_memory_saver:

@@ -18,8 +18,7 @@ from contract.tiny_architecture_cases import case_named
 from contract.tiny_architectures import Ranks, prepare_process, stop_process_groups
 from contract.tiny_engine import TinyEngine
 from contract.weight_check_proof import check, layout_of
-from sglang_loader.session.findings import Verdict
-from sglang_loader.session.published import Spec
+from sglang_loader.session.findings import Spec, Verdict
 from sglang_loader.session.weight_check import known_verdict
 
 prepare_process()

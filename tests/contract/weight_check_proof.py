@@ -11,9 +11,8 @@ from torch import nn
 from contract.tiny_architectures import NamedWeights
 from sglang_loader.common.bucket_source import BucketSource
 from sglang_loader.common.layout import BucketLayout
-from sglang_loader.session.findings import Verdict
+from sglang_loader.session.findings import Spec, Verdict
 from sglang_loader.session.model_loader import loader_of
-from sglang_loader.session.published import Spec
 from sglang_loader.session.weight_check import Gather, judge_together, view_of_sync
 from sglang_loader.upstream import engine_context
 

@@ -9,7 +9,7 @@ import torch
 from sglang_loader.common.check_remarks import remarks_in, with_remark
 from sglang_loader.common.regions.geometry import Region
 from sglang_loader.session.findings import RankView, Verdict, judge
-from sglang_loader.session.published import published_tensors
+from sglang_loader.session.weight_check import published_tensors
 
 
 def test_a_remark_comes_back_though_sglang_adds_words_of_its_own():

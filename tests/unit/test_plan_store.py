@@ -11,7 +11,7 @@ from sglang_loader.common.bucket_source import BucketSource
 from sglang_loader.common.layout import BucketLayout, decode_arrangements, digest_of, encode_layout
 from sglang_loader.common.regions.arrangement import Arrangement
 from sglang_loader.load_plan.verify import gather
-from sglang_loader.session import arranged_plan
+from sglang_loader.session import recording
 from sglang_loader.session.model_loader import (
     MAX_RECORDINGS,
     ArrangementError,
@@ -359,7 +359,7 @@ def test_a_check_needs_whole_buckets_and_checks_both_plans(monkeypatch, caplog):
     sync_halves(loader, 2.0, recheck=1)
     assert loader.arranged is first
     results = iter([None, "another order"])
-    monkeypatch.setattr(arranged_plan, "check_arranged", lambda *_: next(results))
+    monkeypatch.setattr(recording, "check_arranged", lambda *_: next(results))
     with caplog.at_level(logging.WARNING):
         outcome = sync_halves(loader, 3.0, recheck=1)
     assert outcome.reason == "the plan was due for a check"
@@ -378,8 +378,8 @@ def test_an_arrangement_that_is_wrong_is_not_offered(monkeypatch, caplog):
         reads = [dataclasses.replace(read, offset=read.offset + 4) for read in arrangement.reads]
         return dataclasses.replace(arrangement, reads=tuple(reads)), rebased
 
-    arrange = arranged_plan.arrange
-    monkeypatch.setattr(arranged_plan, "arrange", shifted)
+    arrange = recording.arrange
+    monkeypatch.setattr(recording, "arrange", shifted)
     model = Half()
     loader = loader_of(model)
     with caplog.at_level(logging.WARNING):

@@ -32,46 +32,44 @@ CopyFrom: TypeAlias = tuple[StridedCopy, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Consecutive bytes of a bucket: consecutive in one memory, or a strided set of bytes of one or
-    several (the shards of a parameter).
+    """Consecutive bytes of a bucket: all of one memory, or a strided set of bytes of one or several
+    (the shards of a parameter).
 
     Attributes:
         start: of the first byte in the bucket's layout.
-        memories: flat contiguous uint8, none empty.
-        bytes: where the bytes are in the memories put one behind the other.
+        memories: flat contiguous uint8.
+        bytes: where the bytes are in the memories put one behind the other, none of which is empty;
+            None: they are the one memory.
     """
 
     start: int
     memories: tuple[torch.Tensor, ...]
-    bytes: ByteMap
+    bytes: ByteMap | None = None
 
     @classmethod
     def flat(cls, start: int, memory: torch.Tensor) -> Piece:
         """All of one memory."""
-        return cls(start, (memory,), ByteMap(0, ((memory.numel(), 1),)))
+        return cls(start, (memory,))
 
     @property
     def nbytes(self) -> int:
         """Of the bucket."""
-        return self.bytes.nbytes
+        return self.memories[0].numel() if self.bytes is None else self.bytes.nbytes
 
     @property
     def is_within(self) -> bool:
         """True if the bytes are bytes of the memories."""
+        if self.bytes is None:
+            return True
         offset, dims = self.bytes.offset, self.bytes.dims
         reach = offset + sum((count - 1) * stride for count, stride in dims)
         is_forward = offset >= 0 and all(count > 0 <= stride for count, stride in dims)
         return is_forward and reach < sum(memory.numel() for memory in self.memories)
 
-    @property
-    def is_flat(self) -> bool:
-        """True if the bytes are consecutive in one memory."""
-        return len(self.memories) == 1 and self.bytes.is_dense
-
     def copies(self, copy: StridedCopy) -> Iterator[CopyFrom]:
         """A copy out of the piece, `src` counting from its first byte."""
-        if self.is_flat:
-            yield replace(copy, src=self.bytes.offset + copy.src), self.memories[0]
+        if self.bytes is None:
+            yield copy, self.memories[0]
             return
         starts = list(accumulate((memory.numel() for memory in self.memories), initial=0))[:-1]
         for shard, part in shard_copies(self.bytes, starts, copy):
@@ -79,10 +77,7 @@ class Piece:
 
 
 class BucketSource:
-    """The memory behind one bucket; it lives as long as the source does.
-
-    Args:
-        pieces: by ascending `start`.
+    """The memory behind one bucket, which lives as long as this does; pieces by ascending `start`.
 
     Raises:
         ValueError: pieces overlap, are out of order, or are not flat bytes.
@@ -100,8 +95,8 @@ class BucketSource:
             stop = piece.start + piece.nbytes
         self._pieces = tuple(pieces)
         self._starts = [piece.start for piece in pieces]
-        self.key = tuple(
-            (piece.start, tuple(memory.data_ptr() for memory in piece.memories), piece.bytes)
+        self.key = tuple(  # hashed in every replay: plain numbers where thousands are flat
+            (piece.start, tuple([memory.data_ptr() for memory in piece.memories]), piece.bytes)
             for piece in pieces
         )
 
@@ -141,11 +136,12 @@ class BucketSource:
             ValueError: the source does not hold every byte of every tensor of the layout.
         """
         nbytes = layout.nbytes
-        first = self._pieces[0] if self._pieces else None
-        if first is not None and first.is_flat and first.start == 0 and first.nbytes >= nbytes:
-            return first.memories[0][first.bytes.offset :][:nbytes]
+        if len(self._pieces) == 1 and self._pieces[0].start == 0:
+            memory = self._pieces[0].memories[0]
+            if self._pieces[0].bytes is None and memory.numel() >= nbytes:
+                return memory[:nbytes]
         self.check(layout)
-        device = first.memories[0].device if first is not None else None
+        device = self._pieces[0].memories[0].device if self._pieces else None
         buffer = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         for piece in self._pieces:
             room = max(0, min(piece.nbytes, nbytes - piece.start))

@@ -16,12 +16,8 @@ _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 def copy_views(
     copy: StridedCopy, buffer: torch.Tensor, base: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The destination and source of one copy as tensors of the widest word that fits both sides.
-
-    Args:
-        copy: from `buffer` to `base`.
-        buffer: flat uint8.
-        base: flat uint8, at the beginning of its storage.
+    """The destination and source of one copy as tensors of the widest word that fits both sides:
+    from `buffer` to `base`, both flat uint8, `base` at the beginning of its storage.
     """
     src_start, dst_start = int(buffer.storage_offset()) + copy.src, copy.dst
     counts = [count for count, _, _ in copy.dims]
@@ -45,9 +41,7 @@ def copy_views(
 def _strided(
     base: torch.Tensor, dtype: torch.dtype, start: int, shape: tuple[int, ...], strides: list[int]
 ) -> torch.Tensor:
-    """A view of `base`'s storage; `start` and `strides` (all but the innermost, which is 1) in
-    bytes.
-    """
+    """A view of `base`'s storage; `start` and `strides` but for the innermost, 1, in bytes."""
     size = dtype.itemsize
     view = torch.empty(0, dtype=dtype, device=base.device)
     steps = (*(s // size for s in strides), 1)
@@ -63,10 +57,8 @@ def synchronize(device: torch.device) -> None:
 def gather_reads(
     arrangement: Arrangement, bytes_of: Callable[[int], torch.Tensor], device: torch.device
 ) -> torch.Tensor:
-    """An arranged buffer as slowly and as simply as it can be made; zero where nothing is read.
-
-    Args:
-        bytes_of: flat uint8 of a tensor, by its position in the layout.
+    """An arranged buffer, made as simply as it can be; zero where nothing is read. `bytes_of`: flat
+    uint8 of a tensor, by its position in the layout.
     """
     arranged = torch.zeros(arrangement.nbytes, dtype=torch.uint8, device=device)
     for read in arrangement.reads:

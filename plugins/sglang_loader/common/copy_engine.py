@@ -55,11 +55,8 @@ def in_turns(rows: Sequence[tuple[str, Rows]], own: str) -> list[Rows]:
 
 
 class EngineCopies:
-    """Copies by the copy engines, on a stream of their own.
-
-    Args:
-        rows: each of which `can_copy`, with the UUID of the GPU where it lies.
-        device: whose engines copy.
+    """Copies by a device's copy engines, on a stream of their own: of rows, each of which
+    `can_copy`, with the UUID of the GPU where it lies.
     """
 
     def __init__(self, rows: Sequence[tuple[str, Rows]], device: torch.device) -> None:

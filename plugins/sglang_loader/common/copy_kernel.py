@@ -66,20 +66,13 @@ def rows_between(
         src = sum(i * stride for i, stride in zip(index, src_strides, strict=False))
         dst = sum(i * stride for i, stride in zip(index, dst_strides, strict=False))
         yield Rows(
-            source + src * size,
-            target + dst * size,
-            src_strides[-2],
-            dst_strides[-2],
-            run,
-            rows,
+            source + src * size, target + dst * size, src_strides[-2], dst_strides[-2], run, rows
         )
 
 
 def tile_table(nums_tiles: Sequence[int]) -> npt.NDArray[np.int32]:
-    """(entry, part of it) of every tile: what one program of a kernel takes; pure.
-
-    Args:
-        nums_tiles: of each entry.
+    """(entry, part of it) of every tile, given how many each entry has: one program of a kernel
+    takes one; pure.
     """
     counts = np.array(nums_tiles, dtype=np.int64)
     numbers = np.repeat(np.arange(len(counts)), counts)
@@ -94,12 +87,7 @@ def row_table(entries: Sequence[Rows]) -> npt.NDArray[np.int64]:
 
 
 def launch(tiles: torch.Tensor, entries: torch.Tensor) -> None:
-    """Run the kernel on the current stream.
-
-    Args:
-        tiles: `tile_table`, on the device.
-        entries: `row_table`, there.
-    """
+    """Run the kernel on the current stream; `tile_table` and `row_table` are on the device."""
     if len(tiles):
         _copy_tiles[(len(tiles),)](tiles, entries, TILE=TILE_WORDS, num_warps=8)
 

@@ -49,10 +49,8 @@ def tensor_digest(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def digests(storages: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The digest of each: int64 `[n, 2]` on their device; not waited for.
-
-    Args:
-        storages: flat contiguous uint8 tensors, at least one, all on one device.
+    """The digest of each of some flat contiguous uint8 tensors, at least one, all on one device:
+    int64 `[n, 2]` there; not waited for.
     """
     aligned = [
         data.clone() if data.data_ptr() % 8 or data.storage_offset() % 8 else data

@@ -16,9 +16,7 @@ HOST_BACKUP_VARIABLE = "VERL_SGLANG_SYNC_HOST_BACKUP"
 
 def requested_host_backup() -> HostBackup:
     """The setting that this process was launched with; "on", SGLang's own, where there is none.
-
-    Raises:
-        ValueError: the variable is set to something else.
+    ValueError is raised where the variable is set to something else.
     """
     value = os.environ.get(HOST_BACKUP_VARIABLE, "on")
     if value not in HOST_BACKUPS:
@@ -50,9 +48,7 @@ class GatePolicy:
 
 def requested_gate_policy() -> GatePolicy:
     """The setting that this process was launched with; the default where there is none.
-
-    Raises:
-        ValueError: the variable is set to something else.
+    ValueError as for `requested_host_backup`.
     """
     text = os.environ.get(STALE_REQUESTS_VARIABLE)
     if text is None:

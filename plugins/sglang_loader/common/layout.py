@@ -109,11 +109,8 @@ class BucketLayout:
     def views(self, buffer: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
         """`(name, tensor)` views into `buffer`, in loading order.
 
-        Args:
-            buffer: one-dimensional contiguous uint8, at least `nbytes` long.
-
         Raises:
-            ValueError: the buffer is of another dtype or shape, or too short.
+            ValueError: the buffer is not flat contiguous uint8, or shorter than `nbytes`.
         """
         check_buffer(buffer, self.nbytes)
         typed = {  # one view of the whole buffer for each dtype: half the calls

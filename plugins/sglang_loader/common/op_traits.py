@@ -14,7 +14,7 @@ _COLLECTIVE_NAMESPACES = frozenset({"c10d", "_c10d_functional", "c10d_functional
 
 @dataclass(frozen=True, slots=True)
 class OpTraits:
-    """What an operator's schema tells: computed once per operator."""
+    """Computed once for each operator."""
 
     view: bool
     written: tuple[tuple[int, str], ...]

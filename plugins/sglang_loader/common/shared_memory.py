@@ -74,10 +74,8 @@ MANAGER_ATTEMPTS = 10
 
 
 def share_on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Move a CPU tensor into shared memory; returns it.
-
-    torch gives its own manager of such memory, a process, one second to answer: a busy host needs
-    more.
+    """Move a CPU tensor into shared memory; returns it. torch gives its own manager of such memory,
+    a process, one second to answer: a busy host needs more.
     """
     for attempt in range(1, MANAGER_ATTEMPTS + 1):
         try:

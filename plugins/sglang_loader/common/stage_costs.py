@@ -26,11 +26,8 @@ in it."""
 
 
 class StageMeter:
-    """Measures the steps of one request on one rank.
-
-    Args:
-        gpu_bytes: device memory that belongs to a tag, mapped or not.
-        host_bytes: what the host holds for a tag now.
+    """Measures the steps of one request on one rank: `gpu_bytes` tells the device memory that
+    belongs to a tag, mapped or not, and `host_bytes` what the host holds for it now.
     """
 
     def __init__(

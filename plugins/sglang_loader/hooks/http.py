@@ -68,10 +68,7 @@ async def _ask(
     obj: Any,
     request: Any,
 ) -> StageCosts | None:
-    """As the original, which drops the replies and returns nothing.
-
-    Returns:
-        What the stage cost; the reply to `request` carries it too.
+    """As the original, but for what the stage cost; the reply to `request` carries that too.
 
     Raises:
         MemoryRequestRefused: what the engine refused, and why.
@@ -90,15 +87,11 @@ async def _ask(
 
 
 class UpdateLock:
-    """Stands in for SGLang's lock between requests and updates, and opens it while the gate is
-    closed.
+    """Stands in for SGLang's lock between requests and updates: open while the gate is closed.
 
     A request holds the lock until it is answered, and an update waits for it. One that waits at
     the gate would keep the update from coming that it waits for. Nothing else runs then: the gate
-    closes only while the engine is idle.
-
-    Attributes:
-        is_closed: the engine's last word on its gate.
+    closes only while the engine is idle. `is_closed`: the engine's last word on its gate.
     """
 
     def __init__(self, lock: Any) -> None:
@@ -134,13 +127,11 @@ def note_gate(manager: Any, replies: Sequence[Any]) -> None:
 async def ask_until_idle(
     communicator: Callable[[Any], Awaitable[Iterable[Any]]], request: Any
 ) -> list[Any]:
-    """Have the engine execute a request, and again while it is busy, `BUSY_WAIT_S` at most.
+    """Have the engine execute a request, and again while it is busy, `BUSY_WAIT_S` at most; its
+    last replies.
 
     Requests that are answered may not be wound up yet in the scheduler, which then refuses before
     it touches anything (`is_busy`).
-
-    Returns:
-        Its last replies.
     """
     accept_telling_replies()
     deadline = time.monotonic() + BUSY_WAIT_S
@@ -153,10 +144,8 @@ async def ask_until_idle(
 
 
 class UpdateCommunicator:
-    """Stands in for SGLang's communicator of weight updates: asks a busy engine again.
-
-    No new requests come meanwhile: whoever calls this holds the writer lock, or generation is
-    paused.
+    """Stands in for SGLang's communicator of weight updates: asks a busy engine again. No new
+    requests come meanwhile: whoever calls this holds the writer lock, or generation is paused.
     """
 
     def __init__(self, manager: Any) -> None:

@@ -170,9 +170,7 @@ def _one_by_one(
     restored: Any = None,
 ) -> Any:
     """Upstream's step for one tag after the other; its reply with what they cost on every rank.
-
-    Args:
-        restored: the backup that brings back the weights as soon as they are mapped, or None.
+    `restored`: the backup that brings back the weights as soon as they are mapped, or None.
     """
     ranks = TPRanks(updater)
     failure: str | None = None

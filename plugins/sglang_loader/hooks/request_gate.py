@@ -45,15 +45,8 @@ class _Held:
 
 
 class RequestGate:
-    """See the module; belongs to the scheduler's thread.
-
-    Args:
-        policy: what happens to requests meanwhile.
-        channels: the scheduler's `SchedulerIpcChannels`, by which requests are answered.
-        clock: seconds that only grow.
-
-    Attributes:
-        reason: why it is closed, which a refusal says; None: it is open.
+    """See the module; belongs to the scheduler's thread, and answers requests by the scheduler's
+    `SchedulerIpcChannels`. `reason`: why it is closed, which a refusal says; None: it is open.
     """
 
     def __init__(
@@ -143,9 +136,7 @@ class RequestGate:
         self._answer(request, self._io.AbortReq(rid=request.rid, finished_reason=reason))
 
     def _abort(self, abort: Any) -> None:
-        """Confirm the abort of those that are held: by the beginning of the id, as SGLang's
-        scheduler does.
-        """
+        """Confirm the abort of those that are held: by the id's beginning, as SGLang does."""
         kept: deque[_Held] = deque()
         for held in self._held:
             rid = held.request.rid

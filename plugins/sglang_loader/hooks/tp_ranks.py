@@ -23,11 +23,7 @@ Result = TypeVar("Result")
 
 
 class TPRanks:
-    """See the module.
-
-    Args:
-        updater: SGLang's `SchedulerWeightUpdaterManager` on this rank.
-    """
+    """See the module; `updater`: SGLang's `SchedulerWeightUpdaterManager` on this rank."""
 
     def __init__(self, updater: Any) -> None:
         self._group = updater.tp_cpu_group

@@ -21,11 +21,7 @@ from sglang_loader.common.broadcast.update_group import (
     say_left,
     secret_of,
 )
-from sglang_loader.common.session.messages import (
-    SessionDescriptor,
-    SessionError,
-    check_signature,
-)
+from sglang_loader.common.session.messages import SessionDescriptor, SessionError, check_signature
 from sglang_loader.session.model_loader import loader_of
 from sglang_loader.session.serve import NUM_TRAINERS, mapped, receiver
 from sglang_loader.upstream import device_of, io_struct, model_of, update_groups
@@ -37,10 +33,8 @@ Original = Callable[..., Any]
 
 @dataclass
 class _JoinedGroup:
-    """`models`: those that have been loaded from it."""
-
     secret: bytes
-    models: list[Any] = field(default_factory=list)
+    models: list[Any] = field(default_factory=list)  # that have been loaded from it
 
 
 _joined: dict[str, _JoinedGroup] = {}

@@ -181,13 +181,8 @@ class WeightUpdate:
             raise PrefixCacheInUse("the prefix cache holds running requests")
 
     def run(self, load: Callable[[], None]) -> list[str]:
-        """Load a whole sync on every TP rank, and agree on the outcome.
-
-        Args:
-            load: loads on this rank; calls `loading` before it does, and may call `loaded`.
-
-        Returns:
-            What went wrong, the same on all ranks.
+        """Load a whole sync on every TP rank, and agree on what went wrong, if anything did. `load`
+        calls `loading` before it does so on this rank, and may call `loaded`.
         """
         failure = self._load_in_frame(load)
         # After a failure, too: the prefix caches of all TP ranks must stay equal.

@@ -21,10 +21,4 @@ from sglang_loader.host_backup.backup import (
     withdraw_coverage,
 )
 
-__all__ = [
-    "WeightsBackup",
-    "arm",
-    "backup_of",
-    "publish_coverage",
-    "withdraw_coverage",
-]
+__all__ = ["WeightsBackup", "arm", "backup_of", "publish_coverage", "withdraw_coverage"]

@@ -177,11 +177,9 @@ class WeightsBackup:
         return [] if trusted else subtract(self._undefined, self._covered)
 
     def _warn_of_strays(self, now: Allocations) -> None:
-        """Warn of memory that was allocated under the tag `weights` after the model was loaded.
-
-        Nothing should be: somebody left a region of the memory saver open. The bytes are saved
-        with the others, but they cannot be shared with another process, which a staging buffer
-        must be.
+        """Warn of memory that was allocated under the tag `weights` after the model was loaded:
+        somebody left a region of the memory saver open. It is saved with the other bytes, but
+        cannot be shared with another process, which a staging buffer must be.
         """
         strays = (
             num_bytes(subtract(now.ranges, self._seen_allocations)) if self._seen_allocations else 0
@@ -243,16 +241,11 @@ def publish_coverage(
     written: Mapping[str, Iterable[Interval]],
     destinations: Destinations | None = None,
 ) -> None:
-    """From the next release on, save only what `written` leaves out.
+    """From the next release on, save only what `written` leaves out: `LoadPlan.coverage`, by names
+    of storages of `LoadPlan.destinations` (collected from the model where left out).
 
-    To be called on every TP rank when a sync has written all of `written` and it is proven that
-    each later one will, for as long as the plan's guard holds. Where it is published already, and
-    not withdrawn since, that does nothing.
-
-    Args:
-        written: `LoadPlan.coverage`: byte ranges by storage key.
-        destinations: `LoadPlan.destinations`, whose storages the keys name; collected from the
-            model where left out.
+    To be called on every TP rank when a sync has written all of it and it is proven that each later
+    one will, for as long as the plan's guard holds. Does nothing where it is published already.
 
     Raises:
         ValueError: a key or a range that the model does not have.

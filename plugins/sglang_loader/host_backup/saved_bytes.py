@@ -30,11 +30,8 @@ class _Piece:
 
 
 class SavedBytes:
-    """The bytes that `ranges` held when this was made; `restore` writes them back.
-
-    Args:
-        device: of the ranges; its pending work must be finished.
-        ranges: sorted, disjoint address ranges.
+    """The bytes that sorted, disjoint address ranges held when this was made; `restore` writes them
+    back. The device's pending work must be finished.
 
     Raises:
         RuntimeError: the host has too little memory.

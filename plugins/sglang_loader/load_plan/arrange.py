@@ -129,10 +129,9 @@ class _Packing:
 
 
 def _dense(piece: StridedCopy) -> tuple[list[Dim], list[int]]:
-    """The piece's dimensions in their order in the arranged buffer, and their strides there.
-
-    By destination, unless the runs of that order are short and the source's own are longer.
-    Dimensions that repeat the same source have stride 0 there, too.
+    """The piece's dimensions in their order in the arranged buffer, and their strides there: by
+    destination, unless the runs of that order are short and the source's own are longer. Dimensions
+    that repeat the same source have stride 0 there, too.
     """
     run = piece.run * piece.unit.src_bytes
     ordered = list(piece.dims)

@@ -48,11 +48,7 @@ from sglang_loader.load_plan.trace import (
 
 @collector_paused()
 def compile_bucket(traced: TracedBucket) -> BucketPlan:
-    """The plan for one bucket.
-
-    Raises:
-        PlanRefused: the trace holds something that a replay could not reproduce.
-    """
+    """The plan for one bucket; raises PlanRefused where a replay would not do the same."""
     trace = traced.trace
     if traced.moved is not None:
         raise PlanRefused(f"load_weights rebinds tensors: {traced.moved}")
@@ -108,9 +104,7 @@ def _judge_host_reads(traced: TracedBucket) -> tuple[tuple[str, int, Interval], 
 
 
 def _live_steps(steps: Sequence[Step]) -> list[Step]:
-    """Steps that write anything but a temporary, and those whose temporaries they need; in recorded
-    order.
-    """
+    """Steps that write more than temporaries, and those whose temporaries they need, in order."""
     needed: set[int] = set()
     live: list[Step] = []
     for step in reversed(steps):
@@ -232,8 +226,7 @@ def join_buckets(
 
     Args:
         destinations: of the last bucket's trace, which has those of all.
-        context: what else the plan depends on (TP and EP rank, expert map, quantisation method), as
-            plain values.
+        context: what else the plan depends on, as plain values; see `guard`.
 
     Raises:
         PlanRefused: Python reads the data of a tensor that the sync writes.

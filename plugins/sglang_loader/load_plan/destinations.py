@@ -88,9 +88,7 @@ class Destinations:
         return sorted((s.data_ptr, s.data_ptr + s.nbytes, i) for i, s in enumerate(self.storages))
 
     def find(self, data_ptr: int) -> tuple[int, int] | None:
-        """(storage index, byte offset inside it) of an address, or None: also through another
-        storage object over the same memory.
-        """
+        """(storage index, byte offset inside it) of an address, or None."""
         at = bisect_right(self._spans, (data_ptr, sys.maxsize)) - 1
         if at < 0 or data_ptr >= self._spans[at][1]:
             return None
@@ -168,9 +166,7 @@ def region_of(tensor: torch.Tensor) -> Region:
 def first_difference(
     before: Destinations, after: Destinations, *, new_allowed: bool = False
 ) -> str | None:
-    """Say which tensor was added, removed or changed its address between two collections of one
-    model; None where each of them is where it was.
-    """
+    """Which tensor was added, removed or moved between two collections of one model, or None."""
     old, new = _places(before), _places(after)
     for name, place in old.items():
         if name not in new:

@@ -48,10 +48,8 @@ class PlanExecutor:
         self._bound: dict[int, OrderedDict[object, Binding]] = defaultdict(OrderedDict)
 
     def replay(self, bucket_index: int, source: BucketSource) -> None:
-        """Load bucket `bucket_index` from `source`, asynchronously on the current stream.
-
-        Args:
-            source: the bucket, on any device that copies reach.
+        """Load a bucket from `source`, on any device that copies reach, asynchronously on the
+        current stream.
 
         Raises:
             IndexError: there is no such bucket.
@@ -121,10 +119,8 @@ def _bind(plan: BucketPlan, destinations: Destinations, source: BucketSource) ->
 
 class _BoundSource:
     """Copies out of a source, grouped by how they are made; also of what operators of a tape read
-    and lies in several places, which is copied together before the tape runs.
-
-    Args:
-        joined: ranges of the bucket, disjoint: what lies in one of them is located with all of it.
+    and lies in several places, which is copied together before the tape runs. What lies in one of
+    the disjoint ranges `joined` of the bucket is located with all of it.
     """
 
     def __init__(self, source: BucketSource, joined: Sequence[Interval]) -> None:
@@ -188,10 +184,8 @@ def view_of(base: torch.Tensor, ref: TensorRef) -> torch.Tensor:
 def _run_step(
     step: TapeStep, plan: BucketPlan, args: tuple[Any, ...], kwargs: dict[str, Any], slots: Slots
 ) -> None:
-    """Run one operator of the tape; its results that are temporaries go to `slots`.
-
-    Args:
-        args: of the operator; only temporaries are still `TensorRef`s. Likewise `kwargs`.
+    """Run one operator of the tape, of whose arguments only temporaries are still `TensorRef`s; its
+    results that are temporaries go to `slots`.
     """
 
     def fill(value: Any) -> Any:

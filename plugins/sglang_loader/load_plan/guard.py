@@ -21,18 +21,14 @@ from sglang_loader.load_plan.destinations import Destinations, iterate_tensors
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """What a plan was compiled for. `context` is a plain mapping of comparable values, sorted by
-    key.
-    """
+    """What a plan was compiled for; `context` has comparable values, by sorted keys."""
 
     layouts: tuple[BucketLayout, ...]
     context: tuple[tuple[str, object], ...]
 
     @classmethod
     def of(cls, layouts: Sequence[BucketLayout], context: Mapping[str, object]) -> Fingerprint:
-        """Freeze the layouts and the context of a sync; lists, dicts and tensors in `context` are
-        frozen by value.
-        """
+        """Of a sync; lists, dicts and tensors in `context` are frozen by value."""
         items = tuple((key, _freeze(context[key])) for key in sorted(context))
         return cls(tuple(layouts), items)
 

@@ -32,10 +32,8 @@ LoadWeights: TypeAlias = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
 
 
 class PlanRefused(RuntimeError):
-    """No plan can be made, or it did not prove itself: `reason` says why, in words for a log.
-
-    The weights are in the state that the model's own `load_weights` leaves, so the caller goes on
-    eagerly.
+    """No plan can be made, or it did not prove itself: `reason` says why, in words for a log. The
+    weights are as the model's own `load_weights` leaves them, so the caller goes on eagerly.
     """
 
     def __init__(self, reason: str) -> None:
@@ -91,10 +89,9 @@ class BucketPlan:
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """The plans of all buckets of a sync, in order, and what holds for the sync as a whole.
-
-    `coverage` maps a storage's key (the first path that reaches it) to the sorted byte ranges that
-    a sync writes without needing what was there.
+    """The plans of all buckets of a sync, in order, and what holds for the sync as a whole: by
+    storage (the first path that reaches it) `coverage` has the sorted byte ranges that it writes
+    without needing what was there.
     """
 
     buckets: tuple[BucketPlan, ...]
@@ -104,12 +101,12 @@ class LoadPlan:
 
     @property
     def num_copies(self) -> int:
-        """Strided copies per sync, all buckets together."""
+        """Strided copies of a sync."""
         return sum(len(bucket.copies) for bucket in self.buckets)
 
     @property
     def num_tape_steps(self) -> int:
-        """Residual operators per sync, all buckets together."""
+        """Residual operators of a sync."""
         return sum(len(bucket.tape) for bucket in self.buckets)
 
     @property

@@ -31,9 +31,7 @@ class Space(Enum):
 
 @dataclass(frozen=True, slots=True)
 class TensorRef:
-    """A tensor as a place in memory: `index` numbers the storage within its space; `region.offset`
-    is in bytes.
-    """
+    """A tensor as a place in memory: `index` numbers the storage within its space."""
 
     space: Space
     index: int

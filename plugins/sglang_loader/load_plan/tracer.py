@@ -17,7 +17,7 @@ What the mode cannot see is named or prevented:
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -106,11 +106,13 @@ def _trace_once(
     earlier: Destinations | None,
 ) -> TracedBucket:
     views = layout.views(scratch)  # made here, so that the recorder does not see them made
-    trace = record(lambda: load_weights(iter(views)), scratch, before)
+    recorder = _Recorder(scratch, before)
+    with inline_thread_pools(), recorder, HostReadWatch(recorder.note_host_read):
+        load_weights(iter(views))
     moved = first_difference(before, _collect(model, before))
     if moved is None and earlier is not None:  # what was bound since is new to the plan
         moved = first_difference(earlier, before, new_allowed=True)
-    return TracedBucket(layout, trace, before, moved)
+    return TracedBucket(layout, recorder.trace, before, moved)
 
 
 def _collect(model: nn.Module, known: Destinations | None) -> Destinations:
@@ -121,20 +123,6 @@ def _collect(model: nn.Module, known: Destinations | None) -> Destinations:
     if found.opaque:
         raise PlanRefused(f"{found.opaque[0]} is not a plain strided tensor")
     return found
-
-
-def record(load: Callable[[], object], bucket: torch.Tensor, destinations: Destinations) -> Trace:
-    """Run `load` once and return what it did.
-
-    Args:
-        load: calls the model's `load_weights` with views of `bucket`.
-        bucket: flat uint8 buffer that holds the sources.
-        destinations: collected just before; must stay valid during the call.
-    """
-    recorder = _Recorder(bucket, destinations)
-    with inline_thread_pools(), recorder, HostReadWatch(recorder.note_host_read):
-        load()
-    return recorder.trace
 
 
 _one_patch = threading.RLock()
@@ -263,9 +251,7 @@ class _Recorder(TorchDispatchMode):
         return known
 
     def _place(self, storage: torch.UntypedStorage) -> tuple[Space, int, int] | None:
-        """The bucket or the destination that this storage is, by address; the delta leads to its
-        first byte.
-        """
+        """The bucket or destination that this storage is, by address, and its offset there."""
         address = storage.data_ptr()
         if address == 0 or storage.nbytes() == 0:
             return None

@@ -62,11 +62,8 @@ class KnownDigests:
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """Outcome of a check.
-
-    Attributes:
-        reason: what the plan does otherwise than `load_weights`; None: nothing.
-        known: for the check of the next bucket.
+    """What the plan does otherwise than `load_weights` (None: nothing), and what the check of the
+    next bucket need not look at again.
     """
 
     reason: str | None = None
@@ -88,10 +85,7 @@ def check_bucket(
     known: KnownDigests | None = None,
 ) -> CheckResult:
     """Prove one bucket's plan against the eager loader. Takes a scratch copy of the bucket on its
-    device.
-
-    The weights end as the bucket says, whatever the outcome: a failed check loads it eagerly once
-    more.
+    device. The weights end as the bucket says: after a failed check it is loaded eagerly once more.
 
     Args:
         known: of the check before, if nothing was loaded since but this bucket: then only what the
@@ -127,17 +121,12 @@ def check_arranged(
     load_weights: LoadWeights,
     buffer: torch.Tensor,
 ) -> str | None:
-    """Prove that the plan of an arranged bucket loads what the bucket's own plan does.
+    """Prove that the plan of an arranged bucket loads what the bucket's own plan does; what it does
+    otherwise, or None.
 
     Call it after a good `check_bucket`, whose weights are what is expected here. A plan of copies
     alone writes no byte but those that it claims, so these are overwritten with the pattern; before
     one with a tape, a scrambled copy of the bucket is loaded as well.
-
-    Args:
-        arrangement: what is gathered for it out of `buffer`.
-
-    Returns:
-        What it does otherwise; None: nothing.
     """
     source = buffer[: bucket.layout.nbytes]
     touched = _storages_of(bucket)
@@ -205,15 +194,12 @@ def digest(
 ) -> list[tuple[int, ...]]:
     """128 bits for each storage, taken on its device; one transfer to the host per device."""
     wanted = range(len(destinations.storages)) if storages is None else storages
-    by_device: dict[torch.device, list[int]] = {}
-    for place, i in enumerate(wanted):
-        by_device.setdefault(destinations.storages[i].device, []).append(place)
-    result: list[tuple[int, ...]] = [()] * len(wanted)
-    for places in by_device.values():
-        found = digests([destinations.memory[wanted[place]] for place in places]).tolist()
-        for place, value in zip(places, found, strict=True):
-            result[place] = tuple(value)
-    return result
+    found: dict[int, tuple[int, ...]] = {}
+    for device in dict.fromkeys(destinations.storages[i].device for i in wanted):
+        here = [i for i in wanted if destinations.storages[i].device == device]
+        values = digests([destinations.memory[i] for i in here]).tolist()
+        found.update(zip(here, map(tuple, values), strict=True))
+    return [found[i] for i in wanted]
 
 
 def scramble(layout: BucketLayout, buffer: torch.Tensor) -> torch.Tensor:

@@ -30,10 +30,8 @@ NUM_BUFFERS = 2
 
 
 class BroadcastReceiver:
-    """The receive buffers of this process, and which of its transfers have not ended.
-
-    Attributes:
-        sources: where buckets that were sent lie in those buffers.
+    """The receive buffers of this process, which of its transfers have not ended, and where buckets
+    that were sent lie in those buffers (`sources`).
     """
 
     def __init__(self) -> None:
@@ -42,11 +40,8 @@ class BroadcastReceiver:
         self.sources = Sources()
 
     def buffer(self, index: int, nbytes: int, device: torch.device) -> torch.Tensor:
-        """The buffer of the bucket `NUM_BUFFERS` before, which is overwritten: at least so long.
-
-        Args:
-            index: position of the bucket in its sync.
-            nbytes: that come.
+        """For the `index`-th bucket of a sync, at least `nbytes` long: the buffer of the bucket
+        `NUM_BUFFERS` before, which is overwritten.
         """
         slot = index % NUM_BUFFERS
         if self._buffers[slot].numel() < nbytes or self._buffers[slot].device != device:
@@ -106,11 +101,11 @@ class _Arriving:
 
 
 class BroadcastBuckets:
-    """The buckets of one session that are broadcast or sent; see `state.BucketMemory`.
+    """The buckets of one session that are broadcast or sent; the interface of `MappedMemory`.
 
     Args:
-        group: the process group; the trainer's first rank is its rank 0, and broadcasts.
-        senders: the one of all trainer ranks; None where they do not send.
+        group: the trainer's first rank is its rank 0, and broadcasts.
+        senders: the group of all trainer ranks; None where they do not send.
         timeout_s: longest time that a transfer may take, in seconds.
     """
 
@@ -132,10 +127,8 @@ class BroadcastBuckets:
     max_unread = NUM_BUFFERS
 
     def begin(self, message: LoadBucket, layout: BucketLayout) -> None:
-        """Begin to receive a bucket.
-
-        Raises:
-            SessionError: it is neither to come by broadcast nor from all trainer ranks.
+        """Begin to receive a bucket; SessionError is raised where it is to come neither by
+        broadcast nor from all trainer ranks.
         """
         receives = message.receives  # of nobody, where the plan reads nothing of the bucket
         has_pieces, has_parts = bool(message.pieces), any(map(any, receives))
@@ -166,10 +159,8 @@ class BroadcastBuckets:
         return _Arriving(f"bucket {message.index}", buffer, transfers)
 
     def has_come(self) -> bool:
-        """True if the oldest bucket that was begun is there.
-
-        Raises:
-            BroadcastError: nothing came in time, or a trainer rank is gone.
+        """True if the oldest bucket that was begun is there; BroadcastError is raised where nothing
+        came in time, or a trainer rank is gone.
         """
         oldest = self._arriving[0]
         return all(each.has_arrived(self._timeout_s, oldest.name) for each in oldest.transfers)
@@ -183,7 +174,9 @@ class BroadcastBuckets:
         return self._receiver.sources.of(message, {0: oldest.buffer}, nbytes)
 
     def let_go(self) -> bool:
-        """Keep the buffers for the next session; see `state.BucketMemory`."""
+        """Keep the buffers for the next session, but for those into which bytes may still come;
+        True in that case.
+        """
         if not self._arriving:
             return False
         for group in {self._group, self._senders} - {None}:

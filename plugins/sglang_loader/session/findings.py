@@ -21,7 +21,12 @@ from sglang_loader.common.regions.geometry import Region
 from sglang_loader.common.regions.intervals import merge
 from sglang_loader.load_plan.destinations import Destinations
 from sglang_loader.load_plan.uses import BucketUses, TensorUse
-from sglang_loader.session.published import Published, Spec
+
+Spec = tuple[str, torch.dtype, tuple[int, ...]]
+"""(name, dtype, shape)."""
+
+Published = Mapping[str, Spec]
+"""The tensors of a published checkpoint, by name."""
 
 _TIED_HEAD = "lm_head.weight"
 _EMBEDDING = "embed_tokens.weight"
@@ -124,10 +129,6 @@ def missing_tensors(
     These are the tensors of the published checkpoint that were not sent and belong to the same
     module. Where it names none, or there is none, the parameters themselves are named, and what
     counts is whether the same parameter of another layer or expert is written.
-
-    Args:
-        uses: of all buckets, on one rank.
-        published: the checkpoint; None: unknown.
     """
     unsent: list[str] = []
     if published is not None:

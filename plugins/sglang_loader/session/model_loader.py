@@ -27,8 +27,7 @@ from sglang_loader.common.layout import BucketLayout
 from sglang_loader.host_backup import publish_coverage, withdraw_coverage
 from sglang_loader.load_plan import BucketUses, LoadPlan, PlanRefused
 from sglang_loader.load_plan.guard import Fingerprint
-from sglang_loader.session.arranged_plan import ArrangedPlan
-from sglang_loader.session.recording import Compiled, Recording, TracedLoads
+from sglang_loader.session.recording import ArrangedPlan, Compiled, Recording, TracedLoads
 
 logger = logging.getLogger(__name__)
 
@@ -67,10 +66,8 @@ class _LoadMode(Enum):
 
 
 class ModelLoader:
-    """Loads the syncs of one model; one per model and process.
-
-    Attributes:
-        uses: what became of each bucket of this sync, in order.
+    """Loads the syncs of one model; one per model and process. `uses`: what became of each bucket
+    of this sync, in order.
     """
 
     def __init__(self, model: Any) -> None:
@@ -81,13 +78,12 @@ class ModelLoader:
         self._recording: Recording | None = None
         self._load_mode = _LoadMode.EAGER
         self._context: Mapping[str, object] = {}
-        self._first: BucketLayout | None = None
         self._reason: str | None = None
         self._logged: set[str] = set()
         self._unfit: tuple[Fingerprint, str] | None = None
         self._num_recordings = 0
         self._syncs_since_check = 0
-        self._num_replayed = self._num_eager = 0
+        self._num_replayed = 0
         self._eager_uses: dict[int, BucketUses] = {}
         self._addresses_checked = False
 
@@ -101,11 +97,10 @@ class ModelLoader:
                 serves; 0: never again after it was made.
             uses_plan: False: every bucket goes through `load_weights`, whatever plan there is.
         """
-        if self._eager_uses and _frozen(context) != _frozen(self._context):
+        if self._eager_uses and Fingerprint.of((), self._context).mismatch(context):
             self._eager_uses = {}
         self._recording, self._context, self._reason = None, context, None
-        self._num_replayed = self._num_eager = 0
-        self.uses = []
+        self._num_replayed, self.uses = 0, []
         self._loads.restart()
         self._addresses_checked = not uses_plan
         if not uses_plan:
@@ -146,12 +141,8 @@ class ModelLoader:
         return self.arranged if self._load_mode is _LoadMode.REPLAY else None
 
     def load_arranged(self, index: int, layout: BucketLayout, source: BucketSource) -> None:
-        """Load one bucket that came arranged; asynchronous on a GPU, on the current stream.
-
-        It cannot be loaded eagerly: the other bytes are not there.
-
-        Args:
-            index: position in the sync, from 0.
+        """Load one bucket that came arranged; asynchronous on a GPU, on the current stream. It
+        cannot be loaded eagerly: the other bytes are not there.
 
         Raises:
             ArrangementError: no plan holds for it.
@@ -171,12 +162,8 @@ class ModelLoader:
     def load(
         self, index: int, layout: BucketLayout, source: BucketSource, *, read_only: bool
     ) -> bool:
-        """Load one bucket; asynchronous on a GPU.
-
-        Args:
-            index: position in the sync, from 0.
-            layout: what the source holds.
-            read_only: the loader may not change the source.
+        """Load the `index`-th bucket of the sync; asynchronous on a GPU. `read_only`: the source is
+        not changed.
 
         Returns:
             True if the plan was replayed: then all work is on the current stream.
@@ -199,10 +186,9 @@ class ModelLoader:
         if self._load_mode is _LoadMode.CHECK:
             self._check(index, buffer)
         elif self._load_mode is _LoadMode.RECORD:
-            self._record(index, layout, buffer)
+            self._record(layout, buffer)
         else:
             self._load_eagerly(index, layout, buffer, read_only)
-        self._num_eager += 1
         return False
 
     def finish(self) -> SyncOutcome:
@@ -222,7 +208,7 @@ class ModelLoader:
             publish_coverage(self._model, compiled.plan.coverage, compiled.plan.destinations)
         return SyncOutcome(
             num_replayed=self._num_replayed,
-            num_eager=self._num_eager,
+            num_eager=len(self.uses) - self._num_replayed,
             reason=self._reason,
             may_read_in_place=compiled is not None
             and not any(bucket.changes_buffer for bucket in compiled.plan.buckets),
@@ -237,9 +223,7 @@ class ModelLoader:
 
     def _has_loaded_all(self, plan: LoadPlan) -> bool:
         """True if this sync has written what the plan writes, by the plan or proven to be it."""
-        return self._load_mode is not _LoadMode.EAGER and (
-            self._num_replayed + self._num_eager == len(plan.buckets)
-        )
+        return self._load_mode is not _LoadMode.EAGER and len(self.uses) == len(plan.buckets)
 
     def _start_recording(self) -> None:
         if self._num_recordings >= MAX_RECORDINGS:
@@ -278,7 +262,6 @@ class ModelLoader:
             if bucket.changes_buffer:
                 raise  # the sources are no longer what was sent
             self._drop_plan(f"the replay of bucket {index} failed: {error!r}")
-            self._load_mode = _LoadMode.EAGER
             return False
         self._note_replayed(index)
         return True
@@ -295,16 +278,13 @@ class ModelLoader:
         if reason is not None:
             self.uses.append(BucketUses(bucket.layout, problem=reason))
             self._drop_plan(f"bucket {index}: {reason}")
-            self._load_mode = _LoadMode.EAGER
             return
         self.uses.append(compiled.uses[index])
         if compiled.arranged is not None:
             compiled.arranged = compiled.arranged.rechecked(self._model, index, buffer)
 
-    def _record(self, index: int, layout: BucketLayout, buffer: torch.Tensor) -> None:
+    def _record(self, layout: BucketLayout, buffer: torch.Tensor) -> None:
         assert self._recording is not None
-        if index == 0:
-            self._first = layout
         uses, reason = self._recording.add(layout, buffer)
         self.uses.append(uses)
         if reason is not None:
@@ -313,7 +293,7 @@ class ModelLoader:
     def _compile(self) -> None:
         assert self._recording is not None
         try:
-            self._compiled = self._recording.finish(self.uses)
+            self._compiled = self._recording.finish(list(self.uses))
         except PlanRefused as refused:
             self._refuse(refused.reason)
             return
@@ -348,13 +328,13 @@ class ModelLoader:
     def _refuse(self, reason: str) -> None:
         """No plan for syncs like this one: the rest of it, and the next ones, are eager."""
         self._note(reason)
-        assert self._first is not None
-        self._unfit = (Fingerprint.of([self._first], self._context), reason)
+        self._unfit = (Fingerprint.of([self.uses[0].layout], self._context), reason)
         self._recording, self._load_mode = None, _LoadMode.EAGER
 
     def _drop_plan(self, reason: str) -> None:
+        """The rest of the sync is eager, unless another plan can be recorded."""
         self._note(reason)
-        self._compiled = None
+        self._compiled, self._load_mode = None, _LoadMode.EAGER
         withdraw_coverage(self._model, reason)
 
     def _note(self, reason: str, *, log: bool = True) -> None:
@@ -364,10 +344,6 @@ class ModelLoader:
             logger.warning(
                 "%s: eager load_weights instead of the plan: %s", type(self._model).__name__, reason
             )
-
-
-def _frozen(context: Mapping[str, object]) -> object:
-    return Fingerprint.of((), context).context
 
 
 def loader_of(model: Any) -> ModelLoader:

@@ -26,10 +26,10 @@ from sglang_loader.common.session import messages as wire
 from sglang_loader.common.session.channel import Channel, KeptChannels, engine_end
 from sglang_loader.common.session.messages import FromTrainer, SessionDescriptor, SessionError
 from sglang_loader.common.shared_memory import CannotMap, host_id
-from sglang_loader.session.arranged_plan import ArrangedPlan
 from sglang_loader.session.broadcast_receiver import BroadcastBuckets, BroadcastReceiver
 from sglang_loader.session.model_loader import ArrangementError, ModelLoader, SyncOutcome, loader_of
-from sglang_loader.session.state import BucketMemory, InFlight, Layouts, MappedMemory
+from sglang_loader.session.recording import ArrangedPlan
+from sglang_loader.session.state import InFlight, Layouts, MappedMemory
 from sglang_loader.upstream import device_of, engine_context, tp_rank
 
 logger = logging.getLogger(__name__)
@@ -76,10 +76,9 @@ def serve_session(
 
     Args:
         descriptor: the trainer's; the signature of one with a group was checked.
-        models: SGLang's models that are to be loaded; with speculative decoding two, the target
-            last.
-        group: the process group in which buckets are broadcast; None: they are all mapped.
-        senders: the one in which all trainer ranks send; None: they do not.
+        models: those to be loaded; with speculative decoding two, the target last.
+        group: in which buckets are broadcast; None: they are all mapped.
+        senders: the group in which all trainer ranks send; None: they do not.
 
     Raises:
         SessionError: the trainer is gone, silent, aborted, or broke the protocol; or the invitation
@@ -213,9 +212,7 @@ class _Session:
             return channel.receive()
 
     def _is_busy(self, channel: Channel[FromTrainer]) -> bool:
-        """Tell which buckets are done, begin others in their place, and launch the next if it has
-        come; False if none is left.
-        """
+        """Tell which buckets are done, begin others, launch the next; False if none is left."""
         self._tell_done(channel)
         self._begin(channel)
         if self._begun and self._memory_of(self._begun[0][0]).has_come():
@@ -243,7 +240,7 @@ class _Session:
             if memory is self._received:
                 channel.send(wire.Receiving, index=message.index)
 
-    def _memory_of(self, message: wire.LoadBucket) -> BucketMemory:
+    def _memory_of(self, message: wire.LoadBucket) -> MappedMemory | BroadcastBuckets:
         """What brings a bucket: the group, if there is one, or memory that this process maps."""
         if self._received is None:
             return self._mapped
@@ -368,10 +365,8 @@ def load_into_all(
     *,
     read_only: bool,
 ) -> list[bool]:
-    """Load a bucket into every model; all but the last leave the source as it came.
-
-    Returns:
-        For each whether its plan was replayed.
+    """Load a bucket into every model, all but the last of which leave the source as it came; for
+    each whether its plan was replayed.
     """
     last = loaders[-1]
     return [
@@ -381,9 +376,7 @@ def load_into_all(
 
 
 def common_arrangements(arranged: Sequence[ArrangedPlan | None]) -> ArrangedPlan | None:
-    """The arrangements of all models; None where one has none, or other ones, or changes a bucket
-    that the others are to load, too.
-    """
+    """Those of all models; None where one has none, or others, or changes what others load, too."""
     first = arranged[0]
     if first is None or len({_digest(one) for one in arranged}) > 1:
         return None

@@ -8,8 +8,6 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -60,34 +58,13 @@ class Layouts:
         self._distinct = tuple(digests)
 
 
-class BucketMemory(Protocol):
-    """How the bytes of one session's buckets come to this process: mapped, or by broadcast.
-
-    Attributes:
-        max_unread: buckets that can be begun and not read to the end.
-    """
-
-    @property
-    def max_unread(self) -> int: ...
-
-    def begin(self, message: wire.LoadBucket, layout: BucketLayout) -> None:
-        """Begin to get a bucket; raises where that cannot be."""
-
-    def has_come(self) -> bool:
-        """True if the oldest bucket that was begun can be read; raises if it never can."""
-
-    def source(self, message: wire.LoadBucket, nbytes: int) -> BucketSource:
-        """The oldest bucket that was begun, which has come; `nbytes`: of it, as it came."""
-
-    def let_go(self) -> bool:
-        """The session is over: keep what the next one can use; True if memory was let go of."""
-
-
 class MappedMemory:
-    """See `BucketMemory`: the trainer's memory, as far as this process has mapped it.
+    """How a session's buckets come that lie in the trainer's memory: this process maps it.
 
     It serves one session after the other: `begin_session` comes first, `let_go` last. A buffer is
-    mapped by name, and unmapped with the session unless that asks to keep it.
+    mapped by name, and unmapped with the session unless that asks to keep it. Its other methods are
+    those of `BroadcastBuckets`: a session begins to get buckets, at most `max_unread` of which can
+    be unread, and reads them in order.
     """
 
     max_unread = sys.maxsize  # the trainer knows how many buffers it has
@@ -110,7 +87,7 @@ class MappedMemory:
         return list(self._mapped)
 
     def begin(self, message: wire.LoadBucket, layout: BucketLayout) -> None:
-        """Map the buffers that come with a bucket, or find them mapped.
+        """Map the buffers that come with the next bucket, or find them mapped.
 
         Raises:
             SessionError: one is not mapped, and came without a handle.
@@ -127,19 +104,15 @@ class MappedMemory:
             self._slots[buffer.slot] = self._mapped[name]
 
     def has_come(self) -> bool:
-        """The trainer announces what is there."""
+        """True: the trainer announces what is there."""
         return True
 
     def source(self, message: wire.LoadBucket, nbytes: int) -> BucketSource:
-        """The memory that a message speaks of.
-
-        Raises:
-            SessionError: a piece lies in no mapped buffer, or leaves it or the bucket.
-        """
+        """The memory that a message speaks of: see `Sources.of`."""
         return self._sources.of(message, self._slots, nbytes)
 
     def let_go(self) -> bool:
-        """Unmap all that the session did not ask to keep."""
+        """Unmap all that the session did not ask to keep; True if there was any."""
         kept = {name: self._mapped[name] for name in self._kept}
         is_dropped = len(kept) < len(self._mapped)
         self._mapped, self._kept = kept, set()
@@ -147,6 +120,10 @@ class MappedMemory:
         if is_dropped:
             self._sources.clear()
         return is_dropped
+
+
+_CachedSource = tuple[list[wire.BucketPiece], dict[int, torch.Tensor], BucketSource]
+"""The pieces of a message, the buffers that they lie in, and their memory."""
 
 
 class Sources:
@@ -158,50 +135,32 @@ class Sources:
     def of(
         self, message: wire.LoadBucket, slots: Mapping[int, torch.Tensor], nbytes: int
     ) -> BucketSource:
-        """The memory that a message speaks of.
-
-        Args:
-            nbytes: of the bucket, as it came.
+        """The memory that a message speaks of; `nbytes`: of the bucket, as it came.
 
         Raises:
             SessionError: a piece lies in no buffer, or leaves it or the bucket.
         """
         key = message.pieces[0].slot if message.pieces else -1, message.digest
-        cached = self._cached.get(key)
-        if cached is None or not cached.holds(message.pieces, slots):
-            cached = self._cached[key] = _CachedSource.of(message, slots, nbytes)
-            while len(self._cached) > MAX_LAYOUTS:
-                self._cached.popitem(last=False)
-        return cached.source
-
-    def clear(self) -> None:
-        """Let go of all memory."""
-        self._cached.clear()
-
-
-@dataclass(frozen=True, slots=True)
-class _CachedSource:
-    pieces: list[wire.BucketPiece]
-    buffers: dict[int, torch.Tensor]
-    source: BucketSource
-
-    def holds(self, pieces: list[wire.BucketPiece], slots: Mapping[int, torch.Tensor]) -> bool:
-        return self.pieces == pieces and all(
-            slots.get(slot) is buffer for slot, buffer in self.buffers.items()
-        )
-
-    @classmethod
-    def of(
-        cls, message: wire.LoadBucket, slots: Mapping[int, torch.Tensor], nbytes: int
-    ) -> _CachedSource:
+        if (cached := self._cached.get(key)) is not None:
+            pieces, used, source = cached
+            is_there = all(slots.get(slot) is buffer for slot, buffer in used.items())
+            if is_there and pieces == message.pieces:
+                return source
         used = {}
         for piece in message.pieces:
             for slot in (piece.slot, *(slot for slot, _, _ in piece.shards)):
                 if slot not in slots:
                     raise SessionError(f"bucket {message.index} lies in slot {slot}: not mapped")
                 used[slot] = slots[slot]
-        pieces = [_piece(piece, used, nbytes, message.index) for piece in message.pieces]
-        return cls(message.pieces, used, BucketSource(pieces))
+        found = [_piece(piece, used, nbytes, message.index) for piece in message.pieces]
+        self._cached[key] = message.pieces, used, BucketSource(found)
+        while len(self._cached) > MAX_LAYOUTS:
+            self._cached.popitem(last=False)
+        return self._cached[key][2]
+
+    def clear(self) -> None:
+        """Let go of all memory."""
+        self._cached.clear()
 
 
 def _piece(

@@ -7,24 +7,34 @@ its `ModelLoader`), and all give one verdict:
     view = view_of_sync(layouts, models)        # on each rank by itself
     verdict = judge_together(view, gather)      # all ranks
 
+What is normal for the model is read from the headers of its published checkpoint's files, a few
+kilobytes of each: tensors that SGLang drops, parameters that no checkpoint has.
+
 A verdict is remembered with its set of tensors, for as long as the engine's ranks, expert map and
 quantisation stay as they are (`known_verdict`).
 """
 
 from __future__ import annotations
 
+import json
 import logging
+import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
+
+import torch
 
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.load_plan import BucketUses
 from sglang_loader.load_plan.destinations import collect_destinations
 from sglang_loader.load_plan.guard import Fingerprint
 from sglang_loader.session.findings import (
+    Published,
     RankView,
+    Spec,
     Verdict,
     judge,
     missing_tensors,
@@ -32,10 +42,26 @@ from sglang_loader.session.findings import (
     view_of,
 )
 from sglang_loader.session.model_loader import loader_of
-from sglang_loader.session.published import Published, published_tensors
 from sglang_loader.upstream import engine_context, launch_arguments
 
 logger = logging.getLogger(__name__)
+
+MAX_HEADER_BYTES = 100 << 20  # the format's own limit
+
+_DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
 
 Gather = Callable[[Any], list[Any]]
 """Collective over the TP ranks: everybody's item, by rank."""
@@ -57,11 +83,7 @@ def served_checkpoint() -> Published | None:
 
 @dataclass(frozen=True)
 class SyncView:
-    """What one rank says of a sync.
-
-    Attributes:
-        unscaled: tensors in fp8 on one side alone.
-    """
+    """What one rank says of a sync; `unscaled`: tensors in fp8 on one side alone."""
 
     target: Any
     fingerprint: Fingerprint
@@ -76,11 +98,8 @@ def view_of_sync(
     models: Sequence[Any],
     read_published: Callable[[], Published | None] = served_checkpoint,
 ) -> SyncView:
-    """Look at the buckets that were loaded.
-
-    Args:
-        models: those that have loaded them: one, or the draft and then the target.
-        read_published: tells what is normal for the model.
+    """Look at the buckets that were loaded by one model, or by the draft and then the target;
+    `read_published` tells what is normal for the model.
     """
     target = models[-1]
     fingerprint = Fingerprint.of(layouts, engine_context(target))
@@ -140,3 +159,48 @@ def _view(
         return view
     missing, doubtful = missing_tensors(uses, collect_destinations(model), published)
     return replace(view, missing=missing, doubtful=doubtful)
+
+
+def published_tensors(folder: str | Path) -> Published | None:
+    """All tensors of the safetensors files in `folder`, by name.
+
+    Returns:
+        None where there is no such checkpoint: no folder (a name on the hub), other file formats,
+        a dtype that torch does not have, or files that do not follow the format.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        return None
+    files = _files(folder)
+    found: dict[str, Spec] = {}
+    try:
+        for file in files:
+            for name, entry in _header(file).items():
+                if name != "__metadata__":
+                    shape = tuple(int(size) for size in entry["shape"])
+                    found[name] = name, _DTYPES[entry["dtype"]], shape
+    except (OSError, ValueError, KeyError, TypeError, struct.error):
+        return None
+    return found or None
+
+
+def _files(folder: Path) -> list[Path]:
+    """Those of the index, where there is one: a folder may hold a second copy of the weights."""
+    index = folder / "model.safetensors.index.json"
+    try:
+        named = json.loads(index.read_text())["weight_map"].values()
+    except (OSError, ValueError, KeyError, AttributeError):
+        return sorted(folder.glob("*.safetensors"))
+    return sorted(folder / name for name in set(named))
+
+
+def _header(file: Path) -> dict[str, dict[str, Any]]:
+    """The JSON header: its length as 8 bytes, little-endian, stands before it."""
+    with file.open("rb") as stream:
+        (length,) = struct.unpack("<Q", stream.read(8))
+        if length > MAX_HEADER_BYTES:
+            raise ValueError(f"{file} has a header of {length} bytes")
+        header = json.loads(stream.read(length))
+    if not isinstance(header, dict):
+        raise ValueError(f"{file} has no header")
+    return header

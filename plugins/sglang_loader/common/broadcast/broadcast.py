@@ -32,11 +32,8 @@ class BroadcastError(RuntimeError):
 class Transfer:
     """A collective in progress; every rank starts it. Its buffers are not to be touched, nor freed
     for other use, before it is done.
-
     With NCCL the first one of a group blocks until all ranks have come, see `update_group.connect`.
-
-    Args:
-        work: torch's; None: there is nothing to wait for.
+    `work`: torch's; None: there is nothing to wait for.
     """
 
     def __init__(self, work: Any, device: torch.device) -> None:
@@ -64,14 +61,10 @@ class Transfer:
             raise BroadcastError(str(error)) from None
 
     def has_arrived(self, timeout_s: float, what: str) -> bool:
-        """`is_done`, for as long as there is time.
-
-        Args:
-            timeout_s: longest time since it began, in seconds.
-            what: names it in the error.
+        """`is_done`, unless it takes more than `timeout_s` seconds since it began.
 
         Raises:
-            BroadcastError: it takes longer, or failed.
+            BroadcastError: it takes longer, or failed; `what` names it.
         """
         try:
             if self.is_done():
@@ -106,11 +99,7 @@ class Transfer:
 
 
 class Broadcast(Transfer):
-    """A broadcast.
-
-    Args:
-        flat: contiguous uint8; rank 0 sends it, the others receive it.
-    """
+    """A broadcast of contiguous uint8: rank 0 sends it, the others receive it."""
 
     def __init__(self, flat: torch.Tensor, group: Any) -> None:
         work = None
@@ -129,10 +118,8 @@ def all_to_all(
     """Start an exchange between all ranks of a group; torch's work.
 
     Args:
-        sent: flat uint8, for each rank some bytes, one behind the other.
+        sent: flat uint8, for each rank some bytes, one behind the other; `received` likewise.
         send_nbytes: by rank, whole words; they add up to `sent`.
-        received: flat uint8, likewise.
-        recv_nbytes: by rank.
         group: the process group; None: torch's default group.
     """
     return dist.all_to_all_single(

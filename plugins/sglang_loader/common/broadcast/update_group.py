@@ -44,9 +44,8 @@ _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 @dataclass(frozen=True)
 class GroupPlace:
-    """Where, and by what name, the ranks of a group meet: the trainer's, then the engines'.
-
-    The name starts with `GROUP_PREFIX`.
+    """Where the ranks of a group meet, the trainer's and then the engines', by which name: it
+    starts with `GROUP_PREFIX`.
     """
 
     name: str
@@ -70,7 +69,6 @@ class MeetingPoint:
 
     Args:
         address: of this host, as the engines reach it.
-        world_size: this process and all engine ranks.
         timeout_s: how long this process waits for another rank, in seconds.
     """
 
@@ -86,10 +84,8 @@ class MeetingPoint:
         self._server = None
 
     def reopen(self) -> None:
-        """Open it again, empty, at the same port, unless it is open.
-
-        Raises:
-            torch.distributed.DistNetworkError: the port is taken.
+        """Open it again, empty, at the same port, unless it is open; DistNetworkError is raised
+        where another process has taken the port.
         """
         self._server = self._server or self._opened(self.port)
 
@@ -136,11 +132,8 @@ def import_helpers() -> None:
 
 
 def join_as_trainer(place: GroupPlace, rank: int, device: torch.device, timeout_s: float) -> Any:
-    """Become a rank of the group; returns it, connected, once all others have come.
-
-    Args:
-        device: of the buffers that will be broadcast; decides between NCCL and gloo.
-        timeout_s: how long to wait for another rank, in seconds.
+    """Become a rank of the group; returns it, connected, once all others have come, each within
+    `timeout_s` seconds. The device, of what will be broadcast, decides between NCCL and gloo.
     """
     from sglang.srt.utils import init_custom_process_group
 
@@ -179,10 +172,8 @@ def backend_of(device: torch.device) -> str:
 
 @contextmanager
 def errors_left_to_us() -> Iterator[None]:
-    """A NCCL group made in the body does not end the process when a peer dies or takes long.
-
-    torch's watchdog does that otherwise; here whoever waits for a broadcast finds out, and the
-    group is aborted.
+    """A NCCL group made in the body does not end the process when a peer dies or takes long, as
+    torch's watchdog would: whoever waits for a broadcast finds out, and the group is aborted.
     """
     before = os.environ.get(_ERROR_HANDLING)
     os.environ[_ERROR_HANDLING] = "0"

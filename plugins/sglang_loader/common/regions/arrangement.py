@@ -68,12 +68,7 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class Arrangement:
-    """What one rank reads of one bucket.
-
-    Attributes:
-        reads: no two share a byte of the arranged buffer.
-        nbytes: size of the arranged buffer.
-    """
+    """What one rank reads of one bucket, no byte of the arranged buffer twice, and its size."""
 
     reads: tuple[Read, ...]
     nbytes: int

@@ -30,19 +30,15 @@ _Shape: TypeAlias = tuple[int, tuple[Dim, ...], int, Unit]
 
 
 def coalesce(copies: Sequence[StridedCopy]) -> list[StridedCopy]:
-    """The fewest copies this module can find that move the same bytes to the same places.
-
-    Precondition: no two copies write the same byte (see `find_overlapping`); their sources may
-    overlap.
+    """The fewest copies this module can find that move the same bytes to the same places. No two
+    may write the same byte (see `find_overlapping`); their sources may overlap.
     """
     joined = join_adjacent(copies)
     return fold_progressions(fold_progressions(joined))
 
 
 def join_adjacent(copies: Sequence[StridedCopy]) -> list[StridedCopy]:
-    """Contiguous copies that continue each other in source and destination become one; sorted by
-    destination.
-    """
+    """Contiguous copies that continue each other on both sides become one, by destination."""
     joined: list[StridedCopy] = []
     for copy in sorted(copies, key=lambda c: (c.storage, c.dst)):
         last = joined[-1] if joined else None
@@ -89,9 +85,7 @@ def _continues(last: StridedCopy, copy: StridedCopy) -> bool:
 
 
 def _fold_group(group: list[StridedCopy]) -> Iterator[StridedCopy]:
-    """Greedy from the left: the longest (possibly interleaved) progression that starts here, then
-    go on after it.
-    """
+    """Greedy from the left: the longest (possibly interleaved) progression that starts here."""
     if len(group[0].dims) >= MAX_DIMS:
         yield from group
         return
@@ -108,9 +102,7 @@ def _fold_group(group: list[StridedCopy]) -> Iterator[StridedCopy]:
 
 
 def _longest_progression(group: list[StridedCopy], at: int) -> tuple[int, int]:
-    """(lanes, repeats) of the longest progression that starts at `at`; (1, 1) where there is none
-    worth folding.
-    """
+    """(lanes, repeats) of the longest progression from `at` on; (1, 1): none worth folding."""
     best = (1, 1)
     for period in range(1, MAX_PERIOD + 1):
         repeats = _count_repeats(group, at, period)
@@ -125,9 +117,7 @@ def _longest_progression(group: list[StridedCopy], at: int) -> tuple[int, int]:
 
 
 def _count_repeats(group: list[StridedCopy], at: int, period: int) -> int:
-    """How often the pattern of `period` copies repeats from `at` on; lanes may have strides of
-    their own.
-    """
+    """How often `period` copies repeat from `at` on; each lane may have its own strides."""
     if at + 2 * period > len(group):
         return 1
     strides = [_stride(group, lane, period) for lane in range(at, at + period)]

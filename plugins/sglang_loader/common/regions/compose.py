@@ -81,13 +81,10 @@ class ByteMap:
 
 
 def compose(source: ByteMap, copy: StridedCopy) -> Iterator[StridedCopy]:
-    """A copy out of a tensor as copies out of what the tensor is a view of: in the same order.
+    """A copy out of a tensor, `src` in its C order, as copies out of what that is a view of.
 
     What no single strided set describes there is cut: at the ends of the tensor's own consecutive
     bytes, and where a dimension does not fit into the tensor's.
-
-    Args:
-        copy: `src` counts in the tensor's C order.
     """
     if source.is_dense:
         yield replace(copy, src=source.offset + copy.src)
@@ -124,13 +121,8 @@ def compose_read(source: ByteMap, read: Read) -> Iterator[Read]:
 def shard_copies(
     source: ByteMap, starts: Sequence[int], copy: StridedCopy
 ) -> Iterator[tuple[int, StridedCopy]]:
-    """A copy out of a tensor as copies out of the shards that make up its parameter, in any order.
-
-    Args:
-        starts: where the shards begin in the parameter, ascending.
-
-    Yields:
-        A shard's number, and a copy whose `src` counts in that shard.
+    """A copy out of a tensor as copies out of the shards that make up its parameter, in any order:
+    a shard's number, and a copy whose `src` counts in it. `starts`: of the shards, ascending.
     """
     for part in compose(source, copy):
         # The widest steps first: then a copy is cut once where a shard ends, not in every row.

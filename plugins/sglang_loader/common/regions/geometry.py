@@ -44,9 +44,7 @@ BYTES = Unit()
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A strided tensor region: byte offset of its first element, shape, strides in elements, bytes
-    per element.
-    """
+    """A strided tensor region: offset in bytes, shape, strides in elements, bytes per element."""
 
     offset: int
     shape: tuple[int, ...]
@@ -63,9 +61,7 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class StridedCopy:
-    """One copy out of a bucket: `src` and `dst` are byte offsets, `storage` is the destination's
-    index.
-    """
+    """One copy out of a bucket, between byte offsets; `storage` is the destination's index."""
 
     storage: int
     src: int
@@ -85,9 +81,7 @@ class StridedCopy:
         return self.src, self.src + last + self.run * self.unit.src_bytes
 
     def dst_runs(self) -> tuple[npt.NDArray[np.int64], int]:
-        """Starts (bytes, ascending) of the contiguous runs written in the destination, and their
-        length in bytes.
-        """
+        """Starts (ascending) and length of the runs written in the destination, in bytes."""
         return expand_runs(self.dst, self._dst_dims(), self.run * self.unit.dst_bytes)
 
     def num_dst_runs(self) -> int:
@@ -146,10 +140,8 @@ def describe_copy(storage: int, src: Region, dst: Region, unit: Unit) -> Strided
 def expand_runs(
     start: int, dims: Sequence[tuple[int, int]], run: int
 ) -> tuple[npt.NDArray[np.int64], int]:
-    """Starts (ascending) and length of the contiguous byte runs of a one-sided strided region.
-
-    `dims` are `(count, stride in bytes)`; they are collapsed first, so that a dense region is one
-    run however it was written.
+    """Starts (ascending) and length of the contiguous byte runs of a one-sided strided region; its
+    `(count, stride in bytes)` are collapsed first: a dense region is one run.
     """
     collapsed, run = collapse_one_side(dims, run)
     starts = np.array([start], dtype=np.int64)
@@ -177,10 +169,8 @@ def region_runs(region: Region) -> tuple[npt.NDArray[np.int64], int]:
 
 
 def split_copy(copy: StridedCopy, starts: Sequence[int]) -> Iterator[StridedCopy]:
-    """The same moves as copies that each read from one piece of the source only.
-
-    Args:
-        starts: where the source's pieces begin, ascending; each unit lies within one of them.
+    """The same moves as copies that each read from one piece of the source only; these begin at
+    `starts`, ascending, and each unit lies within one of them.
     """
     left = [copy]
     while left:

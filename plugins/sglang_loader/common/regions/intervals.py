@@ -20,9 +20,7 @@ Interval: TypeAlias = tuple[int, int]
 
 
 def merge(intervals: Iterable[Interval]) -> list[Interval]:
-    """Sorted, disjoint intervals that cover the same bytes; touching ones are joined, empty ones
-    dropped.
-    """
+    """Sorted, disjoint intervals of the same bytes: touching ones joined, empty ones dropped."""
     merged: list[Interval] = []
     for start, stop in sorted(i for i in intervals if i[0] < i[1]):
         if merged and start <= merged[-1][1]:
@@ -33,9 +31,7 @@ def merge(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def merge_runs(runs: Iterable[tuple[npt.NDArray[np.int64], int]]) -> list[Interval]:
-    """`merge` of many runs given as `(starts, length)` arrays: millions of runs in well under a
-    second.
-    """
+    """`merge` of runs given as `(starts, length)` arrays: millions in well under a second."""
     pieces = [(starts, starts + length) for starts, length in runs if length and len(starts)]
     if not pieces:
         return []

@@ -41,31 +41,18 @@ Received = TypeVar("Received", bound=FromTrainer | FromEngine)
 
 
 class Channel(Generic[Received]):
-    """Sends and receives the messages of one session after the other. A context manager.
-
-    Args:
-        bind: True on the trainer's end.
-        decode: `decode_from_trainer` or `decode_from_engine`.
-        peer: "trainer" or "engine", for messages.
-
-    Attributes:
-        has_heard: the peer has said something in this session, even if that was refused.
+    """Sends and receives the messages of one session after the other. A context manager. The
+    trainer's end binds. `has_heard`: the peer has said something in this session, even if that was
+    refused.
     """
 
-    def __init__(
-        self,
-        endpoint: str,
-        *,
-        bind: bool,
-        decode: Callable[[bytes], Received],
-        peer: str,
-    ) -> None:
+    def __init__(self, endpoint: str, *, bind: bool) -> None:
         self.endpoint = endpoint
         self._bind = bind
         self._token = ""
         self._timeout_s = 0.0
-        self._decode = decode
-        self._peer = peer
+        self._decode: Any = wire.decode_from_engine if bind else wire.decode_from_trainer
+        self._peer = "engine" if bind else "trainer"
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
         self._socket.setsockopt(zmq.LINGER, LINGER_MS)
         self._socket.setsockopt(zmq.SNDHWM, 0)  # a send never waits for the peer to read
@@ -95,11 +82,8 @@ class Channel(Generic[Received]):
         self._poller.register(self._monitor, zmq.POLLIN)
 
     def begin(self, token: str, *, timeout_s: float) -> None:
-        """Begin a session.
-
-        Args:
-            token: the session's; added to what is sent, expected of what is received.
-            timeout_s: longest wait for a message, in seconds.
+        """Begin a session: its token is added to what is sent and expected of what is received; no
+        wait for a message takes longer than `timeout_s` seconds.
         """
         self._token, self._timeout_s, self.has_heard = token, timeout_s, False
 
@@ -131,11 +115,8 @@ class Channel(Generic[Received]):
     def receive(
         self, *, timeout_s: float | None = None, watch: Callable[[], None] | None = None
     ) -> Received:
-        """The peer's next message.
-
-        Args:
-            timeout_s: another limit than the session's.
-            watch: called every `SLICE_MS`; ends the wait by raising.
+        """The peer's next message. `timeout_s`: another limit than the session's; `watch`: called
+        every `SLICE_MS`, ends the wait by raising.
 
         Raises:
             SessionError: silence, a dead peer, a wrong token or version, or not a message.
@@ -209,7 +190,7 @@ class Channel(Generic[Received]):
                 self._is_peer_gone = True
 
     def _checked(self, data: bytes) -> Received:
-        message = self._decode(data)
+        message: Received = self._decode(data)
         wire.check_version(message.version)
         if not hmac.compare_digest(message.token.encode(), self._token.encode()):
             raise SessionError(f"a message of the {self._peer} has a wrong token: refused")
@@ -240,7 +221,7 @@ def _close(socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes], bound_at: Path
 
 def trainer_end(endpoint: str) -> Channel[FromEngine]:
     """Bind a new socket; `endpoint` is a free zmq address."""
-    return Channel(endpoint, bind=True, decode=wire.decode_from_engine, peer="engine")
+    return Channel(endpoint, bind=True)
 
 
 def trainer_end_on_network(host: str) -> Channel[FromEngine]:
@@ -252,36 +233,27 @@ def trainer_end_on_network(host: str) -> Channel[FromEngine]:
 
 
 def engine_end(endpoint: str, *, is_signed: bool = False) -> Channel[FromTrainer]:
-    """Connect to a trainer's socket.
-
-    Args:
-        is_signed: the trainer of this engine's update group vouches for it, so that it may be on
-            another host.
+    """Connect to a trainer's socket; it may be on another host if it `is_signed`, that is, if the
+    trainer of this engine's update group vouches for it.
 
     Raises:
         SessionError: the address is not one.
     """
     if not is_signed:
         check_endpoint(endpoint)
-    return Channel(endpoint, bind=False, decode=wire.decode_from_trainer, peer="trainer")
+    return Channel(endpoint, bind=False)
 
 
 class KeptChannels(Generic[Received]):
-    """The channels of sessions that ended well, for one end.
-
-    Args:
-        limit: as many are kept; the engine's end has one for each trainer.
-    """
+    """`limit` channels of sessions that ended well; the engine's end has one for each trainer."""
 
     def __init__(self, limit: int = 1) -> None:
         self._channels: list[Channel[Received]] = []
         self._limit = limit
 
     def take(self, endpoint: str | None = None) -> Channel[Received] | None:
-        """One that can be used once more; None if there is none. The others that cannot are closed.
-
-        Args:
-            endpoint: the only one that is wanted; None: any.
+        """One that can be used once more, of this endpoint if one is named; None if there is none.
+        Those that cannot be used are closed.
         """
         for channel in [channel for channel in self._channels if not channel.is_quiet]:
             self._channels.remove(channel)

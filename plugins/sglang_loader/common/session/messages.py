@@ -196,11 +196,7 @@ class LoadBucket(_Message, frozen=True, kw_only=True):
 
 class Finish(_Message, frozen=True, kw_only=True):
     """Trainer: everything was sent; the counts of the whole session. Buckets may be in flight yet.
-
-    Attributes:
-        num_buckets: sent.
-        num_tensors: sent.
-        arrangements: digest of those that the trainer knows; None: it wants none.
+    `arrangements`: digest of those that the trainer knows; None: it wants none.
     """
 
     num_buckets: int
@@ -288,20 +284,12 @@ def encode(message: FromTrainer | FromEngine) -> bytes:
 
 
 def decode_from_trainer(data: bytes) -> FromTrainer:
-    """Parse what an engine received.
-
-    Raises:
-        SessionError: not a message of the trainer.
-    """
+    """Parse what an engine received; SessionError is raised if it is no message of a trainer."""
     return _decode(_from_trainer, data)  # type: ignore[no-any-return]
 
 
 def decode_from_engine(data: bytes) -> FromEngine:
-    """Parse what a trainer received.
-
-    Raises:
-        SessionError: not a message of the engine.
-    """
+    """Parse what a trainer received; SessionError is raised if it is no message of an engine."""
     return _decode(_from_engine, data)  # type: ignore[no-any-return]
 
 
@@ -330,11 +318,8 @@ def decode_descriptor(data: bytes) -> SessionDescriptor:
 
 
 def signed(descriptor: SessionDescriptor, secret: bytes) -> SessionDescriptor:
-    """The descriptor with a code over all of its fields.
-
-    Args:
-        descriptor: of a session with a group.
-        secret: of that group, see `update_group.secret_of`.
+    """The descriptor of a session with a group, with a code over all of its fields; for the secret
+    see `update_group.secret_of`.
     """
     unsigned = msgspec.structs.replace(descriptor, signature="")
     unsigned = _descriptor.decode(encode_descriptor(unsigned))  # 60 seconds arrive as 60.0
