@@ -183,8 +183,10 @@ class Cluster:
                 key = name.removeprefix(METRICS)
                 if key.endswith("_s") and key not in ("sync_s", "gigabytes_per_s"):
                     seconds[key.removesuffix("_s")] = value
-                elif key.startswith("num_") or key == "staging_gigabytes":
+                elif key.startswith("num_"):
                     notes[key] = value
+                elif key == "staging_gigabytes":
+                    notes["staging_bytes"] = round(value * 1e9)
             return dict(seconds)
 
         return sync
