@@ -1,6 +1,11 @@
-"""The limit of `disaggregated`: one collective broadcast of the same bytes between the same GPUs.
+"""The limit of `disaggregated`: one collective broadcast between a trainer's and an engine's GPU.
 
-    python -m benchmarks.broadcast_limit RANK STORE DEVICE RUNS ROWS MODEL=BYTES ...
+    python -m benchmarks.broadcast_limit RANK STORE SETTING ROWS
+
+What is broadcast is the most that any one GPU of the run must send or take in. A trainer rank, of
+N, sends its part of the weights to each of R replicas: R / N of their bytes; an engine rank, of T,
+takes in 1 / T. (What each rank has whole, as norms and routers, is a thousandth of that.) All GPUs
+send and take in at the same time, each at the rate that is measured here between two of them.
 
 Both ranks hold a buffer of at most 4 GiB and broadcast it as often as the bytes need. As a note, a
 plain copy from GPU to GPU of the same bytes.
@@ -8,7 +13,7 @@ plain copy from GPU to GPU of the same bytes.
 
 from __future__ import annotations
 
-import json
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -18,47 +23,55 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.arm import Setting, write_row
+from verl_sglang_sync.bench.model_shapes import weights_bytes
 from verl_sglang_sync.bench.results_file import medians
 
+COPY_LIMIT = "copy_limit"
 BUFFER_BYTES = 4 << 30
 NUM_WARM_UPS = 2
 
 
-def main(rank: int, store: str, device: str, runs: int, rows: Path, sizes: dict[str, int]) -> None:
-    """One rank; rank 0 writes the rows."""
-    place = torch.device("cpu") if device == "cpu" else torch.device("cuda", rank)
-    if device == "cuda":
+def main(rank: int, store: str, setting: Setting, rows: Path) -> None:
+    """One rank; rank 0, on the trainer's first GPU, writes the row."""
+    gpu = setting.engine_gpus(0)[0] if rank else 0
+    place = torch.device("cpu") if setting.device == "cpu" else torch.device("cuda", gpu)
+    if setting.device == "cuda":
         torch.cuda.set_device(place)
-    backend = "gloo" if device == "cpu" else "nccl"
+    backend = "gloo" if setting.device == "cpu" else "nccl"
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=2)
-    for model, num_bytes in sizes.items():
-        buffer = torch.empty(min(num_bytes, BUFFER_BYTES), dtype=torch.uint8, device=place)
-        parts = _parts(num_bytes)
+    num_bytes = limit_bytes(setting)
+    buffer = torch.empty(min(num_bytes, BUFFER_BYTES), dtype=torch.uint8, device=place)
+    parts = _parts(num_bytes)
 
-        def broadcast(buffer: torch.Tensor = buffer, parts: list[int] = parts) -> None:
-            for part in parts:
-                dist.broadcast(buffer[:part], src=0)
+    def broadcast() -> None:
+        for part in parts:
+            dist.broadcast(buffer[:part], src=0)
 
-        measured = [{"sync": seconds} for seconds in _timed(broadcast, device, runs)]
-        if rank == 0:
-            row: dict[str, Any] = {
-                "arm": "copy_limit",
-                "model": model,
-                "gpus": 2 if device == "cuda" else 0,
-                "tp": 1,
-                "bytes": num_bytes,
-                "runs": runs,
-                "median_s": medians(measured),
-                "runs_s": measured,
-                "host_bytes": 0,
-                "peak_extra_gpu_bytes": 0,
-            }
-            if device == "cuda":
-                row["peer_copy_s"] = _peer_copy(buffer, parts, runs)
-            with rows.open("a") as file:
-                file.write(json.dumps(row) + "\n")
-        dist.barrier()
+    measured = [{"sync": seconds} for seconds in _timed(broadcast, setting.device, setting.runs)]
+    if rank == 0:
+        row: dict[str, Any] = {
+            **setting.row(COPY_LIMIT),
+            "bytes": num_bytes,
+            "runs": setting.runs,
+            "median_s": medians(measured),
+            "runs_s": measured,
+            "host_bytes": 0,
+            "peak_extra_gpu_bytes": 0,
+        }
+        if setting.device == "cuda":
+            target = torch.empty_like(buffer, device=f"cuda:{setting.engine_gpus(0)[0]}")
+            row["peer_copy_s"] = _peer_copy(buffer, target, parts, setting.runs)
+        write_row(rows, row)
+    dist.barrier()
     dist.destroy_process_group()
+
+
+def limit_bytes(setting: Setting) -> int:
+    """The most bytes into or out of one GPU."""
+    num_bytes = weights_bytes(setting.model, 4 if setting.device == "cpu" else 2)
+    sent = num_bytes * setting.replicas / setting.trainers
+    return math.ceil(max(sent, num_bytes / setting.engine_tp))
 
 
 def _parts(num_bytes: int) -> list[int]:
@@ -80,21 +93,18 @@ def _timed(step: Callable[[], None], device: str, runs: int) -> list[float]:
     return seconds[NUM_WARM_UPS:]
 
 
-def _peer_copy(buffer: torch.Tensor, parts: list[int], runs: int) -> float:
-    target = torch.empty_like(buffer, device="cuda:1")
+def _peer_copy(buffer: torch.Tensor, target: torch.Tensor, parts: list[int], runs: int) -> float:
     measured = []
     for _ in range(NUM_WARM_UPS + runs):
-        torch.cuda.synchronize(0)
+        torch.cuda.synchronize(buffer.device)
         started = time.perf_counter()
         for part in parts:
             target[:part].copy_(buffer[:part], non_blocking=True)
-        torch.cuda.synchronize(0)
-        torch.cuda.synchronize(1)
+        torch.cuda.synchronize(buffer.device)
+        torch.cuda.synchronize(target.device)
         measured.append({"sync": time.perf_counter() - started})
     return medians(measured[NUM_WARM_UPS:])["sync"]
 
 
 if __name__ == "__main__":
-    rank, store, device, runs, rows, *sizes = sys.argv[1:]
-    pairs = (size.split("=") for size in sizes)
-    main(int(rank), store, device, int(runs), Path(rows), {m: int(n) for m, n in pairs})
+    main(int(sys.argv[1]), sys.argv[2], Setting.from_json(sys.argv[3]), Path(sys.argv[4]))

@@ -1,7 +1,14 @@
-"""The benchmark's proof of arrival: it holds for fused weights, and only for the same weights."""
+"""The benchmark's proof of arrival: it holds for fused weights, and only for the same weights; what
+its limit is.
+"""
 
+import pytest
 import torch
-from benchmarks.arrival import advance, checksums, difference
+from benchmarks.arm import Setting
+from benchmarks.arrival import advance, checksums, difference, merged
+from benchmarks.broadcast_limit import limit_bytes
+
+from verl_sglang_sync.bench.model_shapes import weights_bytes
 
 
 def trainers():
@@ -47,3 +54,45 @@ def test_one_changed_or_lost_element_is_noticed():
         "model.layers.0.self_attn",
         "model.layers.0.input_layernorm",
     ]
+
+
+def ranks_of(weights, parts=(0, 1)):
+    """What TP ranks sum that hold these halves of each matrix, and all of the norm."""
+    held = [
+        [(name, t if "norm" in name else t.chunk(2, dim=-2)[part]) for name, t in engines(weights)]
+        for part in parts
+    ]
+    return [checksums(tensors, key_of=str) for tensors in held]
+
+
+def test_the_parts_of_two_ranks_are_recognised_together_alone():
+    weights = trainers()
+    expected = checksums(weights)
+    assert not difference(expected, merged(ranks_of(weights)))
+    of_matrices = ["model.layers.0.self_attn", "model.layers.0.mlp"]
+    for parts in ((0,), (0, 0), (1, 1)):  # a rank is missing, or has the other one's
+        assert difference(expected, merged(ranks_of(weights, parts))) == of_matrices
+    stale = ranks_of(weights)[1]
+    advance(weights)
+    fresh = ranks_of(weights)[0]
+    assert difference(checksums(weights), merged([fresh, stale])) == list(expected)
+
+
+@pytest.mark.parametrize(
+    ("trainers", "engine_tp", "replicas", "part"),
+    [(1, 1, 1, 1), (2, 2, 1, 1 / 2), (2, 1, 2, 1), (1, 2, 1, 1), (1, 1, 3, 3), (3, 2, 1, 1 / 2)],
+)
+def test_the_limit_is_what_the_busiest_gpu_sends_or_takes_in(trainers, engine_tp, replicas, part):
+    setting = Setting(
+        model="tiny",
+        device="cpu",
+        trainers=trainers,
+        engine_tp=engine_tp,
+        replicas=replicas,
+        runs=1,
+        bucket_mb=1,
+        arm_timeout_s=1,
+        start_timeout_s=1,
+        folder="",
+    )
+    assert limit_bytes(setting) == part * weights_bytes("tiny", 4)
