@@ -144,25 +144,6 @@ def test_the_rechecks_come_when_they_are_due(case: Case) -> None:
     assert due == [True, False, True, False]  # the syncs before were replayed without one
 
 
-def test_a_rank_is_sent_what_it_reads(case: Case) -> None:
-    ordered, freed, rechecked = (
-        [report for _, report in syncs] for syncs in case.leader["syncs"]["compiled"]
-    )
-    assert all(report["num_buckets"] > 2 for report in (*ordered, *freed, *rechecked))
-    for first in (ordered[0], freed[0], rechecked[0]):
-        assert first["num_arranged"] == 0, "nothing is known before the first sync"
-        assert first["sent_bytes"] == first["payload_bytes"]
-    for report in (*ordered[1:], *freed[1:]):
-        assert report["sent_bytes"] <= report["payload_bytes"]
-        if case.tp > 1:
-            assert report["num_arranged"] > 0.8 * report["num_buckets"]
-            assert report["sent_bytes"] < 0.6 * report["payload_bytes"]
-    if case.tp > 1:
-        arranged = [report["num_arranged"] > 0 for report in rechecked]
-        assert arranged == [False, True, False, True], "a check needs whole buckets"
-        assert ordered[1]["staging_bytes"] < ordered[0]["staging_bytes"]
-
-
 def test_sharded_trainers_exchange_what_the_engines_read(case: Case) -> None:
     """FSDP2's shards over two ranks to TP 2: no rank gathers a weight once that is proven."""
     if case.tp == 1:
@@ -228,14 +209,6 @@ def test_a_rank_that_crashes_is_named_with_its_signal_and_traceback(case: Case) 
 
 def test_a_failure_is_raised_on_all_ranks_alike_and_the_next_sync_is_good(case: Case) -> None:
     results = case.engine.run(faults_and_good_syncs)
-    for result in results:
-        forged = result["arranged by something else"]
-        assert "bucket 0 came arranged by '0000" in forged["error"]
-        assert "for this sync the engine holds" in forged["error"]
-        before, then, failed, after = forged["num_arranged"]
-        assert before == failed == 0, "the sync after a failed one is whole"
-        assert (then > 0) == (after > 0) == (case.tp > 1 or then > 0)
-    assert results[0]["arranged by something else"]["hashes"] == case.leader["reference"]
     for name, expected in (
         ("a rank that cannot pack", (f"rank {case.tp - 1}: Traceback", "meta tensor")),
         ("a wrong token", ("weight sync failed", "wrong token")),

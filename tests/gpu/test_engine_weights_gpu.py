@@ -37,7 +37,3 @@ def test_sync_is_bit_exact_on_the_gpu(architecture: str, tp: int, tmp_path: Path
         assert seen[mode]["restored"] == seen[mode]["recovered"] == seen["reference"]
         assert "TP rank 0" in seen[mode]["refused"]
     check_syncs_in_a_row(seen["syncs"], tp)
-    if tp > 1:
-        ordered = seen["syncs"]["compiled"][0][-1][1]
-        assert ordered["num_arranged"] > 0
-        assert ordered["sent_bytes"] < 0.6 * ordered["payload_bytes"]

@@ -16,8 +16,6 @@ from unittest.mock import MagicMock, patch
 import msgspec
 import torch
 
-from sglang_loader.common.layout import BucketLayout
-from sglang_loader.common.regions.arrangement import Arrangement, Read
 from support.exports import (
     NORM,
     KeptExport,
@@ -252,8 +250,7 @@ def faults_and_good_syncs(rank: TrainerRank) -> dict[str, Any]:
     def sync(weights: NamedTensors, **settings: Any) -> str | None:
         return sync_error(rank.manager("compiled", **settings), weights)
 
-    seen: dict[str, Any] = {"arranged by something else": _forged_arrangements(rank, weights)}
-    seen["arranged by something else"]["hashes"] = rank.hashes()
+    seen: dict[str, Any] = {}
     for name, fault in (
         ("a rank that cannot pack", lambda: sync(unpackable, bucket_bytes=1 << 10)),
         ("a wrong token", lambda: _with_a_wrong_token(lambda: sync(one, manifest_check="off"))),
@@ -285,32 +282,3 @@ def _with_a_wrong_token(sync: Callable[[], Any]) -> Any:
     init = TrainerSession.__init__
     with patch.object(TrainerSession, "__init__", forge):
         return sync()
-
-
-def _forged_arrangements(rank: TrainerRank, weights: NamedTensors) -> dict[str, Any]:
-    """Send buckets arranged in a way that the engine does not hold, then go on as before."""
-    from verl_sglang_sync.engine.arrangements import ArrangedSync, KnownArrangements
-
-    manager, num_arranged = rank.manager("compiled", **STAGED), []
-
-    def sync() -> None:
-        asyncio.run(manager.sync(weights, version="good"))
-        num_arranged.append(manager.report.num_arranged)
-
-    sync()
-    sync()
-    transport = manager._transport
-    sent = transport._stream.buckets
-    buckets = tuple((bucket.digest, _whole(bucket.layout)) for bucket in sent)
-    transport._arrangements.known = KnownArrangements("0" * 64, buckets)
-    with patch.object(ArrangedSync, "keep_if_held", lambda *_: None):
-        error = sync_error(manager, weights)
-    sync()
-    sync()
-    return {"error": error, "num_arranged": num_arranged}
-
-
-def _whole(layout: BucketLayout) -> Arrangement:
-    """An arrangement that is the bucket as it is."""
-    reads = [Read(i, 0, (), t.nbytes, t.offset) for i, t in enumerate(layout.tensors) if t.nbytes]
-    return Arrangement(tuple(reads), layout.nbytes)

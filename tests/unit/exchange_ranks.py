@@ -108,7 +108,7 @@ class ExchangeRank(Rank):
     def read(self, source):
         self.filled = []
         assert source.needs_arrangements == [self.digest]
-        source.engines_joined([self.digest])
+        source.engines_joined()
         for ready in source:
             flat = torch.empty(0, dtype=torch.uint8).set_(ready.storage)
             self.filled.append(flat[: ready.nbytes].clone())

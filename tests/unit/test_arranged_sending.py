@@ -1,4 +1,4 @@
-"""What travels about arrangements, and which buckets of a sync are packed by them."""
+"""What travels about arrangements, and what a trainer learns of it."""
 
 from __future__ import annotations
 
@@ -20,13 +20,10 @@ from sglang_loader.common.layout import (
 from sglang_loader.common.regions.arrangement import Arrangement, Read
 from verl_sglang_sync.engine.arrangements import (
     NOTHING_KNOWN,
-    ArrangedSync,
     EngineArrangements,
     KnownArrangements,
 )
-from verl_sglang_sync.report import SyncReport
-from verl_sglang_sync.routes.staging_ring import StagingRing
-from verl_sglang_sync.sources.bucket_stream import Bucket, BucketStream
+from verl_sglang_sync.sources.bucket_stream import Bucket
 
 CPU = torch.device("cpu")
 LAYOUT = BucketLayout.pack([("a", (16, 8), torch.float32), ("b", (8,), torch.bfloat16)])
@@ -89,68 +86,6 @@ def known(*arrangements: Arrangement | None) -> KnownArrangements:
     return KnownArrangements.of(offer, BUCKETS)
 
 
-def test_buckets_are_arranged_as_long_as_they_are_the_announced_ones() -> None:
-    arranged = ArrangedSync(known(HALF, None, HALF))
-    digest = arranged.digest
-    assert len(digest) == 64
-    assert [arranged.expected(i) for i in range(4)] == [HALF, None, HALF, None]
-    assert arranged.of(0, BUCKETS[0]) == HALF
-    arranged.keep_if_held(digest)
-    assert arranged.of(1, BUCKETS[1]) is None, "nothing is won there"
-    assert arranged.of(2, BUCKETS[2]) == HALF
-    assert arranged.digest == digest
-    assert arranged.of(3, BUCKETS[0]) is None, "there is no fourth"
-    assert arranged.digest == ""
-
-
-def test_a_bucket_that_is_another_one_ends_it() -> None:
-    arranged = ArrangedSync(known(HALF, HALF, HALF))
-    arranged.keep_if_held(arranged.digest)
-    assert arranged.of(0, BUCKETS[0]) == HALF
-    assert arranged.of(1, BUCKETS[2]) is None
-    assert arranged.of(2, BUCKETS[2]) is None
-    assert arranged.digest == ""
-
-
-@pytest.mark.parametrize("held", ["", "0" * 64])
-def test_an_engine_that_holds_others_gets_whole_buckets(held: str) -> None:
-    arranged = ArrangedSync(known(HALF))
-    assert arranged.of(0, BUCKETS[0]) == HALF
-    arranged.keep_if_held(held)
-    assert arranged.digest == ""
-    assert arranged.of(0, BUCKETS[0]) is None
-
-
-def test_nothing_is_known_at_first() -> None:
-    arranged = ArrangedSync(NOTHING_KNOWN)
-    arranged.keep_if_held("0" * 64)
-    assert (arranged.digest, arranged.expected(0), arranged.of(0, BUCKETS[0])) == ("", None, None)
-
-
-def test_the_ring_has_room_for_what_is_sent() -> None:
-    """Buffers of the arranged size; grown, and packed anew, where a bucket must come whole."""
-    tensors = [(f"t{i}", torch.randn(16, 16)) for i in range(4)]
-    report = SyncReport(mode="compiled", replica=0)
-    batches = list(BucketStream(1024).batches(iter(tensors), report))
-    half = Arrangement((Read(0, 512, (), 512, 0),), 512)
-    ring = StagingRing(CPU, num_buffers=2, bucket_bytes=1024)
-    ring.prepare([half.nbytes] * len(batches))
-    assert ring.nbytes == 2 * 512
-    for _ in range(2):
-        for batch, (_, tensor) in zip(batches, tensors, strict=True):
-            storage = ring.pack_arranged(batch, half)
-            found = torch.empty(0, dtype=torch.float32).set_(storage)
-            assert torch.equal(found[:128], tensor[8:].reshape(-1))
-    assert ring.nbytes == 2 * 512
-    for batch, (_, tensor) in zip(batches, tensors, strict=True):
-        storage = ring.pack(batch)
-        found = torch.empty(0, dtype=torch.float32).set_(storage)
-        assert torch.equal(found[:256], tensor.reshape(-1))
-    assert ring.nbytes == 2 * 1024
-    ring.free()
-    assert ring.nbytes == 0
-
-
 def test_a_trainer_learns_what_it_may_use(caplog: pytest.LogCaptureFixture) -> None:
     assert EngineArrangements(is_wanted=True).known_digest([]) is None, "no bucket was sent yet"
     assert EngineArrangements(is_wanted=False).known_digest(BUCKETS) is None
@@ -159,7 +94,6 @@ def test_a_trainer_learns_what_it_may_use(caplog: pytest.LogCaptureFixture) -> N
     offer = encode_arrangements([(bucket.digest, HALF) for bucket in BUCKETS])
     arrangements.learn(offer, BUCKETS)
     assert arrangements.known_digest(BUCKETS) == digest_of(offer)
-    assert arrangements.for_sync().digest == digest_of(offer)
     assert arrangements.fitting(BUCKETS).digest == digest_of(offer)
     assert arrangements.fitting(BUCKETS[1:]) == NOTHING_KNOWN
     arrangements.forget()

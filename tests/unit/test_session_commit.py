@@ -17,7 +17,7 @@ from sglang_loader.common.shared_memory import CpuHandle
 from sglang_loader.session import serve as session
 from sglang_loader.session import state as session_state
 from support.settings import settings_of
-from verl_sglang_sync.engine.arrangements import NOTHING_KNOWN, ArrangedSync, EngineArrangements
+from verl_sglang_sync.engine.arrangements import EngineArrangements
 from verl_sglang_sync.engine.engine_ranks import EngineRank, OpeningRequest, wait_for
 from verl_sglang_sync.engine.session import (
     BlockNotMapped,
@@ -172,8 +172,7 @@ def send_all(trainer: TrainerSession, ring: StagingRing) -> None:
     """Both buckets, and that they are all, without a look at what the engine says."""
     report = SyncReport(mode="compiled", replica=0)
     export, stream = Export(list(WEIGHTS.items())), BucketStream(SETTINGS.bucket_bytes)
-    arranged = ArrangedSync(NOTHING_KNOWN)
-    for ready in ExportedBuckets(export, stream, ring, arranged, report):
+    for ready in ExportedBuckets(export, stream, ring, report):
         assert ready.storage is not None
         slot = trainer.map_buffer(ready.storage, keep=True)
         trainer.load(

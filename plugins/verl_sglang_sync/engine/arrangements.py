@@ -1,13 +1,7 @@
-"""Which buckets of a sync are sent arranged: what the engine offered once, and what it holds today.
+"""What an engine rank reads of a sync's buckets, as it has said after one: an arrangement of each.
 
-    arrangements.learn(encoded, buckets)                # after a good sync; for the next ones
-    arranged = arrangements.for_sync()                  # one sync
-    arranged.of(0, first_bucket)                        # packed while the engine joins
-    arranged.keep_if_held(session.arrangements)         # `digest` is "": pack it again, whole
-    arranged.of(1, second_bucket)                       # None: send it whole
-
-The first bucket that is not the one that was announced ends it: that one and all after it are sent
-whole.
+Trainer ranks that send of their shards ("exchange", "send") send each engine rank that alone; a
+sync that exports sends whole buckets.
 """
 
 from __future__ import annotations
@@ -52,44 +46,16 @@ class KnownArrangements:
 NOTHING_KNOWN = KnownArrangements()
 
 
-class ArrangedSync:
-    def __init__(self, known: KnownArrangements) -> None:
-        self._known = known
-
-    @property
-    def digest(self) -> str:
-        """Of the arrangements by which this sync's buckets are packed; "" for none."""
-        return self._known.digest
-
-    def keep_if_held(self, held: str) -> None:
-        """The engine has said by which arrangements buckets may come; "" for none."""
-        if self.digest != held:
-            self._known = NOTHING_KNOWN
-
-    def expected(self, index: int) -> Arrangement | None:
-        return self._known.expected(index)
-
-    def of(self, index: int, bucket: Bucket) -> Arrangement | None:
-        """How to pack the bucket; None: whole."""
-        known = self._known.buckets
-        if index >= len(known) or known[index][0] != bucket.digest:
-            self._known = NOTHING_KNOWN
-        return self._known.expected(index)
-
-
 class EngineArrangements:
     """What the engine rank on this device reads of each bucket, as it has said after a sync.
 
     Args:
-        is_wanted: False: buckets are always sent whole.
+        is_wanted: False: the engine is not asked.
     """
 
     def __init__(self, *, is_wanted: bool) -> None:
         self._is_wanted = is_wanted
         self.known = NOTHING_KNOWN
-
-    def for_sync(self) -> ArrangedSync:
-        return ArrangedSync(self.known)
 
     def known_digest(self, sent: Sequence[Bucket]) -> str | None:
         """What the engine need not say again; None where it need not say anything."""

@@ -7,12 +7,11 @@ from dataclasses import dataclass, replace
 
 from sglang_loader.common.session.messages import BucketPiece
 from verl_sglang_sync.config import WeightSyncConfig
-from verl_sglang_sync.engine.arrangements import ArrangedSync
 from verl_sglang_sync.engine.engine_ranks import EngineRank, wait_for
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.routes.route import ReadyBucket, SyncSource
 from verl_sglang_sync.routes.staging_ring import StagingRing
-from verl_sglang_sync.sources.bucket_stream import Batch, BucketStream
+from verl_sglang_sync.sources.bucket_stream import BucketStream
 from verl_sglang_sync.sources.export import Export
 
 
@@ -22,79 +21,52 @@ class ExportedBuckets(SyncSource):
     Args:
         ring: None where no engine is given any bucket: the export is gone through, as the other
             ranks' collectives need it.
-        arranged: which buckets hold only what this rank's engine reads.
     """
 
     def __init__(
-        self,
-        export: Export,
-        stream: BucketStream,
-        ring: StagingRing | None,
-        arranged: ArrangedSync,
-        report: SyncReport,
+        self, export: Export, stream: BucketStream, ring: StagingRing | None, report: SyncReport
     ) -> None:
         self._export = export
         self._ring = ring
-        self._arranged = arranged
         self._report = report
-        self._batches = self._all_batches(stream)
+        self._buckets = self._packed(stream)
         self._first: ReadyBucket | None = None
-        self._first_batch: Batch | None = None
 
     def start(self) -> None:
-        """Pack the first bucket; if it is arranged, `engines_joined` may need its tensors again."""
-        batch = next(self._batches, None)
-        if batch is not None:
-            self._first = self._packed(batch)
-            self._first_batch = batch if self._first.arranged else None
-
-    def engines_joined(self, held: Sequence[str]) -> None:
-        """See `SyncSource`; the first bucket may have to be packed again."""
-        self._arranged.keep_if_held(next(iter(held), ""))
-        batch, self._first_batch = self._first_batch, None
-        if batch is not None and self._arranged.digest == "":
-            self._first = self._packed(batch)
+        self._first = next(self._buckets, None)
 
     def __iter__(self) -> Iterator[ReadyBucket]:
         first, self._first = self._first, None
         if first is not None:
             yield first
-        for batch in self._batches:
-            packed = self._packed(batch)
-            del batch
-            yield packed
+        yield from self._buckets
 
     def drain(self) -> None:
         """Go on exporting: the export's collectives need every rank."""
-        self._first = self._first_batch = None
+        self._first = None
         self._export.drain()
 
-    def _all_batches(self, stream: BucketStream) -> Iterator[Batch]:
+    def _packed(self, stream: BucketStream) -> Iterator[ReadyBucket]:
         """The export, cut. A rank that cannot allocate its buffers fails once it has exported the
         first bucket: the other ranks are in the collectives of that, too.
         """
-        expected, batches = self._arranged.expected, stream.batches(self._export, self._report)
-        sizes = [(expected(i) or b.layout).nbytes for i, b in enumerate(stream.buckets)]
+        batches = stream.batches(self._export, self._report)
         try:
             if self._ring is not None:
-                self._ring.prepare(sizes)
+                self._ring.prepare([bucket.layout.nbytes for bucket in stream.buckets])
         except Exception:
             next(batches, None)
             raise
-        yield from batches
-
-    def _packed(self, batch: Batch) -> ReadyBucket:
-        if self._ring is None:
-            return ReadyBucket(batch.index, batch.bucket)
-        arrangement = self._arranged.of(batch.index, batch.bucket)
-        with self._report.stage("pack"):
-            if arrangement is None:
-                storage, nbytes = self._ring.pack(batch), batch.bucket.layout.nbytes
-            else:
-                storage, nbytes = self._ring.pack_arranged(batch, arrangement), arrangement.nbytes
-        self._report.staging_bytes = max(self._report.staging_bytes, self._ring.nbytes)
-        packed = ReadyBucket(batch.index, batch.bucket, storage=storage, nbytes=nbytes)
-        return packed if arrangement is None else replace(packed, arranged=self._arranged.digest)
+        for batch in batches:
+            ready = ReadyBucket(batch.index, batch.bucket)
+            if self._ring is not None:
+                with self._report.stage("pack"):
+                    storage = self._ring.pack(batch)
+                ready = replace(ready, storage=storage, nbytes=batch.bucket.layout.nbytes)
+                held = self._ring.nbytes
+                self._report.staging_bytes = max(self._report.staging_bytes, held)
+            del batch
+            yield ready
 
 
 @dataclass(eq=False)

@@ -8,7 +8,7 @@ to do without: "pull" (`pull.route.Pull`), "exchange" (`exchange.route.Exchange`
 A source is chosen before the engine has joined, the same on all ranks, and used in this order:
 
     source.start()                              # while the engine joins
-    source.engines_joined(held)                 # the engines have said how buckets may come
+    source.engines_joined()                     # and hold what the source needs
     for bucket in source: ...                   # each is loaded
     source.confirm()                            # before the engines may publish
     source.drain()                              # in any case: no other rank waits for this one
@@ -94,8 +94,8 @@ class SyncSource:
     def start(self) -> None:
         """Do what can be done while the engine joins."""
 
-    def engines_joined(self, held: Sequence[str]) -> None:
-        """Each engine rank holds arrangements of this digest for the sync; "": none."""
+    def engines_joined(self) -> None:
+        """Each engine rank holds the arrangements that are needed."""
 
     def delivery(self, engines: Sequence[EngineRank], in_step: InStep) -> Delivery | None:
         """How these buckets get to this rank's engine ranks; None: as packed ones do."""

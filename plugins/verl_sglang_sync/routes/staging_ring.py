@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 
 from sglang_loader.common.copies import synchronize
 from sglang_loader.common.layout import BucketLayout
-from sglang_loader.common.regions.arrangement import Arrangement
 from sglang_loader.common.shared_memory import share_on_host
-from verl_sglang_sync.routes.byte_gather import ByteGather
 from verl_sglang_sync.sources.bucket_stream import Batch
 
 LARGE_BYTES = 8 << 20
@@ -40,7 +37,6 @@ class StagingRing:
         self._bucket_bytes = bucket_bytes
         self._buffers = [self._empty(0) for _ in range(num_buffers)]
         self._views: dict[tuple[str, int], _Groups] = {}
-        self._packings: dict[int, ByteGather] = {}  # by the bucket's number
 
     @property
     def nbytes(self) -> int:
@@ -73,12 +69,6 @@ class StagingRing:
                 else:
                     torch._foreach_copy_(targets, sources, non_blocking=True)
         return self._written(slot)
-
-    def pack_arranged(self, batch: Batch, arrangement: Arrangement) -> torch.UntypedStorage:
-        packing = self._packings.get(batch.index)
-        if packing is None or packing.arrangement is not arrangement:
-            packing = self._packings[batch.index] = ByteGather(arrangement, self._device)
-        return self.fill(batch.index, arrangement.nbytes, partial(packing.run, batch.tensors))
 
     def fill(
         self, index: int, nbytes: int, fill: Callable[[torch.Tensor], None]

@@ -51,14 +51,12 @@ class ColocatedEngine:
         engine: Engine | None,
         group: TrainerGroup,
         settings: WeightSyncConfig,
-        arrangements: EngineArrangements,
     ) -> None:
         self.sockets = SessionSockets()
-        self.readers: Sequence[EngineArrangements] = (arrangements,)
+        self.readers = (EngineArrangements(is_wanted=settings.exchange_shards),)
         self._engine = engine
         self._group = group
         self._settings = settings
-        self._arrangements = arrangements
         self._names = BlockNames()
 
     def open(
@@ -77,7 +75,7 @@ class ColocatedEngine:
         gathered = self._group.gather(b"" if session is None else session.invitation)
         if gathered is not None and all(gathered):
             ranks.run_if_ok(lambda: request.post(gathered))
-        engines = () if session is None else (EngineRank("", session, request, self._arrangements),)
+        engines = () if session is None else (EngineRank("", session, request, self.readers[0]),)
         return Opened(engines, MappedDelivery(engines, settings, report))
 
     def abandon(self) -> None:

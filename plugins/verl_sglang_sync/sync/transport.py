@@ -24,7 +24,6 @@ from sglang_loader.common.session.folder import SessionFolder
 from sglang_loader.common.session.messages import Loaded
 from verl_sglang_sync.collective import RankLost, TrainerGroup, WeightSyncError, world_size
 from verl_sglang_sync.config import WeightSyncConfig
-from verl_sglang_sync.engine.arrangements import EngineArrangements
 from verl_sglang_sync.engine.engine_ranks import Engine, OpeningRequest, forget_frames
 from verl_sglang_sync.engine.sender_group import SenderGroup
 from verl_sglang_sync.engine.update_groups import Replica, UpdateGroups
@@ -52,7 +51,6 @@ class SessionTransport:
     Args:
         routes: how a sync is spared the full export, the best first.
         ring: the staging buffers; None on a rank that sends no exported bucket.
-        arrangements: what the engine reads of the buckets that are packed there.
     """
 
     def __init__(
@@ -62,7 +60,6 @@ class SessionTransport:
         engines: ColocatedEngine | RemoteEngines,
         routes: Sequence[Route],
         ring: StagingRing | None,
-        arrangements: EngineArrangements,
     ) -> None:
         # By the other strategy memory moves when it is shared by name.
         if context.device.type == "cpu":
@@ -75,7 +72,6 @@ class SessionTransport:
         self._device = context.device
         self._stream = context.stream
         self._ring = ring
-        self._arrangements = arrangements
         # The staging buffers are freed after each sync, for the KV cache.
         self._frees_ring = context.is_colocated and not self._settings.keep_staging_buffers
         # A stage of the engine follows each sync: `check_reply` is called after it.
@@ -104,7 +100,8 @@ class SessionTransport:
         except WeightSyncError as error:  # the next sync is made as the first one was
             for route in self._routes:
                 route.forget()
-            self._arrangements.forget()
+            for reader in self._engines.readers:
+                reader.forget()
             forget_frames(error)  # its text has those that matter
             raise
 
@@ -182,8 +179,7 @@ class SessionTransport:
         return self._exported(weights, report)
 
     def _exported(self, weights: Iterable[NamedTensor], report: SyncReport) -> ExportedBuckets:
-        arranged = self._arrangements.for_sync()
-        return ExportedBuckets(Export(weights), self._stream, self._ring, arranged, report)
+        return ExportedBuckets(Export(weights), self._stream, self._ring, report)
 
     def _after_joining(
         self, run: SessionRun, source: SyncSource, exported: Callable[[], SyncSource]
@@ -198,7 +194,7 @@ class SessionTransport:
             if run.ranks.error is None:
                 warn_once(OTHER_BYTES)
             source, self._route = exported(), None
-        run.ranks.run_if_ok(lambda: source.engines_joined(held))
+        run.ranks.run_if_ok(source.engines_joined)
         return source
 
     def _transfer(self, run: SessionRun, source: SyncSource) -> list[Loaded] | None:
@@ -262,8 +258,7 @@ def colocated_transport(
     """Carries the syncs of one replica, on the trainer ranks' devices: `SGLangShardingManager`."""
     num_buffers = settings.num_staging_buffers
     ring = StagingRing(device, num_buffers=num_buffers, bucket_bytes=settings.bucket_bytes)
-    arrangements = EngineArrangements(is_wanted=settings.uses_plan)
-    engines = ColocatedEngine(engine, group, settings, arrangements)
+    engines = ColocatedEngine(engine, group, settings)
     context = RouteContext(group, device, settings, lambda: engines.readers)
     pull = Pull(context, lambda handle: engines.sockets.folder.record(handle))
     return SessionTransport(
@@ -271,7 +266,6 @@ def colocated_transport(
         engines=engines,
         routes=(pull, Exchange(context, ring)),
         ring=ring,
-        arrangements=arrangements,
     )
 
 
@@ -304,5 +298,4 @@ def disaggregated_transport(
         engines=engines,
         routes=(pull, send),
         ring=ring,
-        arrangements=EngineArrangements(is_wanted=False),
     )

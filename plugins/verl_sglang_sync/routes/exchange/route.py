@@ -66,7 +66,7 @@ class ExchangedBuckets(SyncSource):
         self._report = report
         self._has_begun = False
 
-    def engines_joined(self, held: Sequence[str]) -> None:
+    def engines_joined(self) -> None:
         """See `SyncSource`; from here on the ranks wait for each other."""
         self._has_begun = True
 
