@@ -73,7 +73,7 @@ class SourceMap:
         return self._found[0]
 
     def trace(self, export: Iterable[NamedTensor]) -> str | None:
-        """Trace the export, unless what was traced before holds; collective; returns why it failed."""
+        """Trace the export, unless the last trace holds; collective; returns why it failed."""
         if self.off is not None:
             return self.off
         if holds_everywhere(self._group, self._holds(export)):

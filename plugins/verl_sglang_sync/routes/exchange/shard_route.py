@@ -91,7 +91,7 @@ class ShardRoute(Route):
         """Prepare what else is needed; raises where that cannot be."""
 
     def _compare(self, plan: ShardPlan, batches: Iterator[Batch]) -> str | None:
-        """Compare with the full export, once the plan's all-to-all has begun; returns what differs."""
+        """Compare with the full export while the all-to-all is begun; returns what differs."""
         raise NotImplementedError
 
     def _source(self, weights: Iterable[NamedTensor], report: SyncReport) -> SyncSource | None:
@@ -134,7 +134,7 @@ class ShardRoute(Route):
     def _make_plan(
         self, weights: Iterable[NamedTensor], own: Sequence[KnownArrangements]
     ) -> str | None:
-        """Find what all engine ranks read in the shards; collective; returns why it is not there."""
+        """Find what engine ranks read in the shards; collective; returns why it is not there."""
         self.forget()
         if (reason := self._source_map.trace(weights)) is not None:
             return reason
@@ -193,7 +193,7 @@ class ShardRoute(Route):
         return [by_digest[digest] for digest in digests]
 
     def _begin(self, weights: Iterable[NamedTensor]) -> bool:
-        """Take the shards as they are now; collective; returns False if all must be planned anew."""
+        """Take the shards as they are now; collective; False if all must be planned anew."""
         plan = self._plan
         assert plan is not None, "see learn"
 

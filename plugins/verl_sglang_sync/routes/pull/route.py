@@ -153,7 +153,7 @@ class Pull(Route):
         self._located, self._mapped = None, frozenset()
 
     def _learn_readers(self, loaded: Sequence[Loaded]) -> set[str]:
-        """Note the engine ranks, which have nothing mapped; returns the hosts of all trainer ranks."""
+        """Note the engine ranks, which have nothing mapped; returns the trainer's hosts."""
         self.forget()
         nums, hosts = zip(*self._group.all_gather((len(loaded), host_id())), strict=True)
         first = sum(nums[: own_rank()])
