@@ -104,7 +104,7 @@ def run_arm(
     steps: int,
     more: Sequence[str] = (),
     recipe: str = FSDP_RECIPE,
-    sizes: Mapping[str, int] = ONE_GPU,
+    sizes: Mapping[str, int | str] = ONE_GPU,
     limit_s: float | None = None,
 ) -> tuple[list[dict[str, Any]], dict[str, list[float]]]:
     """Train `steps` steps; return verl's metrics of each, and GPU memory over the last one.
@@ -115,7 +115,7 @@ def run_arm(
         steps: of training.
         more: overrides of verl's settings.
         recipe: in `recipes/`.
-        sizes: environment of the recipe: how many GPUs, and so on.
+        sizes: variables of the recipe: how many GPUs, and so on.
         limit_s: the training is killed after so many seconds.
 
     Raises:

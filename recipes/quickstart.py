@@ -12,7 +12,9 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,14 +54,25 @@ class Step:
         )
 
 
-def run_recipe(folder: Path, preset: str, *overrides: str, console: Console) -> int:
-    """Run the recipe with `overrides`, its output in `folder/run.log`; return its exit status."""
+def run_recipe(
+    folder: Path,
+    preset: str,
+    *overrides: str,
+    console: Console,
+    environment: Mapping[str, str] | None = None,
+    limit_s: float = threading.TIMEOUT_MAX,
+) -> int:
+    """Run the recipe with `overrides`, its output in `folder/run.log`; return its exit status.
+
+    `environment` is added to this process's. The run is killed after `limit_s`.
+    """
     for stale in ("metrics.jsonl", "syncs.jsonl"):
         (folder / stale).unlink(missing_ok=True)
     report = f"actor_rollout_ref.rollout.custom.weight_sync.report_file={folder}/syncs.jsonl"
     reports = [report] if preset else []  # verl's own sync writes none
-    environment = {
+    variables = {
         **os.environ,
+        **(environment or {}),
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         "ASSETS": str(folder),
         "WEIGHT_SYNC": preset,
@@ -70,17 +83,21 @@ def run_recipe(folder: Path, preset: str, *overrides: str, console: Console) -> 
     with (
         (folder / "run.log").open("w") as log,
         subprocess.Popen(
-            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         ) as process,
         _progress(console) as progress,
     ):
         task = progress.add_task("starting Ray (most of the time goes into imports)")
         assert process.stdout is not None
+        limit = threading.Timer(limit_s, process.kill)
+        limit.daemon = True
+        limit.start()
         for line in process.stdout:
             log.write(line)
             for mark, description in MILESTONES:
                 if mark in line:
                     progress.update(task, description=description)
+        limit.cancel()
     return process.wait()
 
 

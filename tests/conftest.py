@@ -1,7 +1,50 @@
-"""What holds for all tests."""
+"""What holds for all tests, and training runs, which tests of several files wait for."""
 
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
 from hypothesis import settings
 
 # A busy machine makes any example slow; a test that hangs is ended by its job's limit.
 settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")
+
+
+def runs_of(session: pytest.Session) -> list[Any]:
+    """The training runs of all selected tests, in their order."""
+    params = (getattr(item, "callspec", None) for item in session.items)
+    runs = (spec.params["trained"] for spec in params if spec and "trained" in spec.params)
+    return list(dict.fromkeys(runs))
+
+
+@pytest.fixture(scope="session")
+def trainings(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Any]:
+    """Starts the runs. The tests that wait for them follow each other, in files that are named
+    `test_training_*`: a test with limits of its own does not run beside them.
+    """
+    from support.training import started
+
+    with started(runs_of(request.session), tmp_path_factory.mktemp("training")) as futures:
+        yield futures
+
+
+@pytest.fixture(scope="session")
+def training_ahead(request: pytest.FixtureRequest) -> None:
+    """For tests without limits that take minutes on one core: the run begins beside them, if there
+    is only one, which ends before they do.
+    """
+    if len(runs_of(request.session)) == 1:
+        request.getfixturevalue("trainings")
+
+
+@pytest.fixture
+def trained(request: pytest.FixtureRequest, trainings: Any) -> Path:
+    """The folder of the run that a test names by indirect parametrization, when it has ended."""
+    folder: Path = trainings[request.param].result()
+    return folder

@@ -28,7 +28,7 @@ from sglang_loader.upstream import engine_context
 from support.plan_check import differing, self_check, snapshot
 from verl_sglang_sync.routes.byte_gather import ByteGather
 
-LAYOUTS = ("single", "many", "cut")
+LAYOUTS = ("many", "cut")
 
 
 def prove(model: nn.Module, first: NamedWeights, second: NamedWeights, how: str) -> LoadPlan:
@@ -87,8 +87,8 @@ def prove_arranged(
 
 
 def split(weights: NamedWeights, how: str) -> list[NamedWeights]:
-    """The weights of each bucket: all in one, eight tensors in each, or cut in the middle."""
-    size = {"single": len(weights), "many": 8, "cut": math.ceil(len(weights) / 2)}[how]
+    """The weights of each bucket: all in one, 16 tensors in each, or cut in the middle."""
+    size = {"single": len(weights), "many": 16, "cut": math.ceil(len(weights) / 2)}[how]
     return [weights[i : i + size] for i in range(0, len(weights), size)]
 
 

@@ -28,7 +28,6 @@ from sglang_loader.load_plan.arrange import num_bytes_read
 
 
 def every_rank(item: Any) -> list[Any]:
-    """Everybody's item, by rank."""
     items: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(items, item)
     return items

@@ -1,22 +1,45 @@
-"""The real `verl-sglang-sync doctor`, on this installation and on a broken one."""
+"""The real `verl-sglang-sync doctor`, on this installation and on a broken one, and what verl and
+SGLang log on the broken one. Each is a process of its own; all three run at once.
+"""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from support.processes import break_imports, run_python
 
-SCRIPT = Path(sys.executable).with_name("verl-sglang-sync")
+DOCTOR = (str(Path(sys.executable).with_name("verl-sglang-sync")), "doctor", "--json")
+IMPORTS = (
+    "import verl; print('verl goes on')\n"
+    "from sglang.srt.plugins import load_plugins; load_plugins(); print('so does SGLang')"
+)
+BROKEN = ("verl_sglang_sync.preflight", "sglang_loader.hooks.weights")
 
 
-def run_doctor(cwd: Path, environment: dict[str, str]) -> tuple[int, dict[str, Any], str]:
-    """Exit status, checks by name, and stderr of `doctor --json`."""
-    result = run_python(str(SCRIPT), "doctor", "--json", cwd=cwd, environment=environment)
+@pytest.fixture(scope="module")
+def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[Any]]]:
+    """The three."""
+    folder = tmp_path_factory.mktemp("doctor")
+    broken = break_imports(folder / "site", *BROKEN)
+    with ThreadPoolExecutor(3) as pool:
+        yield {
+            "healthy": pool.submit(run_python, *DOCTOR, cwd=folder),
+            "broken": pool.submit(run_python, *DOCTOR, cwd=folder, environment=broken),
+            "imports": pool.submit(run_python, "-c", IMPORTS, cwd=folder, environment=broken),
+        }
+
+
+def report_of(process: Future[Any]) -> tuple[int, dict[str, Any], str]:
+    """Exit status, checks by name, and the worst status of `doctor --json`."""
+    result = process.result()
     assert result.stdout, result.stderr[-4000:]
     report = json.loads(result.stdout)
     checks = {check["name"]: check for check in report["checks"]}
@@ -24,8 +47,8 @@ def run_doctor(cwd: Path, environment: dict[str, str]) -> tuple[int, dict[str, A
     return result.returncode, checks, report["status"]
 
 
-def test_this_installation_is_healthy(tmp_path: Path) -> None:
-    status, checks, overall = run_doctor(tmp_path, {})
+def test_this_installation_is_healthy(processes: dict[str, Future[Any]]) -> None:
+    status, checks, overall = report_of(processes["healthy"])
     broken = {name: check for name, check in checks.items() if check["status"] == "fail"}
     assert not broken
     assert status == 0
@@ -49,14 +72,28 @@ def test_this_installation_is_healthy(tmp_path: Path) -> None:
         assert overall == "warn"
 
 
-def test_broken_plugins_fail_with_their_traceback(tmp_path: Path) -> None:
-    broken = ("verl_sglang_sync.preflight", "sglang_loader.hooks.weights")
-    status, checks, overall = run_doctor(tmp_path, break_imports(tmp_path / "site", *broken))
+def test_broken_plugins_fail_with_their_traceback(processes: dict[str, Future[Any]]) -> None:
+    status, checks, overall = report_of(processes["broken"])
     assert (status, overall) == (1, "fail")
-    for name, module in zip(("verl plugin", "SGLang plugin"), broken, strict=True):
+    for name, module in zip(("verl plugin", "SGLang plugin"), BROKEN, strict=True):
         assert checks[name]["status"] == "fail"
         assert checks[name]["detail"] == f"ImportError: {module} is broken on purpose"
         assert "Traceback" in checks[name]["advice"]
     assert checks["recipe checks"]["status"] == "fail"
     assert checks["SGLang hooks"]["status"] == "fail"
     assert checks["Hydra config group"]["status"] == "ok"
+
+
+def test_verl_and_sglang_go_on_but_the_errors_are_seen(processes: dict[str, Future[Any]]) -> None:
+    result = processes["imports"].result()
+    assert "verl goes on" in result.stdout
+    assert "so does SGLang" in result.stdout
+    for text in (
+        "ERROR",
+        "verl-sglang-sync failed to load; +weight_sync=... would have no effect",
+        "ImportError: verl_sglang_sync.preflight is broken on purpose",
+        "verl-sglang-sync could not register its SGLang hooks; weight sync is off",
+        "ImportError: sglang_loader.hooks.weights is broken on purpose",
+    ):
+        assert text in result.stderr
+    assert result.stderr.count("Traceback") >= 2

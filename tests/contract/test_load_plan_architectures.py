@@ -1,6 +1,6 @@
 """A replayed load plan leaves the bytes that SGLang's own `load_weights` leaves.
 
-On every model class that a CPU can build, for three bucket layouts: trace with one set of random
+On every model class that a CPU can build, for two bucket layouts: trace with one set of random
 weights, prove the plan with its own self-check, then load a second set eagerly, go back to the
 first, replay the second, and compare every storage that the model reaches (`load_plan_proof`).
 """
@@ -27,6 +27,7 @@ from support.plan_check import uncovered
 
 prepare_process()
 pytest.importorskip("sglang", reason="needs the SGLang that the plugin supports")
+pytestmark = pytest.mark.usefixtures("training_ahead")
 
 NOT_BUILT = {
     "llava": "sglang: AttributeError: 'Conv2d' object has no attribute 'num_embeddings'",

@@ -1,7 +1,6 @@
 """Every recipe composes against the installed verl's own config, and passes its checks and ours.
 
-The scripts are run as a user runs them; Hydra's `--cfg job` prints the effective config and exits
-before anything starts.
+The scripts are run as a user runs them, most with a `python` that says what it is given.
 """
 
 from __future__ import annotations
@@ -12,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hydra.errors import ConfigCompositionException
 from omegaconf import DictConfig, OmegaConf
 
 from support.processes import run_process
+from unit.composed_recipe import compose
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 SCRIPTS = sorted(path.name for path in RECIPES.glob("*.sh"))
@@ -22,19 +23,24 @@ PRESETS = {"ppo_fsdp_gpu.sh": {"WEIGHT_SYNC": "bucketed"}}  # the others: the de
 RAY_STARTS = "ray init kwargs"  # verl prints it just before `ray.init`
 
 
-def run_recipe(script: str, *arguments: str, cwd: Path, **environment: str) -> Any:
-    """Run a script with this interpreter as its `python`."""
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+def run_recipe(script: str, *arguments: str, cwd: Path, python: Path, **environment: str) -> Any:
+    """Run a script that finds its `python` in the folder `python`."""
+    path = f"{python}{os.pathsep}{os.environ['PATH']}"
     environment |= {"PATH": path, "HYDRA_FULL_ERROR": "0"}
     return run_process(str(RECIPES / script), *arguments, cwd=cwd, environment=environment)
 
 
-def compose(script: str, *overrides: str, cwd: Path, **environment: str) -> DictConfig:
-    """The effective config of a script."""
-    result = run_recipe(script, *overrides, "--cfg", "job", "--resolve", cwd=cwd, **environment)
+def composed(script: str, *overrides: str, folder: Path, **environment: str) -> DictConfig:
+    """The effective config of a script: what it hands to verl's trainer, composed here."""
+    python = folder / "python"
+    python.write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
+    python.chmod(0o755)
+    result = run_recipe(script, *overrides, cwd=folder, python=folder, **environment)
     assert result.returncode == 0, result.stderr[-4000:]
-    config = OmegaConf.create(result.stdout)
-    assert isinstance(config, DictConfig)
+    option, module, *given = result.stdout.splitlines()
+    assert (option, module) == ("-m", "verl.trainer.main_ppo")
+    config = compose(*given, rollout=None)
+    OmegaConf.resolve(config)
     return config
 
 
@@ -63,23 +69,19 @@ def test_all_recipes_are_here() -> None:
     }
 
 
-def slow_but_the_first(name: str) -> Any:
-    return pytest.param(name, marks=[] if name.startswith("grpo_fsdp") else pytest.mark.slow)
-
-
-@pytest.mark.parametrize("script", map(slow_but_the_first, SCRIPTS))
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_recipe_composes_with_our_flags(script: str, model_folder: Path, tmp_path: Path) -> None:
     import verl.utils.config
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
 
     from verl_sglang_sync.preflight import check_recipe
 
-    config = compose(
+    config = composed(
         script,
         "trainer.project_name=from_the_command_line",
         "actor_rollout_ref.rollout.custom.weight_sync.request_timeout_s=77",
         "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=512",
-        cwd=tmp_path,
+        folder=tmp_path,
         MODEL=str(model_folder),
         **PRESETS.get(script, {}),
     )
@@ -100,25 +102,15 @@ def test_recipe_composes_with_our_flags(script: str, model_folder: Path, tmp_pat
     verl.utils.config.validate_config(config, need_reference_policy(config), need_critic(config))
 
 
-@pytest.mark.parametrize(
-    ("override", "named"),
-    [
-        pytest.param(  # Hydra's message
-            "actor_rollout_ref.rollout.custom.weight_sync.bukket=1",
-            ["bukket"],
-            marks=pytest.mark.slow,
-        ),
-        (
-            "+actor_rollout_ref.rollout.custom.weight_sync.bukket=1",
-            ["custom.weight_sync.bukket=1", "allowed", "request_timeout_s"],
-        ),
-    ],
-)
-def test_unknown_key_fails_before_ray(override: str, named: list[str], tmp_path: Path) -> None:
-    result = run_recipe("grpo_fsdp_gpu.sh", override, cwd=tmp_path, RAY_ADDRESS="127.0.0.1:1")
+def test_unknown_key_fails_before_ray(tmp_path: Path) -> None:
+    key = "actor_rollout_ref.rollout.custom.weight_sync.bukket"
+    with pytest.raises(ConfigCompositionException, match="bukket"):
+        composed("grpo_fsdp_gpu.sh", f"{key}=1", folder=tmp_path)
+    options = {"python": Path(sys.executable).parent, "RAY_ADDRESS": "127.0.0.1:1"}
+    result = run_recipe("grpo_fsdp_gpu.sh", f"+{key}=1", cwd=tmp_path, **options)
     assert result.returncode != 0
     assert RAY_STARTS not in result.stdout
-    for text in named:
+    for text in ("custom.weight_sync.bukket=1", "allowed", "request_timeout_s"):
         assert text in result.stderr, result.stderr[-4000:]
 
 

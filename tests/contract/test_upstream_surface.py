@@ -222,7 +222,6 @@ def check(module: str, name: str, listed: str) -> None:
 
 @cache
 def sources() -> dict[str, str]:
-    """Our modules' texts."""
     paths = {path.relative_to(PLUGINS).with_suffix(""): path for path in PLUGINS.rglob("*.py")}
     return {".".join(name.parts): path.read_text() for name, path in paths.items()}
 

@@ -30,6 +30,13 @@ _TIED = {"tie_word_embeddings": True}
 _GPT = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128}
 _CONV = {"layer_types": ["conv", "full_attention"], "conv_L_cache": 3}
 _MAMBA = {"d_ssm": 64, "n_heads": 4, "d_head": 16, "d_state": 16, "n_groups": 1}
+_NEMOTRON = {
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 8,
+    "ssm_state_size": 16,
+    "moe_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 32,
+}
 _LINEAR: Options = {
     "layer_types": ["linear_attention", "full_attention"],
     "full_attention_interval": 2,
@@ -316,7 +323,7 @@ CASES: tuple[Case, ...] = (
         num_kv_shared_layers=0,
         layer_types=["sliding_attention", "full_attention"],
     ),
-    _text("nemotron-h", "NemotronH", _HEAD),
+    _text("nemotron-h", "NemotronH", _HEAD, _NEMOTRON),
     _text("solar-open", "SolarOpen", _ROUTED_MOE, _HEAD, n_shared_experts=1),
     _vision("qwen3_5", "Qwen3_5", {**_PARTIAL_ROPE, **_LINEAR, **_HEAD}, _QWEN3_VISION),
     _vision(
@@ -356,5 +363,4 @@ CASES: tuple[Case, ...] = (
 
 
 def case_named(name: str) -> Case:
-    """The architecture of this name."""
     return next(case for case in CASES if case.name == name)

@@ -20,7 +20,6 @@ FAILED_AT = "load_weights failed at "
 
 
 def specs_of(weights: NamedWeights) -> list[Spec]:
-    """Name, dtype and shape of each tensor."""
     return [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in weights]
 
 
@@ -97,6 +96,5 @@ def check_on_ranks(model: nn.Module, weights: NamedWeights, gather: Gather) -> d
 
 
 def names_in(verdict: Verdict) -> set[str]:
-    """Every tensor that a verdict names."""
     texts = (*verdict.mismatched, *verdict.missing, *verdict.unexpected)
     return {text.split(" ")[0] for text in texts}

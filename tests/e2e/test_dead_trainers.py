@@ -37,7 +37,6 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def hashes(engine: Served) -> list[object]:
-    """The engine's, of each version of `good_syncs`."""
     return [good["hashes"] for good in engine.run(good_syncs, "bucketed")[0]]
 
 
@@ -95,12 +94,10 @@ def test_what_killed_trainers_leave_is_removed_by_the_next_one(
 
 
 def paths_in(file: Path) -> set[Path]:
-    """That a trainer tells of."""
     return {Path(path) for path in json.loads(file.read_text())}
 
 
 def wait_until(holds: Callable[[], bool], limit_s: float) -> None:
-    """Wait, at most so long."""
     deadline = time.monotonic() + limit_s
     while not holds() and time.monotonic() < deadline:
         time.sleep(0.1)

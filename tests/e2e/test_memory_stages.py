@@ -24,7 +24,7 @@ from support.served import Served, served
 
 pytestmark = pytest.mark.e2e
 
-LONG = 400
+LONG = 150  # tokens
 GATES = {1: "wait 3", 2: "wait 300"}
 """By TP size: requests that come while the engine sleeps are refused soon, or wait."""
 
@@ -36,7 +36,6 @@ GATES = {1: "wait 3", 2: "wait 300"}
 def server(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
-    """A real server of a tiny model."""
     options = {"host_backup": "auto", "variables": {STALE_REQUESTS_VARIABLE: GATES[request.param]}}
     with served(tmp_path_factory.mktemp("stages"), tp=request.param, **options) as engine:
         yield engine
@@ -66,13 +65,6 @@ def test_repeated_and_superfluous_stages_are_no_ops(engine: Served) -> None:
         assert release(url, *tags).status == 200
     for tags in (("weights",), ("weights",), ("kv_cache", "weights"), ()):
         assert resume(url, *tags).status == 200
-
-
-@pytest.mark.parametrize("step", [release, resume])
-def test_an_unknown_tag_is_refused(engine: Served, step: object) -> None:
-    status, text = step(engine.url, "weights", "gradients")  # type: ignore[operator]
-    assert status == 400
-    assert "TP rank 0: unknown memory tags ['gradients']; allowed: " in text
 
 
 def test_a_release_while_requests_run_is_refused(engine: Served) -> None:

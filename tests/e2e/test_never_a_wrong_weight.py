@@ -293,7 +293,6 @@ class ForgedInvitations:
         self.num_forged = 0
 
     def submit(self, call: Any) -> Any:
-        """As the client's, but for the endpoint of an update."""
         fields = dict(call.payload or {})
         if handles := fields.get("serialized_named_tensors"):
             forged = (self._forged(base64.b64decode(item)) for item in handles)
@@ -302,7 +301,6 @@ class ForgedInvitations:
         return self._client.submit(call)
 
     def run(self, call: Any) -> Any:
-        """As the client's."""
         return self.submit(call).result()
 
     def __getattr__(self, name: str) -> Any:

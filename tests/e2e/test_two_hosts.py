@@ -67,7 +67,6 @@ class Launched:
 
     @property
     def url(self) -> str:
-        """Of the replica's server."""
         return f"http://{self.replica.server_address}"
 
     def on_first_host(self, expression: str) -> Any:

@@ -114,11 +114,9 @@ class _Engine:
         return json.loads(self._file.read_text())
 
     def look(self) -> Any:
-        """What the engine holds."""
         return self.ask(LOOK_LOADER)
 
     def generate(self) -> list[list[float]]:
-        """Greedy tokens."""
         return generate(self._rank.url)
 
     @contextmanager

@@ -53,7 +53,6 @@ def key(sglang: str) -> str:
 
 
 def build(sglang: str, folder: Path) -> None:
-    """Make the environment."""
     subprocess.run([sys.executable, "-m", "venv", folder], check=True)
     pip = [folder / "bin/python", "-m", "pip", "install", "-q"]
     for options, requirements in [(["-U"], ["pip"]), *steps(sglang)]:

@@ -69,13 +69,11 @@ class KeptExport:
         self.before_reading: Callable[[], None] | None = None
 
     def reexport(self) -> Any:
-        """What a manager gets."""
         from verl_sglang_sync.sources.export import Reexport
 
         return Reexport(self._export, sources=self._sources)
 
     def write(self, weights: NamedTensors) -> None:
-        """Other values in the same memory."""
         for name, tensor in weights:
             self.state[name].copy_(tensor)
 
@@ -118,7 +116,6 @@ class ShardedExport(KeptExport):
                 _mappable(shard.to_local())
 
     def write(self, weights: NamedTensors) -> None:
-        """Other values in the same memory."""
         for name, tensor in weights:
             rows = tensor.chunk(self._mesh.size())
             if (rank := self._mesh.get_local_rank()) < len(rows):

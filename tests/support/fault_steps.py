@@ -22,7 +22,6 @@ DIES_AFTER = 6
 
 
 def use_client(rank: TrainerRank, url: str, **access: Any) -> None:
-    """Have the rank talk to `url` from now on."""
     limits = {"update": UPDATE_TIMEOUT_S}
     rank.use_client(url, timeout_s=60, timeouts_s=limits, **{**KEYS, **access})
 

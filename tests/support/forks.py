@@ -2,7 +2,7 @@
 
 Importing SGLang takes 12 s of CPU time, and a server has at least three processes. The first fork
 of a test session pays for the import, the others start at once. Servers that verl launches in
-tests (`test_training_cpu`, `test_two_hosts`) import everything in every process, as a user's do.
+tests (`test_training_*`, `test_two_hosts`) import everything in every process, as a user's do.
 """
 
 from __future__ import annotations
@@ -81,7 +81,6 @@ class Fork:
         return code
 
     def kill(self) -> None:
-        """SIGKILL, if it runs."""
         self._process.kill()
 
 

@@ -51,7 +51,6 @@ class HostActors:
         return self.made[-1]
 
     def end(self) -> None:
-        """End all processes."""
         for actor in self.made:
             actor.end()
 
@@ -88,14 +87,12 @@ class HostActor:
         return _Method(self, name)
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method and wait for it."""
         if not self._made:
             self._made = True
             self._ask("__init__", (), self._kwargs)
         return self._ask(name, args, kwargs)
 
     def end(self) -> None:
-        """Kill it, as Ray does."""
         self.process.kill()
         self.process.wait()
 

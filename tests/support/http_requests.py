@@ -29,7 +29,6 @@ def open_url(url: str, body: bytes | None, limit_s: float) -> Any:
 
 
 def request(url: str, body: bytes | None = None, *, limit_s: float = 120) -> Reply:
-    """One request and its reply, whatever the status."""
     try:
         with open_url(url, body, limit_s) as reply:
             return Reply(reply.status, reply.read().decode(errors="replace"))
@@ -40,22 +39,18 @@ def request(url: str, body: bytes | None = None, *, limit_s: float = 120) -> Rep
 
 
 def post(url: str, endpoint: str, payload: dict[str, Any]) -> Reply:
-    """Post JSON."""
     return request(f"{url}/{endpoint}", json.dumps(payload).encode())
 
 
 def get(url: str, endpoint: str) -> Reply:
-    """Ask for something."""
     return request(f"{url}/{endpoint}")
 
 
 def release(url: str, *tags: str) -> Reply:
-    """Ask the server to release the memory of `tags`."""
     return post(url, "release_memory_occupation", {"tags": list(tags)})
 
 
 def resume(url: str, *tags: str) -> Reply:
-    """Ask the server to resume the memory of `tags`."""
     return post(url, "resume_memory_occupation", {"tags": list(tags)})
 
 

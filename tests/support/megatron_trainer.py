@@ -129,7 +129,6 @@ class MegatronActor:
             tensor.mul_(factor)
 
     def export(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """What verl's worker hands to the rollout."""
         weights, _ = self._engine.get_per_tensor_param()
         exported: Iterable[tuple[str, torch.Tensor]] = weights
         return exported

@@ -59,7 +59,6 @@ class Router:
         self._jobs: dict[str, dict[str, Any]] = {}
 
     def application(self) -> web.Application:
-        """What serves it."""
         routes = [web.get("/liveness", self._live)]
         if self.dialect == "0.1":
             routes += [web.post("/add_worker", self._add), web.post("/remove_worker", self._drop)]
@@ -140,7 +139,6 @@ class Router:
 
 @contextlib.asynccontextmanager
 async def serving(router: Router, host: str = "127.0.0.1") -> AsyncIterator[Router]:
-    """Serve it in this loop, at `router.url`."""
     runner = web.AppRunner(router.application())
     await runner.setup()
     await web.TCPSite(runner, host, 0, shutdown_timeout=0.1).start()
@@ -187,7 +185,6 @@ def router_process(
 
 
 def wait_until_up(url: str) -> None:
-    """Wait for a router's process."""
     deadline = time.monotonic() + START_TIMEOUT_S
     while True:
         try:
@@ -200,7 +197,6 @@ def wait_until_up(url: str) -> None:
 
 
 def workers_of(url: str) -> list[str]:
-    """URLs of a router's workers."""
     with urllib.request.urlopen(f"{url}/workers", timeout=10) as reply:
         return [worker["url"] for worker in json.loads(reply.read())["workers"]]
 

@@ -27,12 +27,10 @@ class Served:
 
     @property
     def url(self) -> str:
-        """Of the server."""
         return self.server.url
 
     @property
     def lives(self) -> bool:
-        """True unless the server has ended."""
         return self.server.process.poll() is None
 
     @property
@@ -52,7 +50,6 @@ class Served:
         return found
 
     def trainer(self) -> LoneTrainer:
-        """A trainer of one rank, in this process."""
         return LoneTrainer(self.url, CPU, self.folder)
 
     def attempt(self, step: Step, *args: Any, url: str | None = None, **more: Any) -> list[Outcome]:

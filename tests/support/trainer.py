@@ -290,7 +290,6 @@ class Launch(msgspec.Struct, kw_only=True):
     backend: str
 
     def outcome_file(self, rank: int) -> Path:
-        """Where a rank leaves its outcome."""
         return Path(self.folder, f"outcome-{self.name}-{rank}.json")
 
     def read_outcome(self, rank: int, code: int) -> Outcome:
@@ -314,7 +313,6 @@ def prepare_process(device: torch.device) -> None:
 
 
 def main(rank: int, launch: Launch) -> None:
-    """One rank's process."""
     device = torch.device(launch.device)
     if device.type != "cpu":
         device = torch.device(device.type, rank)

@@ -79,7 +79,6 @@ class _Layer(nn.Module):
             self.register_parameter(f"bias{suffix}", bias)
 
     def forward(self, *_: Any, **__: Any) -> Any:
-        """Not of every layer."""
         raise NotImplementedError(f"{type(self).__name__} has only parameters here")
 
     def multiply(self, inputs: torch.Tensor) -> Any:
@@ -119,7 +118,6 @@ class Linear(_Layer):
         self.add_linear()
 
     def forward(self, inputs: torch.Tensor, **_: Any) -> Any:
-        """See `multiply`."""
         return self.multiply(inputs)
 
 
@@ -135,7 +133,6 @@ class LayerNormLinear(_Layer):
         self.add_linear()
 
     def forward(self, inputs: torch.Tensor, **_: Any) -> Any:
-        """See `multiply`; the normalization precedes it."""
         bias = self.layer_norm_bias if self.normalization == "LayerNorm" else None
         return self.multiply(_normalized(inputs, self.layer_norm_weight, bias, self.eps))
 
@@ -159,7 +156,6 @@ class RMSNorm(nn.Module):
         self.weight = _normalization(torch.ones(hidden_size), settings)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Over the last dimension."""
         return _normalized(inputs, self.weight, getattr(self, "bias", None), self.eps)
 
 

@@ -39,7 +39,6 @@ def poison(model: nn.Module) -> None:
 
 
 def contents(destinations: Destinations) -> dict[str, bytes]:
-    """The bytes of every storage."""
     return {
         storage.name: destinations.memory[i].numpy().tobytes()
         for i, storage in enumerate(destinations.storages)
@@ -61,5 +60,4 @@ def whole(model: nn.Module, *names: str) -> dict[str, list[Interval]]:
 
 
 def size_of(model: nn.Module) -> int:
-    """Bytes of all storages."""
     return num_bytes(reachable(model).ranges)

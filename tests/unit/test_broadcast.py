@@ -111,7 +111,6 @@ def receiver():
 
 
 def expecting(receiver, num_buckets, timeout_s=0.01):
-    """A session's buckets that were announced."""
     buckets = BroadcastBuckets(receiver, GROUP, None, CPU, timeout_s)
     for i in range(num_buckets):
         buckets.begin(bucket(i), EIGHT_BYTES)

@@ -138,7 +138,6 @@ def transport(groups: Groups, mode: str = "flattened", **options: Any) -> Callab
 
 
 def weights(num: int = 5, first: float = 0.0) -> list[tuple[str, torch.Tensor]]:
-    """As many buckets."""
     return [(f"t{i}", torch.arange(128.0) + i + first) for i in range(num)]
 
 

@@ -59,7 +59,6 @@ class Trainer:
         )
 
     def send(self, names: str, step: int) -> None:
-        """One sync to some replicas."""
         format_ = SimpleNamespace(applied=lambda weights: weights)
         keys = {"api_key": None, "admin_api_key": None}
         server = {"settings": settings_of("compiled"), "format": format_, "num_ranks": 1, **keys}

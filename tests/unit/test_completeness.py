@@ -33,37 +33,6 @@ def test_a_sync_is_half_written_from_its_first_bucket_to_its_end() -> None:
     assert state.layouts == ()
 
 
-def test_a_failure_is_ended_by_a_sync_of_all_that_ever_came() -> None:
-    state = Completeness()
-    load(state, "ab")
-    state.complete()
-    load(state, "c")
-    state.fail()
-    assert state.is_half_written and state.is_broken
-    assert state.missing() == ["a", "b", "c"], "nothing has come since"
-    load(state, "ab")
-    assert state.missing() == ["c"], "of the sync that failed"
-    state.fail()
-    load(state, "a", "bc")
-    assert state.missing() == []
-    state.complete()
-    assert not state.is_half_written and not state.is_broken
-
-
-def test_fewer_tensors_than_before_are_no_failure_of_their_own() -> None:
-    """As when only an adapter is sent."""
-    state = Completeness()
-    load(state, "abc")
-    state.complete()
-    load(state, "a")
-    assert state.missing() == []
-    state.complete()
-    assert not state.is_half_written
-    state.fail()
-    load(state, "a")
-    assert state.missing() == ["b", "c"]
-
-
 def test_what_a_proven_sync_did_not_bring_is_not_asked_for_again() -> None:
     """The hooks complete a sync with missing tensors where the check finds that it is whole."""
     state = Completeness()

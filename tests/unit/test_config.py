@@ -162,7 +162,6 @@ def test_a_missing_bucket_size_is_refused():
 
 @pytest.fixture(scope="module")
 def recipes():
-    """verl's recipe with each preset, and with none."""
     return {preset: compose(f"+weight_sync={preset}") for preset in PRESETS} | {None: compose()}
 
 

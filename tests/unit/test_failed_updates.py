@@ -22,7 +22,6 @@ Others = list[tuple[str | None, bool, bool]]
 
 
 def layouts(names: tuple[str, ...]) -> list[BucketLayout]:
-    """Those of `test_plan_store.sync`."""
     pairs = [names[i : i + 2] for i in range(0, len(names), 2)]
     return [BucketLayout.pack([(n, (8,), torch.float32) for n in pair]) for pair in pairs]
 

@@ -31,7 +31,6 @@ def make_manager(level="error", mode="flattened"):
 
 
 def sync(manager, weights=WEIGHTS):
-    """What went wrong in one sync."""
     try:
         asyncio.run(manager.sync(weights))
     except WeightSyncError as error:

@@ -314,8 +314,6 @@ def test_a_cycle_with_a_plan_keeps_the_residue_alone(updater):
 
 
 class Gate:
-    """Notes why it is closed."""
-
     reason = None
 
     def close(self, reason):

@@ -57,7 +57,6 @@ def run(*arguments: object) -> Any:
 
 
 def rows_of(output: str) -> dict[str, list[str]]:
-    """The table's cells by the label of their row."""
     rows = [line.split("  ") for line in output.splitlines() if line.startswith("  ")]
     cells = [[cell.strip() for cell in row if cell.strip()] for row in rows]
     return {row[0]: row[1:] for row in cells if row}

@@ -273,7 +273,6 @@ def test_why_the_gate_is_closed(monkeypatch, tags, stale, graphs, reason):
 
 
 def reply(**told):
-    """One of the engine's."""
     return tell(SimpleNamespace(success=True), **told)
 
 

@@ -72,7 +72,6 @@ class RankPool:
         return [results[rank][1] if rank in results else None for rank in range(WORLD_SIZE)]
 
     def close(self):
-        """End the processes."""
         for process, connection in self._ranks:
             connection.close()
             process.kill()  # also where it is stopped
@@ -223,7 +222,6 @@ def _export(case, outcome, group):
 
 
 def sync(case):
-    """Run one sync on this rank."""
     from verl_sglang_sync import WeightSyncError
     from verl_sglang_sync.report import SyncReport
     from verl_sglang_sync.sync.transport import colocated_transport

@@ -105,11 +105,6 @@ def test_interleaved_columns_do_not_overlap() -> None:
     assert find_overlapping([left, StridedCopy(0, 256, 3, ((64, 4, 8),), 4)]) == {0, 1}
 
 
-def test_the_same_target_twice_overlaps() -> None:
-    tied = [StridedCopy(0, 0, 0, (), 64), StridedCopy(0, 64, 0, (), 64)]
-    assert find_overlapping(tied) == {0, 1}
-
-
 def test_experts_in_checkpoint_order_become_three_copies() -> None:
     """gate, up and down of 128 experts, as a bucket holds them, into w13 [e, 2 i, h] and w2 [e, h,
     i].

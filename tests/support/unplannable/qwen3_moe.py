@@ -1,14 +1,14 @@
-"""Qwen3 with a `load_weights` that looks at the numbers; other numbers may load otherwise."""
+"""Qwen3 MoE with a `load_weights` that looks at the numbers; other numbers may load otherwise."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
 import torch
-from sglang.srt.models import qwen3
+from sglang.srt.models import qwen3_moe
 
 
-class Qwen3ForCausalLM(qwen3.Qwen3ForCausalLM):  # type: ignore[misc]
+class Qwen3MoeForCausalLM(qwen3_moe.Qwen3MoeForCausalLM):  # type: ignore[misc]
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         super().load_weights(_finite(weights))
 
@@ -21,4 +21,4 @@ def _finite(
         yield name, tensor
 
 
-EntryClass = Qwen3ForCausalLM
+EntryClass = Qwen3MoeForCausalLM

@@ -14,43 +14,36 @@ from typing import Any
 
 import pytest
 import torch
-from quickstart import read_metrics, run_recipe
-from rich.console import Console
-from tiny_assets import byte_tokenizer, make_assets
+from quickstart import read_metrics
+from tiny_assets import byte_tokenizer
 from transformers import AutoModelForCausalLM
 
-from support.forks import TESTS
 from support.settings import SEPARATE
+from support.training import FINDING_TESTS, Run
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 NUM_STEPS, BATCH, RESPONSE = 3, 4 * 4, 64
 SAME_LOG_PROB = 1e-4  # float32 on both sides, another order of sums
-OVERRIDES = (
-    *SEPARATE,
-    "trainer.v1.separate_async.num_warmup_batches=1",  # one is sampled while one is trained
-    f"trainer.total_training_steps={NUM_STEPS}",
-    f"data.max_response_length={RESPONSE}",
-    "trainer.save_freq=1",
-    "actor_rollout_ref.actor.checkpoint.save_contents=[hf_model]",
-    "actor_rollout_ref.rollout.custom.weight_sync.mode=compiled",
+RUN = Run(
+    "disaggregated",
+    overrides=(
+        *SEPARATE,
+        "trainer.v1.separate_async.num_warmup_batches=1",  # one is sampled while one is trained
+        f"trainer.total_training_steps={NUM_STEPS}",
+        f"data.max_response_length={RESPONSE}",
+        "trainer.save_freq=1",
+        "trainer.default_local_dir={folder}/checkpoints",
+        "actor_rollout_ref.actor.checkpoint.save_contents=[hf_model]",
+        "actor_rollout_ref.rollout.custom.weight_sync.mode=compiled",
+    ),
+    variables=(
+        *FINDING_TESTS,
+        "VERL_USE_EXTERNAL_MODULES=support.generations",
+        "SGLANG_EXTERNAL_MODEL_PACKAGE=support.slow",
+        "GENERATIONS={folder}/generations.jsonl",
+    ),
 )
-
-
-def train(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """The trajectories of all batches, as the trainer has them."""
-    make_assets(folder)
-    monkeypatch.setenv("PYTHONPATH", TESTS)
-    monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "support.generations")
-    monkeypatch.setenv("SGLANG_EXTERNAL_MODEL_PACKAGE", "support.slow")
-    monkeypatch.setenv("GENERATIONS", str(folder / "generations.jsonl"))
-    monkeypatch.setenv("VERL_LOGGING_LEVEL", "WARN")  # see recipes/grpo_separate_async_gpu.sh
-    checkpoints = f"trainer.default_local_dir={folder}/checkpoints"
-    console = Console(quiet=True)
-    status = run_recipe(folder, "disaggregated", *OVERRIDES, checkpoints, console=console)
-    assert status == 0, (folder / "run.log").read_text()[-6000:]
-    lines = (folder / "generations.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
 
 
 def models_of(folder: Path) -> list[Any]:
@@ -78,12 +71,13 @@ def versions_of(generation: dict[str, Any]) -> torch.Tensor:
     return versions.repeat_interleave(num_tokens)
 
 
-def test_rollouts_go_on_after_a_sync_and_tell_the_version_of_each_token(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    generations = train(tmp_path, monkeypatch)
+@pytest.mark.parametrize("trained", [RUN], indirect=True, ids=["slow"])
+def test_rollouts_go_on_after_a_sync_and_tell_the_version_of_each_token(trained: Path) -> None:
+    """All trajectories of all batches, as the trainer has them."""
+    lines = (trained / "generations.jsonl").read_text().splitlines()
+    generations = [json.loads(line) for line in lines]
     assert len(generations) == NUM_STEPS * BATCH, "a rollout was lost"
-    models, num_refuted = models_of(tmp_path), {-1: 0, 1: 0}
+    models, num_refuted = models_of(trained), {-1: 0, 1: 0}
     for generation in generations:
         tokens, runs = generation["tokens"], generation["weight_versions"]
         is_whole = len(tokens) == RESPONSE or tokens[-1] == byte_tokenizer().eos_token_id
@@ -103,7 +97,7 @@ def test_rollouts_go_on_after_a_sync_and_tell_the_version_of_each_token(
                 moved[0], moved[-1] = versions[0], versions[-1]
                 num_refuted[shift] += not fits[moved, positions].all()
     assert all(num_refuted.values()), "no sync has come between two tokens, or all versions fit"
-    steps = [row["data"] for row in read_metrics(tmp_path)]
+    steps = [row["data"] for row in read_metrics(trained)]
     spans = [step["training/off_policy/trajectory_spans/max"] for step in steps]
     assert len(spans) == NUM_STEPS and spans[0] == 1 < max(spans), "as verl counts versions"
     assert steps[-1]["weight_sync/num_sent"] == 1, "by the route of such syncs, not exported"
