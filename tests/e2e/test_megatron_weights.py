@@ -64,9 +64,8 @@ WORLDS = {
         model={"architecture": "qwen3_moe", "layers": 4},
         tp=2,
         trainers={
-            "pp2-ep2": Layout(pp=2, ep=2),
-            "pp2-vpp2-ep2": Layout(pp=2, vpp=2, ep=2, offload=False),
             "tp2-pp2-ep2": Layout(tp=2, pp=2, ep=2),
+            "pp2-vpp2-ep2": Layout(pp=2, vpp=2, ep=2, offload=False),
             "tp2-ep2-etp2-dp2": Layout(tp=2, ep=2, etp=2),
             "mbridge-tp2-pp2-ep2": Layout(tp=2, pp=2, ep=2, mbridge=True),
         },
@@ -112,7 +111,6 @@ class Case:
 
     @property
     def layout(self) -> Layout:
-        """Of the trainer."""
         return self.world.trainers[self.trainer]
 
     @property
@@ -126,13 +124,16 @@ class Case:
         return self.trainer == next(iter(self.world.trainers))
 
     @property
+    def presets(self) -> list[str]:
+        return presets_of(self.layout, is_first=self.is_first)
+
+    @property
     def results(self) -> list[dict[str, Any]]:
         """One per rank: what it saw of this trainer, and of the engines before and after."""
         return [seen | seen["trainers"][self.trainer] for seen in results_of(self.outcomes)]
 
     @property
     def leaders(self) -> list[dict[str, Any]]:
-        """One per replica."""
         return self.results[:: self.world.tp]
 
 
@@ -174,7 +175,6 @@ def run_world(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[
 
 @pytest.fixture(scope="module", params=CASES, ids="-".join)
 def case(request: pytest.FixtureRequest, run_world: Callable[[str], list[Outcome]]) -> Case:
-    """One trainer."""
     world, trainer = request.param
     return Case(WORLDS[world], trainer, run_world(world))
 
@@ -215,8 +215,8 @@ def test_replicas_of_a_shard_are_read_by_equally_many(case: Case) -> None:
 
 @pytest.mark.parametrize("preset", FACTORS)
 def test_sync_is_bit_exact_on_every_replica(case: Case, preset: str) -> None:
-    if preset not in presets_of(case.layout):
-        pytest.skip("as any other export, or sent: test_broadcast")
+    if preset not in case.presets:
+        pytest.skip("exported or sent as another trainer's, or in test_broadcast")
     for leader in case.leaders:
         reference = leader["reference"]
         assert len(reference) == case.world.tp
@@ -233,7 +233,7 @@ def test_sync_is_bit_exact_on_every_replica(case: Case, preset: str) -> None:
 
 def test_the_parameters_were_offloaded_between_syncs(case: Case) -> None:
     for seen in case.results:
-        for preset in presets_of(case.layout):
+        for preset in case.presets:
             factors = FACTORS[preset]
             left_over = 0 if case.layout.offload else None
             assert [left for _, _, left in seen[preset]] == [left_over] * len(factors)
@@ -273,7 +273,7 @@ def test_compiled_syncs_export_nothing(case: Case) -> None:
 
 def test_every_rank_sends_its_shards_to_engines_elsewhere(case: Case) -> None:
     """Once the engines have a plan."""
-    if "disaggregated" not in presets_of(case.layout):
+    if "disaggregated" not in case.presets:
         pytest.skip("what says nothing of its parameters is broadcast: test_broadcast")
     reports = [report for _, report, _ in case.results[0]["disaggregated"]]
     is_sent = [report["num_sent"] == report["num_buckets"] for report in reports]
@@ -286,7 +286,7 @@ def test_every_rank_sends_its_shards_to_engines_elsewhere(case: Case) -> None:
 def test_engines_elsewhere_on_the_host_read_every_rank_s_shards_in_place(case: Case) -> None:
     """The plan is that of the syncs before."""
     preset = "disaggregated, in place"
-    if preset not in presets_of(case.layout):
+    if preset not in case.presets:
         pytest.skip("exported, or sent")
     exported, pulled = (report for _, report, _ in case.results[0][preset])
     assert exported["num_pulled"] == 0

@@ -34,11 +34,13 @@ FACTORS = {
 """By preset: what training does to the weights before each sync; in the end they are as before."""
 
 
-def presets_of(layout: Layout) -> list[str]:
+def presets_of(layout: Layout, *, is_first: bool) -> list[str]:
     """With mbridge, engines elsewhere get what they get of any other export. What was offloaded is
-    not in memory that other processes can map on a CPU.
+    not in memory that other processes can map on a CPU. How an export is packed is the same for all
+    trainers of a model: the first shows it.
     """
     left_out = [p for p in FACTORS if layout.mbridge and "disaggregated" in p]
+    left_out += [] if is_first else ["bucketed", "flattened"]
     if layout.offload:
         left_out.append("disaggregated, in place")
     return [preset for preset in FACTORS if preset not in left_out]
@@ -109,8 +111,8 @@ def exercise_engine(
         if actor is not None:
             actor.close()
         actor = MegatronActor(Path(model), msgspec.convert(layout, Layout))
-        seen["trainers"][name] = found = {"export": compared(rank, actor, Path(model))}
-        for preset in presets_of(msgspec.convert(layout, Layout)):
+        found: dict[str, Any] = {"export": compared(rank, actor, Path(model))}
+        for preset in presets_of(msgspec.convert(layout, Layout), is_first=not seen["trainers"]):
             sync, syncs = _sync_by(rank, preset, targets), []
             for factor in FACTORS[preset]:
                 actor.train(factor)
@@ -118,6 +120,7 @@ def exercise_engine(
                 syncs.append((engine_hashes(rank, hash_folder), report, left))
                 dist.barrier()  # an engine that is invited to the next sync answers no other rank
             found[preset] = syncs
+        seen["trainers"][name] = found
     assert actor is not None
     actor.train(0.5)
     blind = rank.manager("flattened", manifest_check="off")
@@ -152,12 +155,10 @@ def _sync_by(rank: TrainerRank, preset: str, targets: Targets) -> Sync:
 
 
 def without(lost: str, weights: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
-    """All tensors but one."""
     return ((name, tensor) for name, tensor in weights if name != lost)
 
 
 def altered(name: str, weights: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
-    """One tensor with another first element."""
     for other, tensor in weights:
         if other == name:
             tensor = tensor.detach().clone()
