@@ -65,6 +65,7 @@ WORLDS = {
         tp=2,
         trainers={
             "tp2-pp2-ep2": Layout(tp=2, pp=2, ep=2),
+            "pp2-ep2": Layout(pp=2, ep=2),
             "pp2-vpp2-ep2": Layout(pp=2, vpp=2, ep=2, offload=False),
             "tp2-ep2-etp2-dp2": Layout(tp=2, ep=2, etp=2),
             "mbridge-tp2-pp2-ep2": Layout(tp=2, pp=2, ep=2, mbridge=True),
