@@ -236,6 +236,7 @@ def _arguments() -> argparse.Namespace:
 def main() -> None:
     """Run all arms of all models; see the module docstring."""
     args = _arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as `timeout` ends it: servers end too
     folder = (args.folder or Path(tempfile.mkdtemp(prefix="disaggregated-"))).resolve()
     folder.mkdir(parents=True, exist_ok=True)
     path = args.json or Path(f"benchmarks/results/disaggregated-{hardware()}.json")
