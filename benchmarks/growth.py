@@ -24,7 +24,8 @@ sys.path[:0] = [str(path) for path in (ROOT, ROOT / "plugins")]
 import psutil  # noqa: E402
 import torch  # noqa: E402
 
-from benchmarks.colocated import ARMS, OurSync, prepare  # noqa: E402
+from verl_sglang_sync.bench.arms import ARMS, OurSync  # noqa: E402
+from verl_sglang_sync.bench.colocated import prepare  # noqa: E402
 from verl_sglang_sync.bench.engine_server import engine_server  # noqa: E402
 from verl_sglang_sync.bench.model_shapes import MODELS, write_config  # noqa: E402
 from verl_sglang_sync.bench.results_file import hardware, write_results  # noqa: E402

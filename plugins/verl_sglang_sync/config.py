@@ -197,6 +197,7 @@ class WeightSyncConfig:
 
     @property
     def stages(self) -> StageOrder:
+        """The order in which memory is released and resumed."""
         return StageOrder.of(SECTION, self.sleep_order, self.wake_order)
 
     @classmethod

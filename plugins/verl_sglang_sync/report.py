@@ -140,12 +140,12 @@ class SyncReport:
 
     @property
     def _route(self) -> str:
-        """How many of the buckets came, or were loaded, by which of the faster routes."""
+        """By which route the buckets came, and how they were loaded."""
         counts = (
             (self.num_pulled, "read in the trainer's memory"),
             (self.num_exchanged, "exchanged"),
             (self.num_sent, f"sent by {len(self.pair_bytes)} ranks"),
-            (self.num_arranged, f"trimmed to {self.sent_bytes / 1e9:.3g} GB"),
+            (self.num_arranged, f"arranged in {self.sent_bytes / 1e9:.3g} GB"),
             (self.num_replayed, "replayed"),
             (self.num_eager, "loaded eagerly"),
         )

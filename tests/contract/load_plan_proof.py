@@ -26,7 +26,7 @@ from sglang_loader.load_plan.executor import replay_once
 from sglang_loader.session.model_loader import ModelLoader, SyncOutcome
 from sglang_loader.upstream import engine_context
 from support.plan_check import differing, self_check, snapshot
-from verl_sglang_sync.routes.byte_gather import ByteGather
+from verl_sglang_sync.routes.exchange.byte_gather import ByteGather
 
 LAYOUTS = ("many", "cut")
 

@@ -109,7 +109,7 @@ class TestVerl:
         assert {"enable_weights_cpu_backup", "custom_weight_loader"} <= names
 
     def test_worker_takes_the_stages_in_our_order(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """For `verl_sglang_sync.verl.rollout` and `verl_sglang_sync.sources.staging`:
+        """For `verl_sglang_sync.verl.rollout` and `verl_sglang_sync.routes.staging_ring`:
         expandable segments, which cannot be shared, are off meanwhile."""
         module = importlib.import_module("verl.workers.engine_workers")
         steps: list[Any] = []

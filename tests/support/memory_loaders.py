@@ -136,8 +136,8 @@ def restored(model: Any, allocated: Allocations) -> list[Interval]:
 def _has_nan(destinations: Any, tensor: Any) -> bool:
     raw = destinations.keep_alive[tensor.storage]
     view = torch.empty(0, dtype=tensor.dtype, device=raw.device)
-    offset = tensor.offset // tensor.dtype.itemsize
-    view.set_(raw, offset, tensor.shape, tensor.stride)
+    region = tensor.region
+    view.set_(raw, region.offset // region.itemsize, region.shape, region.stride)
     return bool(view.isnan().any())
 
 

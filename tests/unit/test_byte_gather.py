@@ -17,8 +17,8 @@ from sglang_loader.common.copy_kernel import TILE_WORDS
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.regions.arrangement import Arrangement, Read
 from sglang_loader.load_plan.verify import gather
-from verl_sglang_sync.routes import byte_gather
-from verl_sglang_sync.routes.byte_gather import WORD_BYTES, ByteGather, GatherTable
+from verl_sglang_sync.routes.exchange import byte_gather
+from verl_sglang_sync.routes.exchange.byte_gather import WORD_BYTES, ByteGather, GatherTable
 
 CPU = torch.device("cpu")
 FILL = 0x5A

@@ -168,16 +168,15 @@ def alone(trainer: TrainerSession) -> EngineRank:
     return EngineRank("", trainer, OpeningRequest(None, None), EngineArrangements(is_wanted=False))
 
 
-def send_all(trainer: TrainerSession, ring: StagingRing) -> None:
+def send_all(trainer: TrainerSession, ring: StagingRing, arranged: str = "") -> None:
     """Both buckets, and that they are all, without a look at what the engine says."""
     report = SyncReport(mode="compiled", replica=0)
     export, stream = Export(list(WEIGHTS.items())), BucketStream(SETTINGS.bucket_bytes)
     for ready in ExportedBuckets(export, stream, ring, report):
         assert ready.storage is not None
         slot = trainer.map_buffer(ready.storage, keep=True)
-        trainer.load(
-            ready.index, ready.bucket, [BucketPiece(slot, 0, 0, ready.nbytes)], read_only=False
-        )
+        pieces = [BucketPiece(slot, 0, 0, ready.nbytes)]
+        trainer.load(ready.index, ready.bucket, pieces, read_only=False, arranged=arranged)
     assert report.num_buckets == 2
     trainer.finish(num_buckets=2, num_tensors=2, arrangements=None)
 
@@ -229,6 +228,19 @@ def test_nothing_is_served_that_the_trainer_has_not_committed(
     assert not engine.has_served
     trainer.abort("another rank failed", None)
     check_not_served(engine, "the trainer aborted the sync: another rank failed")
+
+
+def test_a_bucket_that_is_arranged_by_what_the_engine_does_not_hold_is_refused_unread(
+    event: Event, trainer: TrainerSession, ring: StagingRing
+) -> None:
+    """Its bytes would be taken for others."""
+    model = Model(tuple(WEIGHTS))
+    engine = joined(trainer, model)
+    with pytest.raises(EngineFailed, match=r"bucket 0 came arranged by '0000.*holds 'no arr"):
+        send_all(trainer, ring, arranged="0" * 32)
+        wait_until_loaded(trainer)
+    check_not_served(engine, "bucket 0 came arranged by '0000")
+    assert not any(parameter.any() for parameter in model.parameters())
 
 
 def test_a_trainer_that_dies_before_its_commit_is_not_served(

@@ -21,7 +21,7 @@ from verl_sglang_sync.engine.engine_ranks import EngineRank
 from verl_sglang_sync.engine.server_client import RequestFailed, ServerError
 from verl_sglang_sync.engine.session import EngineFailed
 from verl_sglang_sync.report import SyncReport
-from verl_sglang_sync.routes.export import MappedDelivery
+from verl_sglang_sync.routes.mapped_delivery import MappedDelivery
 from verl_sglang_sync.sync.engines import Opened
 from verl_sglang_sync.sync.ranks_in_step import RanksInStep
 from verl_sglang_sync.sync.session_run import SessionRun
@@ -120,7 +120,7 @@ def test_a_server_that_died_is_named_though_another_engine_told_of_its_failure_f
     report = SyncReport(mode="disaggregated", replica=None)
     ranks = RanksInStep(SingleProcess())
     run = SessionRun(
-        Opened(engines, MappedDelivery(engines, SETTINGS, 0, report)), ranks, SETTINGS, report
+        Opened(engines, MappedDelivery(engines, SETTINGS, report)), ranks, SETTINGS, report
     )
 
     def fail() -> None:

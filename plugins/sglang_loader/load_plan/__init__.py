@@ -5,6 +5,7 @@ Why: `load_weights` of a 30 B mixture of experts is half a second of Python for 
 ms. What it does with a tensor depends on names, shapes and ranks, not on values, so it can be
 recorded.
 
+    buckets = []
     for layout, buffer in first_sync:            # loads it
         traced = trace_bucket(model, model.load_weights, layout, buffer)
         buckets.append(compile_bucket(traced))   # PlanRefused: says why; go on with load_weights

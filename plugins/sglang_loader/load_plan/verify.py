@@ -1,7 +1,7 @@
 """Proof that a plan does what the model's own loader does, byte for byte, in every storage that the
 model reaches.
 
-    result = check_bucket(model, bucket_plan, builder.destinations, model.load_weights, buffer)
+    result = check_bucket(model, bucket_plan, traced.destinations, model.load_weights, buffer)
     if not result.ok:
         log(result.reason)        # the weights are as loaded eagerly, the plan is not to be used
 

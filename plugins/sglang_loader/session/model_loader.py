@@ -9,7 +9,8 @@
 The first sync loads eagerly while its plan is recorded and checked, bucket by bucket; later syncs
 replay. Where the plan does not hold (another layout, another expert map, a parameter at another
 address, a failed check), the model's own `load_weights` loads the rest of that sync, and the reason
-is logged once. Weights are right in either case.
+is logged once. Weights are right in either case. A bucket of which only what this rank reads has
+come cannot be loaded so: then the sync fails.
 """
 
 from __future__ import annotations

@@ -168,7 +168,7 @@ class _Session:
                 recheck_every_n_syncs=self._descriptor.recheck_every_n_syncs,
                 uses_plan=self._descriptor.uses_plan,
             )
-        # The trainer packs what this says: the guards have spoken before.
+        # The trainer may send what this says: the guards have spoken before.
         self._arranged = common_arrangements([loader.arranged_now for loader in self._loaders])
         channel.send(
             wire.Hello,

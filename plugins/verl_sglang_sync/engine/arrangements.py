@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class KnownArrangements:
-    """What the engine rank on this device reads of each bucket.
+    """What one engine rank reads of each bucket.
 
     Attributes:
         digest: names them on the wire.
@@ -47,7 +47,7 @@ NOTHING_KNOWN = KnownArrangements()
 
 
 class EngineArrangements:
-    """What the engine rank on this device reads of each bucket, as it has said after a sync.
+    """What one engine rank reads of each bucket, as it has said after a sync.
 
     Args:
         is_wanted: False: the engine is not asked.

@@ -105,7 +105,7 @@ class TrainerSession:
     Attributes:
         arrangements: digest of those that the engine holds for this sync, once they have met.
         num_done: buckets that the engine has read, as far as it was listened to.
-        num_receiving: likewise those that it receives, or has received, by broadcast.
+        num_receiving: likewise those that it receives, or has received, over the network.
         loaded: how it has loaded them, once it has read all; None before.
     """
 

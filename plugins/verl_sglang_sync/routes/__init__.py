@@ -1,1 +1,1 @@
-"""How bytes reach the engine: pulled, exchanged, exported into staging, or broadcast."""
+"""How bytes reach the engine: pulled, exchanged, sent, or exported (then mapped, or broadcast)."""

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 
-from sglang_loader.common.session.messages import BucketPiece
-from verl_sglang_sync.config import WeightSyncConfig
-from verl_sglang_sync.engine.engine_ranks import EngineRank, wait_for
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.routes.route import ReadyBucket, SyncSource
 from verl_sglang_sync.routes.staging_ring import StagingRing
@@ -67,37 +64,3 @@ class ExportedBuckets(SyncSource):
                 self._report.staging_bytes = max(self._report.staging_bytes, held)
             del batch
             yield ready
-
-
-@dataclass(eq=False)
-class MappedDelivery:
-    """See `Delivery`: the staging buffers of packed buckets are mapped, in which they take turns.
-    Without engines (one on a colocated rank) buckets get nowhere.
-    """
-
-    _engines: Sequence[EngineRank]
-    _settings: WeightSyncConfig
-    _report: SyncReport
-    _num_packed: int = 0
-
-    def deliver(self, ready: ReadyBucket) -> bool:
-        """See `Delivery`; a staging buffer that an engine does not know is mapped."""
-        self._num_packed += 1
-        for session in (engine.session for engine in self._engines):
-            assert ready.storage is not None, "a rank with an engine packs"
-            slot = session.map_buffer(ready.storage, keep=self._settings.keep_staging_buffers)
-            pieces = [BucketPiece(slot, 0, 0, ready.nbytes)]
-            session.load(
-                ready.index, ready.bucket, pieces, read_only=False, arranged=ready.arranged
-            )
-        return True
-
-    def make_room(self) -> None:
-        num_read = self._num_packed + 1 - self._settings.num_staging_buffers
-        if num_read > 0 and self._engines:
-            with self._report.stage("load"):
-                wait_for(
-                    self._engines,
-                    lambda session: session.num_done >= num_read,
-                    self._settings.request_timeout_s,
-                )

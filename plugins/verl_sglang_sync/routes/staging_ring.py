@@ -85,7 +85,7 @@ class StagingRing:
         return self._buffers[slot].untyped_storage()
 
     def free(self) -> None:
-        """Give the memory back, but for small tables; the engine must have let go of it."""
+        """Give the memory back; the engine must have let go of it."""
         self._views.clear()
         self._buffers = [self._empty(0) for _ in self._buffers]
 

@@ -20,7 +20,11 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 Sources = Callable[[], Mapping[str, torch.Tensor]]
-"""The tensors that an export reads, by name, as they are now: parameters, sharded or not."""
+"""The tensors that an export reads, by name, as they are now: parameters, sharded or not.
+
+It may also have a method `trace(device)`, where it knows better than a traced run in which of them
+the exported tensors lie (a `TracedExport`), and be marked with `empties_storages`, see there.
+"""
 
 STEP = 64
 """Tensors that are looked at together."""

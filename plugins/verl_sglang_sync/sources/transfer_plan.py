@@ -1,4 +1,4 @@
-"""The transfer plan: in which rank's shard each byte lies that an engine rank reads.
+"""The transfer plan: for each byte that an engine rank reads, which trainer rank's shard has it.
 
 A parameter is its shards' memory, one behind the other (`Owners`). FSDP2 shards along the first
 dimension: torch's chunks, of which the last may be short or empty. Megatron's shards are the
@@ -13,8 +13,8 @@ An engine rank reads bytes of exported tensors (`Arrangement`), a tensor is byte
         part.read.offset                # in its shard, what goes to
         part.read.start                 # this byte of the arranged buffer
 
-Route "exchange" sends what an engine has said it reads, route "pull" tells the engine where a
-bucket as a whole is (`whole_bucket`). Pure: numbers in, numbers out.
+Routes "exchange" and "send" send what an engine has said it reads, route "pull" tells the engine
+where a bucket as a whole is (`whole_bucket`). Pure: numbers in, numbers out.
 """
 
 from __future__ import annotations

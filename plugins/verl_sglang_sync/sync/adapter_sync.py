@@ -81,9 +81,12 @@ async def _on_each(engines: Iterable[Engine], call: Call, report: SyncReport, st
     An engine that serves no adapter refuses to unload it; one that does serve it, and failed to
     unload it, refuses the next one.
     """
+
+    async def ask(engine: Engine) -> None:
+        await asyncio.wrap_future(engine.submit(call))
+
     with report.stage(stage):
-        replies = [asyncio.wrap_future(engine.submit(call)) for engine in engines]
-        outcomes = await asyncio.gather(*replies, return_exceptions=True)
+        outcomes = await asyncio.gather(*map(ask, engines), return_exceptions=True)
     for outcome in outcomes:
         if stage == UNLOAD and isinstance(outcome, Exception):
             logger.info("the adapter before was not unloaded: %s", outcome)

@@ -27,7 +27,7 @@ from verl_sglang_sync.engine.session import SessionSockets, TrainerSession
 from verl_sglang_sync.engine.update_groups import Replica, UpdateGroup, UpdateGroups
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.routes.broadcast import BroadcastDelivery
-from verl_sglang_sync.routes.export import MappedDelivery
+from verl_sglang_sync.routes.mapped_delivery import MappedDelivery
 from verl_sglang_sync.routes.route import Delivery
 from verl_sglang_sync.sources.memory_blocks import BlockNames
 from verl_sglang_sync.sync.ranks_in_step import RanksInStep

@@ -98,7 +98,9 @@ class RanksInStep:
         except RankLost as error:
             self._is_rank_lost = True
             told = (str(error), MAY_SERVE if self.may_be_served else None, self._failure)
-            self.error = self.error or "\n".join(filter(None, told))
+            if self.error is not None:
+                told = (self.error, str(error), learnt_since)
+            self.error = "\n".join(filter(None, told))
             return False
         if self.error is not None:
             self.error = "\n".join((self.error, *result.failures))

@@ -3,7 +3,7 @@
 run = SessionRun(opened, ranks, settings, report)   # the requests have left
 has_met = run.meet()                    # all ranks: every engine rank has joined
 run.send(source)                        # each rank at its own pace
-loaded = run.finish(source)             # its engine ranks have read all
+loaded = run.finish(buckets, is_packed=is_packed)   # its engine ranks have read all
 run.commit()                            # once all ranks have come so far
 run.end(defers_reply=True)              # all ranks leave together
 """

@@ -177,11 +177,13 @@ class SGLangShardingManager(BaseShardingManager):  # type: ignore[misc]
         await self.resume((KV_CACHE,))
 
     def __enter__(self) -> SGLangShardingManager:
+        """Wake the engine with the trainer's current weights."""
         self._syncs += 1
         asyncio.run(self.wake_up(version=str(self._syncs)))
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Put the engine to sleep, also after an exception."""
         asyncio.run(self.release())
 
     def _new_report(self) -> SyncReport:

@@ -217,7 +217,6 @@ class SessionTransport:
         for engine, outcome in zip(run.engines, loaded, strict=True):
             if outcome.arrangements is not None:
                 engine.arrangements.learn(outcome.arrangements, self._stream.buckets)
-                self._free_ring()  # its buffers have room for whole buckets
 
     def _learn_routes(
         self, weights: Iterable[NamedTensor], loaded: Sequence[Loaded], report: SyncReport
@@ -227,8 +226,9 @@ class SessionTransport:
             if route.can_learn(weights):
                 with report.stage("learn"):
                     needs_no_staging = route.learn(weights, loaded)
+                if route.is_proven:
+                    self._free_ring()  # whole buckets needed more room than it does
                 if needs_no_staging:
-                    self._free_ring()
                     for worse in self._routes[number:]:
                         worse.forget()
                     return

@@ -1,4 +1,4 @@
-"""Messages of one sync session between a trainer rank and the engine rank on the same device.
+"""Messages of one sync session between a trainer rank and an engine rank, on its device or another.
 
 A descriptor is all that the `update_weights_from_tensor` request has that opens the session;
 everything else goes over a socket that the trainer binds, in a private folder of the host that they
@@ -25,7 +25,7 @@ model: each TP rank looks at what became of it before Loaded, and all judge it t
 Commit. An Abort, or the trainer's death, overtakes whatever was sent before it: an engine that was
 held up must not act on what its trainer has given up meanwhile.
 
-Before anything is packed, Hello names the arrangements by which buckets may come in this sync (see
+Hello names the arrangements by which buckets may come in this sync (see
 `layout`). Any bucket may come whole; one that comes arranged by anything else ends the session.
 Loaded brings the trainer arrangements that it does not know.
 
@@ -221,7 +221,7 @@ class BucketDone(_Message, frozen=True, kw_only=True):
 
 
 class Receiving(_Message, frozen=True, kw_only=True):
-    """Engine: it receives the bucket from now on, and the trainer may broadcast it."""
+    """Engine: it receives the bucket from now on, and the trainer may send it."""
 
     index: int
 

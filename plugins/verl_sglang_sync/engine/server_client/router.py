@@ -46,7 +46,9 @@ class Worker(msgspec.Struct, frozen=True):
 
 
 class RouterClient:
-    """Asynchronous client of one router; `timeout_s`: of a request, and until a server is taken."""
+    """Asynchronous client of one router; `timeout_s`, in seconds, limits a request, and the wait
+    until a server is taken.
+    """
 
     def __init__(self, url: str, *, timeout_s: float, api_key: str | None = None) -> None:
         self._url = url.rstrip("/")

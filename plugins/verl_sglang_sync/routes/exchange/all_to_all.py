@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from sglang_loader.common.broadcast.broadcast import all_to_all
 from sglang_loader.common.regions.arrangement import Arrangement, Read
-from verl_sglang_sync.routes.byte_gather import ByteGather
+from verl_sglang_sync.routes.exchange.byte_gather import ByteGather
 from verl_sglang_sync.routes.exchange.exchange_plan import PieceExchange
 
 logger = logging.getLogger(__name__)
@@ -33,7 +33,11 @@ these and the export's, torch 2.11 has crashed (SIGSEGV in gloo's `~UnboundBuffe
 
 
 class AllToAll:
-    """Executes this rank's plans, by bucket, then by piece, on torch's default group."""
+    """Executes this rank's plans, by bucket, then by piece.
+
+    `fill` does all of it in torch's default group ("exchange"); `pack` and `launch` send a piece in
+    any group ("send").
+    """
 
     def __init__(self, plans: Sequence[Sequence[PieceExchange]], device: torch.device) -> None:
         self._device = device

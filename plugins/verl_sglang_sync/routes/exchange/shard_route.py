@@ -1,4 +1,4 @@
-"""What the routes share by which trainer ranks send what engine ranks read of their shards.
+"""What routes "exchange" and "send" share: trainer ranks send of their shards what engines read.
 
 The export is traced, so that every rank knows which shard holds each byte that an engine rank
 reads; each bucket then takes an all-to-all, or several, instead of the full export. Each rank
@@ -10,7 +10,6 @@ are ranks of the group themselves ("send").
 
 from __future__ import annotations
 
-import logging
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from verl_sglang_sync.collective import (
     result_or_reason,
 )
 from verl_sglang_sync.engine.arrangements import KnownArrangements
-from verl_sglang_sync.report import SyncReport
+from verl_sglang_sync.report import SyncReport, warn_once
 from verl_sglang_sync.routes.exchange.all_to_all import AllToAll
 from verl_sglang_sync.routes.exchange.exchange_plan import BucketExchange, pieces_of, plan_bucket
 from verl_sglang_sync.routes.route import Route, RouteContext, SyncSource
@@ -37,8 +36,6 @@ from verl_sglang_sync.sources.export import Export, NamedTensor
 from verl_sglang_sync.sources.export_trace import NotTraceable, TracedExport
 from verl_sglang_sync.sources.known_sources import SourcesChanged, locals_of
 from verl_sglang_sync.sources.transfer_plan import whole_bucket
-
-logger = logging.getLogger(__name__)
 
 NOTHING = Arrangement((), 0)
 
@@ -140,13 +137,13 @@ class ShardRoute(Route):
             return reason
         traced, buckets = self._source_map.traced, self._stream.buckets
         known = self._known_by_all(own)
-        reads = []
-        for index, bucket in enumerate(buckets):
-            whole = whole_bucket(bucket.layout)  # where an engine rank has said nothing
-            of_readers = [each.expected(index) or whole for each in known]
-            reads.append([NOTHING] * self._first_reader + of_readers)
+        reads: list[list[Arrangement]] = []
 
         def draft() -> list[BucketExchange]:
+            for index, bucket in enumerate(buckets):
+                whole = whole_bucket(bucket.layout)  # where an engine rank has said nothing
+                of_readers = [each.expected(index) or whole for each in known]
+                reads.append([NOTHING] * self._first_reader + of_readers)
             origins = [traced.origins_of(bucket.layout) for bucket in buckets]
             pairs = zip(reads, origins, strict=True)
             return [plan_bucket(own_rank(), *pair, traced.owners) for pair in pairs]
@@ -214,7 +211,7 @@ class ShardRoute(Route):
         agreed = common_reason(self._group, reason)
         if agreed is not None:
             self.forget()
-            logger.info("shards are not sent in this sync: %s", agreed)
+            warn_once(f"{self.not_taken} in a sync: {agreed}")
         return agreed is None
 
     def _prove(self, weights: Iterable[NamedTensor]) -> str | None:

@@ -17,7 +17,6 @@ changes is noticed before the engines may publish, and the sync is made again.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -65,8 +64,6 @@ from verl_sglang_sync.sources.known_sources import (
 )
 from verl_sglang_sync.sources.memory_blocks import Block, BlockNames, share_block
 
-logger = logging.getLogger(__name__)
-
 NOT_IN_PLACE = "the engines do not read the trainer's parameters in place"
 
 
@@ -91,7 +88,7 @@ class Pull(Route):
 
     def _source(self, weights: Iterable[NamedTensor], report: SyncReport) -> SyncSource | None:
         if not self._is_colocated and not holds_everywhere(self._group, not self._have_changed()):
-            logger.info("%s in a sync: other engines take part", NOT_IN_PLACE)
+            warn_once(f"{NOT_IN_PLACE} in a sync: other engines take part")
             return None
         located, reason = self._located, None
         is_mappable = located is not None and located.without_handles <= self._mapped
@@ -114,7 +111,7 @@ class Pull(Route):
     def learn(self, weights: Iterable[NamedTensor], loaded: Sequence[Loaded]) -> bool:
         hosts = self._learn_readers(loaded)
         if not holds_everywhere(self._group, {each.host for each in loaded} <= {host_id()}):
-            logger.info("%s: an engine is on another node", NOT_IN_PLACE)
+            warn_once(f"{NOT_IN_PLACE}: an engine is on another node")
             return False
         if len(hosts) > 1:
             return self._conclude("the trainer's ranks are on several nodes")

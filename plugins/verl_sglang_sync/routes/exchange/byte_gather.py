@@ -1,4 +1,4 @@
-"""Packs one arranged bucket: the bytes that the engine rank reads, gathered out of the tensors.
+"""Gathers bytes out of tensors into one buffer: packs what a rank sends, unpacks what has come.
 
     gather = ByteGather(arrangement, device)      # tables, once per bucket
     gather.run(tensors, buffer)                   # every sync; asynchronous on a GPU
