@@ -7,22 +7,22 @@ to `TILE_WORDS` 64-bit words, each a part of a row or a few rows, and one launch
     copies = BatchedCopy(targets, sources)     # builds its tables on the device, once
     copies.run()                               # asynchronous, on the current stream
 
-Measured beside torch's own ways: `benchmarks/copy_kernels.py`.
+Where sources lie on several GPUs, the tiles of all of them are mixed: each reader then reads from
+all of them at any time, and no GPU has to serve all readers at once while the others serve none.
+Measured: `benchmarks/copy_kernels.py`, beside torch's own ways, and `benchmarks/many_readers.py`.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
 import numpy.typing as npt
 import torch
-
-from sglang_loader.common import copy_engine
-from sglang_loader.common.copy_engine import EngineCopies, Rows, can_copy
 
 try:
     import triton
@@ -34,6 +34,18 @@ logger = logging.getLogger(__name__)
 
 TILE_WORDS = 8192
 WORD = torch.int64
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """`rows` rows of `run` consecutive 64-bit words; addresses in bytes, strides in words."""
+
+    src: int
+    dst: int
+    src_stride: int
+    dst_stride: int
+    run: int
+    rows: int
 
 
 def num_tiles(rows: Rows) -> int:
@@ -80,6 +92,18 @@ def tile_table(nums_tiles: Sequence[int]) -> npt.NDArray[np.int32]:
     return np.stack([numbers, parts], axis=1).astype(np.int32)
 
 
+def mixed(gpus: Sequence[int] | npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """The order in which items are to be read, given the number of the GPU on which each lies: the
+    items of each GPU are spread evenly over the whole, and stay in their order; pure.
+    """
+    numbers = np.asarray(gpus, dtype=np.int64)
+    when = np.empty(len(numbers))
+    for gpu in np.unique(numbers):
+        (items,) = np.nonzero(numbers == gpu)
+        when[items] = (np.arange(len(items)) + 0.5) / len(items)
+    return np.argsort(when, kind="stable")
+
+
 def row_table(entries: Sequence[Rows]) -> npt.NDArray[np.int64]:
     """[n, 6], the fields of `Rows`; pure."""
     fields = [(r.src, r.dst, r.src_stride, r.dst_stride, r.run, r.rows) for r in entries]
@@ -98,38 +122,32 @@ class BatchedCopy:
     Args:
         targets: views of `WORD`s on one CUDA device with innermost stride 1; no word twice.
         sources: of the same shapes.
-        peer_of: of a source, the UUID of the other GPU on which it lies, or None. Large rows of
-            other GPUs are left to the copy engines.
+        gpus: for each source, a number of the GPU on which it lies; (): all on the same one.
     """
 
     def __init__(
         self,
         targets: Sequence[torch.Tensor],
         sources: Sequence[torch.Tensor],
-        peer_of: Callable[[torch.Tensor], str | None] = lambda _: None,
+        gpus: Sequence[int] | npt.NDArray[np.int64] = (),
     ) -> None:
         device = targets[0].device
-        large: list[tuple[str, Rows]] = []
         entries: list[Rows] = []
+        nums_entries: list[int] = []
         for target, source in zip(targets, sources, strict=True):
-            peer = peer_of(source)
-            for rows in rows_of(target, source) if source.numel() else ():
-                if peer is not None and can_copy(rows) and copy_engine.is_available(device):
-                    large.append((peer, rows))
-                else:
-                    entries.append(rows)
+            found = list(rows_of(target, source)) if source.numel() else []
+            entries += found
+            nums_entries.append(len(found))
+        tiles = tile_table([num_tiles(rows) for rows in entries])
+        if len(gpus):
+            tiles = tiles[mixed(np.repeat(gpus, nums_entries)[tiles[:, 0]])]
         self._kept = (targets, sources)
-        self._large = EngineCopies(large, device)
-        self._tiles = torch.from_numpy(tile_table([num_tiles(rows) for rows in entries])).to(device)
+        self._tiles = torch.from_numpy(tiles).to(device)
         self._entries = torch.from_numpy(row_table(entries)).to(device)
 
     def run(self) -> None:
         """Copy, asynchronously; done when the current stream has come here."""
-        try:
-            self._large.start()
-            launch(self._tiles, self._entries)
-        finally:
-            self._large.join()
+        launch(self._tiles, self._entries)
 
 
 @cache

@@ -17,11 +17,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 
 from sglang_loader.common.bucket_source import BucketSource
 from sglang_loader.common.copies import copy_views
-from sglang_loader.common.copy_kernel import WORD, BatchedCopy, is_available
+from sglang_loader.common.copy_kernel import WORD, BatchedCopy, is_available, mixed
 from sglang_loader.common.regions.geometry import StridedCopy
 from sglang_loader.common.regions.intervals import Interval, merge
 from sglang_loader.common.shared_memory import peer_of
@@ -165,12 +166,16 @@ class _BoundSource:
 
 
 def _bind_copies(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> Callable[[], object]:
-    """What makes all copies of a group: our kernel where it takes them, else torch's."""
+    """What makes all copies of a group: our kernel where it takes them, else torch's. Either reads
+    from all GPUs on which sources lie at the same time, see `copy_kernel`.
+    """
     devices = {targets[0].device, sources[0].device}
     is_words = targets[0].dtype == sources[0].dtype == WORD
+    _, gpus = np.unique([peer_of(source) or "" for source in sources], return_inverse=True)
     if is_words and len(devices) == 1 and is_available(targets[0].device):
-        return BatchedCopy(targets, sources, peer_of).run
-    return partial(torch._foreach_copy_, targets, sources)
+        return BatchedCopy(targets, sources, gpus).run
+    order = mixed(gpus)
+    return partial(torch._foreach_copy_, [targets[i] for i in order], [sources[i] for i in order])
 
 
 def view_of(base: torch.Tensor, ref: TensorRef) -> torch.Tensor:

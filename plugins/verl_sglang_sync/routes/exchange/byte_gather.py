@@ -20,9 +20,9 @@ import numpy.typing as npt
 import torch
 
 from sglang_loader.common.copies import copy_views
-from sglang_loader.common.copy_engine import Rows
 from sglang_loader.common.copy_kernel import (
     WORD,
+    Rows,
     is_available,
     launch,
     num_tiles,
