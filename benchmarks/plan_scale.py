@@ -25,6 +25,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,18 @@ sys.path[:0] = [str(ROOT), str(ROOT / "plugins")]
 
 from benchmarks.scale_ranks import CASES, Case, EngineRank, named_ranks, trace_of  # noqa: E402
 from sglang_loader.common.layout import BucketLayout  # noqa: E402
+from sglang_loader.common.regions.arrangement import Read  # noqa: E402
 from verl_sglang_sync.bench.results_file import write_results  # noqa: E402
-from verl_sglang_sync.routes.exchange.exchange_plan import pieces_of, plan_bucket  # noqa: E402
+from verl_sglang_sync.routes.exchange.exchange_plan import (  # noqa: E402
+    PieceSends,
+    Received,
+    Sends,
+    num_read,
+    pieces_of,
+    plan_reader,
+    plan_sends,
+    received,
+)
 from verl_sglang_sync.routes.exchange.route import PIECES_PER_BUCKET  # noqa: E402
 from verl_sglang_sync.sources.bucket_stream import BucketPlanner  # noqa: E402
 from verl_sglang_sync.sources.export_trace import TracedExport  # noqa: E402
@@ -117,10 +128,13 @@ def measure(case: Case) -> dict[str, Any]:
     for index, layout in enumerate(layouts):
         of_bucket = [everyones[each % case.engine][index] for each in range(case.ranks)]
         with timed(seconds, "plan"):
-            bucket = plan_bucket(rank, of_bucket, traced.origins_of(layout), traced.owners)
-            needed = bucket.scratch_nbytes * PIECES_PER_BUCKET
-            pieces = pieces_of(bucket, max(1, -(-needed // BUCKET_BYTES)))
-        exchanged.add(bucket, pieces)
+            origins, owners = traced.origins_of(layout), traced.owners
+            sends = plan_sends(rank, of_bucket, origins, owners)
+            needed = num_read(chain(*sends)) * PIECES_PER_BUCKET
+            pieces = pieces_of(sends, max(1, -(-needed // BUCKET_BYTES)))
+            receives = plan_reader(rank, case.ranks, of_bucket[rank], origins, owners)
+            found = received(receives, len(pieces), of_bucket[rank].nbytes)
+        exchanged.add(sends, receives, pieces, found)
     seconds.pop("of other stages")
     return {
         "num_tensors": len(case.weights),
@@ -149,22 +163,29 @@ class Exchanged:
         self._received: Counter[int] = Counter()
         self._own_bytes = self._num_collectives = self._num_messages = 0
 
-    def add(self, bucket: Any, pieces: Sequence[Any]) -> None:
+    def add(
+        self,
+        sends: Sends,
+        receives: Sequence[Sequence[Read]],
+        pieces: Sequence[PieceSends],
+        found: Received,
+    ) -> None:
         """Count one bucket's plan."""
-        self._regions["own"] += len(bucket.own)
-        self._own_bytes += sum(read.nbytes for read in bucket.own)
+        self._regions["own"] += len(sends[self._rank])
+        self._own_bytes += num_read(sends[self._rank])
         for name, reads, counted in (
-            ("sends", bucket.sends, self._sent),
-            ("receives", bucket.receives, self._received),
+            ("sends", sends, self._sent),
+            ("receives", receives, self._received),
         ):
             for peer, parts in enumerate(reads):
-                self._regions[name] += len(parts)
-                if parts:
-                    counted[peer] += sum(read.nbytes for read in parts)
+                if parts and peer != self._rank:
+                    self._regions[name] += len(parts)
+                    counted[peer] += num_read(parts)
+        self._regions["found"] += len(found.pieces)
         self._num_collectives += len(pieces)
         self._num_messages += sum(
-            sum(map(bool, piece.send_nbytes)) + sum(map(bool, piece.recv_nbytes))
-            for piece in pieces
+            sum(map(bool, piece.nbytes)) + sum(map(bool, sizes))
+            for piece, sizes in zip(pieces, found.sizes, strict=True)
         )
 
     def as_row(self) -> dict[str, Any]:
@@ -178,8 +199,8 @@ class Exchanged:
         network = max(over(sent, is_near=False), over(received, is_near=False))
         nvlink = max(over(sent, is_near=True), over(received, is_near=True))
         arranged = self._own_bytes + sum(received.values())
-        # own parts to staging, sends to scratch, receives out of it, staging to the engine's memory
-        copied = self._own_bytes + sum(sent.values()) + sum(received.values()) + arranged
+        # own parts and sends to scratch, own parts to staging, staging to the engine's memory
+        copied = 2 * self._own_bytes + sum(sent.values()) + arranged
         predicted = {
             "network": network / RATES["network"],
             "nvlink": nvlink / RATES["nvlink"],

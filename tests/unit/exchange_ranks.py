@@ -9,7 +9,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
+from sglang_loader.common.bucket_source import BucketSource
+from sglang_loader.common.copies import copy_views
 from sglang_loader.common.regions.arrangement import Arrangement, Read
+from sglang_loader.common.regions.geometry import StridedCopy
+from sglang_loader.session.state import _piece
 from unit.route_ranks import BUCKET_BYTES, CPU, Rank, sharded
 
 PIECE_BYTES = 2 << 10
@@ -87,9 +91,9 @@ class ExchangeRank(Rank):
             moved = local.new_empty(local.numel() + offset)[offset:].view(local.shape)
             parameter._local_tensor = moved.copy_(local)
 
-    def sync_failing(self, piece, packing):
-        """A sync in which one packing of one piece fails on rank 1."""
-        broken = getattr(self.route._plan.all_to_all._pieces[piece], packing)
+    def sync_failing(self, piece):
+        """A sync in which the packing of one piece fails on rank 1."""
+        broken = self.route._plan.all_to_all._sends[piece]
         fails = mock.Mock(side_effect=MemoryError("no room to pack"))
         with mock.patch.object(broken, "run", fails if dist.get_rank() == 1 else broken.run):
             self.sync()
@@ -111,7 +115,12 @@ class ExchangeRank(Rank):
         source.engines_joined()
         for ready in source:
             flat = torch.empty(0, dtype=torch.uint8).set_(ready.storage)
-            self.filled.append(flat[: ready.nbytes].clone())
+            pieces = [_piece(piece, {0: flat}, ready.nbytes, 0) for piece in ready.pieces(0)]
+            whole = torch.zeros(ready.nbytes, dtype=torch.uint8)
+            for copy, memory in BucketSource(pieces).copies(StridedCopy(0, 0, 0, (), ready.nbytes)):
+                target, origin = copy_views(copy, memory, whole)
+                target.copy_(origin)
+            self.filled.append(whole)
             if len(self.filled) == self.num_read:
                 break
         scratch = source._report.staging_bytes - self.ring.nbytes

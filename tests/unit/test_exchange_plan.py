@@ -1,5 +1,6 @@
 """The exchange of shards as numbers: the ranks simulated on bytes, against plain indexing."""
 
+import itertools
 import math
 from dataclasses import replace
 from unittest import mock
@@ -14,9 +15,10 @@ from sglang_loader.common.regions.compose import ByteMap, compose_read
 from sglang_loader.common.regions.geometry import Region
 from verl_sglang_sync.routes.exchange import exchange_plan
 from verl_sglang_sync.routes.exchange.exchange_plan import (
+    num_read,
     pieces_of,
-    plan_bucket,
     plan_reader,
+    plan_sends,
     received,
 )
 from verl_sglang_sync.sources.transfer_plan import Origin, everyone, nearest, shards_of_rows
@@ -149,25 +151,6 @@ def copied(reads, memories, target):
         target[read.start : read.start + read.nbytes] = picked
 
 
-def run_ranks(plans, shards):
-    """Carry out all ranks' plans; returns their buffers."""
-    world_size = len(plans)
-    sent = []
-    for plan, own in zip(plans, shards, strict=True):
-        scratch = np.zeros(sum(plan.send_nbytes), dtype=np.int64)
-        copied(plan.sends, own, scratch)
-        sent.append(np.split(scratch, np.cumsum(plan.send_nbytes)[:-1]))
-    buffers = []
-    for rank, plan in enumerate(plans):
-        arrived = [sent[source][rank] for source in range(world_size)]
-        assert [len(part) for part in arrived] == list(plan.recv_nbytes)
-        buffer = np.zeros(plan.nbytes, dtype=np.int64)
-        copied(plan.own, shards[rank], buffer)
-        copied(plan.unpacks, [np.concatenate(arrived)], buffer)
-        buffers.append(buffer)
-    return buffers
-
-
 def shards_of(rank, owners, full):
     """What a rank holds of each parameter."""
     shards = [np.empty(0, dtype=np.int64) for _ in owners]
@@ -191,59 +174,45 @@ def arranged(arrangement, origins, full):
 
 
 @settings(max_examples=300, deadline=None)
-@given(buckets(), st.integers(1, 5), st.sampled_from([1, 8, 4096]))
-def test_every_rank_gets_the_bytes_that_it_reads(bucket, num_pieces, cut_bytes):
-    owners, origins, arrangements = bucket
+@given(buckets(), st.integers(0, 3), st.integers(1, 5), st.sampled_from([1, 8, 4096]))
+def test_every_reader_finds_what_it_reads_in_what_it_receives(bucket, apart, num_pieces, cut_bytes):
+    """Readers are the trainer ranks, or as many other ranks of the group, or more."""
+    owners, origins, reads = bucket
     full, first = [], 1
     for held in owners:  # every byte of every parameter has a value of its own, none is 0
         full.append(np.arange(first, first + held.nbytes))
         first += held.nbytes
-    world_size = len(arrangements)
-    shards = [shards_of(rank, owners, full) for rank in range(world_size)]
-    plans = [plan_bucket(rank, arrangements, origins, owners) for rank in range(world_size)]
+    num_trainers = len(reads)
+    if apart:
+        reads = [Arrangement((), 0)] * num_trainers + [*reads, *reads][: num_trainers + apart - 1]
+    plans = [plan_sends(rank, reads, origins, owners) for rank in range(num_trainers)]
     with mock.patch.object(exchange_plan, "CUT_BYTES", cut_bytes):
-        by_rank = [pieces_of(plan, num_pieces) for plan in plans]
-    filled = [np.zeros(arrangement.nbytes, dtype=np.int64) for arrangement in arrangements]
-    for pieces in zip(*by_rank, strict=True):
-        for buffer, came in zip(filled, run_ranks(pieces, shards), strict=True):
-            assert not (buffer.astype(bool) & came.astype(bool)).any(), "filled twice"
-            buffer += came
-    for buffer, arrangement in zip(filled, arrangements, strict=True):
-        assert np.array_equal(buffer, arranged(arrangement, origins, full))
-
-
-@settings(max_examples=200, deadline=None)
-@given(buckets(), st.integers(1, 5), st.sampled_from([1, 8, 4096]))
-def test_an_engine_rank_finds_what_it_reads_in_what_it_receives(bucket, num_pieces, cut_bytes):
-    """A reader that is no trainer rank, and unpacks nothing."""
-    owners, origins, (read, *others) = bucket
-    full, first = [], 1
-    for held in owners:
-        full.append(np.arange(first, first + held.nbytes))
-        first += held.nbytes
-    num_trainers = 1 + len(others)
-    reads = [Arrangement((), 0)] * num_trainers + [read]
-    plans = [plan_bucket(rank, reads, origins, owners) for rank in range(num_trainers)]
-    with mock.patch.object(exchange_plan, "CUT_BYTES", cut_bytes):
-        sent = [pieces_of(plan, num_pieces) for plan in plans]
-        parts = plan_reader(num_trainers, num_trainers + 1, read, origins, owners)
-        found = received(parts, num_pieces, read.nbytes)
-    arrived = []
-    for number, sizes in enumerate(found.sizes):
-        for rank, nbytes in enumerate(sizes[:-1]):
-            piece = sent[rank][number]
-            assert piece.send_nbytes == (0,) * num_trainers + (nbytes,)
-            arrived.append(np.zeros(nbytes, dtype=np.int64))
-            copied(piece.sends, shards_of(rank, owners, full), arrived[-1])
-    arrived, buffer, stop = np.concatenate(arrived), np.zeros(read.nbytes, dtype=np.int64), 0
-    for piece in found.pieces:
-        assert piece.start == stop, "every byte is there, and once"
-        stop += piece.nbytes
-        dims = piece.dims or ((piece.nbytes, 1),)
-        buffer[piece.start : stop] = arrived[indices(piece.offset, dims, 1)]
-    assert stop == read.nbytes or not len(arrived)
-    expected = arranged(read, origins, full)  # 0 where nothing is read
-    assert np.array_equal(np.where(expected, buffer, 0), expected)
+        pieces = [pieces_of(plan, num_pieces) for plan in plans]
+        parts = [plan_reader(r, len(reads), reads[r], origins, owners) for r in range(len(reads))]
+        found = [
+            received(each, num_pieces, read.nbytes) for each, read in zip(parts, reads, strict=True)
+        ]
+    arrived = [[] for _ in reads]
+    for number in range(num_pieces):
+        for rank, sent in enumerate(piece[number] for piece in pieces):
+            assert list(sent.nbytes) == [each.sizes[number][rank] for each in found], (
+                "both ends of a pair agree"
+            )
+            scratch = np.zeros(sum(sent.nbytes), dtype=np.int64)
+            copied(sent.reads, shards_of(rank, owners, full), scratch)
+            for reader, part in enumerate(np.split(scratch, np.cumsum(sent.nbytes)[:-1])):
+                arrived[reader].append(part)
+    for read, its, came in zip(reads, found, map(np.concatenate, arrived), strict=True):
+        assert sum(its.payloads) == sum(each.nbytes for each in read.reads)
+        buffer, stop = np.zeros(read.nbytes, dtype=np.int64), 0
+        for piece in its.pieces:
+            assert piece.start == stop, "every byte is there, and once"
+            stop += piece.nbytes
+            dims = piece.dims or ((piece.nbytes, 1),)
+            buffer[piece.start : stop] = came[indices(piece.offset, dims, 1)]
+        assert stop == read.nbytes or not len(came)
+        expected = arranged(read, origins, full)  # 0 where nothing is read
+        assert np.array_equal(np.where(expected, buffer, 0), expected)
 
 
 def test_columns_of_several_ranks_come_as_one_piece_of_each_all_to_all():
@@ -269,13 +238,12 @@ def test_all_ranks_send_in_every_piece_and_words_stay_whole():
     held = shards_of_rows(experts, row, range(world_size))
     origins = [Origin(0, ByteMap.of(Region(i * row, (row,), (1,), 1))) for i in range(experts)]
     whole = Arrangement(tuple(Read(i, 0, (), row, i * row) for i in range(experts)), experts * row)
-    plans = [plan_bucket(rank, [whole] * 4, origins, [held]) for rank in range(world_size)]
-    assert {plan.scratch_nbytes for plan in plans} == {3 * experts * row // 4}
+    plans = [plan_sends(rank, [whole] * 4, origins, [held]) for rank in range(world_size)]
+    assert {num_read(itertools.chain(*plan)) for plan in plans} == {experts * row}
     for pieces in zip(*(pieces_of(plan, 3) for plan in plans), strict=True):
         for piece in pieces:
-            assert sum(piece.send_nbytes) <= experts * row // 4 + 3 * exchange_plan.CUT_BYTES
-            assert sum(piece.recv_nbytes) <= experts * row // 4 + 3 * exchange_plan.CUT_BYTES
-            for read in (*piece.own, *piece.sends, *piece.unpacks):
+            assert sum(piece.nbytes) <= experts * row // 3 + 4 * exchange_plan.CUT_BYTES
+            for read in piece.reads:
                 assert (read.start % 2048, read.offset % 2048) == (0, 0)
 
 
@@ -283,11 +251,9 @@ def test_a_strided_part_is_cut_between_its_rows():
     held = shards_of_rows(8, 8, range(2))
     origin = Origin(0, ByteMap.of(Region(0, (8, 8), (8, 1), 1)))
     columns = [Arrangement((Read(0, 4 * rank, ((8, 8),), 4, 0),), 32) for rank in range(2)]
-    first, second = pieces_of(plan_bucket(0, columns, [origin], [held]), 2)
-    assert first.own == (Read(0, 0, ((2, 8),), 4, 0),)
-    assert second.own == (Read(0, 16, ((2, 8),), 4, 8),)
-    assert first.unpacks == (Read(0, 0, (), 8, 16),)
-    assert second.unpacks == (Read(0, 0, (), 8, 24),)
+    first, second = pieces_of(plan_sends(0, columns, [origin], [held]), 2)
+    assert first.reads == (Read(0, 0, ((2, 8),), 4, 0), Read(0, 4, ((2, 8),), 4, 8))
+    assert second.reads == (Read(0, 16, ((2, 8),), 4, 0), Read(0, 20, ((2, 8),), 4, 8))
 
 
 def test_chunks_are_torchs():
@@ -303,26 +269,21 @@ def test_chunks_are_torchs():
             assert held.holders == tuple((rank,) for rank in range(len(chunks)))
 
 
-def test_a_rank_keeps_its_own_and_sends_nothing_that_nobody_reads():
+def test_a_rank_sends_nothing_that_nobody_reads():
     """Two ranks, [4, 8] bytes: column-parallel reads fit the shards, row-parallel ones do not."""
     held, origin = (
         shards_of_rows(4, 8, range(2)),
         Origin(0, ByteMap.of(Region(0, (4, 8), (8, 1), 1))),
     )
     rows = [Arrangement((Read(0, 16 * rank, (), 16, 0),), 16) for rank in range(2)]
-    (plan,) = pieces_of(plan_bucket(0, rows, [origin], [held]), 1)
-    assert (plan.send_nbytes, plan.recv_nbytes, plan.unpacks) == ((0, 0), (0, 0), ())
-    assert plan.own == (Read(0, 0, (), 16, 0),)
+    assert plan_sends(0, rows, [origin], [held]) == ((Read(0, 0, (), 16, 0),), ())
     columns = [Arrangement((Read(0, 4 * rank, ((4, 8),), 4, 0),), 16) for rank in range(2)]
-    (plan,) = pieces_of(plan_bucket(0, columns, [origin], [held]), 1)
-    assert (plan.send_nbytes, plan.recv_nbytes) == ((0, 8), (0, 8))
-    assert plan.own == (Read(0, 0, ((2, 8),), 4, 0),)
-    assert plan.sends == (Read(0, 4, ((2, 8),), 4, 0),)
-    assert plan.unpacks == (Read(0, 0, (), 8, 8),)
+    own, other = (Read(0, 4 * rank, ((2, 8),), 4, 0) for rank in range(2))
+    assert plan_sends(0, columns, [origin], [held]) == ((own,), (other,))
 
 
 def test_what_is_read_into_the_same_byte_twice_is_refused():
     held, origin = shards_of_rows(4, 8, range(1)), Origin(0, ByteMap.of(Region(0, (32,), (1,), 1)))
     reads = (Read(0, 0, (), 8, 0), Read(0, 8, (), 8, 7))
     with pytest.raises(ValueError, match="bytes of the arranged buffer are filled twice"):
-        plan_bucket(0, [Arrangement(reads, 16)], [origin], [held])
+        plan_reader(0, 1, Arrangement(reads, 16), [origin], [held])

@@ -58,13 +58,9 @@ def test_the_comparison_is_repeated_when_it_is_due(pool):
         assert seen["off"] is None
 
 
-PACKINGS = ("own", "sends", "unpacks")
-
-
-@pytest.mark.parametrize("packing", PACKINGS)
 @pytest.mark.parametrize("piece", [0, -1])
-def test_a_rank_that_cannot_pack_fails_alone_and_the_next_sync_is_right(pool, piece, packing):
-    steps = ("sync", ("sync_failing", piece, packing), "sync")
+def test_a_rank_that_cannot_pack_fails_alone_and_the_next_sync_is_right(pool, piece):
+    steps = ("sync", ("sync_failing", piece), "sync")
     for rank, seen in enumerate(play(pool, *steps, model="dense")):
         assert seen["errors"] == ["no room to pack" if rank == 1 else None, None]
         assert seen["recoveries"] == ["RAISE"]
@@ -72,9 +68,8 @@ def test_a_rank_that_cannot_pack_fails_alone_and_the_next_sync_is_right(pool, pi
         assert seen["wrong"] == [[]]
 
 
-@pytest.mark.parametrize("packing", PACKINGS)
-def test_a_rank_that_cannot_pack_ends_the_proof_on_all_ranks(pool, packing):
-    steps = ("sync", ("sync_failing", 0, packing), "sync")
+def test_a_rank_that_cannot_pack_ends_the_proof_on_all_ranks(pool):
+    steps = ("sync", ("sync_failing", 0), "sync")
     for seen in play(pool, *steps, model="dense", recheck=1):
         assert "rank 1: " in seen["off"] and "no room to pack" in seen["off"]
         assert seen["routes"] == ["export", "export", "export"]

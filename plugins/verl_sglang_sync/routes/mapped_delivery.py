@@ -14,7 +14,7 @@ from verl_sglang_sync.routes.route import ReadyBucket
 
 @dataclass(eq=False)
 class MappedDelivery:
-    """See `Delivery`: the staging buffers of packed buckets are mapped, in which they take turns.
+    """See `Delivery`: the staging buffers are mapped, in which buckets take turns.
     Without engines (one on a colocated rank) buckets get nowhere.
     """
 
@@ -30,6 +30,8 @@ class MappedDelivery:
             assert ready.storage is not None, "a rank with an engine packs"
             slot = session.map_buffer(ready.storage, keep=self._settings.keep_staging_buffers)
             pieces = [BucketPiece(slot, 0, 0, ready.nbytes)]
+            if ready.pieces is not None:
+                pieces = ready.pieces(slot)
             session.load(
                 ready.index, ready.bucket, pieces, read_only=False, arranged=ready.arranged
             )

@@ -25,7 +25,7 @@ from typing import ClassVar, Protocol, TypeAlias
 
 import torch
 
-from sglang_loader.common.session.messages import Loaded
+from sglang_loader.common.session.messages import BucketPiece, Loaded
 from verl_sglang_sync.collective import TrainerGroup
 from verl_sglang_sync.config import WeightSyncConfig
 from verl_sglang_sync.engine.arrangements import EngineArrangements
@@ -50,14 +50,17 @@ class ReadyBucket:
 
     Attributes:
         index: position in the sync, from 0.
-        storage: the staging buffer that holds it; None where it is pulled.
-        arranged: digest of the arrangements by which it is packed; "": it is whole.
-        nbytes: of what is packed.
+        storage: the staging buffer that holds it; None where it is pulled, or sent.
+        pieces: where in that buffer its bytes are, given the buffer's slot in a session; None: from
+            the first byte on.
+        arranged: digest of the arrangements by which it is arranged; "": it is whole.
+        nbytes: as it is arranged.
     """
 
     index: int
     bucket: Bucket
     storage: torch.UntypedStorage | None = None
+    pieces: Callable[[int], list[BucketPiece]] | None = None
     arranged: str = ""
     nbytes: int = 0
 

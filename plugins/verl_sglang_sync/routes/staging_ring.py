@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -46,8 +46,8 @@ class StagingRing:
     def prepare(self, sizes: Sequence[int]) -> None:
         """Make every buffer fit the buckets that are expected in it; `sizes` are their bytes."""
         num = len(self._buffers)
-        for slot in range(num):
-            self._reserve(slot, max(sizes[slot::num], default=0))
+        for slot in range(min(num, len(sizes))):
+            self._reserve(slot, max(MAPPABLE_BYTES, *sizes[slot::num]))
 
     def pack(self, batch: Batch) -> torch.UntypedStorage:
         """Copy a bucket into its buffer, wait for it, and return the buffer's storage."""
@@ -68,21 +68,16 @@ class StagingRing:
                     targets[0].copy_(sources[0], non_blocking=True)
                 else:
                     torch._foreach_copy_(targets, sources, non_blocking=True)
-        return self._written(slot)
+        return self.written(batch.index)
 
-    def fill(
-        self, index: int, nbytes: int, fill: Callable[[torch.Tensor], None]
-    ) -> torch.UntypedStorage:
-        """Have a bucket's buffer filled, wait for it, and return the buffer's storage."""
-        slot = index % len(self._buffers)
-        self._reserve(slot, max(nbytes, MAPPABLE_BYTES))
-        fill(self._buffers[slot][:nbytes])
-        return self._written(slot)
+    def buffer(self, index: int) -> torch.Tensor:
+        """The buffer of a bucket; flat uint8, as long as `prepare` has made it."""
+        return self._buffers[index % len(self._buffers)]
 
-    def _written(self, slot: int) -> torch.UntypedStorage:
-        """A buffer's storage, once what was written on the current stream has arrived."""
+    def written(self, index: int) -> torch.UntypedStorage:
+        """The storage of a bucket's buffer, once all that the current stream was given is there."""
         synchronize(self._device)
-        return self._buffers[slot].untyped_storage()
+        return self.buffer(index).untyped_storage()
 
     def free(self) -> None:
         """Give the memory back; the engine must have let go of it."""

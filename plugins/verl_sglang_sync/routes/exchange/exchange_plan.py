@@ -1,21 +1,19 @@
-"""Which bytes each trainer rank sends to which, so that every rank's arranged buffer is filled.
+"""Which bytes each trainer rank sends to which, so that every reader gets what it reads.
 
-`plan_bucket` goes through what every engine rank reads (`sources.transfer_plan`) and keeps what one
-trainer rank has to do with it:
+Readers are engine ranks, or stand for those of their own device: `sources.transfer_plan` says what
+each reads. `plan_sends` keeps what one trainer rank has to send, `plan_reader` what one reader gets
+from each; both list the same parts in the same order, so nothing but bytes travels. The reader
+unpacks nothing: its load plan reads the bucket where it lies in what came (`received`).
 
-    own        a shard of this rank -> its arranged buffer
-    sends      shards of this rank  -> the other ranks
-    receives   the other ranks      -> its arranged buffer
-
-Both ends of a pair list the same parts in the same order, so nothing but bytes travels. A bucket
-travels in pieces (`pieces_of`): an equal part of what each pair exchanges, so that all ranks send
-at a time, and through scratch that only has to hold pieces. Pure.
+A bucket travels in pieces (`pieces_of`), an equal part of what each pair exchanges, so that all
+ranks send at a time, and out of scratch that only has to hold pieces. Pure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from sglang_loader.common.regions.arrangement import Arrangement, Read
 from sglang_loader.common.regions.intervals import merge, num_bytes
@@ -30,81 +28,49 @@ CUT_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class BucketExchange:
-    """What one rank does for one bucket.
+class PieceSends:
+    """What one rank sends of one piece of a bucket.
 
     Attributes:
-        own: parts of this rank's shards; `Read.tensor` is the parameter, `Read.offset` a byte of
-            the shard, `Read.start` a byte of the arranged buffer.
-        sends: by destination: likewise, but `Read.start` is a byte of the destination's buffer.
-        receives: by source: parts of its shards; `Read.start` is a byte of this rank's buffer.
-        nbytes: of the arranged buffer.
+        reads: of this rank's shards: `Read.tensor` is the parameter, `Read.offset` a byte of the
+            shard, `Read.start` one of the scratch; those for one destination are consecutive.
+        nbytes: of the scratch, by destination.
     """
 
-    own: tuple[Read, ...]
-    sends: tuple[tuple[Read, ...], ...]
-    receives: tuple[tuple[Read, ...], ...]
-    nbytes: int
-
-    @property
-    def scratch_nbytes(self) -> int:
-        """Bytes that leave, or that arrive, whichever are more."""
-        return max(sum(map(_nbytes, side)) for side in (self.sends, self.receives))
+    reads: tuple[Read, ...]
+    nbytes: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class PieceExchange:
-    """What one rank does for one piece of a bucket.
-
-    Attributes:
-        own: as in `BucketExchange`.
-        sends: likewise, but `Read.start` is a byte of the send scratch.
-        send_nbytes: of the send scratch, by destination; the parts of each are consecutive.
-        unpacks: out of the receive scratch; `Read.offset` is a byte of that, `Read.start` one of
-            the arranged buffer.
-        recv_nbytes: of the receive scratch, by source.
-        nbytes: of the arranged buffer.
-    """
-
-    own: tuple[Read, ...]
-    sends: tuple[Read, ...]
-    send_nbytes: tuple[int, ...]
-    unpacks: tuple[Read, ...]
-    recv_nbytes: tuple[int, ...]
-    nbytes: int
+Sends: TypeAlias = tuple[tuple[Read, ...], ...]
+"""What one rank sends of one bucket, by destination, itself too: parts of its shards, as in
+`PieceSends`, but `Read.start` is a byte of what the destination reads (`Arrangement`).
+"""
 
 
-def plan_bucket(
+def plan_sends(
     rank: int,
     arrangements: Sequence[Arrangement],
     origins: Sequence[Origin],
     owners: Sequence[Owners],
-) -> BucketExchange:
-    """What `rank` does for one bucket.
+) -> Sends:
+    """What `rank` sends of one bucket.
 
     Args:
         arrangements: of the bucket, by rank; quicker where engines that read the same share one
             object.
         origins: of the bucket's tensors, by position in its layout.
         owners: by parameter.
-
-    Raises:
-        ValueError: the parts do not fill what the rank's arrangement reads exactly once.
     """
-    receives = plan_reader(rank, len(arrangements), arrangements[rank], origins, owners)
-    own, receives[rank] = receives[rank], ()
     sends: list[list[Read]] = [[] for _ in arrangements]
     alike: dict[int, list[int]] = {}
     for reader, arrangement in enumerate(arrangements):
-        if reader != rank:
-            alike.setdefault(id(arrangement), []).append(reader)
+        alike.setdefault(id(arrangement), []).append(reader)
     for readers in alike.values():
         for part in shard_reads(arrangements[readers[0]], origins, owners, only=rank):
             for reader in readers if rank in part.holders else ():
                 if part.owner(reader) == rank:
                     sends[reader].append(part.read)
-    nbytes = arrangements[rank].nbytes
-    return BucketExchange(own, tuple(map(tuple, sends)), tuple(receives), nbytes)
+    return tuple(map(tuple, sends))
 
 
 def plan_reader(
@@ -114,7 +80,11 @@ def plan_reader(
     origins: Sequence[Origin],
     owners: Sequence[Owners],
 ) -> list[tuple[Read, ...]]:
-    """What one reader gets of one bucket, by the rank that holds it; raises as `plan_bucket`."""
+    """What one reader gets of one bucket, by the rank that holds it.
+
+    Raises:
+        ValueError: the parts do not fill what it reads exactly once.
+    """
     found: list[list[Read]] = [[] for _ in range(num_ranks)]
     for part in shard_reads(arrangement, origins, owners):
         found[part.owner(reader)].append(part.read)
@@ -124,15 +94,22 @@ def plan_reader(
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """How a reader finds its bucket in what it receives, where that is not unpacked.
+    """How a reader finds its bucket in what it receives.
 
     Attributes:
         sizes: by piece, then by source: bytes that come, one behind the other.
         pieces: of the bucket, by ascending start; `BucketPiece.offset` is a byte of those.
+        payloads: by source: how many of the bytes are read.
     """
 
     sizes: list[list[int]]
     pieces: list[BucketPiece]
+    payloads: list[int]
+
+    @property
+    def nbytes(self) -> int:
+        """Of all that comes."""
+        return sum(map(sum, self.sizes))
 
 
 def received(
@@ -147,17 +124,18 @@ def received(
     """
     cut = [_cut(reads, num_pieces) for reads in receives]
     sizes: list[list[int]] = []
-    found, base = [], 0
+    found: list[BucketPiece] = []
+    base = 0
     for number in range(num_pieces):
         placed, of_ranks = _laid_out([parts[number] for parts in cut])
         sizes.append(of_ranks)
-        for unpack in (unpack for pairs in placed for unpack in _unpacks(pairs)):
-            found.append(BucketPiece(0, base + unpack.offset, unpack.start, unpack.run))
+        for pairs in placed:
+            found += _pieces_at(base, pairs)
         base += sum(of_ranks)
     found.sort(key=lambda piece: piece.start)
     if nbytes is not None:
         found = _joined(_joined(_without_gaps(found, nbytes, base)))
-    return Received(sizes, found)
+    return Received(sizes, found, list(map(num_read, receives)))
 
 
 def _without_gaps(
@@ -201,31 +179,20 @@ def _joined(pieces: Sequence[BucketPiece]) -> list[BucketPiece]:
     return joined
 
 
-def pieces_of(bucket: BucketExchange, num_pieces: int) -> list[PieceExchange]:
+def pieces_of(sends: Sends, num_pieces: int) -> list[PieceSends]:
     """The bucket in pieces, as many on all ranks, of about one size for each pair of ranks."""
-    own = _cut(bucket.own, num_pieces)
-    sends = [_cut(reads, num_pieces) for reads in bucket.sends]
-    receives = [_cut(reads, num_pieces) for reads in bucket.receives]
+    cut = [_cut(reads, num_pieces) for reads in sends]
     pieces = []
-    for i in range(num_pieces):
-        sent, send_nbytes = _laid_out([parts[i] for parts in sends])
-        received, recv_nbytes = _laid_out([parts[i] for parts in receives])
-        pieces.append(
-            PieceExchange(
-                tuple(own[i]),
-                tuple(replace(read, start=place) for pairs in sent for read, place in pairs),
-                tuple(send_nbytes),
-                tuple(unpack for pairs in received for unpack in _unpacks(pairs)),
-                tuple(recv_nbytes),
-                bucket.nbytes,
-            )
-        )
+    for number in range(num_pieces):
+        placed, nbytes = _laid_out([parts[number] for parts in cut])
+        reads = tuple(replace(read, start=place) for pairs in placed for read, place in pairs)
+        pieces.append(PieceSends(reads, tuple(nbytes)))
     return pieces
 
 
 def _cut(reads: Sequence[Read], num_pieces: int) -> list[list[Read]]:
     """Reads divided at each `num_pieces`-th of their bytes: by sizes alone, alike on both ends."""
-    total, stop = _nbytes(reads), 0
+    total, stop = num_read(reads), 0
     pieces: list[list[Read]] = [[] for _ in range(num_pieces)]
     piece = 0
     for read in reads:
@@ -281,21 +248,22 @@ def _laid_out(
     return placed, sizes
 
 
-def _unpacks(pairs: Sequence[tuple[Read, int]]) -> list[Read]:
-    """Received parts, those that continue each other as one."""
-    unpacks: list[Read] = []
-    for read, scratch in pairs:
-        start, nbytes = read.start, read.nbytes
-        last = unpacks[-1] if unpacks else None
-        ends = None if last is None else (last.offset + last.run, last.start + last.run)
-        if last is not None and ends == (scratch, start):
-            unpacks[-1] = Read(0, last.offset, (), last.run + nbytes, last.start)
-        else:
-            unpacks.append(Read(0, scratch, (), nbytes, start))
-    return unpacks
+def _pieces_at(base: int, pairs: Sequence[tuple[Read, int]]) -> list[BucketPiece]:
+    """Parts, each at a place behind `base`; those that continue each other as one."""
+    pieces: list[BucketPiece] = []
+    for read, place in pairs:
+        offset, start, nbytes = base + place, read.start, read.nbytes
+        if pieces:
+            last = pieces[-1]
+            if (last.offset + last.nbytes, last.start + last.nbytes) == (offset, start):
+                del pieces[-1]
+                offset, start, nbytes = last.offset, last.start, last.nbytes + nbytes
+        pieces.append(BucketPiece(0, offset, start, nbytes))
+    return pieces
 
 
-def _nbytes(reads: Sequence[Read]) -> int:
+def num_read(reads: Iterable[Read]) -> int:
+    """Bytes of all of them."""
     return sum(read.nbytes for read in reads)
 
 
@@ -306,5 +274,5 @@ def _check_filled_once(arrangement: Arrangement, filling: Sequence[Read]) -> Non
     if wanted != filled or (wanted and wanted[-1][1] > arrangement.nbytes):
         missing = next((w for w, f in zip(wanted, [*filled, None], strict=False) if w != f), "more")
         raise ValueError(f"the shards do not fill bytes {missing} of the arranged buffer as read")
-    if num_bytes(filled) != _nbytes(filling):
+    if num_bytes(filled) != num_read(filling):
         raise ValueError("some bytes of the arranged buffer are filled twice")

@@ -1,20 +1,29 @@
-"""Route "exchange": the ranks fill their engines' staging buffers from each other's shards.
+"""Route "exchange": the ranks send each other's engines what those read, into staging buffers.
 
-See `shard_route`; the readers are the ranks' own engines, and the group is torch's default one, in
-which each bucket is collective: whoever fails drains the buckets that are left.
+See `shard_route`; the readers are the ranks' own engines, which map the staging buffers and find
+each bucket in what has come (`exchange_plan.received`). The group is torch's default one, in which
+each bucket is collective: whoever fails receives what is left all the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache, partial
+from typing import Any
 
+import msgspec
 import torch
 
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.regions.arrangement import Arrangement
+from sglang_loader.common.regions.intervals import merge
+from sglang_loader.common.session.messages import BucketPiece
 from verl_sglang_sync.collective import own_rank, result_or_reason, world_size
 from verl_sglang_sync.report import SyncReport
+from verl_sglang_sync.routes.exchange.all_to_all import NUM_TRAVELLING
+from verl_sglang_sync.routes.exchange.exchange_plan import Received
 from verl_sglang_sync.routes.exchange.shard_route import (
     ShardPlan,
     ShardRoute,
@@ -26,10 +35,10 @@ from verl_sglang_sync.routes.staging_ring import StagingRing
 from verl_sglang_sync.sources.bucket_stream import Batch
 from verl_sglang_sync.sources.export import NamedTensor
 
+logger = logging.getLogger(__name__)
+
 PIECES_PER_BUCKET = 4
-"""A rank sends, and receives, this part of a bucket at a time: the scratch, for two pieces each
-way, is no larger than a bucket.
-"""
+"""A rank sends this part of a bucket at a time: the scratch, for two pieces, is half a bucket."""
 
 
 class Exchange(ShardRoute):
@@ -40,29 +49,127 @@ class Exchange(ShardRoute):
     def __init__(self, context: RouteContext, ring: StagingRing) -> None:
         super().__init__(context, context.settings.bucket_bytes // PIECES_PER_BUCKET)
         self._ring = ring
+        self._found: list[Received] = []
+        self._pieces_in: Callable[[int, int], list[BucketPiece]]
 
     def can_learn(self, weights: Iterable[NamedTensor]) -> bool:
         return super().can_learn(weights) and world_size() > 1
 
+    def _planned(self, plan: ShardPlan) -> None:
+        found = [found for (found,) in plan.received_by([own_rank()])]
+
+        def pieces_in(index: int, slot: int) -> list[BucketPiece]:
+            return [msgspec.structs.replace(each, slot=slot) for each in found[index].pieces]
+
+        self._found, self._pieces_in = found, cache(pieces_in)
+
+    def _reserve(self) -> None:
+        self._ring.prepare([found.nbytes for found in self._found])
+
     def _sent(self, plan: ShardPlan, report: SyncReport) -> SyncSource:
-        return ExchangedBuckets(plan, self._ring, report)
+        receiving = Receiving(plan, self._found, self._ring)
+        return ExchangedBuckets(plan, receiving, self._pieces_in, report)
 
     def _compare(self, plan: ShardPlan, batches: Iterator[Batch]) -> str | None:
-        compare = partial(_difference, plan, self._device)
+        receiving = Receiving(plan, self._found, self._ring)
+        compare = partial(_difference, plan, receiving)
         problem = first_problem(plan.buckets, batches, compare)
-        plan.all_to_all.drain()
+        receiving.drain()
         return problem
 
 
-class ExchangedBuckets(SyncSource):
-    """The buckets of one sync, out of the ranks' shards, once the plan's all-to-all has begun; each
-    step is collective. The engines must hold the arrangements that the plan is for.
+class Receiving:
+    """The buckets that are received in one sync, in their order, into the staging buffers; each is
+    collective, once the plan's all-to-all has begun.
     """
 
-    def __init__(self, plan: ShardPlan, ring: StagingRing, report: SyncReport) -> None:
+    def __init__(self, plan: ShardPlan, found: Sequence[Received], ring: StagingRing) -> None:
+        self._moves = plan.all_to_all
+        self._found = found
+        self._ring = ring
+        self._num_received = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of staging buffers and scratch that are held."""
+        return self._ring.nbytes + self._moves.nbytes
+
+    def receive(self) -> torch.UntypedStorage:
+        """Receive the next bucket; the storage in which it lies.
+
+        Raises:
+            Exception: the first that went wrong; what this rank could send the others have all the
+                same.
+        """
+        index, self._num_received = self._num_received, self._num_received + 1
+        buffer, sizes = self._ring.buffer(index), self._found[index].sizes
+        errors: list[Exception] = []
+        travelling: deque[Any] = deque()
+        # With two collectives in a group at a time torch 2.11's gloo has crashed.
+        num_ahead = NUM_TRAVELLING if buffer.is_cuda else 1
+        stop = 0
+        for number, of_ranks in zip(self._moves.numbers_of(index), sizes, strict=True):
+            start, stop = stop, stop + sum(of_ranks)
+            try:
+                if len(travelling) == num_ahead:
+                    travelling.popleft().wait()
+                self._moves.pack(number)
+            except Exception as error:
+                errors.append(error)
+            try:
+                travelling.append(self._moves.launch(number, buffer[start:stop], of_ranks))
+            except Exception as error:
+                errors.append(error)
+        for work in travelling:
+            work.wait()
+        if errors:
+            raise errors[0]
+        return self._ring.written(index)
+
+    def drain(self) -> None:
+        """Receive what is left, whatever happens: the other ranks wait for what this one sends."""
+        while self._num_received < len(self._found):
+            try:
+                self.receive()
+            except Exception:
+                logger.warning("what other ranks wait for could not be sent", exc_info=True)
+
+    def arranged(self, index: int, arrangement: Arrangement) -> torch.Tensor:
+        """What has come of a bucket, as one buffer; zero where nothing is read."""
+        memory = self._ring.buffer(index)
+        whole = torch.zeros(arrangement.nbytes, dtype=torch.uint8, device=memory.device)
+        for piece in self._found[index].pieces:
+            dims = piece.dims or ((piece.nbytes, 1),)
+            sizes, strides = zip(*dims, strict=True)
+            came = memory.as_strided(sizes, strides, piece.offset).reshape(-1)
+            whole[piece.start : piece.start + piece.nbytes].copy_(came)
+        at = 0
+        for start, stop in merge((r.start, r.start + r.nbytes) for r in arrangement.reads):
+            whole[at:start] = 0
+            at = stop
+        whole[at:] = 0
+        return whole
+
+
+class ExchangedBuckets(SyncSource):
+    """The buckets of one sync, received from all ranks. The engines must hold the arrangements that
+    the plan is for.
+
+    Args:
+        pieces_in: where a bucket's bytes are, given its number and its buffer's slot in a session.
+    """
+
+    def __init__(
+        self,
+        plan: ShardPlan,
+        receiving: Receiving,
+        pieces_in: Callable[[int, int], list[BucketPiece]],
+        report: SyncReport,
+    ) -> None:
         self.needs_arrangements = [known.digest for known in plan.own]
         self._plan = plan
-        self._ring = ring
+        self._receiving = receiving
+        self._pieces_in = pieces_in
         self._report = report
         self._has_begun = False
 
@@ -71,60 +178,46 @@ class ExchangedBuckets(SyncSource):
         self._has_begun = True
 
     def __iter__(self) -> Iterator[ReadyBucket]:
-        report, plan = self._report, self._plan
-        sizes = [draft.nbytes for draft in plan.drafts]
-        self._ring.prepare(sizes)
+        report, plan, receiving = self._report, self._plan, self._receiving
         for index, bucket in enumerate(plan.buckets):
-            fill = partial(plan.all_to_all.fill, index)
             with report.stage("gather"):
-                storage = self._ring.fill(index, sizes[index], fill)
+                storage = receiving.receive()
             report.count_bucket(len(bucket.layout.tensors), bucket.payload_bytes)
             report.num_exchanged += 1
-            held = self._ring.nbytes + plan.all_to_all.nbytes
-            report.staging_bytes = max(report.staging_bytes, held)
+            report.staging_bytes = max(report.staging_bytes, receiving.nbytes)
             yield ReadyBucket(
                 index,
                 bucket,
                 storage=storage,
+                pieces=partial(self._pieces_in, index),
                 arranged=plan.digest_for(own_rank(), index),
-                nbytes=sizes[index],
+                nbytes=plan.reads[index][own_rank()].nbytes,
             )
 
     def drain(self) -> None:
         if self._has_begun:
-            self._plan.all_to_all.drain()
+            self._receiving.drain()
 
 
 def _difference(
-    plan: ShardPlan, device: torch.device, index: int, tensors: Sequence[torch.Tensor] | None
+    plan: ShardPlan, receiving: Receiving, index: int, tensors: Sequence[torch.Tensor] | None
 ) -> str | None:
     """Exchange a bucket; what differs from its exported tensors, if they came."""
+    _, reason = result_or_reason(receiving.receive)
+    if reason is not None or tensors is None:
+        return reason
     arrangement = plan.reads[index][own_rank()]
-    buffers, reason = None, None
-    if tensors is not None:
-        given = tensors
-        buffers, reason = result_or_reason(
-            lambda: (
-                gather_arranged(given, arrangement, device),
-                torch.zeros(arrangement.nbytes, dtype=torch.uint8, device=device),
-            )
-        )
-    expected, found = buffers or (None, None)
-    # Also after a failure: the other ranks wait for this one's shards.
-    _, failed = result_or_reason(lambda: plan.all_to_all.fill(index, found))
-    if failed is None and expected is not None and found is not None:
-        failed = _first_difference(expected, found, arrangement, plan.buckets[index].layout)
-    return reason or failed
+    found = receiving.arranged(index, arrangement)
+    expected = gather_arranged(tensors, arrangement, found.device)
+    return _first_difference(expected, found, arrangement, plan.buckets[index].layout)
 
 
 def _first_difference(
     expected: torch.Tensor, found: torch.Tensor, arrangement: Arrangement, layout: BucketLayout
 ) -> str | None:
-    """The first tensor of which bytes differ, in words; None if none does."""
+    """The first tensor of which bytes differ; None if none does."""
     if torch.equal(expected, found):
         return None
     at = int((expected != found).nonzero()[0])
-    for read in arrangement.reads:
-        if read.start <= at < read.start + read.nbytes:
-            return f"{layout.tensors[read.tensor].name} differs from the full export"
-    return f"byte {at}, which nobody reads, was written"
+    read = next(r for r in arrangement.reads if r.start <= at < r.start + r.nbytes)
+    return f"{layout.tensors[read.tensor].name} differs from the full export"

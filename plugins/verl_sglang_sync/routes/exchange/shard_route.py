@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 
 import torch
 
@@ -29,7 +30,15 @@ from verl_sglang_sync.collective import (
 from verl_sglang_sync.engine.arrangements import KnownArrangements
 from verl_sglang_sync.report import SyncReport, warn_once
 from verl_sglang_sync.routes.exchange.all_to_all import AllToAll
-from verl_sglang_sync.routes.exchange.exchange_plan import BucketExchange, pieces_of, plan_bucket
+from verl_sglang_sync.routes.exchange.exchange_plan import (
+    Received,
+    Sends,
+    num_read,
+    pieces_of,
+    plan_reader,
+    plan_sends,
+    received,
+)
 from verl_sglang_sync.routes.route import Route, RouteContext, SyncSource
 from verl_sglang_sync.sources.bucket_stream import Batch, Bucket
 from verl_sglang_sync.sources.export import Export, NamedTensor
@@ -42,14 +51,14 @@ NOTHING = Arrangement((), 0)
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """What this rank sends and receives, and what that was planned for.
+    """What this rank sends, and what that was planned for.
 
     Attributes:
         reads: by bucket, what each rank of the group reads.
         own: what this rank's engine ranks had said that they read.
         known: what all had said, in the order of the ranks.
         first_reader: see `RouteContext`; the ranks of the group before it read nothing.
-        drafts: by bucket, what this rank does.
+        sends: by bucket, what this rank sends.
         nums_pieces: by bucket, in how many all-to-alls it travels.
         all_to_all: executes it.
     """
@@ -60,7 +69,7 @@ class ShardPlan:
     own: Sequence[KnownArrangements]
     known: Sequence[KnownArrangements]
     first_reader: int
-    drafts: list[BucketExchange]
+    sends: list[Sends]
     nums_pieces: list[int]
     all_to_all: AllToAll
 
@@ -68,6 +77,20 @@ class ShardPlan:
         """Of the arrangements by which an engine rank gets a bucket; "": it is whole."""
         known = self.known[reader]
         return "" if known.expected(index) is None else known.digest
+
+    def received_by(self, ranks: Sequence[int]) -> list[list[Received]]:
+        """How ranks of the group find every bucket in what they receive, by bucket and rank. Pure.
+
+        Raises:
+            ValueError: what one reads is not in the shards, once.
+        """
+        found = []
+        for bucket, reads, num in zip(self.buckets, self.reads, self.nums_pieces, strict=True):
+            origins, owners = self.traced.origins_of(bucket.layout), self.traced.owners
+            parts = [plan_reader(r, len(reads), reads[r], origins, owners) for r in ranks]
+            pairs = zip(parts, ranks, strict=True)
+            found.append([received(each, num, reads[rank].nbytes) for each, rank in pairs])
+        return found
 
 
 class ShardRoute(Route):
@@ -86,6 +109,9 @@ class ShardRoute(Route):
 
     def _planned(self, plan: ShardPlan) -> None:
         """Prepare what else is needed; raises where that cannot be."""
+
+    def _reserve(self) -> None:
+        """Take the memory that the buckets need, lest a rank fail where others wait for it."""
 
     def _compare(self, plan: ShardPlan, batches: Iterator[Batch]) -> str | None:
         """Compare with the full export while the all-to-all is begun; returns what differs."""
@@ -139,27 +165,27 @@ class ShardRoute(Route):
         known = self._known_by_all(own)
         reads: list[list[Arrangement]] = []
 
-        def draft() -> list[BucketExchange]:
+        def draft() -> list[Sends]:
             for index, bucket in enumerate(buckets):
                 whole = whole_bucket(bucket.layout)  # where an engine rank has said nothing
                 of_readers = [each.expected(index) or whole for each in known]
                 reads.append([NOTHING] * self._first_reader + of_readers)
             origins = [traced.origins_of(bucket.layout) for bucket in buckets]
             pairs = zip(reads, origins, strict=True)
-            return [plan_bucket(own_rank(), *pair, traced.owners) for pair in pairs]
+            return [plan_sends(own_rank(), *pair, traced.owners) for pair in pairs]
 
-        drafts, reason = result_or_reason(draft, NotTraceable)
-        sizes = None if drafts is None else [draft.scratch_nbytes for draft in drafts]
+        sends, reason = result_or_reason(draft, NotTraceable)
+        sizes = None if sends is None else [num_read(chain(*of_bucket)) for of_bucket in sends]
         needs = self._group.all_gather(sizes)
-        if drafts is not None and None not in needs:
+        if sends is not None and None not in needs:
             largest = [max(of_bucket) for of_bucket in zip(*needs, strict=True)]
             nums = [max(1, -(-nbytes // self._piece_nbytes)) for nbytes in largest]
 
             def make() -> ShardPlan:
-                pieces = [pieces_of(draft, num) for draft, num in zip(drafts, nums, strict=True)]
+                pieces = [pieces_of(each, num) for each, num in zip(sends, nums, strict=True)]
                 moves = AllToAll(pieces, self._device)
                 first = self._first_reader
-                plan = ShardPlan(traced, buckets, reads, own, known, first, drafts, nums, moves)
+                plan = ShardPlan(traced, buckets, reads, own, known, first, sends, nums, moves)
                 self._planned(plan)
                 return plan
 
@@ -206,6 +232,7 @@ class ShardRoute(Route):
                 for each in plan.traced.parameters
             ]
             plan.all_to_all.begin(locals_of(shards))
+            self._reserve()
 
         _, reason = result_or_reason(begin, SourcesChanged)
         agreed = common_reason(self._group, reason)

@@ -59,6 +59,7 @@ class SendDelivery:
         self._limit_s = limit_s
         self._in_step = in_step
         self._report = report
+        self._num_ranks = plan.first_reader + len(plan.known)
         self._travelling: deque[Transfer] = deque()
 
     def deliver(self, ready: ReadyBucket) -> bool:
@@ -89,7 +90,9 @@ class SendDelivery:
         try:
             self._plan.all_to_all.pack(number)
         finally:  # without these bytes the other ranks would hang: that they fail is agreed later
-            work = self._plan.all_to_all.launch(number, self._group)
+            nothing = torch.empty(0, dtype=torch.uint8, device=self._device)
+            sizes = [0] * self._num_ranks
+            work = self._plan.all_to_all.launch(number, nothing, sizes, self._group)
             self._travelling.append(Transfer(work, self._device))
 
     def _may_start(self, index: int) -> bool:

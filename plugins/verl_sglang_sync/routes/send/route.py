@@ -2,9 +2,10 @@
 
 For engines on other devices (disaggregated), instead of gathering all weights on the first trainer
 rank and broadcasting them: each byte that an engine rank reads travels once, from a trainer rank
-that holds it (`plan_reader` makes sure), and that rank compares it: what it would send, found as
-the engine rank would find it, with the full export. See `shard_route`; trainer ranks and engine
-ranks are one process group (`engine.sender_group`), and no rank packs more than a bucket at a time.
+that holds it (`exchange_plan.plan_reader` makes sure), and that rank compares it: what it would
+send, found as the engine rank would find it, with the full export. See `shard_route`; trainer ranks
+and engine ranks are one process group (`engine.sender_group`), and no rank packs more than a bucket
+at a time.
 
 The engine ranks unpack nothing: their load plans read in what they receive, as in memory that is
 pulled.
@@ -21,7 +22,7 @@ import torch
 from verl_sglang_sync.engine.engine_ranks import EngineRank
 from verl_sglang_sync.engine.sender_group import SenderGroup
 from verl_sglang_sync.report import SyncReport
-from verl_sglang_sync.routes.exchange.exchange_plan import Received, plan_reader, received
+from verl_sglang_sync.routes.exchange.exchange_plan import Received, received
 from verl_sglang_sync.routes.exchange.shard_route import (
     ShardPlan,
     ShardRoute,
@@ -47,7 +48,9 @@ class Send(ShardRoute):
 
     def _planned(self, plan: ShardPlan) -> None:
         if plan.own:
-            self._found, self._pair_bytes = plan_receives(plan)
+            first = plan.first_reader
+            self._found = plan.received_by(range(first, first + len(plan.known)))
+            self._pair_bytes = pair_bytes(self._found, first)
 
     def _compare(self, plan: ShardPlan, batches: Iterator[Batch]) -> str | None:
         return first_problem(plan.buckets, batches, partial(_difference, plan, self._device))
@@ -94,27 +97,12 @@ class SentBuckets(SyncSource):
         self._report.sent_bytes = sum(map(sum, self._pair_bytes))
 
 
-def plan_receives(plan: ShardPlan) -> tuple[list[list[Received]], list[list[int]]]:
-    """How every engine rank finds every bucket, by bucket and engine rank, and the bytes of each
-    pair of ranks, by trainer rank and engine rank. Pure.
-
-    Raises:
-        ValueError: what an engine rank reads is not in the shards, once.
-    """
-    num_trainers, num_readers = plan.first_reader, len(plan.known)
-    found: list[list[Received]] = []
-    pair_bytes = [[0] * num_readers for _ in range(num_trainers)]
-    for index, bucket in enumerate(plan.buckets):
-        origins, reads = plan.traced.origins_of(bucket.layout), plan.reads[index]
-        found.append([])
-        for reader in range(num_readers):
-            rank = num_trainers + reader
-            parts = plan_reader(rank, len(reads), reads[rank], origins, plan.traced.owners)
-            nbytes = reads[rank].nbytes
-            found[index].append(received(parts, plan.nums_pieces[index], nbytes))
-            for owner in range(num_trainers):
-                pair_bytes[owner][reader] += sum(part.nbytes for part in parts[owner])
-    return found, pair_bytes
+def pair_bytes(found: Sequence[Sequence[Received]], num_trainers: int) -> list[list[int]]:
+    """Bytes that each pair of ranks exchanges, by trainer rank and engine rank; pure."""
+    return [
+        [sum(each.payloads[trainer] for each in buckets) for buckets in zip(*found, strict=True)]
+        for trainer in range(num_trainers)
+    ]
 
 
 def _difference(
@@ -126,7 +114,7 @@ def _difference(
     numbers, first = plan.all_to_all.numbers_of(index), plan.first_reader
     for rank, arrangement in enumerate(plan.reads[index][first:], first):
         whole = gather_arranged(tensors, arrangement, device)
-        found = received([plan.drafts[index].sends[rank]], len(numbers))
+        found = received([plan.sends[index][rank]], len(numbers))
         start = 0  # of what one all-to-all brings; no piece comes in two of them
         for number in numbers:  # packed for each engine rank anew: the scratch holds two of them
             packed, sizes = plan.all_to_all.pack(number)
