@@ -155,7 +155,7 @@ def first_sync(model: Any, buckets: list[Any], *, is_alone: bool = True) -> dict
         timed(times, "uses", recording, "uses_of"),
         timed(times, "compile", recording, "compile_bucket"),
         timed(times, "prove", recording, "check_bucket"),
-        timed(times, "arrange", recording, "proven_arrangement"),
+        timed(times, "arrange", recording.Recorder, "_proven_arrangement"),
         timed(times, "finish", model_loader.ModelLoader, "finish"),
     ):
         started = time.process_time()

@@ -10,16 +10,11 @@ from torch import nn
 from sglang_loader.common.bucket_source import BucketSource
 from sglang_loader.common.layout import BucketLayout, decode_arrangements, digest_of, encode_layout
 from sglang_loader.common.regions.arrangement import Arrangement
+from sglang_loader.common.session.messages import SessionError
 from sglang_loader.load_plan.verify import gather
 from sglang_loader.session import recording
-from sglang_loader.session.model_loader import (
-    MAX_RECORDINGS,
-    ArrangementError,
-    ModelLoader,
-    SyncOutcome,
-    loader_of,
-)
-from sglang_loader.session.serve import common_arrangements, load_into_all
+from sglang_loader.session.model_loader import MAX_RECORDINGS, ModelLoader, SyncOutcome, loader_of
+from sglang_loader.session.serve import common_arrangements
 
 CONTEXT = {"tp_rank": 0, "expert_map": torch.arange(4)}
 NAMES = ("a", "b", "c", "d")
@@ -301,11 +296,17 @@ def bucket_of(layout: BucketLayout, value: float) -> torch.Tensor:
 def arrangements_of(loader: ModelLoader) -> list[Arrangement | None]:
     """What a trainer learns from the offer."""
     layouts = {digest_of(encode_layout(layout)): layout for layout in LAYOUTS}
-    arranged = loader.arranged
-    assert arranged is not None and arranged.digest == digest_of(arranged.encoded)
-    buckets = decode_arrangements(arranged.encoded, layouts)
+    plan = loader.plan
+    assert plan is not None and plan.arrangements_digest == digest_of(plan.arrangements)
+    buckets = decode_arrangements(plan.arrangements, layouts)
     assert [digest for digest, _ in buckets] == list(layouts)
     return [arrangement for _, arrangement in buckets]
+
+
+def load_arranged(
+    loader: ModelLoader, index: int, layout: BucketLayout, source: BucketSource
+) -> None:
+    assert loader.load(index, layout, source, read_only=False, arranged=True)
 
 
 def sync_halves(
@@ -317,7 +318,7 @@ def sync_halves(
         if arranged:
             arrangement = arrangements_of(loader)[index]
             source = BucketSource.flat(gather(arrangement, layout, buffer))
-            loader.load_arranged(index, layout, source)
+            load_arranged(loader, index, layout, source)
         else:
             loader.load(index, layout, BucketSource.flat(buffer), read_only=False)
     return loader.finish()
@@ -332,7 +333,7 @@ def test_an_arranged_sync_is_the_same_sync():
     model = Half()
     loader = loader_of(model)
     loader.start(CONTEXT, recheck_every_n_syncs=0)
-    assert loader.arranged is loader.arranged_now is None
+    assert loader.plan is loader.plan_now is None
     sync_halves(loader, 1.0)
     assert [a.nbytes for a in arrangements_of(loader)] == [1024, 1024]
     calls = model.calls
@@ -346,28 +347,31 @@ def test_an_arranged_sync_is_the_same_sync():
 def test_nothing_is_arranged_where_all_is_read():
     loader = loader_of(Model())
     sync(loader, 1.0)
-    assert loader.arranged is None
+    assert loader.plan.arrangements == b"" and loader.plan.arrangements_digest == ""
 
 
 def test_a_check_needs_whole_buckets_and_checks_both_plans(monkeypatch, caplog):
     model = Half()
     loader = loader_of(model)
     sync_halves(loader, 1.0)
-    first = loader.arranged
+    first = loader.plan
     loader.start(CONTEXT, recheck_every_n_syncs=1)
-    assert loader.arranged_now is None
-    sync_halves(loader, 2.0, recheck=1)
-    assert loader.arranged is first
-    results = iter([None, "another order"])
+    assert loader.plan_now is None
+    assert sync_halves(loader, 2.0, recheck=1).reason == "the plan was due for a check"
+    assert loader.plan is first
+    results = iter([None, "another order", None, "another order"])
     monkeypatch.setattr(recording, "check_arranged", lambda *_: next(results))
     with caplog.at_level(logging.WARNING):
         outcome = sync_halves(loader, 3.0, recheck=1)
-    assert outcome.reason == "the plan was due for a check"
+    assert outcome.reason == "bucket 1: another order"
+    check_halves(model, 3.0)
+    with caplog.at_level(logging.WARNING):
+        sync_halves(loader, 4.0)
     assert "is sent whole, its arrangement is wrong: another order" in caplog.text
     assert [a is not None for a in arrangements_of(loader)] == [True, False]
-    assert loader.arranged.digest != first.digest
-    assert sync_halves(loader, 4.0).num_replayed == 2, "the plan stays"
-    check_halves(model, 4.0)
+    assert loader.plan.arrangements_digest != first.arrangements_digest
+    assert sync_halves(loader, 5.0).num_replayed == 2
+    check_halves(model, 5.0)
 
 
 def test_an_arrangement_that_is_wrong_is_not_offered(monkeypatch, caplog):
@@ -386,7 +390,7 @@ def test_an_arrangement_that_is_wrong_is_not_offered(monkeypatch, caplog):
         sync_halves(loader, 1.0)
     check_halves(model, 1.0)
     assert caplog.text.count("storages differ") == 2
-    assert loader.arranged is None
+    assert loader.plan.arrangements == b""
     assert sync_halves(loader, 2.0).num_replayed == 2
     check_halves(model, 2.0)
 
@@ -396,13 +400,13 @@ def test_a_bucket_that_came_arranged_is_never_loaded_otherwise():
     loader = loader_of(model)
     source = BucketSource.flat(torch.zeros(1024, dtype=torch.uint8))
     loader.start(CONTEXT, recheck_every_n_syncs=0)
-    with pytest.raises(ArrangementError, match="needs whole buckets"):
-        loader.load_arranged(0, LAYOUTS[0], source)
+    with pytest.raises(SessionError, match="needs whole buckets"):
+        load_arranged(loader, 0, LAYOUTS[0], source)
     sync_halves(loader, 1.0)
     calls = model.calls
     loader.start(CONTEXT, recheck_every_n_syncs=1)
-    with pytest.raises(ArrangementError, match="needs whole buckets"):
-        loader.load_arranged(0, LAYOUTS[0], source)
+    with pytest.raises(SessionError, match="needs whole buckets"):
+        load_arranged(loader, 0, LAYOUTS[0], source)
     for index, layout, reason in (
         (0, LAYOUTS[1], "bucket 0 has another layout"),
         (2, LAYOUTS[1], "the plan has 2 buckets"),
@@ -411,17 +415,17 @@ def test_a_bucket_that_came_arranged_is_never_loaded_otherwise():
         sync_halves(loader, 2.0)
         calls = model.calls
         loader.start(CONTEXT, recheck_every_n_syncs=0)
-        with pytest.raises(ArrangementError, match=reason):
-            loader.load_arranged(index, layout, source)
-        assert loader.arranged is None
-        with pytest.raises(ArrangementError, match=reason):
-            loader.load_arranged(1, LAYOUTS[1], source)
+        with pytest.raises(SessionError, match=reason):
+            load_arranged(loader, index, layout, source)
+        assert loader.plan is None
+        with pytest.raises(SessionError, match=reason):
+            load_arranged(loader, 1, LAYOUTS[1], source)
         assert model.calls == calls
     small = BucketSource.flat(torch.zeros(1023, dtype=torch.uint8))
     sync_halves(loader, 3.0)
     loader.start(CONTEXT, recheck_every_n_syncs=0)
     with pytest.raises(ValueError, match="in no piece"):
-        loader.load_arranged(0, LAYOUTS[0], small)
+        load_arranged(loader, 0, LAYOUTS[0], small)
     assert sync_halves(loader, 5.0).num_replayed == 2
     check_halves(model, 5.0)
 
@@ -437,7 +441,7 @@ def test_whole_buckets_may_follow_arranged_ones(second):
         layout = BucketLayout.pack([(name, (WIDTH,), torch.float32) for name in "dc"])
     loader.start(CONTEXT, recheck_every_n_syncs=0)
     first = gather(arrangement, LAYOUTS[0], bucket_of(LAYOUTS[0], 2.0))
-    loader.load_arranged(0, LAYOUTS[0], BucketSource.flat(first))
+    load_arranged(loader, 0, LAYOUTS[0], BucketSource.flat(first))
     whole = BucketSource.flat(bucket_of(layout, 2.0))
     replayed = loader.load(1, layout, whole, read_only=False)
     assert replayed == (second == "as planned")
@@ -453,11 +457,13 @@ def test_two_models_with_plans_of_their_own_get_whole_buckets():
     sync_halves(loaders[0], 1.0)
     sync(loaders[1], 1.0)
     sync_halves(loaders[2], 1.0)
-    first, none, twin = (loader.arranged for loader in loaders)
+    first, other, twin = (loader.plan for loader in loaders)
     assert common_arrangements([first]) is first
-    assert common_arrangements([first, none]) is common_arrangements([none, first]) is None
+    for none in (other, None):
+        assert common_arrangements([first, none]) is common_arrangements([none, first]) is None
     assert common_arrangements([first, twin]) is first, "one arrangement serves both"
-    first.changes_buffer = True
+    buckets = [dataclasses.replace(bucket, changes_buffer=True) for bucket in first.buckets]
+    first = dataclasses.replace(first, buckets=tuple(buckets))
     assert common_arrangements([first]) is first
     assert common_arrangements([first, twin]) is None, "the first would spoil it for the second"
 
@@ -474,7 +480,8 @@ def test_two_models_that_change_their_sources_get_the_same_weights():
             for _, view in layout.views(buffer):
                 view.fill_(value)
             source = BucketSource.flat(buffer)
-            load_into_all(loaders, index, layout, source, read_only=False)
+            for loader in loaders:
+                loader.load(index, layout, source, read_only=loader is not loaders[-1])
         outcomes = [loader.finish() for loader in loaders]
         for model in models:
             check_loaded(model, value + 1)
@@ -487,4 +494,4 @@ def test_a_guard_that_speaks_up_withdraws_the_arrangements():
     sync_halves(loader, 1.0)
     model.c = nn.Parameter(model.c.clone(), requires_grad=False)
     loader.start(CONTEXT, recheck_every_n_syncs=0)
-    assert loader.arranged_now is None
+    assert loader.plan_now is None

@@ -23,7 +23,7 @@ from sglang_loader.common.regions.arrangement import Arrangement, Read
 from sglang_loader.common.regions.coalesce import coalesce
 from sglang_loader.common.regions.geometry import BYTES, Dim, StridedCopy, collapse, split_copy
 from sglang_loader.common.regions.intervals import Interval
-from sglang_loader.load_plan.plan import BucketPlan, TapeStep
+from sglang_loader.load_plan.plan import Arranged, BucketPlan, TapeStep
 from sglang_loader.load_plan.trace import Space, TensorRef, collector_paused, map_leaves
 
 UNIT_ALIGNMENT = 16
@@ -36,7 +36,7 @@ _ReadKey = tuple[int, int, tuple[Dim, ...], int, object]
 
 
 @collector_paused()
-def arrange(plan: BucketPlan) -> tuple[Arrangement, BucketPlan] | None:
+def arrange(plan: BucketPlan) -> Arranged | None:
     """What the plan reads of its bucket, and the plan that reads it from the arranged buffer.
 
     Returns:

@@ -46,11 +46,11 @@ class PlanExecutor:
 
     def __init__(self, plan: LoadPlan) -> None:
         self._plan = plan
-        self._bound: dict[int, OrderedDict[object, Binding]] = defaultdict(OrderedDict)
+        self._bound: dict[object, OrderedDict[object, Binding]] = defaultdict(OrderedDict)
 
-    def replay(self, bucket_index: int, source: BucketSource) -> None:
+    def replay(self, index: int, source: BucketSource, *, arranged: bool = False) -> None:
         """Load a bucket from `source`, on any device that copies reach, asynchronously on the
-        current stream.
+        current stream. `arranged`: the source has what the plan reads of it alone.
 
         Raises:
             IndexError: there is no such bucket.
@@ -59,8 +59,12 @@ class PlanExecutor:
             RuntimeError: a step of the tape made a temporary of another size than when it was
                 traced.
         """
-        plan = self._plan.buckets[bucket_index]
-        bound = self._bound[bucket_index]
+        plan = self._plan.buckets[index]
+        if arranged:
+            found = self._plan.arranged[index]
+            assert found is not None, "see arranged_nbytes"
+            _, plan = found
+        bound = self._bound[index, arranged]
         binding = bound.get(source.key)
         if binding is None:
             while len(bound) >= MAX_BOUND_SOURCES:

@@ -25,10 +25,17 @@ import torch
 
 from sglang_loader.common.bucket_source import BucketSource
 from sglang_loader.common.layout import BucketLayout
+from sglang_loader.common.session.messages import SessionError
 from sglang_loader.host_backup import publish_coverage, withdraw_coverage
-from sglang_loader.load_plan import BucketUses, LoadPlan, PlanRefused
+from sglang_loader.load_plan import (
+    BucketUses,
+    DestinationProbe,
+    LoadPlan,
+    PlanExecutor,
+    PlanRefused,
+)
 from sglang_loader.load_plan.guard import Fingerprint
-from sglang_loader.session.recording import ArrangedPlan, Compiled, Recording, TracedLoads
+from sglang_loader.session.recording import Recorder
 
 logger = logging.getLogger(__name__)
 
@@ -55,15 +62,21 @@ class SyncOutcome:
     may_read_in_place: bool
 
 
-class ArrangementError(RuntimeError):
-    """A bucket came arranged that cannot be loaded so; the text says why."""
-
-
 class _LoadMode(Enum):
     RECORD = "record"
     REPLAY = "replay"
     CHECK = "check"
     EAGER = "eager"
+
+
+@dataclass(frozen=True)
+class _Compiled:
+    """A plan that was checked, with what runs and guards it; `uses`: of its buckets' tensors."""
+
+    plan: LoadPlan
+    uses: list[BucketUses]
+    executor: PlanExecutor
+    probe: DestinationProbe
 
 
 class ModelLoader:
@@ -74,9 +87,8 @@ class ModelLoader:
     def __init__(self, model: Any) -> None:
         self.uses: list[BucketUses] = []
         self._model = model
-        self._loads = TracedLoads(model)
-        self._compiled: Compiled | None = None
-        self._recording: Recording | None = None
+        self._recorder = Recorder(model)
+        self._compiled: _Compiled | None = None
         self._load_mode = _LoadMode.EAGER
         self._context: Mapping[str, object] = {}
         self._reason: str | None = None
@@ -100,12 +112,12 @@ class ModelLoader:
         """
         if self._eager_uses and Fingerprint.of((), self._context).mismatch(context):
             self._eager_uses = {}
-        self._recording, self._context, self._reason = None, context, None
+        self._context, self._reason = context, None
         self._num_replayed, self.uses = 0, []
-        self._loads.restart()
+        self._recorder.restart()
         self._addresses_checked = not uses_plan
+        self._load_mode = _LoadMode.EAGER
         if not uses_plan:
-            self._load_mode = _LoadMode.EAGER
             return
         known = self._compiled.plan.fingerprint if self._compiled is not None else None
         if known is not None and (mismatch := known.mismatch(context)):
@@ -116,7 +128,7 @@ class ModelLoader:
         self._syncs_since_check += 1
         due = recheck_every_n_syncs and self._syncs_since_check >= recheck_every_n_syncs
         self._load_mode = _LoadMode.CHECK if due else _LoadMode.REPLAY
-        if self.arranged is not None:
+        if self._compiled.plan.arrangements:
             self.check_addresses()
 
     def check_addresses(self) -> None:
@@ -132,56 +144,51 @@ class ModelLoader:
             self._start_recording()
 
     @property
-    def arranged(self) -> ArrangedPlan | None:
-        """What buckets are like that may come arranged in a later sync; see `arranged_now`."""
-        return self._compiled.arranged if self._compiled is not None else None
+    def plan(self) -> LoadPlan | None:
+        """By which later syncs are loaded, as far as it is known."""
+        return self._compiled.plan if self._compiled is not None else None
 
     @property
-    def arranged_now(self) -> ArrangedPlan | None:
-        """`arranged`, once the sync has started; None where it needs whole buckets."""
-        return self.arranged if self._load_mode is _LoadMode.REPLAY else None
-
-    def load_arranged(self, index: int, layout: BucketLayout, source: BucketSource) -> None:
-        """Load one bucket that came arranged; asynchronous on a GPU, on the current stream. It
-        cannot be loaded eagerly: the other bytes are not there.
-
-        Raises:
-            ArrangementError: no plan holds for it.
-            Exception: what a replay raises.
-        """
-        if self.arranged_now is None:
-            raise ArrangementError(self._reason or "this sync needs whole buckets")
-        if not self._fits(index, layout, read_only=False):
-            self._load_mode = _LoadMode.EAGER
-            raise ArrangementError(self._reason or "the plan does not hold")
-        arranged = self.arranged_now
-        if arranged is None or arranged.nbytes(index) is None:
-            raise ArrangementError(f"bucket {index} has no arrangement")
-        arranged.executor.replay(index, source)
-        self._note_replayed(index)
+    def plan_now(self) -> LoadPlan | None:
+        """`plan`, once the sync has started; None where it needs whole buckets."""
+        return self.plan if self._load_mode is _LoadMode.REPLAY else None
 
     def load(
-        self, index: int, layout: BucketLayout, source: BucketSource, *, read_only: bool
+        self,
+        index: int,
+        layout: BucketLayout,
+        source: BucketSource,
+        *,
+        read_only: bool,
+        arranged: bool = False,
     ) -> bool:
-        """Load the `index`-th bucket of the sync; asynchronous on a GPU. `read_only`: the source is
-        not changed.
+        """Load the `index`-th bucket of the sync; asynchronous on a GPU.
+
+        Args:
+            read_only: the source is not changed.
+            arranged: only what this rank reads has come, as `plan_now` arranges it: it cannot be
+                loaded eagerly.
 
         Returns:
             True if the plan was replayed: then all work is on the current stream.
 
         Raises:
-            Exception: what `load_weights` raises.
+            SessionError: the bucket is arranged, and no plan holds for it.
+            Exception: what `load_weights` raises, or the replay of an arranged bucket.
         """
         self.check_addresses()
-        if self._load_mode in (_LoadMode.REPLAY, _LoadMode.CHECK) and not self._fits(
-            index, layout, read_only
-        ):
+        if arranged and self._load_mode is not _LoadMode.REPLAY:
+            raise self._cannot_load_arranged(index)
+        is_planned = self._load_mode in (_LoadMode.REPLAY, _LoadMode.CHECK)
+        if is_planned and not self._fits(index, layout, read_only):
             self._load_mode = _LoadMode.EAGER
+            if arranged:
+                raise self._cannot_load_arranged(index)
             if index == 0 and self._compiled is None:  # nothing is lost: a plan for the new layout
                 self._start_recording()
         if index == 0 and self._load_mode is _LoadMode.RECORD and self._is_unfit(layout):
             self._load_mode = _LoadMode.EAGER
-        if self._load_mode is _LoadMode.REPLAY and self._replay(index, source):
+        if self._load_mode is _LoadMode.REPLAY and self._replay(index, source, arranged):
             return True
         buffer = source.packed(layout)
         if self._load_mode is _LoadMode.CHECK:
@@ -191,6 +198,10 @@ class ModelLoader:
         else:
             self._load_eagerly(index, layout, buffer, read_only)
         return False
+
+    def _cannot_load_arranged(self, index: int) -> SessionError:
+        reason = self._reason or "this sync needs whole buckets"
+        return SessionError(f"bucket {index} came arranged and cannot be loaded so: {reason}")
 
     def finish(self) -> SyncOutcome:
         """End a sync whose buckets all came."""
@@ -202,25 +213,21 @@ class ModelLoader:
             self._note("the plan was due for a check")
         elif self._load_mode is _LoadMode.REPLAY:
             self._num_recordings = 0
-        self._recording = None
-        compiled = self._compiled
-        if compiled is not None and self._has_loaded_all(compiled.plan):
+        plan = self.plan
+        if plan is not None and self._has_loaded_all(plan):
             # Also after a failed sync, which withdrew it.
-            publish_coverage(self._model, compiled.plan.coverage, compiled.plan.destinations)
+            publish_coverage(self._model, plan.coverage, plan.destinations)
         return SyncOutcome(
             num_replayed=self._num_replayed,
             num_eager=len(self.uses) - self._num_replayed,
             reason=self._reason,
-            may_read_in_place=compiled is not None
-            and not any(bucket.changes_buffer for bucket in compiled.plan.buckets),
+            may_read_in_place=plan is not None and not plan.changes_buffers,
         )
 
     def unbind(self) -> None:
         """Let go of the memory that replays have read from."""
         if self._compiled is not None:
             self._compiled.executor.unbind()
-        if self.arranged is not None:
-            self.arranged.executor.unbind()
 
     def _has_loaded_all(self, plan: LoadPlan) -> bool:
         """True if this sync has written what the plan writes, by the plan or proven to be it."""
@@ -232,7 +239,6 @@ class ModelLoader:
             self._note(f"{MAX_RECORDINGS} plans in a row did not last for one sync")
             return
         self._load_mode = _LoadMode.RECORD
-        self._recording = Recording(self._model, self._loads, self._context)
 
     def _is_unfit(self, first: BucketLayout) -> bool:
         """True if this kind of sync was refused a plan before."""
@@ -253,56 +259,50 @@ class ModelLoader:
             return False
         return self._compiled is not None
 
-    def _replay(self, index: int, source: BucketSource) -> bool:
+    def _replay(self, index: int, source: BucketSource, arranged: bool) -> bool:
         """False if it failed: load the bucket, and the rest of the sync, eagerly."""
         assert self._compiled is not None
-        bucket = self._compiled.plan.buckets[index]
         try:
-            self._compiled.executor.replay(index, source)
+            self._compiled.executor.replay(index, source, arranged=arranged)
         except Exception as error:
-            if bucket.changes_buffer:
-                raise  # the sources are no longer what was sent
+            if arranged or self._compiled.plan.buckets[index].changes_buffer:
+                raise  # there is no more to load than that, or it is no longer what was sent
             self._drop_plan(f"the replay of bucket {index} failed: {error!r}")
             return False
-        self._note_replayed(index)
-        return True
-
-    def _note_replayed(self, index: int) -> None:
-        assert self._compiled is not None
         self._num_replayed += 1
         self.uses.append(self._compiled.uses[index])
+        return True
 
     def _check(self, index: int, buffer: torch.Tensor) -> None:
         assert self._compiled is not None
-        compiled, bucket = self._compiled, self._compiled.plan.buckets[index]
-        reason = self._loads.why_unproven(bucket, compiled.plan.destinations, buffer)
+        plan = self._compiled.plan
+        reason = self._recorder.why_unproven(plan.buckets[index], plan.destinations, buffer)
+        if reason is None and (arranged := plan.arranged[index]) is not None:
+            reason = self._recorder.why_misarranged(arranged, plan.destinations, buffer)
         if reason is not None:
-            self.uses.append(BucketUses(bucket.layout, problem=reason))
+            self.uses.append(BucketUses(plan.buckets[index].layout, problem=reason))
             self._drop_plan(f"bucket {index}: {reason}")
             return
-        self.uses.append(compiled.uses[index])
-        if compiled.arranged is not None:
-            compiled.arranged = compiled.arranged.rechecked(self._model, index, buffer)
+        self.uses.append(self._compiled.uses[index])
 
     def _record(self, layout: BucketLayout, buffer: torch.Tensor) -> None:
-        assert self._recording is not None
-        uses, reason = self._recording.add(layout, buffer)
+        uses, reason = self._recorder.record(layout, buffer)
         self.uses.append(uses)
         if reason is not None:
             self._refuse(reason)
 
     def _compile(self) -> None:
-        assert self._recording is not None
         try:
-            self._compiled = self._recording.finish(list(self.uses))
+            plan = self._recorder.finish(self._context)
         except PlanRefused as refused:
             self._refuse(refused.reason)
             return
+        probe = DestinationProbe(self._model, plan.destinations)
+        self._compiled = _Compiled(plan, list(self.uses), PlanExecutor(plan), probe)
         self._num_recordings += 1
         self._syncs_since_check = 0
         self._unfit = None
         idle = [name for uses in self.uses for name in uses.idle]
-        plan = self._compiled.plan
         logger.info(
             "load plan of %s: %d copies (%d traced) and %d other steps in %d buckets; ignored "
             "tensors: %s",
@@ -319,18 +319,18 @@ class ModelLoader:
     ) -> None:
         seen = self._eager_uses.get(index)
         if seen is None or seen.layout != layout:
-            _, self._eager_uses[index] = self._loads.trace(layout, buffer)
+            _, self._eager_uses[index] = self._recorder.trace(layout, buffer)
             self.uses.append(self._eager_uses[index])
             return
         self.uses.append(seen)
         source = buffer[: layout.nbytes].clone() if read_only else buffer
-        self._loads.load_weights(layout.views(source))
+        self._recorder.load_weights(layout.views(source))
 
     def _refuse(self, reason: str) -> None:
         """No plan for syncs like this one: the rest of it, and the next ones, are eager."""
         self._note(reason)
         self._unfit = (Fingerprint.of([self.uses[0].layout], self._context), reason)
-        self._recording, self._load_mode = None, _LoadMode.EAGER
+        self._load_mode = _LoadMode.EAGER
 
     def _drop_plan(self, reason: str) -> None:
         """The rest of the sync is eager, unless another plan can be recorded."""

@@ -19,16 +19,15 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-from sglang_loader.common.bucket_source import BucketSource
 from sglang_loader.common.copies import synchronize
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.session import messages as wire
 from sglang_loader.common.session.channel import Channel, KeptChannels, engine_end
 from sglang_loader.common.session.messages import FromTrainer, SessionDescriptor, SessionError
 from sglang_loader.common.shared_memory import CannotMap, host_id
+from sglang_loader.load_plan import LoadPlan
 from sglang_loader.session.broadcast_receiver import BroadcastBuckets, BroadcastReceiver
-from sglang_loader.session.model_loader import ArrangementError, ModelLoader, SyncOutcome, loader_of
-from sglang_loader.session.recording import ArrangedPlan
+from sglang_loader.session.model_loader import ModelLoader, SyncOutcome, loader_of
 from sglang_loader.session.state import InFlight, Layouts, MappedMemory
 from sglang_loader.upstream import device_of, engine_context, tp_rank
 
@@ -136,7 +135,7 @@ class _Session:
         self._announced: deque[tuple[wire.LoadBucket, BucketLayout]] = deque()  # not yet begun
         self._begun: deque[tuple[wire.LoadBucket, BucketLayout]] = deque()  # not yet launched
         self._in_flight = InFlight(device)
-        self._arranged: ArrangedPlan | None = None
+        self._arranged_by: LoadPlan | None = None
         self._seconds = dict.fromkeys(("waiting", "launching", "copying"), 0.0)
         self._has_let_go = False
 
@@ -169,12 +168,12 @@ class _Session:
                 uses_plan=self._descriptor.uses_plan,
             )
         # The trainer may send what this says: the guards have spoken before.
-        self._arranged = common_arrangements([loader.arranged_now for loader in self._loaders])
+        self._arranged_by = common_arrangements([loader.plan_now for loader in self._loaders])
         channel.send(
             wire.Hello,
             layouts=_layouts.digests,
             buffers=mapped.names,
-            arrangements=_digest(self._arranged),
+            arrangements=_digest(self._arranged_by),
         )
         self._steps.once_joined()
         for loader in self._loaders:
@@ -276,42 +275,40 @@ class _Session:
 
     def _load(self, message: wire.LoadBucket, layout: BucketLayout) -> None:
         self._steps.before_loading(layout)
-        replayed = [True]
-        if message.arranged:
-            self._load_arranged(message, layout)
-        else:
-            source = self._memory_of(message).source(message, layout.nbytes)
-            replayed = load_into_all(
-                self._loaders, message.index, layout, source, read_only=message.read_only
+        nbytes = self._arranged_nbytes(message) if message.arranged else layout.nbytes
+        source = self._memory_of(message).source(message, nbytes)
+        target = self._loaders[-1]  # a draft leaves the source to it as it came
+        replayed = [
+            loader.load(
+                message.index,
+                layout,
+                source,
+                read_only=message.read_only or loader is not target,
+                arranged=bool(message.arranged),
             )
+            for loader in self._loaders
+        ]
         self._digests.append(message.digest)
         self._num_tensors += len(layout.tensors)
         self._in_flight.add(message.index, on_current_stream=all(replayed))
 
-    def _load_arranged(self, message: wire.LoadBucket, layout: BucketLayout) -> None:
-        """Load a bucket of which only the arranged bytes came."""
-        index, held = message.index, _digest(self._arranged)
-        nbytes = self._arranged.nbytes(index) if self._arranged is not None else None
-        if message.arranged != held or nbytes is None or message.read_only:
+    def _arranged_nbytes(self, message: wire.LoadBucket) -> int:
+        """Size of a bucket of which only the arranged bytes came."""
+        index, plan = message.index, self._arranged_by
+        nbytes = plan.arranged_nbytes(index) if plan is not None else None
+        if message.arranged != _digest(plan) or nbytes is None or message.read_only:
             raise SessionError(
                 f"bucket {index} came arranged by {message.arranged[:80]!r}; for this sync the "
-                f"engine holds {held or 'no arrangements'!r}"
+                f"engine holds {_digest(plan) or 'no arrangements'!r}"
             )
-        source = self._memory_of(message).source(message, nbytes)
-        for loader in self._loaders:
-            try:
-                loader.load_arranged(index, layout, source)
-            except ArrangementError as error:
-                raise SessionError(
-                    f"bucket {index} came arranged and cannot be loaded so: {error}"
-                ) from error
+        return nbytes
 
     def _offer(self, known: str | None) -> bytes | None:
         """The arrangements for later syncs, unless the trainer has them or wants none."""
-        arranged = common_arrangements([loader.arranged for loader in self._loaders])
-        if known is None or arranged is None or arranged.digest == known:
+        plan = common_arrangements([loader.plan for loader in self._loaders])
+        if known is None or plan is None or plan.arrangements_digest == known:
             return None
-        return arranged.encoded
+        return plan.arrangements
 
     def _finish(self, finish: wire.Finish) -> SyncOutcome:
         """Every announced tensor came exactly once, and the device has finished with all."""
@@ -357,32 +354,16 @@ def _expect(kind: type[wire.FromTrainer], message: wire.FromTrainer) -> None:
         raise SessionError(f"expected {kind.__name__}, got {type(message).__name__}")
 
 
-def load_into_all(
-    loaders: Sequence[ModelLoader],
-    index: int,
-    layout: BucketLayout,
-    source: BucketSource,
-    *,
-    read_only: bool,
-) -> list[bool]:
-    """Load a bucket into every model, all but the last of which leave the source as it came; for
-    each whether its plan was replayed.
+def common_arrangements(plans: Sequence[LoadPlan | None]) -> LoadPlan | None:
+    """The plan by whose arrangements buckets may come: all models have the same. None: there are
+    none, or others, or a replay changes what others load, too.
     """
-    last = loaders[-1]
-    return [
-        loader.load(index, layout, source, read_only=read_only or loader is not last)
-        for loader in loaders
-    ]
-
-
-def common_arrangements(arranged: Sequence[ArrangedPlan | None]) -> ArrangedPlan | None:
-    """Those of all models; None where one has none, or others, or changes what others load, too."""
-    first = arranged[0]
-    if first is None or len({_digest(one) for one in arranged}) > 1:
+    first = plans[0]
+    if not _digest(first) or len({_digest(plan) for plan in plans}) > 1:
         return None
-    changes = any(one is not None and one.changes_buffer for one in arranged)
-    return None if len(arranged) > 1 and changes else first
+    changes = any(plan is not None and plan.changes_buffers for plan in plans)
+    return None if len(plans) > 1 and changes else first
 
 
-def _digest(arranged: ArrangedPlan | None) -> str:
-    return "" if arranged is None else arranged.digest
+def _digest(plan: LoadPlan | None) -> str:
+    return "" if plan is None else plan.arrangements_digest

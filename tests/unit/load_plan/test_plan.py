@@ -464,7 +464,7 @@ def test_replay_binds_once_per_buffer_and_lets_go() -> None:
         part.copy_(pack(seed=start + 2)[1])
         executor.replay(0, BucketSource.flat(part))
         assert torch.equal(model.weight[:6].view(-1).view(torch.uint8), part[:192])
-    assert len(executor._bound[0]) == 3
+    assert len(executor._bound[0, False]) == 3
     executor.unbind()
     assert not executor._bound
 
