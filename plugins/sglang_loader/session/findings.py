@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
+from sglang_loader.common.layout import BucketTensor
 from sglang_loader.common.regions.geometry import Region
 from sglang_loader.common.regions.intervals import merge
 from sglang_loader.load_plan.destinations import Destinations
@@ -46,6 +47,8 @@ class RankView:
         clashes: tensors of another kind of number than their destination, with the reason.
         missing: what nothing in the sync writes on this rank.
         doubtful: parameters that are not written, where it is unknown whether they should be.
+        unknown: why this rank cannot tell all that; None: it can.
+        unscaled: of a quantised model, tensors in fp8 on one side alone, with the reason.
     """
 
     idle: frozenset[str] = frozenset()
@@ -53,6 +56,8 @@ class RankView:
     clashes: Mapping[str, str] = field(default_factory=dict)
     missing: tuple[str, ...] = ()
     doubtful: tuple[str, ...] = ()
+    unknown: str | None = None
+    unscaled: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,16 +85,14 @@ class Verdict:
 
     def text(self) -> str:
         """What does not fit, in words, long lists cut short."""
-        parts = [
-            f"{len(found)} {kind}: {_listed(found)}"
-            for kind, found in (
-                ("mismatched", self.mismatched),
-                ("missing", self.missing),
-                ("unexpected", self.unexpected),
-            )
-            if found
-        ]
-        return "; ".join(parts)
+        kinds = {
+            "mismatched": self.mismatched,
+            "missing": self.missing,
+            "unexpected": self.unexpected,
+        }
+        return "; ".join(
+            f"{len(found)} {kind}: {_listed(found)}" for kind, found in kinds.items() if found
+        )
 
     def remark(self) -> str:
         """What a user should know though it is no error, in one line; "": nothing."""
@@ -103,21 +106,24 @@ class Verdict:
 
 def view_of(uses: Sequence[BucketUses]) -> RankView:
     """One rank's view, but for what is missing."""
-    idle: set[str] = set()
     partial, clashes = {}, {}
+    for tensor, use in _used(uses):
+        if use.is_applied and use.parts and None not in use.parts:
+            partial[tensor.name] = frozenset(part for part in use.parts if part is not None)
+        if clash := _clash(tensor.dtype, use, _may_become):
+            clashes[tensor.name] = clash
+        elif use.is_broadcast:
+            clashes[tensor.name] = "smaller than what it would fill"
+    idle = frozenset(name for bucket in uses for name in bucket.idle)
+    return RankView(idle=idle, partial=partial, clashes=clashes)
+
+
+def _used(uses: Sequence[BucketUses]) -> Iterator[tuple[BucketTensor, TensorUse]]:
+    """The tensors with bytes that were read, and what became of them."""
     for bucket in uses:
-        idle.update(bucket.idle)
         for tensor in bucket.layout.tensors:
-            use = bucket.tensors.get(tensor.name)
-            if use is None or not tensor.nbytes:
-                continue
-            if use.is_applied and use.parts and None not in use.parts:
-                partial[tensor.name] = frozenset(part for part in use.parts if part is not None)
-            if clash := _clash(tensor.dtype, use, _may_become):
-                clashes[tensor.name] = clash
-            elif use.is_broadcast:
-                clashes[tensor.name] = "smaller than what it would fill"
-    return RankView(idle=frozenset(idle), partial=partial, clashes=clashes)
+            if tensor.nbytes and (use := bucket.tensors.get(tensor.name)) is not None:
+                yield tensor, use
 
 
 def missing_tensors(
@@ -191,15 +197,18 @@ def unscaled_tensors(uses: Sequence[BucketUses]) -> tuple[str, ...]:
     """
     return tuple(
         _described((tensor.name, tensor.dtype, tensor.shape), clash, None)
-        for bucket in uses
-        for tensor in bucket.layout.tensors
-        if (use := bucket.tensors.get(tensor.name)) is not None
+        for tensor, use in _used(uses)
         if (clash := _clash(tensor.dtype, use, _both_scaled))
     )
 
 
 def judge(specs: Sequence[Spec], views: Sequence[RankView], published: Published | None) -> Verdict:
     """All ranks' views as one verdict; the same on every rank."""
+    if unscaled := _union(view.unscaled for view in views):
+        return Verdict(mismatched=unscaled)
+    unknown = next((view.unknown for view in views if view.unknown is not None), None)
+    if unknown is not None:
+        return Verdict(not_checked=unknown)
     normal = {spec[0] for spec in specs if published and _is_normal(spec, published)}
     embeddings = {shape for name, _, shape in specs if name.endswith(_EMBEDDING)}
     mismatched: list[str] = []

@@ -19,8 +19,8 @@ from __future__ import annotations
 import json
 import logging
 import struct
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -83,14 +83,12 @@ def served_checkpoint() -> Published | None:
 
 @dataclass(frozen=True)
 class SyncView:
-    """What one rank says of a sync; `unscaled`: tensors in fp8 on one side alone."""
+    """What one rank says of a sync: a view for each model."""
 
     target: Any
     fingerprint: Fingerprint
     published: Published | None
-    views: list[RankView] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-    unscaled: list[str] = field(default_factory=list)
+    views: list[RankView]
 
 
 def view_of_sync(
@@ -102,63 +100,41 @@ def view_of_sync(
     `read_published` tells what is normal for the model.
     """
     target = models[-1]
-    fingerprint = Fingerprint.of(layouts, engine_context(target))
-    seen = SyncView(target, fingerprint, read_published())
-    for model in models:
-        uses = loader_of(model).uses
-        if _is_quantised(model):
-            seen.unscaled.extend(unscaled_tensors(uses))
-        try:
-            problem = _why_unknown(model, uses, dict(fingerprint.context))
-            if problem is None:
-                seen.views.append(_view(model, uses, seen.published, is_target=model is target))
-            else:
-                seen.problems.append(problem)
-        except Exception as error:
-            logger.exception("the manifest check itself failed")
-            seen.problems.append(f"the check itself failed: {error!r}")
-    return seen
+    context, published = engine_context(target), read_published()
+    views = [_view(model, context, published, is_target=model is target) for model in models]
+    return SyncView(target, Fingerprint.of(layouts, context), published, views)
 
 
 def judge_together(seen: SyncView, gather: Gather) -> Verdict:
     """All TP ranks' verdict on a sync; each must call this."""
-    everyone = gather((seen.views, seen.problems, seen.unscaled))
-    obstacle = next((text for _, problems, _ in everyone for text in problems), None)
-    if unscaled := list(dict.fromkeys(text for *_, texts in everyone for text in texts)):
-        verdict = Verdict(mismatched=tuple(unscaled))
-    elif obstacle is not None:
-        verdict = Verdict(not_checked=obstacle)
-    else:
-        views = [view for views, *_ in everyone for view in views]
-        tensors = [tensor for layout in seen.fingerprint.layouts for tensor in layout.tensors]
-        specs = [(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors]
-        verdict = judge(specs, views, seen.published)
+    views = [view for of_rank in gather(seen.views) for view in of_rank]
+    tensors = [tensor for layout in seen.fingerprint.layouts for tensor in layout.tensors]
+    specs = [(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors]
+    verdict = judge(specs, views, seen.published)
     _verdicts[seen.target] = seen.fingerprint, verdict
     return verdict
 
 
-def _is_quantised(model: Any) -> bool:
-    """True if SGLang was told to quantise the model, or its checkpoint is."""
-    return getattr(model, "quant_config", None) is not None
-
-
-def _why_unknown(model: Any, uses: Sequence[BucketUses], context: dict[str, object]) -> str | None:
-    """Why this rank cannot tell what becomes of the tensors; None if it can."""
-    if _is_quantised(model):
-        return f"a quantised model ({context['quantization']}), but for which weights are in fp8"
-    if context["pp_size"] != 1:
-        return f"pipeline parallel, {context['pp_size']} stages"
-    return next((bucket.problem for bucket in uses if bucket.problem is not None), None)
-
-
 def _view(
-    model: Any, uses: Sequence[BucketUses], published: Published | None, *, is_target: bool
+    model: Any, context: Mapping[str, object], published: Published | None, *, is_target: bool
 ) -> RankView:
-    view = view_of(uses)
-    if not is_target:
+    uses = loader_of(model).uses
+    if getattr(model, "quant_config", None) is not None:  # by SGLang, or its checkpoint is
+        unknown = f"a quantised model ({context['quantization']}), but for which weights are in fp8"
+        return RankView(unknown=unknown, unscaled=unscaled_tensors(uses))
+    if context["pp_size"] != 1:
+        return RankView(unknown=f"pipeline parallel, {context['pp_size']} stages")
+    if problem := next((bucket.problem for bucket in uses if bucket.problem is not None), None):
+        return RankView(unknown=problem)
+    try:
+        view = view_of(uses)
+        if is_target:
+            missing, doubtful = missing_tensors(uses, collect_destinations(model), published)
+            view = replace(view, missing=missing, doubtful=doubtful)
         return view
-    missing, doubtful = missing_tensors(uses, collect_destinations(model), published)
-    return replace(view, missing=missing, doubtful=doubtful)
+    except Exception as error:
+        logger.exception("the manifest check itself failed")
+        return RankView(unknown=f"the check itself failed: {error!r}")
 
 
 def published_tensors(folder: str | Path) -> Published | None:
