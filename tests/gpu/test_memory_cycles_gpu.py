@@ -38,7 +38,6 @@ def test_fifty_cycles_leave_no_trace(name: str, tmp_path: Path) -> None:
     graphs = set(re.findall(r"Decode batch.*cuda graph: (\w+)", seen["log"]))
     assert graphs == {"True"}, "tokens came from replayed graphs"
     assert seen["last"]["policy"] == "auto"
-    assert seen["log"].count("were allocated under the tag 'weights' since the first") == 1
     assert seen["lost_gpu_bytes"] < MAX_LOST_BYTES
     for tag in ALL_TAGS:  # each has memory of its own, as much as the reply to its release tells
         freed, told = seen["freed"][tag]["freed"], seen["freed"][tag]["told"]

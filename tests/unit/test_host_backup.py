@@ -69,17 +69,11 @@ def test_the_poison_is_real(model):
     assert set(b"".join(after.values())) == {POISON}
 
 
-def test_what_is_allocated_under_the_tag_later_is_noticed_and_saved(model, caplog):
+def test_what_is_allocated_under_the_tag_later_is_saved(model):
     backup = arm(model, "auto", reachable)
-    with caplog.at_level(logging.WARNING, "sglang_loader"):
-        for _ in range(2):
-            release_and_resume(model, backup)
-        assert not caplog.records
-        model.stray = torch.ones(1000)
-        for _ in range(2):
-            release_and_resume(model, backup)
-    (warning,) = (record.getMessage() for record in caplog.records)
-    assert "4000 bytes were allocated under the tag 'weights' since the first release" in warning
+    release_and_resume(model, backup)
+    model.stray = torch.ones(1000)
+    release_and_resume(model, backup)
     assert model.stray.eq(1).all()
 
 
@@ -210,14 +204,6 @@ def test_a_published_coverage_keeps_its_storages_alive(model):
     withdraw_coverage(model, "a test")
     gc.collect()
     assert storage() is None
-
-
-def test_a_coverage_of_something_else_is_refused(model):
-    arm(model, "auto", reachable)
-    with pytest.raises(ValueError, match="no such storage"):
-        publish_coverage(model, {"gone": [(0, 1)]})
-    with pytest.raises(ValueError, match="bytes 0 to 29 of a storage of 28"):
-        publish_coverage(model, {"linear.bias": [(0, 29)]})
 
 
 def test_a_model_without_a_backup_is_left_alone(model):

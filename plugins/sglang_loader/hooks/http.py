@@ -8,12 +8,17 @@ engine that winds up its last requests is asked again (`ask_until_idle`).
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
+from http import HTTPStatus
 from typing import Any
+
+from starlette.middleware.base import BaseHTTPMiddleware, RequestResponseEndpoint
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
 
 from sglang_loader.common.stage_costs import StageCosts, joined
 from sglang_loader.upstream import accept_telling_replies, is_ours, told
@@ -25,11 +30,6 @@ BUSY_POLL_S = 0.005
 PATHS = ("/release_memory_occupation", "/resume_memory_occupation")
 _SCOPE_KEY = "verl_sglang_sync.stage_costs"
 
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
 Original = Callable[..., Any]
 
 
@@ -182,41 +182,23 @@ def leave_costs(request: Any, costs: StageCosts) -> None:
         scope.get(_SCOPE_KEY, {}).update(costs)
 
 
-class StageReplyMiddleware:
+class StageReplyMiddleware(BaseHTTPMiddleware):
     """SGLang's endpoints answer `null`. What the engine told of costs is left in the request's
     scope by the hook that asked it, and becomes the body: `{"stages": {"weights": {"seconds":
     [...]}}}`, see `stage_costs`. A refusal, and the reply to a request that there was nothing to do
-    for, stay as they are.
+    for, stay as they are; all other requests pass by.
     """
 
-    def __init__(self, app: App) -> None:
-        self._app = app
-
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not scope["path"].endswith(PATHS):
-            await self._app(scope, receive, send)
-            return
+        if scope["type"] == "http" and scope["path"].endswith(PATHS):
+            await super().__call__(scope, receive, send)
+        else:
+            await self.app(scope, receive, send)
+
+    async def dispatch(self, request: Request, call_next: RequestResponseEndpoint) -> Response:
+        """The reply with its costs."""
         costs: StageCosts = {}
-        scope[_SCOPE_KEY] = costs  # the same object, whoever copies the scope
-        start: Message | None = None
-
-        async def answer(message: Message) -> None:
-            nonlocal start
-            if message["type"] == "http.response.start" and message["status"] == 200:
-                start = message  # its length is not known yet
-                return
-            if start is not None:
-                first, start = start, None
-                if costs and not message.get("more_body", False):
-                    body = json.dumps({"stages": costs}).encode()
-                    first = {**first, "headers": _with_length(first["headers"], len(body))}
-                    message = {**message, "body": body}
-                await send(first)
-            await send(message)
-
-        await self._app(scope, receive, answer)
-
-
-def _with_length(headers: Any, length: int) -> list[tuple[bytes, bytes]]:
-    kept = [(key, value) for key, value in headers if key.lower() != b"content-length"]
-    return [*kept, (b"content-length", str(length).encode())]
+        request.scope[_SCOPE_KEY] = costs  # the same object, whoever copies the scope
+        response = await call_next(request)
+        is_good = costs and response.status_code == HTTPStatus.OK
+        return JSONResponse({"stages": costs}) if is_good else response

@@ -53,7 +53,6 @@ class WeightsBackup:
         self._lost: list[Interval] = []  # by the release under way
         self._undefined: list[Interval] = []
         self.sync = Completeness()
-        self._seen_allocations: list[Interval] = []  # allocated under the tag at the first release
 
     @property
     def stale(self) -> str | None:
@@ -86,7 +85,6 @@ class WeightsBackup:
             return
         started = time.perf_counter()
         now = self._allocations(model)
-        self._warn_of_strays(now)
         wanted = self._worth_saving(now.ranges)
         kept = self._saved
         if kept is None or not all(contains(kept.ranges, piece) for piece in wanted):
@@ -135,19 +133,13 @@ class WeightsBackup:
         """
         if self._written is written and self._destinations is destinations:
             return
-        starts = {entry.name: (entry.data_ptr, entry.nbytes) for entry in destinations.storages}
-        covered = []
-        for name, ranges in written.items():
-            if name not in starts:
-                raise ValueError(f"coverage of {name!r}: the model has no such storage")
-            base, nbytes = starts[name]
-            for start, stop in ranges:
-                if not 0 <= start <= stop <= nbytes:
-                    raise ValueError(
-                        f"coverage of {name!r}: bytes {start} to {stop} of a storage of {nbytes}"
-                    )
-                covered.append((base + start, base + stop))
-        self._destinations, self._written, self._covered = destinations, written, merge(covered)
+        bases = {entry.name: entry.data_ptr for entry in destinations.storages}
+        covered = merge(
+            (bases[name] + start, bases[name] + stop)
+            for name, ranges in written.items()
+            for start, stop in ranges
+        )
+        self._destinations, self._written, self._covered = destinations, written, covered
         self._undefined = subtract(self._undefined, self._covered)
         self._free_if_defined()
 
@@ -175,22 +167,6 @@ class WeightsBackup:
         """What no complete sync is known to write."""
         trusted = self.policy == "off" and self._destinations is None
         return [] if trusted else subtract(self._undefined, self._covered)
-
-    def _warn_of_strays(self, now: Allocations) -> None:
-        """Warn of memory that was allocated under the tag `weights` after the model was loaded:
-        somebody left a region of the memory saver open. It is saved with the other bytes, but
-        cannot be shared with another process, which a staging buffer must be.
-        """
-        strays = (
-            num_bytes(subtract(now.ranges, self._seen_allocations)) if self._seen_allocations else 0
-        )
-        if strays:
-            logger.warning(
-                "weights backup: %d bytes were allocated under the tag 'weights' since the first "
-                "release: somebody allocates within a region of the memory saver",
-                strays,
-            )
-        self._seen_allocations = merge([*self._seen_allocations, *now.ranges])
 
     def _worth_saving(self, allocated: tuple[Interval, ...]) -> list[Interval]:
         if self.policy == "off" and self._destinations is None:

@@ -28,7 +28,6 @@ from weakref import WeakKeyDictionary
 import torch
 
 from sglang_loader.common.layout import BucketLayout
-from sglang_loader.load_plan import BucketUses
 from sglang_loader.load_plan.destinations import collect_destinations
 from sglang_loader.load_plan.guard import Fingerprint
 from sglang_loader.session.findings import (
