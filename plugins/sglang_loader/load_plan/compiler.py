@@ -49,12 +49,9 @@ from sglang_loader.load_plan.trace import (
 @collector_paused()
 def compile_bucket(traced: TracedBucket) -> BucketPlan:
     """The plan for one bucket; raises PlanRefused where a replay would not do the same."""
-    trace = traced.trace
-    if traced.moved is not None:
-        raise PlanRefused(f"load_weights rebinds tensors: {traced.moved}")
-    if trace.problems:
-        raise PlanRefused(trace.problems[0])
-    steps = _live_steps(trace.steps)
+    if traced.problems:
+        raise PlanRefused(traced.problems[0])
+    steps = _live_steps(traced.steps)
     _refuse_unsafe(steps)
     host_reads = _judge_host_reads(traced)
     candidates = [_as_copy(step) for step in steps]
@@ -69,8 +66,8 @@ def compile_bucket(traced: TracedBucket) -> BucketPlan:
         layout=traced.layout,
         copies=tuple(coalesced),
         tape=_with_releases(tape),
-        constants={i: trace.constants[i] for i in sorted(constants)},
-        slot_nbytes={slot: trace.slot_nbytes[slot] for slot in sorted(slots)},
+        constants={i: traced.constants[i] for i in sorted(constants)},
+        slot_nbytes={slot: traced.slot_nbytes[slot] for slot in sorted(slots)},
         written=written,
         live_in=live_in,
         host_reads=host_reads,
@@ -88,13 +85,13 @@ def _judge_host_reads(traced: TracedBucket) -> tuple[tuple[str, int, Interval], 
     Raises:
         PlanRefused: data of the bucket, or made of it, reached Python: that cannot be replayed.
     """
-    if not traced.trace.host_reads:
+    if not traced.host_reads:
         return ()
     origins = Origins()
-    for step in traced.trace.steps:
+    for step in traced.steps:
         origins.follow(step)
     reads: dict[tuple[str, int, Interval], None] = {}
-    for read in traced.trace.host_reads:
+    for read in traced.host_reads:
         for origin in origins.of(read.tensor):
             if origin.space is Space.BUCKET:
                 name = traced.layout.tensors[traced.layout.tensor_at(origin.region.offset)].name

@@ -102,29 +102,24 @@ class HostRead:
 
 
 @dataclass
-class Trace:
-    """Everything one `load_weights` call did with tensors, in order."""
+class TracedBucket:
+    """One bucket, and everything that its `load_weights` did with tensors.
 
+    Attributes:
+        destinations: the model's storages at that time.
+        steps: in order.
+        constants: tensors that were there before and belong to neither bucket nor model.
+        slot_nbytes: by number, the size of each temporary's storage.
+        problems: why that is not all, or cannot be replayed.
+    """
+
+    layout: BucketLayout
+    destinations: Destinations
     steps: list[Step] = field(default_factory=list)
     host_reads: list[HostRead] = field(default_factory=list)
     constants: list[torch.Tensor] = field(default_factory=list)
     slot_nbytes: list[int] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class TracedBucket:
-    """One bucket that was loaded under tracing.
-
-    Attributes:
-        destinations: the model's storages at that time.
-        moved: which of the model's tensors the load put elsewhere, in words; None: none.
-    """
-
-    layout: BucketLayout
-    trace: Trace
-    destinations: Destinations
-    moved: str | None = None
 
 
 _MEMORY = (Space.BUCKET, Space.DESTINATION)

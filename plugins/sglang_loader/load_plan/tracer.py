@@ -44,7 +44,6 @@ from sglang_loader.load_plan.trace import (
     Space,
     Step,
     TensorRef,
-    Trace,
     TracedBucket,
     collector_paused,
     leaves,
@@ -77,22 +76,22 @@ def trace_bucket(
         Exception: what `load_weights` raises.
     """
     source = buffer[: layout.nbytes]
-    traced = None
-    for attempt in range(2):
+    for is_last in (False, True):
         scratch = source.clone()  # loaders may change their sources in place
         try:
             # Nothing has moved as a rule: the model is walked once, after the load, and only where
             # that finds it otherwise once more before.
-            before = earlier if earlier and not attempt else _collect(model, earlier)
-            traced = _trace_once(model, load_weights, layout, scratch, before, earlier)
+            before = earlier if earlier and not is_last else _collect(model, earlier)
+            traced, moved = _trace_once(model, load_weights, layout, scratch, before, earlier)
         except Exception as error:
             load_weights(iter(layout.views(source.clone())))
             if isinstance(error, PlanRefused):
                 raise
             raise PlanRefused(f"load_weights failed under tracing: {error!r}") from error
-        if traced.moved is None:
+        if moved is None:
             break
-    assert traced is not None
+        if is_last:
+            traced.problems.insert(0, f"load_weights rebinds tensors: {moved}")
     return traced
 
 
@@ -104,15 +103,17 @@ def _trace_once(
     scratch: torch.Tensor,
     before: Destinations,
     earlier: Destinations | None,
-) -> TracedBucket:
+) -> tuple[TracedBucket, str | None]:
+    """Also which of the model's tensors the load put elsewhere; None: none."""
+    traced = TracedBucket(layout, before)
     views = layout.views(scratch)  # made here, so that the recorder does not see them made
-    recorder = _Recorder(scratch, before)
+    recorder = _Recorder(traced, scratch)
     with inline_thread_pools(), recorder, HostReadWatch(recorder.note_host_read):
         load_weights(iter(views))
     moved = first_difference(before, _collect(model, before))
     if moved is None and earlier is not None:  # what was bound since is new to the plan
         moved = first_difference(earlier, before, new_allowed=True)
-    return TracedBucket(layout, recorder.trace, before, moved)
+    return traced, moved
 
 
 def _collect(model: nn.Module, known: Destinations | None) -> Destinations:
@@ -156,15 +157,14 @@ def inline_thread_pools() -> Iterator[None]:
 
 
 class _Recorder(TorchDispatchMode):
-    """Turns dispatched operators into steps. Temporaries are known by their storage object, held
-    weakly: the memory is freed as in an eager load, yet no other storage can take the same identity
-    while the trace lasts.
+    """Turns dispatched operators into the steps of `trace`. Temporaries are known by their storage
+    object, held weakly: the memory is freed as in an eager load, yet no other storage can take the
+    same identity while the trace lasts.
     """
 
-    def __init__(self, bucket: torch.Tensor, destinations: Destinations) -> None:
+    def __init__(self, trace: TracedBucket, bucket: torch.Tensor) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.trace = Trace()
-        self._destinations = destinations
+        self.trace = trace
         self._bucket_start = bucket.data_ptr()
         self._bucket_stop = self._bucket_start + bucket.numel()
         self._places: dict[int, tuple[Space, int, int]] = {}
@@ -255,7 +255,7 @@ class _Recorder(TorchDispatchMode):
         address = storage.data_ptr()
         if address == 0 or storage.nbytes() == 0:
             return None
-        found = self._destinations.find(address)
+        found = self.trace.destinations.find(address)
         if found is not None:
             return Space.DESTINATION, found[0], found[1]
         overlaps = address < self._bucket_stop and self._bucket_start < address + storage.nbytes()

@@ -82,11 +82,11 @@ class BucketUses:
 def uses_of(traced: TracedBucket) -> BucketUses:
     """The uses of a bucket's tensors in one traced load."""
     reading = _Reading(traced.layout)
-    for step in traced.trace.steps:
+    for step in traced.steps:
         reading.follow(step)
-    problems = [*([traced.moved] if traced.moved else []), *traced.trace.problems]
+    problems = list(traced.problems)
     storages = traced.destinations.storages
-    for read in traced.trace.host_reads:  # Python may write it back as a number
+    for read in traced.host_reads:  # Python may write it back as a number
         reading.note_applied(read.tensor)
         if read.tensor.space is Space.DESTINATION and read.what in MEMORY_GIVEN_AWAY:
             name = storages[read.tensor.index].name
