@@ -159,13 +159,11 @@ class EngineRank:
         plan = BucketPlan(
             layout,
             tuple(coalesce(copies)),
-            tape=(),
-            constants=nothing,
-            slot_nbytes=nothing,
+            rest=nothing,
             written=nothing,
             live_in=nothing,
             host_reads=(),
-            changes_buffer=False,
+            touched=frozenset(),
             num_traced_copies=len(copies),
         )
         arranged = arrange(plan)

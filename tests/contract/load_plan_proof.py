@@ -49,14 +49,14 @@ def prove(model: nn.Module, first: NamedWeights, second: NamedWeights, how: str)
     expected = snapshot(plan.destinations)
     load_eagerly(model, split(first, how))
     assert differing(plan.destinations, expected), "the two sets of weights are the same"
-    replay(plan, buffers)
+    replay(model, plan, buffers)
     assert differing(plan.destinations, expected) == ()
     assert first_difference(plan.destinations, collect_destinations(model)) is None
     prove_arranged(model, plan, split(first, how), buffers, expected)
 
     broken = without_one_copy(plan)
     load_eagerly(model, split(first, how))
-    replay(broken, buffers)
+    replay(model, broken, buffers)
     assert differing(plan.destinations, expected), "a plan without one copy went unnoticed"
     assert not self_check(model, broken, model.load_weights, buffers).ok
     assert differing(plan.destinations, expected) == (), "a failed check left other weights"
@@ -82,7 +82,7 @@ def prove_arranged(
         flat = torch.full((arrangement.nbytes,), 0x5A, dtype=torch.uint8)
         tensors = [tensor for _, tensor in bucket.layout.views(buffer)]
         ByteGather(arrangement, flat.device).run(tensors, flat)
-        replay_once(rebased, plan.destinations, flat)
+        replay_once(rebased, plan.destinations, model.load_weights, flat)
     assert differing(plan.destinations, expected) == ()
 
 
@@ -116,11 +116,13 @@ def load_eagerly(model: nn.Module, buckets: list[NamedWeights]) -> None:
         model.load_weights([(name, tensor.clone()) for name, tensor in bucket])
 
 
-def replay(plan: LoadPlan, buffers: list[torch.Tensor]) -> None:
-    """The plan, once for each bucket, on copies of the buffers."""
-    executor = PlanExecutor(plan)
+def replay(model: nn.Module, plan: LoadPlan, buffers: list[torch.Tensor]) -> None:
+    """The plan, once for each bucket, which stays as it is."""
+    executor = PlanExecutor(plan, model.load_weights)
     for i, buffer in enumerate(buffers):
-        executor.replay(i, BucketSource.flat(buffer.clone()))
+        before = buffer.clone()
+        executor.replay(i, BucketSource.flat(buffer))
+        assert torch.equal(buffer, before)
 
 
 def without_one_copy(plan: LoadPlan) -> LoadPlan:

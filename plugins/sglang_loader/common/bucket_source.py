@@ -105,6 +105,11 @@ class BucketSource:
         """All of a bucket in one buffer: flat contiguous uint8."""
         return cls([Piece.flat(0, buffer)])
 
+    @property
+    def device(self) -> torch.device:
+        """Of its first memory; a CPU where there is none."""
+        return self._pieces[0].memories[0].device if self._pieces else torch.device("cpu")
+
     def check(self, layout: BucketLayout) -> None:
         """Raise ValueError unless the pieces hold every byte of every tensor of the layout."""
         for tensor in layout.tensors:
@@ -141,8 +146,7 @@ class BucketSource:
             if self._pieces[0].bytes is None and memory.numel() >= nbytes:
                 return memory[:nbytes]
         self.check(layout)
-        device = self._pieces[0].memories[0].device if self._pieces else None
-        buffer = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        buffer = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
         for piece in self._pieces:
             room = max(0, min(piece.nbytes, nbytes - piece.start))
             for copy, memory in piece.copies(StridedCopy(0, 0, piece.start, (), room)):

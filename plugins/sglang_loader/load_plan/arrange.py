@@ -6,7 +6,8 @@
         replay_once(rebased, destinations, gather(arrangement, plan.layout, buffer))
 
 What lies together in the destination lies together in the arranged buffer, so the rebased plan has
-fewer and denser copies. Tensors that the tape reads, or that are read more than once, come whole.
+fewer and denser copies. Tensors that the model's loader loads, or that are read more than once,
+come whole.
 
 Pure: reads a plan, runs nothing.
 """
@@ -16,15 +17,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from sglang_loader.common.layout import ALIGNMENT_BYTES, BucketLayout
 from sglang_loader.common.regions.arrangement import Arrangement, Read
 from sglang_loader.common.regions.coalesce import coalesce
 from sglang_loader.common.regions.geometry import BYTES, Dim, StridedCopy, collapse, split_copy
 from sglang_loader.common.regions.intervals import Interval
-from sglang_loader.load_plan.plan import Arranged, BucketPlan, TapeStep
-from sglang_loader.load_plan.trace import Space, TensorRef, collector_paused, map_leaves
+from sglang_loader.load_plan.plan import Arranged, BucketPlan
+from sglang_loader.load_plan.trace import collector_paused
 
 UNIT_ALIGNMENT = 16
 """No dtype is wider: a copy whose two sides agree modulo this moves words, or whole elements."""
@@ -45,10 +45,9 @@ def arrange(plan: BucketPlan) -> Arranged | None:
     layout = plan.layout
     pieces = [piece for copy in plan.copies for piece in split_copy(copy, layout.starts)]
     members = _members(layout, [piece.src_bounds() for piece in pieces])
-    taped = _members(layout, _bounds_in_tape(plan))
-    if members is None or taped is None:
+    if members is None:
         return None
-    whole = set(taped) | _read_more_than_once(pieces, members, layout)
+    whole = set(plan.rest) | _read_more_than_once(pieces, members, layout)
     packing = _Packing(layout)
     order = sorted(range(len(pieces)), key=lambda i: (pieces[i].storage, pieces[i].dst))
     placed = {tensor: packing.add_whole(tensor) for tensor in sorted(whole)}
@@ -63,7 +62,7 @@ def arrange(plan: BucketPlan) -> Arranged | None:
     rebased = replace(
         plan,
         copies=tuple(coalesce(copies)),
-        tape=tuple(_rebased_step(step, layout, placed) for step in plan.tape),
+        rest={tensor: placed[tensor] for tensor in plan.rest},
         source_nbytes=packing.nbytes,
     )
     return Arrangement(tuple(packing.reads), packing.nbytes), rebased
@@ -72,8 +71,7 @@ def arrange(plan: BucketPlan) -> Arranged | None:
 def num_bytes_read(plan: BucketPlan) -> int:
     """About as many bytes as an arrangement of this plan would have, found much sooner."""
     copied = sum(_nbytes_read(copy) for copy in plan.copies)
-    taped = _members(plan.layout, _bounds_in_tape(plan))
-    return copied + sum(plan.layout.tensors[i].nbytes for i in set(taped or ()))
+    return copied + sum(plan.layout.tensors[i].nbytes for i in plan.rest)
 
 
 class _Packing:
@@ -149,12 +147,6 @@ def _dense(piece: StridedCopy) -> tuple[list[Dim], list[int]]:
     return ordered, dense
 
 
-def _bounds_in_tape(plan: BucketPlan) -> list[Interval]:
-    """Bytes of the bucket that operators of the tape read or change."""
-    refs = (ref for step in plan.tape for ref in step.refs(Space.BUCKET))
-    return [ref.region.bounds() for ref in refs if 0 not in ref.region.shape]
-
-
 def _members(layout: BucketLayout, bounds: Sequence[Interval]) -> list[int] | None:
     """The tensor within which each range lies; None if one does not lie within one."""
     found = [layout.holding(start, stop) for start, stop in bounds]
@@ -176,21 +168,6 @@ def _nbytes_read(copy: StridedCopy) -> int:
     """Bytes of the source; what is repeated counts once."""
     moving = (count for count, src_stride, _ in copy.dims if src_stride)
     return copy.run * copy.unit.src_bytes * math.prod(moving)
-
-
-def _rebased_step(step: TapeStep, layout: BucketLayout, placed: dict[int, int]) -> TapeStep:
-    """The step with its references into the bucket moved to where their tensors are now."""
-
-    def move(leaf: Any) -> Any:
-        if not isinstance(leaf, TensorRef) or leaf.space is not Space.BUCKET:
-            return leaf
-        start, stop = leaf.region.bounds()
-        tensor = layout.tensor_at(start)
-        offset = placed[tensor] + start - layout.tensors[tensor].offset if start < stop else 0
-        return replace(leaf, region=replace(leaf.region, offset=offset))
-
-    args, kwargs = map_leaves(move, (step.args, step.kwargs))
-    return replace(step, args=args, kwargs=kwargs)
 
 
 def _aligned(nbytes: int, alignment: int) -> int:

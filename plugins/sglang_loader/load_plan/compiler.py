@@ -1,22 +1,26 @@
 """From the traces of a sync's buckets to its plan. Pure: reads traces, runs nothing.
 
-The one freedom taken is order: copies out of the bucket run first, coalesced, and everything else
-follows in recorded order. A copy that may not be moved ahead stays on the tape:
+A tensor of which `load_weights` makes copies alone is copied by the plan. All others are the plan's
+`rest`, which `load_weights` itself loads after the copies: those of which something else is made,
+also by way of the model (a buffer derived from a parameter), and those whose copies may not run
+ahead of that:
 
 - two copies write the same bytes (the later must win);
 - an earlier step reads or writes bytes that the copy writes, or changes its source in place.
 
-Steps whose results reach no destination are dropped. Anything that a replay could not reproduce
-refuses the plan.
+Steps that need no tensor of the bucket are left out: what they write (zeros in a padded row) stays
+as it is. That the plan does what `load_weights` does is proved afterwards, see `verify`; what could
+never be proved refuses the plan.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 
+from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.regions.coalesce import coalesce, find_overlapping
 from sglang_loader.common.regions.geometry import (
     BYTES,
@@ -35,7 +39,7 @@ from sglang_loader.common.regions.intervals import (
 )
 from sglang_loader.load_plan.destinations import Destinations
 from sglang_loader.load_plan.guard import Fingerprint
-from sglang_loader.load_plan.plan import Arranged, BucketPlan, LoadPlan, PlanRefused, TapeStep
+from sglang_loader.load_plan.plan import Arranged, BucketPlan, LoadPlan, PlanRefused
 from sglang_loader.load_plan.trace import (
     Origins,
     Space,
@@ -51,27 +55,24 @@ def compile_bucket(traced: TracedBucket) -> BucketPlan:
     """The plan for one bucket; raises PlanRefused where a replay would not do the same."""
     if traced.problems:
         raise PlanRefused(traced.problems[0])
-    steps = _live_steps(traced.steps)
-    _refuse_unsafe(steps)
+    live = _live_steps(traced.steps)
+    _refuse_unsafe(live)
     host_reads = _judge_host_reads(traced)
-    candidates = [_as_copy(step) for step in steps]
-    moved = _movable(steps, candidates)
-    copies = [copy for copy in moved if copy is not None]
-    tape = [step for step, copy in zip(steps, moved, strict=True) if copy is None]
+    steps = [(step, tensors) for step, tensors in _needed(live, traced.layout) if tensors]
+    candidates = [_as_copy(step) for step, _ in steps]
+    copies, rest = _divided(steps, candidates)
+    loaded = [step for step, tensors in steps if tensors & rest]
     coalesced = coalesce(copies)
-    written, live_in = _effects(coalesced, tape)
-    slots = {slot for step in tape for slot in step.outputs if slot is not None}
-    constants = {r.index for r in _references(tape) if r.space is Space.CONSTANT}
+    written, live_in = _effects(coalesced, loaded)
+    writes = (ref for step in live for ref in step.writes)
     return BucketPlan(
         layout=traced.layout,
         copies=tuple(coalesced),
-        tape=_with_releases(tape),
-        constants={i: traced.constants[i] for i in sorted(constants)},
-        slot_nbytes={slot: traced.slot_nbytes[slot] for slot in sorted(slots)},
+        rest={i: traced.layout.tensors[i].offset for i in sorted(rest)},
         written=written,
         live_in=live_in,
+        touched=frozenset(ref.index for ref in writes if ref.space is Space.DESTINATION),
         host_reads=host_reads,
-        changes_buffer=any(_bucket_writes(step) for step in tape),
         num_traced_copies=sum(copy is not None for copy in candidates),
     )
 
@@ -124,6 +125,49 @@ def _refuse_unsafe(steps: Iterable[Step]) -> None:
                 raise PlanRefused(f"{step.op} writes a tensor that the model does not reach")
 
 
+def _needed(steps: Sequence[Step], layout: BucketLayout) -> Iterator[tuple[Step, frozenset[int]]]:
+    """Each step with the tensors of the bucket that it needs, also by way of the model."""
+    origins = Origins()
+    written: dict[tuple[Space, int], list[tuple[Interval, frozenset[int]]]] = defaultdict(list)
+    for step in steps:
+        found: set[int] = set()
+        for origin in origins.follow(step):
+            bounds = origin.region.bounds()
+            if origin.space is Space.BUCKET:
+                found.add(layout.tensor_at(bounds[0]))
+            for place, tensors in written[origin.space, origin.index]:
+                if _meets([place], bounds):
+                    found |= tensors
+        needed = frozenset(found)
+        for ref in step.writes:
+            written[ref.space, ref.index].append((ref.region.bounds(), needed))
+        yield step, needed
+
+
+def _divided(
+    steps: Sequence[tuple[Step, frozenset[int]]], candidates: Sequence[StridedCopy | None]
+) -> tuple[list[StridedCopy], set[int]]:
+    """The copies that may run first, and the tensors that are left for `load_weights`: none of
+    which another step needs together with one that is copied.
+    """
+    rest: set[int] = set()
+    while True:
+        copies = [
+            copy if rest.isdisjoint(tensors) else None
+            for copy, (_, tensors) in zip(candidates, steps, strict=True)
+        ]
+        kept = _movable([step for step, _ in steps], copies)
+        left = {
+            tensor
+            for copy, (_, tensors) in zip(kept, steps, strict=True)
+            if copy is None
+            for tensor in tensors
+        }
+        if left <= rest:
+            return [copy for copy in kept if copy is not None], rest
+        rest |= left
+
+
 def _as_copy(step: Step) -> StridedCopy | None:
     """The step as a copy from the bucket into a destination, or None where it is something else."""
     if step.op is not torch.ops.aten.copy_.default:
@@ -143,7 +187,7 @@ def _as_copy(step: Step) -> StridedCopy | None:
 def _movable(
     steps: Sequence[Step], candidates: Sequence[StridedCopy | None]
 ) -> list[StridedCopy | None]:
-    """`candidates` without those that may not run before the tape, nor in any order."""
+    """`candidates` without those that may not run before the other steps, nor in any order."""
     numbers = [i for i, copy in enumerate(candidates) if copy is not None]
     overlapping = find_overlapping([c for c in candidates if c is not None])
     kept = list(candidates)
@@ -174,7 +218,7 @@ def _bucket_writes(step: Step) -> list[Interval]:
 
 
 def _effects(
-    copies: Iterable[StridedCopy], tape: Iterable[Step]
+    copies: Iterable[StridedCopy], steps: Iterable[Step]
 ) -> tuple[dict[int, tuple[Interval, ...]], dict[int, tuple[Interval, ...]]]:
     """(bytes surely written, bytes read as they were before), per destination storage."""
     by_storage: dict[int, list[StridedCopy]] = defaultdict(list)
@@ -182,7 +226,7 @@ def _effects(
         by_storage[copy.storage].append(copy)
     written = {key: merge_runs(c.dst_runs() for c in group) for key, group in by_storage.items()}
     live_in: dict[int, list[Interval]] = defaultdict(list)
-    for step in tape:
+    for step in steps:
         for ref in step.reads:
             if ref.space is Space.DESTINATION:
                 here = written.get(ref.index, [])
@@ -194,26 +238,6 @@ def _effects(
                 written[ref.index] = merge([*written.get(ref.index, []), *runs])
     exposed = {key: tuple(merge(ranges)) for key, ranges in live_in.items() if ranges}
     return {key: tuple(ranges) for key, ranges in written.items()}, exposed
-
-
-def _references(steps: Iterable[Step]) -> Iterable[TensorRef]:
-    return (ref for step in steps for ref in (*step.reads, *step.writes))
-
-
-def _with_releases(steps: Sequence[Step]) -> tuple[TapeStep, ...]:
-    last_use: dict[int, int] = {}
-    for i, step in enumerate(steps):
-        for ref in (*step.reads, *step.writes):
-            if ref.space is Space.SLOT:
-                last_use[ref.index] = i
-        last_use.update((slot, i) for slot in step.outputs if slot is not None)
-    released: Mapping[int, list[int]] = defaultdict(list)
-    for slot, i in last_use.items():
-        released[i].append(slot)
-    return tuple(
-        TapeStep(step.op, step.args, step.kwargs, step.outputs, tuple(released[i]))
-        for i, step in enumerate(steps)
-    )
 
 
 def join_buckets(
@@ -250,7 +274,7 @@ def join_buckets(
 
 
 def _read_before_written(buckets: Sequence[BucketPlan]) -> Mapping[int, Sequence[Interval]]:
-    """Bytes that a tape reads before this sync has written them, by storage."""
+    """Bytes that are read before this sync has written them, by storage."""
     so_far: dict[int, list[Interval]] = {}
     exposed: dict[int, list[Interval]] = defaultdict(list)
     for bucket in buckets:

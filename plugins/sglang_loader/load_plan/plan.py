@@ -5,8 +5,8 @@ A `LoadPlan` is made once (`compiler`), executed many times (`executor`), and fo
 
 - `copies`: strided copies straight from the bucket into destination storages, in any order, no byte
   written twice;
-- `tape`: the operators that are more than a copy (a cast into a derived buffer, `cat`, `w + 1`), in
-  recorded order, to be run after the copies.
+- `rest`: the tensors of which the loader makes more than copies (a sum with what they are, a
+  derived buffer, `cat`): it loads them itself, after the copies.
 
 It also knows what it proved about the whole sync: `coverage` (which bytes are written, whatever was
 there before).
@@ -14,7 +14,7 @@ there before).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -32,7 +32,6 @@ from sglang_loader.common.regions.geometry import StridedCopy
 from sglang_loader.common.regions.intervals import Interval
 from sglang_loader.load_plan.destinations import Destinations
 from sglang_loader.load_plan.guard import Fingerprint
-from sglang_loader.load_plan.trace import Space, TensorRef, leaves
 
 LoadWeights: TypeAlias = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
 """A model's own `load_weights`: takes `(name, tensor)` pairs."""
@@ -49,49 +48,36 @@ class PlanRefused(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class TapeStep:
-    """One operator to run again. Tensors in `args` and `kwargs` are `TensorRef`s; `outputs` numbers
-    the slots that its flattened outputs fill, and `releases` the slots nobody reads afterwards.
-    """
-
-    op: torch._ops.OpOverload
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    outputs: tuple[int | None, ...]
-    releases: tuple[int, ...]
-
-    def refs(self, space: Space) -> Iterator[TensorRef]:
-        """The tensors of one space among the arguments."""
-        for leaf in leaves((self.args, self.kwargs)):
-            if isinstance(leaf, TensorRef) and leaf.space is space:
-                yield leaf
-
-
-@dataclass(frozen=True, slots=True)
 class BucketPlan:
     """How to load one bucket.
 
-    `written` maps a destination storage to the byte ranges that this bucket surely overwrites;
-    `live_in` to those that its tape reads as they were before. `slot_nbytes` is the storage size of
-    each temporary, checked at replay. `host_reads` are destination ranges whose data reached
-    Python: harmless only if no sync ever writes them.
-    `changes_buffer`: the loader adds to its sources in place (Gemma's norms), and so does a replay:
-    the buffer must not be the trainer's own memory.
-    `source_nbytes`: size of the arranged buffer that the plan reads; None: it reads the bucket as
-    its layout says.
+    Attributes:
+        rest: tensors that `load_weights` loads, by position in the layout: the first byte of each
+            in the buffer that the plan reads. The loader gets a copy, which it may change.
+        written: by destination storage the byte ranges that this bucket surely overwrites.
+        live_in: likewise those that the loading of `rest` reads as they were before.
+        touched: destination storages that it may write to.
+        host_reads: `(what, storage, byte range)` of the model's data that reached Python: harmless
+            only if no sync ever writes it.
+        num_traced_copies: copies before they were joined.
+        source_nbytes: size of the arranged buffer that the plan reads; None: it reads the bucket as
+            its layout says.
     """
 
     layout: BucketLayout
     copies: tuple[StridedCopy, ...]
-    tape: tuple[TapeStep, ...]
-    constants: Mapping[int, torch.Tensor]
-    slot_nbytes: Mapping[int, int]
+    rest: Mapping[int, int]
     written: Mapping[int, tuple[Interval, ...]]
     live_in: Mapping[int, tuple[Interval, ...]]
+    touched: frozenset[int]
     host_reads: tuple[tuple[str, int, Interval], ...]
-    changes_buffer: bool
     num_traced_copies: int
     source_nbytes: int | None = None
+
+    def rest_layout(self) -> BucketLayout:
+        """The tensors of `rest` alone, in their order."""
+        tensors = (self.layout.tensors[i] for i in self.rest)
+        return BucketLayout.pack((t.name, t.shape, t.dtype) for t in tensors)
 
 
 Arranged: TypeAlias = tuple[Arrangement, BucketPlan]
@@ -134,19 +120,14 @@ class LoadPlan:
         return arranged and arranged[0].nbytes
 
     @property
-    def changes_buffers(self) -> bool:
-        """A replay changes some bucket that it reads."""
-        return any(bucket.changes_buffer for bucket in self.buckets)
-
-    @property
     def num_copies(self) -> int:
         """Strided copies of a sync."""
         return sum(len(bucket.copies) for bucket in self.buckets)
 
     @property
-    def num_tape_steps(self) -> int:
-        """Residual operators of a sync."""
-        return sum(len(bucket.tape) for bucket in self.buckets)
+    def num_rest(self) -> int:
+        """Tensors of a sync that the model's loader loads."""
+        return sum(len(bucket.rest) for bucket in self.buckets)
 
     @property
     def num_traced_copies(self) -> int:

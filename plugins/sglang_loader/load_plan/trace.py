@@ -79,15 +79,14 @@ def collector_paused() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One recorded operator call. Tensors in `args` and `kwargs` are `TensorRef`s; `outputs`
-    numbers the slots that its flattened outputs created (None for outputs that alias something
-    known).
+    """One recorded operator call. Tensors in `args`, the positional ones, are `TensorRef`s;
+    `outputs` numbers the slots that its flattened outputs created (None for outputs that alias
+    something known).
     """
 
     op: torch._ops.OpOverload
     traits: OpTraits
     args: tuple[Any, ...]
-    kwargs: dict[str, Any]
     reads: tuple[TensorRef, ...]
     writes: tuple[TensorRef, ...]
     outputs: tuple[int | None, ...]
@@ -108,17 +107,13 @@ class TracedBucket:
     Attributes:
         destinations: the model's storages at that time.
         steps: in order.
-        constants: tensors that were there before and belong to neither bucket nor model.
-        slot_nbytes: by number, the size of each temporary's storage.
-        problems: why that is not all, or cannot be replayed.
+        problems: why that is not all, or cannot be planned.
     """
 
     layout: BucketLayout
     destinations: Destinations
     steps: list[Step] = field(default_factory=list)
     host_reads: list[HostRead] = field(default_factory=list)
-    constants: list[torch.Tensor] = field(default_factory=list)
-    slot_nbytes: list[int] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
 

@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import count
 from typing import Any
 from unittest import mock
 
@@ -169,6 +170,7 @@ class _Recorder(TorchDispatchMode):
         self._bucket_stop = self._bucket_start + bucket.numel()
         self._places: dict[int, tuple[Space, int, int]] = {}
         self._held: list[object] = []
+        self._numbers = count()
 
     def __torch_dispatch__(
         self,
@@ -212,7 +214,7 @@ class _Recorder(TorchDispatchMode):
         reads = [ref for ref in leaves((args, kwargs)) if isinstance(ref, TensorRef)]
         if traits.overwrites:
             reads = [ref for ref in reads if not any(ref is target for target in writes)]
-        step = Step(op, traits, args, kwargs, tuple(reads), tuple(writes), outputs)
+        step = Step(op, traits, args, tuple(reads), tuple(writes), outputs)
         self.trace.steps.append(step)
 
     def _note_host_reads(
@@ -262,14 +264,9 @@ class _Recorder(TorchDispatchMode):
         return (Space.BUCKET, 0, address - self._bucket_start) if overlaps else None
 
     def _new_constant(self, tensor: torch.Tensor) -> tuple[Space, int, int]:
-        # Kept as a tensor over its whole storage: the replay reads what it holds then.
-        whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-        if tensor.layout == torch.strided and tensor.device.type != "meta":
-            whole.set_(tensor.untyped_storage())
-        else:
+        if tensor.layout != torch.strided or tensor.device.type == "meta":
             self.trace.problems.append(f"a {tensor.layout} tensor on {tensor.device} was used")
-        self.trace.constants.append(whole)
-        return Space.CONSTANT, len(self.trace.constants) - 1, 0
+        return Space.CONSTANT, next(self._numbers), 0
 
     def _new_slot(self, out: torch.Tensor) -> int | None:
         storage = out.untyped_storage()
@@ -277,8 +274,7 @@ class _Recorder(TorchDispatchMode):
             return None
         place = self._place(storage)
         if place is None:
-            place = Space.SLOT, len(self.trace.slot_nbytes), 0
-            self.trace.slot_nbytes.append(storage.nbytes())
+            place = Space.SLOT, next(self._numbers), 0
             self._held.append(StorageWeakRef(storage))
         else:
             self._held.append(storage)

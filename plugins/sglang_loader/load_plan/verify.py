@@ -40,7 +40,7 @@ from sglang_loader.load_plan.destinations import (
 )
 from sglang_loader.load_plan.executor import replay_once
 from sglang_loader.load_plan.plan import BucketPlan, LoadWeights
-from sglang_loader.load_plan.trace import Space, collector_paused
+from sglang_loader.load_plan.trace import collector_paused
 
 POISON = 0xA5
 _FLIPPED_BITS = {
@@ -98,7 +98,7 @@ def check_bucket(
     def differs() -> str | None:
         load_weights(iter(bucket.layout.views(scramble(bucket.layout, source))))
         poison(bucket, destinations)
-        replay_once(bucket, destinations, source.clone())
+        replay_once(bucket, destinations, load_weights, source)
         moved = first_difference(destinations, collect_destinations(model))
         if moved is not None:
             return f"load_weights rebinds tensors: {moved}"
@@ -126,17 +126,18 @@ def check_arranged(
 
     Call it after a good `check_bucket`, whose weights are what is expected here. A plan of copies
     alone writes no byte but those that it claims, so these are overwritten with the pattern; before
-    one with a tape, a scrambled copy of the bucket is loaded as well.
+    one that leaves tensors to the loader, a scrambled copy of the bucket is loaded as well.
     """
     source = buffer[: bucket.layout.nbytes]
-    touched = _storages_of(bucket)
+    touched = sorted(bucket.touched)
     expected = digest(destinations, touched)
 
     def differs() -> str | None:
-        if bucket.tape:
+        if bucket.rest:
             load_weights(iter(bucket.layout.views(scramble(bucket.layout, source))))
         poison(bucket, destinations)
-        replay_once(bucket, destinations, gather(arrangement, bucket.layout, source))
+        arranged = gather(arrangement, bucket.layout, source)
+        replay_once(bucket, destinations, load_weights, arranged)
         found = digest(destinations, touched)
         number = sum(a != b for a, b in zip(expected, found, strict=True))
         return f"{number} storages differ" if number else None
@@ -170,20 +171,13 @@ def gather(arrangement: Arrangement, layout: BucketLayout, buffer: torch.Tensor)
     return gather_reads(arrangement, bytes_of, buffer.device)
 
 
-def _storages_of(bucket: BucketPlan) -> list[int]:
-    """Destination storages that the plan should write to, and those that it can."""
-    found = {*bucket.written, *(copy.storage for copy in bucket.copies)}
-    found.update(ref.index for step in bucket.tape for ref in step.refs(Space.DESTINATION))
-    return sorted(found)
-
-
 def _expected(
     bucket: BucketPlan, destinations: Destinations, known: KnownDigests | None
 ) -> list[tuple[int, ...]]:
     """The digests after an eager load."""
     if known is None or known.storages != destinations.storages:
         return digest(destinations)
-    values, touched = list(known.values), _storages_of(bucket)
+    values, touched = list(known.values), sorted(bucket.touched)
     for i, value in zip(touched, digest(destinations, touched), strict=True):
         values[i] = value
     return values

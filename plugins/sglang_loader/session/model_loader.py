@@ -53,7 +53,7 @@ class SyncOutcome:
         num_replayed: buckets loaded by the plan.
         num_eager: buckets loaded by `load_weights`.
         reason: why some were eager; None where all were replayed.
-        may_read_in_place: a plan holds, and it leaves the sources as they are.
+        may_read_in_place: a plan holds: it leaves the sources as they are.
     """
 
     num_replayed: int
@@ -170,7 +170,8 @@ class ModelLoader:
                 loaded eagerly.
 
         Returns:
-            True if the plan was replayed: then all work is on the current stream.
+            True if all work is on the current stream: the plan was replayed, and leaves nothing to
+            `load_weights`.
 
         Raises:
             SessionError: the bucket is arranged, and no plan holds for it.
@@ -180,7 +181,7 @@ class ModelLoader:
         if arranged and self._load_mode is not _LoadMode.REPLAY:
             raise self._cannot_load_arranged(index)
         is_planned = self._load_mode in (_LoadMode.REPLAY, _LoadMode.CHECK)
-        if is_planned and not self._fits(index, layout, read_only):
+        if is_planned and not self._fits(index, layout):
             self._load_mode = _LoadMode.EAGER
             if arranged:
                 raise self._cannot_load_arranged(index)
@@ -189,7 +190,7 @@ class ModelLoader:
         if index == 0 and self._load_mode is _LoadMode.RECORD and self._is_unfit(layout):
             self._load_mode = _LoadMode.EAGER
         if self._load_mode is _LoadMode.REPLAY and self._replay(index, source, arranged):
-            return True
+            return self.plan is not None and not self.plan.buckets[index].rest
         buffer = source.packed(layout)
         if self._load_mode is _LoadMode.CHECK:
             self._check(index, buffer)
@@ -221,7 +222,7 @@ class ModelLoader:
             num_replayed=self._num_replayed,
             num_eager=len(self.uses) - self._num_replayed,
             reason=self._reason,
-            may_read_in_place=plan is not None and not plan.changes_buffers,
+            may_read_in_place=plan is not None,
         )
 
     def unbind(self) -> None:
@@ -247,16 +248,13 @@ class ModelLoader:
         self._note(self._unfit[1], log=False)
         return True
 
-    def _fits(self, index: int, layout: BucketLayout, read_only: bool) -> bool:
+    def _fits(self, index: int, layout: BucketLayout) -> bool:
         assert self._compiled is not None
         buckets = self._compiled.plan.buckets
         if index >= len(buckets):
             self._drop_plan(f"the plan has {len(buckets)} buckets, the sync more")
         elif buckets[index].layout is not layout and buckets[index].layout != layout:
             self._drop_plan(f"bucket {index} has another layout than the plan's")
-        elif read_only and buckets[index].changes_buffer:
-            self._note(f"the plan of bucket {index} changes its source, which is read-only")
-            return False
         return self._compiled is not None
 
     def _replay(self, index: int, source: BucketSource, arranged: bool) -> bool:
@@ -265,8 +263,8 @@ class ModelLoader:
         try:
             self._compiled.executor.replay(index, source, arranged=arranged)
         except Exception as error:
-            if arranged or self._compiled.plan.buckets[index].changes_buffer:
-                raise  # there is no more to load than that, or it is no longer what was sent
+            if arranged:
+                raise  # the other bytes are not there
             self._drop_plan(f"the replay of bucket {index} failed: {error!r}")
             return False
         self._num_replayed += 1
@@ -298,19 +296,21 @@ class ModelLoader:
             self._refuse(refused.reason)
             return
         probe = DestinationProbe(self._model, plan.destinations)
-        self._compiled = _Compiled(plan, list(self.uses), PlanExecutor(plan), probe)
+        self._compiled = _Compiled(
+            plan, list(self.uses), PlanExecutor(plan, self._recorder.load_weights), probe
+        )
         self._num_recordings += 1
         self._syncs_since_check = 0
         self._unfit = None
         idle = [name for uses in self.uses for name in uses.idle]
         logger.info(
-            "load plan of %s: %d copies (%d traced) and %d other steps in %d buckets; ignored "
-            "tensors: %s",
+            "load plan of %s: %d copies (%d traced) in %d buckets, %d tensors left to its loader; "
+            "ignored tensors: %s",
             type(self._model).__name__,
             plan.num_copies,
             plan.num_traced_copies,
-            plan.num_tape_steps,
             len(plan.buckets),
+            plan.num_rest,
             ", ".join(idle[:5]) or "none",
         )
 

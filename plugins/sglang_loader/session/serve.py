@@ -356,13 +356,10 @@ def _expect(kind: type[wire.FromTrainer], message: wire.FromTrainer) -> None:
 
 def common_arrangements(plans: Sequence[LoadPlan | None]) -> LoadPlan | None:
     """The plan by whose arrangements buckets may come: all models have the same. None: there are
-    none, or others, or a replay changes what others load, too.
+    none, or others.
     """
-    first = plans[0]
-    if not _digest(first) or len({_digest(plan) for plan in plans}) > 1:
-        return None
-    changes = any(plan is not None and plan.changes_buffers for plan in plans)
-    return None if len(plans) > 1 and changes else first
+    digests = {_digest(plan) for plan in plans}
+    return plans[0] if len(digests) == 1 and digests != {""} else None
 
 
 def _digest(plan: LoadPlan | None) -> str:

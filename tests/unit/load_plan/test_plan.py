@@ -81,7 +81,7 @@ def assert_replays(load_one: Loader) -> LoadPlan:
     model.load_weights(layout.views(other.clone()))
     expected = snapshot(plan.destinations)
     model.load_weights(layout.views(buffer.clone()))
-    PlanExecutor(plan).replay(0, BucketSource.flat(other))
+    PlanExecutor(plan, model.load_weights).replay(0, BucketSource.flat(other))
     assert differing(plan.destinations, expected) == ()
     return plan
 
@@ -99,9 +99,9 @@ def plain(model: Model, name: str, tensor: torch.Tensor) -> None:
         model.weight.data.narrow(0, 0 if name == "w" else 6, 6).copy_(tensor)
 
 
-def test_plain_copies_need_no_tape() -> None:
+def test_plain_copies_leave_nothing_to_the_loader() -> None:
     plan = assert_replays(plain)
-    assert (plan.num_traced_copies, plan.num_copies, plan.num_tape_steps) == (3, 2, 0)
+    assert (plan.num_traced_copies, plan.num_copies, plan.num_rest) == (3, 2, 0)
     assert plan.coverage == {"weight": ((0, 384),), "bias16": ((0, 16),)}
     assert set(uncovered(plan)) == {"buffer", "derived", "listed[0]", "listed[1]['deep']"}
 
@@ -113,7 +113,7 @@ def test_derived_tensors_are_replayed_after_what_they_derive_from() -> None:
             model.derived.copy_(model.weight[:6] @ torch.eye(8) + 1)
 
     plan = assert_replays(load_one)
-    assert plan.num_tape_steps >= 2
+    assert (plan.num_copies, list(plan.buckets[0].rest)) == (2, [0])
     assert "derived" in plan.coverage
 
 
@@ -123,7 +123,7 @@ def test_casts_run_as_copies() -> None:
             model.bias16.copy_(tensor[0])
 
     plan = assert_replays(load_one)
-    assert (plan.num_copies, plan.num_tape_steps) == (1, 0)
+    assert (plan.num_copies, plan.num_rest) == (1, 0)
     model = Model(load_one)
     assert uses_of(trace_bucket(model, model.load_weights, *pack())).idle == ["v", "b"]
 
@@ -146,7 +146,7 @@ def test_scalars_through_item_are_copies() -> None:
             model.listed[0][1:2].fill_(tensor[0, 0].item())
             model.bias16[2:3].fill_(tensor[0, 1].item())
 
-    assert assert_replays(load_one).num_tape_steps == 0
+    assert assert_replays(load_one).num_rest == 0
 
 
 def test_sources_changed_in_place_keep_the_order_and_the_buffer() -> None:
@@ -157,10 +157,11 @@ def test_sources_changed_in_place_keep_the_order_and_the_buffer() -> None:
             model.buffer.copy_(tensor)
 
     plan = assert_replays(load_one)
-    assert plan.buckets[0].changes_buffer
+    assert list(plan.buckets[0].rest) == [0]
     layout, buffer = pack()
-    before = buffer.clone()
-    compile_for(Model(load_one), (layout, buffer))
+    before, model = buffer.clone(), Model(load_one)
+    plan = compile_for(model, (layout, buffer))
+    PlanExecutor(plan, model.load_weights).replay(0, BucketSource.flat(buffer))
     assert torch.equal(buffer, before)
 
 
@@ -170,7 +171,7 @@ def test_the_later_of_two_writes_wins() -> None:
             model.buffer[: 6 if name == "w" else 3].copy_(tensor[: 6 if name == "w" else 3])
 
     plan = assert_replays(load_one)
-    assert (plan.num_copies, plan.num_tape_steps) == (0, 2)
+    assert (plan.num_copies, plan.num_rest) == (0, 2)
 
 
 def test_a_copy_stays_behind_a_step_that_reads_its_target() -> None:
@@ -184,7 +185,7 @@ def test_a_copy_stays_behind_a_step_that_reads_its_target() -> None:
     plan = compile_for(model, (layout, buffer))
     assert plan.num_copies == 0
     model.buffer.zero_()
-    PlanExecutor(plan).replay(0, BucketSource.flat(buffer))
+    PlanExecutor(plan, model.load_weights).replay(0, BucketSource.flat(buffer))
     source = layout.views(buffer)[0][1]
     assert torch.equal(model.derived, source)
     # `buffer` is written, but an update also needs what was there: it is not covered.
@@ -198,7 +199,7 @@ def test_dead_steps_are_dropped() -> None:
         torch.randn(4)
         plain(model, name, tensor)
 
-    assert assert_replays(load_one).num_tape_steps == 0
+    assert assert_replays(load_one).num_rest == 0
 
 
 def test_temporaries_filled_piece_by_piece() -> None:
@@ -457,7 +458,7 @@ def test_poison_fills_what_is_covered_and_nothing_else() -> None:
 def test_replay_binds_once_per_buffer_and_lets_go() -> None:
     model = Model(plain)
     layout, buffer = pack()
-    executor = PlanExecutor(compile_for(model, (layout, buffer)))
+    executor = PlanExecutor(compile_for(model, (layout, buffer)), model.load_weights)
     staging = torch.zeros(3 * layout.nbytes + 8, dtype=torch.uint8)
     for start in (0, layout.nbytes, layout.nbytes + 4, 0):
         part = staging[start : start + layout.nbytes]
@@ -472,7 +473,7 @@ def test_replay_binds_once_per_buffer_and_lets_go() -> None:
 def test_replay_rejects_what_is_not_the_bucket() -> None:
     model = Model(plain)
     layout, buffer = pack()
-    executor = PlanExecutor(compile_for(model, (layout, buffer)))
+    executor = PlanExecutor(compile_for(model, (layout, buffer)), model.load_weights)
     with pytest.raises(ValueError, match="no piece"):
         executor.replay(0, BucketSource.flat(buffer[:100]))
     with pytest.raises(ValueError, match="uint8"):

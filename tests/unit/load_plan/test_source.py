@@ -52,7 +52,8 @@ def executor_of(model):
     """Replays what the model does with the bucket."""
     zeros = torch.zeros(LAYOUT.nbytes, dtype=torch.uint8)
     traced = trace_bucket(model, model.load_weights, LAYOUT, zeros)
-    return PlanExecutor(join_buckets([compile_bucket(traced)], traced.destinations, {}))
+    plan = join_buckets([compile_bucket(traced)], traced.destinations, {})
+    return PlanExecutor(plan, model.load_weights)
 
 
 def in_pieces(tensors, cuts):
@@ -160,10 +161,12 @@ class Ignores(nn.Module):
 
 
 def test_of_a_bucket_of_which_nothing_is_read_nothing_need_come():
-    plan = executor_of(Ignores())._plan
+    model = Ignores()
+    plan = executor_of(model)._plan
     _, rebased = arrange(plan.buckets[0])
     assert rebased.source_nbytes > 0
-    PlanExecutor(replace(plan, buckets=(rebased,))).replay(0, BucketSource([]))
+    plan = replace(plan, buckets=(rebased,))
+    PlanExecutor(plan, model.load_weights).replay(0, BucketSource([]))
     with pytest.raises(ValueError, match="no piece"):
         executor_of(Model()).replay(0, BucketSource([]))
 
