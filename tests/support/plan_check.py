@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from sglang_loader.load_plan import CheckResult, LoadPlan, check_bucket
+from sglang_loader.load_plan import KnownDigests, LoadPlan, check_bucket
 from sglang_loader.load_plan.destinations import Destinations
 from sglang_loader.load_plan.plan import LoadWeights
 
@@ -17,23 +17,22 @@ def self_check(
     plan: LoadPlan,
     load_weights: LoadWeights,
     buffers: Sequence[torch.Tensor],
-) -> CheckResult:
-    """`check_bucket` for every bucket of a plan; stops at the first that fails.
+) -> str | None:
+    """`check_bucket` for every bucket of a plan; stops at the first that fails, and says why.
 
     Args:
         buffers: one flat buffer per bucket, filled with this sync's weights.
 
     Afterwards the weights are those of `buffers`, whatever the outcome.
     """
-    known = None
+    known = KnownDigests()
     for i, (bucket, buffer) in enumerate(zip(plan.buckets, buffers, strict=True)):
-        result = check_bucket(model, bucket, plan.destinations, load_weights, buffer, known)
-        known = result.known
-        if not result.ok:
+        reason = check_bucket(model, bucket, plan.destinations, load_weights, buffer, known)
+        if reason is not None:
             for layout, later in zip(plan.layouts[i + 1 :], buffers[i + 1 :], strict=True):
                 load_weights(iter(layout.views(later[: layout.nbytes].clone())))
-            return result
-    return CheckResult()
+            return reason
+    return None
 
 
 def uncovered(plan: LoadPlan, kind: str | None = None) -> list[str]:

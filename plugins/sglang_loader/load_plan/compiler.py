@@ -32,7 +32,6 @@ from sglang_loader.common.regions.geometry import (
 from sglang_loader.common.regions.intervals import (
     Interval,
     contains,
-    intersects,
     merge,
     merge_runs,
     subtract,
@@ -210,7 +209,8 @@ def _movable(
 
 
 def _meets(ranges: Iterable[Interval], wanted: Interval) -> bool:
-    return any(start < wanted[1] and wanted[0] < stop for start, stop in ranges)
+    first, end = wanted
+    return first < end and any(start < end and first < stop for start, stop in ranges)
 
 
 def _bucket_writes(step: Step) -> list[Interval]:
@@ -259,7 +259,7 @@ def join_buckets(
     storages = destinations.storages
     written = _merge_all(bucket.written for bucket in buckets)
     for what, storage, interval in (read for bucket in buckets for read in bucket.host_reads):
-        if intersects(written.get(storage, []), interval):
+        if _meets(written.get(storage, []), interval):
             name = storages[storage].name
             raise PlanRefused(f"Python reads the data of {name} ({what}), which the sync writes")
     exposed = _read_before_written(buckets)

@@ -1,9 +1,9 @@
 """Proof that a plan does what the model's own loader does, byte for byte, in every storage that the
 model reaches.
 
-    result = check_bucket(model, bucket_plan, traced.destinations, model.load_weights, buffer)
-    if not result.ok:
-        log(result.reason)        # the weights are as loaded eagerly, the plan is not to be used
+    reason = check_bucket(model, bucket_plan, traced.destinations, model.load_weights, buffer)
+    if reason is not None:
+        log(reason)        # the weights are as loaded eagerly, the plan is not to be used
 
 The check of one bucket:
 
@@ -21,7 +21,7 @@ device; no host copy is made.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 
 import torch
@@ -52,27 +52,12 @@ _FLIPPED_BITS = {
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass
 class KnownDigests:
-    """What every storage held after a good check."""
+    """What every storage held after the last good check; at first that is not known."""
 
-    storages: tuple[StorageEntry, ...]
-    values: tuple[tuple[int, ...], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class CheckResult:
-    """What the plan does otherwise than `load_weights` (None: nothing), and what the check of the
-    next bucket need not look at again.
-    """
-
-    reason: str | None = None
-    known: KnownDigests | None = None
-
-    @property
-    def ok(self) -> bool:
-        """The plan has proved itself."""
-        return self.reason is None
+    storages: tuple[StorageEntry, ...] = ()
+    values: list[tuple[int, ...]] = field(default_factory=list)
 
 
 @collector_paused()
@@ -83,13 +68,15 @@ def check_bucket(
     load_weights: LoadWeights,
     buffer: torch.Tensor,
     known: KnownDigests | None = None,
-) -> CheckResult:
-    """Prove one bucket's plan against the eager loader. Takes a scratch copy of the bucket on its
-    device. The weights end as the bucket says: after a failed check it is loaded eagerly once more.
+) -> str | None:
+    """Prove one bucket's plan against the eager loader: what it does otherwise; None: nothing.
+
+    Takes a scratch copy of the bucket on its device. The weights end as the bucket says: after a
+    failed check it is loaded eagerly once more.
 
     Args:
-        known: of the check before, if nothing was loaded since but this bucket: then only what the
-            plan knows of is looked at twice. Anything else must be as it was.
+        known: by the check before, if nothing was loaded since but this bucket: then only what the
+            plan knows of is looked at twice. Anything else must be as it was. Brought up to date.
     """
     source = buffer[: bucket.layout.nbytes]
     load_weights(iter(bucket.layout.views(source.clone())))
@@ -108,9 +95,10 @@ def check_bucket(
         return f"{len(names)} tensors differ from eager: {', '.join(names[:3])}" if names else None
 
     reason = _reason(differs, bucket, load_weights, source)
-    if reason is not None:
-        return CheckResult(reason)
-    return CheckResult(known=KnownDigests(destinations.storages, tuple(expected)))
+    if known is not None:
+        known.storages = destinations.storages if reason is None else ()
+        known.values = expected
+    return reason
 
 
 @collector_paused()

@@ -57,7 +57,7 @@ class Recorder:
         """Another sync begins: forget the one before, and the content of the model, which may have
         changed.
         """
-        self._known_digests: KnownDigests | None = None
+        self._known_digests = KnownDigests()
         self._destinations: Destinations | None = None  # after the last traced bucket
         self._buckets: list[BucketPlan] = []
         self._arranged: list[Arranged | None] = []
@@ -79,11 +79,9 @@ class Recorder:
         self, bucket: BucketPlan, destinations: Destinations, buffer: torch.Tensor
     ) -> str | None:
         """Load a bucket, and again by its plan: what the plan does otherwise; None: nothing."""
-        result = check_bucket(
+        return check_bucket(
             self._model, bucket, destinations, self.load_weights, buffer, self._known_digests
         )
-        self._known_digests = result.known
-        return result.reason
 
     def why_misarranged(
         self, arranged: Arranged, destinations: Destinations, buffer: torch.Tensor

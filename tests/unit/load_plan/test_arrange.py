@@ -268,7 +268,7 @@ def arranged_half() -> tuple[Half, Destinations, Arrangement, BucketPlan]:
     traced = trace_bucket(model, model.load_weights, LAYOUT, buffer)
     plan = compile_bucket(traced)
     assert plan.rest and plan.copies
-    assert check_bucket(model, plan, traced.destinations, model.load_weights, buffer).ok
+    assert check_bucket(model, plan, traced.destinations, model.load_weights, buffer) is None
     arranged = arrange(plan)
     assert arranged is not None
     return model, traced.destinations, *arranged

@@ -16,6 +16,7 @@ from torch import nn
 from sglang_loader.common.bucket_source import BucketSource
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.load_plan import (
+    KnownDigests,
     LoadPlan,
     PlanExecutor,
     PlanRefused,
@@ -76,7 +77,7 @@ def assert_replays(load_one: Loader) -> LoadPlan:
     model = Model(load_one)
     layout, buffer = pack()
     plan = compile_for(model, (layout, buffer))
-    assert self_check(model, plan, model.load_weights, [buffer]).ok
+    assert self_check(model, plan, model.load_weights, [buffer]) is None
     _, other = pack(seed=1)
     model.load_weights(layout.views(other.clone()))
     expected = snapshot(plan.destinations)
@@ -190,7 +191,7 @@ def test_a_copy_stays_behind_a_step_that_reads_its_target() -> None:
     assert torch.equal(model.derived, source)
     # `buffer` is written, but an update also needs what was there: it is not covered.
     assert "buffer" not in plan.coverage
-    assert not self_check(model, plan, model.load_weights, [buffer]).ok
+    assert self_check(model, plan, model.load_weights, [buffer]) is not None
 
 
 def test_dead_steps_are_dropped() -> None:
@@ -237,7 +238,7 @@ def test_buckets_are_planned_one_by_one() -> None:
     plan = compile_for(model, first, second)
     assert [len(bucket.copies) for bucket in plan.buckets] == [1, 2]
     assert plan.coverage["weight"] == ((0, 384),)
-    assert self_check(model, plan, model.load_weights, [first[1], second[1]]).ok
+    assert self_check(model, plan, model.load_weights, [first[1], second[1]]) is None
 
 
 def test_memory_bound_by_the_first_load_is_part_of_the_plan() -> None:
@@ -253,7 +254,7 @@ def test_memory_bound_by_the_first_load_is_part_of_the_plan() -> None:
     first, second = pack(0, SOURCES[:1]), pack(1, SOURCES[1:])
     plan = compile_for(model, first, second)
     assert {"late_w", "late_v"} <= plan.coverage.keys()
-    assert self_check(model, plan, model.load_weights, [first[1], second[1]]).ok
+    assert self_check(model, plan, model.load_weights, [first[1], second[1]]) is None
 
 
 # Refusals ---------------------------------------------------------------------------------------
@@ -370,9 +371,8 @@ def test_self_check_finds_writes_from_other_threads() -> None:
     assert plan.num_copies == 0
     traced = trace_bucket(model, model.load_weights, layout, buffer)
     assert uses_of(traced).idle == ["w", "v", "b"]
-    result = self_check(model, plan, model.load_weights, [buffer])
-    assert not result.ok
-    assert result.reason == "2 tensors differ from eager: weight, bias16"
+    reason = self_check(model, plan, model.load_weights, [buffer])
+    assert reason == "2 tensors differ from eager: weight, bias16"
     assert torch.equal(model.weight[:6], layout.views(buffer)[0][1])
 
 
@@ -396,12 +396,12 @@ def test_a_check_that_knows_the_one_before_finds_writes_elsewhere(hidden: str) -
     plan = compile_for(model, first, second)
     (one, other), destinations = plan.buckets, plan.destinations
     model.load_weights(first[0].views(first[1].clone()))
-    good = check_bucket(model, one, destinations, model.load_weights, first[1])
-    assert good.ok and good.known is not None
-    for known in (good.known, None):
-        result = check_bucket(model, other, destinations, model.load_weights, second[1], known)
-        assert not result.ok
-        assert ("buffer" in str(result.reason)) == (hidden == "to where the plan writes nothing")
+    after_one = KnownDigests()
+    assert check_bucket(model, one, destinations, model.load_weights, first[1], after_one) is None
+    for known in (after_one, None):
+        reason = check_bucket(model, other, destinations, model.load_weights, second[1], known)
+        assert reason is not None
+        assert ("buffer" in reason) == (hidden == "to where the plan writes nothing")
 
 
 def test_self_check_finds_a_misplaced_copy_and_restores_the_weights() -> None:
@@ -413,8 +413,8 @@ def test_self_check_finds_a_misplaced_copy_and_restores_the_weights() -> None:
     moved = dataclasses.replace(bucket.copies[0], src=bucket.copies[0].src + 4)
     for copies in ((moved, *bucket.copies[1:]), bucket.copies[1:]):
         broken = dataclasses.replace(plan, buckets=(dataclasses.replace(bucket, copies=copies),))
-        result = self_check(model, broken, model.load_weights, [buffer])
-        assert not result.ok and result.reason is not None and "differ" in result.reason
+        reason = self_check(model, broken, model.load_weights, [buffer])
+        assert reason is not None and "differ" in reason
         assert differing(plan.destinations, expected) == ()
 
 

@@ -52,16 +52,6 @@ def contains(merged: Sequence[Interval], wanted: Interval) -> bool:
     return at >= 0 and merged[at][0] <= wanted[0] and wanted[1] <= merged[at][1]
 
 
-def intersects(merged: Sequence[Interval], wanted: Interval) -> bool:
-    """Whether any byte of `wanted` lies inside `merged` (the output of `merge`)."""
-    if wanted[0] >= wanted[1]:
-        return False
-    at = bisect_right(merged, (wanted[0], 1 << 63)) - 1
-    if at >= 0 and merged[at][1] > wanted[0]:
-        return True
-    return at + 1 < len(merged) and merged[at + 1][0] < wanted[1]
-
-
 def subtract(merged: Sequence[Interval], removed: Iterable[Interval]) -> list[Interval]:
     """The bytes of `merged` that are in none of `removed`."""
     left: list[Interval] = []
