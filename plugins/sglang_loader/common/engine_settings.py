@@ -1,6 +1,6 @@
 """Settings that the replica hands to SGLang's processes, in environment variables.
 
-They are read here and nowhere else.
+They are read here and nowhere else; what they may be is checked where a recipe sets them.
 """
 
 from __future__ import annotations
@@ -15,13 +15,8 @@ HOST_BACKUP_VARIABLE = "VERL_SGLANG_SYNC_HOST_BACKUP"
 
 
 def requested_host_backup() -> HostBackup:
-    """The setting that this process was launched with; "on", SGLang's own, where there is none.
-    ValueError is raised where the variable is set to something else.
-    """
-    value = os.environ.get(HOST_BACKUP_VARIABLE, "on")
-    if value not in HOST_BACKUPS:
-        raise ValueError(f"{HOST_BACKUP_VARIABLE}={value!r}: allowed: {', '.join(HOST_BACKUPS)}")
-    return value  # type: ignore[return-value]
+    """The setting that this process was launched with; "on", SGLang's own, where there is none."""
+    return os.environ.get(HOST_BACKUP_VARIABLE, "on")  # type: ignore[return-value]
 
 
 StaleRequests = Literal["wait", "refuse"]
@@ -47,23 +42,9 @@ class GatePolicy:
 
 
 def requested_gate_policy() -> GatePolicy:
-    """The setting that this process was launched with; the default where there is none.
-    ValueError as for `requested_host_backup`.
-    """
-    text = os.environ.get(STALE_REQUESTS_VARIABLE)
-    if text is None:
-        return GatePolicy()
-    try:
-        kind, seconds = text.split()
-        policy = GatePolicy(kind, float(seconds))  # type: ignore[arg-type]
-    except ValueError:
-        policy = None
-    if policy is None or policy.kind not in STALE_REQUESTS or not policy.timeout_s > 0:
-        raise ValueError(
-            f"{STALE_REQUESTS_VARIABLE}={text!r}: expected one of {', '.join(STALE_REQUESTS)}, "
-            "and a number of seconds"
-        )
-    return policy
+    """The setting that this process was launched with; the default where there is none."""
+    kind, seconds = os.environ.get(STALE_REQUESTS_VARIABLE, str(GatePolicy())).split()
+    return GatePolicy(kind, float(seconds))  # type: ignore[arg-type]
 
 
 CUDA_GRAPH_TAG = "cuda_graph"

@@ -28,7 +28,8 @@ from sglang_loader.common.session.messages import (
 from sglang_loader.hooks.request_gate import gate_reason, set_gate, why_closed
 from sglang_loader.hooks.tp_ranks import TPRanks, attempt
 from sglang_loader.hooks.update_groups import groups_of
-from sglang_loader.host_backup import backup_of
+from sglang_loader.host_backup import arm, backup_of
+from sglang_loader.host_backup.allocations import under_weights_tag
 from sglang_loader.host_backup.completeness import Completeness
 from sglang_loader.session.findings import Verdict
 from sglang_loader.session.serve import Conclude, SessionSteps, serve_session
@@ -137,11 +138,12 @@ class WeightUpdate:
     def __init__(self, updater: Any, request: Any) -> None:
         self.manifest_check: ManifestCheck = "off"
         self.syncs_draft = False
-        self.models: list[Any] = [updater.tp_worker.model_runner.model]
         self._updater = updater
         self._ranks = TPRanks(updater)
         self._request = request
-        self._backup = backup_of(updater.tp_worker.model_runner.model)
+        model = updater.tp_worker.model_runner.model
+        self.models: list[Any] = [model]
+        self._backup = backup_of(model) or arm(model, "on", under_weights_tag)
         self._has_begun = self._has_flushed = False
         self._verdict: Verdict | None = None
         self._view: SyncView | None = None
@@ -149,8 +151,7 @@ class WeightUpdate:
     def loading(self, layout: BucketLayout) -> None:
         """A bucket is about to be loaded: weights are overwritten from now on."""
         self._has_begun = True
-        if self._backup is not None:
-            self._backup.sync.loading(layout)
+        self._backup.sync.loading(layout)
 
     def loaded(self) -> None:
         """All buckets of a sync are loaded on this rank; what takes time is done now, so that
@@ -188,24 +189,23 @@ class WeightUpdate:
         # After a failure, too: the prefix caches of all TP ranks must stay equal.
         _, unflushed = attempt(self.flush)
         failure = failure or unflushed
-        stale = None if self._backup is None else self._backup.stale_once_synced
+        stale = self._backup.stale_once_synced
         has_failed, is_touched, is_new, is_stale = self._ranks.any_of(
             failure is not None, self._has_begun, self._view is not None, stale is not None
         )
         failures = self._ranks.failures(failure) if has_failed else []
         if not failures and is_new:
             failures = self._judge()
-        if self._backup is not None:
-            if failures and is_touched:
-                self._backup.sync_failed("a weight update failed")
-            elif not failures:
-                self._backup.sync_completed()
+        if failures and is_touched:
+            self._backup.sync_failed("a weight update failed")
+        elif not failures:
+            self._backup.sync_completed()
         if not failures and is_stale:
             failures = self._ranks.failures(stale)
         if not failures:
             record_version(self._updater, self._request)
         if is_touched:  # else all is as it was
-            set_gate(why_closed(self._updater) or next(iter(failures), None))
+            set_gate(why_closed(self._updater))
         return failures
 
     def _load_in_frame(self, load: Callable[[], None]) -> str | None:
@@ -231,14 +231,10 @@ class WeightUpdate:
         the trainer wants to know, and after a failed sync where this one has brought fewer tensors
         than others before it, or is the first.
         """
-        backup = self._backup
-        if backup is None:
-            return False
-        return self.manifest_check != "off" or _may_be_incomplete(backup.sync)
+        return self.manifest_check != "off" or _may_be_incomplete(self._backup.sync)
 
     @property
     def _layouts(self) -> Sequence[BucketLayout]:
-        assert self._backup is not None, "nobody judges what is not kept track of"
         return self._backup.sync.layouts
 
     @property
@@ -259,7 +255,6 @@ class WeightUpdate:
 
     def _refusal(self, verdict: Verdict) -> str | None:
         """Why this sync must not be published."""
-        assert self._backup is not None, "nobody judges what is not kept track of"
         sync = self._backup.sync
         nothing = f"{'after a failed sync ' if sync.is_broken else ''}nothing is published"
         is_gap = bool(verdict.missing) and _may_be_incomplete(sync)
