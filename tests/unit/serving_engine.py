@@ -50,7 +50,6 @@ def _serve_in_threads() -> None:
         return
     engine_context, tp_rank = session.engine_context, session.tp_rank
     module: Any = session
-    module._kept = _OfEachRank(lambda: session.KeptChannels(session.NUM_TRAINERS))
     module._layouts = _OfEachRank(Layouts)
     module.mapped = _OfEachRank(MappedMemory)
     module.receiver = _OfEachRank(BroadcastReceiver)

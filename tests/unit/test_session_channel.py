@@ -7,7 +7,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from sglang_loader.common.session import messages as wire
 from sglang_loader.common.session.channel import (
     GRACE_MS,
     Channel,
-    KeptChannels,
     engine_end,
     trainer_end,
 )
@@ -148,51 +146,11 @@ def test_channels_that_nobody_closed_do_not_block_the_others(new_endpoint: NewEn
     gc.unfreeze()
 
 
-def test_a_kept_channel_serves_the_next_session(
-    ends: tuple[Channel[Any], Channel[Any]],
-) -> None:
-    for end, endpoint in zip(ends, (None, ends[1].endpoint), strict=True):
-        kept: KeptChannels[Any] = KeptChannels()
-        kept.keep(end)
-        assert kept.take(endpoint) is end
-        assert kept.take(endpoint) is None, "taken"
-        end.begin("u" * 32, timeout_s=20)
-    trainer, engine = ends
-    trainer.send(wire.Welcome)
-    assert engine.receive().token == "u" * 32
-
-
-def test_a_channel_with_something_left_is_not_used_again(
-    ends: tuple[Channel[Any], Channel[Any]],
-) -> None:
-    trainer, engine = ends
-    kept: KeptChannels[Any] = KeptChannels()
-    engine.send(wire.BucketDone, index=1)
-    assert trainer.has_message() or trainer.wait(5)
-    kept.keep(trainer)
-    assert kept.take() is None
-    assert _is_gone(engine)
-
-
 def _is_gone(end: Channel[Any]) -> bool:
-    """Its peer has closed, so that it is not used again either."""
+    """Its peer has closed."""
     with pytest.raises(SessionError, match="is gone"):
         end.wait(10)
     return True
-
-
-def test_a_channel_whose_peer_died_is_not_used_again(
-    ends: tuple[Channel[Any], Channel[Any]],
-) -> None:
-    trainer, engine = ends
-    kept: KeptChannels[Any] = KeptChannels()
-    kept.keep(trainer)
-    engine.close()
-    deadline = time.monotonic() + 10
-    while trainer.is_quiet and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert kept.take() is None
-    assert not Path(trainer.endpoint.removeprefix("ipc://")).exists()
 
 
 def test_an_engine_that_was_left_does_not_take_the_place_of_another(
@@ -211,44 +169,7 @@ def test_an_engine_that_was_left_does_not_take_the_place_of_another(
             assert later.receive().index == 7
 
 
-def test_an_engine_keeps_the_channels_of_a_few_trainers(new_endpoint: NewEndpoint) -> None:
-    kept: KeptChannels[Any] = KeptChannels(2)
-    pairs = []
-    for _ in range(3):
-        endpoint = new_endpoint()
-        trainer = trainer_end(endpoint)
-        engine = engine_end(endpoint)
-        engine.begin(TOKEN, timeout_s=20)
-        trainer.begin(TOKEN, timeout_s=20)
-        engine.send(wire.BucketDone, index=0)
-        assert trainer.receive().index == 0
-        pairs.append((trainer, engine))
-        kept.keep(engine)
-    assert kept.take(pairs[0][0].endpoint) is None
-    assert _is_gone(pairs[0][0])
-    for trainer, engine in pairs[1:]:
-        assert kept.take(trainer.endpoint) is engine
-        engine.send(wire.BucketDone, index=1)
-        assert trainer.receive().index == 1
-    for end in [end for pair in pairs for end in pair]:
-        end.close()
-
-
 SETTINGS = settings_of("compiled", request_timeout_s=20.0, manifest_check="off")
-
-
-def test_a_session_that_ends_well_leaves_its_socket_to_the_next() -> None:
-    sockets = SessionSockets()
-    endpoints, tokens = [], set()
-    for is_well in (True, True, False, True):
-        with TrainerSession(sockets, SETTINGS, BlockNames()) as session:
-            descriptor = wire.decode_descriptor(session.invitation)
-            if is_well:
-                session.keep_socket()
-        endpoints.append(descriptor.endpoint)
-        tokens.add(descriptor.token)
-    assert endpoints[0] == endpoints[1] == endpoints[2] != endpoints[3]
-    assert len(tokens) == 4
 
 
 def test_an_engine_that_joins_after_a_failure_is_told() -> None:

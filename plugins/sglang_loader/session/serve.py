@@ -22,7 +22,7 @@ from typing import Any
 from sglang_loader.common.copies import synchronize
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.session import messages as wire
-from sglang_loader.common.session.channel import Channel, KeptChannels, engine_end
+from sglang_loader.common.session.channel import Channel, engine_end
 from sglang_loader.common.session.messages import FromTrainer, SessionDescriptor, SessionError
 from sglang_loader.common.shared_memory import CannotMap, host_id
 from sglang_loader.load_plan import LoadPlan
@@ -38,7 +38,7 @@ POLL_S = 0.0001
 LATER_S = 5.0
 """How much longer an engine waits for bytes than its trainer for an engine, which it can name."""
 NUM_TRAINERS = 4
-"""So many sockets, and update groups, are kept."""
+"""So many have update groups here."""
 NUM_INVITATIONS = 1024
 """So many invitations are remembered, to refuse them if they come again."""
 
@@ -93,15 +93,13 @@ def serve_session(
 
 def _conclude(channel: Channel[FromTrainer], failures: Sequence[str]) -> None:
     with suppress(SessionError):  # the reply to the request says it, too
-        if not failures:
+        if failures:
+            channel.send(wire.Failed, traceback="\n".join(failures))
+        else:
             channel.send(wire.Published)
-            _kept.keep(channel)
-            return
-        channel.send(wire.Failed, traceback="\n".join(failures))
     channel.close()
 
 
-_kept: KeptChannels[FromTrainer] = KeptChannels(NUM_TRAINERS)
 _invitations: deque[SessionDescriptor] = deque(maxlen=NUM_INVITATIONS)
 _layouts = Layouts()
 mapped = MappedMemory()
@@ -141,9 +139,8 @@ class _Session:
 
     def run(self) -> Channel[FromTrainer]:
         """Serve until commit; tell the trainer of a failure before raising it."""
-        endpoint = self._descriptor.endpoint
         is_signed = bool(self._descriptor.group)
-        channel = _kept.take(endpoint) or engine_end(endpoint, is_signed=is_signed)
+        channel = engine_end(self._descriptor.endpoint, is_signed=is_signed)
         channel.begin(self._descriptor.token, timeout_s=self._descriptor.timeout_s)
         with ExitStack() as stack:
             stack.enter_context(channel)

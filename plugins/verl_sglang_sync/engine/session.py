@@ -9,7 +9,6 @@ with TrainerSession(sockets, settings, names) as session:
     ...                                   # until session.loaded, see `engine_ranks.wait_for`
     session.commit()                      # once all ranks have come so far
     session.wait_until_published()
-    session.keep_socket()                 # likewise
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ import torch
 from sglang_loader.common.session import messages as wire
 from sglang_loader.common.session.channel import (
     Channel,
-    KeptChannels,
     trainer_end,
     trainer_end_on_network,
 )
@@ -72,20 +70,14 @@ class SessionSockets:
     """
 
     def __init__(self, host: str | None = None) -> None:
-        self._kept: KeptChannels[FromEngine] = KeptChannels()
         self._host = host
         self._folder: SessionFolder | None = None
 
-    def take(self) -> Channel[FromEngine]:
-        """The socket of the session before, or a new one where that did not end well."""
-        if (kept := self._kept.take()) is not None:
-            return kept
+    def open(self) -> Channel[FromEngine]:
+        """The socket of another session."""
         if self._host is not None:
             return trainer_end_on_network(self._host)
         return trainer_end(self.folder.new_endpoint())
-
-    def keep(self, channel: Channel[FromEngine]) -> None:
-        self._kept.keep(channel)
 
     @property
     def folder(self) -> SessionFolder:
@@ -121,9 +113,8 @@ class TrainerSession:
     ) -> None:
         token = secrets.token_hex(16)
         self._sockets = sockets
-        self._channel = sockets.take()
+        self._channel = sockets.open()
         self._channel.begin(token, timeout_s=settings.request_timeout_s)
-        self._is_kept = False
         descriptor = SessionDescriptor(
             version=wire.SESSION_VERSION,
             endpoint=self._channel.endpoint,
@@ -266,10 +257,6 @@ class TrainerSession:
         """Wait until the weights are complete on all ranks of the engine; raises as `look`."""
         self._receive(wire.Published)
 
-    def keep_socket(self) -> None:
-        """The sync ended well for both sides: the next session may use the socket, too."""
-        self._is_kept = True
-
     def abort(self, reason: str, watch: Callable[[], None] | None) -> None:
         """Tell the engine to give up, if it still listens; one that is yet to join is waited for,
         `ABORT_WAIT_S` at most.
@@ -307,10 +294,7 @@ class TrainerSession:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._is_kept:
-            self._sockets.keep(self._channel)
-        else:
-            self._channel.close()
+        self._channel.close()
 
 
 def _expected(kind: type[Message], message: FromEngine) -> Message:

@@ -155,8 +155,6 @@ class SessionRun:
             lost = self._abort(ranks.error)
             ranks.agree(learnt_since=lost)  # nobody leaves while an engine is still busy
         ranks.raise_error()
-        for engine in self.engines:
-            engine.session.keep_socket()
 
     def _abort(self, reason: str) -> str | None:
         """Tell the engine ranks to give up, and wait until they have, `GIVE_UP_S` at most.

@@ -3,8 +3,7 @@
 A zmq PAIR: the trainer binds in a folder that only its user may enter (`ipc://`), or for an engine
 on another host at a free port (`tcp://`); the engine connects. A monitor on the socket reports when
 the peer's process is gone, at once and also across PID namespaces; a child that it forked meanwhile
-keeps its end open, and delays that. Both ends keep the socket of a session that ended well for the
-next one (`KeptChannels`): to connect takes a millisecond.
+keeps its end open, and delays that.
 
 The two ends differ in what a dead peer's last messages are worth. The trainer wants to read why its
 engine failed. The engine must not act on what a trainer sent that has given up since: on its end an
@@ -41,9 +40,8 @@ Received = TypeVar("Received", bound=FromTrainer | FromEngine)
 
 
 class Channel(Generic[Received]):
-    """Sends and receives the messages of one session after the other. A context manager. The
-    trainer's end binds. `has_heard`: the peer has said something in this session, even if that was
-    refused.
+    """Sends and receives the messages of one session. A context manager. The trainer's end binds.
+    `has_heard`: the peer has said something, even if that was refused.
     """
 
     def __init__(self, endpoint: str, *, bind: bool) -> None:
@@ -82,21 +80,15 @@ class Channel(Generic[Received]):
         self._poller.register(self._monitor, zmq.POLLIN)
 
     def begin(self, token: str, *, timeout_s: float) -> None:
-        """Begin a session: its token is added to what is sent and expected of what is received; no
-        wait for a message takes longer than `timeout_s` seconds.
+        """Begin the session: its token is added to what is sent, and expected of what is received;
+        no wait for a message takes longer than `timeout_s` seconds.
         """
-        self._token, self._timeout_s, self.has_heard = token, timeout_s, False
+        self._token, self._timeout_s = token, timeout_s
 
     @property
     def bound_to(self) -> str:
         """The address that the socket got where `endpoint` left it open."""
         return self._socket.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()  # type: ignore[union-attr]
-
-    @property
-    def is_quiet(self) -> bool:
-        """True if nothing came since the last message: another session can begin."""
-        self._look_at_peer()
-        return not (self._is_peer_gone or self._received or self._socket.poll(0))
 
     def send(self, kind: type[Any], **fields: Any) -> None:
         """Send `kind(**fields)` with the session's token; never waits.
@@ -242,30 +234,3 @@ def engine_end(endpoint: str, *, is_signed: bool = False) -> Channel[FromTrainer
     if not is_signed:
         check_endpoint(endpoint)
     return Channel(endpoint, bind=False)
-
-
-class KeptChannels(Generic[Received]):
-    """`limit` channels of sessions that ended well; the engine's end has one for each trainer."""
-
-    def __init__(self, limit: int = 1) -> None:
-        self._channels: list[Channel[Received]] = []
-        self._limit = limit
-
-    def take(self, endpoint: str | None = None) -> Channel[Received] | None:
-        """One that can be used once more, of this endpoint if one is named; None if there is none.
-        Those that cannot be used are closed.
-        """
-        for channel in [channel for channel in self._channels if not channel.is_quiet]:
-            self._channels.remove(channel)
-            channel.close()
-        for channel in self._channels:
-            if endpoint in (None, channel.endpoint):
-                self._channels.remove(channel)
-                return channel
-        return None
-
-    def keep(self, channel: Channel[Received]) -> None:
-        """Have it for the next session; of too many, the oldest is closed."""
-        self._channels.append(channel)
-        while len(self._channels) > self._limit:
-            self._channels.pop(0).close()
