@@ -22,7 +22,7 @@ from sglang_loader.common.check_remarks import with_remark
 from sglang_loader.common.session.messages import SESSION_FORMAT, decode_descriptor
 from sglang_loader.session import serve as session
 from sglang_loader.session.broadcast_receiver import BroadcastReceiver
-from sglang_loader.session.state import Layouts, MappedMemory
+from sglang_loader.session.state import MappedMemory
 from verl_sglang_sync.engine.server_client import operations
 from verl_sglang_sync.engine.server_client.operations import Call
 
@@ -50,7 +50,6 @@ def _serve_in_threads() -> None:
         return
     engine_context, tp_rank = session.engine_context, session.tp_rank
     module: Any = session
-    module._layouts = _OfEachRank(Layouts)
     module.mapped = _OfEachRank(MappedMemory)
     module.receiver = _OfEachRank(BroadcastReceiver)
     is_ours = lambda: hasattr(_thread, "rank")  # noqa: E731

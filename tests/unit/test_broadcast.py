@@ -101,7 +101,7 @@ EIGHT_BYTES = BucketLayout.pack([("t", (8,), torch.int8)])
 
 
 def bucket(index, **changes):
-    fields = {"index": index, "buffers": [], "pieces": [], "digest": "d", "layout": None}
+    fields = {"index": index, "buffers": [], "pieces": [], "layout": b""}
     return wire.LoadBucket(**{**fields, "read_only": False, "arranged": "", **changes})
 
 

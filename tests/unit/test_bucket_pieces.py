@@ -33,7 +33,7 @@ def source_of(*pieces: BucketPiece) -> BucketSource:
         for slot, buffer in shared.items()
     ]
     message = LoadBucket(
-        index=3, buffers=buffers, pieces=list(pieces), digest="d", layout=None, read_only=True,
+        index=3, buffers=buffers, pieces=list(pieces), layout=b"", read_only=True,
         arranged="",
     )  # fmt: skip
     memory = MappedMemory().begin_session(torch.device("cpu"))

@@ -10,11 +10,8 @@ from sglang_loader.common.layout import (
     BucketLayout,
     WireError,
     decode_layout,
-    digest_of,
     encode_layout,
 )
-from sglang_loader.common.session.messages import SessionError
-from sglang_loader.session.state import Layouts
 
 DTYPES = (torch.bfloat16, torch.float32, torch.uint8, torch.float8_e4m3fn)
 
@@ -71,13 +68,3 @@ def test_a_layout_that_leaves_its_bucket_or_means_nothing_is_refused(encoded, me
     decode_layout(encoded_layout())
     with pytest.raises(WireError, match=message):
         decode_layout(encoded)
-
-
-def test_an_engine_remembers_a_layout_by_its_digest_alone():
-    layouts, encoded = Layouts(), encoded_layout()
-    with pytest.raises(SessionError, match="was never sent"):
-        layouts.get(digest_of(encoded), None)
-    with pytest.raises(WireError, match="not the one that digest"):
-        layouts.get(digest_of(b"another"), encoded)
-    assert layouts.get(digest_of(encoded), encoded) == decode_layout(encoded)
-    assert layouts.get(digest_of(encoded), None) == decode_layout(encoded)

@@ -177,7 +177,7 @@ def test_an_engine_that_joins_after_a_failure_is_told() -> None:
         descriptor = wire.decode_descriptor(session.invitation)
         engine = engine_end(descriptor.endpoint)
         engine.begin(descriptor.token, timeout_s=20)
-        hello = {"layouts": [], "buffers": [], "arrangements": ""}
+        hello = {"buffers": [], "arrangements": ""}
         joins = threading.Timer(0.3, lambda: engine.send(wire.Hello, **hello))
         joins.start()
         session.abort("the export failed", lambda: None)
@@ -191,7 +191,7 @@ def test_an_engine_whose_greeting_is_refused_is_told_at_once() -> None:
         descriptor = wire.decode_descriptor(session.invitation)
         engine = engine_end(descriptor.endpoint)
         engine.begin("0" * 32, timeout_s=20)
-        engine.send(wire.Hello, layouts=[], buffers=[], arrangements="")
+        engine.send(wire.Hello, buffers=[], arrangements="")
         with pytest.raises(SessionError, match="wrong token"):
             session.greet(lambda: None, wait_s=5)
         started = time.monotonic()

@@ -23,7 +23,6 @@ FROM_TRAINER = [
             wire.SharedBuffer(slot=1, name="c", handle=None, keep=False),
         ],
         pieces=[wire.BucketPiece(0, 256, 0, 64), wire.BucketPiece(1, 0, 64, 8)],
-        digest="d",
         layout=b"x",
         read_only=True,
         arranged="a",
@@ -33,7 +32,7 @@ FROM_TRAINER = [
     wire.Abort(token=TOKEN, reason="why"),
 ]
 FROM_ENGINE = [
-    wire.Hello(token=TOKEN, layouts=["d"], buffers=["b"], arrangements="a"),
+    wire.Hello(token=TOKEN, buffers=["b"], arrangements="a"),
     wire.BucketDone(token=TOKEN, index=1),
     wire.Loaded(
         token=TOKEN,
@@ -137,7 +136,7 @@ def channels(endpoint, trainer_token=TOKEN, timeout_s=5.0):
 def test_a_wrong_token_is_refused(new_endpoint):
     trainer, engine = channels(new_endpoint(), trainer_token="cd" * 16)
     with trainer, engine:
-        engine.send(wire.Hello, layouts=[], buffers=[], arrangements="")
+        engine.send(wire.Hello, buffers=[], arrangements="")
         with pytest.raises(SessionError, match="wrong token"):
             trainer.receive()
 

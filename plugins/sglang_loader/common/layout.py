@@ -175,9 +175,10 @@ def digest_of(encoded: bytes) -> str:
     return hashlib.sha256(encoded).hexdigest()
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=4096)
 def decode_layout(encoded: bytes) -> BucketLayout:
-    """Parse and check a layout; a trainer sends the same ones in every sync.
+    """Parse and check a layout; a trainer sends the same ones in every sync, which are the same
+    objects here.
 
     Raises:
         WireError: not a layout, an unknown dtype, a negative dimension, a tensor that overlaps its

@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any
 
 from sglang_loader.common.copies import synchronize
-from sglang_loader.common.layout import BucketLayout
+from sglang_loader.common.layout import BucketLayout, decode_layout
 from sglang_loader.common.session import messages as wire
 from sglang_loader.common.session.channel import Channel, engine_end
 from sglang_loader.common.session.messages import FromTrainer, SessionDescriptor, SessionError
@@ -28,7 +28,7 @@ from sglang_loader.common.shared_memory import CannotMap, host_id
 from sglang_loader.load_plan import LoadPlan
 from sglang_loader.session.broadcast_receiver import BroadcastBuckets, BroadcastReceiver
 from sglang_loader.session.model_loader import ModelLoader, SyncOutcome, loader_of
-from sglang_loader.session.state import InFlight, Layouts, MappedMemory
+from sglang_loader.session.state import InFlight, MappedMemory
 from sglang_loader.upstream import device_of, engine_context, tp_rank
 
 logger = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ def _conclude(channel: Channel[FromTrainer], failures: Sequence[str]) -> None:
 
 
 _invitations: deque[SessionDescriptor] = deque(maxlen=NUM_INVITATIONS)
-_layouts = Layouts()
+_distinct: tuple[BucketLayout, ...] = ()
 mapped = MappedMemory()
 receiver = BroadcastReceiver()
 """This process's; what came in groups that it has left is dropped by `hooks.update_groups`."""
@@ -128,8 +128,7 @@ class _Session:
         if group is not None:
             limit_s = descriptor.timeout_s + LATER_S
             self._received = BroadcastBuckets(receiver, group, senders, device, limit_s)
-        self._digests: list[str] = []
-        self._num_tensors = 0
+        self._loaded: list[BucketLayout] = []
         self._announced: deque[tuple[wire.LoadBucket, BucketLayout]] = deque()  # not yet begun
         self._begun: deque[tuple[wire.LoadBucket, BucketLayout]] = deque()  # not yet launched
         self._in_flight = InFlight(device)
@@ -168,7 +167,6 @@ class _Session:
         self._arranged_by = common_arrangements([loader.plan_now for loader in self._loaders])
         channel.send(
             wire.Hello,
-            layouts=_layouts.digests,
             buffers=mapped.names,
             arrangements=_digest(self._arranged_by),
         )
@@ -265,10 +263,10 @@ class _Session:
         self._seconds[what] += time.perf_counter() - started
 
     def _announce(self, message: wire.LoadBucket) -> None:
-        expected = len(self._digests) + len(self._begun) + len(self._announced)
+        expected = len(self._loaded) + len(self._begun) + len(self._announced)
         if message.index != expected:
             raise SessionError(f"got bucket {message.index}, expected {expected}")
-        self._announced.append((message, _layouts.get(message.digest, message.layout)))
+        self._announced.append((message, decode_layout(message.layout)))
 
     def _load(self, message: wire.LoadBucket, layout: BucketLayout) -> None:
         self._steps.before_loading(layout)
@@ -285,8 +283,7 @@ class _Session:
             )
             for loader in self._loaders
         ]
-        self._digests.append(message.digest)
-        self._num_tensors += len(layout.tensors)
+        self._loaded.append(layout)
         self._in_flight.add(message.index, on_current_stream=all(replayed))
 
     def _arranged_nbytes(self, message: wire.LoadBucket) -> int:
@@ -309,14 +306,15 @@ class _Session:
 
     def _finish(self, finish: wire.Finish) -> SyncOutcome:
         """Every announced tensor came exactly once, and the device has finished with all."""
-        if (finish.num_buckets, finish.num_tensors) != (len(self._digests), self._num_tensors):
+        num_tensors = sum(len(layout.tensors) for layout in self._loaded)
+        if (finish.num_buckets, finish.num_tensors) != (len(self._loaded), num_tensors):
             raise SessionError(
-                f"{self._num_tensors} tensors in {len(self._digests)} buckets came, the trainer "
+                f"{num_tensors} tensors in {len(self._loaded)} buckets came, the trainer "
                 f"sent {finish.num_tensors} in {finish.num_buckets}"
             )
-        if not self._digests:
+        if not self._loaded:
             raise SessionError("the trainer sent no tensor")
-        _layouts.check_distinct(self._digests)
+        _check_distinct(tuple(self._loaded))
         outcomes = [loader.finish() for loader in self._loaders]
         synchronize(self._device)
         least = min(outcomes, key=lambda outcome: outcome.num_replayed)
@@ -349,6 +347,16 @@ def _expect(kind: type[wire.FromTrainer], message: wire.FromTrainer) -> None:
         raise SessionError(f"the trainer aborted the sync: {message.reason}")
     if not isinstance(message, kind):
         raise SessionError(f"expected {kind.__name__}, got {type(message).__name__}")
+
+
+def _check_distinct(layouts: tuple[BucketLayout, ...]) -> None:
+    """Raise SessionError if a tensor came twice; a sync like the one before is not looked at."""
+    global _distinct
+    if layouts != _distinct:  # quick where they are: decoded once, they are the same objects
+        names = [tensor.name for layout in layouts for tensor in layout.tensors]
+        if len(set(names)) != len(names):
+            raise SessionError(f"{len(names)} tensors came, but only {len(set(names))} names")
+        _distinct = layouts
 
 
 def common_arrangements(plans: Sequence[LoadPlan | None]) -> LoadPlan | None:

@@ -1,61 +1,27 @@
 """What an engine process keeps between sessions, and what is in flight within one.
 
-Layouts and mapped buffers outlive a session, so that a later one need not send and map them again.
+Mapped buffers outlive a session, so that a later one need not map them again.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 import torch
 
 from sglang_loader.common.bucket_source import BucketSource, Piece
 from sglang_loader.common.copies import synchronize
-from sglang_loader.common.layout import BucketLayout, WireError, decode_layout, digest_of
+from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.regions.compose import ByteMap
 from sglang_loader.common.session import messages as wire
 from sglang_loader.common.session.messages import SessionError
 from sglang_loader.common.shared_memory import map_buffer
 
-MAX_LAYOUTS = 4096
+MAX_SOURCES = 4096
 MAX_IN_FLIGHT = 64
 """Buckets launched ahead of the device; the trainer's staging buffers are fewer as a rule."""
-
-
-class Layouts:
-    """Layouts by digest, so that a known one need not travel again."""
-
-    def __init__(self) -> None:
-        self._by_digest: OrderedDict[str, BucketLayout] = OrderedDict()
-        self._distinct: tuple[str, ...] = ()
-
-    @property
-    def digests(self) -> list[str]:
-        return list(self._by_digest)
-
-    def get(self, digest: str, encoded: bytes | None) -> BucketLayout:
-        """The layout; remembered if it came along."""
-        if encoded is not None and digest not in self._by_digest:
-            if digest_of(encoded) != digest:
-                raise WireError(f"the layout is not the one that digest {digest} names")
-            self._by_digest[digest] = decode_layout(encoded)
-            while len(self._by_digest) > MAX_LAYOUTS:
-                self._by_digest.popitem(last=False)
-        if digest not in self._by_digest:
-            raise SessionError(f"the layout with digest {digest} was never sent")
-        self._by_digest.move_to_end(digest)
-        return self._by_digest[digest]
-
-    def check_distinct(self, digests: Sequence[str]) -> None:
-        """Raise SessionError if a tensor came twice; the same layouts are looked at once."""
-        if tuple(digests) == self._distinct:
-            return
-        names = [tensor.name for digest in digests for tensor in self._by_digest[digest].tensors]
-        if len(set(names)) != len(names):
-            raise SessionError(f"{len(names)} tensors came, but only {len(set(names))} names")
-        self._distinct = tuple(digests)
 
 
 class MappedMemory:
@@ -130,7 +96,7 @@ class Sources:
     """The memory behind the last buckets: one may have thousands of pieces."""
 
     def __init__(self) -> None:
-        self._cached: OrderedDict[tuple[int, str], _CachedSource] = OrderedDict()
+        self._cached: OrderedDict[tuple[int, bytes], _CachedSource] = OrderedDict()
 
     def of(
         self, message: wire.LoadBucket, slots: Mapping[int, torch.Tensor], nbytes: int
@@ -140,7 +106,7 @@ class Sources:
         Raises:
             SessionError: a piece lies in no buffer, or leaves it or the bucket.
         """
-        key = message.pieces[0].slot if message.pieces else -1, message.digest
+        key = message.pieces[0].slot if message.pieces else -1, message.layout
         if (cached := self._cached.get(key)) is not None:
             pieces, used, source = cached
             is_there = all(slots.get(slot) is buffer for slot, buffer in used.items())
@@ -154,7 +120,7 @@ class Sources:
                 used[slot] = slots[slot]
         found = [_piece(piece, used, nbytes, message.index) for piece in message.pieces]
         self._cached[key] = message.pieces, used, BucketSource(found)
-        while len(self._cached) > MAX_LAYOUTS:
+        while len(self._cached) > MAX_SOURCES:
             self._cached.popitem(last=False)
         return self._cached[key][2]
 

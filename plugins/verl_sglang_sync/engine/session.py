@@ -133,7 +133,6 @@ class TrainerSession:
         )
         self._watch: Callable[[], None] | None = None
         self._names = names
-        self._engine_layouts: set[str] = set()
         self._mapped: set[str] = set()
         self._slots: dict[str, int] = {}
         self._unsent: list[wire.SharedBuffer] = []
@@ -151,7 +150,7 @@ class TrainerSession:
         if not self._channel.wait(wait_s, watch):
             return False
         hello = self._receive(wire.Hello)
-        self._engine_layouts, self._mapped = set(hello.layouts), set(hello.buffers)
+        self._mapped = set(hello.buffers)
         self.arrangements = hello.arrangements
         self._send(wire.Welcome)
         return True
@@ -199,20 +198,17 @@ class TrainerSession:
         receives: Sequence[list[int]] = (),
     ) -> None:
         """Have a bucket loaded, see `LoadBucket`; its memory must stay as it is meanwhile."""
-        is_known = bucket.digest in self._engine_layouts
         buffers, self._unsent = self._unsent, []
         self._send(
             wire.LoadBucket,
             index=index,
             buffers=buffers,
             pieces=pieces,
-            digest=bucket.digest,
-            layout=None if is_known else bucket.encoded,
+            layout=bucket.encoded,
             read_only=read_only,
             arranged=arranged,
             receives=list(receives),
         )
-        self._engine_layouts.add(bucket.digest)
 
     def look(self) -> None:
         """Take note of what the engine has said, without waiting. Raises `EngineFailed` with the

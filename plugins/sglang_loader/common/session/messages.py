@@ -7,7 +7,7 @@ share:
     engine                                   trainer
     Hello(what it has and holds)      ->
                                       <-     Welcome
-                                      <-     LoadBucket(index, buffers, pieces, digest, layout)
+                                      <-     LoadBucket(index, buffers, pieces, layout)
     BucketDone(index)                 ->     its memory may be written again
                                       ...
                                       <-     Finish(counts)
@@ -53,7 +53,7 @@ import msgspec
 from sglang_loader.common.check_remarks import ManifestCheck
 from sglang_loader.common.shared_memory import CpuHandle, CudaHandle
 
-SESSION_VERSION = 13
+SESSION_VERSION = 14
 SESSION_FORMAT = "sglang_loader.session"
 """`load_format` of the request that opens a session: one descriptor for each TP rank."""
 
@@ -113,12 +113,10 @@ class Hello(_Message, frozen=True, kw_only=True):
     """Engine: here I am.
 
     Attributes:
-        layouts: digests whose layouts need not be sent.
         buffers: those that are still mapped from an earlier session.
         arrangements: digest of those by which buckets may come arranged; "": all must be whole.
     """
 
-    layouts: list[str]
     buffers: list[str]
     arrangements: str
 
@@ -174,8 +172,7 @@ class LoadBucket(_Message, frozen=True, kw_only=True):
         buffers: those that its pieces are the first to lie in.
         pieces: where its bytes are, by ascending `start`: one piece where it was packed, none where
             it is broadcast; of one that is sent, in what is received, as slot 0.
-        digest: names the layout.
-        layout: the encoded layout, None where the engine knows the digest.
+        layout: encoded, see `layout`.
         read_only: the pieces are trainer ranks' own memory, which the engine maps also in a session
             with a group, and may part a tensor anywhere.
         arranged: digest of the arrangements by which the bytes are arranged; "": they are as the
@@ -187,8 +184,7 @@ class LoadBucket(_Message, frozen=True, kw_only=True):
     index: int
     buffers: list[SharedBuffer]
     pieces: list[BucketPiece]
-    digest: str
-    layout: bytes | None
+    layout: bytes
     read_only: bool
     arranged: str
     receives: list[list[int]] = []
