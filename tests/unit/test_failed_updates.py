@@ -103,19 +103,16 @@ class Engine:
 def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
     engine = Engine()
 
-    def from_all(_: Any, failure: str | None) -> list[str | None]:
-        return [failure, *(text for text, _, _ in engine.others)]
-
-    def any_of(_: Any, *flags: bool) -> tuple[bool, ...]:
-        others = [(text is not None, begun, new, False) for text, begun, new in engine.others]
-        return tuple(map(any, zip(flags, *others, strict=False)))
+    def from_all(_: Any, item: Any) -> list[Any]:
+        if isinstance(item, tuple):
+            return [item, *((*other, None) for other in engine.others)]
+        return [item, *(text for text, _, _ in engine.others)]
 
     monkeypatch.setattr(weights, "known_verdict", lambda *_: engine.known)
     monkeypatch.setattr(weights, "view_of_sync", engine.look_at)
     monkeypatch.setattr(weights, "judge_together", lambda *_: engine.verdict)
 
     monkeypatch.setattr(TPRanks, "gather", from_all)
-    monkeypatch.setattr(TPRanks, "any_of", any_of)
     monkeypatch.setattr(TPRanks, "rank", 0)
     monkeypatch.setattr(weights, "set_gate", engine.gate.append)
     assert engine.session(1.0) == []

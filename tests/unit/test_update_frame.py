@@ -89,7 +89,6 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
     found: list[str | None] = []
     monkeypatch.setattr(weights, "set_gate", found.append)
     monkeypatch.setattr(TPRanks, "gather", lambda _, item: [item])
-    monkeypatch.setattr(TPRanks, "any_of", lambda _, *flags: flags)
     monkeypatch.setattr(TPRanks, "rank", 0)
     return found
 

@@ -40,18 +40,8 @@ class TPRanks:
             torch.distributed.all_gather_object(items, item, group=self._group)
         return items
 
-    def any_of(self, *flags: bool) -> tuple[bool, ...]:
-        """Which flags are set on any rank: one small collective, where `gather` needs two."""
-        if torch.distributed.get_world_size(group=self._group) == 1:
-            return flags
-        found = torch.tensor(flags, dtype=torch.int32, device="cpu")
-        torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX, group=self._group)
-        return tuple(map(bool, found.tolist()))
-
     def failures(self, failure: str | None) -> list[str]:
         """What went wrong on any rank, each with its rank; None: nothing did here."""
-        if self.any_of(failure is not None) == (False,):
-            return []
         return [text for text in self.gather(self.named(failure)) if text]
 
     def named(self, failure: str | None) -> str | None:

@@ -189,22 +189,20 @@ class WeightUpdate:
         # After a failure, too: the prefix caches of all TP ranks must stay equal.
         _, unflushed = attempt(self.flush)
         failure = failure or unflushed
-        stale = self._backup.stale_once_synced
-        has_failed, is_touched, is_new, is_stale = self._ranks.any_of(
-            failure is not None, self._has_begun, self._view is not None, stale is not None
-        )
-        failures = self._ranks.failures(failure) if has_failed else []
-        if not failures and is_new:
+        stale = self._ranks.named(self._backup.stale_once_synced)
+        here = self._ranks.named(failure), self._has_begun, self._view is not None, stale
+        failed, touched, new, undefined = zip(*self._ranks.gather(here), strict=True)
+        failures = [text for text in failed if text]
+        if not failures and any(new):
             failures = self._judge()
-        if failures and is_touched:
+        if failures and any(touched):
             self._backup.sync_failed("a weight update failed")
         elif not failures:
             self._backup.sync_completed()
-        if not failures and is_stale:
-            failures = self._ranks.failures(stale)
+            failures = [text for text in undefined if text]
         if not failures:
             record_version(self._updater, self._request)
-        if is_touched:  # else all is as it was
+        if any(touched):  # else all is as it was
             set_gate(why_closed(self._updater))
         return failures
 
