@@ -6,7 +6,7 @@ also by way of the model (a buffer derived from a parameter), and those whose co
 ahead of that:
 
 - two copies write the same bytes (the later must win);
-- an earlier step reads or writes bytes that the copy writes, or changes its source in place.
+- an earlier step reads or writes bytes that the copy writes.
 
 Steps that need no tensor of the bucket are left out: what they write (zeros in a padded row) stays
 as it is. That the plan does what `load_weights` does is proved afterwards, see `verify`; what could
@@ -125,12 +125,13 @@ def _refuse_unsafe(steps: Iterable[Step]) -> None:
 
 
 def _needed(steps: Sequence[Step], layout: BucketLayout) -> Iterator[tuple[Step, frozenset[int]]]:
-    """Each step with the tensors of the bucket that it needs, also by way of the model."""
+    """Each step with the tensors that it changes, or needs, also by way of the model."""
     origins = Origins()
     written: dict[tuple[Space, int], list[tuple[Interval, frozenset[int]]]] = defaultdict(list)
     for step in steps:
         found: set[int] = set()
-        for origin in origins.follow(step):
+        changed = [ref for ref in step.writes if ref.space is Space.BUCKET]
+        for origin in (*origins.follow(step), *changed):
             bounds = origin.region.bounds()
             if origin.space is Space.BUCKET:
                 found.add(layout.tensor_at(bounds[0]))
@@ -146,24 +147,34 @@ def _needed(steps: Sequence[Step], layout: BucketLayout) -> Iterator[tuple[Step,
 def _divided(
     steps: Sequence[tuple[Step, frozenset[int]]], candidates: Sequence[StridedCopy | None]
 ) -> tuple[list[StridedCopy], set[int]]:
-    """The copies that may run first, and the tensors that are left for `load_weights`: none of
-    which another step needs together with one that is copied.
+    """The copies that may run first, in any order, and the tensors that are left to `load_weights`.
+
+    What needs one of those is left to it as a whole, and so is a copy to where that has read or
+    written before.
     """
+    copies = [i for i, copy in enumerate(candidates) if copy is not None]
+    overlapping = find_overlapping([copy for copy in candidates if copy is not None])
+    free = set(copies) - {copies[i] for i in overlapping}
     rest: set[int] = set()
     while True:
-        copies = [
-            copy if rest.isdisjoint(tensors) else None
-            for copy, (_, tensors) in zip(candidates, steps, strict=True)
-        ]
-        kept = _movable([step for step, _ in steps], copies)
-        left = {
-            tensor
-            for copy, (_, tensors) in zip(kept, steps, strict=True)
-            if copy is None
-            for tensor in tensors
-        }
+        moved: list[StridedCopy] = []
+        touched: dict[int, list[Interval]] = defaultdict(list)
+        left: set[int] = set()
+        for i, ((step, tensors), copy) in enumerate(zip(steps, candidates, strict=True)):
+            if (
+                copy is not None
+                and i in free
+                and rest.isdisjoint(tensors)
+                and not _meets(touched[copy.storage], copy.dst_bounds())
+            ):
+                moved.append(copy)
+                continue
+            left |= tensors
+            for ref in (*step.reads, *step.writes):
+                if ref.space is Space.DESTINATION:
+                    touched[ref.index].append(ref.region.bounds())
         if left <= rest:
-            return [copy for copy in kept if copy is not None], rest
+            return moved, rest
         rest |= left
 
 
@@ -183,38 +194,9 @@ def _as_copy(step: Step) -> StridedCopy | None:
     return describe_copy(dst.index, src.region, dst.region, unit)
 
 
-def _movable(
-    steps: Sequence[Step], candidates: Sequence[StridedCopy | None]
-) -> list[StridedCopy | None]:
-    """`candidates` without those that may not run before the other steps, nor in any order."""
-    numbers = [i for i, copy in enumerate(candidates) if copy is not None]
-    overlapping = find_overlapping([c for c in candidates if c is not None])
-    kept = list(candidates)
-    for i in overlapping:
-        kept[numbers[i]] = None
-    touched: dict[int, list[Interval]] = defaultdict(list)
-    changed_sources: list[Interval] = []
-    for i, step in enumerate(steps):
-        copy = kept[i]
-        if copy is not None:
-            late = _meets(touched[copy.storage], copy.dst_bounds())
-            if not late and not _meets(changed_sources, copy.src_bounds()):
-                continue
-            kept[i] = None
-        for ref in (*step.reads, *step.writes):
-            if ref.space is Space.DESTINATION:
-                touched[ref.index].append(ref.region.bounds())
-        changed_sources += _bucket_writes(step)
-    return kept
-
-
 def _meets(ranges: Iterable[Interval], wanted: Interval) -> bool:
     first, end = wanted
     return first < end and any(start < end and first < stop for start, stop in ranges)
-
-
-def _bucket_writes(step: Step) -> list[Interval]:
-    return [w.region.bounds() for w in step.writes if w.space is Space.BUCKET]
 
 
 def _effects(
