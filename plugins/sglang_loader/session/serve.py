@@ -14,7 +14,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -141,19 +141,16 @@ class _Session:
         is_signed = bool(self._descriptor.group)
         channel = engine_end(self._descriptor.endpoint, is_signed=is_signed)
         channel.begin(self._descriptor.token, timeout_s=self._descriptor.timeout_s)
-        with ExitStack() as stack:
-            stack.enter_context(channel)
-            try:
-                self._serve(channel)
-            except Exception as error:
-                text = f"TP rank {tp_rank()}: {traceback.format_exc()}"
-                cannot_map = isinstance(error, CannotMap)
-                with suppress(SessionError):  # the trainer may be what is gone
-                    channel.send(wire.Failed, traceback=text, cannot_map=cannot_map)
-                raise
-            finally:
-                self._let_go()
-            stack.pop_all()
+        try:
+            self._serve(channel)
+        except Exception as error:
+            text = f"TP rank {tp_rank()}: {traceback.format_exc()}"
+            cannot_map = isinstance(error, CannotMap)
+            with suppress(SessionError), channel:  # the trainer may be what is gone
+                channel.send(wire.Failed, traceback=text, cannot_map=cannot_map)
+            raise
+        finally:
+            self._let_go()
         return channel
 
     def _serve(self, channel: Channel[FromTrainer]) -> None:
