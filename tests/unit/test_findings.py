@@ -28,9 +28,9 @@ def test_long_lists_are_cut_short_with_their_number():
     assert verdict.text().endswith(", and 480 more")
 
 
-def save(path, tensors):
+def save(path, tensors, nbytes):
     header = json.dumps(tensors).encode()
-    path.write_bytes(struct.pack("<Q", len(header)) + header)
+    path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(nbytes))
 
 
 def test_the_headers_of_a_checkpoint(tmp_path):
@@ -38,8 +38,8 @@ def test_the_headers_of_a_checkpoint(tmp_path):
     assert published_tensors(tmp_path) is None
     a = {"dtype": "BF16", "shape": [2, 3], "data_offsets": [0, 12]}
     b = {"dtype": "F32", "shape": [], "data_offsets": [0, 4]}
-    save(tmp_path / "one.safetensors", {"a": a, "__metadata__": {"format": "pt"}})
-    save(tmp_path / "two.safetensors", {"b": b})
+    save(tmp_path / "one.safetensors", {"a": a, "__metadata__": {"format": "pt"}}, 12)
+    save(tmp_path / "two.safetensors", {"b": b}, 4)
     assert published_tensors(tmp_path) == {
         "a": ("a", torch.bfloat16, (2, 3)),
         "b": ("b", torch.float32, ()),
@@ -53,7 +53,8 @@ def test_the_headers_of_a_checkpoint(tmp_path):
     for broken in (b"", struct.pack("<Q", 1 << 60), struct.pack("<Q", 2) + b"[]"):
         (tmp_path / "two.safetensors").write_bytes(broken)
         assert published_tensors(tmp_path) is None
-    save(tmp_path / "two.safetensors", {"b": {**b, "dtype": "F4"}})
+    f4 = {"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}
+    save(tmp_path / "two.safetensors", {"b": f4}, 1)
     assert published_tensors(tmp_path) is None
 
 

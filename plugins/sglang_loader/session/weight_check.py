@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import json
 import logging
-import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +25,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.load_plan.destinations import collect_destinations
@@ -44,8 +44,6 @@ from sglang_loader.session.model_loader import loader_of
 from sglang_loader.upstream import engine_context, launch_arguments
 
 logger = logging.getLogger(__name__)
-
-MAX_HEADER_BYTES = 100 << 20  # the format's own limit
 
 _DTYPES = {
     "BOOL": torch.bool,
@@ -141,20 +139,16 @@ def published_tensors(folder: str | Path) -> Published | None:
 
     Returns:
         None where there is no such checkpoint: no folder (a name on the hub), other file formats,
-        a dtype that torch does not have, or files that do not follow the format.
+        a dtype that is not known here, or files that do not follow the format.
     """
-    folder = Path(folder)
-    if not folder.is_dir():
-        return None
-    files = _files(folder)
     found: dict[str, Spec] = {}
     try:
-        for file in files:
-            for name, entry in _header(file).items():
-                if name != "__metadata__":
-                    shape = tuple(int(size) for size in entry["shape"])
-                    found[name] = name, _DTYPES[entry["dtype"]], shape
-    except (OSError, ValueError, KeyError, TypeError, struct.error):
+        for file in _files(Path(folder)):
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118
+                    tensor = tensors.get_slice(name)
+                    found[name] = name, _DTYPES[tensor.get_dtype()], tuple(tensor.get_shape())
+    except (OSError, KeyError, SafetensorError):
         return None
     return found or None
 
@@ -167,15 +161,3 @@ def _files(folder: Path) -> list[Path]:
     except (OSError, ValueError, KeyError, AttributeError):
         return sorted(folder.glob("*.safetensors"))
     return sorted(folder / name for name in set(named))
-
-
-def _header(file: Path) -> dict[str, dict[str, Any]]:
-    """The JSON header: its length as 8 bytes, little-endian, stands before it."""
-    with file.open("rb") as stream:
-        (length,) = struct.unpack("<Q", stream.read(8))
-        if length > MAX_HEADER_BYTES:
-            raise ValueError(f"{file} has a header of {length} bytes")
-        header = json.loads(stream.read(length))
-    if not isinstance(header, dict):
-        raise ValueError(f"{file} has no header")
-    return header
