@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from functools import cache
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from sglang_loader.common.engine_settings import (
     requested_host_backup,
 )
 from sglang_loader.common.regions.intervals import num_bytes
-from sglang_loader.common.stage_costs import StageMeter, by_rank
+from sglang_loader.common.stage_costs import Cost, by_rank
 from sglang_loader.hooks.request_gate import set_gate, why_closed
 from sglang_loader.hooks.tp_ranks import TPRanks, attempt
 from sglang_loader.host_backup import arm, backup_of
@@ -129,10 +129,9 @@ def release_tags(original: Original, updater: Any, request: Any) -> Any:
         failure = f"release of {tags} refused: {reason}"
     model = updater.tp_worker.model_runner.model
     backup = backup_of(model) if WEIGHTS_TAG in tags else None
-    meter = _meter(updater)
+    started = time.perf_counter()
     if failure is None and backup is not None:
-        with meter.step(WEIGHTS_TAG):
-            _, problem = attempt(lambda: backup.save(model))
+        _, problem = attempt(lambda: backup.save(model))
         if problem is not None:
             failure = f"release of {tags} refused: no backup: {problem}"
     if failures := TPRanks(updater).failures(failure):
@@ -140,7 +139,8 @@ def release_tags(original: Original, updater: Any, request: Any) -> Any:
             backup.release_refused()
         reply = io_struct().ReleaseMemoryOccupationReqOutput()
         return _refused(tell(reply, is_busy=is_busy), failures)
-    return _one_by_one(original, updater, request, tags, meter)
+    saving_s = time.perf_counter() - started
+    return _one_by_one(original, updater, request, tags, _sizes(updater, tags), saving_s=saving_s)
 
 
 def resume_tags(original: Original, updater: Any, request: Any) -> Any:
@@ -151,14 +151,14 @@ def resume_tags(original: Original, updater: Any, request: Any) -> Any:
     if not tags and failure is None:
         return io_struct().ResumeMemoryOccupationReqOutput()
     backup = backup_of(updater.tp_worker.model_runner.model)
-    meter = _meter(updater)
-    failure = failure or _lack_of_memory(meter, tags)
+    sizes = _sizes(updater, tags)
+    failure = failure or _lack_of_memory(sizes)
     alone = KV_CACHE_TAG in tags and WEIGHTS_TAG not in tags
     if failure is None and backup is not None and backup.stale and alone:
         failure = f"resume of {tags} refused: {backup.stale}; sync the weights first"
     if failures := TPRanks(updater).failures(failure):
         return _refused(io_struct().ResumeMemoryOccupationReqOutput(), failures)
-    return _one_by_one(original, updater, request, tags, meter, restored=backup)
+    return _one_by_one(original, updater, request, tags, sizes, restored=backup)
 
 
 def _one_by_one(
@@ -166,26 +166,34 @@ def _one_by_one(
     updater: Any,
     request: Any,
     tags: Sequence[str],
-    meter: StageMeter,
+    sizes: Mapping[str, int],
+    *,
+    saving_s: float = 0.0,
     restored: Any = None,
 ) -> Any:
     """Upstream's step for one tag after the other; its reply with what they cost on every rank.
-    `restored`: the backup that brings back the weights as soon as they are mapped, or None.
+
+    Args:
+        sizes: device memory of each tag, in bytes.
+        saving_s: what it took to save the weights before, in seconds.
+        restored: the backup that brings back the weights as soon as they are mapped, or None.
     """
     ranks = TPRanks(updater)
     failure: str | None = None
     reply: Any = None
+    costs: dict[str, Cost] = {}
     for tag in tags:
-        with meter.step(tag):
-            one = copy.copy(request)
-            one.tags = [tag]
-            reply = original(updater, one)
-            if tag == WEIGHTS_TAG and restored is not None:
-                _, problem = attempt(restored.restore)
-                if problem is not None:
-                    failure = ranks.named(f"the weights could not be restored: {problem}")
+        started = time.perf_counter() - (saving_s if tag == WEIGHTS_TAG else 0.0)
+        one = copy.copy(request)
+        one.tags = [tag]
+        reply = original(updater, one)
+        if tag == WEIGHTS_TAG and restored is not None:
+            _, problem = attempt(restored.restore)
+            if problem is not None:
+                failure = ranks.named(f"the weights could not be restored: {problem}")
+        seconds, host_bytes = time.perf_counter() - started, _host_bytes(updater, tag)
+        costs[tag] = {"seconds": seconds, "gpu_bytes": sizes[tag], "host_bytes": host_bytes}
     closed = failure or why_closed(updater)
-    costs = {tag: meter.costs[tag] for tag in tags}  # saving comes first, and is the weights'
     outcomes = ranks.gather((costs, failure, closed))
     closed = next((reason for _, _, reason in outcomes if reason), None)
     reply = tell(reply, costs=by_rank([each for each, _, _ in outcomes]), closed=closed)
@@ -211,11 +219,11 @@ def _split(asked: Sequence[str], wanted: Callable[[str], bool]) -> tuple[list[st
     return [tag for tag in dict.fromkeys(asked) if wanted(tag)], None
 
 
-def _lack_of_memory(meter: StageMeter, tags: Sequence[str]) -> str | None:
-    """Why `tags` cannot be mapped now, or None; the memory saver would end the process."""
+def _lack_of_memory(sizes: Mapping[str, int]) -> str | None:
+    """Why these tags cannot be mapped now, or None; the memory saver would end the process."""
     if not torch.cuda.is_available():
         return None
-    needed = sum(meter.gpu_bytes(tag) for tag in tags)
+    needed = sum(sizes.values())
     free = torch.cuda.mem_get_info()[0]
     if needed > free:
         torch.cuda.empty_cache()
@@ -223,20 +231,17 @@ def _lack_of_memory(meter: StageMeter, tags: Sequence[str]) -> str | None:
     if needed <= free:
         return None
     return (
-        f"resume of {list(tags)} refused: it needs {needed / 1e6:.0f} MB of GPU memory, "
+        f"resume of {list(sizes)} refused: it needs {needed / 1e6:.0f} MB of GPU memory, "
         f"{(needed - free) / 1e6:.0f} MB more than are free"
     )
 
 
-def _meter(updater: Any) -> StageMeter:
-    return StageMeter(
-        gpu_bytes=cache(lambda tag: _gpu_bytes(updater, tag)),  # a snapshot of the allocator
-        host_bytes=lambda tag: _host_bytes(updater, tag),
-    )
+def _sizes(updater: Any, tags: Sequence[str]) -> dict[str, int]:
+    """Device memory under each tag on this rank, in bytes, whether it is mapped or not."""
+    return {tag: _gpu_bytes(updater, tag) for tag in tags}
 
 
 def _gpu_bytes(updater: Any, tag: str) -> int:
-    """Device memory under `tag` on this rank, whether it is mapped or not."""
     if not torch.cuda.is_available():
         return 0
     device = torch.cuda.current_device()
