@@ -266,25 +266,17 @@ def is_ours(server_args: Any) -> bool:
 
 
 def engine_context(model: Any) -> dict[str, object]:
-    """Facts of this engine process that decide where `load_weights` puts a byte.
+    """Facts of this engine process that decide where `load_weights` puts a byte, but for those that
+    never change while it lives.
 
     The expert map changes when EPLB rebalances; a plan made before that would be silently wrong.
     """
-    import sglang
     from sglang.srt.distributed import parallel_state as parallel
     from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
 
     experts = get_global_expert_location_metadata()
     return {
-        "sglang": sglang.__version__,
-        "model": f"{type(model).__module__}.{type(model).__qualname__}",
         "quantization": type(getattr(model, "quant_config", None)).__qualname__,
-        "device": str(device_of(model)),
-        "tp_rank": parallel.get_tensor_model_parallel_rank(),
-        "tp_size": parallel.get_tensor_model_parallel_world_size(),
-        "ep_rank": parallel.get_moe_expert_parallel_rank(),
-        "ep_size": parallel.get_moe_expert_parallel_world_size(),
-        "pp_rank": parallel.get_pipeline_model_parallel_rank(),
         "pp_size": parallel.get_pipeline_model_parallel_world_size(),
         "expert_map": None if experts is None else _places(experts.logical_to_all_physical_map_cpu),
     }

@@ -84,8 +84,7 @@ sglang.srt.constants:
 sglang.srt.distributed:
     parallel_state
 sglang.srt.distributed.parallel_state:
-    get_tensor_model_parallel_rank; get_tensor_model_parallel_world_size
-    get_moe_expert_parallel_rank; get_moe_expert_parallel_world_size
+    get_tensor_model_parallel_rank
     get_pipeline_model_parallel_rank; get_pipeline_model_parallel_world_size
 sglang.srt.entrypoints.engine:
     Engine; ._launch_subprocesses(server_args)

@@ -1,9 +1,9 @@
 """Decides, before every sync, whether a load plan still holds, and says in words why not.
 
 `Fingerprint` says what a plan was compiled for: the bucket layouts that the sender announces, and
-what the engine reports of itself (`context`: TP and EP rank, expert map, quantisation method,
-device, versions: whatever the caller puts there). `DestinationProbe` looks whether the model's
-modules and tensors are where they were: under 1 ms for 30 B.
+what of the engine can change while it lives (`context`: its expert map, or whatever the caller
+puts there). `DestinationProbe` looks whether the model's modules and tensors are where they were:
+under 1 ms for 30 B.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Fingerprint:
 
     @classmethod
     def of(cls, layouts: Sequence[BucketLayout], context: Mapping[str, object]) -> Fingerprint:
-        """Of a sync; lists, dicts and tensors in `context` are frozen by value."""
+        """Of a sync; tensors in `context` are frozen by value, all else is plain."""
         items = tuple((key, _freeze(context[key])) for key in sorted(context))
         return cls(tuple(layouts), items)
 
@@ -118,10 +118,4 @@ def _freeze(value: object) -> object:
         # As bytes: an expert map has thousands of numbers, and is compared before every sync.
         raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         return ("tensor", str(value.dtype), tuple(value.shape), raw)
-    if isinstance(value, Mapping):
-        return tuple((key, _freeze(value[key])) for key in sorted(value, key=repr))
-    if isinstance(value, (list, tuple)):
-        return tuple(_freeze(item) for item in value)
-    if isinstance(value, (set, frozenset)):
-        return tuple(sorted((_freeze(item) for item in value), key=repr))
     return value

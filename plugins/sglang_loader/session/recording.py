@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from types import TracebackType
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -167,8 +167,10 @@ def _in_hand(error: Exception, given: list[NamedTensor]) -> list[NamedTensor]:
     """Those of the tensors that the innermost function has in hand which has any: a loader may have
     taken all of them before it looks at the first.
     """
-    for local_variables in reversed(list(_frames(error.__traceback__))[2:]):
-        addresses = [t.data_ptr() for t in local_variables if isinstance(t, torch.Tensor)]
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+    for frame in reversed(frames[2:]):
+        values = list(frame.f_locals.values())
+        addresses = [t.data_ptr() for t in values if isinstance(t, torch.Tensor)]
         found = [pair for pair in given if any(_holds(pair[1], at) for at in addresses)]
         if found:
             return found
@@ -177,9 +179,3 @@ def _in_hand(error: Exception, given: list[NamedTensor]) -> list[NamedTensor]:
 
 def _holds(tensor: torch.Tensor, address: int) -> bool:
     return 0 <= address - tensor.data_ptr() < tensor.numel() * tensor.element_size()
-
-
-def _frames(trace: TracebackType | None) -> Iterator[list[Any]]:
-    while trace is not None:
-        yield list(trace.tb_frame.f_locals.values())
-        trace = trace.tb_next
