@@ -22,7 +22,7 @@ import psutil
 import torch
 
 from sglang_loader.common.regions.intervals import Interval, num_bytes, subtract
-from sglang_loader.host_backup import backup_of, publish_coverage
+from sglang_loader.host_backup import backup_of
 from sglang_loader.host_backup.allocations import (
     Allocations,
     bytes_at,
@@ -32,7 +32,7 @@ from sglang_loader.host_backup.allocations import (
 from sglang_loader.host_backup.saved_bytes import synchronize
 from sglang_loader.load_plan.destinations import collect_destinations
 from support.engine_loaders import NamedTensors, hash_of
-from support.reachable_memory import reachable
+from support.reachable_memory import publish_coverage, reachable
 
 LOOK_LOADER = "support.memory_loaders.look"
 POISON_LOADER = "support.memory_loaders.poison_all_but_the_restored"

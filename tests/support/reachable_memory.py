@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+
 from torch import nn
 
-from sglang_loader.common.regions.intervals import merge
+from sglang_loader.common.regions.intervals import Interval, merge
+from sglang_loader.host_backup import backup_of
 from sglang_loader.host_backup.allocations import Allocations
 from sglang_loader.load_plan.destinations import collect_destinations
 
@@ -15,3 +18,10 @@ def reachable(model: nn.Module) -> Allocations:
     storages = collect_destinations(model).storages
     spans = [(s.data_ptr, s.data_ptr + s.nbytes) for s in storages if s.device == device]
     return Allocations(device, tuple(merge(spans)))
+
+
+def publish_coverage(model: nn.Module, written: Mapping[str, Iterable[Interval]]) -> None:
+    """As a plan that writes these bytes of the model would, once it is proven."""
+    backup = backup_of(model)
+    assert backup is not None
+    backup.publish(collect_destinations(model), written)

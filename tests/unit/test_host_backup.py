@@ -16,13 +16,7 @@ from torch import nn
 from sglang_loader.common.engine_settings import HOST_BACKUP_VARIABLE, requested_host_backup
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.regions.intervals import merge, subtract
-from sglang_loader.host_backup import (
-    WeightsBackup,
-    arm,
-    backup_of,
-    publish_coverage,
-    withdraw_coverage,
-)
+from sglang_loader.host_backup import WeightsBackup, arm, backup_of
 from sglang_loader.host_backup import saved_bytes as saved_bytes_module
 from sglang_loader.host_backup.allocations import (
     Allocations,
@@ -33,7 +27,7 @@ from sglang_loader.host_backup.backup import BRIDGED_BYTES, bridged
 from sglang_loader.host_backup.saved_bytes import SavedBytes
 from sglang_loader.load_plan.destinations import collect_destinations
 from sglang_loader.upstream import why_stock_backup
-from support.reachable_memory import reachable
+from support.reachable_memory import publish_coverage, reachable
 from unit.released_memory import POISON, Residue, contents, overwrite, poison, size_of, whole
 
 LAYOUT = BucketLayout.pack([("low", (5, 3), torch.bfloat16)])
@@ -77,12 +71,11 @@ def test_what_is_allocated_under_the_tag_later_is_saved(model):
     assert model.stray.eq(1).all()
 
 
-@pytest.mark.parametrize("given_destinations", (True, False))
-def test_only_the_residue_is_kept_and_returns(model, given_destinations):
+def test_only_the_residue_is_kept_and_returns(model):
     backup = arm(model, "auto", reachable)
     destinations = collect_destinations(model)
     covered = whole(model, "linear.weight", "low")
-    publish_coverage(model, covered, destinations if given_destinations else None)
+    publish_coverage(model, covered)
     before = contents(destinations)
     release_and_resume(model, backup)
     after = contents(destinations)
@@ -119,7 +112,7 @@ def test_a_sync_without_a_plan_does_not_define_what_was_not_saved(model):
     covered = whole(model, "linear.weight", "low")
     publish_coverage(model, covered)
     release_and_resume(model, backup)
-    withdraw_coverage(model, "the guard failed")
+    backup_of(model).withdraw("the guard failed")
     assert "undefined" in sync_completed(model)
     publish_coverage(model, whole(model, "low"))
     assert f"{model.linear.weight.nbytes} bytes" in sync_completed(model)
@@ -201,15 +194,9 @@ def test_a_published_coverage_keeps_its_storages_alive(model):
     gc.collect()
     others = [torch.empty(15, dtype=torch.bfloat16) for _ in range(200)]
     assert address not in {tensor.data_ptr() for tensor in others}
-    withdraw_coverage(model, "a test")
+    backup_of(model).withdraw("a test")
     gc.collect()
     assert storage() is None
-
-
-def test_a_model_without_a_backup_is_left_alone(model):
-    publish_coverage(model, {"gone": [(0, 1)]})
-    withdraw_coverage(model, "a test")
-    assert backup_of(model) is None
 
 
 def test_the_log_tells_sizes_and_seconds(model, caplog):
@@ -251,7 +238,7 @@ def test_any_coverage_any_cycles_the_weights_are_right_after_a_sync(coverage, fa
     expected = contents(destinations)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sglang_loader.host_backup.backup.BRIDGED_BYTES", bridge)
-        publish_coverage(model, covered, destinations)
+        backup.publish(destinations, covered)
         for failed in [*fails, False]:
             release_and_resume(model, backup)
             for name, data in contents(destinations).items():
@@ -262,7 +249,7 @@ def test_any_coverage_any_cycles_the_weights_are_right_after_a_sync(coverage, fa
                 backup.sync_failed("a test")
                 continue
             overwrite(destinations, covered)
-            publish_coverage(model, covered, destinations)
+            backup.publish(destinations, covered)
             assert sync_completed(model) is None
     assert contents(destinations) == expected
     assert backup.host_bytes == 0

@@ -32,10 +32,10 @@ from sglang_loader.hooks import memory as hooks
 from sglang_loader.hooks import request_gate as gate_hooks
 from sglang_loader.hooks import weights as weight_updater_hooks
 from sglang_loader.hooks.weights import update_on_all_ranks
-from sglang_loader.host_backup import arm, backup_of, publish_coverage
+from sglang_loader.host_backup import arm, backup_of
 from sglang_loader.load_plan.destinations import collect_destinations
 from sglang_loader.upstream import tell, told
-from support.reachable_memory import reachable
+from support.reachable_memory import publish_coverage, reachable
 from unit.released_memory import Residue, contents, overwrite, poison, size_of, whole
 
 LAYOUT = BucketLayout.pack([("linear.weight", (33, 7), torch.float32)])

@@ -6,19 +6,13 @@ they are resumed (61 GB: 17 s and 5 s), although a sync overwrites nearly all of
     backup = arm(model, policy, allocations)  # once, after the model is loaded
     backup.save(model)                        # before the memory is released
     backup.restore()                          # after it is mapped again
-    publish_coverage(model, plan.coverage)    # a proven plan: from now on only the residue is saved
-    withdraw_coverage(model, "why")           # its guard failed: everything again
+    backup.publish(plan.destinations, plan.coverage)    # now only the residue is saved
+    backup.withdraw("why")                    # the plan's guard failed: everything again
     backup.sync_completed()                   # every byte of the coverage was written
 
 Nothing here imports sglang; `hooks.memory` connects it to the scheduler.
 """
 
-from sglang_loader.host_backup.backup import (
-    WeightsBackup,
-    arm,
-    backup_of,
-    publish_coverage,
-    withdraw_coverage,
-)
+from sglang_loader.host_backup.backup import WeightsBackup, arm, backup_of
 
-__all__ = ["WeightsBackup", "arm", "backup_of", "publish_coverage", "withdraw_coverage"]
+__all__ = ["WeightsBackup", "arm", "backup_of"]

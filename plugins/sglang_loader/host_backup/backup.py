@@ -22,7 +22,7 @@ from sglang_loader.common.regions.intervals import Interval, contains, merge, nu
 from sglang_loader.host_backup.allocations import Allocations
 from sglang_loader.host_backup.completeness import Completeness
 from sglang_loader.host_backup.saved_bytes import SavedBytes, synchronize
-from sglang_loader.load_plan.destinations import Destinations, collect_destinations
+from sglang_loader.load_plan.destinations import Destinations
 
 logger = logging.getLogger(__name__)
 
@@ -128,8 +128,11 @@ class WeightsBackup:
     def publish(
         self, destinations: Destinations, written: Mapping[str, Iterable[Interval]]
     ) -> None:
-        """Take over a proven coverage; the sync that proved it has written all of it. Does nothing
-        where this very coverage is published.
+        """From the next release on, save only what `written` leaves out: `LoadPlan.coverage`, by
+        names of storages of `LoadPlan.destinations`. Does nothing where it is published already.
+
+        To be called on every TP rank when a sync has written all of it and it is proven that each
+        later one will, for as long as the plan's guard holds.
         """
         if self._written is written and self._destinations is destinations:
             return
@@ -144,7 +147,9 @@ class WeightsBackup:
         self._free_if_defined()
 
     def withdraw(self, reason: str) -> None:
-        """From now on everything is saved again; what is undefined stays so."""
+        """The plan does not hold any more: everything is saved again; what is undefined stays so.
+        `reason` goes to the log.
+        """
         if self._destinations is not None:
             logger.warning("weights backup: all weights are saved again: %s", reason)
         self._destinations, self._written, self._covered = None, None, []
@@ -210,27 +215,3 @@ def arm(
 def backup_of(model: nn.Module) -> WeightsBackup | None:
     """This model's backup; None where the server was not launched with our loaders."""
     return _backups.get(model)
-
-
-def publish_coverage(
-    model: nn.Module,
-    written: Mapping[str, Iterable[Interval]],
-    destinations: Destinations | None = None,
-) -> None:
-    """From the next release on, save only what `written` leaves out: `LoadPlan.coverage`, by names
-    of storages of `LoadPlan.destinations` (collected from the model where left out).
-
-    To be called on every TP rank when a sync has written all of it and it is proven that each later
-    one will, for as long as the plan's guard holds. Does nothing where it is published already.
-
-    Raises:
-        ValueError: a key or a range that the model does not have.
-    """
-    if (backup := _backups.get(model)) is not None:
-        backup.publish(destinations or collect_destinations(model), written)
-
-
-def withdraw_coverage(model: nn.Module, reason: str) -> None:
-    """The plan does not hold any more: save everything again. `reason` goes to the log."""
-    if (backup := _backups.get(model)) is not None:
-        backup.withdraw(reason)

@@ -26,7 +26,7 @@ import torch
 from sglang_loader.common.bucket_source import BucketSource
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.session.messages import SessionError
-from sglang_loader.host_backup import publish_coverage, withdraw_coverage
+from sglang_loader.host_backup import backup_of
 from sglang_loader.load_plan import (
     BucketUses,
     DestinationProbe,
@@ -214,10 +214,10 @@ class ModelLoader:
             self._note("the plan was due for a check")
         elif self._load_mode is _LoadMode.REPLAY:
             self._num_recordings = 0
-        plan = self.plan
-        if plan is not None and self._has_loaded_all(plan):
+        plan, backup = self.plan, backup_of(self._model)
+        if plan is not None and backup is not None and self._has_loaded_all(plan):
             # Also after a failed sync, which withdrew it.
-            publish_coverage(self._model, plan.coverage, plan.destinations)
+            backup.publish(plan.destinations, plan.coverage)
         return SyncOutcome(
             num_replayed=self._num_replayed,
             num_eager=len(self.uses) - self._num_replayed,
@@ -336,7 +336,8 @@ class ModelLoader:
         """The rest of the sync is eager, unless another plan can be recorded."""
         self._note(reason)
         self._compiled, self._load_mode = None, _LoadMode.EAGER
-        withdraw_coverage(self._model, reason)
+        if (backup := backup_of(self._model)) is not None:
+            backup.withdraw(reason)
 
     def _note(self, reason: str, *, log: bool = True) -> None:
         self._reason = self._reason or reason
