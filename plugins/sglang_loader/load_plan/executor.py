@@ -29,7 +29,6 @@ from sglang_loader.load_plan.plan import BucketPlan, LoadPlan, LoadWeights
 
 MAX_BOUND_SOURCES = 4
 
-
 Binding: TypeAlias = tuple[list[Callable[[], object]], list[tuple[str, torch.Tensor]]]
 """Concrete views for one bucket: the copies, and the tensors that are left for the loader."""
 
@@ -73,7 +72,8 @@ class PlanExecutor:
         """Memory for what the loader loads of any bucket."""
         nbytes = max(bucket.rest_layout().nbytes for bucket in self._plan.buckets)
         if self._scratch.device != device or self._scratch.numel() < nbytes:
-            self.unbind()
+            if self._scratch.numel():
+                self.unbind()
             self._scratch = _empty(nbytes, device)
         return self._scratch
 
@@ -117,11 +117,10 @@ def _bind(
     with torch.inference_mode(False), torch.no_grad():
         for copy in plan.copies:
             _add(groups, source, copy, destinations.memory[copy.storage])
-        for start, tensor in zip(plan.rest.values(), rest.tensors, strict=True):
+        for src, tensor in zip(plan.rest.values(), rest.tensors, strict=True):
             if tensor.nbytes:
-                _add(
-                    groups, source, StridedCopy(0, start, tensor.offset, (), tensor.nbytes), scratch
-                )
+                whole = StridedCopy(0, src, tensor.offset, (), tensor.nbytes)
+                _add(groups, source, whole, scratch)
         return [_bind_copies(*group) for group in groups.values()], rest.views(scratch)
 
 
