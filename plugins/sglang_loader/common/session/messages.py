@@ -229,7 +229,7 @@ class Loaded(_Message, frozen=True, kw_only=True):
         num_replayed: buckets loaded by the compiled plan.
         num_eager: buckets loaded by the model's own loader.
         reason: why not all were replayed.
-        may_read_in_place: a plan holds and changes no source: buckets may be the trainer's memory.
+        may_read_in_place: a plan holds: buckets may be the trainer's memory.
         host: equal in processes that can map each other's memory, as far as the engine knows.
         arrangements: encoded, for later syncs; None where there is nothing that the trainer wants.
         seconds: how the engine rank spent the session: "waiting" for the trainer with nothing to
