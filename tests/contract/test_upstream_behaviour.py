@@ -322,10 +322,10 @@ class TestScheduler:
         gate, held = RequestGate(GatePolicy(), MagicMock()), []
         for request in queued:
             held.append(message(TokenizedGenerateReqInput, rid=request.rid))
-        gate.close("asleep")
+        gate.set("asleep")
         gate.let_through(held)
         assert gate.let_through([to_abort]) == [to_abort]
-        gate.open()
+        gate.set(None)
         left = [request.rid for request in gate.let_through([])]
         assert left == [request.rid for request in scheduler.waiting_queue] != ["a", "abc", "b"]
 

@@ -316,11 +316,8 @@ def test_a_cycle_with_a_plan_keeps_the_residue_alone(updater):
 class Gate:
     reason = None
 
-    def close(self, reason):
+    def set(self, reason):
         self.reason = reason
-
-    def open(self):
-        self.reason = None
 
 
 def test_the_gate_is_closed_from_the_release_to_the_end_of_a_good_sync(updater, monkeypatch):

@@ -86,13 +86,13 @@ def test_an_open_gate_changes_nothing(sender, clock):
 
 def test_requests_wait_in_order_and_go_before_later_ones(sender, clock):
     gate = gate_with(sender, clock)
-    gate.close(REASON)
+    gate.set(REASON)
     first, embedding = request("a"), request("b", io.TokenizedEmbeddingReqInput)
     batch = io.BatchTokenizedGenerateReqInput(batch=[request("c"), request("d")])
     flush = io.FlushCacheReqInput()
     assert gate.let_through([first, flush, embedding, batch]) == [flush]
     assert gate.let_through([]) == []
-    gate.open()
+    gate.set(None)
     last = request("e")
     assert gate.let_through([last]) == [first, embedding, *batch.batch, last]
     assert (gate.num_held, sender.sent) == (0, [])
@@ -116,14 +116,14 @@ def test_a_request_behind_what_may_close_the_gate_waits_for_its_outcome(
     assert gate.let_through([before, closing, behind]) == [before, closing]
     assert gate.let_through([]) == [behind], "the gate stayed open"
     assert gate.let_through([closing, behind]) == [closing]
-    gate.close(REASON)
+    gate.set(REASON)
     assert gate.let_through([]) == []
     assert [answer.rid for answer in sender.sent] == ([] if kind == "wait" else ["b"])
 
 
 def test_refusals_are_http_503_with_the_reason(sender, clock):
     gate = gate_with(sender, clock, "refuse")
-    gate.close(REASON)
+    gate.set(REASON)
     batch = io.BatchTokenizedGenerateReqInput(batch=[request("a"), request("b")])
     assert gate.let_through([batch]) == []
     assert [answer.rid for answer in sender.sent] == ["a", "b"]
@@ -135,7 +135,7 @@ def test_refusals_are_http_503_with_the_reason(sender, clock):
 
 def test_a_request_that_has_waited_too_long_is_refused(sender, clock):
     gate = gate_with(sender, clock, timeout_s=10.0)
-    gate.close(REASON)
+    gate.set(REASON)
     gate.let_through([request("a")])
     clock.now = 6.0
     gate.let_through([request("b")])
@@ -144,7 +144,7 @@ def test_a_request_that_has_waited_too_long_is_refused(sender, clock):
     (answer,) = sender.sent
     assert (answer.rid, gate.num_held) == ("a", 1)
     assert answer.finished_reason["message"] == f"not served for 10 s: {REASON}"
-    gate.open()
+    gate.set(None)
     assert [held.rid for held in gate.let_through([])] == ["b"]
 
 
@@ -154,7 +154,7 @@ def test_a_request_that_has_waited_too_long_is_refused(sender, clock):
 )
 def test_a_waiting_request_can_be_aborted(sender, clock, abort, gone):
     gate = gate_with(sender, clock)
-    gate.close(REASON)
+    gate.set(REASON)
     gate.let_through([request("a"), request("b"), request("ab")])
     message = io.AbortReq(**abort)
     assert gate.let_through([message]) == [message], "others may run"
@@ -162,7 +162,7 @@ def test_a_waiting_request_can_be_aborted(sender, clock, abort, gone):
         (io.AbortReq, rid) for rid in gone
     ]
     assert all(answer.finished_reason is None for answer in sender.sent)
-    gate.open()
+    gate.set(None)
     assert [held.rid for held in gate.let_through([])] == [
         rid for rid in ("a", "b", "ab") if rid not in gone
     ]
@@ -171,10 +171,10 @@ def test_a_waiting_request_can_be_aborted(sender, clock, abort, gone):
 @pytest.mark.parametrize("kind", ("wait", "refuse"))
 def test_a_closed_gate_gives_signs_of_life(sender, clock, kind):
     gate = gate_with(sender, clock, kind)
-    gate.close(REASON)
+    gate.set(REASON)
     assert gate.let_through([request(f"{HEALTH_CHECK_RID_PREFIX}_1")]) == []
     assert [type(answer) for answer in sender.sent] == [io.HealthCheckOutput]
-    gate.open()
+    gate.set(None)
     assert gate.let_through([]) == []
 
 

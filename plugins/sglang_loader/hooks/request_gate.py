@@ -5,7 +5,7 @@ comes while the engine's memory is released, or its weights are not those of one
 run on what is there. Here it waits, or is refused:
 
     gate = RequestGate(policy_of_this_process(), channels)
-    gate.close("the last sync was not complete")     # and gate.open()
+    gate.set("the last sync was not complete")       # None: it is open again
     messages = gate.let_through(messages)            # whatever came in, in every round of the loop
 
 There is one in every scheduler process. Only the rank that receives requests holds any, and it
@@ -71,17 +71,15 @@ class RequestGate:
         """Requests that wait."""
         return len(self._held)
 
-    def close(self, reason: str) -> None:
-        """From now on no request is let through."""
-        if reason != self.reason:
+    def set(self, reason: str | None) -> None:
+        """Let no request through from now on, for this reason; None: what is held goes in the next
+        round, before what comes then.
+        """
+        if reason is None and self.reason is not None:
+            logger.info("requests are served again; %d have waited", self.num_held)
+        elif reason != self.reason:
             logger.info("no request is served (%s): %s", self._policy.kind, reason)
         self.reason = reason
-
-    def open(self) -> None:
-        """What is held goes in the next round, before what comes then."""
-        if self.reason is not None:
-            logger.info("requests are served again; %d have waited", self.num_held)
-        self.reason = None
 
     def let_through(self, messages: list[Any]) -> list[Any]:
         """The messages that the scheduler gets in this round.
@@ -188,12 +186,8 @@ def why_closed(updater: Any) -> str | None:
 
 def set_gate(reason: str | None) -> None:
     """Close this process's gate, or open it; the reason is that of all TP ranks."""
-    if _gate is None:
-        return
-    if reason is None:
-        _gate.open()
-    else:
-        _gate.close(reason)
+    if _gate is not None:
+        _gate.set(reason)
 
 
 def gate_reason() -> str | None:
