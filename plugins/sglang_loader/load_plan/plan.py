@@ -38,13 +38,9 @@ LoadWeights: TypeAlias = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
 
 
 class PlanRefused(RuntimeError):
-    """No plan can be made, or it did not prove itself: `reason` says why, in words for a log. The
-    weights are as the model's own `load_weights` leaves them, so the caller goes on eagerly.
+    """No plan can be made; the text says why, for a log. The weights are as the model's own
+    `load_weights` leaves them, so the caller goes on eagerly.
     """
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
 
 
 @dataclass(frozen=True, slots=True)

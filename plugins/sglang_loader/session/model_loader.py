@@ -293,7 +293,7 @@ class ModelLoader:
         try:
             plan = self._recorder.finish(self._context)
         except PlanRefused as refused:
-            self._refuse(refused.reason)
+            self._refuse(str(refused))
             return
         probe = DestinationProbe(self._model, plan.destinations)
         self._compiled = _Compiled(

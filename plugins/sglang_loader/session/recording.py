@@ -71,7 +71,7 @@ class Recorder:
                 self._model, self.load_weights, layout, buffer, self._destinations
             )
         except PlanRefused as refused:
-            return None, BucketUses(layout, problem=refused.reason)
+            return None, BucketUses(layout, problem=str(refused))
         self._destinations = traced.destinations
         return traced, uses_of(traced)
 
@@ -98,7 +98,7 @@ class Recorder:
         try:
             bucket = compile_bucket(traced)
         except PlanRefused as refused:
-            return uses, refused.reason
+            return uses, str(refused)
         reason = self.why_unproven(bucket, traced.destinations, buffer)
         if reason is not None:
             return BucketUses(layout, problem=reason), f"bucket {len(self._buckets)}: {reason}"
