@@ -95,24 +95,39 @@ def test_an_abort_overtakes_what_was_sent_before_it(
     assert kinds == [wire.Abort, wire.Welcome, wire.Commit], "else in order"
 
 
-def test_nothing_counts_that_a_dead_trainer_sent(ends: tuple[Channel[Any], Channel[Any]]) -> None:
+def test_nothing_counts_that_a_dead_trainer_sent_but_why_it_aborted(
+    ends: tuple[Channel[Any], Channel[Any]],
+) -> None:
     trainer, engine = ends
     trainer.send(wire.Commit)
-    all_came(engine, 1)
+    trainer.send(wire.Abort, reason="another rank failed")
+    all_came(engine, 2)
     trainer.close()
     while not engine._is_peer_gone:
         engine._look_at_peer()
+    assert engine.receive().reason == "another rank failed"
     with pytest.raises(SessionError, match="is gone"):
         engine.receive()
 
 
-def test_an_abort_of_a_dead_trainer_says_why(ends: tuple[Channel[Any], Channel[Any]]) -> None:
+def test_a_trainer_hears_the_last_words_of_an_engine_that_died(
+    ends: tuple[Channel[Any], Channel[Any]],
+) -> None:
     trainer, engine = ends
-    trainer.send(wire.Abort, reason="another rank failed")
-    trainer.close()
-    while not engine._is_peer_gone:
-        engine.has_message()
-    assert engine.receive().reason == "another rank failed"
+    engine.send(wire.Failed, traceback="last words")
+    engine.close()
+    assert trainer.receive() == wire.Failed(token=TOKEN, traceback="last words")
+    with pytest.raises(SessionError, match="the engine's process is gone"):
+        trainer.receive()
+    with pytest.raises(SessionError, match="Welcome was not sent"):
+        trainer.send(wire.Welcome)
+
+
+def test_silence_ends_after_the_timeout(ends: tuple[Channel[Any], Channel[Any]]) -> None:
+    trainer, _ = ends
+    trainer.begin(TOKEN, timeout_s=0.3)
+    with pytest.raises(SessionError, match=r"no message .* within 0.3 s"):
+        trainer.receive()
 
 
 def test_an_engine_does_not_wait_where_nobody_listens(

@@ -210,24 +210,45 @@ def test_what_was_committed_is_published(
         assert torch.equal(model.get_parameter(name).detach(), tensor)
 
 
-def all_loaded(trainer: TrainerSession, ring: StagingRing) -> Engine:
-    """An engine that has read everything, and waits for the commit."""
-    engine = joined(trainer, Model(tuple(WEIGHTS)))
-    send_all(trainer, ring)
-    wait_until_done(trainer, 1)
-    wait_until_loaded(trainer)
-    return engine
-
-
-def test_nothing_is_served_that_the_trainer_has_not_committed(
-    event: Event, trainer: TrainerSession, ring: StagingRing
+@pytest.mark.parametrize("has_committed", [False, True])
+@pytest.mark.parametrize("then", ["aborts", "dies", "nothing"])
+def test_only_what_is_committed_and_not_given_up_is_served(
+    event: Event, trainer: TrainerSession, ring: StagingRing, has_committed: bool, then: str
 ) -> None:
-    engine = all_loaded(trainer, ring)
-    engine.join(0.5)
-    assert engine.is_alive()
-    assert not engine.has_served
-    trainer.abort("another rank failed", None)
-    check_not_served(engine, "the trainer aborted the sync: another rank failed")
+    """Also by an engine that was held up: all that its commit takes lies in its socket."""
+    held_up = threading.Event()
+    model = Model(tuple(WEIGHTS))
+    load_weights = model.load_weights
+
+    def load_late(weights: Any) -> None:
+        assert held_up.wait(20)
+        load_weights(weights)
+
+    model.load_weights = load_late  # type: ignore[method-assign]
+    engine = joined(trainer, model)
+    send_all(trainer, ring)
+    if has_committed:
+        trainer.commit(lambda: None)
+    else:
+        held_up.set()
+        wait_until_loaded(trainer)
+        engine.join(0.3)
+        assert engine.is_alive() and not engine.has_served
+    if then == "aborts":
+        trainer.abort("given up", None)
+    elif then == "dies":
+        trainer._channel.close()
+    elif not has_committed:
+        trainer.commit(lambda: None)
+    time.sleep(0.3)
+    held_up.set()
+    if then == "nothing":
+        engine.join(20)
+        assert engine.has_served
+    else:
+        check_not_served(
+            engine, "given up" if then == "aborts" else "the trainer's process is gone"
+        )
 
 
 def test_a_bucket_that_is_arranged_by_what_the_engine_does_not_hold_is_refused_unread(
@@ -241,50 +262,6 @@ def test_a_bucket_that_is_arranged_by_what_the_engine_does_not_hold_is_refused_u
         wait_until_loaded(trainer)
     check_not_served(engine, "bucket 0 came arranged by '0000")
     assert not any(parameter.any() for parameter in model.parameters())
-
-
-def test_a_trainer_that_dies_before_its_commit_is_not_served(
-    event: Event, trainer: TrainerSession, ring: StagingRing
-) -> None:
-    engine = all_loaded(trainer, ring)
-    trainer._channel.close()
-    check_not_served(engine, "the trainer's process is gone")
-
-
-@pytest.mark.parametrize("then", ["aborts", "dies"])
-def test_an_engine_that_was_held_up_does_not_act_on_a_commit_that_was_given_up(
-    event: Event, trainer: TrainerSession, ring: StagingRing, then: str
-) -> None:
-    held_up = threading.Event()
-    model = Model(tuple(WEIGHTS))
-    load_weights = model.load_weights
-
-    def load_late(weights: Any) -> None:
-        assert held_up.wait(20)
-        load_weights(weights)
-
-    model.load_weights = load_late  # type: ignore[method-assign]
-    engine = joined(trainer, model)
-    send_all(trainer, ring)
-    trainer.commit(lambda: None)  # all that it takes lies in the engine's socket
-    if then == "aborts":
-        trainer.abort("given up", None)
-    else:
-        trainer._channel.close()
-    time.sleep(0.3)
-    held_up.set()
-    check_not_served(engine, "given up" if then == "aborts" else "the trainer's process is gone")
-
-
-def test_a_commit_that_comes_early_is_found_where_nobody_gives_up(
-    event: Event, trainer: TrainerSession, ring: StagingRing
-) -> None:
-    """The control of the test above."""
-    engine = joined(trainer, Model(tuple(WEIGHTS)))
-    send_all(trainer, ring)
-    trainer.commit(lambda: None)
-    engine.join(20)
-    assert engine.has_served
 
 
 @pytest.mark.parametrize(("known", "unknown"), [(("first",), "second"), (("third",), "first")])
@@ -351,15 +328,6 @@ def test_what_must_be_done_before_ends_the_session_before_the_first_byte(
     assert not any(parameter.any() for parameter in model.parameters())
 
 
-def test_a_session_that_is_aborted_before_its_first_bucket_has_not_begun(
-    event: Event, trainer: TrainerSession
-) -> None:
-    engine = joined(trainer, Model(tuple(WEIGHTS)))
-    trainer.abort("another replica failed", None)
-    check_not_served(engine, "another replica failed")
-    assert not engine.has_begun
-
-
 @pytest.mark.parametrize("ended", ["well", "badly"])
 def test_a_request_that_arrives_twice_is_refused_at_once_the_second_time(
     event: Event, ring: StagingRing, ended: str
@@ -372,8 +340,11 @@ def test_a_request_that_arrives_twice_is_refused_at_once_the_second_time(
             serve_whole(trainer, ring, engine)
             trainer.keep_socket()
         else:
-            trainer.abort("another replica failed", None)
-            check_not_served(engine, "another replica failed")
+            with pytest.raises(BlockNotMapped, match="block used"):
+                trainer.map_blocks([SharedBlock("used", None)], keep=True)
+            trainer.abort("not mapped", None)
+            check_not_served(engine, "not mapped")
+            assert not engine.has_begun
     started = time.monotonic()
     again = Engine(trainer.invitation, model)
     again.start()
@@ -414,16 +385,6 @@ def test_memory_that_the_engine_cannot_map_is_told_apart(
         wait_until_done(trainer, 0)
     check_not_served(engine, "cannot be mapped")
     assert not engine.has_begun
-
-
-def test_memory_that_is_not_mapped_and_has_no_handle_is_refused_by_the_trainer(
-    event: Event, trainer: TrainerSession
-) -> None:
-    engine = joined(trainer, Model(tuple(WEIGHTS)))
-    with pytest.raises(BlockNotMapped, match="block used"):
-        trainer.map_blocks([SharedBlock("used", None)], keep=True)
-    trainer.abort("not mapped", None)
-    check_not_served(engine)
 
 
 Sent = tuple[int, int]
