@@ -131,7 +131,10 @@ class TestArguments:
         assert len(given) > 380
         defaults = {field.name: field.default for field in fields(ServerArgs)}
         assert [name for name, value in given.items() if value == defaults[name]] == []
-        reached = launch(model)[0].arguments
+        (only,) = launch(model)
+        reached = only.arguments
+        assert (reached["nnodes"], reached["dist_init_addr"]) == (1, None)
+        assert only.http_servers == ["10.0.0.1"]
         assert reached["custom_weight_loader"] == [SESSION_FORMAT]
         same = {name for name in given if reached[name] == given[name]}
         switches = {name for name, value in given.items() if isinstance(value, bool)}
@@ -173,12 +176,6 @@ class TestTwoNodes:
             assert arguments["dist_init_addr"] == master
             assert arguments["custom_weight_loader"] == [SESSION_FORMAT]
         assert (first.http_servers, second.http_servers) == ([hosts[0]], [])
-
-    def test_one_node_has_no_master(self, model: Path) -> None:
-        """Negative control."""
-        (only,) = launch(model)
-        assert (only.arguments["nnodes"], only.arguments["dist_init_addr"]) == (1, None)
-        assert only.http_servers == ["10.0.0.1"]
 
 
 class TestRouter:

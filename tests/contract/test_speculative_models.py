@@ -10,6 +10,7 @@ import importlib
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from contract.tiny_architectures import prepare_process
@@ -19,6 +20,7 @@ from sglang_loader.hooks import weights as weight_updater_hooks
 from sglang_loader.hooks.tp_ranks import TPRanks
 from sglang_loader.hooks.weights import update_on_all_ranks
 from sglang_loader.upstream import SpeculationUnknown, runners_of
+from unit.test_session_messages import DESCRIPTOR
 
 prepare_process()
 pytest.importorskip("sglang", reason="needs the SGLang that the plugin supports")
@@ -122,18 +124,7 @@ def test_every_rank_serves_its_own_invitation(monkeypatch: pytest.MonkeyPatch) -
     nothing = dict.fromkeys(("flush", "loading", "loaded"))
     update: Any = SimpleNamespace(run=lambda load: load() or [], models=[TARGET], **nothing)
     descriptors = [
-        wire.SessionDescriptor(
-            version=wire.SESSION_VERSION,
-            endpoint=f"ipc:///tmp/{rank}",
-            token="t",
-            timeout_s=1.0,
-            uses_plan=True,
-            manifest_check="off",
-            recheck_every_n_syncs=0,
-            syncs_draft=True,
-            host="here",
-        )
-        for rank in range(2)
+        msgspec.structs.replace(DESCRIPTOR, endpoint=f"ipc:///tmp/{rank}") for rank in range(2)
     ]
     handles = [base64.b64encode(wire.encode_descriptor(each)).decode() for each in descriptors]
     request = request_with(load_format=SESSION_FORMAT, serialized_named_tensors=handles)

@@ -28,8 +28,6 @@ import torch
 from sglang_loader.upstream import accept_telling_replies, tell, told, without_cpu_backup
 from support.messages import message
 from verl_sglang_sync.verl.upstream import (
-    complete_server_client,
-    list_server_arguments,
     pause_by_aborting,
 )
 
@@ -71,43 +69,6 @@ def placed(**values: Any) -> contextlib.AbstractContextManager[Any]:
 
 
 class TestVerl:
-    def test_adapter_finds_its_server(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """For `verl_sglang_sync.verl.rollout`:
-        we read these attributes, and gather over this dimension of the mesh."""
-        from sglang.srt.server_args import ServerArgs
-        from verl.workers.config import RolloutConfig
-        from verl.workers.rollout.sglang_rollout import sglang_rollout
-
-        actor, mesh = MagicMock(), MagicMock()
-        actor.get_server_address.remote = AsyncMock(return_value=("10.0.0.1", 30001))
-        mesh["infer_tp"].get_local_rank.return_value = 0
-        mesh.__getitem__.reset_mock()
-        monkeypatch.setenv("RANK", "0")
-        monkeypatch.setenv("RAY_LOCAL_WORLD_SIZE", "1")
-        monkeypatch.setattr(sglang_rollout.ray, "get_actor", lambda name: actor)
-        monkeypatch.setattr(ServerArgs, "__post_init__", lambda self: None)
-        config, model = RolloutConfig(name="sglang"), MagicMock(lora_rank=0, lora={})
-        complete_server_client()
-        adapter = sglang_rollout.ServerAdapter(config, model, mesh, 3)
-        assert adapter._engine is None
-        asyncio.run(adapter._init_server_adapter())
-        assert (adapter.config, adapter.model_config, adapter.device_mesh) == (config, model, mesh)
-        assert (adapter.replica_rank, adapter.rollout_rank, adapter.sleep_level) == (3, 0, 2)
-        assert adapter.server_actor is actor
-        server = adapter._engine.server_args
-        assert (server.host, server.port) == ("10.0.0.1", 30001)
-        mesh.__getitem__.assert_called_with("infer_tp")
-
-    def test_server_asks_for_sglangs_arguments(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """For `verl_sglang_sync.verl.upstream`: by the name that we replace."""
-        server = importlib.import_module("verl.workers.rollout.sglang_rollout.async_sglang_server")
-        monkeypatch.setattr(server, "dataclasses", dataclasses)
-        list_server_arguments()
-        asked = "dataclasses.fields(ServerArgs)"
-        assert asked in inspect.getsource(server.SGLangHttpServer.launch_server)
-        names = {field.name for field in eval(asked, vars(server))}
-        assert {"enable_weights_cpu_backup", "custom_weight_loader"} <= names
-
     def test_worker_takes_the_stages_in_our_order(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """For `verl_sglang_sync.verl.rollout` and `verl_sglang_sync.routes.staging_ring`:
         expandable segments, which cannot be shared, are off meanwhile."""

@@ -21,11 +21,9 @@ from sglang_loader.common.regions.arrangement import Arrangement, Read
 from verl_sglang_sync.engine.arrangements import (
     NOTHING_KNOWN,
     EngineArrangements,
-    KnownArrangements,
 )
 from verl_sglang_sync.sources.bucket_stream import Bucket
 
-CPU = torch.device("cpu")
 LAYOUT = BucketLayout.pack([("a", (16, 8), torch.float32), ("b", (8,), torch.bfloat16)])
 READS = (Read(0, 64, ((4, 64),), 32, 0), Read(1, 0, (), 16, 128))
 BUCKETS = [Bucket.of(BucketLayout.pack([(n, (256,), torch.uint8)]), is_last=False) for n in "abc"]
@@ -78,12 +76,6 @@ def test_arrangements_that_leave_their_bounds_are_refused(case: str) -> None:
     with pytest.raises(WireError, match=message):
         decode_arrangements(data, {"d": LAYOUT})
     assert decode_arrangements(encoded(*READS), {"d": LAYOUT})
-
-
-def known(*arrangements: Arrangement | None) -> KnownArrangements:
-    pairs = zip(BUCKETS, arrangements, strict=False)
-    offer = encode_arrangements([(bucket.digest, arrangement) for bucket, arrangement in pairs])
-    return KnownArrangements.of(offer, BUCKETS)
 
 
 def test_a_trainer_learns_what_it_may_use(caplog: pytest.LogCaptureFixture) -> None:

@@ -9,8 +9,6 @@ from hypothesis import strategies as st
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.host_backup.completeness import Completeness
 
-ALL = frozenset("abc")
-
 
 def layout(names: frozenset[str]) -> BucketLayout:
     return BucketLayout.pack([(name, (1,), torch.uint8) for name in sorted(names)])

@@ -6,7 +6,6 @@ import re
 from importlib.resources import files
 
 import pytest
-from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from unit.composed_recipe import SECTION, compose
@@ -286,23 +285,3 @@ def test_on_and_off_are_read_also_where_yaml_makes_them_booleans(written, meant)
     if not written:
         config = rollout(custom__weight_sync__manifest_check=written)
         assert WeightSyncConfig.from_rollout(config).manifest_check == meant
-
-
-def test_the_megatron_recipe_takes_a_preset():
-    config = compose("+weight_sync=flattened", config_name="ppo_megatron_trainer")
-    assert WeightSyncConfig.from_rollout(config.actor_rollout_ref.rollout).mode == "flattened"
-
-
-def test_an_unknown_preset_is_refused_with_the_known_ones():
-    with pytest.raises(HydraException, match="Could not find 'weight_sync/fastest'") as error:
-        compose("+weight_sync=fastest")
-    offered = str(error.value).partition("Available options in 'weight_sync':")[2]
-    assert set(offered.partition("Config search path")[0].split()) == set(PRESETS)
-
-
-def test_an_unknown_key_is_refused_by_hydra_and_if_forced_by_us():
-    with pytest.raises(HydraException, match=r"Could not override '.*bucket_mb'"):
-        compose("+weight_sync=flattened", f"{SECTION}.bucket_mb=3")
-    config = compose("+weight_sync=flattened", f"+{SECTION}.bucket_mb=3")
-    with pytest.raises(ValueError, match=r"weight_sync\.bucket_mb=3: unknown key; allowed: mode"):
-        WeightSyncConfig.from_rollout(config.actor_rollout_ref.rollout)

@@ -71,20 +71,6 @@ def strided_sets(draw, nbytes):
     return draw(st.integers(0, room)), tuple(dims), run
 
 
-@settings(max_examples=300, deadline=None)
-@given(st.data())
-def test_a_strided_set_of_a_view_is_found_in_its_parameter(data):
-    region, _, _ = data.draw(regions())
-    source = ByteMap.of(region)
-    offset, dims, run = data.draw(strided_sets(source.nbytes))
-    parts = list(compose_read(source, Read(7, offset, dims, run, 0)))
-    found = [indices(part.offset, part.dims, part.run) for part in parts]
-    assert np.array_equal(np.concatenate(found), bytes_of(source)[indices(offset, dims, run)])
-    starts = np.cumsum([0, *(part.nbytes for part in parts)])
-    assert [part.start for part in parts] == starts[:-1].tolist()
-    assert {part.tensor for part in parts} == {7}
-
-
 def test_rows_of_a_column_slice_need_one_part_each_way():
     half = ByteMap.of(Region(8, (6, 4), (8, 1), 2))  # the right half of [6, 8] bfloat16
     for offset, dims, run, num_parts in (

@@ -106,61 +106,6 @@ def test_a_loader_that_reads_a_map_on_the_host_is_replayed():
     check_loaded(model, 2.0)
 
 
-class Square(nn.Module):
-    """Loads its only weight transposed, with whatever shape, strides and dtype that has."""
-
-    def __init__(self):
-        super().__init__()
-        self.whole = torch.zeros(16, 8, dtype=torch.bfloat16)
-        self.weight = nn.Parameter(self.whole[8:], requires_grad=False)
-
-    def load_weights(self, weights):
-        for _, tensor in weights:
-            target = self.weight.t()
-            target.copy_(tensor.view(target.shape))
-
-
-def sync_square(loader, start):
-    """One bucket with one tensor of consecutive numbers; returns the tensor and the outcome."""
-    tensor = torch.arange(start, start + 64, dtype=torch.bfloat16).view(8, 8)
-    layout = BucketLayout.pack([("w", (8, 8), torch.bfloat16)])
-    loader.start(CONTEXT, recheck_every_n_syncs=0)
-    buffer = tensor.clone().view(torch.uint8).view(-1)
-    loader.load(0, layout, BucketSource.flat(buffer), read_only=False)
-    return tensor, loader.finish()
-
-
-def from_another_storage(tensor):
-    """The same memory as a storage of its own, in which the tensor begins at 0."""
-    raw = torch.from_numpy(tensor.view(torch.int16).numpy())
-    return raw.view(torch.bfloat16)
-
-
-GEOMETRIES = {
-    "shape": lambda tensor: tensor.view(4, 16),
-    "stride": lambda tensor: tensor.t(),
-    "dtype": lambda tensor: tensor.view(torch.float16),
-    "storage offset": from_another_storage,
-}
-
-
-@pytest.mark.parametrize("change", GEOMETRIES)
-def test_a_parameter_with_another_geometry_at_its_address_is_loaded_eagerly(change):
-    """A replay would be wrong bit for bit, but for the storage offset."""
-    model = Square()
-    loader = loader_of(model)
-    sync_square(loader, 0)
-    assert sync_square(loader, 64)[1].num_replayed == 1
-    address = model.weight.data_ptr()
-    model.weight.data = GEOMETRIES[change](model.weight.data)
-    assert model.weight.data_ptr() == address
-    tensor, outcome = sync_square(loader, 128)
-    loaded = model.weight.t()
-    assert torch.equal(loaded, tensor.view(loaded.shape).to(loaded.dtype))
-    assert outcome.num_replayed == 0
-    assert "weight was rebound" in outcome.reason
-
-
 def move_a_parameter(model):
     model.c = nn.Parameter(model.c.clone(), requires_grad=False)
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -40,42 +39,8 @@ def arbitrary_copies(draw: st.DrawFn) -> list[StridedCopy]:
     return copies
 
 
-@st.composite
-def expert_like_copies(draw: st.DrawFn) -> list[StridedCopy]:
-    """What a mixture of experts produces: lanes (gate, up, down) at regular distances, then cut and
-    shuffled.
-    """
-    experts, run = draw(st.integers(1, 12)), draw(st.sampled_from([2, 4, 8]))
-    lanes, gap = draw(st.integers(1, 5)), draw(st.sampled_from([0, 2, 16]))
-    strided = draw(st.booleans())
-    copies = []
-    src = draw(st.integers(0, 8)) * 2
-    order = list(range(experts))
-    if draw(st.booleans()):
-        order = draw(st.permutations(order))
-    for expert in order:
-        for lane in range(lanes):
-            dst = (expert * lanes + lane) * run * (4 if strided else 1)
-            dims = ((2, run, 2 * run),) if strided else ()
-            copies.append(StridedCopy(lane % 2, src, dst, dims, run))
-            src += run * (2 if strided else 1) + gap
-    kept = draw(st.integers(1, len(copies)))
-    start = draw(st.integers(0, len(copies) - kept))
-    return copies[start : start + kept]
-
-
 def num_units(copy: StridedCopy) -> int:
     return copy.run * math.prod(count for count, _, _ in copy.dims)
-
-
-@given(expert_like_copies())
-@settings(max_examples=300)
-def test_coalescing_moves_the_same_bytes(copies: list[StridedCopy]) -> None:
-    assert not find_overlapping(copies)
-    fewer = coalesce(copies)
-    assert ledger(fewer) == ledger(copies)
-    assert sum(map(num_units, fewer)) == sum(map(num_units, copies))
-    assert len(fewer) <= len(copies)
 
 
 @given(arbitrary_copies())
@@ -118,18 +83,6 @@ def test_experts_in_checkpoint_order_become_three_copies() -> None:
     folded = coalesce(copies)
     assert len(folded) == 2
     assert ledger(folded) == ledger(copies)
-
-
-@pytest.mark.parametrize("cut", [1, 2, 3, 100, 190])
-def test_a_bucket_cut_anywhere_still_folds(cut: int) -> None:
-    copies = []
-    for expert in range(64):
-        for lane, src in enumerate((expert * 96, expert * 96 + 64)):
-            copies.append(StridedCopy(0, src, (2 * expert + lane) * 32, (), 32))
-    for part in (copies[:cut], copies[cut:]):
-        folded = coalesce(part)
-        assert ledger(folded) == ledger(part)
-        assert len(folded) <= 4
 
 
 def test_casts_and_copies_are_never_joined() -> None:
