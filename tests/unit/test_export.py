@@ -62,21 +62,6 @@ def test_an_embedding_that_comes_again_with_other_values_is_refused(change, betw
     assert not export.failed, "the rest can still be drained"
 
 
-def test_the_rest_is_drained_after_an_embedding_was_refused():
-    seen = []
-
-    def weights():
-        for name, value in ((EMBEDDING, 0.0), (EMBEDDING, 1.0), (NORM, 2.0)):
-            seen.append(value)
-            yield name, torch.full((2,), value)
-
-    export = Export(weights())
-    with pytest.raises(TensorsDiffer):
-        list(export)
-    export.drain()
-    assert seen == [0.0, 1.0, 2.0]
-
-
 def test_a_generator_that_dies_is_told_apart():
     def dying():
         yield EMBEDDING, torch.zeros(4, 2)

@@ -47,15 +47,6 @@ class AddsToItsSources(Model):
         super().load_weights((name, tensor.add_(1)) for name, tensor in weights)
 
 
-class AsksAMap(Model):
-    """Looks its targets up in a tensor of its own, as SGLang does with its expert map."""
-
-    experts = torch.arange(4)
-
-    def load_weights(self, weights):
-        super().load_weights((NAMES[self.experts[NAMES.index(n)].tolist()], t) for n, t in weights)
-
-
 class Rebinds(Model):
     def load_weights(self, weights):
         super().load_weights(weights)
@@ -96,14 +87,6 @@ def test_the_first_sync_records_and_later_ones_replay():
         assert (outcome.num_replayed, outcome.num_eager, outcome.reason) == (2, 0, None)
         check_loaded(model, value)
     assert model.calls == calls
-
-
-def test_a_loader_that_reads_a_map_on_the_host_is_replayed():
-    model = AsksAMap()
-    loader = loader_of(model)
-    assert sync(loader, 1.0).reason == "the plan is being made"
-    assert sync(loader, 2.0).num_replayed == 2
-    check_loaded(model, 2.0)
 
 
 def move_a_parameter(model):
@@ -178,19 +161,6 @@ def test_a_read_only_source_is_never_changed():
         check_loaded(model, value + 1)
 
 
-@pytest.mark.parametrize("recheck", (1, 2))
-def test_rechecks_come_every_nth_sync(recheck):
-    model = Model()
-    loader = loader_of(model)
-    sync(loader, 0.0, recheck=recheck)
-    replayed = []
-    for value in range(1, 5):
-        outcome = sync(loader, float(value), recheck=recheck)
-        check_loaded(model, float(value))
-        replayed.append(outcome.num_replayed)
-    assert replayed == ([0, 0, 0, 0] if recheck == 1 else [2, 0, 2, 0])
-
-
 def test_a_recheck_finds_a_loader_that_changed_its_mind(caplog):
     model = Model()
     loader = loader_of(model)
@@ -201,18 +171,6 @@ def test_a_recheck_finds_a_loader_that_changed_its_mind(caplog):
         outcome = sync(loader, 2.0, recheck=1)
     assert "differ from eager" in outcome.reason
     check_loaded(model, 3.0)
-
-
-def test_a_sync_that_broke_off_leaves_no_half_plan():
-    model = Model()
-    loader = ModelLoader(model)
-    loader.start(CONTEXT, recheck_every_n_syncs=0)
-    layout = BucketLayout.pack([("a", (8,), torch.float32)])
-    source = BucketSource.flat(torch.zeros(layout.nbytes, dtype=torch.uint8))
-    loader.load(0, layout, source, read_only=False)
-    assert sync(loader, 1.0).num_eager == 2
-    assert sync(loader, 2.0).num_replayed == 2
-    check_loaded(model, 2.0)
 
 
 # Buckets that come arranged: a rank of two reads half of every tensor.

@@ -163,20 +163,6 @@ def test_channels_that_nobody_closed_do_not_block_the_others(new_endpoint: NewEn
     gc.unfreeze()
 
 
-def test_a_kept_channel_serves_the_next_session(
-    ends: tuple[Channel[Any], Channel[Any]],
-) -> None:
-    for end, endpoint in zip(ends, (None, ends[1].endpoint), strict=True):
-        kept: KeptChannels[Any] = KeptChannels()
-        kept.keep(end)
-        assert kept.take(endpoint) is end
-        assert kept.take(endpoint) is None, "taken"
-        end.begin("u" * 32, timeout_s=20)
-    trainer, engine = ends
-    trainer.send(wire.Welcome)
-    assert engine.receive().token == "u" * 32
-
-
 def test_a_channel_with_something_left_is_not_used_again(
     ends: tuple[Channel[Any], Channel[Any]],
 ) -> None:
@@ -250,20 +236,6 @@ def test_an_engine_keeps_the_channels_of_a_few_trainers(new_endpoint: NewEndpoin
 
 
 SETTINGS = settings_of("compiled", request_timeout_s=20.0, manifest_check="off")
-
-
-def test_a_session_that_ends_well_leaves_its_socket_to_the_next() -> None:
-    sockets = SessionSockets()
-    endpoints, tokens = [], set()
-    for is_well in (True, True, False, True):
-        with TrainerSession(sockets, SETTINGS, BlockNames()) as session:
-            descriptor = wire.decode_descriptor(session.invitation)
-            if is_well:
-                session.keep_socket()
-        endpoints.append(descriptor.endpoint)
-        tokens.add(descriptor.token)
-    assert endpoints[0] == endpoints[1] == endpoints[2] != endpoints[3]
-    assert len(tokens) == 4
 
 
 def test_an_engine_that_joins_after_a_failure_is_told() -> None:

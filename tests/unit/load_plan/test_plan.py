@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -25,7 +24,6 @@ from sglang_loader.load_plan import (
     trace_bucket,
     uses_of,
 )
-from sglang_loader.load_plan.tracer import inline_thread_pools
 from sglang_loader.load_plan.verify import poison, scramble
 from support.plan_check import differing, self_check, snapshot, uncovered
 
@@ -463,24 +461,3 @@ def test_replay_rejects_what_is_not_the_bucket() -> None:
         executor.replay(0, BucketSource.flat(buffer.view(torch.float32)))
     with pytest.raises(IndexError):
         executor.replay(1, BucketSource.flat(buffer))
-
-
-def test_threads_that_trace_at_a_time_leave_thread_pools_as_they_were() -> None:
-    submit, is_in = ThreadPoolExecutor.submit, threading.Event()
-
-    def first() -> None:
-        with inline_thread_pools():
-            is_in.set()
-            time.sleep(0.1)
-
-    def second() -> None:
-        assert is_in.wait(10)
-        with inline_thread_pools():
-            time.sleep(0.2)
-
-    threads = [threading.Thread(target=run) for run in (first, second)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(10)
-    assert ThreadPoolExecutor.submit is submit
