@@ -91,15 +91,13 @@ MULTI = SimpleNamespace(draft_runner=DRAFT_RUNNER, draft_runners=[DRAFT_RUNNER] 
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_the_models_are_those_of_sglangs_own_update(
-    module: str | None, name: str, draft: Any, expected: list[Any]
-) -> None:
+def test_the_models_are_those_of_sglangs_own_update(module, name, draft, expected):
     updater = updater_with(module, name, draft)
     assert models_of(updater, syncs_draft=True) == expected
     assert models_of(updater, syncs_draft=False) == [TARGET]
 
 
-def test_a_worker_whose_models_are_not_known_is_refused() -> None:
+def test_a_worker_whose_models_are_not_known_is_refused():
     """SGLang's own update of this one raises, where it does not tell them; loading the first of its
     drafts alone would not.
     """
@@ -112,7 +110,7 @@ def test_a_worker_whose_models_are_not_known_is_refused() -> None:
     assert models_of(updater, syncs_draft=False) == [TARGET]
 
 
-def test_every_rank_serves_its_own_invitation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_rank_serves_its_own_invitation(monkeypatch):
     served: list[Any] = []
 
     def serve(*arguments: Any, **_: Any) -> Any:
@@ -134,7 +132,7 @@ def test_every_rank_serves_its_own_invitation(monkeypatch: pytest.MonkeyPatch) -
     assert (served_descriptor, models, failures) == (descriptors[1], [TARGET], [])
 
 
-def test_a_format_of_another_release_is_refused_by_name() -> None:
+def test_a_format_of_another_release_is_refused_by_name():
     def original(*_: Any) -> None:
         raise AssertionError("SGLang would unpickle what is none")
 
@@ -146,7 +144,7 @@ def test_a_format_of_another_release_is_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize("load_format", [None, "flattened_bucket", "users.own.loader"])
-def test_what_is_not_ours_is_left_to_sglang(load_format: str | None) -> None:
+def test_what_is_not_ours_is_left_to_sglang(load_format):
     request = request_with(load_format=load_format)
     worker = SimpleNamespace(server_args=SimpleNamespace(custom_weight_loader=None))
     updater = SimpleNamespace(tp_worker=worker)

@@ -35,7 +35,7 @@ def encoded(*reads: Read, nbytes: int = 256, layout: str = "d") -> bytes:
 
 
 @given(st.lists(st.sampled_from([None, HALF, Arrangement(READS, 256)]), max_size=4))
-def test_arrangements_round_trip(arrangements: list[Arrangement | None]) -> None:
+def test_arrangements_round_trip(arrangements):
     buckets = tuple((f"d{i}", arrangement) for i, arrangement in enumerate(arrangements))
     layouts = {digest: LAYOUT for digest, _ in buckets}
     assert decode_arrangements(encode_arrangements(buckets), layouts) == buckets
@@ -71,14 +71,14 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_arrangements_that_leave_their_bounds_are_refused(case: str) -> None:
+def test_arrangements_that_leave_their_bounds_are_refused(case):
     data, message = BAD[case]
     with pytest.raises(WireError, match=message):
         decode_arrangements(data, {"d": LAYOUT})
     assert decode_arrangements(encoded(*READS), {"d": LAYOUT})
 
 
-def test_a_trainer_learns_what_it_may_use(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_trainer_learns_what_it_may_use(caplog):
     assert EngineArrangements(is_wanted=True).known_digest([]) is None, "no bucket was sent yet"
     assert EngineArrangements(is_wanted=False).known_digest(BUCKETS) is None
     arrangements = EngineArrangements(is_wanted=True)

@@ -35,7 +35,7 @@ def play(pool: Any, *steps: Any, kind: str = "moe", **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["dense", "tied", "moe", "vl"])
-def test_what_is_pulled_is_what_the_export_would_give(pool: Any, kind: str) -> None:
+def test_what_is_pulled_is_what_the_export_would_give(pool, kind):
     for seen in play(pool, "sync", *["step", "sync"] * 3, kind=kind):
         assert seen["routes"] == ["export", "pull", "pull", "pull"]
         assert seen["off"] is None
@@ -98,16 +98,14 @@ CHANGES: dict[str, tuple[dict[str, Any], list[Any], list[str], list[str]]] = {
 @pytest.mark.parametrize(
     ("options", "steps", "routes", "recoveries"), CHANGES.values(), ids=CHANGES
 )
-def test_what_changes_is_noticed(
-    pool: Any, options: Any, steps: Any, routes: list[str], recoveries: list[str]
-) -> None:
+def test_what_changes_is_noticed(pool, options, steps, routes, recoveries):
     for seen in play(pool, *steps, **options):
         assert seen["routes"] == routes
         assert seen["recoveries"] == recoveries
         assert seen["off"] is None
 
 
-def test_memory_that_was_offloaded_is_mapped_anew_for_each_sync(pool: Any) -> None:
+def test_memory_that_was_offloaded_is_mapped_anew_for_each_sync(pool):
     for seen in play(pool, "empty_storages", *["step", "sync"] * 4):
         assert seen["routes"] == ["export", "pull", "pull", "pull"]
         assert seen["recoveries"] == []
@@ -145,16 +143,14 @@ REFUSED: dict[str, tuple[dict[str, Any], list[Any], list[str], str]] = {
 @pytest.mark.parametrize(
     ("options", "steps", "recoveries", "reason"), REFUSED.values(), ids=REFUSED
 )
-def test_what_cannot_be_pulled_is_exported(
-    pool: Any, options: Any, steps: Any, recoveries: list[str], reason: str
-) -> None:
+def test_what_cannot_be_pulled_is_exported(pool, options, steps, recoveries, reason):
     for seen in play(pool, *steps, "sync", **options):
         assert seen["routes"] == ["export"] * (len(seen["num_handles"]))
         assert seen["recoveries"] == recoveries
         assert reason in seen["off"]
 
 
-def test_other_failures_are_raised(pool: Any) -> None:
+def test_other_failures_are_raised(pool):
     fails = "sync_failing", 2, DELIVER, RuntimeError("the engine failed")
     for seen in play(pool, "sync", fails, "sync", "sync"):
         assert "rank 2: Traceback" in seen["errors"][0]
@@ -189,9 +185,7 @@ def _sharded_exports(draw: st.DrawFn) -> tuple[BucketLayout, TracedExport, list[
 
 
 @given(_sharded_exports(), st.data())
-def test_the_pieces_are_the_bytes_of_the_tensors(
-    case: tuple[BucketLayout, TracedExport, list[torch.Tensor]], data: st.DataObject
-) -> None:
+def test_the_pieces_are_the_bytes_of_the_tensors(case, data):
     layout, traced, full = case
     rank = data.draw(st.integers(0, 4))
     bucket, stop = torch.zeros(layout.nbytes, dtype=torch.uint8), 0
@@ -212,9 +206,7 @@ def test_the_pieces_are_the_bytes_of_the_tensors(
 
 
 @given(_sharded_exports(), st.data())
-def test_a_rank_finds_the_wrong_byte_that_is_in_its_own_shard(
-    case: tuple[BucketLayout, TracedExport, list[torch.Tensor]], data: st.DataObject
-) -> None:
+def test_a_rank_finds_the_wrong_byte_that_is_in_its_own_shard(case, data):
     """Rank 0's comparison, which waits for the device after each tensor, or once."""
     layout, traced, full = case
     shards = []
@@ -246,7 +238,7 @@ def test_a_rank_finds_the_wrong_byte_that_is_in_its_own_shard(
     assert found.finish() == (None if expected is None else expected + text)
 
 
-def test_an_export_that_lacks_a_tensor_is_another() -> None:
+def test_an_export_that_lacks_a_tensor_is_another():
     owners = everyone(4, 1)
     traced = TracedExport(
         (TracedParameter("p", owners),),
@@ -269,7 +261,7 @@ def _own_shards(owners: Owners) -> list[int]:
     return [i for i in range(len(owners.starts)) if owners.owner_of(i, 0) == 0]
 
 
-def test_a_tensor_whose_bytes_are_spread_is_found_in_its_shards() -> None:
+def test_a_tensor_whose_bytes_are_spread_is_found_in_its_shards():
     """A row-parallel weight of [4, 8] bytes: rank 0 has the left half of each row."""
     traced = TracedExport(
         (TracedParameter("p", Owners((0, 16), ((0,), (1,)), 32)),),

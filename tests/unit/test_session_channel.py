@@ -48,9 +48,7 @@ def ends(new_endpoint: NewEndpoint) -> Iterator[tuple[Channel[Any], Channel[Any]
         yield trainer, engine
 
 
-def test_a_message_that_is_slower_than_the_reply_is_heard(
-    ends: tuple[Channel[Any], Channel[Any]],
-) -> None:
+def test_a_message_that_is_slower_than_the_reply_is_heard(ends):
     trainer, engine = ends
     late = threading.Timer(0.4, lambda: engine.send(wire.BucketDone, index=1))
 
@@ -63,7 +61,7 @@ def test_a_message_that_is_slower_than_the_reply_is_heard(
     late.join()
 
 
-def test_a_peer_that_says_nothing_ends_the_wait(ends: tuple[Channel[Any], Channel[Any]]) -> None:
+def test_a_peer_that_says_nothing_ends_the_wait(ends):
     trainer, _ = ends
 
     def watch() -> None:
@@ -83,9 +81,7 @@ def all_came(end: Channel[Any], num_messages: int) -> None:
         time.sleep(0.01)
 
 
-def test_an_abort_overtakes_what_was_sent_before_it(
-    ends: tuple[Channel[Any], Channel[Any]],
-) -> None:
+def test_an_abort_overtakes_what_was_sent_before_it(ends):
     trainer, engine = ends
     trainer.send(wire.Welcome)
     trainer.send(wire.Commit)
@@ -95,9 +91,7 @@ def test_an_abort_overtakes_what_was_sent_before_it(
     assert kinds == [wire.Abort, wire.Welcome, wire.Commit], "else in order"
 
 
-def test_nothing_counts_that_a_dead_trainer_sent_but_why_it_aborted(
-    ends: tuple[Channel[Any], Channel[Any]],
-) -> None:
+def test_nothing_counts_that_a_dead_trainer_sent_but_why_it_aborted(ends):
     trainer, engine = ends
     trainer.send(wire.Commit)
     trainer.send(wire.Abort, reason="another rank failed")
@@ -110,9 +104,7 @@ def test_nothing_counts_that_a_dead_trainer_sent_but_why_it_aborted(
         engine.receive()
 
 
-def test_a_trainer_hears_the_last_words_of_an_engine_that_died(
-    ends: tuple[Channel[Any], Channel[Any]],
-) -> None:
+def test_a_trainer_hears_the_last_words_of_an_engine_that_died(ends):
     trainer, engine = ends
     engine.send(wire.Failed, traceback="last words")
     engine.close()
@@ -123,16 +115,14 @@ def test_a_trainer_hears_the_last_words_of_an_engine_that_died(
         trainer.send(wire.Welcome)
 
 
-def test_silence_ends_after_the_timeout(ends: tuple[Channel[Any], Channel[Any]]) -> None:
+def test_silence_ends_after_the_timeout(ends):
     trainer, _ = ends
     trainer.begin(TOKEN, timeout_s=0.3)
     with pytest.raises(SessionError, match=r"no message .* within 0.3 s"):
         trainer.receive()
 
 
-def test_an_engine_does_not_wait_where_nobody_listens(
-    new_endpoint: NewEndpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_does_not_wait_where_nobody_listens(new_endpoint, monkeypatch):
     assert session_channel.CONNECT_TIMEOUT_S <= 5
     monkeypatch.setattr(session_channel, "CONNECT_TIMEOUT_S", 0.5)
     endpoint = new_endpoint()
@@ -145,7 +135,7 @@ def test_an_engine_does_not_wait_where_nobody_listens(
     assert time.monotonic() - started < 5
 
 
-def test_channels_that_nobody_closed_do_not_block_the_others(new_endpoint: NewEndpoint) -> None:
+def test_channels_that_nobody_closed_do_not_block_the_others(new_endpoint):
     """zmq's one thread blocks in an event for a monitor that was closed before its socket."""
     gc.freeze()  # only what is made from here on has to be looked at
     for _ in range(20):
@@ -163,9 +153,7 @@ def test_channels_that_nobody_closed_do_not_block_the_others(new_endpoint: NewEn
     gc.unfreeze()
 
 
-def test_a_channel_with_something_left_is_not_used_again(
-    ends: tuple[Channel[Any], Channel[Any]],
-) -> None:
+def test_a_channel_with_something_left_is_not_used_again(ends):
     trainer, engine = ends
     kept: KeptChannels[Any] = KeptChannels()
     engine.send(wire.BucketDone, index=1)
@@ -182,9 +170,7 @@ def _is_gone(end: Channel[Any]) -> bool:
     return True
 
 
-def test_a_channel_whose_peer_died_is_not_used_again(
-    ends: tuple[Channel[Any], Channel[Any]],
-) -> None:
+def test_a_channel_whose_peer_died_is_not_used_again(ends):
     trainer, engine = ends
     kept: KeptChannels[Any] = KeptChannels()
     kept.keep(trainer)
@@ -196,9 +182,7 @@ def test_a_channel_whose_peer_died_is_not_used_again(
     assert not Path(trainer.endpoint.removeprefix("ipc://")).exists()
 
 
-def test_an_engine_that_was_left_does_not_take_the_place_of_another(
-    ends: tuple[Channel[Any], Channel[Any]],
-) -> None:
+def test_an_engine_that_was_left_does_not_take_the_place_of_another(ends):
     """Where a later trainer gets the same port."""
     trainer, left = ends
     trainer.close()
@@ -212,7 +196,7 @@ def test_an_engine_that_was_left_does_not_take_the_place_of_another(
             assert later.receive().index == 7
 
 
-def test_an_engine_keeps_the_channels_of_a_few_trainers(new_endpoint: NewEndpoint) -> None:
+def test_an_engine_keeps_the_channels_of_a_few_trainers(new_endpoint):
     kept: KeptChannels[Any] = KeptChannels(2)
     pairs = []
     for _ in range(3):
@@ -238,7 +222,7 @@ def test_an_engine_keeps_the_channels_of_a_few_trainers(new_endpoint: NewEndpoin
 SETTINGS = settings_of("compiled", request_timeout_s=20.0, manifest_check="off")
 
 
-def test_an_engine_that_joins_after_a_failure_is_told() -> None:
+def test_an_engine_that_joins_after_a_failure_is_told():
     with TrainerSession(SessionSockets(), SETTINGS, BlockNames()) as session:
         descriptor = wire.decode_descriptor(session.invitation)
         engine = engine_end(descriptor.endpoint)
@@ -252,7 +236,7 @@ def test_an_engine_that_joins_after_a_failure_is_told() -> None:
             assert engine.receive().reason == "the export failed"
 
 
-def test_an_engine_whose_greeting_is_refused_is_told_at_once() -> None:
+def test_an_engine_whose_greeting_is_refused_is_told_at_once():
     with TrainerSession(SessionSockets(), SETTINGS, BlockNames()) as session:
         descriptor = wire.decode_descriptor(session.invitation)
         engine = engine_end(descriptor.endpoint)
@@ -268,7 +252,7 @@ def test_an_engine_whose_greeting_is_refused_is_told_at_once() -> None:
             assert engine.receive().reason == "the greeting was refused"
 
 
-def test_nobody_is_waited_for_who_was_not_asked() -> None:
+def test_nobody_is_waited_for_who_was_not_asked():
     with TrainerSession(SessionSockets(), SETTINGS, BlockNames()) as session:
         started = time.monotonic()
         session.abort("the request was never sent", None)

@@ -189,9 +189,7 @@ def check_not_served(engine: Engine, *texts: str) -> None:
         assert text in str(engine.error)
 
 
-def test_what_was_committed_is_published(
-    event: Event, trainer: TrainerSession, ring: StagingRing
-) -> None:
+def test_what_was_committed_is_published(event, trainer, ring):
     model = Model(tuple(WEIGHTS))
     engine = joined(trainer, model)
     send_all(trainer, ring)
@@ -213,8 +211,8 @@ def test_what_was_committed_is_published(
 @pytest.mark.parametrize("has_committed", [False, True])
 @pytest.mark.parametrize("then", ["aborts", "dies", "nothing"])
 def test_only_what_is_committed_and_not_given_up_is_served(
-    event: Event, trainer: TrainerSession, ring: StagingRing, has_committed: bool, then: str
-) -> None:
+    event, trainer, ring, has_committed, then
+):
     """Also by an engine that was held up: all that its commit takes lies in its socket."""
     held_up = threading.Event()
     model = Model(tuple(WEIGHTS))
@@ -252,8 +250,8 @@ def test_only_what_is_committed_and_not_given_up_is_served(
 
 
 def test_a_bucket_that_is_arranged_by_what_the_engine_does_not_hold_is_refused_unread(
-    event: Event, trainer: TrainerSession, ring: StagingRing
-) -> None:
+    event, trainer, ring
+):
     """Its bytes would be taken for others."""
     model = Model(tuple(WEIGHTS))
     engine = joined(trainer, model)
@@ -265,13 +263,7 @@ def test_a_bucket_that_is_arranged_by_what_the_engine_does_not_hold_is_refused_u
 
 
 @pytest.mark.parametrize(("known", "unknown"), [(("first",), "second"), (("third",), "first")])
-def test_an_engine_that_fails_after_all_was_sent_is_heard(
-    event: Event,
-    trainer: TrainerSession,
-    ring: StagingRing,
-    known: tuple[str, ...],
-    unknown: str,
-) -> None:
+def test_an_engine_that_fails_after_all_was_sent_is_heard(event, trainer, ring, known, unknown):
     engine = joined(trainer, Model(known))
     with pytest.raises(EngineFailed, match=unknown):
         send_all(trainer, ring)
@@ -280,9 +272,7 @@ def test_an_engine_that_fails_after_all_was_sent_is_heard(
     assert event.waited, "unmapped while the device may read what it was launched for"
 
 
-def test_what_failed_on_another_tp_rank_is_heard_after_the_commit(
-    event: Event, trainer: TrainerSession, ring: StagingRing
-) -> None:
+def test_what_failed_on_another_tp_rank_is_heard_after_the_commit(event, trainer, ring):
     model = Model(tuple(WEIGHTS))
     engine = joined(trainer, model, others=["TP rank 1: no memory"])
     send_all(trainer, ring)
@@ -295,9 +285,7 @@ def test_what_failed_on_another_tp_rank_is_heard_after_the_commit(
     assert session._kept.take(trainer._channel.endpoint) is None
 
 
-def test_what_is_found_once_all_is_loaded_is_heard_instead_of_that(
-    event: Event, trainer: TrainerSession, ring: StagingRing
-) -> None:
+def test_what_is_found_once_all_is_loaded_is_heard_instead_of_that(event, trainer, ring):
     def refuse() -> None:
         raise RuntimeError("1 missing: third")
 
@@ -309,9 +297,7 @@ def test_what_is_found_once_all_is_loaded_is_heard_instead_of_that(
     check_not_served(engine, "1 missing: third")
 
 
-def test_what_must_be_done_before_ends_the_session_before_the_first_byte(
-    event: Event, trainer: TrainerSession, ring: StagingRing
-) -> None:
+def test_what_must_be_done_before_ends_the_session_before_the_first_byte(event, trainer, ring):
     def refuse() -> None:
         raise RuntimeError("requests are running")
 
@@ -329,9 +315,7 @@ def test_what_must_be_done_before_ends_the_session_before_the_first_byte(
 
 
 @pytest.mark.parametrize("ended", ["well", "badly"])
-def test_a_request_that_arrives_twice_is_refused_at_once_the_second_time(
-    event: Event, ring: StagingRing, ended: str
-) -> None:
+def test_a_request_that_arrives_twice_is_refused_at_once_the_second_time(event, ring, ended):
     """The trainer's next session uses the same socket, and hears nothing of it."""
     sockets, model = SessionSockets(), Model(tuple(WEIGHTS))
     with TrainerSession(sockets, SETTINGS, BlockNames()) as trainer:
@@ -368,9 +352,7 @@ def serve_whole(trainer: TrainerSession, ring: StagingRing, engine: Engine) -> N
     assert engine.has_served
 
 
-def test_memory_that_the_engine_cannot_map_is_told_apart(
-    event: Event, trainer: TrainerSession
-) -> None:
+def test_memory_that_the_engine_cannot_map_is_told_apart(event, trainer):
     engine = joined(trainer, Model(tuple(WEIGHTS)))
     gone = CpuHandle(nbytes=64, name="/torch_nobody_has_this")
     trainer.map_blocks([SharedBlock("gone", gone)], keep=True)
@@ -403,13 +385,8 @@ WRONG_ORDERS: dict[str, tuple[list[Sent], tuple[int, int], str]] = {
 
 @pytest.mark.parametrize(("sent", "counts", "reason"), WRONG_ORDERS.values(), ids=WRONG_ORDERS)
 def test_every_bucket_and_tensor_comes_once_in_order_and_none_is_left_out(
-    event: Event,
-    trainer: TrainerSession,
-    ring: StagingRing,
-    sent: list[Sent],
-    counts: tuple[int, int],
-    reason: str,
-) -> None:
+    event, trainer, ring, sent, counts, reason
+):
     engine = joined(trainer, Model(tuple(WEIGHTS)))
     report = SyncReport(mode="compiled", replica=0)
     batches = BucketStream(SETTINGS.bucket_bytes).batches(Export(list(WEIGHTS.items())), report)

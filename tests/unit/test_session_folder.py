@@ -7,7 +7,7 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -33,7 +33,7 @@ def parent(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield Path(path)
 
 
-def test_a_folder_is_private_and_goes_with_its_owner(parent: Path) -> None:
+def test_a_folder_is_private_and_goes_with_its_owner(parent):
     folder = SessionFolder()
     path = folder.path
     assert path.parent == parent
@@ -44,14 +44,12 @@ def test_a_folder_is_private_and_goes_with_its_owner(parent: Path) -> None:
     assert not path.exists()
 
 
-def test_a_folder_is_not_made_where_a_sockets_path_would_be_too_long(
-    parent: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_is_not_made_where_a_sockets_path_would_be_too_long(parent, monkeypatch):
     monkeypatch.setattr(session_folder, "MAX_PARENT_CHARS", len(str(parent)) - 1)
     assert SessionFolder().path.parent == Path("/tmp")
 
 
-def test_ranks_that_start_together_leave_nothing_behind(parent: Path) -> None:
+def test_ranks_that_start_together_leave_nothing_behind(parent):
     """Each removes orphans as it starts; one that came too late must not make a file anew."""
     for number in range(300):
         orphan = parent / f"{PREFIX}{number}"
@@ -64,9 +62,7 @@ def test_ranks_that_start_together_leave_nothing_behind(parent: Path) -> None:
     assert list(parent.iterdir()) == []
 
 
-def test_a_folder_and_its_memory_are_kept_while_its_owner_or_a_child_of_it_lives(
-    parent: Path,
-) -> None:
+def test_a_folder_and_its_memory_are_kept_while_its_owner_or_a_child_of_it_lives(parent):
     """A data loader's worker has the lock's file open, too."""
     memory = Path(f"/dev/shm/weight-sync-test-{os.getpid()}")
     memory.write_bytes(b"weights")
@@ -96,7 +92,7 @@ def test_a_folder_and_its_memory_are_kept_while_its_owner_or_a_child_of_it_lives
     assert not memory.exists()
 
 
-def test_folders_of_others_are_left_alone(parent: Path) -> None:
+def test_folders_of_others_are_left_alone(parent):
     others = [parent / f"{PREFIX}without-a-lock", parent / f"{PREFIX}open", parent / "elsewhere"]
     for path in others:
         path.mkdir(mode=0o700)
@@ -110,7 +106,7 @@ def test_folders_of_others_are_left_alone(parent: Path) -> None:
     assert [path.exists() for path in others] == [True, False, True], "the control"
 
 
-def test_an_engine_connects_to_a_trainers_socket(parent: Path) -> None:
+def test_an_engine_connects_to_a_trainers_socket(parent):
     folder = SessionFolder()
     endpoint = folder.new_endpoint()
     with pytest.raises(SessionError, match="expected ipc://"):
@@ -160,12 +156,12 @@ FOREIGN = {
 
 
 @pytest.mark.parametrize("make", FOREIGN.values(), ids=FOREIGN.keys())
-def test_an_engine_connects_to_nothing_else(parent: Path, make: Callable[[Path], str]) -> None:
+def test_an_engine_connects_to_nothing_else(parent, make):
     with pytest.raises(SessionError, match="expected ipc://<folder>/weight-sync-"):
         engine_end(make(parent))
 
 
-def test_a_socket_of_another_user_is_refused(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_socket_of_another_user_is_refused(parent, monkeypatch):
     endpoint = bound(parent / f"{PREFIX}x" / "1")
     check_endpoint(endpoint)
     monkeypatch.setattr(os, "geteuid", lambda: 12345)

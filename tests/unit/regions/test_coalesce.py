@@ -45,7 +45,7 @@ def num_units(copy: StridedCopy) -> int:
 
 @given(arbitrary_copies())
 @settings(max_examples=300)
-def test_copies_without_overlap_coalesce_exactly(copies: list[StridedCopy]) -> None:
+def test_copies_without_overlap_coalesce_exactly(copies):
     overlapping = find_overlapping(copies)
     rest = [c for i, c in enumerate(copies) if i not in overlapping]
     assert ledger(coalesce(rest)) == ledger(rest)
@@ -53,7 +53,7 @@ def test_copies_without_overlap_coalesce_exactly(copies: list[StridedCopy]) -> N
 
 @given(arbitrary_copies())
 @settings(max_examples=300)
-def test_every_overlap_is_found(copies: list[StridedCopy]) -> None:
+def test_every_overlap_is_found(copies):
     overlapping = find_overlapping(copies)
     owner: dict[tuple[int, int], int] = {}
     for i, copy in enumerate(copies):
@@ -63,14 +63,14 @@ def test_every_overlap_is_found(copies: list[StridedCopy]) -> None:
                 assert {first, i} <= overlapping
 
 
-def test_interleaved_columns_do_not_overlap() -> None:
+def test_interleaved_columns_do_not_overlap():
     left = StridedCopy(0, 0, 0, ((64, 4, 8),), 4)
     right = StridedCopy(0, 256, 4, ((64, 4, 8),), 4)
     assert find_overlapping([left, right]) == set()
     assert find_overlapping([left, StridedCopy(0, 256, 3, ((64, 4, 8),), 4)]) == {0, 1}
 
 
-def test_experts_in_checkpoint_order_become_three_copies() -> None:
+def test_experts_in_checkpoint_order_become_three_copies():
     """gate, up and down of 128 experts, as a bucket holds them, into w13 [e, 2 i, h] and w2 [e, h,
     i].
     """
@@ -85,7 +85,7 @@ def test_experts_in_checkpoint_order_become_three_copies() -> None:
     assert ledger(folded) == ledger(copies)
 
 
-def test_casts_and_copies_are_never_joined() -> None:
+def test_casts_and_copies_are_never_joined():
     cast = Unit(4, 2, ("float32", "bfloat16"))
     copies = [StridedCopy(0, 0, 0, (), 4, cast), StridedCopy(0, 16, 8, (), 8, BYTES)]
     assert len(coalesce(copies)) == 2
@@ -97,9 +97,7 @@ def test_casts_and_copies_are_never_joined() -> None:
 
 
 @given(arbitrary_copies(), st.lists(st.integers(1, SPACE), max_size=8, unique=True))
-def test_a_split_copy_moves_the_same_bytes_each_part_within_one_piece(
-    copies: list[StridedCopy], starts: list[int]
-) -> None:
+def test_a_split_copy_moves_the_same_bytes_each_part_within_one_piece(copies, starts):
     starts = sorted([0, *starts])
     for copy in copies:
         parts = list(split_copy(copy, starts))
@@ -110,7 +108,7 @@ def test_a_split_copy_moves_the_same_bytes_each_part_within_one_piece(
             assert not any(first < start < stop for start in starts)
 
 
-def test_a_copy_of_regular_pieces_is_split_into_as_few_as_there_are() -> None:
+def test_a_copy_of_regular_pieces_is_split_into_as_few_as_there_are():
     rows = StridedCopy(0, 0, 0, ((64, 32, 64),), 16)
     assert len(list(split_copy(rows, [0]))) == 1
     assert [part.dims for part in split_copy(rows, [0, 32 * 16])] == [
@@ -121,6 +119,6 @@ def test_a_copy_of_regular_pieces_is_split_into_as_few_as_there_are() -> None:
     assert [part.run for part in split_copy(flat, [0, 256, 768])] == [256, 512, 256]
 
 
-def test_a_casting_copy_is_split_between_elements() -> None:
+def test_a_casting_copy_is_split_between_elements():
     cast = StridedCopy(0, 0, 0, (), 8, Unit(2, 4, ("bfloat16", "float32")))
     assert [(p.src, p.dst, p.run) for p in split_copy(cast, [0, 6])] == [(0, 0, 3), (6, 12, 5)]
