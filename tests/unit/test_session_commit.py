@@ -249,27 +249,34 @@ def test_only_what_is_committed_and_not_given_up_is_served(
         )
 
 
-def test_a_bucket_that_is_arranged_by_what_the_engine_does_not_hold_is_refused_unread(
-    event, trainer, ring
+def refuse():
+    raise RuntimeError("1 missing: third")
+
+
+@pytest.mark.parametrize(
+    ("known", "once_loaded", "arranged", "reason"),
+    [
+        (("first",), None, "", "second"),
+        (("third",), None, "", "first"),
+        (WEIGHTS, refuse, "", "1 missing: third"),
+        (WEIGHTS, None, "0" * 32, r"bucket 0 came arranged by '0000.*holds 'no arr"),
+    ],
+    ids=["the last bucket", "the first", "what was loaded", "arranged otherwise"],
+)
+def test_an_engine_that_refuses_after_all_was_sent_is_heard(
+    event, trainer, ring, known, once_loaded, arranged, reason
 ):
-    """Its bytes would be taken for others."""
-    model = Model(tuple(WEIGHTS))
-    engine = joined(trainer, model)
-    with pytest.raises(EngineFailed, match=r"bucket 0 came arranged by '0000.*holds 'no arr"):
-        send_all(trainer, ring, arranged="0" * 32)
-        wait_until_loaded(trainer)
-    check_not_served(engine, "bucket 0 came arranged by '0000")
-    assert not any(parameter.any() for parameter in model.parameters())
-
-
-@pytest.mark.parametrize(("known", "unknown"), [(("first",), "second"), (("third",), "first")])
-def test_an_engine_that_fails_after_all_was_sent_is_heard(event, trainer, ring, known, unknown):
-    engine = joined(trainer, Model(known))
-    with pytest.raises(EngineFailed, match=unknown):
-        send_all(trainer, ring)
+    model = Model(tuple(known))
+    engine = joined(trainer, model, once_loaded=once_loaded or (lambda: None))
+    with pytest.raises(EngineFailed, match=reason):
+        send_all(trainer, ring, arranged)
         wait_until_done(trainer, 1)
+        wait_until_loaded(trainer)
     check_not_served(engine)
-    assert event.waited, "unmapped while the device may read what it was launched for"
+    if arranged:
+        assert not any(parameter.any() for parameter in model.parameters()), "read otherwise"
+    else:
+        assert event.waited, "unmapped while the device may read what it was launched for"
 
 
 def test_what_failed_on_another_tp_rank_is_heard_after_the_commit(event, trainer, ring):
@@ -283,18 +290,6 @@ def test_what_failed_on_another_tp_rank_is_heard_after_the_commit(event, trainer
         trainer.wait_until_published()
     engine.join()
     assert session._kept.take(trainer._channel.endpoint) is None
-
-
-def test_what_is_found_once_all_is_loaded_is_heard_instead_of_that(event, trainer, ring):
-    def refuse() -> None:
-        raise RuntimeError("1 missing: third")
-
-    engine = joined(trainer, Model(tuple(WEIGHTS)), once_loaded=refuse)
-    with pytest.raises(EngineFailed, match="1 missing: third"):
-        send_all(trainer, ring)
-        wait_until_done(trainer, 1)
-        wait_until_loaded(trainer)
-    check_not_served(engine, "1 missing: third")
 
 
 def test_what_must_be_done_before_ends_the_session_before_the_first_byte(event, trainer, ring):
