@@ -242,19 +242,6 @@ def test_a_strided_part_is_cut_between_its_rows():
     assert second.reads == (Read(0, 16, ((2, 8),), 4, 0), Read(0, 20, ((2, 8),), 4, 8))
 
 
-def test_chunks_are_torchs():
-    """Uneven and empty shards: 5 rows on 4 ranks are 2, 2, 1, 0."""
-    import torch
-
-    for num_rows in range(9):
-        for world_size in range(1, 6):
-            held = shards_of_rows(num_rows, 2, range(world_size))
-            chunks = [len(c) for c in torch.arange(num_rows).chunk(world_size) if len(c)]
-            ranges = [held.range_of(shard) for shard in range(len(held.holders))]
-            assert [(stop - start) // 2 for start, stop in ranges] == chunks
-            assert held.holders == tuple((rank,) for rank in range(len(chunks)))
-
-
 def test_a_rank_sends_nothing_that_nobody_reads():
     """Two ranks, [4, 8] bytes: column-parallel reads fit the shards, row-parallel ones do not."""
     held, origin = (

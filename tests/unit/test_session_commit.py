@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.session.messages import BucketPiece, Loaded, decode_descriptor
@@ -17,6 +16,7 @@ from sglang_loader.common.shared_memory import CpuHandle
 from sglang_loader.session import serve as session
 from sglang_loader.session import state as session_state
 from support.settings import settings_of
+from unit.serving_engine import ByName
 from verl_sglang_sync.engine.arrangements import EngineArrangements
 from verl_sglang_sync.engine.engine_ranks import EngineRank, OpeningRequest, wait_for
 from verl_sglang_sync.engine.session import (
@@ -39,18 +39,8 @@ SETTINGS = settings_of("compiled", bucket_bytes=256, request_timeout_s=10)
 WEIGHTS = {name: torch.arange(60.0) + i for i, name in enumerate(("first", "second"))}
 
 
-class Model(nn.Module):
-    """Loads by name; refuses what it does not have."""
-
-    def __init__(self, names: tuple[str, ...]) -> None:
-        super().__init__()
-        for name in names:
-            self.register_parameter(name, nn.Parameter(torch.zeros(60)))
-
-    def load_weights(self, weights: Any) -> None:
-        with torch.no_grad():
-            for name, tensor in weights:
-                self.get_parameter(name).copy_(tensor)
+def model_of(names):
+    return ByName([(name, torch.zeros(60)) for name in names])
 
 
 class Event:
@@ -99,7 +89,7 @@ class Engine(threading.Thread):
     def __init__(
         self,
         invitation: bytes,
-        model: Model,
+        model: ByName,
         others: Sequence[str] = (),
         once_joined: Callable[[], None] = lambda: None,
         once_loaded: Callable[[], None] = lambda: None,
@@ -132,7 +122,7 @@ def trainer() -> Iterator[TrainerSession]:
         yield opened
 
 
-def joined(trainer: TrainerSession, model: Model, **options: Any) -> Engine:
+def joined(trainer: TrainerSession, model: ByName, **options: Any) -> Engine:
     """An engine that serves `model` and has met the trainer."""
     engine = Engine(trainer.invitation, model, **options)
     engine.start()
@@ -190,7 +180,7 @@ def check_not_served(engine: Engine, *texts: str) -> None:
 
 
 def test_what_was_committed_is_published(event, trainer, ring):
-    model = Model(tuple(WEIGHTS))
+    model = model_of(WEIGHTS)
     engine = joined(trainer, model)
     send_all(trainer, ring)
     wait_until_done(trainer, 1)
@@ -215,7 +205,7 @@ def test_only_what_is_committed_and_not_given_up_is_served(
 ):
     """Also by an engine that was held up: all that its commit takes lies in its socket."""
     held_up = threading.Event()
-    model = Model(tuple(WEIGHTS))
+    model = model_of(WEIGHTS)
     load_weights = model.load_weights
 
     def load_late(weights: Any) -> None:
@@ -266,7 +256,7 @@ def refuse():
 def test_an_engine_that_refuses_after_all_was_sent_is_heard(
     event, trainer, ring, known, once_loaded, arranged, reason
 ):
-    model = Model(tuple(known))
+    model = model_of(known)
     engine = joined(trainer, model, once_loaded=once_loaded or (lambda: None))
     with pytest.raises(EngineFailed, match=reason):
         send_all(trainer, ring, arranged)
@@ -280,7 +270,7 @@ def test_an_engine_that_refuses_after_all_was_sent_is_heard(
 
 
 def test_what_failed_on_another_tp_rank_is_heard_after_the_commit(event, trainer, ring):
-    model = Model(tuple(WEIGHTS))
+    model = model_of(WEIGHTS)
     engine = joined(trainer, model, others=["TP rank 1: no memory"])
     send_all(trainer, ring)
     wait_until_done(trainer, 1)
@@ -296,7 +286,7 @@ def test_what_must_be_done_before_ends_the_session_before_the_first_byte(event, 
     def refuse() -> None:
         raise RuntimeError("requests are running")
 
-    model = Model(tuple(WEIGHTS))
+    model = model_of(WEIGHTS)
     engine = Engine(trainer.invitation, model, once_joined=refuse)
     engine.start()
     engine.join()  # the trainer greets too late: what was said is heard all the same
@@ -312,7 +302,7 @@ def test_what_must_be_done_before_ends_the_session_before_the_first_byte(event, 
 @pytest.mark.parametrize("ended", ["well", "badly"])
 def test_a_request_that_arrives_twice_is_refused_at_once_the_second_time(event, ring, ended):
     """The trainer's next session uses the same socket, and hears nothing of it."""
-    sockets, model = SessionSockets(), Model(tuple(WEIGHTS))
+    sockets, model = SessionSockets(), model_of(WEIGHTS)
     with TrainerSession(sockets, SETTINGS, BlockNames()) as trainer:
         engine = joined(trainer, model)
         if ended == "well":
@@ -348,7 +338,7 @@ def serve_whole(trainer: TrainerSession, ring: StagingRing, engine: Engine) -> N
 
 
 def test_memory_that_the_engine_cannot_map_is_told_apart(event, trainer):
-    engine = joined(trainer, Model(tuple(WEIGHTS)))
+    engine = joined(trainer, model_of(WEIGHTS))
     gone = CpuHandle(nbytes=64, name="/torch_nobody_has_this")
     trainer.map_blocks([SharedBlock("gone", gone)], keep=True)
     [bucket] = [
@@ -382,7 +372,7 @@ WRONG_ORDERS: dict[str, tuple[list[Sent], tuple[int, int], str]] = {
 def test_every_bucket_and_tensor_comes_once_in_order_and_none_is_left_out(
     event, trainer, ring, sent, counts, reason
 ):
-    engine = joined(trainer, Model(tuple(WEIGHTS)))
+    engine = joined(trainer, model_of(WEIGHTS))
     report = SyncReport(mode="compiled", replica=0)
     batches = BucketStream(SETTINGS.bucket_bytes).batches(Export(list(WEIGHTS.items())), report)
     packed = [(batch.bucket, ring.pack(batch)) for batch in batches]

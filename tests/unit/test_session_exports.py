@@ -12,7 +12,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from support.settings import settings_of
-from unit.serving_engine import ServingEngine
+from unit.serving_engine import ByName, ServingEngine
 from verl_sglang_sync import WeightSyncError
 from verl_sglang_sync.collective import SingleProcess
 from verl_sglang_sync.report import SyncReport, warn_once
@@ -201,20 +201,6 @@ def test_no_more_than_a_bucket_and_the_next_tensor_is_held(mode, is_fused):
     Trainer(mode).sync(export())
     assert len(refs) == 12
     assert max(alive) == (3 if is_fused else 5)  # four rows make a bucket, the fifth closes it
-
-
-class ByName(nn.Module):
-    """Has a parameter for each tensor, so that a load plan can be made."""
-
-    def __init__(self, weights):
-        super().__init__()
-        for name, tensor in weights:
-            parameter = nn.Parameter(torch.zeros_like(tensor), requires_grad=False)
-            self.register_parameter(name, parameter)
-
-    def load_weights(self, weights):
-        for name, tensor in weights:
-            self.get_parameter(name).copy_(tensor)
 
 
 @pytest.mark.parametrize("mode", ("compiled", *MODES))

@@ -152,10 +152,3 @@ def test_nobody_is_asked_once_a_rank_is_lost():
     assert events == ["agree"]
     with pytest.raises(RankLost, match=r"(?s)rank 2 did not answer.*IndexError"):
         ranks.raise_error()
-
-
-def test_a_rank_that_waits_is_no_failure():
-    ranks = RanksInStep(SingleProcess())
-    assert not ranks.agree(is_ready=False)
-    assert ranks.agree()
-    ranks.raise_error()

@@ -64,14 +64,6 @@ STAGES = {
 }
 
 
-def test_a_good_reply_may_come_before_the_session_tells_of_the_publication(monkeypatch):
-    monkeypatch.setattr("sglang_loader.common.session.channel.GRACE_MS", 10)
-    manager, engine = make_manager([])
-    engine.tells_late_s = 0.3
-    asyncio.run(manager.sync(two_tensors(), version="1"))
-    assert engine.num_published == 1
-
-
 @pytest.mark.parametrize(("settings", "wanted"), STAGES.values(), ids=STAGES.keys())
 def test_order_of_the_stages(settings, wanted):
     from verl.utils.ulysses import BaseShardingManager

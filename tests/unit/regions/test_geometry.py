@@ -14,7 +14,6 @@ from sglang_loader.common.regions.geometry import (
     Region,
     Unit,
     broadcast_to,
-    collapse,
     describe_copy,
     region_runs,
 )
@@ -96,22 +95,12 @@ def test_a_dense_copy_collapses_to_one_run():
     assert (copy.dims, copy.run, copy.storage) == ((), 120, 7)
 
 
-def test_a_transposed_dense_copy_collapses_too():
-    region = Region(0, (4, 3), (1, 4), 2)
-    assert describe_copy(0, region, region, BYTES).dims == ()
-
-
 def test_a_cast_counts_elements():
     unit = Unit(4, 2, ("float32", "bfloat16"))
     copy = describe_copy(0, Region(0, (3, 8), (8, 1), 4), Region(0, (3, 8), (8, 1), 2), unit)
     assert (copy.dims, copy.run) == ((), 24)
     assert copy.src_bounds() == (0, 96)
     assert copy.dst_bounds() == (0, 48)
-
-
-def test_collapse_keeps_dimensions_that_only_one_side_joins():
-    dims, run = collapse([(4, 16, 32)], 16, BYTES)
-    assert (dims, run) == (((4, 16, 32),), 16)
 
 
 def test_broadcast_rejects_shapes_that_do_not_fit():
