@@ -44,14 +44,12 @@ class TestRecipe:
     @pytest.mark.parametrize(
         ("overrides", "said"),
         [
-            (COMPILED, IN_PLACE),
             (COMPILED, "Sleep releases kv_cache, weights, and the host keeps all weights until"),
             (COMPILED, "wake-up: weights, sync, kv_cache"),
             ((*COMPILED, f"{ROLLOUT}.multi_stage_wake_up=False"), "wake-up: weights, kv_cache, sy"),
             ((*COMPILED, f"{ROLLOUT}.free_cache_engine=False"), "Nothing sleeps: free_cache_"),
             ((*COMPILED, f"{SECTION}.recheck_every_n_syncs=9"), "checked again every 9 syncs"),
-            ((*COMPILED, f"{ROLLOUT}.tensor_model_parallel_size=2"), IN_PLACE),
-            ((*COMPILED, *MEGATRON), IN_PLACE),
+            ((*COMPILED, *MEGATRON, f"{ROLLOUT}.tensor_model_parallel_size=2"), IN_PLACE),
             (
                 (*COMPILED, *MEGATRON, f"{ACTOR}.megatron.vanilla_mbridge=True"),
                 "the full export (not in place: actor.megatron.vanilla_mbridge=True: mbridge does",

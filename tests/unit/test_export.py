@@ -9,10 +9,6 @@ EMBEDDING = "model.embed_tokens.weight"
 NORM = "model.norm.weight"
 
 
-def names(weights):
-    return [name for name, _ in Export(weights)]
-
-
 def test_the_copy_of_a_tied_embedding_is_left_out():
     weight, copy = torch.zeros(4, 2), torch.zeros(4, 2)
     norm = NORM, torch.ones(2)
@@ -39,7 +35,7 @@ def test_the_copy_of_a_tied_embedding_is_left_out():
     ],
 )
 def test_anything_else_is_passed_on(weights):
-    assert names(weights) == [name for name, _ in weights]
+    assert [name for name, _ in Export(weights)] == [name for name, _ in weights]
 
 
 @pytest.mark.parametrize(
