@@ -91,6 +91,7 @@ FACTS = [  # what is looked at, the check, how it is judged, and what is said
         "not installed: cachetools (of verl-sglang-sync), codetiming (of verl)"
         "pip install cachetools codetiming",
     ),
+    (lambda: [installation.requirements_check()], "requirements", OK, "are installed"),
     (partial(entry_points, "a:b"), "entry point verl.plugins", OK, "a:b"),
     (entry_points, "entry point verl.plugins", FAIL, "no entry"),
     (partial(entry_points, "a:b", "c:d"), "entry point verl.plugins", WARN, "several targets"),
@@ -103,6 +104,7 @@ FACTS = [  # what is looked at, the check, how it is judged, and what is said
     (partial(verl, import_error=TRACEBACK), "verl rollout class", FAIL, "no such thing"),
     (partial(verl, replica_class=None), "verl replica class", FAIL, "nothing registered"),
     (partial(sglang, hooks={"a.B.resume": False}), "SGLang hooks", FAIL, "resume"),
+    (partial(verl, checks_recipes=False), "recipe checks", FAIL, "does not run our checks"),
     (partial(sglang, hooks={}), "SGLang hooks", FAIL, "none registered"),
     (partial(sglang, load_errors=[TRACEBACK]), "SGLang plugin", FAIL, TRACEBACK),
     (partial(sglang, policy="another"), "SGLang plugin", FAIL, "SGLANG_PLUGINS='another'"),

@@ -319,11 +319,15 @@ def test_the_gate_is_closed_from_the_release_to_the_end_of_a_good_sync(updater, 
     assert gate.reason is None
 
 
-def test_an_update_while_requests_run_is_refused_as_busy(updater, monkeypatch):
+def test_a_release_or_update_while_requests_run_is_refused_as_busy(updater, monkeypatch, caplog):
     gate = Gate()
     monkeypatch.setattr(gate_hooks, "_gate", gate)
     updater.is_fully_idle = lambda **_: False
     updater.tp_worker.update = raises("never called")
+    refused = release(updater, "weights")
+    assert "requests are running" in refusal(refused) and told(refused)["is_busy"]
+    assert (updater.offload_tags, backup_of(model_of(updater)).host_bytes) == (set(), 0)
+    assert not caplog.text, "it is asked again within milliseconds"
     reply = pickle.loads(pickle.dumps(update(updater)))
     assert told(reply)["is_busy"]
     assert not reply.success

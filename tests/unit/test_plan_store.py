@@ -53,6 +53,15 @@ class Rebinds(Model):
         self.c = nn.Parameter(self.c.clone(), requires_grad=False)
 
 
+class Overlaps(Model):
+    """Two storages have the same memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.c = nn.Parameter(torch.zeros(16)[8:], requires_grad=False)
+        self.other = torch.from_numpy(self.c.numpy())
+
+
 def sync(loader, value, *, names=NAMES, context=CONTEXT, recheck=0, read_only=False, shift=0):
     """Two tensors to a bucket, all elements `value`; returns the outcome."""
     loader.start(context, recheck_every_n_syncs=recheck)
@@ -137,8 +146,9 @@ def test_a_reason_is_logged_once(caplog):
     assert caplog.text.count("did not last for one sync") == 1
 
 
-def test_a_model_that_rebinds_stays_eager_and_is_not_traced_again(caplog):
-    model = Rebinds()
+@pytest.mark.parametrize("kind", [Rebinds, Overlaps])
+def test_a_model_that_has_no_plan_stays_eager_and_is_not_traced_again(kind, caplog):
+    model = kind()
     loader = loader_of(model)
     with caplog.at_level(logging.WARNING):
         for value in (1.0, 2.0, 3.0):
@@ -165,6 +175,8 @@ def test_a_recheck_finds_a_loader_that_changed_its_mind(caplog):
     model = Model()
     loader = loader_of(model)
     sync(loader, 1.0)
+    assert sync(loader, 1.0, recheck=1).num_eager == 2
+    assert sync(loader, 1.0).num_replayed == 2, "the check was good"
     original = model.load_weights
     model.load_weights = lambda weights: original((n, t + 1) for n, t in weights)
     with caplog.at_level(logging.WARNING):
