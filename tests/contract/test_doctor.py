@@ -47,7 +47,7 @@ def report_of(process: Future[Any]) -> tuple[int, dict[str, Any], str]:
     return result.returncode, checks, report["status"]
 
 
-def test_this_installation_is_healthy(processes: dict[str, Future[Any]]) -> None:
+def test_this_installation_is_healthy(processes):
     status, checks, overall = report_of(processes["healthy"])
     broken = {name: check for name, check in checks.items() if check["status"] == "fail"}
     assert not broken
@@ -72,7 +72,7 @@ def test_this_installation_is_healthy(processes: dict[str, Future[Any]]) -> None
         assert overall == "warn"
 
 
-def test_broken_plugins_fail_with_their_traceback(processes: dict[str, Future[Any]]) -> None:
+def test_broken_plugins_fail_with_their_traceback(processes):
     status, checks, overall = report_of(processes["broken"])
     assert (status, overall) == (1, "fail")
     for name, module in zip(("verl plugin", "SGLang plugin"), BROKEN, strict=True):
@@ -84,7 +84,7 @@ def test_broken_plugins_fail_with_their_traceback(processes: dict[str, Future[An
     assert checks["Hydra config group"]["status"] == "ok"
 
 
-def test_verl_and_sglang_go_on_but_the_errors_are_seen(processes: dict[str, Future[Any]]) -> None:
+def test_verl_and_sglang_go_on_but_the_errors_are_seen(processes):
     result = processes["imports"].result()
     assert "verl goes on" in result.stdout
     assert "so does SGLang" in result.stdout

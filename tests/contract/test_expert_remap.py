@@ -82,7 +82,7 @@ def learn(engine: TinyEngine) -> None:
     assert (outcome.num_eager, outcome.reason) == (0, None)
 
 
-def test_a_remap_ends_the_plan_and_the_next_one_is_right(engine: TinyEngine) -> None:
+def test_a_remap_ends_the_plan_and_the_next_one_is_right(engine):
     learn(engine)
     before = engine.eager(engine.second)
     assert engine.sync(engine.second).num_eager == 0
@@ -102,7 +102,7 @@ def test_a_remap_ends_the_plan_and_the_next_one_is_right(engine: TinyEngine) -> 
     assert not all(same), "the remap changed nothing"
 
 
-def test_a_place_more_for_an_expert_is_noticed(engine: TinyEngine) -> None:
+def test_a_place_more_for_an_expert_is_noticed(engine):
     """At its launch SGLang may load one of two places; after a rebalancing, both."""
     place(AT_FIRST, engine.model, nearest=True)
     if engine_context(engine.model)["expert_map"].shape[-1] > 1:

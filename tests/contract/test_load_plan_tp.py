@@ -36,9 +36,7 @@ TIMEOUT_S = 300
         pytest.param(2, MOE, id="tp2-ep2", marks=pytest.mark.slow),
     ],
 )
-def test_each_rank_replays_byte_identically(
-    ep_size: int, names: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_each_rank_replays_byte_identically(ep_size, names, tmp_path):
     for name in names:
         save_checkpoint(case_named(name), tmp_path / name)
     results = run_ranks(tmp_path, ep_size, names)

@@ -1,6 +1,5 @@
 """Graphs can be released wherever megatron-core is installed, too."""
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -19,7 +18,7 @@ print("after", saver._impl_ctor_kwargs.get("hook_mode"), flush=True)
 """
 
 
-def test_sglang_beside_megatron_gets_the_way_in_which_graphs_are_released(tmp_path: Path):
+def test_sglang_beside_megatron_gets_the_way_in_which_graphs_are_released(tmp_path):
     log = tmp_path / "log"
     code = Fork(exec, STOCK, environment=CPU_ENVIRONMENT, log=log).wait(200)
     assert code == 0, log.read_text()[-2000:]

@@ -119,7 +119,7 @@ def names_of(requirements: Iterable[str]) -> set[str]:
     }
 
 
-def test_the_group_beside_a_newer_sglang_completes_verl_and_us() -> None:
+def test_the_group_beside_a_newer_sglang_completes_verl_and_us():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     group = names_of(project["dependency-groups"]["beside-newer-sglang"])
     given = group | names_of(requires("sglang") or ()) | {"verl", "sglang"}
@@ -211,7 +211,7 @@ def run(*arguments: str, cwd: Path, python: Path | str = sys.executable) -> str:
 
 
 class TestWheel:
-    def test_holds_every_module_and_data_file(self, wheel: Path, sources: Path) -> None:
+    def test_holds_every_module_and_data_file(self, wheel, sources):
         """And leaves the namespace `hydra_plugins` open: it has no `__init__.py`."""
         packages = sources / "plugins"
         names = set(zipfile.ZipFile(wheel).namelist())
@@ -225,7 +225,7 @@ class TestWheel:
         assert {name for name in names if ".dist-info/" not in name} == expected
         assert "hydra_plugins/__init__.py" not in names
 
-    def test_comes_with_its_licence(self, wheel: Path, dist: Path, metadata: Message) -> None:
+    def test_comes_with_its_licence(self, wheel, dist, metadata):
         text = (ROOT / "LICENSE").read_bytes()
         archive = zipfile.ZipFile(wheel)
         (name,) = (n for n in archive.namelist() if n.endswith(".dist-info/licenses/LICENSE"))
@@ -236,7 +236,7 @@ class TestWheel:
         with tarfile.open(sdist) as packed:
             assert f"{sdist.name.removesuffix('.tar.gz')}/LICENSE" in packed.getnames()
 
-    def test_declares_every_package_that_it_imports(self, metadata: Message) -> None:
+    def test_declares_every_package_that_it_imports(self, metadata):
         """Else a module of another distribution is there because verl or SGLang bring it today. And
         what verl leaves to an extra.
         """
@@ -264,20 +264,20 @@ def normalised(name: str) -> str:
 
 
 class TestLoaded:
-    def test_by_hydra_verl_and_sglang(self, installation: Installation, tmp_path: Path) -> None:
+    def test_by_hydra_verl_and_sglang(self, installation, tmp_path):
         printed = run("-c", LOADED, python=installation.python, cwd=tmp_path)
         loaded = [line for line in printed.splitlines() if line.endswith(".py")]
         assert len(loaded) == 3
         assert all(Path(file).is_relative_to(installation.packages) for file in loaded)
 
-    def test_console_script(self, installation: Installation, tmp_path: Path) -> None:
+    def test_console_script(self, installation, tmp_path):
         script = installation.python.with_name("verl-sglang-sync")
         for arguments, expected in ((["--help"], "doctor"), (["doctor", "--help"], "--json")):
             assert expected in subprocess.check_output(
                 [script, *arguments], cwd=tmp_path, text=True
             )
 
-    def test_without_the_project_there_is_no_preset(self, tmp_path: Path) -> None:
+    def test_without_the_project_there_is_no_preset(self, tmp_path):
         """Negative control: the environment alone does not provide it.
 
         Hydra then takes the flag for a plain value, which is why our own checks refuse that value.

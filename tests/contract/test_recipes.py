@@ -59,7 +59,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_all_recipes_are_here() -> None:
+def test_all_recipes_are_here():
     assert set(SCRIPTS) == {
         "grpo_cpu_tiny.sh",
         "grpo_fsdp_gpu.sh",
@@ -70,7 +70,7 @@ def test_all_recipes_are_here() -> None:
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_recipe_composes_with_our_flags(script: str, model_folder: Path, tmp_path: Path) -> None:
+def test_recipe_composes_with_our_flags(script, model_folder, tmp_path):
     import verl.utils.config
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
 
@@ -102,7 +102,7 @@ def test_recipe_composes_with_our_flags(script: str, model_folder: Path, tmp_pat
     verl.utils.config.validate_config(config, need_reference_policy(config), need_critic(config))
 
 
-def test_unknown_key_fails_before_ray(tmp_path: Path) -> None:
+def test_unknown_key_fails_before_ray(tmp_path):
     key = "actor_rollout_ref.rollout.custom.weight_sync.bukket"
     with pytest.raises(ConfigCompositionException, match="bukket"):
         composed("grpo_fsdp_gpu.sh", f"{key}=1", folder=tmp_path)
@@ -114,9 +114,7 @@ def test_unknown_key_fails_before_ray(tmp_path: Path) -> None:
         assert text in result.stderr, result.stderr[-4000:]
 
 
-def test_ray_marker_is_what_verl_prints(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ray_marker_is_what_verl_prints(monkeypatch, capsys):
     """Negative control of the test above: verl still announces `ray.init` in these words."""
     import hydra
     from verl.trainer import main_ppo

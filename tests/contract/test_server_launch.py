@@ -105,9 +105,7 @@ class TestArguments:
         ],
         ids=("plain", "everything that verl sets arguments for"),
     )
-    def test_engine_kwargs_reach_sglang_untouched(
-        self, model: Path, overrides: Any, hosts: Any, changed: dict[str, str]
-    ) -> None:
+    def test_engine_kwargs_reach_sglang_untouched(self, model, overrides, hosts, changed):
         """All arguments at once; the list of those that do not arrive has none too many.
 
         Twice, with both values of a switch: one of them could be what verl sets anyway.
@@ -123,7 +121,7 @@ class TestArguments:
                 assert reached["custom_weight_loader"] == [*users, SESSION_FORMAT]
         assert lost == set(changed)
 
-    def test_without_engine_kwargs_nothing_of_them_arrives(self, model: Path) -> None:
+    def test_without_engine_kwargs_nothing_of_them_arrives(self, model):
         """Negative control: each value above tells, and is the recipe's, not verl's own."""
         from sglang.srt.server_args import ServerArgs
 
@@ -131,7 +129,10 @@ class TestArguments:
         assert len(given) > 380
         defaults = {field.name: field.default for field in fields(ServerArgs)}
         assert [name for name, value in given.items() if value == defaults[name]] == []
-        reached = launch(model)[0].arguments
+        (only,) = launch(model)
+        reached = only.arguments
+        assert (reached["nnodes"], reached["dist_init_addr"]) == (1, None)
+        assert only.http_servers == ["10.0.0.1"]
         assert reached["custom_weight_loader"] == [SESSION_FORMAT]
         same = {name for name in given if reached[name] == given[name]}
         switches = {name for name, value in given.items() if isinstance(value, bool)}
@@ -162,9 +163,7 @@ class TestTwoNodes:
         ],
         ids=("IPv4", "IPv6"),
     )
-    def test_one_engine_over_both_and_a_server_on_the_first(
-        self, model: Path, hosts: tuple[str, str], master: str
-    ) -> None:
+    def test_one_engine_over_both_and_a_server_on_the_first(self, model, hosts, master):
         first, second = launch(model, hosts=hosts)
         for rank, node in enumerate((first, second)):
             arguments = node.arguments
@@ -173,12 +172,6 @@ class TestTwoNodes:
             assert arguments["dist_init_addr"] == master
             assert arguments["custom_weight_loader"] == [SESSION_FORMAT]
         assert (first.http_servers, second.http_servers) == ([hosts[0]], [])
-
-    def test_one_node_has_no_master(self, model: Path) -> None:
-        """Negative control."""
-        (only,) = launch(model)
-        assert (only.arguments["nnodes"], only.arguments["dist_init_addr"]) == (1, None)
-        assert only.http_servers == ["10.0.0.1"]
 
 
 class TestRouter:
@@ -202,9 +195,7 @@ class TestRouter:
 
         return asyncio.run(main()), watched
 
-    def test_the_replicas_one_server_joins_and_is_guarded(
-        self, model: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_the_replicas_one_server_joins_and_is_guarded(self, model, monkeypatch):
         monkeypatch.setenv(KEY_VARIABLE, "secret")
         router = Router(api_key="secret")
         _, watched = self.launch_with(
@@ -219,13 +210,13 @@ class TestRouter:
         assert (watch.router_url, watch.router_api_key) == (router.url, "secret")
         assert watch.worker.url == url and watch.worker.id in router.workers
 
-    def test_a_router_that_refuses_ends_the_launch(self, model: Path) -> None:
+    def test_a_router_that_refuses_ends_the_launch(self, model):
         from verl_sglang_sync.engine.server_client import RouterError
 
         with pytest.raises(RouterError, match=r"did not take the server http://\[fd00::1\].*: no$"):
             self.launch_with(model, Router(failure="no"))
 
-    def test_the_routers_health_checks_do_not_generate(self, model: Path) -> None:
+    def test_the_routers_health_checks_do_not_generate(self, model):
         from verl_sglang_sync.verl.replica import HEALTH_GENERATES
 
         with_router = self.launch_with(model, Router())[0][0].environment

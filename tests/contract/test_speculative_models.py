@@ -10,6 +10,7 @@ import importlib
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from contract.tiny_architectures import prepare_process
@@ -19,6 +20,7 @@ from sglang_loader.hooks import weights as weight_updater_hooks
 from sglang_loader.hooks.tp_ranks import TPRanks
 from sglang_loader.hooks.weights import update_on_all_ranks
 from sglang_loader.upstream import SpeculationUnknown, runners_of
+from unit.test_session_messages import DESCRIPTOR
 
 prepare_process()
 pytest.importorskip("sglang", reason="needs the SGLang that the plugin supports")
@@ -89,15 +91,13 @@ MULTI = SimpleNamespace(draft_runner=DRAFT_RUNNER, draft_runners=[DRAFT_RUNNER] 
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_the_models_are_those_of_sglangs_own_update(
-    module: str | None, name: str, draft: Any, expected: list[Any]
-) -> None:
+def test_the_models_are_those_of_sglangs_own_update(module, name, draft, expected):
     updater = updater_with(module, name, draft)
     assert models_of(updater, syncs_draft=True) == expected
     assert models_of(updater, syncs_draft=False) == [TARGET]
 
 
-def test_a_worker_whose_models_are_not_known_is_refused() -> None:
+def test_a_worker_whose_models_are_not_known_is_refused():
     """SGLang's own update of this one raises, where it does not tell them; loading the first of its
     drafts alone would not.
     """
@@ -110,7 +110,7 @@ def test_a_worker_whose_models_are_not_known_is_refused() -> None:
     assert models_of(updater, syncs_draft=False) == [TARGET]
 
 
-def test_every_rank_serves_its_own_invitation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_rank_serves_its_own_invitation(monkeypatch):
     served: list[Any] = []
 
     def serve(*arguments: Any, **_: Any) -> Any:
@@ -122,18 +122,7 @@ def test_every_rank_serves_its_own_invitation(monkeypatch: pytest.MonkeyPatch) -
     nothing = dict.fromkeys(("flush", "loading", "loaded"))
     update: Any = SimpleNamespace(run=lambda load: load() or [], models=[TARGET], **nothing)
     descriptors = [
-        wire.SessionDescriptor(
-            version=wire.SESSION_VERSION,
-            endpoint=f"ipc:///tmp/{rank}",
-            token="t",
-            timeout_s=1.0,
-            uses_plan=True,
-            manifest_check="off",
-            recheck_every_n_syncs=0,
-            syncs_draft=True,
-            host="here",
-        )
-        for rank in range(2)
+        msgspec.structs.replace(DESCRIPTOR, endpoint=f"ipc:///tmp/{rank}") for rank in range(2)
     ]
     handles = [base64.b64encode(wire.encode_descriptor(each)).decode() for each in descriptors]
     request = request_with(load_format=SESSION_FORMAT, serialized_named_tensors=handles)
@@ -143,7 +132,7 @@ def test_every_rank_serves_its_own_invitation(monkeypatch: pytest.MonkeyPatch) -
     assert (served_descriptor, models, failures) == (descriptors[1], [TARGET], [])
 
 
-def test_a_format_of_another_release_is_refused_by_name() -> None:
+def test_a_format_of_another_release_is_refused_by_name():
     def original(*_: Any) -> None:
         raise AssertionError("SGLang would unpickle what is none")
 
@@ -155,7 +144,7 @@ def test_a_format_of_another_release_is_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize("load_format", [None, "flattened_bucket", "users.own.loader"])
-def test_what_is_not_ours_is_left_to_sglang(load_format: str | None) -> None:
+def test_what_is_not_ours_is_left_to_sglang(load_format):
     request = request_with(load_format=load_format)
     worker = SimpleNamespace(server_args=SimpleNamespace(custom_weight_loader=None))
     updater = SimpleNamespace(tp_worker=worker)

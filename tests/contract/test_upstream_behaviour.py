@@ -28,8 +28,6 @@ import torch
 from sglang_loader.upstream import accept_telling_replies, tell, told, without_cpu_backup
 from support.messages import message
 from verl_sglang_sync.verl.upstream import (
-    complete_server_client,
-    list_server_arguments,
     pause_by_aborting,
 )
 
@@ -71,44 +69,7 @@ def placed(**values: Any) -> contextlib.AbstractContextManager[Any]:
 
 
 class TestVerl:
-    def test_adapter_finds_its_server(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """For `verl_sglang_sync.verl.rollout`:
-        we read these attributes, and gather over this dimension of the mesh."""
-        from sglang.srt.server_args import ServerArgs
-        from verl.workers.config import RolloutConfig
-        from verl.workers.rollout.sglang_rollout import sglang_rollout
-
-        actor, mesh = MagicMock(), MagicMock()
-        actor.get_server_address.remote = AsyncMock(return_value=("10.0.0.1", 30001))
-        mesh["infer_tp"].get_local_rank.return_value = 0
-        mesh.__getitem__.reset_mock()
-        monkeypatch.setenv("RANK", "0")
-        monkeypatch.setenv("RAY_LOCAL_WORLD_SIZE", "1")
-        monkeypatch.setattr(sglang_rollout.ray, "get_actor", lambda name: actor)
-        monkeypatch.setattr(ServerArgs, "__post_init__", lambda self: None)
-        config, model = RolloutConfig(name="sglang"), MagicMock(lora_rank=0, lora={})
-        complete_server_client()
-        adapter = sglang_rollout.ServerAdapter(config, model, mesh, 3)
-        assert adapter._engine is None
-        asyncio.run(adapter._init_server_adapter())
-        assert (adapter.config, adapter.model_config, adapter.device_mesh) == (config, model, mesh)
-        assert (adapter.replica_rank, adapter.rollout_rank, adapter.sleep_level) == (3, 0, 2)
-        assert adapter.server_actor is actor
-        server = adapter._engine.server_args
-        assert (server.host, server.port) == ("10.0.0.1", 30001)
-        mesh.__getitem__.assert_called_with("infer_tp")
-
-    def test_server_asks_for_sglangs_arguments(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """For `verl_sglang_sync.verl.upstream`: by the name that we replace."""
-        server = importlib.import_module("verl.workers.rollout.sglang_rollout.async_sglang_server")
-        monkeypatch.setattr(server, "dataclasses", dataclasses)
-        list_server_arguments()
-        asked = "dataclasses.fields(ServerArgs)"
-        assert asked in inspect.getsource(server.SGLangHttpServer.launch_server)
-        names = {field.name for field in eval(asked, vars(server))}
-        assert {"enable_weights_cpu_backup", "custom_weight_loader"} <= names
-
-    def test_worker_takes_the_stages_in_our_order(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_worker_takes_the_stages_in_our_order(self, monkeypatch):
         """For `verl_sglang_sync.verl.rollout` and `verl_sglang_sync.routes.staging_ring`:
         expandable segments, which cannot be shared, are off meanwhile."""
         module = importlib.import_module("verl.workers.engine_workers")
@@ -144,7 +105,7 @@ class RecordingLock:
 
 class TestTokenizerProcess:
     @pytest.mark.parametrize("success", [True, False])
-    def test_update(self, success: bool) -> None:
+    def test_update(self, success):
         """For `sglang_loader.hooks.http`:
         holds the writer lock, asks a communicator that can be replaced, publishes the version
         if that succeeded, and returns what the replies say."""
@@ -163,7 +124,7 @@ class TestTokenizerProcess:
         publish = manager._update_weight_version_if_provided
         assert [call.args for call in publish.mock_calls] == [("7",)] * success
 
-    def test_request_holds_the_reader_lock(self) -> None:
+    def test_request_holds_the_reader_lock(self):
         """For `sglang_loader.hooks.http`."""
         lock, held = RecordingLock(), []
         manager = MagicMock(is_pause=False, model_update_lock=lock)
@@ -179,7 +140,7 @@ class TestTokenizerProcess:
         assert (asyncio.run(ask()), held) == (["answer"], ["reader"])
 
     @pytest.mark.parametrize("is_ours", [True, False])
-    def test_pause_ends_what_runs(self, is_ours: bool) -> None:
+    def test_pause_ends_what_runs(self, is_ours):
         """For `verl_sglang_sync.verl.upstream`: ours does what SGLang's does, without its wait."""
         from sglang.srt.utils.aio_rwlock import RWLock
 
@@ -212,9 +173,7 @@ class TestTokenizerProcess:
         assert seconds < 0.8 if is_ours else seconds >= 1
 
     @pytest.mark.parametrize("is_abort", [True, False])
-    def test_a_request_that_a_pause_has_aborted_before_it_ran(
-        self, is_abort: bool, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_request_that_a_pause_has_aborted_before_it_ran(self, is_abort, monkeypatch):
         """For `verl_sglang_sync.verl.replica`: SGLang 0.5.17 raises then, the others do not."""
         manager = importlib.import_module(f"{MANAGERS}.tokenizer_manager")
         aborted = getattr(manager, "RequestAbortedError", None)
@@ -237,7 +196,7 @@ class TestTokenizerProcess:
         assert answer.extra_fields == {"global_steps": 7}
 
     @pytest.mark.parametrize("name", ["release_memory_occupation", "resume_memory_occupation"])
-    def test_stage_is_no_more_than_we_repeat(self, name: str) -> None:
+    def test_stage_is_no_more_than_we_repeat(self, name):
         """For `sglang_loader.hooks.http`:
         we do these two steps in its place, to see the replies."""
         manager, communicator = MagicMock(), AsyncMock()
@@ -250,7 +209,7 @@ class TestTokenizerProcess:
         ]
 
     @pytest.mark.parametrize("generates", [True, False])
-    def test_health_check(self, generates: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_health_check(self, generates, monkeypatch):
         """For `verl_sglang_sync.verl.replica`: a router's checks can be kept from generating."""
         from sglang.srt.entrypoints import http_server
 
@@ -266,9 +225,7 @@ class TestTokenizerProcess:
 
 class TestScheduler:
     @pytest.mark.parametrize(("rank", "sent"), [(0, ["let through"]), (1, None)])
-    def test_gate_comes_before_the_broadcast(
-        self, rank: int, sent: Any, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_gate_comes_before_the_broadcast(self, rank, sent, monkeypatch):
         """For `sglang_loader.hooks.request_gate`:
         our hook decides on the rank that reads the sockets, for all of them."""
         module = importlib.import_module(RECEIVER)
@@ -301,7 +258,7 @@ class TestScheduler:
     @pytest.mark.parametrize(
         "abort", [{"rid": "a"}, {"rid": "ab"}, {"rid": "x", "abort_all": True}]
     )
-    def test_aborts_reach_the_same_requests_as_ours(self, abort: dict[str, Any]) -> None:
+    def test_aborts_reach_the_same_requests_as_ours(self, abort):
         """For `sglang_loader.hooks.request_gate`:
         we abort what is held back as the scheduler aborts what it has queued."""
         from sglang.srt.managers.io_struct import AbortReq, TokenizedGenerateReqInput
@@ -331,9 +288,7 @@ class TestScheduler:
 
     @pytest.mark.parametrize("pickles", [True, False])
     @pytest.mark.parametrize("kind", ["ReleaseMemoryOccupation", "UpdateWeightsFromTensor"])
-    def test_replies_travel_with_what_we_tell(
-        self, kind: str, pickles: bool, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_replies_travel_with_what_we_tell(self, kind, pickles, monkeypatch):
         """For `sglang_loader.upstream`: we tell more than upstream's replies have fields for."""
         from sglang.srt.managers.scheduler_components.output_sender import SenderWrapper
 
@@ -355,7 +310,7 @@ class TestScheduler:
         assert told(received) == {"closed": None, "refusal": "why"}
         assert isinstance(received, getattr(io, f"{kind}ReqOutput"))
 
-    def test_memory_tags(self) -> None:
+    def test_memory_tags(self):
         """For `verl_sglang_sync.stages` and `sglang_loader.hooks.memory`."""
         from sglang.srt.constants import GPU_MEMORY_ALL_TYPES
 
@@ -368,9 +323,7 @@ class TestScheduler:
 
 class TestMemory:
     @pytest.mark.parametrize("backup", [True, False])
-    def test_load_model_reads_the_backup_argument(
-        self, backup: bool, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_load_model_reads_the_backup_argument(self, backup, monkeypatch):
         """For `sglang_loader.upstream`: we switch it off around this call."""
         module = importlib.import_module(RUNNER)
         for name in (
@@ -390,9 +343,7 @@ class TestMemory:
         assert (region.args, region.kwargs) == (("weights",), {"enable_cpu_backup": backup})
 
     @pytest.mark.parametrize("is_set", [True, False])
-    def test_graphs_are_captured_under_their_tag(
-        self, is_set: bool, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_graphs_are_captured_under_their_tag(self, is_set, monkeypatch):
         """For `verl_sglang_sync.verl.replica` and `sglang_loader.hooks.memory`:
         we set the variable, release the tag, and measure the pool."""
         from sglang.srt.model_executor.runner_backend import full_cuda_graph_backend as module
@@ -416,7 +367,7 @@ class TestMemory:
         assert [call.kwargs["tag"] for call in captures] == [CUDA_GRAPH_TAG] * is_set
         assert all(call.kwargs["pool"] is backend._pool for call in captures)
 
-    def test_pools_by_tag_and_backup(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_pools_by_tag_and_backup(self, monkeypatch):
         """For `sglang_loader.host_backup.allocations`: we list the memory saver's own pools."""
         from torch_memory_saver import entrypoint, torch_memory_saver
 

@@ -235,7 +235,7 @@ def who_needs(name: str, listed: str) -> list[str]:
 
 
 @pytest.mark.parametrize("module", sorted({module for module, _ in LISTED}))
-def test_what_we_use_is_there_and_takes_what_we_pass(module: str) -> None:
+def test_what_we_use_is_there_and_takes_what_we_pass(module):
     for (of_module, name), listed in LISTED.items():
         if of_module == module:
             assert who_needs(name or module, listed), f"{module}:{name}: nobody needs it any more"
@@ -257,20 +257,20 @@ def test_what_we_use_is_there_and_takes_what_we_pass(module: str) -> None:
         ),
     ],
 )
-def test_a_change_would_be_named(use: tuple[str, str, str], message: str) -> None:
+def test_a_change_would_be_named(use, message):
     """Negative control."""
     with pytest.raises(AssertionError, match=message):
         check(*use)
 
 
-def test_every_import_of_ours_is_listed() -> None:
+def test_every_import_of_ours_is_listed():
     imported = {(module, name) for _, module, name in imports()}
     upstream = {use for use in imported if use[0].partition(".")[0] in ("verl", "sglang")}
     assert len(upstream) > 15, "the sources were not read"
     assert not upstream - EVER.keys(), "not in USES"
 
 
-def test_every_hooked_method_is_listed_with_its_parameters() -> None:
+def test_every_hooked_method_is_listed_with_its_parameters():
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     from sglang_loader import sglang_plugin
@@ -284,7 +284,7 @@ def test_every_hooked_method_is_listed_with_its_parameters() -> None:
 
 
 @pytest.mark.parametrize("kind", ["HttpServer", "Replica"])
-def test_what_verl_calls_on_a_server_or_replica_ours_takes_too(kind: str) -> None:
+def test_what_verl_calls_on_a_server_or_replica_ours_takes_too(kind):
     """Ours are verl's own classes, and what they override has verl's signature."""
     from verl.workers.rollout.sglang_rollout import async_sglang_server as verls
 
@@ -301,7 +301,7 @@ def test_what_verl_calls_on_a_server_or_replica_ours_takes_too(kind: str) -> Non
         assert inspect.iscoroutinefunction(own) == inspect.iscoroutinefunction(method), name
 
 
-def test_every_request_of_our_client_has_a_route_that_takes_it() -> None:
+def test_every_request_of_our_client_has_a_route_that_takes_it():
     from sglang.srt.entrypoints.http_server import app
 
     routes = {

@@ -60,7 +60,7 @@ def names_in(found: tuple[str, ...]) -> list[str]:
     return [text.split(" ")[0] for text in found]
 
 
-def test_a_verdict_is_remembered_with_its_tensors(engine: TinyEngine) -> None:
+def test_a_verdict_is_remembered_with_its_tensors(engine):
     for specs, text in ((engine.specs, ""), (engine.specs[:-1], "1 missing")):
         verdict(engine, specs)
         known = known_verdict([layout_of(specs)], engine.model)
@@ -68,7 +68,7 @@ def test_a_verdict_is_remembered_with_its_tensors(engine: TinyEngine) -> None:
     assert known_verdict([layout_of(engine.specs)], engine.model) is None
 
 
-def test_a_tensor_that_is_left_out_is_missing(engine: TinyEngine) -> None:
+def test_a_tensor_that_is_left_out_is_missing(engine):
     """Without a published checkpoint, other layers tell what is."""
     for i, (name, _, _) in each(engine):
         assert verdict(engine, without(engine, i)) == Verdict(missing=(name,))
@@ -78,7 +78,7 @@ def test_a_tensor_that_is_left_out_is_missing(engine: TinyEngine) -> None:
             assert len(blind.missing) == 1
 
 
-def test_a_tensor_under_another_name_is_unexpected_and_missing(engine: TinyEngine) -> None:
+def test_a_tensor_under_another_name_is_unexpected_and_missing(engine):
     for i, (name, dtype, shape) in each(engine):
         other = f"{name}_of_another_model"
         found = verdict(engine, changed(engine, i, (other, dtype, shape)))
@@ -99,7 +99,7 @@ MISFITS: dict[str, Callable[[Spec], Spec]] = {
 
 
 @pytest.mark.parametrize("misfit", MISFITS)
-def test_a_tensor_of_another_size_or_kind_is_mismatched(engine: TinyEngine, misfit: str) -> None:
+def test_a_tensor_of_another_size_or_kind_is_mismatched(engine, misfit):
     for blind in (False, True) if misfit == "twice its first size" else (False,):
         for i, spec in each(engine):
             found = verdict(engine, changed(engine, i, MISFITS[misfit](spec)), blind=blind)
@@ -110,11 +110,11 @@ def test_a_tensor_of_another_size_or_kind_is_mismatched(engine: TinyEngine, misf
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_another_precision_fits(engine: TinyEngine, dtype: torch.dtype) -> None:
+def test_another_precision_fits(engine, dtype):
     assert verdict(engine, [(name, dtype, shape) for name, _, shape in engine.specs]).fits
 
 
-def test_a_tied_head_may_come_under_both_names(engine: TinyEngine) -> None:
+def test_a_tied_head_may_come_under_both_names(engine):
     names = {name for name, _, _ in engine.specs}
     if "lm_head.weight" in names:
         pytest.skip("not tied")

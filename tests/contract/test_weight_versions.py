@@ -59,18 +59,14 @@ def response_of(parts: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -
         ([(0, 3)], []),
     ],
 )
-def test_each_part_is_told_with_its_version(
-    parts: list[tuple[int, int]], told: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_part_is_told_with_its_version(parts, told, monkeypatch):
     response = response_of(parts, monkeypatch)
     assert response.extra_fields["weight_versions"] == told
     assert response.extra_fields["min_global_steps"] == parts[0][1], "as verl tells them"
     assert response.extra_fields["max_global_steps"] == parts[-1][1]
 
 
-def test_verls_asynchronous_client_becomes_ours_and_no_other(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_verls_asynchronous_client_becomes_ours_and_no_other(monkeypatch):
     class Users(llm_server.FullyAsyncLLMServerClient):  # type: ignore[misc]
         pass
 

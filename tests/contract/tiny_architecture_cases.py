@@ -272,12 +272,6 @@ CASES: tuple[Case, ...] = (
         mm_tokens_per_image=4,
         renamed=((r"^vision_tower\.", "vision_tower.vision_model."),),
     ),
-    _vision(
-        "llava",
-        "Llava",
-        {"model_type": "llama"},
-        {"model_type": "clip_vision_model", "projection_dim": 32, **_SIGLIP},
-    ),
     _vision("glm4v", "Glm4v", _ROPE, _GLM_VISION),
     _vision(
         "mistral3",
@@ -292,15 +286,6 @@ CASES: tuple[Case, ...] = (
         "Llama4",
         {**_LLAMA4_MOE, "original_total_num_kv_heads": 2, "original_num_attention_heads": 4},
         _LLAMA4_VISION,
-    ),
-    _text(
-        "glm-moe-dsa",
-        "GlmMoeDsa",
-        _MLA,
-        q_lora_rank=24,
-        index_n_heads=2,
-        index_head_dim=16,
-        index_topk=8,
     ),
     _text(
         "gemma4-text",

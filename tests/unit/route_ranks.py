@@ -1,8 +1,9 @@
 """One trainer rank in the tests of routes: real FSDP2 models, verl's own export, syncs on gloo."""
 
+import asyncio
 import types
-from dataclasses import asdict, dataclass, field
-from types import SimpleNamespace
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 from unittest import mock
 
@@ -12,12 +13,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from sglang_loader.common.shared_memory import host_id
+from support.settings import settings_of
+from unit.serving_engine import ServingEngine
 from unit.trainer_ranks import trainer_group
+from verl_sglang_sync import WeightSyncError
+from verl_sglang_sync.report import SyncReport
+from verl_sglang_sync.routes.route import Recovery
 
 CPU = torch.device("cpu")
-HOST = host_id()
+TP = 2
 BUCKET_BYTES = 20 << 10
+PIECE_BYTES = 2 << 10
 _SIZES = {
     "vocab_size": 83,  # 4 ranks have 21, 21, 21, 20 rows
     "hidden_size": 24,
@@ -95,143 +101,167 @@ def export_of(model):
     return _repeatable(getattr(method, "__wrapped__", method))(engine)[0]
 
 
-def loaded(may_read=True):
-    """What an engine rank says that has loaded an exported sync."""
-    from sglang_loader.common.session.messages import Loaded
+def parts_of(name, tensor, rank, num_ranks):
+    """What an engine rank keeps of a tensor: a share of rows, columns or experts, or even less."""
+    if ".experts." in name:
+        expert = int(name.partition(".experts.")[2].partition(".")[0])
+        return [tensor] if expert % num_ranks == rank else []
+    if tensor.dim() < 2:
+        return [tensor]
+    if name.endswith(("o_proj.weight", "down_proj.weight")):
+        return [tensor.chunk(num_ranks, dim=-1)[rank]]
+    if "lm_head" in name:
+        return [tensor[::2], tensor[:, -1:]]
+    return [tensor.chunk(num_ranks)[rank]]
 
-    return Loaded(
-        num_replayed=0,
-        num_eager=1,
-        reason=None,
-        may_read_in_place=may_read,
-        host=HOST,
-        arrangements=None,
-        seconds={},
-    )
+
+class EngineModel(torch.nn.Module):
+    """The model of one of an engine's `TP` ranks: its parts of all tensors of an export."""
+
+    def __init__(self, rank, export):
+        super().__init__()
+        self.rank = rank
+        self.parts = {n: [p.clone() for p in parts_of(n, t, rank, TP)] for n, t in export}
+        held = [part for parts in self.parts.values() for part in parts]
+        self.held = torch.nn.ParameterList(torch.nn.Parameter(p, requires_grad=False) for p in held)
+        self.adds = None  # to its sources, in place
+
+    def load_weights(self, weights):
+        for name, tensor in weights:
+            if self.adds is not None:
+                tensor.add_(self.adds)
+            parts = parts_of(name, tensor, self.rank, TP)
+            for target, part in zip(self.parts[name], parts, strict=True):
+                target.copy_(part)
+
+    def wrong(self, export):
+        """Names of the tensors of which it has other parts."""
+        return [
+            name
+            for name, tensor in export.items()
+            for have, want in zip(
+                self.parts[name], parts_of(name, tensor, self.rank, TP), strict=True
+            )
+            if not torch.equal(have, want)
+        ]
 
 
 @dataclass
 class Seen:
-    """What a rank saw.
+    """What a rank saw of its syncs, one after the other.
 
     Attributes:
-        routes: what each sync was: "export", "pull" or "exchange".
-        wrong: what an engine on this rank would have got wrongly, by sync without an export.
-        num_gathers: calls of `full_tensor` in those.
-        recoveries: after syncs that failed.
-        errors: of this rank in those.
+        routes: by which the good ones went: "export", "pull" or "exchange".
+        wrong: what the engine on this rank had got wrongly after those; nothing without one.
+        num_gathers: calls of `full_tensor` in those without an export.
+        errors: of those that failed.
+        recoveries: of routes that did not hold.
+        num_handles: that were made for engines, by sync.
+        keeps: the engines keep mapped what was pulled last.
         off: why the route is not taken.
-        counts: whatever else was counted.
+        report: of the last good one.
     """
 
     routes: list[str] = field(default_factory=list)
-    wrong: list[list] = field(default_factory=list)
+    wrong: list[list[str]] = field(default_factory=list)
     num_gathers: int = 0
+    errors: list[str] = field(default_factory=list)
     recoveries: list[str] = field(default_factory=list)
-    errors: list[str | None] = field(default_factory=list)
+    num_handles: list[int] = field(default_factory=list)
+    keeps: bool = False
     off: str | None = None
-    counts: dict[str, int] = field(default_factory=dict)
+    report: dict[str, Any] = field(default_factory=dict)
 
 
 class Rank:
-    """The syncs of one model on this rank, by one route or with the full export.
+    """One rank of a trainer that syncs one model to real sessions of engines with `TP` ranks.
 
     Args:
-        model: of this rank, or its kind.
-        dtype: of one that is made.
-        change: of the export, in what is traced.
-        recheck: `recheck_every_n_syncs`.
-
-    Attributes:
-        readers: this rank's engine ranks.
-        num_engines: how many it has.
+        route: "pull" or "exchange", the one that is not switched off.
+        kind: of the model.
+        is_shared: the parameters are in memory that engines can map.
     """
 
-    num_engines = 1
-    readers: Any = ()
+    def __init__(self, route, kind, *, recheck=0, dtype="float32", is_shared=True):
+        from verl_sglang_sync.sync.transport import colocated_transport
 
-    def __init__(self, model, change=None, recheck=0, dtype="float32"):
-        from verl_sglang_sync.routes.route import RouteContext
-        from verl_sglang_sync.sources.export import transformed
-
-        self.model = sharded(model, getattr(torch, dtype)) if isinstance(model, str) else model
-        self.group = trainer_group(2)[0]
+        self.model = sharded(kind, getattr(torch, dtype))
+        if is_shared:
+            for tensor in [*self.model.parameters(), *self.model.buffers()]:
+                local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+                local.untyped_storage().share_memory_()
+        self.group, is_leader = trainer_group(TP)
         self.export = export_of(self.model)
-        self.learnt_from = self.export if change is None else transformed(self.export, change)
-        settings = SimpleNamespace(
+        exported = list(self.export)
+        self.engine = ServingEngine(tp=TP) if is_leader else None
+        if self.engine is not None:
+            self.engine.models = [EngineModel(rank, exported) for rank in range(TP)]
+        self.settings = settings_of(
+            "compiled",
             bucket_bytes=BUCKET_BYTES,
             recheck_every_n_syncs=recheck,
-            read_in_place=True,
-            exchange_shards=True,
-            request_timeout_s=60,
+            read_in_place=route == "pull",
+            exchange_shards=route == "exchange",
+            manifest_check="off",
+            free_cache_engine=False,
+        ).for_session()
+        self.transport = colocated_transport(
+            engine=self.engine, settings=self.settings, group=self.group, device=CPU
         )
-        self.context = RouteContext(self.group, CPU, settings, lambda: self.readers)
-        self.stream = self.context.stream
-        self.seen = Seen()
-        self.route = self.make_route()
+        pull, exchange = self.transport._routes
+        exchange._piece_nbytes = PIECE_BYTES
+        self.route = pull if route == "pull" else exchange
+        self.seen, self._kept, self._num_handles = Seen(), [], 0
+        record, recover = pull._record, self.route.recover
 
-    def make_route(self):
-        """The route under test."""
-        raise NotImplementedError
+        def recorded(handle):
+            self._num_handles += 1
+            record(handle)
 
-    def read(self, source):
-        """As an engine: take what the source of one sync offers, and keep it for `compare`."""
-        raise NotImplementedError
+        def recovered(cause, weights):
+            self.seen.recoveries.append(recover(cause, weights).name)
+            return Recovery[self.seen.recoveries[-1]]
 
-    def compare(self):
-        """What is wrong with what was read last."""
-        raise NotImplementedError
+        pull._record, self.route.recover = recorded, recovered
 
-    def sync(self, *, may_read=True):
-        """One sync as a transport would make it, again where a route does not hold."""
-        from verl_sglang_sync.routes.route import Recovery
+    def sync(self):
+        report, error = SyncReport(mode="compiled", replica=0), None
+        with mock.patch.object(
+            DTensor, "full_tensor", autospec=True, side_effect=DTensor.full_tensor
+        ) as gather:
+            try:
+                asyncio.run(self.transport.sync(self.export, version="1", report=report))
+            except WeightSyncError as failed:
+                self.seen.errors.append(str(failed))
+                error = failed
+        seen = self.seen
+        seen.num_handles.append(self._num_handles)
+        seen.keeps, seen.off = bool(self.transport._routes[0]._mapped), self.route.off
+        if error is None:
+            counts = {"pull": report.num_pulled, "exchange": report.num_exchanged}
+            seen.routes.append(next((name for name, num in counts.items() if num), "export"))
+            seen.wrong.append(self.wrong())
+            seen.report = asdict(report)
+            if seen.routes[-1] != "export":
+                seen.num_gathers += gather.call_count
 
-        source = self.route.choose(self.export, self.report())
-        if source is None:
-            self.export_in_full(may_read)
-            return
-        cause = None
-        try:
-            self.group.all_gather(None)  # all have written what they export
-            with mock.patch.object(DTensor, "full_tensor", autospec=True) as gather:
-                self.read(source)
-            self.seen.num_gathers += gather.call_count
-        except Exception as error:
-            cause = error
-        source.drain()
-        self.route.rest()
-        self.seen.errors.append(cause and str(cause))
-        if all(each is None for each in self.group.all_gather(cause and repr(cause))):
-            source.end()
-            self.seen.routes.append(type(self.route).__name__.lower())
-            self.seen.wrong.append(self.compare())
-            return
-        recovery = self.route.recover(cause, self.export)
-        self.seen.recoveries.append(recovery.name)
-        if recovery is Recovery.AGAIN:
+    def wrong(self):
+        """What this rank's engine has other than the export would give now."""
+        full = dict(self.export)
+        assert any(tensor.any() for tensor in full.values())
+        models = self.engine.models if self.engine is not None else ()
+        return [name for model in models for name in model.wrong(full)]
+
+    def sync_failing(self, on, target, error):
+        """A sync in which the function `target` fails on one rank; None: on all."""
+        fails = mock.patch(target, side_effect=error)
+        with fails if on in (None, dist.get_rank()) else nullcontext():
             self.sync()
-        elif recovery is Recovery.EXPORT:
-            self.export_in_full(may_read)
 
-    def export_in_full(self, may_read=True):
-        """A good exported sync, and what is learnt from it."""
-        self.batches()
-        self.seen.routes.append("export")
-        if self.route.can_learn(self.learnt_from):
-            self.route.learn(self.learnt_from, [loaded(may_read)] * self.num_engines)
-        self.seen.off = self.route.off
-
-    def batches(self):
-        """The export in full, as buckets."""
-        from verl_sglang_sync.sources.export import Export
-
-        return list(self.stream.batches(Export(self.export), self.report()))
-
-    @staticmethod
-    def report():
-        from verl_sglang_sync.report import SyncReport
-
-        return SyncReport(mode="compiled", replica=0)
+    def sync_with_spoiled_origins(self):
+        """A sync in which what is traced says of one tensor that it is another."""
+        with spoiled_origins():
+            self.sync()
 
     def step(self):
         """As an optimizer: in place, another value for each element."""
@@ -239,6 +269,42 @@ class Rank:
             for parameter in self.model.parameters():
                 local = parameter.to_local()
                 local.add_(torch.arange(local.numel(), dtype=local.dtype).view(local.shape) + 1)
+        assert self.wrong() or self.engine is None, "the control"
+
+    def move(self, on=None, number=None, offset=0):
+        """Other storages for shards, with the same values, as offloading and loading do.
+
+        Args:
+            on: which rank's; None: those of all.
+            number: of the one parameter that moves; None: all do.
+            offset: of the shard in its storage, in elements; another one makes it another
+                parameter.
+        """
+        for i, parameter in enumerate(self.model.parameters()):
+            if on in (None, dist.get_rank()) and number in (None, i):
+                local = parameter._local_tensor.detach()
+                self._kept.append(local)  # alive: nothing new can be where it is
+                moved = local.new_empty(local.numel() + offset)[offset:].view(local.shape)
+                parameter._local_tensor = moved.copy_(local)
+                moved.untyped_storage().share_memory_()
+                local.fill_(7)
+
+
+@contextmanager
+def spoiled_origins():
+    """What is traced says of one tensor that it is another."""
+    from verl_sglang_sync.sources import source_map
+
+    trace = source_map.trace_export
+
+    def spoiled(*args, **kwargs):
+        traced = trace(*args, **kwargs)
+        name = "model.layers.1.mlp.experts.2.up_proj.weight"
+        other = traced.tensors[name.replace("up_proj", "gate_proj")]
+        return replace(traced, tensors={**traced.tensors, name: other})
+
+    with mock.patch.object(source_map, "trace_export", spoiled):
+        yield
 
 
 def play(kind, options, *steps):

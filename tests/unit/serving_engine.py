@@ -92,6 +92,20 @@ class RecordingModel(nn.Module):
             self.loaded[name] = tensor.clone()
 
 
+class ByName(nn.Module):
+    """Has a parameter for each of these tensors, so that a load plan can be made, and no other."""
+
+    def __init__(self, weights: Sequence[tuple[str, torch.Tensor]]) -> None:
+        super().__init__()
+        for name, tensor in weights:
+            parameter = nn.Parameter(torch.zeros_like(tensor), requires_grad=False)
+            self.register_parameter(name, parameter)
+
+    def load_weights(self, weights: Any) -> None:
+        for name, tensor in weights:
+            self.get_parameter(name).copy_(tensor)
+
+
 def _is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(*(t.contiguous().reshape(-1).view(torch.uint8) for t in (one, other)))
 

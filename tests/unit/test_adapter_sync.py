@@ -50,7 +50,7 @@ class Engine:
         return reply
 
 
-def test_engines_that_come_go_and_fail_serve_the_adapter_after_the_next_sync() -> None:
+def test_engines_that_come_go_and_fail_serve_the_adapter_after_the_next_sync():
     first, second, late = Engine(), Engine(), Engine()
     adapters = AdapterSync(SingleProcess())
 
@@ -73,7 +73,7 @@ def test_engines_that_come_go_and_fail_serve_the_adapter_after_the_next_sync() -
 
 
 @pytest.mark.parametrize("call", [UPDATE.unload, UPDATE.load])
-def test_an_engine_whose_reply_was_lost_serves_the_adapter_after_the_next_sync(call: Call) -> None:
+def test_an_engine_whose_reply_was_lost_serves_the_adapter_after_the_next_sync(call):
     engine, adapters = Engine(), AdapterSync(SingleProcess())
 
     def sync() -> None:

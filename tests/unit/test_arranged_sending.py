@@ -21,11 +21,9 @@ from sglang_loader.common.regions.arrangement import Arrangement, Read
 from verl_sglang_sync.engine.arrangements import (
     NOTHING_KNOWN,
     EngineArrangements,
-    KnownArrangements,
 )
 from verl_sglang_sync.sources.bucket_stream import Bucket
 
-CPU = torch.device("cpu")
 LAYOUT = BucketLayout.pack([("a", (16, 8), torch.float32), ("b", (8,), torch.bfloat16)])
 READS = (Read(0, 64, ((4, 64),), 32, 0), Read(1, 0, (), 16, 128))
 BUCKETS = [Bucket.of(BucketLayout.pack([(n, (256,), torch.uint8)]), is_last=False) for n in "abc"]
@@ -37,7 +35,7 @@ def encoded(*reads: Read, nbytes: int = 256, layout: str = "d") -> bytes:
 
 
 @given(st.lists(st.sampled_from([None, HALF, Arrangement(READS, 256)]), max_size=4))
-def test_arrangements_round_trip(arrangements: list[Arrangement | None]) -> None:
+def test_arrangements_round_trip(arrangements):
     buckets = tuple((f"d{i}", arrangement) for i, arrangement in enumerate(arrangements))
     layouts = {digest: LAYOUT for digest, _ in buckets}
     assert decode_arrangements(encode_arrangements(buckets), layouts) == buckets
@@ -73,20 +71,14 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_arrangements_that_leave_their_bounds_are_refused(case: str) -> None:
+def test_arrangements_that_leave_their_bounds_are_refused(case):
     data, message = BAD[case]
     with pytest.raises(WireError, match=message):
         decode_arrangements(data, {"d": LAYOUT})
     assert decode_arrangements(encoded(*READS), {"d": LAYOUT})
 
 
-def known(*arrangements: Arrangement | None) -> KnownArrangements:
-    pairs = zip(BUCKETS, arrangements, strict=False)
-    offer = encode_arrangements([(bucket.digest, arrangement) for bucket, arrangement in pairs])
-    return KnownArrangements.of(offer, BUCKETS)
-
-
-def test_a_trainer_learns_what_it_may_use(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_trainer_learns_what_it_may_use(caplog):
     assert EngineArrangements(is_wanted=True).known_digest([]) is None, "no bucket was sent yet"
     assert EngineArrangements(is_wanted=False).known_digest(BUCKETS) is None
     arrangements = EngineArrangements(is_wanted=True)

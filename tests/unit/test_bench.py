@@ -15,11 +15,11 @@ H200, H100, RTX_4090 = 150 << 30, 80 << 30, 24 << 30
     ("gpu_bytes", "model"),
     [(H200, "qwen3-30b-a3b"), (H100, "qwen3-8b"), (RTX_4090, "qwen3-0.6b")],
 )
-def test_trainer_and_engine_fit_one_gpu(gpu_bytes: int, model: str) -> None:
+def test_trainer_and_engine_fit_one_gpu(gpu_bytes, model):
     assert largest_that_fits(gpu_bytes) == model
 
 
-def test_a_gpu_that_is_too_small_is_refused() -> None:
+def test_a_gpu_that_is_too_small_is_refused():
     with pytest.raises(ValueError, match=r"2\.1 GB: the smallest model, qwen3-0\.6b, needs"):
         largest_that_fits(2 << 30)
 
@@ -32,9 +32,7 @@ def test_a_gpu_that_is_too_small_is_refused() -> None:
         (["--device", "tpu"], "--device tpu: allowed: cuda, cpu"),
     ],
 )
-def test_a_choice_that_cannot_be_is_an_error_that_names_what_is_allowed(
-    options: list[str], text: str
-) -> None:
+def test_a_choice_that_cannot_be_is_an_error_that_names_what_is_allowed(options, text):
     result = CliRunner().invoke(app, ["bench", *options])
     assert result.exit_code == 2
     assert text in result.output

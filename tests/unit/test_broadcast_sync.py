@@ -141,9 +141,7 @@ def weights(num: int = 5, first: float = 0.0) -> list[tuple[str, torch.Tensor]]:
     return [(f"t{i}", torch.arange(128.0) + i + first) for i in range(num)]
 
 
-def test_good_replies_may_come_before_the_sessions_tell_of_the_publication(
-    groups: Groups, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_good_replies_may_come_before_the_sessions_tell_of_the_publication(groups, monkeypatch):
     monkeypatch.setattr("sglang_loader.common.session.channel.GRACE_MS", 10)
     for engine in groups.engines:
         engine.tells_late_s = 0.3
@@ -152,7 +150,7 @@ def test_good_replies_may_come_before_the_sessions_tell_of_the_publication(
 
 
 @pytest.mark.parametrize("mode", ["flattened", "compiled"])
-def test_every_rank_of_every_engine_gets_every_tensor(groups: Groups, mode: str) -> None:
+def test_every_rank_of_every_engine_gets_every_tensor(groups, mode):
     sync = transport(groups, mode)
     for first in (0.0, 100.0, 200.0):  # in sessions over the same sockets
         report = sync(weights(first=first))
@@ -168,9 +166,7 @@ def test_every_rank_of_every_engine_gets_every_tensor(groups: Groups, mode: str)
 
 
 @pytest.mark.parametrize("num_buckets", [1, 2, 5])
-def test_no_broadcast_begins_before_all_engines_receive_it(
-    groups: Groups, monkeypatch: pytest.MonkeyPatch, num_buckets: int
-) -> None:
+def test_no_broadcast_begins_before_all_engines_receive_it(groups, monkeypatch, num_buckets):
     """On a GPU it would wait there for the engines while the trainer's export goes on."""
     log: list[tuple[str, int]] = []
     started = iter(range(num_buckets))
@@ -196,9 +192,7 @@ def test_no_broadcast_begins_before_all_engines_receive_it(
 
 @pytest.mark.parametrize(("replica", "rank"), [(0, 0), (1, 1)])
 @pytest.mark.parametrize("at", [0, 2, 4])
-def test_an_engine_rank_that_fails_is_named_and_nothing_is_published(
-    groups: Groups, replica: int, rank: int, at: int
-) -> None:
+def test_an_engine_rank_that_fails_is_named_and_nothing_is_published(groups, replica, rank, at):
     sync = transport(groups)
     sync(weights())
     groups.engines[replica].models[rank].fails_at = at
@@ -215,9 +209,7 @@ def test_an_engine_rank_that_fails_is_named_and_nothing_is_published(
     assert [engine.num_published for engine in groups.engines] == [2, 2]
 
 
-def test_what_all_ranks_of_an_engine_refuse_is_raised_and_remarks_are_logged(
-    groups: Groups, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_all_ranks_of_an_engine_refuse_is_raised_and_remarks_are_logged(groups, caplog):
     sync = transport(groups, manifest_check="warn")
     groups.engines[1].remark = "t4 is not the model's"
     sync(weights())
@@ -229,7 +221,7 @@ def test_what_all_ranks_of_an_engine_refuse_is_raised_and_remarks_are_logged(
     assert groups.num_abandoned == 1
 
 
-def test_an_export_that_fails_ends_all_sessions(groups: Groups) -> None:
+def test_an_export_that_fails_ends_all_sessions(groups):
     def export() -> Iterator[tuple[str, torch.Tensor]]:
         yield from weights()
         raise RuntimeError("no more tensors")
@@ -247,9 +239,7 @@ def test_an_export_that_fails_ends_all_sessions(groups: Groups) -> None:
         assert not thread.is_alive()
 
 
-def test_the_group_of_a_sync_that_a_reply_has_failed_ends_at_once(
-    groups: Groups, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_group_of_a_sync_that_a_reply_has_failed_ends_at_once(groups, monkeypatch):
     """Not when the garbage collector comes: engines that leave a gloo group wait for its end."""
     sync = transport(groups)
     sync(weights())

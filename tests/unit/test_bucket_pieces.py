@@ -41,13 +41,13 @@ def source_of(*pieces: BucketPiece) -> BucketSource:
     return memory.source(message, LAYOUT.nbytes)
 
 
-def test_a_piece_is_spread_over_the_shards_that_it_names() -> None:
+def test_a_piece_is_spread_over_the_shards_that_it_names():
     packed = source_of(BucketPiece(0, 0, 0, 32, ROWS, SHARDS)).packed(LAYOUT)
     left, right = BUFFERS[0][16:32].view(4, 4), BUFFERS[1][32:48].view(4, 4)
     assert torch.equal(packed[:32].view(4, 8), torch.cat([left, right], dim=1))
 
 
-def test_a_piece_may_be_strided_within_one_buffer() -> None:
+def test_a_piece_may_be_strided_within_one_buffer():
     packed = source_of(BucketPiece(1, 4, 0, 32, ROWS)).packed(LAYOUT)
     left, right = BUFFERS[1][4:20].view(4, 4), BUFFERS[1][20:36].view(4, 4)
     assert torch.equal(packed[:32].view(4, 8), torch.cat([left, right], dim=1))
@@ -69,6 +69,6 @@ def test_a_piece_may_be_strided_within_one_buffer() -> None:
         (BucketPiece(0, 31, 0, 32, ((32, -1),), SHARDS), "leaves its memory"),
     ],
 )
-def test_bytes_outside_of_what_is_mapped_are_refused(piece: BucketPiece, reason: str) -> None:
+def test_bytes_outside_of_what_is_mapped_are_refused(piece, reason):
     with pytest.raises(SessionError, match=reason):
         source_of(piece)

@@ -82,9 +82,7 @@ def arrangements(draw: st.DrawFn) -> tuple[Arrangement, list[torch.Tensor]]:
 
 @given(arrangements())
 @settings(max_examples=200, deadline=None)
-def test_torch_packs_what_the_reference_gathers(
-    case: tuple[Arrangement, list[torch.Tensor]],
-) -> None:
+def test_torch_packs_what_the_reference_gathers(case):
     arrangement, tensors = case
     flat = torch.zeros(arrangement.nbytes, dtype=torch.uint8)
     packing = ByteGather(arrangement, CPU)
@@ -94,9 +92,7 @@ def test_torch_packs_what_the_reference_gathers(
 
 @given(arrangements())
 @settings(max_examples=200, deadline=None)
-def test_the_kernel_would_move_the_words_of_the_reads(
-    case: tuple[Arrangement, list[torch.Tensor]],
-) -> None:
+def test_the_kernel_would_move_the_words_of_the_reads(case):
     """The tables alone, run without a GPU: sources count from each tensor's first byte."""
     arrangement, tensors = case
     reads = [r for r in arrangement.reads if _in_words(r)]
@@ -123,7 +119,7 @@ def _in_words(read: Read) -> bool:
     return all(number % WORD_BYTES == 0 for number in numbers)
 
 
-def test_a_buffer_that_is_too_small_is_refused() -> None:
+def test_a_buffer_that_is_too_small_is_refused():
     packing = ByteGather(laid_out([(0, 0, (), 64)]), CPU)
     with pytest.raises(ValueError, match="the arrangement needs 80 from byte 0"):
         packing.run([torch.zeros(16)], torch.zeros(79, dtype=torch.uint8))
@@ -166,9 +162,7 @@ def check_kernel(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("works", [True, False])
-def test_a_kernel_that_moves_other_bytes_is_not_believed(
-    works: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_kernel_that_moves_other_bytes_is_not_believed(works, monkeypatch, caplog):
     arrangement = laid_out([(0, 0, (), 64), (0, 64, ((2, 64),), 16), (1, 4, (), 12)])
     tensors = [torch.arange(64.0), torch.arange(8.0)]
     launched = []
@@ -190,13 +184,13 @@ def test_a_kernel_that_moves_other_bytes_is_not_believed(
     assert ("gathered other bytes than torch" in caplog.text) != works
 
 
-def test_the_kernel_packs_in_the_interpreter() -> None:
+def test_the_kernel_packs_in_the_interpreter():
     pytest.importorskip("triton")
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     subprocess.run([sys.executable, __file__], env=environment, check=True, timeout=300)
 
 
-def test_a_table_of_nothing_has_no_rows() -> None:
+def test_a_table_of_nothing_has_no_rows():
     table = GatherTable.of([], [])
     shapes = (table.rows.shape, table.places.shape, table.tiles.shape)
     assert shapes == ((0, 6), (0, 2), (0, 2))

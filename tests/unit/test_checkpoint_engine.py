@@ -68,9 +68,7 @@ class Trainer:
         asyncio.run(self._checkpoint_engine.send_weights(weights, step))
 
 
-def test_every_replica_of_a_sync_gets_the_adapter_and_a_new_one_the_weights_below_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_every_replica_of_a_sync_gets_the_adapter_and_a_new_one_the_weights_below_it(monkeypatch):
     trainer = Trainer(monkeypatch)
     for step, names in enumerate(("ab", "ac", "ab", "ab", "a", "abc")):
         before = {name: engine.num_loads for name, engine in trainer.engines.items()}
@@ -81,9 +79,7 @@ def test_every_replica_of_a_sync_gets_the_adapter_and_a_new_one_the_weights_belo
     assert trainer.synced == ["ab", "ac", "ab", "abc"], "who left may have been restarted"
 
 
-def test_after_a_sync_that_failed_all_replicas_get_the_weights_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_after_a_sync_that_failed_all_replicas_get_the_weights_again(monkeypatch):
     trainer = Trainer(monkeypatch)
     trainer.send("ab", 1)
     trainer.fails = True

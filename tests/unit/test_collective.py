@@ -34,40 +34,38 @@ SIGNATURES = tuple(rank << 40 for rank in range(WORLD_SIZE))
     ],
     ids=["well", "one waits", "two fail"],
 )
-def test_all_ranks_learn_the_same(
-    pool: RankPool, failures: dict[int, str], waiting: tuple[int, ...], agreement: Agreement
-) -> None:
+def test_all_ranks_learn_the_same(pool, failures, waiting, agreement):
     assert pool.run(each_agrees, failures, waiting) == [agreement] * WORLD_SIZE
 
 
-def test_a_process_on_its_own_agrees_with_itself() -> None:
+def test_a_process_on_its_own_agrees_with_itself():
     group = SingleProcess()
     assert group.agree(signature=3) == Agreement((), True, (3,))
     assert group.agree(is_ready=False) == Agreement((), False, (0,))
     assert group.agree("no memory") == Agreement(("rank 0: no memory",), False, (0,))
 
 
-def test_items_reach_the_leader_or_everyone(pool: RankPool) -> None:
+def test_items_reach_the_leader_or_everyone(pool):
     everyone = [{"rank": rank} for rank in range(WORLD_SIZE)]
     gathered = [[b"\0", b"\1"], None, [b"\2", b"\3"], None]
     reasons = [None, "rank 3: slow", "the ranks traced different exports"]
     assert pool.run(each_asks) == [(items, everyone, [False, True], reasons) for items in gathered]
 
 
-def test_all_ranks_wait_for_the_last_task(pool: RankPool) -> None:
+def test_all_ranks_wait_for_the_last_task(pool):
     for error, seconds in pool.run(each_waits, {0: 0.1, 2: 1.2}, None):
         assert error is None
         assert seconds > 1
 
 
-def test_a_failed_task_ends_the_wait_of_all(pool: RankPool) -> None:
+def test_a_failed_task_ends_the_wait_of_all(pool):
     for error, seconds in pool.run(each_waits, {0: 0.1, 2: 40.0}, 0):
         assert error.startswith("stage 'wake' failed\nrank 0: Traceback")
         assert "ValueError: the engine refused" in error
         assert seconds < 20
 
 
-def test_nobody_waits_where_nobody_has_a_task(pool: RankPool) -> None:
+def test_nobody_waits_where_nobody_has_a_task(pool):
     assert all(error is None for error, _ in pool.run(each_waits, {}, None))
 
 
@@ -80,7 +78,7 @@ def test_nobody_waits_where_nobody_has_a_task(pool: RankPool) -> None:
     [(0, signal.SIGKILL), (2, signal.SIGKILL), (2, signal.SIGSTOP)],
     ids=["killed with the store", "killed", "stopped"],
 )
-def test_a_rank_that_is_gone_is_named_in_time(victim: int, how: signal.Signals) -> None:
+def test_a_rank_that_is_gone_is_named_in_time(victim, how):
     pool = RankPool()  # its processes are of no use afterwards
     try:
         outcomes = pool.run(agree_without, victim, how, lost=(victim,))
@@ -97,12 +95,12 @@ def test_a_rank_that_is_gone_is_named_in_time(victim: int, how: signal.Signals) 
             assert seconds < TIMEOUT_S + (10 if i else 5)  # then to form a group takes the limit
 
 
-def test_ranks_that_all_live_agree_again_after_a_failure(pool: RankPool) -> None:
+def test_ranks_that_all_live_agree_again_after_a_failure(pool):
     for lost, *later in pool.run(come_late, 1):
         assert lost is not None
         assert "a rank that has come back since did not answer" in lost
         assert later == [None, None]
 
 
-def test_a_rank_leaves_a_group_at_once_in_which_others_stay(pool: RankPool) -> None:
+def test_a_rank_leaves_a_group_at_once_in_which_others_stay(pool):
     assert max(pool.run(leaves_amid_an_exchange, limit_s=20)) < 5

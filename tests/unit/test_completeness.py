@@ -9,8 +9,6 @@ from hypothesis import strategies as st
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.host_backup.completeness import Completeness
 
-ALL = frozenset("abc")
-
 
 def layout(names: frozenset[str]) -> BucketLayout:
     return BucketLayout.pack([(name, (1,), torch.uint8) for name in sorted(names)])
@@ -21,7 +19,7 @@ def load(state: Completeness, *buckets: str) -> None:
         state.loading(layout(frozenset(names)))
 
 
-def test_a_sync_is_half_written_from_its_first_bucket_to_its_end() -> None:
+def test_a_sync_is_half_written_from_its_first_bucket_to_its_end():
     state = Completeness()
     assert not state.is_half_written
     load(state, "ab", "c")
@@ -33,7 +31,7 @@ def test_a_sync_is_half_written_from_its_first_bucket_to_its_end() -> None:
     assert state.layouts == ()
 
 
-def test_what_a_proven_sync_did_not_bring_is_not_asked_for_again() -> None:
+def test_what_a_proven_sync_did_not_bring_is_not_asked_for_again():
     """The hooks complete a sync with missing tensors where the check finds that it is whole."""
     state = Completeness()
     load(state, "abc")
@@ -46,9 +44,7 @@ def test_what_a_proven_sync_did_not_bring_is_not_asked_for_again() -> None:
 
 
 @given(st.lists(st.tuples(st.lists(st.frozensets(st.sampled_from("abc"))), st.booleans())))
-def test_after_a_failure_only_all_that_came_before_makes_the_weights_complete(
-    syncs: list[tuple[list[frozenset[str]], bool]],
-) -> None:
+def test_after_a_failure_only_all_that_came_before_makes_the_weights_complete(syncs):
     state, ever, is_good = Completeness(), frozenset[str](), True
     for buckets, fails in syncs:
         brought = frozenset[str]().union(*buckets)

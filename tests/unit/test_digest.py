@@ -63,23 +63,13 @@ def as_described(data: bytes) -> tuple[int, ...]:
 
 
 @given(st.binary(max_size=100))
-def test_a_digest_is_what_is_described(data: bytes) -> None:
+def test_a_digest_is_what_is_described(data):
     assert lanes(torch.tensor(list(data), dtype=torch.uint8)) == as_described(data)
-
-
-@pytest.mark.parametrize("size", [16, 17, 23, 24, 31])
-@pytest.mark.parametrize("fill", [0, 255, None])
-def test_every_flipped_bit_changes_it(size: int, fill: int | None) -> None:
-    data = random_bytes(size) if fill is None else torch.full((size,), fill, dtype=torch.uint8)
-    flipped = [data.clone() for _ in range(8 * size)]
-    for bit, other in enumerate(flipped):
-        other[bit // 8] ^= 1 << bit % 8
-    assert_all_differ([data, *flipped])
 
 
 @pytest.mark.parametrize("bit", [0, 31, 62, 63])
 @pytest.mark.parametrize("fill", [0, -1, None])
-def test_an_even_number_of_flips_of_one_bit_changes_it(bit: int, fill: int | None) -> None:
+def test_an_even_number_of_flips_of_one_bit_changes_it(bit, fill):
     data = random_bytes(96).view(torch.int64) if fill is None else torch.full((12,), fill)
     found = [data]
     for number in (2, 4):
@@ -91,7 +81,7 @@ def test_an_even_number_of_flips_of_one_bit_changes_it(bit: int, fill: int | Non
 
 
 @given(WORDS, st.data())
-def test_two_words_exchanged_change_it(words: list[int], data: st.DataObject) -> None:
+def test_two_words_exchanged_change_it(words, data):
     places = st.integers(0, len(words) - 1)
     first, second = data.draw(places), data.draw(places)
     other = list(words)
@@ -100,20 +90,14 @@ def test_two_words_exchanged_change_it(words: list[int], data: st.DataObject) ->
     assert_all_differ([torch.tensor(words), torch.tensor(other)])
 
 
-@given(st.binary(max_size=40))
-def test_zeros_appended_change_it(data: bytes) -> None:
-    longer = [data + bytes(number) for number in range(24)]
-    assert_all_differ([torch.tensor(list(item), dtype=torch.uint8) for item in longer])
-
-
-def test_chunks_add_up_and_places_count_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_add_up_and_places_count_on(monkeypatch):
     monkeypatch.setattr(module, "CHUNK_WORDS", 4)
     storages = [random_bytes(size) for size in range(100)]
     expected = [as_described(bytes(data.tolist())) for data in storages]
     assert [tuple(found) for found in digests(storages).tolist()] == expected
 
 
-def test_a_tensor_has_the_digest_of_its_elements() -> None:
+def test_a_tensor_has_the_digest_of_its_elements():
     tensor = torch.randn(7, 5).to(torch.bfloat16).t()
     found = tensor_digest(tensor)
     assert tuple(found.tolist()) == lanes(tensor)
@@ -131,7 +115,7 @@ def check(device: str) -> None:
     assert torch.equal(digests([*storages, *views]), expected)
 
 
-def test_the_kernel_finds_what_torch_does() -> None:
+def test_the_kernel_finds_what_torch_does():
     pytest.importorskip("triton")
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     subprocess.run([sys.executable, __file__], env=environment, check=True, timeout=300)

@@ -17,15 +17,13 @@ class TestPresets:
     @pytest.mark.parametrize(
         ("machine", "status"), [(EIGHT_GPUS, Status.OK), (NO_GPU, Status.WARN)]
     )
-    def test_every_preset_is_described(self, machine: presets.Machine, status: Status) -> None:
+    def test_every_preset_is_described(self, machine, status):
         checks = list(presets.preset_checks(machine))
         assert [check.name for check in checks] == [f"+weight_sync={name}" for name in PRESETS]
         assert {check.status for check in checks} == {status}
         assert all("2048 MiB" in check.detail for check in checks)
 
-    def test_presets_that_hydra_does_not_find_are_failures(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_presets_that_hydra_does_not_find_are_failures(self, monkeypatch):
         assert presets.hydra_check().status is Status.OK
         monkeypatch.setattr(presets, "PLUGIN", "another.Plugin")
         assert presets.hydra_check().status is Status.FAIL
@@ -46,14 +44,12 @@ class TestRecipe:
     @pytest.mark.parametrize(
         ("overrides", "said"),
         [
-            (COMPILED, IN_PLACE),
             (COMPILED, "Sleep releases kv_cache, weights, and the host keeps all weights until"),
             (COMPILED, "wake-up: weights, sync, kv_cache"),
             ((*COMPILED, f"{ROLLOUT}.multi_stage_wake_up=False"), "wake-up: weights, kv_cache, sy"),
             ((*COMPILED, f"{ROLLOUT}.free_cache_engine=False"), "Nothing sleeps: free_cache_"),
             ((*COMPILED, f"{SECTION}.recheck_every_n_syncs=9"), "checked again every 9 syncs"),
-            ((*COMPILED, f"{ROLLOUT}.tensor_model_parallel_size=2"), IN_PLACE),
-            ((*COMPILED, *MEGATRON), IN_PLACE),
+            ((*COMPILED, *MEGATRON, f"{ROLLOUT}.tensor_model_parallel_size=2"), IN_PLACE),
             (
                 (*COMPILED, *MEGATRON, f"{ACTOR}.megatron.vanilla_mbridge=True"),
                 "the full export (not in place: actor.megatron.vanilla_mbridge=True: mbridge does",
@@ -78,14 +74,12 @@ class TestRecipe:
             ),
         ],
     )
-    def test_what_it_does_follows_from_the_config(
-        self, overrides: tuple[str, ...], said: str
-    ) -> None:
+    def test_what_it_does_follows_from_the_config(self, overrides, said):
         *checks, last = presets.recipe_checks(overrides, EIGHT_GPUS)
         assert all(check.status is not Status.FAIL for check in checks)
         assert said in last.detail, last.detail
 
-    def test_what_it_does_follows_from_the_machine(self) -> None:
+    def test_what_it_does_follows_from_the_machine(self):
         alone = presets.Machine(num_gpus=8, reads_other_gpus=False)
         *_, last = presets.recipe_checks(COMPILED, alone)
         assert "exchange the trainer ranks' shards (not in place: CUDA IPC" in last.detail
@@ -95,7 +89,7 @@ class TestRecipe:
         assert "shared by /dev/shm" in last.detail
         assert "the CPU engine keeps its memory" in last.detail
 
-    def test_every_check_of_the_preflight_says_something(self) -> None:
+    def test_every_check_of_the_preflight_says_something(self):
         overrides = [*COMPILED, f"{ROLLOUT}.quantization=torchao", f"{ROLLOUT}.name=vllm"]
         checks = {check.name: check for check in presets.recipe_checks(overrides, EIGHT_GPUS)}
         assert checks["recipe: quantization"].status is Status.FAIL
@@ -113,14 +107,12 @@ class TestRecipe:
             ([*COMPILED, f"{SECTION}.host_backup=1"], "recipe: settings", "host_backup=1: allowed"),
         ],
     )
-    def test_what_cannot_be_read_is_a_failure(
-        self, overrides: list[str], name: str, said: str
-    ) -> None:
+    def test_what_cannot_be_read_is_a_failure(self, overrides, name, said):
         (check,) = presets.recipe_checks(overrides, EIGHT_GPUS)
         assert (check.name, check.status) == (name, Status.FAIL)
         assert said in check.detail
 
-    def test_flags_without_effect_are_warnings(self) -> None:
+    def test_flags_without_effect_are_warnings(self):
         remark, last = presets.recipe_checks(presets.USUAL, EIGHT_GPUS)
         assert (remark.name, remark.status) == ("recipe: remark", Status.WARN)
         assert "only together with +weight_sync=<preset>" in remark.detail

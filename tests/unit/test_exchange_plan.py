@@ -71,20 +71,6 @@ def strided_sets(draw, nbytes):
     return draw(st.integers(0, room)), tuple(dims), run
 
 
-@settings(max_examples=300, deadline=None)
-@given(st.data())
-def test_a_strided_set_of_a_view_is_found_in_its_parameter(data):
-    region, _, _ = data.draw(regions())
-    source = ByteMap.of(region)
-    offset, dims, run = data.draw(strided_sets(source.nbytes))
-    parts = list(compose_read(source, Read(7, offset, dims, run, 0)))
-    found = [indices(part.offset, part.dims, part.run) for part in parts]
-    assert np.array_equal(np.concatenate(found), bytes_of(source)[indices(offset, dims, run)])
-    starts = np.cumsum([0, *(part.nbytes for part in parts)])
-    assert [part.start for part in parts] == starts[:-1].tolist()
-    assert {part.tensor for part in parts} == {7}
-
-
 def test_rows_of_a_column_slice_need_one_part_each_way():
     half = ByteMap.of(Region(8, (6, 4), (8, 1), 2))  # the right half of [6, 8] bfloat16
     for offset, dims, run, num_parts in (
@@ -254,19 +240,6 @@ def test_a_strided_part_is_cut_between_its_rows():
     first, second = pieces_of(plan_sends(0, columns, [origin], [held]), 2)
     assert first.reads == (Read(0, 0, ((2, 8),), 4, 0), Read(0, 4, ((2, 8),), 4, 8))
     assert second.reads == (Read(0, 16, ((2, 8),), 4, 0), Read(0, 20, ((2, 8),), 4, 8))
-
-
-def test_chunks_are_torchs():
-    """Uneven and empty shards: 5 rows on 4 ranks are 2, 2, 1, 0."""
-    import torch
-
-    for num_rows in range(9):
-        for world_size in range(1, 6):
-            held = shards_of_rows(num_rows, 2, range(world_size))
-            chunks = [len(c) for c in torch.arange(num_rows).chunk(world_size) if len(c)]
-            ranges = [held.range_of(shard) for shard in range(len(held.holders))]
-            assert [(stop - start) // 2 for start, stop in ranges] == chunks
-            assert held.holders == tuple((rank,) for rank in range(len(chunks)))
 
 
 def test_a_rank_sends_nothing_that_nobody_reads():

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import gc
-import logging
 import weakref
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,7 +24,6 @@ from sglang_loader.host_backup.allocations import (
 from sglang_loader.host_backup.backup import BRIDGED_BYTES, bridged
 from sglang_loader.host_backup.saved_bytes import SavedBytes
 from sglang_loader.load_plan.destinations import collect_destinations
-from sglang_loader.upstream import why_stock_backup
 from support.reachable_memory import publish_coverage, reachable
 from unit.released_memory import POISON, Residue, contents, overwrite, poison, size_of, whole
 
@@ -199,16 +196,6 @@ def test_a_published_coverage_keeps_its_storages_alive(model):
     assert storage() is None
 
 
-def test_the_log_tells_sizes_and_seconds(model, caplog):
-    backup = arm(model, "auto", lambda m: Allocations(torch.device("cpu"), reachable(m).ranges))
-    with caplog.at_level(logging.INFO, "sglang_loader"):
-        release_and_resume(model, backup)
-    saved, restored = (record.getMessage() for record in caplog.records)
-    assert saved.startswith("weights backup: saved 0.0 MB in ")
-    assert "(residue 0.0 MB of 0.0 MB)" in saved
-    assert restored.startswith("weights backup: restored 0.0 MB in ")
-
-
 # Properties.
 
 ranges_of = st.lists(
@@ -328,35 +315,6 @@ def test_what_no_module_reaches_is_saved_where_the_allocator_tells_of_it(model):
 
 
 # The policy.
-
-
-def runner(device="cuda", **changes):
-    arguments = {
-        "enable_memory_saver": True,
-        "enable_weights_cpu_backup": True,
-        "speculative_algorithm": None,
-        "cpu_offload_gb": 0,
-    }
-    return SimpleNamespace(device=device, server_args=SimpleNamespace(**arguments | changes))
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "reason"),
-    [
-        ("enable_memory_saver", False, "no memory saver"),
-        ("enable_weights_cpu_backup", False, "without a host backup"),
-        ("device", "cpu", "the device is cpu"),
-        ("speculative_algorithm", "EAGLE", "draft model"),
-        ("cpu_offload_gb", 4, "cpu_offload_gb"),
-    ],
-)
-def test_launches_that_keep_the_stock_backup(name, value, reason):
-    assert why_stock_backup(runner(), None) is None
-    assert reason in why_stock_backup(runner(**{name: value}), None)
-
-
-def test_memory_that_cannot_be_enumerated_keeps_the_stock_backup():
-    assert why_stock_backup(runner(), "a reason") == "a reason"
 
 
 def test_the_setting_is_read_from_the_environment(monkeypatch):

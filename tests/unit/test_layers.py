@@ -52,7 +52,7 @@ def layer_of(name: str, package: str) -> int | None:
 
 
 @pytest.mark.parametrize("package", LAYERS)
-def test_no_folder_imports_one_above_it(package: str) -> None:
+def test_no_folder_imports_one_above_it(package):
     upwards = [
         f"{module} imports {name}"
         for module, name in IMPORTS
@@ -65,7 +65,7 @@ def test_no_folder_imports_one_above_it(package: str) -> None:
     assert not upwards
 
 
-def test_the_trainers_package_imports_what_both_sides_share_alone() -> None:
+def test_the_trainers_package_imports_what_both_sides_share_alone():
     """But for the probe, with which `doctor` looks at SGLang's processes."""
     allowed = ("sglang_loader.common.", "sglang_loader.probe.")
     others = [
@@ -79,7 +79,7 @@ def test_the_trainers_package_imports_what_both_sides_share_alone() -> None:
 
 
 @pytest.mark.parametrize("upstream", WHO_IMPORTS)
-def test_upstream_is_imported_by_its_own_side_alone(upstream: str) -> None:
+def test_upstream_is_imported_by_its_own_side_alone(upstream):
     others = [
         f"{module} imports {name}"
         for module, name in IMPORTS

@@ -140,11 +140,6 @@ def test_every_problem_is_named_at_once(recipe):
         assert any(BAD[name][1][0] in problem for problem in problems)
 
 
-def test_the_error_is_a_value_error(recipe):
-    with pytest.raises(ValueError, match="cannot run with this recipe"):
-        check_recipe(recipe("flattened", {f"{ROLLOUT}.name": "vllm"}))
-
-
 @pytest.mark.parametrize(
     "name", [name for name in BAD if not any(SECTION in key for key in BAD[name][0])]
 )
@@ -223,13 +218,6 @@ def test_a_composed_recipe_is_checked_before_verls_own_validation(recipe):
         validate(bad, True, use_critic=False)
     assert len(seen) == 1
     assert validate.__wrapped__ is validate_config
-
-
-def test_settings_given_on_the_command_line_are_checked():
-    with pytest.raises(RecipeError, match=r"request_timeout_s=0: expected a number greater than 0"):
-        check_recipe(compose(CHOSEN["flattened"], f"{SECTION}.request_timeout_s=0"))
-    with pytest.raises(RecipeError, match=r"rollout\.name=None: allowed: 'sglang'"):
-        check_recipe(compose(CHOSEN["flattened"], rollout=None))
 
 
 OTHER_VALUES = {

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from sglang_loader.common.layout import BucketLayout, BucketTensor
 from sglang_loader.common.regions.compose import ByteMap
-from unit import pull_ranks, route_ranks
+from unit import route_ranks
 from unit.pull_ranks import PullRank
+from verl_sglang_sync.engine.session import EngineCannotMap
 from verl_sglang_sync.routes.pull import comparison
 from verl_sglang_sync.routes.pull.located import SpreadRead, bucket_reads
 from verl_sglang_sync.sources.export_trace import (
@@ -24,113 +25,137 @@ from verl_sglang_sync.sources.export_trace import (
 from verl_sglang_sync.sources.transfer_plan import Origin, Owners, everyone, shards_of_rows
 
 
-def play(pool: Any, *steps: Any, **options: Any) -> Any:
-    """What each rank saw of its syncs; see `route_ranks.play`."""
-    return pool.run(route_ranks.play, PullRank, options, *steps)
+def play(pool: Any, *steps: Any, kind: str = "moe", **options: Any) -> Any:
+    """What each rank saw of its syncs, which were right; see `route_ranks.play`."""
+    answers = pool.run(route_ranks.play, PullRank, {"kind": kind, **options}, *steps)
+    for seen in answers:
+        assert not any(seen["wrong"])
+        assert seen["num_gathers"] == 0
+    return answers
 
 
 @pytest.mark.parametrize("kind", ["dense", "tied", "moe", "vl"])
-def test_what_is_pulled_is_what_the_export_would_give(pool: Any, kind: str) -> None:
-    for seen in pool.run(pull_ranks.pull_model, kind):
-        assert seen["routes"] == ["export", "export", "pull", "pull", "pull"]
-        assert not any(seen["wrong"])
-        assert seen["num_gathers"] == 0
+def test_what_is_pulled_is_what_the_export_would_give(pool, kind):
+    for seen in play(pool, "sync", *["step", "sync"] * 3, kind=kind):
+        assert seen["routes"] == ["export", "pull", "pull", "pull"]
         assert seen["off"] is None
+        learnt, first, second, third = seen["num_handles"]
+        assert 0 < learnt == first < second == third, "blocks that stay mapped need no new handles"
+        assert seen["keeps"]
 
 
-def test_parameters_that_come_back_elsewhere_are_pulled_from_there(pool: Any) -> None:
-    for seen in play(pool, "sync", *["move", "step", "sync"] * 3, kind="moe"):
-        assert seen["routes"] == ["export", "pull", "pull", "pull"]
-        assert seen["recoveries"] == ["AGAIN"], "from then on they are located before each sync"
-        assert not any(seen["wrong"])
-        assert not seen["counts"]["keeps"]
-
-
-def test_one_rank_tells_engines_beside_the_trainers_and_others_that_come_later(pool: Any) -> None:
-    for seen in pool.run(pull_ranks.pull_by_many_engines_of_one_rank):
-        assert seen["routes"] == ["export", "pull", "export", "pull", "pull"]
-        assert not any(seen["wrong"])
-        assert seen["off"] is None
-
-
-def test_memory_that_was_offloaded_is_mapped_anew_for_each_sync(pool: Any) -> None:
-    for seen in pool.run(pull_ranks.pull_emptied):
-        assert seen["routes"] == ["export", "pull", "pull", "pull"]
-        assert seen["recoveries"] == []
-        assert seen["wrong"] == [[], [], []]
-        assert not seen["counts"]["keeps"], "mapped memory could not be given back"
-
-
-def test_a_shard_that_moved_on_one_rank_is_pulled_from_where_it_is(pool: Any) -> None:
-    for seen in play(pool, *["sync"] * 3, ("move", 2, 2), "sync", kind="dense"):
-        assert seen["routes"] == ["export", "pull", "pull", "pull"]
-        assert seen["recoveries"] == ["AGAIN"]
-        assert not any(seen["wrong"])
-
-
-def test_other_parameters_are_exported_and_traced_again(pool: Any) -> None:
-    for seen in pool.run(pull_ranks.pull_other_parameters):
-        assert seen["routes"] == ["export", "pull", "pull", "export", "pull"]
-        assert seen["recoveries"] == ["EXPORT"]
-        assert not any(seen["wrong"])
-
-
-def test_an_engine_that_has_nothing_mapped_gets_new_handles(pool: Any) -> None:
-    for seen in play(pool, *["sync"] * 3, "restart_engines", "sync", kind="dense"):
-        assert seen["routes"] == ["export", "pull", "pull", "pull"]
-        assert seen["recoveries"] == ["AGAIN"]
-        assert not any(seen["wrong"])
-        assert seen["counts"]["keeps"], "the parameters have not moved"
+DELIVER = "verl_sglang_sync.routes.pull.located.PulledDelivery.deliver"
+MOVED_ON_0 = ("move", 0)
+FREED = ("sync_failing", None, DELIVER, EngineCannotMap("freed"))
+CHANGES: dict[str, tuple[dict[str, Any], list[Any], list[str], list[str]]] = {
+    "parameters come back elsewhere; from then on they are located before each sync": (
+        {},
+        ["sync", *["move", "step", "sync"] * 3],
+        ["export", "pull", "pull", "pull"],
+        ["AGAIN"],
+    ),
+    "a shard moved on one rank": (
+        {},
+        [*["sync"] * 3, ("move", 2, 2), "sync"],
+        ["export", "pull", "pull", "pull"],
+        ["AGAIN"],
+    ),
+    "other parameters are exported, and traced again": (
+        {"kind": "tied"},
+        [*["sync"] * 3, "untie", *["sync"] * 2],
+        ["export", "pull", "pull", "export", "pull"],
+        ["EXPORT"],
+    ),
+    "an engine has nothing mapped, and gets new handles": (
+        {},
+        [*["sync"] * 3, "unmap", "sync"],
+        ["export", "pull", "pull", "pull"],
+        ["AGAIN"],
+    ),
+    "parameters left memory before it was mapped, and are located before each sync": (
+        {},
+        ["sync", MOVED_ON_0, FREED, MOVED_ON_0, "sync"],
+        ["export", "export", "pull"],
+        ["EXPORT"],
+    ),
+    "an engine reads from another node": (
+        {},
+        [("sync_among_hosts", "another", "this one"), "sync"],
+        ["export", "export"],
+        [],
+    ),
+    "a loader changes what it loads": ({"spoils": True}, ["sync"] * 3, ["export"] * 3, []),
+    "every other sync is a check": (
+        {"recheck": 2},
+        ["step", "sync"] * 5,
+        ["export", "pull", "export", "pull", "export"],
+        [],
+    ),
+}
+"""Options, steps, the routes of the syncs, and what was done after those that failed."""
 
 
 @pytest.mark.parametrize(
-    ("case", "reason"),
-    [
-        ("private", "cannot be mapped by other processes"),
-        ("hosts", "several nodes"),
-        ("wrong trace", "is exported with other bytes than its parameter has"),
-        ("mapping", "rank 1: no access"),
-    ],
+    ("options", "steps", "routes", "recoveries"), CHANGES.values(), ids=CHANGES
 )
-def test_what_cannot_be_pulled_is_exported(pool: Any, case: str, reason: str) -> None:
-    for seen in pool.run(pull_ranks.pull_refused, case):
-        assert seen["routes"] == ["export", "export"]
-        assert seen["recoveries"] == (["EXPORT"] if case == "mapping" else [])
+def test_what_changes_is_noticed(pool, options, steps, routes, recoveries):
+    for seen in play(pool, *steps, **options):
+        assert seen["routes"] == routes
+        assert seen["recoveries"] == recoveries
+        assert seen["off"] is None
+
+
+def test_memory_that_was_offloaded_is_mapped_anew_for_each_sync(pool):
+    for seen in play(pool, "empty_storages", *["step", "sync"] * 4):
+        assert seen["routes"] == ["export", "pull", "pull", "pull"]
+        assert seen["recoveries"] == []
+        assert not seen["keeps"], "mapped memory could not be given back"
+        handles = seen["num_handles"]
+        assert handles == [i * handles[1] for i in range(4)] != [0] * 4, "new ones for each sync"
+
+
+SYNC_AMONG_HOSTS = ("sync_among_hosts", "node {}", "node {}")
+REFUSED: dict[str, tuple[dict[str, Any], list[Any], list[str], str]] = {
+    "private": ({"is_shared": False}, ["sync"], [], "cannot be mapped by other processes"),
+    "several nodes": ({}, [SYNC_AMONG_HOSTS], [], "several nodes"),
+    "a wrong trace": (
+        {},
+        ["sync_with_spoiled_origins"],
+        [],
+        "is exported with other bytes than its parameter has",
+    ),
+    "nothing can be mapped": (
+        {},
+        ["sync", ("sync_failing", 1, DELIVER, EngineCannotMap("no access"))],
+        ["EXPORT"],
+        "rank 1: no access",
+    ),
+    "nothing can be mapped, though parameters may move": (
+        {},
+        ["sync", MOVED_ON_0, FREED, FREED],
+        ["EXPORT"] * 2,
+        "freed",
+    ),
+}
+"""Options, steps, what was done after failures, and why nothing is pulled any more."""
+
+
+@pytest.mark.parametrize(
+    ("options", "steps", "recoveries", "reason"), REFUSED.values(), ids=REFUSED
+)
+def test_what_cannot_be_pulled_is_exported(pool, options, steps, recoveries, reason):
+    for seen in play(pool, *steps, "sync", **options):
+        assert seen["routes"] == ["export"] * (len(seen["num_handles"]))
+        assert seen["recoveries"] == recoveries
         assert reason in seen["off"]
 
 
-def test_parameters_that_left_memory_before_it_was_mapped_are_located_before_each_sync(
-    pool: Any,
-) -> None:
-    for seen in pool.run(pull_ranks.pull_from_freed_memory, 1):
-        assert seen["routes"] == ["export", "export", "pull"]
-        assert seen["recoveries"] == ["EXPORT"]
-        assert not any(seen["wrong"])
-        assert seen["off"] is None
-
-
-def test_engines_that_can_map_nothing_are_not_told_for_ever(pool: Any) -> None:
-    for seen in pool.run(pull_ranks.pull_from_freed_memory, 2):
-        assert seen["routes"] == ["export", "export", "export"]
-        assert seen["recoveries"] == ["EXPORT", "EXPORT"]
-        assert "freed" in seen["off"]
-
-
-def test_engines_of_another_node_are_not_told_where_parameters_lie(pool: Any) -> None:
-    for seen in pool.run(pull_ranks.pull_refused, "engine elsewhere"):
-        assert seen["routes"] == ["export", "export"]
-        assert seen["off"] is None
-
-
-def test_every_nth_sync_goes_through_the_export(pool: Any) -> None:
-    for seen in play(pool, *["step", "sync"] * 5, kind="dense", recheck=2):
-        assert seen["routes"] == ["export", "pull", "export", "pull", "export"]
-
-
-def test_other_failures_are_raised(pool: Any) -> None:
-    fails = "fail_on", 2, RuntimeError("the engine failed")
-    for seen in play(pool, "sync", fails, "sync", kind="dense"):
+def test_other_failures_are_raised(pool):
+    fails = "sync_failing", 2, DELIVER, RuntimeError("the engine failed")
+    for seen in play(pool, "sync", fails, "sync", "sync"):
+        assert "rank 2: Traceback" in seen["errors"][0]
         assert seen["recoveries"] == ["RAISE"]
+        assert seen["routes"] == ["export", "export", "pull"]
 
 
 @st.composite
@@ -160,9 +185,7 @@ def _sharded_exports(draw: st.DrawFn) -> tuple[BucketLayout, TracedExport, list[
 
 
 @given(_sharded_exports(), st.data())
-def test_the_pieces_are_the_bytes_of_the_tensors(
-    case: tuple[BucketLayout, TracedExport, list[torch.Tensor]], data: st.DataObject
-) -> None:
+def test_the_pieces_are_the_bytes_of_the_tensors(case, data):
     layout, traced, full = case
     rank = data.draw(st.integers(0, 4))
     bucket, stop = torch.zeros(layout.nbytes, dtype=torch.uint8), 0
@@ -183,9 +206,7 @@ def test_the_pieces_are_the_bytes_of_the_tensors(
 
 
 @given(_sharded_exports(), st.data())
-def test_a_rank_finds_the_wrong_byte_that_is_in_its_own_shard(
-    case: tuple[BucketLayout, TracedExport, list[torch.Tensor]], data: st.DataObject
-) -> None:
+def test_a_rank_finds_the_wrong_byte_that_is_in_its_own_shard(case, data):
     """Rank 0's comparison, which waits for the device after each tensor, or once."""
     layout, traced, full = case
     shards = []
@@ -217,7 +238,7 @@ def test_a_rank_finds_the_wrong_byte_that_is_in_its_own_shard(
     assert found.finish() == (None if expected is None else expected + text)
 
 
-def test_an_export_that_lacks_a_tensor_is_another() -> None:
+def test_an_export_that_lacks_a_tensor_is_another():
     owners = everyone(4, 1)
     traced = TracedExport(
         (TracedParameter("p", owners),),
@@ -240,7 +261,7 @@ def _own_shards(owners: Owners) -> list[int]:
     return [i for i in range(len(owners.starts)) if owners.owner_of(i, 0) == 0]
 
 
-def test_a_tensor_whose_bytes_are_spread_is_found_in_its_shards() -> None:
+def test_a_tensor_whose_bytes_are_spread_is_found_in_its_shards():
     """A row-parallel weight of [4, 8] bytes: rank 0 has the left half of each row."""
     traced = TracedExport(
         (TracedParameter("p", Owners((0, 16), ((0,), (1,)), 32)),),

@@ -119,23 +119,3 @@ def test_merged_adapters_are_copied_before_verl_takes_them_out_again(engine_clas
         assert (name, tensor.tolist()) == ("a", [3, 3])
         assert engine.memory.tolist() == [1, 1]
     assert export.sources is None
-
-
-@pytest.mark.parametrize("offloads", [False, True])
-def test_parameters_whose_storages_are_emptied_are_copied(engine_class, offloads):
-    """verl's Megatron engine with `param_offload`: the storages live on without memory."""
-    memory = torch.ones(2)
-
-    class Engine(engine_class):
-        is_param_offload_enabled = offloads
-
-        def __init__(self):
-            self.module = [torch.nn.Identity()]
-
-        def get_per_tensor_param(self, **kwargs):
-            return iter([("a", memory)]), None
-
-    make_exports_repeatable()
-    [(_, tensor)] = Engine().get_per_tensor_param()[0]
-    assert (tensor is memory) is not offloads
-    assert tensor.tolist() == [1, 1]

@@ -77,13 +77,6 @@ def gate_with(sender, clock, kind="wait", timeout_s=10.0):
     return RequestGate(GatePolicy(kind, timeout_s), channels, clock)
 
 
-def test_an_open_gate_changes_nothing(sender, clock):
-    gate = gate_with(sender, clock)
-    messages = [request("a"), io.FlushCacheReqInput(), request("b"), io.AbortReq(rid="a")]
-    assert gate.let_through(messages) == messages
-    assert (gate.num_held, sender.sent) == (0, [])
-
-
 def test_requests_wait_in_order_and_go_before_later_ones(sender, clock):
     gate = gate_with(sender, clock)
     gate.set(REASON)

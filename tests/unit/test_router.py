@@ -5,8 +5,6 @@ import subprocess
 import sys
 import time
 
-import msgspec
-import psutil
 import pytest
 
 from support.router import Router, serving
@@ -117,48 +115,6 @@ def test_no_router_there():
 
 
 # The guard: a real process.
-
-
-@pytest.mark.parametrize("how", ("closed", "killed"))
-def test_the_guard_removes_the_server_when_its_parent_ends(how):
-    served = Router()
-
-    async def main():
-        async with serving(served):
-            async with RouterClient(served.url, timeout_s=5) as client:
-                worker = await client.add(SERVER6)
-            watch = Watch(router_url=served.url, router_api_key=None, worker=worker)
-            if how == "closed":
-                guard = await asyncio.to_thread(start_guard, watch)
-                end = guard.close
-            else:
-                parent = await asyncio.to_thread(parent_of_a_guard, watch)
-                assert psutil.Process(parent.pid).children() == [], "Ray would kill it"
-                end = parent.kill
-            await asyncio.sleep(0.5)
-            assert served.workers
-            end()
-            await until(lambda: not served.workers)
-            if how == "killed":
-                parent.wait()
-
-    asyncio.run(main())
-
-
-PARENT = """
-import sys, time, msgspec
-from verl_sglang_sync.verl.router_guard import Watch, start_guard
-guard = start_guard(msgspec.json.decode(sys.argv[1], type=Watch))
-print("started", flush=True)
-time.sleep(60)
-"""
-
-
-def parent_of_a_guard(watch):
-    command = [sys.executable, "-c", PARENT, msgspec.json.encode(watch).decode()]
-    parent = subprocess.Popen(command, stdout=subprocess.PIPE)
-    assert parent.stdout.readline() == b"started\n"
-    return parent
 
 
 async def until(condition, limit_s=20.0):

@@ -46,9 +46,7 @@ def ends(new_endpoint: NewEndpoint) -> Iterator[tuple[Channel[Any], Channel[Any]
         yield trainer, engine
 
 
-def test_a_message_that_is_slower_than_the_reply_is_heard(
-    ends: tuple[Channel[Any], Channel[Any]],
-) -> None:
+def test_a_message_that_is_slower_than_the_reply_is_heard(ends):
     trainer, engine = ends
     late = threading.Timer(0.4, lambda: engine.send(wire.BucketDone, index=1))
 
@@ -61,7 +59,7 @@ def test_a_message_that_is_slower_than_the_reply_is_heard(
     late.join()
 
 
-def test_a_peer_that_says_nothing_ends_the_wait(ends: tuple[Channel[Any], Channel[Any]]) -> None:
+def test_a_peer_that_says_nothing_ends_the_wait(ends):
     trainer, _ = ends
 
     def watch() -> None:
@@ -81,9 +79,7 @@ def all_came(end: Channel[Any], num_messages: int) -> None:
         time.sleep(0.01)
 
 
-def test_an_abort_overtakes_what_was_sent_before_it(
-    ends: tuple[Channel[Any], Channel[Any]],
-) -> None:
+def test_an_abort_overtakes_what_was_sent_before_it(ends):
     trainer, engine = ends
     trainer.send(wire.Welcome)
     trainer.send(wire.Commit)
@@ -93,29 +89,38 @@ def test_an_abort_overtakes_what_was_sent_before_it(
     assert kinds == [wire.Abort, wire.Welcome, wire.Commit], "else in order"
 
 
-def test_nothing_counts_that_a_dead_trainer_sent(ends: tuple[Channel[Any], Channel[Any]]) -> None:
+def test_nothing_counts_that_a_dead_trainer_sent_but_why_it_aborted(ends):
     trainer, engine = ends
     trainer.send(wire.Commit)
-    all_came(engine, 1)
+    trainer.send(wire.Abort, reason="another rank failed")
+    all_came(engine, 2)
     trainer.close()
     while not engine._is_peer_gone:
         engine._look_at_peer()
+    assert engine.receive().reason == "another rank failed"
     with pytest.raises(SessionError, match="is gone"):
         engine.receive()
 
 
-def test_an_abort_of_a_dead_trainer_says_why(ends: tuple[Channel[Any], Channel[Any]]) -> None:
+def test_a_trainer_hears_the_last_words_of_an_engine_that_died(ends):
     trainer, engine = ends
-    trainer.send(wire.Abort, reason="another rank failed")
-    trainer.close()
-    while not engine._is_peer_gone:
-        engine.has_message()
-    assert engine.receive().reason == "another rank failed"
+    engine.send(wire.Failed, traceback="last words")
+    engine.close()
+    assert trainer.receive() == wire.Failed(token=TOKEN, traceback="last words")
+    with pytest.raises(SessionError, match="the engine's process is gone"):
+        trainer.receive()
+    with pytest.raises(SessionError, match="Welcome was not sent"):
+        trainer.send(wire.Welcome)
 
 
-def test_an_engine_does_not_wait_where_nobody_listens(
-    new_endpoint: NewEndpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_silence_ends_after_the_timeout(ends):
+    trainer, _ = ends
+    trainer.begin(TOKEN, timeout_s=0.3)
+    with pytest.raises(SessionError, match=r"no message .* within 0.3 s"):
+        trainer.receive()
+
+
+def test_an_engine_does_not_wait_where_nobody_listens(new_endpoint, monkeypatch):
     assert session_channel.CONNECT_TIMEOUT_S <= 5
     monkeypatch.setattr(session_channel, "CONNECT_TIMEOUT_S", 0.5)
     endpoint = new_endpoint()
@@ -128,7 +133,7 @@ def test_an_engine_does_not_wait_where_nobody_listens(
     assert time.monotonic() - started < 5
 
 
-def test_channels_that_nobody_closed_do_not_block_the_others(new_endpoint: NewEndpoint) -> None:
+def test_channels_that_nobody_closed_do_not_block_the_others(new_endpoint):
     """zmq's one thread blocks in an event for a monitor that was closed before its socket."""
     gc.freeze()  # only what is made from here on has to be looked at
     for _ in range(20):
@@ -153,9 +158,7 @@ def _is_gone(end: Channel[Any]) -> bool:
     return True
 
 
-def test_an_engine_that_was_left_does_not_take_the_place_of_another(
-    ends: tuple[Channel[Any], Channel[Any]],
-) -> None:
+def test_an_engine_that_was_left_does_not_take_the_place_of_another(ends):
     """Where a later trainer gets the same port."""
     trainer, left = ends
     trainer.close()
@@ -172,7 +175,7 @@ def test_an_engine_that_was_left_does_not_take_the_place_of_another(
 SETTINGS = settings_of("compiled", request_timeout_s=20.0, manifest_check="off")
 
 
-def test_an_engine_that_joins_after_a_failure_is_told() -> None:
+def test_an_engine_that_joins_after_a_failure_is_told():
     with TrainerSession(SessionSockets(), SETTINGS, BlockNames()) as session:
         descriptor = wire.decode_descriptor(session.invitation)
         engine = engine_end(descriptor.endpoint)
@@ -186,7 +189,7 @@ def test_an_engine_that_joins_after_a_failure_is_told() -> None:
             assert engine.receive().reason == "the export failed"
 
 
-def test_an_engine_whose_greeting_is_refused_is_told_at_once() -> None:
+def test_an_engine_whose_greeting_is_refused_is_told_at_once():
     with TrainerSession(SessionSockets(), SETTINGS, BlockNames()) as session:
         descriptor = wire.decode_descriptor(session.invitation)
         engine = engine_end(descriptor.endpoint)
@@ -202,7 +205,7 @@ def test_an_engine_whose_greeting_is_refused_is_told_at_once() -> None:
             assert engine.receive().reason == "the greeting was refused"
 
 
-def test_nobody_is_waited_for_who_was_not_asked() -> None:
+def test_nobody_is_waited_for_who_was_not_asked():
     with TrainerSession(SessionSockets(), SETTINGS, BlockNames()) as session:
         started = time.monotonic()
         session.abort("the request was never sent", None)

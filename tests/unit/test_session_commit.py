@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.session.messages import BucketPiece, Loaded, decode_descriptor
@@ -17,6 +16,7 @@ from sglang_loader.common.shared_memory import CpuHandle
 from sglang_loader.session import serve as session
 from sglang_loader.session import state as session_state
 from support.settings import settings_of
+from unit.serving_engine import ByName
 from verl_sglang_sync.engine.arrangements import EngineArrangements
 from verl_sglang_sync.engine.engine_ranks import EngineRank, OpeningRequest, wait_for
 from verl_sglang_sync.engine.session import (
@@ -39,18 +39,8 @@ SETTINGS = settings_of("compiled", bucket_bytes=256, request_timeout_s=10)
 WEIGHTS = {name: torch.arange(60.0) + i for i, name in enumerate(("first", "second"))}
 
 
-class Model(nn.Module):
-    """Loads by name; refuses what it does not have."""
-
-    def __init__(self, names: tuple[str, ...]) -> None:
-        super().__init__()
-        for name in names:
-            self.register_parameter(name, nn.Parameter(torch.zeros(60)))
-
-    def load_weights(self, weights: Any) -> None:
-        with torch.no_grad():
-            for name, tensor in weights:
-                self.get_parameter(name).copy_(tensor)
+def model_of(names):
+    return ByName([(name, torch.zeros(60)) for name in names])
 
 
 class Event:
@@ -99,7 +89,7 @@ class Engine(threading.Thread):
     def __init__(
         self,
         invitation: bytes,
-        model: Model,
+        model: ByName,
         others: Sequence[str] = (),
         once_joined: Callable[[], None] = lambda: None,
         once_loaded: Callable[[], None] = lambda: None,
@@ -132,7 +122,7 @@ def trainer() -> Iterator[TrainerSession]:
         yield opened
 
 
-def joined(trainer: TrainerSession, model: Model, **options: Any) -> Engine:
+def joined(trainer: TrainerSession, model: ByName, **options: Any) -> Engine:
     """An engine that serves `model` and has met the trainer."""
     engine = Engine(trainer.invitation, model, **options)
     engine.start()
@@ -189,10 +179,8 @@ def check_not_served(engine: Engine, *texts: str) -> None:
         assert text in str(engine.error)
 
 
-def test_what_was_committed_is_published(
-    event: Event, trainer: TrainerSession, ring: StagingRing
-) -> None:
-    model = Model(tuple(WEIGHTS))
+def test_what_was_committed_is_published(event, trainer, ring):
+    model = model_of(WEIGHTS)
     engine = joined(trainer, model)
     send_all(trainer, ring)
     wait_until_done(trainer, 1)
@@ -210,53 +198,14 @@ def test_what_was_committed_is_published(
         assert torch.equal(model.get_parameter(name).detach(), tensor)
 
 
-def all_loaded(trainer: TrainerSession, ring: StagingRing) -> Engine:
-    """An engine that has read everything, and waits for the commit."""
-    engine = joined(trainer, Model(tuple(WEIGHTS)))
-    send_all(trainer, ring)
-    wait_until_done(trainer, 1)
-    wait_until_loaded(trainer)
-    return engine
-
-
-def test_nothing_is_served_that_the_trainer_has_not_committed(
-    event: Event, trainer: TrainerSession, ring: StagingRing
-) -> None:
-    engine = all_loaded(trainer, ring)
-    engine.join(0.5)
-    assert engine.is_alive()
-    assert not engine.has_served
-    trainer.abort("another rank failed", None)
-    check_not_served(engine, "the trainer aborted the sync: another rank failed")
-
-
-def test_a_bucket_that_is_arranged_by_what_the_engine_does_not_hold_is_refused_unread(
-    event: Event, trainer: TrainerSession, ring: StagingRing
-) -> None:
-    """Its bytes would be taken for others."""
-    model = Model(tuple(WEIGHTS))
-    engine = joined(trainer, model)
-    with pytest.raises(EngineFailed, match=r"bucket 0 came arranged by '0000.*holds 'no arr"):
-        send_all(trainer, ring, arranged="0" * 32)
-        wait_until_loaded(trainer)
-    check_not_served(engine, "bucket 0 came arranged by '0000")
-    assert not any(parameter.any() for parameter in model.parameters())
-
-
-def test_a_trainer_that_dies_before_its_commit_is_not_served(
-    event: Event, trainer: TrainerSession, ring: StagingRing
-) -> None:
-    engine = all_loaded(trainer, ring)
-    trainer._channel.close()
-    check_not_served(engine, "the trainer's process is gone")
-
-
-@pytest.mark.parametrize("then", ["aborts", "dies"])
-def test_an_engine_that_was_held_up_does_not_act_on_a_commit_that_was_given_up(
-    event: Event, trainer: TrainerSession, ring: StagingRing, then: str
-) -> None:
+@pytest.mark.parametrize("has_committed", [False, True])
+@pytest.mark.parametrize("then", ["aborts", "dies", "nothing"])
+def test_only_what_is_committed_and_not_given_up_is_served(
+    event, trainer, ring, has_committed, then
+):
+    """Also by an engine that was held up: all that its commit takes lies in its socket."""
     held_up = threading.Event()
-    model = Model(tuple(WEIGHTS))
+    model = model_of(WEIGHTS)
     load_weights = model.load_weights
 
     def load_late(weights: Any) -> None:
@@ -266,47 +215,62 @@ def test_an_engine_that_was_held_up_does_not_act_on_a_commit_that_was_given_up(
     model.load_weights = load_late  # type: ignore[method-assign]
     engine = joined(trainer, model)
     send_all(trainer, ring)
-    trainer.commit(lambda: None)  # all that it takes lies in the engine's socket
+    if has_committed:
+        trainer.commit(lambda: None)
+    else:
+        held_up.set()
+        wait_until_loaded(trainer)
+        engine.join(0.3)
+        assert engine.is_alive() and not engine.has_served
     if then == "aborts":
         trainer.abort("given up", None)
-    else:
+    elif then == "dies":
         trainer._channel.close()
+    elif not has_committed:
+        trainer.commit(lambda: None)
     time.sleep(0.3)
     held_up.set()
-    check_not_served(engine, "given up" if then == "aborts" else "the trainer's process is gone")
+    if then == "nothing":
+        engine.join(20)
+        assert engine.has_served
+    else:
+        check_not_served(
+            engine, "given up" if then == "aborts" else "the trainer's process is gone"
+        )
 
 
-def test_a_commit_that_comes_early_is_found_where_nobody_gives_up(
-    event: Event, trainer: TrainerSession, ring: StagingRing
-) -> None:
-    """The control of the test above."""
-    engine = joined(trainer, Model(tuple(WEIGHTS)))
-    send_all(trainer, ring)
-    trainer.commit(lambda: None)
-    engine.join(20)
-    assert engine.has_served
+def refuse():
+    raise RuntimeError("1 missing: third")
 
 
-@pytest.mark.parametrize(("known", "unknown"), [(("first",), "second"), (("third",), "first")])
-def test_an_engine_that_fails_after_all_was_sent_is_heard(
-    event: Event,
-    trainer: TrainerSession,
-    ring: StagingRing,
-    known: tuple[str, ...],
-    unknown: str,
-) -> None:
-    engine = joined(trainer, Model(known))
-    with pytest.raises(EngineFailed, match=unknown):
-        send_all(trainer, ring)
+@pytest.mark.parametrize(
+    ("known", "once_loaded", "arranged", "reason"),
+    [
+        (("first",), None, "", "second"),
+        (("third",), None, "", "first"),
+        (WEIGHTS, refuse, "", "1 missing: third"),
+        (WEIGHTS, None, "0" * 32, r"bucket 0 came arranged by '0000.*holds 'no arr"),
+    ],
+    ids=["the last bucket", "the first", "what was loaded", "arranged otherwise"],
+)
+def test_an_engine_that_refuses_after_all_was_sent_is_heard(
+    event, trainer, ring, known, once_loaded, arranged, reason
+):
+    model = model_of(known)
+    engine = joined(trainer, model, once_loaded=once_loaded or (lambda: None))
+    with pytest.raises(EngineFailed, match=reason):
+        send_all(trainer, ring, arranged)
         wait_until_done(trainer, 1)
+        wait_until_loaded(trainer)
     check_not_served(engine)
-    assert event.waited, "unmapped while the device may read what it was launched for"
+    if arranged:
+        assert not any(parameter.any() for parameter in model.parameters()), "read otherwise"
+    else:
+        assert event.waited, "unmapped while the device may read what it was launched for"
 
 
-def test_what_failed_on_another_tp_rank_is_heard_after_the_commit(
-    event: Event, trainer: TrainerSession, ring: StagingRing
-) -> None:
-    model = Model(tuple(WEIGHTS))
+def test_what_failed_on_another_tp_rank_is_heard_after_the_commit(event, trainer, ring):
+    model = model_of(WEIGHTS)
     engine = joined(trainer, model, others=["TP rank 1: no memory"])
     send_all(trainer, ring)
     wait_until_done(trainer, 1)
@@ -317,27 +281,11 @@ def test_what_failed_on_another_tp_rank_is_heard_after_the_commit(
     engine.join()
 
 
-def test_what_is_found_once_all_is_loaded_is_heard_instead_of_that(
-    event: Event, trainer: TrainerSession, ring: StagingRing
-) -> None:
-    def refuse() -> None:
-        raise RuntimeError("1 missing: third")
-
-    engine = joined(trainer, Model(tuple(WEIGHTS)), once_loaded=refuse)
-    with pytest.raises(EngineFailed, match="1 missing: third"):
-        send_all(trainer, ring)
-        wait_until_done(trainer, 1)
-        wait_until_loaded(trainer)
-    check_not_served(engine, "1 missing: third")
-
-
-def test_what_must_be_done_before_ends_the_session_before_the_first_byte(
-    event: Event, trainer: TrainerSession, ring: StagingRing
-) -> None:
+def test_what_must_be_done_before_ends_the_session_before_the_first_byte(event, trainer, ring):
     def refuse() -> None:
         raise RuntimeError("requests are running")
 
-    model = Model(tuple(WEIGHTS))
+    model = model_of(WEIGHTS)
     engine = Engine(trainer.invitation, model, once_joined=refuse)
     engine.start()
     engine.join()  # the trainer greets too late: what was said is heard all the same
@@ -350,28 +298,20 @@ def test_what_must_be_done_before_ends_the_session_before_the_first_byte(
     assert not any(parameter.any() for parameter in model.parameters())
 
 
-def test_a_session_that_is_aborted_before_its_first_bucket_has_not_begun(
-    event: Event, trainer: TrainerSession
-) -> None:
-    engine = joined(trainer, Model(tuple(WEIGHTS)))
-    trainer.abort("another replica failed", None)
-    check_not_served(engine, "another replica failed")
-    assert not engine.has_begun
-
-
 @pytest.mark.parametrize("ended", ["well", "badly"])
-def test_a_request_that_arrives_twice_is_refused_at_once_the_second_time(
-    event: Event, ring: StagingRing, ended: str
-) -> None:
+def test_a_request_that_arrives_twice_is_refused_at_once_the_second_time(event, ring, ended):
     """The trainer's next session hears nothing of it."""
-    sockets, model = SessionSockets(), Model(tuple(WEIGHTS))
+    sockets, model = SessionSockets(), model_of(WEIGHTS)
     with TrainerSession(sockets, SETTINGS, BlockNames()) as trainer:
         engine = joined(trainer, model)
         if ended == "well":
             serve_whole(trainer, ring, engine)
         else:
-            trainer.abort("another replica failed", None)
-            check_not_served(engine, "another replica failed")
+            with pytest.raises(BlockNotMapped, match="block used"):
+                trainer.map_blocks([SharedBlock("used", None)], keep=True)
+            trainer.abort("not mapped", None)
+            check_not_served(engine, "not mapped")
+            assert not engine.has_begun
     started = time.monotonic()
     again = Engine(trainer.invitation, model)
     again.start()
@@ -394,10 +334,8 @@ def serve_whole(trainer: TrainerSession, ring: StagingRing, engine: Engine) -> N
     assert engine.has_served
 
 
-def test_memory_that_the_engine_cannot_map_is_told_apart(
-    event: Event, trainer: TrainerSession
-) -> None:
-    engine = joined(trainer, Model(tuple(WEIGHTS)))
+def test_memory_that_the_engine_cannot_map_is_told_apart(event, trainer):
+    engine = joined(trainer, model_of(WEIGHTS))
     gone = CpuHandle(nbytes=64, name="/torch_nobody_has_this")
     trainer.map_blocks([SharedBlock("gone", gone)], keep=True)
     [bucket] = [
@@ -411,16 +349,6 @@ def test_memory_that_the_engine_cannot_map_is_told_apart(
         wait_until_done(trainer, 0)
     check_not_served(engine, "cannot be mapped")
     assert not engine.has_begun
-
-
-def test_memory_that_is_not_mapped_and_has_no_handle_is_refused_by_the_trainer(
-    event: Event, trainer: TrainerSession
-) -> None:
-    engine = joined(trainer, Model(tuple(WEIGHTS)))
-    with pytest.raises(BlockNotMapped, match="block used"):
-        trainer.map_blocks([SharedBlock("used", None)], keep=True)
-    trainer.abort("not mapped", None)
-    check_not_served(engine)
 
 
 Sent = tuple[int, int]
@@ -439,14 +367,9 @@ WRONG_ORDERS: dict[str, tuple[list[Sent], tuple[int, int], str]] = {
 
 @pytest.mark.parametrize(("sent", "counts", "reason"), WRONG_ORDERS.values(), ids=WRONG_ORDERS)
 def test_every_bucket_and_tensor_comes_once_in_order_and_none_is_left_out(
-    event: Event,
-    trainer: TrainerSession,
-    ring: StagingRing,
-    sent: list[Sent],
-    counts: tuple[int, int],
-    reason: str,
-) -> None:
-    engine = joined(trainer, Model(tuple(WEIGHTS)))
+    event, trainer, ring, sent, counts, reason
+):
+    engine = joined(trainer, model_of(WEIGHTS))
     report = SyncReport(mode="compiled", replica=0)
     batches = BucketStream(SETTINGS.bucket_bytes).batches(Export(list(WEIGHTS.items())), report)
     packed = [(batch.bucket, ring.pack(batch)) for batch in batches]

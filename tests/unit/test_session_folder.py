@@ -7,7 +7,7 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -33,7 +33,7 @@ def parent(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield Path(path)
 
 
-def test_a_folder_is_private_and_goes_with_its_owner(parent: Path) -> None:
+def test_a_folder_is_private_and_goes_with_its_owner(parent):
     folder = SessionFolder()
     path = folder.path
     assert path.parent == parent
@@ -44,65 +44,12 @@ def test_a_folder_is_private_and_goes_with_its_owner(parent: Path) -> None:
     assert not path.exists()
 
 
-def test_a_folder_is_not_made_where_a_sockets_path_would_be_too_long(
-    parent: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_is_not_made_where_a_sockets_path_would_be_too_long(parent, monkeypatch):
     monkeypatch.setattr(session_folder, "MAX_PARENT_CHARS", len(str(parent)) - 1)
     assert SessionFolder().path.parent == Path("/tmp")
 
 
-def forked(work: Callable[[], bytes]) -> tuple[int, bytes]:
-    """A child that goes on living after its work; its process id, and what the work returned."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            os.write(writing, work())
-            time.sleep(60)
-        finally:
-            os._exit(1)
-    os.close(writing)
-    answer = os.read(reading, 1000)
-    os.close(reading)
-    return child, answer
-
-
-def ended(child: int) -> None:
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-
-
-@pytest.fixture
-def memory() -> Iterator[Path]:
-    """A file of shared memory."""
-    path = Path(f"/dev/shm/weight-sync-test-{os.getpid()}")
-    path.write_bytes(b"weights")
-    yield path
-    path.unlink(missing_ok=True)
-
-
-def test_what_a_killed_process_left_is_removed_by_the_next(parent: Path, memory: Path) -> None:
-    def work() -> bytes:
-        folder = SessionFolder()
-        folder.record(CpuHandle(nbytes=7, name=f"/{memory.name}"))
-        kept.append(folder)
-        return str(folder.path).encode()
-
-    kept: list[SessionFolder] = []
-    owner, answer = forked(work)
-    path = Path(answer.decode())
-    remove_orphans()
-    assert path.exists(), "its owner lives"
-    assert memory.exists()
-    ended(owner)
-    assert path.exists()
-    mine = SessionFolder()
-    assert not path.exists()
-    assert not memory.exists()
-    assert mine.path.exists()
-
-
-def test_ranks_that_start_together_leave_nothing_behind(parent: Path) -> None:
+def test_ranks_that_start_together_leave_nothing_behind(parent):
     """Each removes orphans as it starts; one that came too late must not make a file anew."""
     for number in range(300):
         orphan = parent / f"{PREFIX}{number}"
@@ -115,38 +62,37 @@ def test_ranks_that_start_together_leave_nothing_behind(parent: Path) -> None:
     assert list(parent.iterdir()) == []
 
 
-def test_an_orphan_without_a_list_of_shared_memory_is_removed(parent: Path) -> None:
-    (orphan := parent / f"{PREFIX}1").mkdir(mode=0o700)
-    (orphan / "owner").touch()
-    remove_orphans()
-    assert not orphan.exists()
-
-
-def test_a_folder_is_kept_while_a_child_of_its_owner_lives(parent: Path) -> None:
+def test_a_folder_and_its_memory_are_kept_while_its_owner_or_a_child_of_it_lives(parent):
     """A data loader's worker has the lock's file open, too."""
-
-    def work() -> bytes:
-        kept.append(SessionFolder())
-        child = os.fork()
-        if child == 0:
+    memory = Path(f"/dev/shm/weight-sync-test-{os.getpid()}")
+    memory.write_bytes(b"weights")
+    reading, writing = os.pipe()
+    owner = os.fork()
+    if owner == 0:
+        try:
+            folder = SessionFolder()
+            folder.record(CpuHandle(nbytes=7, name=f"/{memory.name}"))
+            if child := os.fork():
+                os.write(writing, f"{child} {folder.path}".encode())
             time.sleep(60)
-            os._exit(0)
-        return f"{child} {kept[0].path}".encode()
-
-    kept: list[SessionFolder] = []
-    owner, answer = forked(work)
-    child, path = answer.decode().split()
-    ended(owner)
+        finally:
+            os._exit(1)
+    pid, path = os.read(reading, 1000).decode().split()
     remove_orphans()
-    assert Path(path).exists()
-    os.kill(int(child), signal.SIGKILL)
+    assert Path(path).exists(), "its owner lives"
+    os.kill(owner, signal.SIGKILL)
+    os.waitpid(owner, 0)
+    remove_orphans()
+    assert Path(path).exists() and memory.exists(), "a child of it lives"
+    os.kill(int(pid), signal.SIGKILL)
     deadline = time.monotonic() + 10
     while Path(path).exists():
         assert time.monotonic() < deadline
-        remove_orphans()
+        assert SessionFolder().path.exists(), "which removes orphans"
+    assert not memory.exists()
 
 
-def test_folders_of_others_are_left_alone(parent: Path) -> None:
+def test_folders_of_others_are_left_alone(parent):
     others = [parent / f"{PREFIX}without-a-lock", parent / f"{PREFIX}open", parent / "elsewhere"]
     for path in others:
         path.mkdir(mode=0o700)
@@ -160,7 +106,7 @@ def test_folders_of_others_are_left_alone(parent: Path) -> None:
     assert [path.exists() for path in others] == [True, False, True], "the control"
 
 
-def test_an_engine_connects_to_a_trainers_socket(parent: Path) -> None:
+def test_an_engine_connects_to_a_trainers_socket(parent):
     folder = SessionFolder()
     endpoint = folder.new_endpoint()
     with pytest.raises(SessionError, match="expected ipc://"):
@@ -169,47 +115,40 @@ def test_an_engine_connects_to_a_trainers_socket(parent: Path) -> None:
         check_endpoint(endpoint)
 
 
-def bound(path: Path) -> str:
+def bound(path: Path, mode: int = 0o700) -> str:
+    """A socket's address; its folder is made."""
+    path.parent.mkdir(exist_ok=True)
+    path.parent.chmod(mode)
     with socket.socket(socket.AF_UNIX) as made:
         made.bind(str(path))
     return f"ipc://{path}"
 
 
 def in_a_link(parent: Path) -> str:
-    folder = parent / "real"
-    folder.mkdir(mode=0o700)
-    (parent / f"{PREFIX}link").symlink_to(folder)
-    bound(folder / "1")
+    bound(parent / "real" / "1")
+    (parent / f"{PREFIX}link").symlink_to(parent / "real")
     return f"ipc://{parent}/{PREFIX}link/1"
 
 
 def linked(parent: Path) -> str:
-    bound(parent / "real")
-    folder = in_folder(parent)
-    (folder / "1").symlink_to(parent / "real")
-    return f"ipc://{folder}/1"
-
-
-def in_folder(parent: Path, name: str = f"{PREFIX}x", mode: int = 0o700) -> Path:
-    folder = parent / name
-    folder.mkdir()
-    folder.chmod(mode)
-    return folder
+    bound(parent / f"{PREFIX}x" / "real")
+    (parent / f"{PREFIX}x" / "1").symlink_to(parent / f"{PREFIX}x" / "real")
+    return f"ipc://{parent}/{PREFIX}x/1"
 
 
 def a_file(parent: Path) -> str:
-    path = in_folder(parent) / "1"
-    path.touch()
-    return f"ipc://{path}"
+    bound(parent / f"{PREFIX}x" / "real")
+    (parent / f"{PREFIX}x" / "1").touch()
+    return f"ipc://{parent}/{PREFIX}x/1"
 
 
 FOREIGN = {
     "tcp": lambda parent: "tcp://127.0.0.1:5555",
     "abstract": lambda parent: f"ipc://@{parent}/{PREFIX}x/1",
-    "no protocol": lambda parent: bound(in_folder(parent) / "1").removeprefix("ipc://"),
+    "no protocol": lambda parent: bound(parent / f"{PREFIX}x" / "1").removeprefix("ipc://"),
     "null byte": lambda parent: f"ipc://{parent}/{PREFIX}x/\0",
-    "other folder": lambda parent: bound(in_folder(parent, "mine") / "1"),
-    "open to others": lambda parent: bound(in_folder(parent, mode=0o711) / "1"),
+    "other folder": lambda parent: bound(parent / "mine" / "1"),
+    "open to others": lambda parent: bound(parent / f"{PREFIX}x" / "1", mode=0o711),
     "a folder that is a link": in_a_link,
     "a socket that is a link": linked,
     "a file": a_file,
@@ -217,13 +156,13 @@ FOREIGN = {
 
 
 @pytest.mark.parametrize("make", FOREIGN.values(), ids=FOREIGN.keys())
-def test_an_engine_connects_to_nothing_else(parent: Path, make: Callable[[Path], str]) -> None:
+def test_an_engine_connects_to_nothing_else(parent, make):
     with pytest.raises(SessionError, match="expected ipc://<folder>/weight-sync-"):
         engine_end(make(parent))
 
 
-def test_a_socket_of_another_user_is_refused(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    endpoint = bound(in_folder(parent) / "1")
+def test_a_socket_of_another_user_is_refused(parent, monkeypatch):
+    endpoint = bound(parent / f"{PREFIX}x" / "1")
     check_endpoint(endpoint)
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
     with pytest.raises(SessionError):

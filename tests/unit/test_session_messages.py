@@ -2,14 +2,12 @@
 
 import msgspec
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_loader.common.session import messages as wire
-from sglang_loader.common.session.channel import engine_end, trainer_end
 from sglang_loader.common.session.messages import SessionError
-from sglang_loader.common.shared_memory import CpuHandle, map_buffer, share_storage
+from sglang_loader.common.shared_memory import CpuHandle
 
 TOKEN = "ab" * 16
 HANDLE = CpuHandle(nbytes=4, name="n")
@@ -102,67 +100,22 @@ def test_a_descriptor_of_another_version_is_refused():
         wire.decode_descriptor(b"model.norm.weight")
 
 
-@pytest.mark.parametrize("timeout_s", [0.3, 600, wire.MAX_TIMEOUT_S])
+@pytest.mark.parametrize("timeout_s", ["0.3", "600", str(wire.MAX_TIMEOUT_S)])
 def test_a_descriptor_round_trips(timeout_s):
-    descriptor = msgspec.structs.replace(DESCRIPTOR, timeout_s=timeout_s)
-    assert wire.decode_descriptor(wire.encode_descriptor(descriptor)) == descriptor
+    descriptor = wire.decode_descriptor(with_limit(timeout_s))
+    assert descriptor == msgspec.structs.replace(DESCRIPTOR, timeout_s=float(timeout_s))
 
 
-@pytest.mark.parametrize("timeout_s", [0, -1, wire.MAX_TIMEOUT_S + 1, 1e300])
+@pytest.mark.parametrize(
+    "timeout_s", ["0", "-1", str(wire.MAX_TIMEOUT_S + 1), "1e300", "NaN", "Infinity", "null"]
+)
 def test_an_engine_waits_for_a_bounded_time_whatever_a_descriptor_says(timeout_s):
-    descriptor = msgspec.structs.replace(DESCRIPTOR, timeout_s=timeout_s)
-    with pytest.raises(SessionError, match=r"timeout_s=.*: expected more than 0 and at most 86400"):
-        wire.decode_descriptor(wire.encode_descriptor(descriptor))
+    with pytest.raises(SessionError, match=r"descriptor|timeout_s=.*: expected more than 0"):
+        wire.decode_descriptor(with_limit(timeout_s))
 
 
-@pytest.mark.parametrize("timeout_s", ["NaN", "Infinity", "1e999", "null"])
-def test_a_descriptor_whose_time_limit_is_not_a_number_is_refused(timeout_s):
-    data = wire.encode_descriptor(DESCRIPTOR).replace(
-        b'"timeout_s":1', f'"timeout_s":{timeout_s}'.encode()
-    )
-    assert timeout_s.encode() in data
-    with pytest.raises(SessionError):
-        wire.decode_descriptor(data)
-
-
-def channels(endpoint, trainer_token=TOKEN, timeout_s=5.0):
-    trainer = trainer_end(endpoint)
-    engine = engine_end(endpoint)
-    trainer.begin(trainer_token, timeout_s=timeout_s)
-    engine.begin(TOKEN, timeout_s=timeout_s)
-    return trainer, engine
-
-
-def test_a_wrong_token_is_refused(new_endpoint):
-    trainer, engine = channels(new_endpoint(), trainer_token="cd" * 16)
-    with trainer, engine:
-        engine.send(wire.Hello, buffers=[], arrangements="")
-        with pytest.raises(SessionError, match="wrong token"):
-            trainer.receive()
-
-
-def test_silence_ends_after_the_timeout(new_endpoint):
-    trainer, engine = channels(new_endpoint(), timeout_s=0.3)
-    with trainer, engine, pytest.raises(SessionError, match=r"no message .* within 0.3 s"):
-        trainer.receive()
-
-
-def test_a_peer_that_left_is_noticed_after_its_last_message(new_endpoint):
-    trainer, engine = channels(new_endpoint())
-    with trainer:
-        engine.send(wire.Failed, traceback="last words")
-        engine.close()
-        assert trainer.receive() == wire.Failed(token=TOKEN, traceback="last words")
-        with pytest.raises(SessionError, match="the engine's process is gone"):
-            trainer.receive()
-        with pytest.raises(SessionError, match="Welcome was not sent"):
-            trainer.send(wire.Welcome)
-
-
-def test_shared_memory_is_the_same_memory():
-    tensor = torch.zeros(16, dtype=torch.uint8).share_memory_()
-    mapped = map_buffer(share_storage(tensor.untyped_storage()), torch.device("cpu"))
-    tensor[3] = 7
-    assert mapped.tolist() == tensor.tolist()
-    with pytest.raises(ValueError, match="only shared memory"):
-        share_storage(torch.zeros(4).untyped_storage())
+def with_limit(timeout_s):
+    """The descriptor's bytes with this limit in them."""
+    limit = b'"timeout_s":1'
+    assert limit in wire.encode_descriptor(DESCRIPTOR)
+    return wire.encode_descriptor(DESCRIPTOR).replace(limit, b'"timeout_s":' + timeout_s.encode())

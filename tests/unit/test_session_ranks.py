@@ -42,9 +42,7 @@ class Group(SingleProcess):
 
 
 @pytest.mark.parametrize(("last", "raised"), [(BAD, str(BAD)), (LOST, "the next one is bad")])
-def test_a_rank_whose_last_reply_was_bad_exports_before_it_agrees(
-    last: ServerError, raised: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_rank_whose_last_reply_was_bad_exports_before_it_agrees(last, raised, caplog):
     """One that was lost is only logged: the session had told that the weights are published."""
     events: list[str] = []
     bad = RequestFailed("the next one is bad", endpoint="http://h:1/update", status=400)
@@ -71,7 +69,7 @@ def test_a_rank_whose_last_reply_was_bad_exports_before_it_agrees(
     assert ("the reply was lost" in caplog.text) == (last is LOST)
 
 
-def test_an_engine_whose_reply_was_lost_may_still_join() -> None:
+def test_an_engine_whose_reply_was_lost_may_still_join():
     lost, bad = failed_request(LOST), failed_request(BAD)
     lost.check_answer()
     for check in (lost.check, bad.check, bad.check_answer):
@@ -83,7 +81,7 @@ def test_an_engine_whose_reply_was_lost_may_still_join() -> None:
     ("may_be_served", "text"),
     [(False, "weights may be incomplete"), (True, "may serve the new weights already")],
 )
-def test_a_failure_says_what_the_engine_may_serve(may_be_served: bool, text: str) -> None:
+def test_a_failure_says_what_the_engine_may_serve(may_be_served, text):
     def fail() -> None:
         raise ValueError("too late")
 
@@ -95,7 +93,7 @@ def test_a_failure_says_what_the_engine_may_serve(may_be_served: bool, text: str
         ranks.raise_error()
 
 
-def test_the_first_failure_is_kept() -> None:
+def test_the_first_failure_is_kept():
     def fail(text: str) -> None:
         raise ValueError(text)
 
@@ -111,7 +109,7 @@ def test_the_first_failure_is_kept() -> None:
     assert "the second" not in str(ranks.error)
 
 
-def test_a_server_that_died_is_named_though_another_engine_told_of_its_failure_first() -> None:
+def test_a_server_that_died_is_named_though_another_engine_told_of_its_failure_first():
     """A death ends the collective for the other engines as well."""
     session: Any = SimpleNamespace(abort=lambda *_: None)
     arrangements = EngineArrangements(is_wanted=False)
@@ -145,7 +143,7 @@ class Losing(Group):
         raise RankLost("rank 2 did not answer")
 
 
-def test_nobody_is_asked_once_a_rank_is_lost() -> None:
+def test_nobody_is_asked_once_a_rank_is_lost():
     events: list[str] = []
     ranks = RanksInStep(Losing(events))
     ranks.run_if_ok(lambda: [][0])
@@ -154,10 +152,3 @@ def test_nobody_is_asked_once_a_rank_is_lost() -> None:
     assert events == ["agree"]
     with pytest.raises(RankLost, match=r"(?s)rank 2 did not answer.*IndexError"):
         ranks.raise_error()
-
-
-def test_a_rank_that_waits_is_no_failure() -> None:
-    ranks = RanksInStep(SingleProcess())
-    assert not ranks.agree(is_ready=False)
-    assert ranks.agree()
-    ranks.raise_error()

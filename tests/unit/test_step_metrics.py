@@ -24,7 +24,7 @@ def report(sync_s: float, num_eager: int) -> SyncReport:
     )
 
 
-def test_metrics_are_seconds_gigabytes_and_counts() -> None:
+def test_metrics_are_seconds_gigabytes_and_counts():
     metrics = report(0.5, num_eager=2).metrics()
     assert metrics["weight_sync/open_s"] == 0.25
     assert metrics["weight_sync/gigabytes_per_s"] == 8.0
@@ -33,11 +33,11 @@ def test_metrics_are_seconds_gigabytes_and_counts() -> None:
     assert metrics["weight_sync/num_eager"] == 2
 
 
-def test_a_sync_that_took_no_time_has_no_rate() -> None:
+def test_a_sync_that_took_no_time_has_no_rate():
     assert "weight_sync/gigabytes_per_s" not in SyncReport(mode="compiled", replica=0).metrics()
 
 
-def test_replicas_are_synced_at_the_same_time() -> None:
+def test_replicas_are_synced_at_the_same_time():
     found = merged([report(0.5, num_eager=0).metrics(), report(2.0, num_eager=3).metrics()])
     assert found["weight_sync/sync_s"] == 2.0
     assert found["weight_sync/gigabytes"] == 8.0
@@ -45,7 +45,7 @@ def test_replicas_are_synced_at_the_same_time() -> None:
     assert found["weight_sync/num_eager"] == 3.0
 
 
-def test_the_log_line_tells_the_route_and_the_seconds_around_it() -> None:
+def test_the_log_line_tells_the_route_and_the_seconds_around_it():
     told = report(0.5, num_eager=1)
     told.num_replayed = told.num_pulled = 2
     told.seconds |= {"release": 0.25, "resume_weights": 0.125, "resume_kv_cache": 0.125}
@@ -58,7 +58,7 @@ def test_the_log_line_tells_the_route_and_the_seconds_around_it() -> None:
     )
 
 
-def test_the_log_line_is_seen_at_verls_default_level(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_line_is_seen_at_verls_default_level(caplog):
     assert logging.getLogger().level == logging.WARNING, "as verl sets it"
     report(0.5, num_eager=0).publish(None)
     assert [record.levelname for record in caplog.records] == ["INFO"]
@@ -67,8 +67,8 @@ def test_the_log_line_is_seen_at_verls_default_level(caplog: pytest.LogCaptureFi
 
 @pytest.mark.parametrize(("host_bytes", "num_replayed", "warns"), [(3, 2, True), (3, 0, False)])
 def test_weights_that_stay_on_the_host_though_a_plan_holds_are_a_warning(
-    host_bytes: int, num_replayed: int, warns: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+    host_bytes, num_replayed, warns, caplog
+):
     told = SyncReport(mode="compiled", replica=0, num_replayed=num_replayed)
     cost = {"seconds": [0.1], "gpu_bytes": [4], "host_bytes": [host_bytes]}
     told.add_costs("release", {"weights": cost})  # type: ignore[dict-item]

@@ -44,7 +44,7 @@ def frame_of(*runners: Runner, session: Session | None = None) -> UpdateFrame:
     return UpdateFrame(SimpleNamespace(_session=session), runners)
 
 
-def test_all_models_are_begun_before_and_ended_after() -> None:
+def test_all_models_are_begun_before_and_ended_after():
     runners = Runner(), Runner()
     frame = frame_of(*runners)
     frame.begin()
@@ -54,23 +54,20 @@ def test_all_models_are_begun_before_and_ended_after() -> None:
     assert [each.steps for each in runners] == [["begin", "end False"]] * 2
 
 
-def test_a_session_that_the_client_has_begun_is_ended_by_the_client() -> None:
+def test_a_session_that_the_client_has_begun_is_ended_by_the_client():
     runner, updater = Runner(), SimpleNamespace(_session=Session())
     frame = UpdateFrame(updater, [runner])
     frame.begin()
     frame.end()
     assert not runner.steps
     assert updater._session.loaded_weights, "SGLang must not derive anything anew"
-
-
-def test_a_release_without_these_steps_has_none() -> None:
-    frame = UpdateFrame(SimpleNamespace(), [SimpleNamespace(model=None)])
+    frame = UpdateFrame(SimpleNamespace(), [SimpleNamespace(model=None)])  # an older release's
     frame.begin()
     frame.end()
     assert not frame.is_open
 
 
-def test_sglangs_guard_keeps_every_model_as_it_is() -> None:
+def test_sglangs_guard_keeps_every_model_as_it_is():
     def refuse(operation: str) -> None:
         raise RuntimeError(f"{operation}: {SHARED}")
 
@@ -109,7 +106,7 @@ def sync(runner: Runner, load: Any) -> tuple[list[str], list[str]]:
     return WeightUpdate(updater, request).run(load), recorded
 
 
-def test_a_sync_loads_in_between_and_has_its_version_recorded(gate: list[str | None]) -> None:
+def test_a_sync_loads_in_between_and_has_its_version_recorded(gate):
     runner = Runner()
     failures, recorded = sync(runner, lambda: runner.steps.append("load"))
     assert (failures, recorded) == ([], ["7"])
@@ -117,7 +114,7 @@ def test_a_sync_loads_in_between_and_has_its_version_recorded(gate: list[str | N
     assert not gate, "nothing was loaded"
 
 
-def test_a_load_that_fails_is_ended_and_has_no_version(gate: list[str | None]) -> None:
+def test_a_load_that_fails_is_ended_and_has_no_version(gate):
     def load() -> None:
         raise ValueError("a bad tensor")
 
@@ -128,7 +125,7 @@ def test_a_load_that_fails_is_ended_and_has_no_version(gate: list[str | None]) -
 
 
 @pytest.mark.parametrize("step", ["begin", "end"])
-def test_a_step_of_sglangs_that_fails_closes_the_gate(gate: list[str | None], step: str) -> None:
+def test_a_step_of_sglangs_that_fails_closes_the_gate(gate, step):
     failures, recorded = sync(Runner(fails=step), lambda: None)
     assert f"{step}" in failures[0]
     assert not recorded

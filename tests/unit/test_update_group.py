@@ -38,32 +38,6 @@ class Rank(threading.Thread):
             self.error = error
 
 
-@pytest.mark.parametrize("address", ("127.0.0.1", "localhost"))
-def test_waiting_ranks_are_sent_away_at_once(address):
-    meeting = MeetingPoint(address, 3, LIMIT_S)
-    rank = Rank(meeting.port)
-    assert rank.is_in.wait(10)
-    rank.join(0.5)
-    assert rank.is_alive(), "it waits"
-    started = time.monotonic()
-    meeting.close()
-    rank.join(10)
-    assert not rank.is_alive() and rank.error is not None
-    assert time.monotonic() - started < 5
-
-
-def test_a_rank_that_comes_late_is_let_in_and_sent_away():
-    meeting = MeetingPoint("127.0.0.1", 3, LIMIT_S)
-    meeting.close()
-    rank = Rank(meeting.port)
-    assert not rank.is_in.wait(1.5) and rank.is_alive(), "it tries again and again"
-    meeting.reopen()
-    assert rank.is_in.wait(20)
-    meeting.close()
-    rank.join(10)
-    assert not rank.is_alive() and rank.error is not None
-
-
 def test_a_connection_of_its_own_does_not_keep_it_open():
     meeting = MeetingPoint("127.0.0.1", 3, LIMIT_S)
     store = connection_to("127.0.0.1", meeting.port, 3, LIMIT_S)

@@ -271,8 +271,6 @@ class StageCase:
 
     tp: int = 2
     report_file: str | None = None
-    mode: str = "flattened"
-    multi_stage_wake_up: bool = True
     fails: tuple[int, str] | None = None
 
 
@@ -286,12 +284,7 @@ def stages(case):
     fails = case.fails[1] if case.fails and case.fails[0] == dist.get_rank() else None
     manager = SGLangShardingManager(
         engine=ServingEngine(events, fails, tp=case.tp) if is_leader else None,
-        settings=settings_of(
-            case.mode,
-            report_file=case.report_file,
-            bucket_bytes=256,
-            multi_stage_wake_up=case.multi_stage_wake_up,
-        ),
+        settings=settings_of("flattened", report_file=case.report_file, bucket_bytes=256),
         group=group,
         device=torch.device("cpu"),
         replica=dist.get_rank() // case.tp,

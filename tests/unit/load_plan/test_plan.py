@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -26,8 +25,7 @@ from sglang_loader.load_plan import (
     trace_bucket,
     uses_of,
 )
-from sglang_loader.load_plan.tracer import inline_thread_pools
-from sglang_loader.load_plan.verify import digest, poison, scramble
+from sglang_loader.load_plan.verify import poison, scramble
 from support.plan_check import differing, self_check, snapshot, uncovered
 
 Weights = Iterable[tuple[str, torch.Tensor]]
@@ -418,22 +416,6 @@ def test_self_check_finds_a_misplaced_copy_and_restores_the_weights() -> None:
         assert differing(plan.destinations, expected) == ()
 
 
-def test_digest_sees_every_byte_and_every_swap() -> None:
-    model = Model(plain)
-    plan = compile_for(model)
-    before = digest(plan.destinations)
-    for storage in range(len(plan.destinations.storages)):
-        data = plan.destinations.memory[storage]
-        for at in range(data.numel()):
-            data[at] ^= 1
-            changed = digest(plan.destinations)
-            assert [i for i, d in enumerate(changed) if d != before[i]] == [storage]
-            data[at] ^= 1
-    rows = model.weight.data.clone()
-    model.weight.data.copy_(rows.flip(0))
-    assert digest(plan.destinations) != before
-
-
 def test_scramble_changes_every_element_and_keeps_floats_finite() -> None:
     dtypes = [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.int32]
     layout, buffer = pack(0, [(str(d), (64,), d) for d in dtypes])
@@ -480,24 +462,3 @@ def test_replay_rejects_what_is_not_the_bucket() -> None:
         executor.replay(0, BucketSource.flat(buffer.view(torch.float32)))
     with pytest.raises(IndexError):
         executor.replay(1, BucketSource.flat(buffer))
-
-
-def test_threads_that_trace_at_a_time_leave_thread_pools_as_they_were() -> None:
-    submit, is_in = ThreadPoolExecutor.submit, threading.Event()
-
-    def first() -> None:
-        with inline_thread_pools():
-            is_in.set()
-            time.sleep(0.1)
-
-    def second() -> None:
-        assert is_in.wait(10)
-        with inline_thread_pools():
-            time.sleep(0.2)
-
-    threads = [threading.Thread(target=run) for run in (first, second)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(10)
-    assert ThreadPoolExecutor.submit is submit

@@ -184,6 +184,8 @@ def test_every_byte_of_a_tensor_must_lie_in_a_piece():
             use(LAYOUT)
     with pytest.raises(ValueError, match="no piece"):
         BucketSource([]).check(LAYOUT)
+    with pytest.raises(ValueError, match="bytes"):
+        LAYOUT.views(memory[:8])
 
 
 def test_pieces_must_be_in_order():

@@ -28,7 +28,7 @@ def as_set(intervals: list[Interval]) -> set[int]:
 
 
 @given(INTERVALS, INTERVALS)
-def test_against_sets(left: list[Interval], right: list[Interval]) -> None:
+def test_against_sets(left, right):
     merged = merge(left)
     assert as_set(merged) == as_set(left)
     assert all(a[1] < b[0] for a, b in pairwise(merged))
@@ -39,7 +39,7 @@ def test_against_sets(left: list[Interval], right: list[Interval]) -> None:
 
 
 @given(st.lists(st.tuples(st.lists(st.integers(0, 40), max_size=6), st.integers(0, 5)), max_size=4))
-def test_merge_runs_is_merge(groups: list[tuple[list[int], int]]) -> None:
+def test_merge_runs_is_merge(groups):
     runs = [(np.array(starts, dtype=np.int64), length) for starts, length in groups]
     plain = [(s, s + length) for starts, length in groups for s in starts]
     assert merge_runs(runs) == merge(plain)
