@@ -84,7 +84,12 @@ CHANGES: dict[str, tuple[dict[str, Any], list[Any], list[str], list[str]]] = {
         ["export", "export"],
         [],
     ),
-    "a loader changes what it loads": ({"spoils": True}, ["sync"] * 3, ["export"] * 3, []),
+    "a loader changes a copy of what it loads": (
+        {"spoils": True},
+        ["sync", "step", "sync"],
+        ["export", "pull"],
+        [],
+    ),
     "every other sync is a check": (
         {"recheck": 2},
         ["step", "sync"] * 5,
