@@ -56,15 +56,7 @@ class ServerUnreachable(ServerError):
 
 
 class ReplyLost(ServerError):
-    """No whole reply came; the request may have been executed."""
-
-
-class NoReply(ReplyLost):
-    """No reply within the operation's timeout."""
-
-
-class ConnectionBroken(ReplyLost):
-    """The connection broke before the reply was complete."""
+    """No whole reply came, in time or at all; the request may have been executed."""
 
 
 class NotAuthorized(ServerError):
