@@ -16,13 +16,13 @@ from omegaconf import DictConfig, OmegaConf
 from verl_sglang_sync.config import (
     BACKEND_KEY,
     BROADCAST_BACKEND,
+    ROLLOUT,
     SECTION,
     WeightSyncConfig,
 )
 
 logger = logging.getLogger(__name__)
 
-ROLLOUT = "actor_rollout_ref.rollout"
 MODEL = "actor_rollout_ref.model"
 CHECKPOINT_BACKENDS_REFUSED = ("delta_sharded",)
 NEVER_SYNCED = ("NGRAM", "DFLASH")
