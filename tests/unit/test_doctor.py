@@ -101,7 +101,6 @@ FACTS = [  # what is looked at, the check, how it is judged, and what is said
     (partial(registered, "our.Class", TRACEBACK), "verl class", FAIL, "no such thing"),
     (partial(registered, None), "verl class", FAIL, "nothing registered"),
     (partial(sglang, hooks={"a.B.resume": False}), "SGLang hooks", FAIL, "resume"),
-    (partial(verl, checks_recipes=False), "recipe checks", FAIL, "does not run our checks"),
     (partial(sglang, hooks={}), "SGLang hooks", FAIL, "none registered"),
     (partial(sglang, load_errors=[TRACEBACK]), "SGLang plugin", FAIL, TRACEBACK),
     (partial(sglang, policy="another"), "SGLang plugin", FAIL, "SGLANG_PLUGINS='another'"),
