@@ -18,10 +18,11 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import os
 import threading
 import weakref
 from collections.abc import Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any, Self
 
 import aiohttp
@@ -101,7 +102,7 @@ class SGLangServerClient:
         """Cancel all calls and close the connections; a later call opens others."""
         for future in self._calls.copy():
             future.cancel()
-        self._connections.close_soon().result(CLOSE_TIMEOUT_S)
+        wait([self._connections.close_soon()], CLOSE_TIMEOUT_S)
 
     def __enter__(self) -> Self:
         return self
@@ -234,3 +235,6 @@ def _loop() -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="sglang-server-client", daemon=True).start()
     return loop
+
+
+os.register_at_fork(after_in_child=_loop.cache_clear)  # the thread stays with the parent
