@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -77,8 +77,11 @@ def export_signature(num_tensors: int, checksum: int) -> int:
     return num_tensors << 32 | checksum
 
 
-class TrainerGroup(Protocol):
-    """What the sync needs of the trainer's processes. Every rank makes the same calls in order."""
+class TrainerGroup:
+    """What the sync needs of the trainer's processes. Every rank makes the same calls in order.
+
+    This one is of one rank, for scripts; `TorchTrainerGroup` is of many.
+    """
 
     def agree(
         self, failure: str | None = None, *, is_ready: bool = True, signature: int = 0
@@ -93,35 +96,26 @@ class TrainerGroup(Protocol):
         Raises:
             RankLost: a rank is gone, or did not come within the limit.
         """
-
-    def gather(self, item: bytes) -> list[bytes] | None:
-        """Collect one item of each TP rank of this replica on its leader; None elsewhere."""
-
-    def all_gather(self, item: Any) -> list[Any]:
-        """Every rank's item, by rank, on all of them."""
-
-
-class SingleProcess:
-    """A `TrainerGroup` of one rank, for scripts."""
-
-    def agree(
-        self, failure: str | None = None, *, is_ready: bool = True, signature: int = 0
-    ) -> Agreement:
         failures = (f"rank 0: {failure}",) if failure else ()
         return Agreement(failures, is_ready and not failures, (signature,))
 
     def gather(self, item: bytes) -> list[bytes] | None:
+        """Collect one item of each TP rank of this replica on its leader; None elsewhere."""
         return [item]
 
     def all_gather(self, item: Any) -> list[Any]:
+        """Every rank's item, by rank, on all of them."""
         return [item]
+
+
+SingleProcess = TrainerGroup
 
 
 _ids = count()
 
 
-class TorchTrainerGroup:
-    """A `TrainerGroup` of all ranks of torch's default group.
+class TorchTrainerGroup(TrainerGroup):
+    """All ranks of torch's default group.
 
     Args:
         timeout_s: how long a rank waits for the others in one collective, in seconds.

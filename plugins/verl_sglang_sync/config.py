@@ -33,10 +33,11 @@ MODES: tuple[str, ...] = get_args(Mode)
 MANIFEST_CHECKS: tuple[str, ...] = get_args(ManifestCheck)
 PRESETS = (*MODES, "disaggregated")
 
-SECTION = "actor_rollout_ref.rollout.custom.weight_sync"
-BACKEND_KEY = "actor_rollout_ref.rollout.checkpoint_engine.backend"
+ROLLOUT = "actor_rollout_ref.rollout"
+SECTION = f"{ROLLOUT}.custom.weight_sync"
+BACKEND_KEY = f"{ROLLOUT}.checkpoint_engine.backend"
 BROADCAST_BACKEND = "sglang_sync"
-BUCKET_KEY = "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes"
+BUCKET_KEY = f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes"
 MAX_COUNT = (1 << 31) - 1
 
 
@@ -271,5 +272,5 @@ def _bucket_bytes(rollout: Any) -> int:
 def _boolean(rollout: Any, key: str) -> bool:
     value = _get(rollout, key)
     if not isinstance(value, bool):
-        raise ValueError(f"actor_rollout_ref.rollout.{key}={value!r}: allowed: True, False")
+        raise ValueError(f"{ROLLOUT}.{key}={value!r}: allowed: True, False")
     return value

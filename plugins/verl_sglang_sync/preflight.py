@@ -16,13 +16,13 @@ from omegaconf import DictConfig, OmegaConf
 from verl_sglang_sync.config import (
     BACKEND_KEY,
     BROADCAST_BACKEND,
+    ROLLOUT,
     SECTION,
     WeightSyncConfig,
 )
 
 logger = logging.getLogger(__name__)
 
-ROLLOUT = "actor_rollout_ref.rollout"
 MODEL = "actor_rollout_ref.model"
 CHECKPOINT_BACKENDS_REFUSED = ("delta_sharded",)
 NEVER_SYNCED = ("NGRAM", "DFLASH")
@@ -59,9 +59,7 @@ def examine(config: DictConfig) -> Findings:
     except ValueError as error:
         raise RecipeError(str(error)) from None
     if settings is None:
-        _refuse_lost_preset(config)
-        _refuse_backend_without_preset(rollout)
-        return Findings(None, {}, tuple(_remarks_without_preset(rollout)))
+        return _without_preset(config, rollout)
     problems = {name: tuple(check(config, settings)) for name, check in _CHECKS.items()}
     return Findings(settings, problems, tuple(_remarks(config, settings)))
 
@@ -83,29 +81,24 @@ def check_recipe(config: DictConfig) -> WeightSyncConfig | None:
     return findings.settings
 
 
-def _refuse_lost_preset(config: DictConfig) -> None:
-    """Where Hydra does not find our config group, it takes `+weight_sync=x` for a plain value."""
+def _without_preset(config: DictConfig, rollout: DictConfig) -> Findings:
+    """Refuse what stands for a preset and is none; remark on what only a preset obeys."""
     value = OmegaConf.select(config, "weight_sync")
-    if value is not None:
+    if value is not None:  # where Hydra does not find our config group
         raise RecipeError(
             f"weight_sync={value!r}: Hydra added a plain value, because it did not find the "
             "presets of verl-sglang-sync; see `verl-sglang-sync doctor`"
         )
-
-
-def _refuse_backend_without_preset(rollout: DictConfig) -> None:
     if OmegaConf.select(rollout, "checkpoint_engine.backend") == BROADCAST_BACKEND:
         raise RecipeError(
             f"{BACKEND_KEY}={BROADCAST_BACKEND!r} needs its preset: +weight_sync=disaggregated"
         )
-
-
-def _remarks_without_preset(rollout: DictConfig) -> Iterator[str]:
-    if rollout.get("multi_stage_wake_up") and rollout.get("name") == "sglang":
-        yield (
-            f"{ROLLOUT}.multi_stage_wake_up=True is read by verl-sglang-sync only together with "
-            "+weight_sync=<preset>; without it verl's own wake-up order applies"
-        )
+    remark = (
+        f"{ROLLOUT}.multi_stage_wake_up=True is read by verl-sglang-sync only together with "
+        "+weight_sync=<preset>; without it verl's own wake-up order applies"
+    )
+    is_read = rollout.get("multi_stage_wake_up") and rollout.get("name") == "sglang"
+    return Findings(None, {}, (remark,) if is_read else ())
 
 
 def _remarks(config: DictConfig, settings: WeightSyncConfig) -> Iterator[str]:

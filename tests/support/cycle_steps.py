@@ -61,7 +61,7 @@ def memory_cycles(rank: TrainerRank, name: str, num_cycles: int) -> dict[str, An
     def sync() -> dict[str, int]:
         asyncio.run(manager.sync(iter(weights), version="unchanged"))
         counts = {key: getattr(manager.report, key) for key in ("num_replayed", "num_eager")}
-        manager._report = manager._new_report()
+        manager.report = manager._new_report()
         return counts
 
     seen: dict[str, Any] = {"loaded": engine.look(), "first": sync(), "second": sync()}

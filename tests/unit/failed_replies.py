@@ -6,10 +6,10 @@ from concurrent.futures import Future
 from typing import Any
 
 from verl_sglang_sync.engine.engine_ranks import OpeningRequest
-from verl_sglang_sync.engine.server_client import ConnectionBroken, RequestFailed, ServerError
+from verl_sglang_sync.engine.server_client import ReplyLost, RequestFailed, ServerError
 
 BAD = RequestFailed("the engine is out of memory", endpoint="http://h:1/update", status=400)
-LOST = ConnectionBroken("the reply was lost", endpoint="http://h:1/update")
+LOST = ReplyLost("the reply was lost", endpoint="http://h:1/update")
 
 
 class FailsReplies:

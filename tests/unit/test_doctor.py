@@ -29,14 +29,6 @@ CPU, GPU = (), ("H200", "H200")
 TRACEBACK = (
     'Traceback (most recent call last):\n  File "x.py", line 1\nImportError: no such thing\n'
 )
-GOOD_VERL = installation.VerlFacts(
-    policy="auto",
-    load_error=None,
-    rollout_class=installation.ROLLOUT_CLASS,
-    replica_class=installation.REPLICA_CLASS,
-    import_error=None,
-    checks_recipes=True,
-)
 GOOD_SGLANG = SGLangFacts(policy="", load_errors=[], hooks={"a.B.resume": True})
 
 
@@ -55,8 +47,12 @@ def without(*names):
     return [installation.requirements_check(lambda name: None if name in names else "1")]
 
 
-def verl(**changes):
-    return installation.verl_checks(msgspec.structs.replace(GOOD_VERL, **changes))
+def verl(policy):
+    return [installation.plugin_check("verl", [], "EXTERNAL_PLUGINS", policy, is_all=False)]
+
+
+def registered(found, import_error=None):
+    return [installation.class_check("verl class", found, "our.Class", import_error)]
 
 
 def sglang(**changes):
@@ -96,15 +92,15 @@ FACTS = [  # what is looked at, the check, how it is judged, and what is said
     (entry_points, "entry point verl.plugins", FAIL, "no entry"),
     (partial(entry_points, "a:b", "c:d"), "entry point verl.plugins", WARN, "several targets"),
     *(
-        (partial(verl, policy=policy), "verl plugin", FAIL, f"EXTERNAL_PLUGINS={policy!r}")
+        (partial(verl, policy), "verl plugin", FAIL, f"EXTERNAL_PLUGINS={policy!r}")
         for policy in ("none", "another,plugin")
     ),
-    (partial(verl, policy="other, verl_sglang_sync"), "verl plugin", OK, ""),
-    (partial(verl, rollout_class="verl.Own"), "verl rollout class", FAIL, "verl.Own"),
-    (partial(verl, import_error=TRACEBACK), "verl rollout class", FAIL, "no such thing"),
-    (partial(verl, replica_class=None), "verl replica class", FAIL, "nothing registered"),
+    (partial(verl, "other, verl_sglang_sync"), "verl plugin", OK, ""),
+    (partial(registered, "our.Class"), "verl class", OK, "our.Class"),
+    (partial(registered, "verl.Own"), "verl class", FAIL, "verl.Own"),
+    (partial(registered, "our.Class", TRACEBACK), "verl class", FAIL, "no such thing"),
+    (partial(registered, None), "verl class", FAIL, "nothing registered"),
     (partial(sglang, hooks={"a.B.resume": False}), "SGLang hooks", FAIL, "resume"),
-    (partial(verl, checks_recipes=False), "recipe checks", FAIL, "does not run our checks"),
     (partial(sglang, hooks={}), "SGLang hooks", FAIL, "none registered"),
     (partial(sglang, load_errors=[TRACEBACK]), "SGLang plugin", FAIL, TRACEBACK),
     (partial(sglang, policy="another"), "SGLang plugin", FAIL, "SGLANG_PLUGINS='another'"),

@@ -5,16 +5,14 @@ import contextlib
 import pickle
 import re
 import socket
-import threading
 from concurrent.futures import CancelledError
 
 import pytest
 from aiohttp import web
 
 from verl_sglang_sync.engine.server_client import (
-    ConnectionBroken,
-    NoReply,
     NotAuthorized,
+    ReplyLost,
     RequestFailed,
     ServerError,
     ServerUnreachable,
@@ -22,7 +20,7 @@ from verl_sglang_sync.engine.server_client import (
     client,
     operations,
 )
-from verl_sglang_sync.engine.server_client.client import ATTEMPTS, CONNECT_ATTEMPTS, LoopThread
+from verl_sglang_sync.engine.server_client.client import ATTEMPTS, CONNECT_ATTEMPTS
 
 SUCCESS = '{"success": true, "message": "Success"}'
 
@@ -196,11 +194,7 @@ def test_an_ipv6_server():
 # Connections.
 
 
-def has_thread():
-    return "sglang-server-client" in {thread.name for thread in threading.enumerate()}
-
-
-def test_calls_from_anywhere_share_a_connection_and_close_ends_the_thread():
+def test_calls_from_anywhere_share_a_connection_until_it_is_closed():
     server = Server()
 
     def calls(url):
@@ -211,10 +205,8 @@ def test_calls_from_anywhere_share_a_connection_and_close_ends_the_thread():
 
         assert asyncio.run(from_a_loop()) == asyncio.run(from_a_loop()) == started.run(UPDATE)
         assert (len(server.requests), len(server.peers)) == (3, 1)
-        assert has_thread()
         started.close()
-        assert not has_thread()
-        started.run(UPDATE)  # a later call opens it again
+        started.run(UPDATE)  # a later call opens another
         assert len(server.peers) == 2
 
     async def main():
@@ -222,29 +214,19 @@ def test_calls_from_anywhere_share_a_connection_and_close_ends_the_thread():
             await asyncio.to_thread(calls, server.url)
 
     asyncio.run(main())
-    wait_until(lambda: not has_thread())  # the client is gone
 
 
 def test_who_waits_for_a_call_learns_that_the_client_was_closed():
-    async def last():
-        pass
+    async def main():
+        async with serving(Server(delay_s=60)) as server:
+            started = SGLangServerClient(server.url, timeout_s=60)
+            future = started.submit(RELEASE)
+            await asyncio.sleep(0.1)
+            await asyncio.to_thread(started.close)
+            with pytest.raises(CancelledError):
+                future.result(5)
 
-    thread = LoopThread("a-client", last)
-    future = thread.submit(asyncio.sleep(60))
-    ended = thread.stop()
-    assert ended is not None
-    ended.join(5)
-    with pytest.raises(CancelledError):
-        future.result(5)
-
-
-def wait_until(condition, limit_s=5.0):
-    deadline = threading.Event()
-    for _ in range(int(limit_s / 0.05)):
-        if condition():
-            return
-        deadline.wait(0.05)
-    raise AssertionError("it did not happen in time")
+    asyncio.run(main())
 
 
 # Failures that the server tells.
@@ -294,9 +276,9 @@ def test_a_long_message_is_cut():
 
 
 def test_an_error_survives_pickling():
-    error = NoReply("no reply", endpoint="http://h:1/x", status=None, rank=1, replica=0)
+    error = ReplyLost("no reply", endpoint="http://h:1/x", status=None, rank=1, replica=0)
     copy = pickle.loads(pickle.dumps(error))
-    assert type(copy) is NoReply
+    assert type(copy) is ReplyLost
     assert str(copy) == str(error) == "rank 1, replica 0: http://h:1/x: no reply"
     assert (copy.endpoint, copy.rank) == ("http://h:1/x", 1)
 
@@ -312,7 +294,7 @@ def test_an_error_survives_pickling():
 def test_what_may_have_been_executed_is_never_sent_again(call):
     server = Server(delay_s=0.5)
     end = r"within 0\.2 s; not sent again, because it may have been executed$"
-    with pytest.raises(NoReply, match=rf"/{call.operation.path}: no reply {end}"):
+    with pytest.raises(ReplyLost, match=rf"/{call.operation.path}: no reply {end}"):
         talk(server, call, timeout_s=0.2)
     assert len(server.requests) == 1
 
@@ -323,7 +305,7 @@ def test_an_idempotent_request_is_repeated_a_few_times(num_slow):
     expected = contextlib.nullcontext()
     if num_slow == ATTEMPTS:
         end = rf": no reply within 0.2 s, in {ATTEMPTS} attempts$"
-        expected = pytest.raises(NoReply, match=end)
+        expected = pytest.raises(ReplyLost, match=end)
     with expected:
         talk(server, RELEASE, timeout_s=0.2)
     assert len(server.requests) == min(num_slow + 1, ATTEMPTS)
@@ -332,7 +314,7 @@ def test_an_idempotent_request_is_repeated_a_few_times(num_slow):
 def test_every_operation_has_a_limit_of_its_own():
     server = Server(delay_s=0.5)
     talk(server, UPDATE, timeout_s=0.2, timeouts_s={"update": 5})
-    with pytest.raises(NoReply, match=r"within 0\.1 s"):
+    with pytest.raises(ReplyLost, match=r"within 0\.1 s"):
         talk(server, RELEASE, timeout_s=5, timeouts_s={"release": 0.1})
 
 
@@ -392,7 +374,7 @@ def test_a_connection_that_breaks_is_named(reply, abort, is_idempotent):
             started = SGLangServerClient(f"http://127.0.0.1:{port}", timeout_s=5)
             await asyncio.wrap_future(started.submit(RELEASE if is_idempotent else UPDATE))
 
-    with pytest.raises(ConnectionBroken, match="the connection broke") as error:
+    with pytest.raises(ReplyLost, match="the connection broke") as error:
         asyncio.run(main())
     assert ("not sent again" in str(error.value)) != is_idempotent
     assert len(connections) == (ATTEMPTS if is_idempotent else 1)

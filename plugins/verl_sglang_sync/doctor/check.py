@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -15,8 +16,9 @@ import msgspec
 PROBE_TIMEOUT_S = 300.0
 STDERR_CHARS = 4000
 RUN_PROBE = """
-import importlib, sys, msgspec
-facts = getattr(importlib.import_module(sys.argv[1]), sys.argv[2])()
+import importlib, pickle, sys, msgspec
+probe = getattr(importlib.import_module(sys.argv[1]), sys.argv[2])
+facts = probe(*pickle.loads(bytes.fromhex(sys.argv[3])))
 sys.stdout.write("\\n" + msgspec.json.encode(facts).decode() + "\\n")
 """
 
@@ -53,9 +55,9 @@ class ProbeError(RuntimeError):
 
 
 def run_probe(
-    probe: Callable[[], Facts],
+    probe: Callable[..., Facts],
     environment: Mapping[str, str] | None = None,
-    *,
+    *arguments: object,
     timeout_s: float = PROBE_TIMEOUT_S,
 ) -> Facts:
     """Call a module's function in a new process that has this interpreter and the user's
@@ -65,9 +67,10 @@ def run_probe(
         ProbeError: the process failed, hung, or returned something else.
     """
     name = f"{probe.__module__}.{probe.__name__}"
+    command = [sys.executable, "-c", RUN_PROBE, probe.__module__, probe.__name__]
     try:
         result = subprocess.run(
-            [sys.executable, "-c", RUN_PROBE, probe.__module__, probe.__name__],
+            [*command, pickle.dumps(arguments).hex()],
             env={**os.environ, **(environment or {})},
             capture_output=True,
             text=True,

@@ -12,19 +12,13 @@ import subprocess
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import product
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any, NamedTuple
 
 import psutil
 
 from verl_sglang_sync.doctor.check import FAIL, OK, WARN, Check, ProbeError, last_line, run_probe
-
-if TYPE_CHECKING:
-    from sglang_loader.common.shared_memory import BufferHandle  # imports torch
 
 SHM = Path("/dev/shm")
 SHM_WANTED_BYTES = 2 << 30
@@ -76,8 +70,7 @@ def _driver_version() -> str | None:
     return result.stdout.split("\n", 1)[0].strip() or None
 
 
-@dataclass(frozen=True)
-class FailedRead:
+class FailedRead(NamedTuple):
     owner: int
     reader: int
     reason: str
@@ -92,12 +85,11 @@ def failed_reads(num_gpus: int, read: Callable[[int, int], None]) -> list[Failed
         try:
             read(*pair)
         except Exception as error:
-            return FailedRead(*pair, f"{type(error).__name__}: {error}")
+            return FailedRead(*pair, last_line(f"{type(error).__name__}: {error}"))
         return None
 
     with ThreadPoolExecutor(READS_AT_A_TIME) as pool:
-        results = pool.map(attempt, product(range(num_gpus), repeat=2))
-        return [failed for failed in results if failed is not None]
+        return list(filter(None, pool.map(attempt, product(range(num_gpus), repeat=2))))
 
 
 def look_at_cuda_ipc() -> list[FailedRead]:
@@ -118,36 +110,20 @@ def read_from_another_process(owner: int, reader: int) -> None:
     tensor = torch.arange(IPC_BYTES, device=f"cuda:{owner}").to(torch.uint8)
     expected = int(tensor.sum())  # the sum also waits until the tensor is written
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    gpu = visible.split(",")[reader] if visible else str(reader)
-    context = get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    arguments = (share_storage(tensor.untyped_storage()), gpu, sender)
-    process = context.Process(target=_send_sum, args=arguments, daemon=True)
-    process.start()
-    sender.close()
-    try:
-        answered = receiver.poll(IPC_TIMEOUT_S)
-        received = receiver.recv() if answered else f"no answer within {IPC_TIMEOUT_S:g} s"
-    except EOFError:
-        received = "the reading process ended"
-    finally:
-        process.kill()
-        process.join()
+    only = {"CUDA_VISIBLE_DEVICES": visible.split(",")[reader] if visible else str(reader)}
+    handle = share_storage(tensor.untyped_storage())
+    received = run_probe(sum_of, only, handle, timeout_s=IPC_TIMEOUT_S)
     if received != expected:
-        wrong = f"read {received}, expected {expected}"
-        raise RuntimeError(received if isinstance(received, str) else wrong)
+        raise RuntimeError(f"read {received}, expected {expected}")
 
 
-def _send_sum(handle: BufferHandle, gpu: str, sender: Connection) -> None:
-    os.environ["CUDA_VISIBLE_DEVICES"] = gpu
+def sum_of(handle: Any) -> int:
+    """Probe: of the bytes of a `BufferHandle`, mapped on the only visible GPU."""
     import torch
 
-    from sglang_loader.common.shared_memory import CannotMap, map_buffer
+    from sglang_loader.common.shared_memory import map_buffer
 
-    try:
-        sender.send(int(map_buffer(handle, torch.device("cuda", 0)).sum()))
-    except CannotMap as error:
-        sender.send(str(error))
+    return int(map_buffer(handle, torch.device("cuda", 0)).sum())
 
 
 def find_failed_reads(gpus: Sequence[str]) -> list[FailedRead]:

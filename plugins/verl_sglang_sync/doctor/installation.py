@@ -8,7 +8,6 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, requires, version
 
-import msgspec
 from packaging.requirements import Requirement
 from packaging.version import Version
 
@@ -143,65 +142,36 @@ def entry_point_check(group: str, found: Iterable[EntryPoint]) -> Check:
     return Check(title, OK, values[0])
 
 
-class VerlFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """State of a process that has imported verl.
-
-    Attributes:
-        policy: verl's `VERL_USE_EXTERNAL_PLUGINS`.
-        load_error: traceback of our entry point, which verl hides; None if it loads.
-        rollout_class: dotted path in verl's registry, as is `replica_class`.
-        import_error: traceback of importing these two classes.
-        checks_recipes: verl's `validate_config` runs our checks first.
-    """
-
-    policy: str
-    load_error: str | None
-    rollout_class: str
-    replica_class: str | None
-    import_error: str | None
-    checks_recipes: bool
-
-
-def look_at_verl() -> VerlFacts:
+def look_at_verl() -> list[Check]:
     """Probe: import verl and its rollout classes, and with them our entry point and sglang."""
     import verl.utils.config
     from verl.workers.rollout import base, replica
 
-    policy = os.environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto")
-    load_error = replica_class = import_error = None
+    variable = "VERL_USE_EXTERNAL_PLUGINS"
+    policy = os.environ.get(variable, "auto")
+    errors, replica_class, import_error = [], None, None
     if policy.strip().lower() != "none":
         try:  # again: a module that failed to import fails in the same way
             for entry_point in entry_points(group="verl.plugins", name=NAME):
                 entry_point.load()
         except Exception:
-            load_error = traceback.format_exc()
+            errors.append(traceback.format_exc())  # verl hides it
     try:
         base.get_rollout_class("sglang", "async")
         found = replica.RolloutReplicaRegistry.get("sglang")
         replica_class = f"{found.__module__}.{found.__qualname__}"
     except Exception:
         import_error = traceback.format_exc()
-    return VerlFacts(
-        policy=policy,
-        load_error=load_error,
-        rollout_class=base._ROLLOUT_REGISTRY[("sglang", "async")],
-        replica_class=replica_class,
-        import_error=import_error,
-        checks_recipes=verl.utils.config.validate_config.__module__ == f"{NAME}.preflight",
-    )
-
-
-def verl_checks(facts: VerlFacts) -> list[Check]:
-    errors = [] if facts.load_error is None else [facts.load_error]
-    is_all = facts.policy.strip().lower() == "auto"
+    rollout_class = base._ROLLOUT_REGISTRY[("sglang", "async")]
     recipes = Check("recipe checks", OK, "verl's validate_config runs our checks before Ray starts")
-    if not facts.checks_recipes:
+    if verl.utils.config.validate_config.__module__ != f"{NAME}.preflight":
         detail = "verl's validate_config does not run our checks"
         recipes = Check("recipe checks", FAIL, detail, REPLACED)
+    is_all = policy.strip().lower() == "auto"
     return [
-        plugin_check("verl", errors, "VERL_USE_EXTERNAL_PLUGINS", facts.policy, is_all=is_all),
-        class_check("verl rollout class", facts.rollout_class, ROLLOUT_CLASS, facts.import_error),
-        class_check("verl replica class", facts.replica_class, REPLICA_CLASS, facts.import_error),
+        plugin_check("verl", errors, variable, policy, is_all=is_all),
+        class_check("verl rollout class", rollout_class, ROLLOUT_CLASS, import_error),
+        class_check("verl replica class", replica_class, REPLICA_CLASS, import_error),
         recipes,
     ]
 

@@ -41,7 +41,7 @@ def diagnose(overrides: Sequence[str] = ()) -> list[Check]:
         checks: tuple[tuple[str, Callable[[], Check | list[Check]]], ...] = (
             ("versions", installation.version_checks),
             ("entry points", installation.entry_point_checks),
-            ("verl plugin", lambda: installation.verl_checks(verl.result())),
+            ("verl plugin", verl.result),
             ("SGLang plugin", lambda: installation.sglang_checks(sglang.result())),
             ("Hydra config group", presets.hydra_check),
             ("GPU", lambda: hardware.gpu_check(gpus)),

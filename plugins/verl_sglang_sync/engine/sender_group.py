@@ -69,14 +69,14 @@ class SenderGroup:
 
     def _lead(self, groups: UpdateGroups, update_group: UpdateGroup | None) -> None:
         """Tell the other ranks where to meet, or that the group is the same, or that none is."""
-        is_kept = self.current is not None and update_group is not None
-        if is_kept and self.current.name in update_group.others:  # type: ignore[union-attr]
-            self._trainers.all_gather(self.current.name)  # type: ignore[union-attr]
+        if update_group is None:
+            self._trainers.all_gather(None)
+            raise UpdateGroupError("there is no update group for all trainer ranks to join")
+        if self.current is not None and self.current.name in update_group.others:
+            self._trainers.all_gather(self.current.name)
             return
-        told: Any = None
+        told: GroupPlace | None = None
         try:
-            if update_group is None:
-                raise UpdateGroupError("there is no update group for all trainer ranks to join")
             self.abandon()
             told, meeting = groups.meet(
                 num_trainers=world_size(), num_engine_ranks=update_group.num_engine_ranks
@@ -84,8 +84,7 @@ class SenderGroup:
             update_group.others.append(told.name)
         finally:
             self._trainers.all_gather(told)
-        members = update_group.members
-        group = groups.join(told, meeting, members)
+        group = groups.join(told, meeting, update_group.members)
         self.current = JoinedGroup(told.name, group, meeting)
 
     def _follow(self) -> None:

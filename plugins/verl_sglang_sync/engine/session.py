@@ -216,19 +216,16 @@ class TrainerSession:
         `greet`.
         """
         while self._channel.wait(0.0, self._watch):
-            self._note_progress()
+            message = self._next()
+            if isinstance(message, wire.Receiving):
+                self.num_receiving = _counted(message, self.num_receiving)
+            elif isinstance(message, Loaded):
+                self.loaded = message
+            else:
+                self.num_done = _counted(_expected(wire.BucketDone, message), self.num_done)
 
     def rest(self) -> None:
         self._channel.rest()
-
-    def _note_progress(self) -> None:
-        message = self._next()
-        if isinstance(message, wire.Receiving):
-            self.num_receiving = _counted(message, self.num_receiving)
-        elif isinstance(message, Loaded):
-            self.loaded = message
-        else:
-            self.num_done = _counted(_expected(wire.BucketDone, message), self.num_done)
 
     def finish(self, *, num_buckets: int, num_tensors: int, arrangements: str | None) -> None:
         """Declare that all was sent, while the engine may still be reading; see `Finish`."""

@@ -143,14 +143,15 @@ class UpdateGroups:
         if self._group is not None and was_left(self._group.process_group):
             logger.warning("an engine has left %s: another group is formed", self._group.name)
             self.abandon()
-        if self._group is not None and self.is_current(replicas):
+        if self._group is not None and self._group.replicas == tuple(replicas):
             return self._group
         members = tuple((replica, self.client(replica)) for replica in replicas)
         for _, client in members:
             client.run(operations.model_info())  # nobody waits for a server that is gone
         if self._group is not None:
             self._dissolve(self._group)
-        self._forget_left_groups(members)
+        left, self._left = self._left, []
+        _leave_servers(members, left)
         self._close_clients_but(replicas)
         self._group = self._form(members)
         self.num_formed += 1
@@ -245,10 +246,6 @@ class UpdateGroups:
         _leave_servers(
             group.members, group.names, meanwhile=lambda: leave(group.process_group, broken=False)
         )
-
-    def _forget_left_groups(self, members: Members) -> None:
-        names, self._left = self._left, []
-        _leave_servers(members, names)
 
 
 def join_in_thread(

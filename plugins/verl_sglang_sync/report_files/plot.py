@@ -31,7 +31,7 @@ def draw(runs: Sequence[Run]) -> Figure:
     bars, lines = figure.subplots(2, height_ratios=heights)
     names = _names(runs)
     labels = [f"{name}\n{run.syncs[0].mode}" for name, run in zip(names, runs, strict=True)]
-    stage_bars(bars, labels, [run.typical.stages for run in runs])
+    stage_bars(bars, labels, [run.typical.shown for run in runs])
     bars.set_title("the median sync after the first", loc="left", fontsize="medium")
     bars.set_xlabel("seconds")
     totals = [[sync.total_seconds for sync in run.syncs] for run in runs]

@@ -1,8 +1,8 @@
 """Reads report files back: one run per file, one sync per line and replica.
 
     run = read_run(Path("syncs.jsonl"))
-    run.syncs[0].stages            # of the first sync: seconds by stage
-    run.typical.stages             # of the median one of the later syncs
+    run.syncs[0].shown             # of the first sync: seconds by stage
+    run.typical.shown              # of the median one of the later syncs
 
 All replicas sync at the same time, so a sync is shown as its slowest replica went through it. The
 median is one real sync, so that its stages add up to its seconds.
@@ -22,9 +22,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import zip_longest
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
+
+from verl_sglang_sync.report import SyncReport
 
 STAGES = (
     "release",
@@ -54,25 +56,15 @@ class ReportFileError(ValueError):
     """A file is not a report file; the message names the file and the line."""
 
 
-class ReplicaSync(msgspec.Struct, frozen=True, kw_only=True):
-    """What is read of one line, as `SyncReport` documents it."""
+class ReplicaSync(SyncReport):
+    """One line."""
 
-    mode: str
-    replica: int | None
-    weight_version: str | None
-    num_buckets: int
-    payload_bytes: int
-    num_pulled: int
-    num_exchanged: int
-    num_sent: int = 0
-    num_replayed: int
-    num_eager: int
-    eager_reason: str | None
-    seconds: Annotated[dict[str, float], msgspec.Meta(min_length=1)]
-    started_at: dict[str, float] = {}
+    def __post_init__(self) -> None:
+        if not self.seconds:
+            raise ValueError("seconds is empty")
 
     @property
-    def stages(self) -> dict[str, float]:
+    def shown(self) -> dict[str, float]:
         """Seconds by stage, in the order of `STAGES`, each second once."""
         stages = {name: spent for name, spent in self.seconds.items() if name != "sync"}
         if "sync" in self.seconds:
@@ -82,12 +74,12 @@ class ReplicaSync(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def total_seconds(self) -> float:
-        return sum(self.stages.values())
+        return sum(self.shown.values())
 
     @property
     def sync_seconds(self) -> float:
         """Without sleep and wake-up."""
-        return sum(spent for name, spent in self.stages.items() if not name.startswith(MEMORY))
+        return sum(spent for name, spent in self.shown.items() if not name.startswith(MEMORY))
 
     @property
     def num_exported(self) -> int:

@@ -39,9 +39,9 @@ def table_of(runs: Sequence[Run]) -> Table:
         if len(run.syncs) > 1:
             table.add_column(f"({number})\nmedian", justify="right", no_wrap=True)
             columns.append(run.typical)
-    names = sorted({name for sync in columns for name in sync.stages}, key=stage_position)
+    names = sorted({name for sync in columns for name in sync.shown}, key=stage_position)
     for name in names:
-        cells = (_seconds(sync.stages.get(name)) for sync in columns)
+        cells = (_seconds(sync.shown.get(name)) for sync in columns)
         table.add_row(escape(name.replace("_", " ")), *cells)
     table.add_section()
     for label, show in TOTALS:

@@ -82,11 +82,9 @@ async def _on_each(engines: Iterable[Engine], call: Call, report: SyncReport, st
     unload it, refuses the next one.
     """
 
-    async def ask(engine: Engine) -> None:
-        await asyncio.wrap_future(engine.submit(call))
-
     with report.stage(stage):
-        outcomes = await asyncio.gather(*map(ask, engines), return_exceptions=True)
+        replies = [asyncio.wrap_future(engine.submit(call)) for engine in engines]
+        outcomes = await asyncio.gather(*replies, return_exceptions=True)
     for outcome in outcomes:
         if stage == UNLOAD and isinstance(outcome, Exception):
             logger.info("the adapter before was not unloaded: %s", outcome)

@@ -1,6 +1,6 @@
 """Whom a trainer rank syncs, and how its packed buckets get there: on its device, or on others.
 
-    opened = engines.open(stack, ranks, version, replicas, report)   # collective
+    opened = engines.open(stack, ranks, task)   # collective
     opened.engines                      # this rank's sessions: one, or many, or none
     opened.delivery.deliver(bucket)
     engines.abandon()                   # a sync has failed: give up what the next must not use
@@ -13,7 +13,7 @@ parameters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -29,8 +29,19 @@ from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.routes.broadcast import BroadcastDelivery
 from verl_sglang_sync.routes.mapped_delivery import MappedDelivery
 from verl_sglang_sync.routes.route import Delivery
+from verl_sglang_sync.sources.export import NamedTensor
 from verl_sglang_sync.sources.memory_blocks import BlockNames
 from verl_sglang_sync.sync.ranks_in_step import RanksInStep
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncTask:
+    """What one sync is to do, see `SessionTransport.sync`."""
+
+    weights: Iterable[NamedTensor]
+    version: str | None
+    report: SyncReport
+    replicas: Sequence[Replica]
 
 
 @dataclass(frozen=True)
@@ -59,16 +70,9 @@ class ColocatedEngine:
         self._settings = settings
         self._names = BlockNames()
 
-    def open(
-        self,
-        stack: ExitStack,
-        ranks: RanksInStep,
-        version: str | None,
-        replicas: Sequence[Replica],
-        report: SyncReport,
-    ) -> Opened:
+    def open(self, stack: ExitStack, ranks: RanksInStep, task: SyncTask) -> Opened:
         """Make a session; the leader posts the invitations of all its ranks."""
-        settings, request = self._settings, OpeningRequest(self._engine, version)
+        settings, request = self._settings, OpeningRequest(self._engine, task.version)
         session = ranks.run_if_ok(
             lambda: stack.enter_context(TrainerSession(self.sockets, settings, self._names))
         )
@@ -76,7 +80,7 @@ class ColocatedEngine:
         if gathered is not None and all(gathered):
             ranks.run_if_ok(lambda: request.post(gathered))
         engines = () if session is None else (EngineRank("", session, request, self.readers[0]),)
-        return Opened(engines, MappedDelivery(engines, settings, report))
+        return Opened(engines, MappedDelivery(engines, settings, task.report))
 
     def abandon(self) -> None:
         """Nothing is left."""
@@ -109,27 +113,22 @@ class RemoteEngines:
         self._may_send = may_send
         self._settings = settings
 
-    def open(
-        self,
-        stack: ExitStack,
-        ranks: RanksInStep,
-        version: str | None,
-        replicas: Sequence[Replica],
-        report: SyncReport,
-    ) -> Opened:
+    def open(self, stack: ExitStack, ranks: RanksInStep, task: SyncTask) -> Opened:
         """Make all sessions; groups are formed first, unless they are those of the last sync."""
         settings, groups = self._settings, self._groups
         engines: list[EngineRank] = []
         group: UpdateGroup | None = None
         if groups is not None:
-            group = ranks.run_if_ok(lambda: self._formed(groups, replicas))
+            group = ranks.run_if_ok(lambda: self._formed(groups, task.replicas))
         senders: str | None = ""
         if self._may_send():
             senders = ranks.run_always(lambda: self._senders.formed(group))
         if group is None or senders is None:
-            return Opened((), MappedDelivery((), settings, report))
-        ranks.run_if_ok(lambda: self._ask(group, senders, stack, version, engines))
-        return Opened(engines, BroadcastDelivery(engines, group.process_group, settings, report))
+            return Opened((), MappedDelivery((), settings, task.report))
+        ranks.run_if_ok(lambda: self._ask(group, senders, stack, task.version, engines))
+        return Opened(
+            engines, BroadcastDelivery(engines, group.process_group, settings, task.report)
+        )
 
     def _formed(self, groups: UpdateGroups, replicas: Sequence[Replica]) -> UpdateGroup:
         if not groups.is_current(replicas):

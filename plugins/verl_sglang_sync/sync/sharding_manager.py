@@ -44,6 +44,9 @@ class SGLangShardingManager(BaseShardingManager):  # type: ignore[misc]
         free_trainer: for the context manager: frees what the trainer does not need while the
             engine generates.
         barrier: for the context manager: waits for all trainer ranks.
+
+    Attributes:
+        report: accounting of the wake-up in progress; a new one starts when it is published.
     """
 
     def __init__(
@@ -69,15 +72,10 @@ class SGLangShardingManager(BaseShardingManager):  # type: ignore[misc]
         self._export = export
         self._free_trainer = free_trainer
         self._barrier = barrier
-        self._report = self._new_report()
+        self.report = self._new_report()
         self._published: SyncReport | None = None
         self._adapter = AdapterSync(group)
         self._syncs = 0
-
-    @property
-    def report(self) -> SyncReport:
-        """Accounting of the wake-up in progress; a new one starts when it is published."""
-        return self._report
 
     def take_published(self) -> SyncReport | None:
         """The report of the last wake-up that was published, once; None on all but the leader."""
@@ -126,12 +124,12 @@ class SGLangShardingManager(BaseShardingManager):  # type: ignore[misc]
         """
 
         try:
-            with self._report.stage("sync"):
-                await self._transport.sync(weights, version=version, report=self._report)
+            with self.report.stage("sync"):
+                await self._transport.sync(weights, version=version, report=self.report)
         except WeightSyncError:
-            self._report = self._new_report()  # the next sync counts from zero
+            self.report = self._new_report()  # the next sync counts from zero
             raise
-        self._report.weight_version = version
+        self.report.weight_version = version
         if not self._settings.free_cache_engine:
             self._publish()
 
@@ -148,9 +146,9 @@ class SGLangShardingManager(BaseShardingManager):  # type: ignore[misc]
                 as it was, or, where it refuses the new one, none.
         """
         engines = {} if self._engine is None else {"its own": self._engine}
-        with self._report.stage("sync"):
-            await self._adapter.sync(collect, engines, self._report)
-        self._report.weight_version = version
+        with self.report.stage("sync"):
+            await self._adapter.sync(collect, engines, self.report)
+        self.report.weight_version = version
         if not self._settings.free_cache_engine:
             self._publish()
 
@@ -161,10 +159,10 @@ class SGLangShardingManager(BaseShardingManager):  # type: ignore[misc]
         await run_in_step(self._group, stage, work)
 
     async def _run_stage(self, stage: str, engine: Engine, call: Call) -> None:
-        with self._report.stage(stage):
+        with self.report.stage(stage):
             reply = await asyncio.wrap_future(engine.submit(call))
-        self._report.add_costs(stage, stage_costs_in(reply))
-        self._transport.check_reply(self._report)
+        self.report.add_costs(stage, stage_costs_in(reply))
+        self._transport.check_reply(self.report)
 
     async def wake_up(self, *, version: str | None = None) -> None:
         """Go through all stages of a wake-up, with the callbacks given to the constructor."""
@@ -190,8 +188,8 @@ class SGLangShardingManager(BaseShardingManager):  # type: ignore[misc]
         return SyncReport(mode=self._settings.mode, replica=self._replica)
 
     def _publish(self) -> None:
-        has_synced = self._report.num_buckets or self._report.weight_version is not None
+        has_synced = self.report.num_buckets or self.report.weight_version is not None
         if self._engine is not None and has_synced:
-            self._report.publish(self._settings.report_file)
-            self._published = self._report
-        self._report = self._new_report()
+            self.report.publish(self._settings.report_file)
+            self._published = self.report
+        self.report = self._new_report()

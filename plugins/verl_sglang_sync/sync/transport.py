@@ -36,7 +36,7 @@ from verl_sglang_sync.routes.route import Recovery, Route, RouteContext, SyncSou
 from verl_sglang_sync.routes.send.route import Send
 from verl_sglang_sync.routes.staging_ring import StagingRing
 from verl_sglang_sync.sources.export import Export, NamedTensor
-from verl_sglang_sync.sync.engines import ColocatedEngine, RemoteEngines
+from verl_sglang_sync.sync.engines import ColocatedEngine, RemoteEngines, SyncTask
 from verl_sglang_sync.sync.ranks_in_step import RanksInStep
 from verl_sglang_sync.sync.session_run import SessionRun
 
@@ -95,8 +95,9 @@ class SessionTransport:
         Raises:
             WeightSyncError: on every rank, if any rank failed.
         """
+        task = SyncTask(weights=weights, version=version, report=report, replicas=replicas)
         try:
-            self._sync_by_best_route(weights, version, report, replicas)
+            self._sync_by_best_route(task)
         except WeightSyncError as error:  # the next sync is made as the first one was
             for route in self._routes:
                 route.forget()
@@ -105,28 +106,22 @@ class SessionTransport:
             forget_frames(error)  # its text has those that matter
             raise
 
-    def _sync_by_best_route(
-        self,
-        weights: Iterable[NamedTensor],
-        version: str | None,
-        report: SyncReport,
-        replicas: Sequence[Replica],
-    ) -> None:
+    def _sync_by_best_route(self, task: SyncTask) -> None:
         """One session; a second one where the route of the first did not hold and says so."""
         ranks, routes = RanksInStep(self._group), self._routes
         try:
-            self._sync(weights, version, report, replicas, ranks, routes)
+            self._sync(task, ranks, routes)
             return
         except WeightSyncError as error:
             if self._route is None or isinstance(error, RankLost):
                 raise
-            recovery = self._route.recover(ranks.cause, weights)
+            recovery = self._route.recover(ranks.cause, task.weights)
             if recovery is Recovery.RAISE:
                 raise
             logger.warning("the sync is made again (%s): %s", recovery.value, error)
             routes = (self._route,) if recovery is Recovery.AGAIN else ()
-        report.restart()
-        self._sync(weights, version, report, replicas, RanksInStep(self._group), routes)
+        task.report.restart()
+        self._sync(task, RanksInStep(self._group), routes)
 
     def check_reply(self, report: SyncReport) -> None:
         """Raise a bad reply to the last sync's requests; called after the engine's next stage."""
@@ -135,21 +130,14 @@ class SessionTransport:
             with report.stage("reply"):
                 request.result()
 
-    def _sync(
-        self,
-        weights: Iterable[NamedTensor],
-        version: str | None,
-        report: SyncReport,
-        replicas: Sequence[Replica],
-        ranks: RanksInStep,
-        routes: Sequence[Route],
-    ) -> None:
+    def _sync(self, task: SyncTask, ranks: RanksInStep, routes: Sequence[Route]) -> None:
         self._route, loaded = None, None
+        weights, report = task.weights, task.report
         ranks.run_if_ok(lambda: self.check_reply(report))
         with ExitStack() as stack:
             stack.callback(self._rest, ranks)
             with report.stage("open"):
-                opened = self._engines.open(stack, ranks, version, replicas, report)
+                opened = self._engines.open(stack, ranks, task)
             run = SessionRun(opened, ranks, self._settings, report)
             source = self._choose(weights, routes, report)
             ranks.run_always(source.start)

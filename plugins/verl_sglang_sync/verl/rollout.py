@@ -6,7 +6,6 @@ method for method.
 
 from __future__ import annotations
 
-import logging
 import weakref
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -19,6 +18,7 @@ from verl_sglang_sync.collective import TorchTrainerGroup
 from verl_sglang_sync.config import BROADCAST_BACKEND, WeightSyncConfig
 from verl_sglang_sync.engine.server_client import SGLangServerClient
 from verl_sglang_sync.engine.server_client.operations import server_url
+from verl_sglang_sync.report import warn_once
 from verl_sglang_sync.stages import KV_CACHE
 from verl_sglang_sync.sync.sharding_manager import SGLangShardingManager
 from verl_sglang_sync.verl.adapter import collect_adapter
@@ -28,8 +28,6 @@ from verl_sglang_sync.verl.upstream import complete_server_client
 
 if TYPE_CHECKING:
     from verl_sglang_sync.verl.checkpoint_engine import RolloutServer
-
-logger = logging.getLogger(__name__)
 
 LORA_SLEEP_LEVEL = 1  # verl: only the KV cache sleeps where a LoRA adapter is served
 
@@ -41,7 +39,6 @@ class WeightSyncServerAdapter(ServerAdapter):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         self._settings = WeightSyncConfig.from_rollout(self.config)
         self._manager: SGLangShardingManager | None = None
-        self._has_warned = False
         if self._settings is not None:
             make_exports_repeatable()
             complete_server_client()
@@ -125,15 +122,12 @@ class WeightSyncServerAdapter(ServerAdapter):  # type: ignore[misc]
         """True if another checkpoint engine brings the weights as they arrive; warns once."""
         if not hasattr(weights, "__aiter__"):
             return False
-        if not self._has_warned:
-            self._has_warned = True
-            logger.warning(
-                "checkpoint_engine.backend=%r hands the weights over as they arrive: verl's own "
-                "update is used; backend=%r with +weight_sync=disaggregated broadcasts them "
-                "straight to the engine",
-                self.config.checkpoint_engine.backend,
-                BROADCAST_BACKEND,
-            )
+        warn_once(
+            f"checkpoint_engine.backend={self.config.checkpoint_engine.backend!r} hands the "
+            "weights over as they arrive: verl's own update is used; "
+            f"backend={BROADCAST_BACKEND!r} with +weight_sync=disaggregated broadcasts them "
+            "straight to the engine"
+        )
         return True
 
     @property

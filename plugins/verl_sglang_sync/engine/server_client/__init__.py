@@ -7,8 +7,6 @@ with SGLangServerClient("http://[::1]:30000", timeout_s=600) as client:
 
 from verl_sglang_sync.engine.server_client.client import SGLangServerClient
 from verl_sglang_sync.engine.server_client.errors import (
-    ConnectionBroken,
-    NoReply,
     NotAuthorized,
     ReplyLost,
     RequestFailed,
@@ -18,8 +16,6 @@ from verl_sglang_sync.engine.server_client.errors import (
 )
 
 __all__ = [
-    "ConnectionBroken",
-    "NoReply",
     "NotAuthorized",
     "ReplyLost",
     "RequestFailed",

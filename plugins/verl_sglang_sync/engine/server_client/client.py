@@ -9,26 +9,27 @@ Every operation either succeeded on the server or raised a `ServerError`. Sent a
 
 So an operation ends within `ATTEMPTS` x its timeout, plus a few seconds for the connections. These
 belong to one event loop, but a trainer calls from many: from short-lived ones (`asyncio.run` for
-each stage), from one that it blocks meanwhile, and from threads without one. So the client has a
-loop in a thread of its own.
+each stage), from one that it blocks meanwhile, and from threads without one. So all clients of a
+process share a loop in a thread of its own.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
+import os
 import threading
 import weakref
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from concurrent.futures import Future
-from typing import Any, Self, TypeVar
+from collections.abc import Mapping
+from concurrent.futures import Future, wait
+from typing import Any, Self
 
 import aiohttp
 
 from verl_sglang_sync.engine.server_client.errors import (
-    ConnectionBroken,
-    NoReply,
     NotAuthorized,
+    ReplyLost,
     RequestFailed,
     ServerError,
     ServerUnreachable,
@@ -75,15 +76,18 @@ class SGLangServerClient:
         self._admin_api_key = admin_api_key
         self._rank = rank
         self._replica = replica
+        self._calls: set[Future[Any]] = set()
         self._connections = _Connections()
-        self._loop = LoopThread("sglang-server-client", self._connections.close)
-        weakref.finalize(self, self._loop.stop)
+        weakref.finalize(self, self._connections.close_soon)
 
     def submit(self, call: Call) -> Future[Any]:
         """Start one operation; the future gets its reply, decoded if it is JSON, or a `ServerError`
         of which the class says what happened. Cancelling the future cancels it.
         """
-        return self._loop.submit(self._send(call))
+        future = asyncio.run_coroutine_threadsafe(self._send(call), _loop())
+        self._calls.add(future)
+        future.add_done_callback(self._calls.discard)
+        return future
 
     def run(self, call: Call) -> Any:
         """The reply of one operation, once it has succeeded; else `ServerError`."""
@@ -95,9 +99,10 @@ class SGLangServerClient:
             raise
 
     def close(self) -> None:
-        """Close the connections and end the client's thread; a later call starts both again."""
-        if thread := self._loop.stop():
-            thread.join(CLOSE_TIMEOUT_S)
+        """Cancel all calls and close the connections; a later call opens others."""
+        for future in self._calls.copy():
+            future.cancel()
+        wait([self._connections.close_soon()], CLOSE_TIMEOUT_S)
 
     def __enter__(self) -> Self:
         return self
@@ -169,15 +174,12 @@ class SGLangServerClient:
 
     def _lost(self, call: Call, error: Exception, attempts: int) -> ServerError:
         times = "" if attempts == 1 else f", in {attempts} attempts"
-        kind: type[ServerError]
+        message = f"the connection broke{times}: {error!r}"
         if isinstance(error, TimeoutError):
-            kind = NoReply
             message = f"no reply within {self._timeout_of(call.operation):g} s{times}"
-        else:
-            kind, message = ConnectionBroken, f"the connection broke{times}: {error!r}"
         if attempts < ATTEMPTS:
             message += "; not sent again, because it may have been executed"
-        return self._error(kind, call, message)
+        return self._error(ReplyLost, call, message)
 
     def _error(
         self, kind: type[ServerError], call: Call, message: str, status: int | None = None
@@ -206,7 +208,10 @@ class _Connections:
             )
         return self._session
 
-    async def close(self) -> None:
+    def close_soon(self) -> Future[None]:
+        return asyncio.run_coroutine_threadsafe(self._close(), _loop())
+
+    async def _close(self) -> None:
         session, self._session = self._session, None
         if session is not None:
             await session.close()
@@ -224,57 +229,12 @@ def _setting_sent() -> aiohttp.TraceConfig:
     return config
 
 
-CANCEL_TIMEOUT_S = 1.0
-
-Result = TypeVar("Result")
-
-
-class LoopThread:
-    """Runs coroutines in one thread, which starts with the first coroutine, and again after `stop`;
-    `last` is awaited in the loop before it stops.
-    """
-
-    def __init__(self, name: str, last: Callable[[], Awaitable[None]]) -> None:
-        self._name = name
-        self._last = last
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
-        self._lock = threading.Lock()
-
-    def submit(self, coroutine: Coroutine[Any, Any, Result]) -> Future[Result]:
-        with self._lock:
-            if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                self._thread = threading.Thread(
-                    target=_serve, args=(self._loop,), name=self._name, daemon=True
-                )
-                self._thread.start()
-            return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-
-    def stop(self) -> threading.Thread | None:
-        """Make the loop cancel its coroutines, await `last` and end; returns the thread, if any."""
-        with self._lock:
-            loop, self._loop = self._loop, None
-            thread, self._thread = self._thread, None
-        if loop is not None:
-            asyncio.run_coroutine_threadsafe(_finish(loop, self._last), loop)
-        return thread
+@functools.cache
+def _loop() -> asyncio.AbstractEventLoop:
+    """Of all clients of this process; its thread ends with the process."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="sglang-server-client", daemon=True).start()
+    return loop
 
 
-async def _finish(loop: asyncio.AbstractEventLoop, last: Callable[[], Awaitable[None]]) -> None:
-    try:
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in others:
-            task.cancel()
-        if others:  # so that whoever waits for them learns of it
-            await asyncio.wait(others, timeout=CANCEL_TIMEOUT_S)
-        await last()
-    finally:
-        loop.stop()
-
-
-def _serve(loop: asyncio.AbstractEventLoop) -> None:
-    try:
-        loop.run_forever()
-    finally:
-        loop.close()
+os.register_at_fork(after_in_child=_loop.cache_clear)  # the thread stays with the parent

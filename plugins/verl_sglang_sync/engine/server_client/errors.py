@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 
 class ServerError(RuntimeError):
     """A request to a server did not succeed.
 
     Attributes:
-        endpoint: URL of the request.
+        endpoint: URL of the request; "" only while Ray unpickles the error.
         status: HTTP status of the reply; None if there was none.
         message: the server's message, or what happened instead of a reply.
         rank: the trainer's rank that asked; None outside of a trainer.
@@ -20,7 +18,7 @@ class ServerError(RuntimeError):
         self,
         message: str,
         *,
-        endpoint: str,
+        endpoint: str = "",
         status: int | None = None,
         rank: int | None = None,
         replica: int | None = None,
@@ -41,30 +39,13 @@ class ServerError(RuntimeError):
         status = [] if self.status is None else [f"HTTP {self.status}"]
         return ": ".join([*([", ".join(who)] if who else []), self.endpoint, *status, self.message])
 
-    def __reduce__(self) -> tuple[Any, ...]:  # Ray pickles errors; keywords would be lost
-        return _rebuild, (type(self), self.message, {**self.__dict__})
-
-
-def _rebuild(kind: type[ServerError], message: str, fields: dict[str, Any]) -> ServerError:
-    error = kind(message, endpoint="")
-    error.__dict__.update(fields)
-    return error
-
 
 class ServerUnreachable(ServerError):
     """No connection: nothing was executed."""
 
 
 class ReplyLost(ServerError):
-    """No whole reply came; the request may have been executed."""
-
-
-class NoReply(ReplyLost):
-    """No reply within the operation's timeout."""
-
-
-class ConnectionBroken(ReplyLost):
-    """The connection broke before the reply was complete."""
+    """No whole reply came, in time or at all; the request may have been executed."""
 
 
 class NotAuthorized(ServerError):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import ipaddress
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
@@ -143,7 +142,7 @@ def model_info() -> Call:
 def server_url(host: str, port: int) -> str:
     """Base URL of the HTTP server at a name or an address, IPv6 ones with or without brackets."""
     bare = host.removeprefix("[").removesuffix("]")
-    return f"http://[{bare}]:{port}" if _is_ipv6(bare) else f"http://{host}:{port}"
+    return f"http://[{bare}]:{port}" if ":" in bare else f"http://{host}:{port}"
 
 
 def checked_base_url(key: str, value: object) -> str:
@@ -160,11 +159,3 @@ def checked_base_url(key: str, value: object) -> str:
     if not usable or parts.query or parts.fragment or parts.username is not None:
         raise ValueError(f"{key}={value!r}: {allowed}")
     return value.rstrip("/")
-
-
-def _is_ipv6(host: str) -> bool:
-    try:
-        ipaddress.IPv6Address(host)
-    except ValueError:
-        return False
-    return True
