@@ -30,8 +30,9 @@ from support.broadcast_steps import (
     sent_syncs,
     syncs_and_faults,
 )
+from support.remote import results_of
 from support.sglang_server import Server, loopback, sglang_server
-from support.trainer import Step, results_of, run_trainer
+from support.trainer import Step, run_trainer
 from verl_sglang_sync.engine.server_client import SGLangServerClient, operations
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]

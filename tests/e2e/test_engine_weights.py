@@ -28,9 +28,9 @@ from support.engine_steps import (
 )
 from support.exports import NORM, store_tied_head
 from support.http_requests import get, greedy, post
+from support.remote import Outcome, results_of
 from support.served import Served, served
 from support.sync_checks import check_syncs_in_a_row
-from support.trainer import Outcome, results_of
 
 pytestmark = pytest.mark.e2e
 

@@ -24,7 +24,7 @@ from support.fault_steps import (
     kill_between_buckets,
 )
 from support.served import Served, served
-from support.sglang_server import free_port
+from verl_sglang_sync.bench.engine_server import free_port
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 TP = 2

@@ -21,8 +21,9 @@ from tiny_assets import make_assets
 from support import cycle_models
 from support.megatron_steps import ALTERED, FACTORS, LOST, exercise_engine, presets_of
 from support.megatron_trainer import ENVIRONMENT, Layout
+from support.remote import Outcome, results_of
 from support.sglang_server import sglang_server
-from support.trainer import Outcome, results_of, run_trainer
+from support.trainer import run_trainer
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

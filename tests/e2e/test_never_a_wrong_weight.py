@@ -31,8 +31,8 @@ from support.engine_loaders import STOP_LOADER
 from support.exports import KeptExport, calling_at, doubled
 from support.http_requests import greedy, paused_generation, post, request, status_of_request
 from support.served import Served, served
-from support.sglang_server import free_port
-from support.trainer import LoneTrainer, NamedTensors, ask_engine, sync_error
+from support.trainer import NamedTensors, TrainerRank, ask_engine, sync_error
+from verl_sglang_sync.bench.engine_server import free_port
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -51,7 +51,7 @@ def engine(
 
 
 @pytest.fixture
-def trainer(engine: Served) -> LoneTrainer:
+def trainer(engine: Served) -> TrainerRank:
     """A new one for each test."""
     return engine.trainer()
 
@@ -82,7 +82,7 @@ GARBAGE = 7.0
 )
 def test_a_sync_that_its_trainer_has_given_up_is_never_published(
     engine: Served,
-    trainer: LoneTrainer,
+    trainer: TrainerRank,
     mode: str,
     settings: dict[str, Any],
     stops_in_load: bool,
@@ -139,7 +139,7 @@ PROMPTS = ("One", "It was a night of two moons", "def main():", "7 8 9 10 11 12 
 @waiting
 @pytest.mark.parametrize(("mode", "refusal"), [("flattened", "rubbish"), ("compiled", "running")])
 def test_after_a_refused_update_no_request_mixes_two_versions(
-    engine: Served, trainer: LoneTrainer, mode: str, refusal: str
+    engine: Served, trainer: TrainerRank, mode: str, refusal: str
 ) -> None:
     """Streams without a break while ten syncs come; what was refused has touched nothing."""
     manager, ask = trainer.manager(mode), partial(streamed_ids, engine.url)
@@ -214,7 +214,7 @@ BREAKS_AT = 10
 @pytest.mark.parametrize("num_tensors", [0, 2])
 @pytest.mark.parametrize(("mode", "how"), [("flattened", "raises"), ("compiled", "doubles")])
 def test_after_a_sync_that_broke_off_only_a_whole_one_is_served(
-    engine: Served, trainer: LoneTrainer, mode: str, how: str, num_tensors: int
+    engine: Served, trainer: TrainerRank, mode: str, how: str, num_tensors: int
 ) -> None:
     """Not one of a part of the tensors alone."""
     manager = trainer.manager(mode, manifest_check="off", bucket_bytes=1 << 12)
@@ -239,7 +239,7 @@ def test_after_a_sync_that_broke_off_only_a_whole_one_is_served(
 
 
 @refusing
-def test_an_export_that_grows_is_loaded_right(engine: Served, trainer: LoneTrainer) -> None:
+def test_an_export_that_grows_is_loaded_right(engine: Served, trainer: TrainerRank) -> None:
     """Two tensors between whole exports: the bucket that ended the shorter one is not the last any
     more. A refusal of the small ones is as good as a sync.
     """
@@ -257,7 +257,7 @@ def test_an_export_that_grows_is_loaded_right(engine: Served, trainer: LoneTrain
 
 @refusing
 def test_an_embedding_that_comes_again_with_other_values_is_an_error(
-    engine: Served, trainer: LoneTrainer
+    engine: Served, trainer: TrainerRank
 ) -> None:
     name, weights = "model.embed_tokens.weight", trainer.weights()
     first = dict(weights)[name]
@@ -316,7 +316,7 @@ class ForgedInvitations:
 
 @refusing
 def test_a_session_at_an_endpoint_of_another_kind_is_refused_at_once(
-    engine: Served, trainer: LoneTrainer
+    engine: Served, trainer: TrainerRank
 ) -> None:
     """The engine goes on serving what it had; nothing is connected to."""
     weights: NamedTensors = trainer.weights()

@@ -12,7 +12,7 @@ import pytest
 
 from support.forks import TESTS
 from support.router import router_process, wait_until_up, workers_of
-from support.sglang_server import free_port
+from verl_sglang_sync.bench.engine_server import free_port
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

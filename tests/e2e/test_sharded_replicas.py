@@ -10,8 +10,9 @@ import pytest
 from tiny_assets import make_assets
 
 from support.engine_steps import SCALES, sharded_replicas
+from support.remote import results_of
 from support.sglang_server import sglang_server
-from support.trainer import results_of, run_trainer
+from support.trainer import run_trainer
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

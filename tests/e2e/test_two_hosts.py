@@ -29,11 +29,12 @@ from support.engine_loaders import HASH_LOADER
 from support.engine_steps import sync_away_and_back
 from support.host_actor import HostActors
 from support.hosts import Host, two_hosts
+from support.remote import results_of
 from support.router import is_installed, router_process
-from support.sglang_server import environment, free_port
-from support.trainer import results_of, run_trainer
+from support.sglang_server import environment
+from support.trainer import run_trainer
 from unit.composed_recipe import ROLLOUT, SECTION, compose
-from verl_sglang_sync.bench.engine_server import START_TIMEOUT_S
+from verl_sglang_sync.bench.engine_server import START_TIMEOUT_S, free_port
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

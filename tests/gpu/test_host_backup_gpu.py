@@ -21,7 +21,7 @@ from support.engine_steps import sync_weights
 from support.http_requests import Reply, generate, release, resume
 from support.memory_loaders import LOOK_LOADER, MEMORY_LOADERS, POISON_LOADER, PUBLISH_LOADER
 from support.served import Served, served
-from support.trainer import LoneTrainer, ask_engine
+from support.trainer import ask_engine, lone_trainer
 
 pytestmark = [
     pytest.mark.gpu,
@@ -47,7 +47,7 @@ class Engine:
     def __init__(self, engine: Served) -> None:
         self.url = engine.url
         self.log = engine.server.log
-        self.trainer = LoneTrainer(engine.url, torch.device("cuda", 0), engine.folder)
+        self.trainer = lone_trainer(engine.url, torch.device("cuda", 0), engine.folder)
 
     def ask(self, loader: str, **argument: Any) -> Any:
         """Have the engine run one of `memory_loaders`; its answer."""

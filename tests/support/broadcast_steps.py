@@ -19,9 +19,10 @@ from support.engine_loaders import HASH_LOADER
 from support.engine_steps import hashes_of_hosts
 from support.exports import ShardedExport, calling_at, doubled, on_meta
 from support.settings import settings_of
-from support.sglang_server import free_port, loopback
+from support.sglang_server import loopback
 from support.stock_update import update_from_distributed
 from support.trainer import Hashes, NamedTensors, TrainerRank, read_hashes, run_loader
+from verl_sglang_sync.bench.engine_server import free_port
 from verl_sglang_sync.engine.server_client import ServerError, SGLangServerClient, operations
 from verl_sglang_sync.routes.exchange.all_to_all import AllToAll
 from verl_sglang_sync.routes.pull.route import PulledBuckets
