@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,21 +12,9 @@ import psutil
 from tiny_assets import make_assets
 
 from support.engine_loaders import HASH_LOADER
-from support.http_requests import get
-from support.remote import Outcome, results_of
 from support.sglang_server import Server, sglang_server
-from support.trainer import (
-    CPU,
-    Hashes,
-    Ranks,
-    Step,
-    TrainerRank,
-    lone_trainer,
-    read_hashes,
-    run_loader,
-    run_trainer,
-)
-from verl_sglang_sync.engine.server_client import SGLangServerClient
+from support.trainer import CPU, Hashes, Ranks, TrainerRank, read_hashes, run_loader
+from verl_sglang_sync.engine.server_client import SGLangServerClient, operations
 
 
 @dataclass(frozen=True)
@@ -54,9 +41,8 @@ class Served:
     @property
     def version(self) -> str:
         """That the engine publishes."""
-        status, text = get(self.url, "model_info")
-        assert status == 200, text
-        version: str = json.loads(text)["weight_version"]
+        with SGLangServerClient(self.url, timeout_s=60, **self.access) as client:
+            version: str = client.run(operations.model_info())["weight_version"]
         return version
 
     @property
@@ -82,19 +68,11 @@ class Served:
 
     def trainer(self, device: Any = CPU) -> TrainerRank:
         """A trainer of one rank, in this process."""
-        return lone_trainer(self.url, device, self.folder)
+        return TrainerRank([self.url], self.tp, device, self.folder).start()
 
     def ranks(self, **more: Any) -> Ranks:
         """New trainer processes, one for each TP rank; arguments as for `Ranks`."""
         return Ranks(self.folder, [self.url], tp=self.tp, **more)
-
-    def attempt(self, step: Step, *args: Any, url: str | None = None, **more: Any) -> list[Outcome]:
-        """Run a step on new trainer processes, one for each TP rank; by rank, how it ended."""
-        return run_trainer(step, self.folder, *args, urls=[url or self.url], tp=self.tp, **more)
-
-    def run(self, step: Step, *args: Any, **more: Any) -> list[Any]:
-        """The same where no rank may fail: results by rank."""
-        return results_of(self.attempt(step, *args, **more))
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import asyncio
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from support.engine_loaders import HASH_LOADER
 from support.hosts import Host
 from support.ipc import serialize_handles
 from support.remote import Outcome, Remote, finish, results_of
@@ -33,39 +32,63 @@ CPU = torch.device("cpu")
 LIMIT_S = 420  # of calls of a minute or two; the machine may be busy
 
 NamedTensors = list[tuple[str, torch.Tensor]]
+Hashes = list[dict[str, str]]
+"""sha256 by name of each TP rank's tensors."""
+
 Step = Callable[..., Any]
 
 
+@dataclass
 class TrainerRank:
     """One trainer process; the replicas are rows of `tp` consecutive ranks.
 
-    Args:
-        rank: of `world_size`.
-        world_size: all ranks.
-        tp: ranks per replica.
+    Attributes:
         urls: server of each replica.
+        tp: ranks per replica.
         device: of the trainer's tensors, the same as the engine's rank.
         folder: with the checkpoint `model`.
+        rank: of all.
+        kept: what a call leaves for the next one.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        world_size: int,
-        tp: int,
-        urls: Sequence[str],
-        device: torch.device,
-        folder: Path,
-    ) -> None:
-        self.rank, self.replica, self.tp = rank, rank // tp, tp
-        self.device, self.folder, self.url = device, folder, urls[rank // tp]
-        self.kept: dict[Any, Any] = {}
-        self.is_leader = rank % tp == 0
-        """True on the rank that talks to the replica's server."""
-        if dist.is_initialized():
-            sizes, names = (world_size // tp, tp), ("dp", "infer_tp")
+    urls: Sequence[str]
+    tp: int
+    device: torch.device
+    folder: Path
+    rank: int = 0
+    kept: dict[Any, Any] = field(default_factory=dict)
+
+    def start(self, backend: str | None = None, store: Path | None = None) -> TrainerRank:
+        """Have this process be the rank; with a `backend` it meets the others in the file `store`,
+        else there are none.
+        """
+        if self.device.type == "cpu":
+            os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+            torch.multiprocessing.set_sharing_strategy("file_system")
+        if backend is not None:
+            if self.device.type != "cpu":
+                torch.cuda.set_device(self.device)
+            torch.set_num_threads(1)
+            size, meet = len(self.urls) * self.tp, f"file://{store}"
+            dist.init_process_group(backend, init_method=meet, rank=self.rank, world_size=size)
+            sizes, names = (len(self.urls), self.tp), ("dp", "infer_tp")
             self.mesh = dist.init_device_mesh("cpu", sizes, mesh_dim_names=names)
         self.use_client(self.url, timeout_s=60)
+        return self
+
+    @property
+    def replica(self) -> int:
+        return self.rank // self.tp
+
+    @property
+    def url(self) -> str:
+        """Of the replica's server."""
+        return self.urls[self.replica]
+
+    @property
+    def is_leader(self) -> bool:
+        """True on the rank that talks to the replica's server."""
+        return self.rank % self.tp == 0
 
     def use_client(self, url: str, **access: Any) -> None:
         """Talk to the server by this address from now on; arguments as for the client."""
@@ -93,11 +116,6 @@ class TrainerRank:
             replica=self.replica,
         )
 
-    def hashes(self) -> Hashes:
-        folder = self.folder / f"replica{self.replica}"
-        folder.mkdir(exist_ok=True)
-        return engine_hashes(self, folder)
-
     def kept_manager(self, mode: str, **settings: Any) -> Any:
         """The same one at every call with these arguments."""
         key = mode, str(settings), id(self.client)
@@ -115,12 +133,6 @@ class TrainerRank:
 
     def close(self) -> None:
         dist.destroy_process_group()
-
-
-def lone_trainer(url: str, device: torch.device, folder: Path) -> TrainerRank:
-    """A trainer of one rank, in the caller's own process."""
-    _prepare_process(device)
-    return TrainerRank(0, 1, 1, [url], device, folder)
 
 
 def sync_error(manager: Any, weights: Any, version: str = "v") -> str | None:
@@ -143,19 +155,6 @@ def report_of_cycle(manager: Any, weights: Any, version: str) -> dict[str, Any]:
     report = asdict(manager.report)
     asyncio.run(manager.resume(("kv_cache",)))
     return report
-
-
-Hashes = list[dict[str, str]]
-
-
-def ask_engine(rank: TrainerRank, loader: str, argument: str = "") -> None:
-    if rank.is_leader:
-        run_loader(rank.client, rank.tp, loader, argument)
-
-
-def engine_hashes(rank: TrainerRank, folder: Path) -> Hashes:
-    ask_engine(rank, HASH_LOADER, str(folder))
-    return read_hashes(folder, rank.tp) if rank.is_leader else []
 
 
 def run_loader(client: Any, tp: int, loader: str, argument: str) -> None:
@@ -196,20 +195,27 @@ class Ranks:
         backend: str = "gloo",
         hosts: Sequence[Host] = (),
     ) -> None:
-        size, name = tp * len(urls), os.urandom(4).hex()
-        start = partial(_start_rank, size, tp, urls, device, backend, folder)
-        self.processes = []
-        for rank in range(size):
-            command = None if device == "cpu" and not hosts else hosts[rank].prefix if hosts else ()
-            there = hosts[rank].environment if hosts else {}
+        name, self.processes = os.urandom(4).hex(), []
+        for i in range(tp * len(urls)):
+            there = hosts[i] if hosts else None
+            where = torch.device(device) if device == "cpu" else torch.device(device, i)
+            rank = TrainerRank(urls, tp, where, folder, i)
             process = Remote(
-                partial(start, folder / f"store-{name}", rank),
-                environment={**os.environ, **(environment or {}), **there},
-                log=folder / f"trainer-{name}-{rank}.log",
-                command=command,
+                partial(rank.start, backend, folder / f"store-{name}"),
+                environment={
+                    **os.environ,
+                    **(environment or {}),
+                    **(there.environment if there else {}),
+                },
+                log=folder / f"trainer-{name}-{i}.log",
+                command=there.prefix if there else None if device == "cpu" else (),
             )
             self.processes.append(process)
-        results_of(self.finish(LIMIT_S))
+        try:
+            results_of(self.finish(LIMIT_S))
+        except BaseException:
+            self.end()
+            raise
 
     def __enter__(self) -> Ranks:
         return self
@@ -261,38 +267,3 @@ class Ranks:
             process.link.close()
         for process in self.processes:
             process.end()
-
-
-def run_trainer(
-    step: Step, folder: Path, *args: Any, urls: list[str], timeout_s: float = LIMIT_S, **more: Any
-) -> list[Outcome]:
-    """Run `step(rank, *args)` on new ranks; arguments as for `Ranks`."""
-    with Ranks(folder, urls, **more) as ranks:
-        return ranks.attempt(step, *args, limit_s=timeout_s)
-
-
-def _prepare_process(device: torch.device) -> None:
-    """What a trainer's process needs before it syncs."""
-    if device.type == "cpu":
-        os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
-        torch.multiprocessing.set_sharing_strategy("file_system")
-
-
-def _start_rank(
-    size: int,
-    tp: int,
-    urls: Sequence[str],
-    device: str,
-    backend: str,
-    folder: Path,
-    store: Path,
-    rank: int,
-) -> TrainerRank:
-    there = torch.device(device)
-    if device != "cpu":
-        there = torch.device(device, rank)
-        torch.cuda.set_device(there)
-    _prepare_process(there)
-    torch.set_num_threads(1)
-    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=size)
-    return TrainerRank(rank, size, tp, urls, there, folder)
