@@ -310,6 +310,10 @@ class Storm:
         """Keep a finding, and print it as it comes."""
         where = {"seed": self.seed, "tp": self.tp, "round": self._round, "fault": self._fault}
         detail = f"{violation.detail}{self._context}"[:3000]
+        if not self.engine.server.lives:
+            log = self.engine.server.log
+            cause = log[log.rfind("Traceback (most recent call last)") :]
+            detail += f" [the engine died: {self.engine.server.server.log}: {cause[:2000]}]"
         self.findings.append({**where, "kind": violation.kind, "detail": detail})
         self.row.wrong_weights += violation.kind in ("wrong weights", "mixed stream")
         self.row.hangs += violation.kind == "hang"

@@ -92,26 +92,10 @@ class StormEngine:
         """POST to the server itself."""
         return request(f"{self.url}/{endpoint}", body, limit_s=limit_s)
 
-    def label(self) -> str:
-        """The version that `/model_info` reports."""
-        reply = request(f"{self.url}/model_info", limit_s=REPLY_S)
-        self.must_live()
-        if reply.status != 200:
-            raise Violation("hang", f"/model_info: {reply}")
-        return str(json.loads(reply.text)["weight_version"])
-
-    def must_live(self) -> None:
-        """Raise a violation with the end of the log if the server is gone."""
-        if not self.server.lives:
-            log = self.server.log
-            cause = log[log.rfind("Traceback (most recent call last)") :][:2000]
-            raise Violation("engine died", f"{self.server.server.log}: {cause}")
-
     def _answer(self) -> tuple[str, Tokens] | None:
         """(prompt, its tokens) if a request is answered; None: it waits, or is refused."""
         prompt = PROMPTS[int(time.monotonic() * 1000) % len(PROMPTS)]
         reply = self.post("generate", _body(prompt, 8), limit_s=PROBE_S)
-        self.must_live()
         if reply.status == 200:
             return prompt, _tokens_of(json.loads(reply.text))
         if reply.status in (0, 503):
@@ -121,14 +105,11 @@ class StormEngine:
     def served(self) -> str | None:
         """The label of what is served, proven to be that version; None: nothing is served."""
         for _ in range(5):
-            label, answer = self.label(), self._answer()
+            label, answer = self.server.version, self._answer()
             if answer is None:
                 return None
-            try:
-                found = self.server.hashes(REPLY_S)
-            except Exception as error:
-                raise Violation("hang", f"it generates, and gives no hashes: {error}") from error
-            if self.label() == label:
+            found = self.server.hashes(REPLY_S)
+            if self.server.version == label:
                 break
             time.sleep(0.2)
         else:
