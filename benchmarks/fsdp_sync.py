@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.fsdp_rank import measure_rank
-from support.trainer import run_trainer
+from support.trainer import Ranks
 from verl_sglang_sync.bench.engine_server import engine_server, wait_until_healthy
 from verl_sglang_sync.bench.model_shapes import MODELS, write_config
 from verl_sglang_sync.bench.results_file import medians
@@ -67,21 +67,13 @@ def measure_on_gpus(
     config = write_config(folder / model, model)
     lines = folder / f"arms-{model}-{gpus}-{tp}.jsonl"
     lines.unlink(missing_ok=True)
-    with engines_on(config, model, gpus, tp, device, folder) as urls:
-        outcomes = run_trainer(
-            measure_rank,
-            folder,
-            model,
-            str(config),
-            arms,
-            runs,
-            str(lines),
-            urls=urls,
-            tp=tp,
-            device=device,
-            timeout_s=TIMEOUT_S,
-            backend="gloo" if device == "cpu" else "cpu:gloo,cuda:nccl",
-        )
+    backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
+    with (
+        engines_on(config, model, gpus, tp, device, folder) as urls,
+        Ranks(folder, urls, tp=tp, device=device, backend=backend) as ranks,
+    ):
+        args = model, str(config), arms, runs, str(lines)
+        outcomes = ranks.attempt(measure_rank, *args, limit_s=TIMEOUT_S)
     for outcome in outcomes:
         if outcome.error is not None:
             print(outcome.error, file=sys.stderr)  # the arms before it have been measured

@@ -32,7 +32,7 @@ import torch  # noqa: E402
 from benchmarks.fsdp_sync import engines_on  # noqa: E402
 from benchmarks.megatron_rank import ARMS, EXPORT_ONLY, STAGES, measure_rank  # noqa: E402
 from support.megatron_trainer import ENVIRONMENT, Layout  # noqa: E402
-from support.trainer import run_trainer  # noqa: E402
+from support.trainer import Ranks  # noqa: E402
 from verl_sglang_sync.bench.model_shapes import MODELS, tensor_shapes, write_config  # noqa: E402
 from verl_sglang_sync.bench.results_file import hardware, medians, print_table, write_results  # noqa: E402
 
@@ -67,21 +67,23 @@ def measure(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
         ddp=not args.no_gradients,
     )
     ranks, tp = args.ranks, args.engine_tp
-    with engines_on(checkpoint, args.model, ranks, tp, args.device, folder) as urls:
-        outcomes = run_trainer(
+    where = {
+        "device": args.device,
+        "environment": ENVIRONMENT if args.device == "cpu" else None,
+        "backend": "gloo" if args.device == "cpu" else "cpu:gloo,cuda:nccl",
+    }
+    with (
+        engines_on(checkpoint, args.model, ranks, tp, args.device, folder) as urls,
+        Ranks(folder, urls, tp=tp, **where) as trainer,
+    ):
+        outcomes = trainer.attempt(
             measure_rank,
-            folder,
             str(checkpoint),
             msgspec.structs.asdict(layout),
             args.arms,
             args.runs,
             args.bucket_mb << 20,
-            urls=urls,
-            tp=tp,
-            device=args.device,
-            environment=ENVIRONMENT if args.device == "cpu" else None,
-            timeout_s=TIMEOUT_S,
-            backend="gloo" if args.device == "cpu" else "cpu:gloo,cuda:nccl",
+            limit_s=TIMEOUT_S,
         )
     for outcome in outcomes:
         if outcome.error is not None:

@@ -25,8 +25,8 @@ from contract.tiny_architectures import (
 from contract.tiny_engine import TinyEngine
 from contract.weight_check_proof import check, specs_of
 from sglang_loader.load_plan.destinations import collect_destinations
-from support.fp8_models import case_of, model_override, quantizer
 from support.plan_check import snapshot, uncovered
+from support.served_models import case_of, model_override, quantizer
 
 prepare_process()
 pytest.importorskip("sglang", reason="needs the SGLang that the plugin supports")

@@ -1,48 +1,138 @@
-"""A LoRA adapter that a real TP 2 engine serves as such, replaced while its base weights stay."""
+"""A LoRA adapter that a real TP 2 engine serves as such, replaced while its base weights stay.
+
+PEFT's model is the measure.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import json
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tiny_assets import make_assets
 
-from support.adapter_steps import RANK, TARGETS, adapted, served_adapters
+from support.http_requests import Reply, post
 from support.served import served
+from support.trainer import TrainerRank
+from verl_sglang_sync.collective import WeightSyncError
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
+RANK = 8
+PROMPT = [5, 17, 42, 99, 7, 300, 12]
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 WITH_LORA = (
     *("--enable-lora", "--max-lora-rank", str(RANK), "--lora-target-modules", *TARGETS),
     *("--lora-backend", "torch_native", "--max-loras-per-batch", "2"),
 )
 WITHOUT_PINNED_MEMORY = {"SGLANG_EXTERNAL_MODEL_PACKAGE": "support.unpinned"}
 
+LogProbs = list[float]
+"""Of the prompt's tokens after the first."""
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """An adapter of a checkpoint, as verl exports it, and what PEFT's model makes of the prompt."""
+
+    weights: dict[str, torch.Tensor]
+    config: dict[str, Any]
+    log_probs: LogProbs
+    base_log_probs: LogProbs
+
+
+def adapted(folder: Path, seed: int, rank: int = RANK) -> Adapted:
+    """A random adapter of the checkpoint in `folder`."""
+    from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    config = LoraConfig(
+        r=rank, lora_alpha=2 * rank, target_modules=TARGETS, init_lora_weights=False
+    )
+    model: Any = get_peft_model(base, config)
+
+    def log_probs() -> LogProbs:
+        with torch.no_grad():
+            logits = model(torch.tensor([PROMPT])).logits[0]
+        found = logits.log_softmax(-1)[:-1].gather(1, torch.tensor(PROMPT[1:])[:, None])
+        return [float(log_prob) for log_prob in found[:, 0]]
+
+    with model.disable_adapter():
+        base_log_probs = log_probs()
+    weights = dict(get_peft_model_state_dict(model))
+    return Adapted(weights, model.peft_config["default"].to_dict(), log_probs(), base_log_probs)
+
+
+def sync_base(rank: TrainerRank) -> tuple[int, int] | None:
+    """By a load plan; buckets of the second sync that were replayed, of how many."""
+    manager = rank.kept_manager("compiled", free_cache_engine=False)
+    for version in ("0", "1"):
+        asyncio.run(manager.sync(rank.weights(), version=version))
+    report = manager.take_published()
+    return None if report is None else (report.num_replayed, report.num_buckets)
+
+
+def serve(rank: TrainerRank, weights: Any, config: dict[str, Any]) -> str:
+    """Have the engine serve this adapter alone; why it does not."""
+    from verl_sglang_sync.verl.adapter import collect_adapter
+
+    ranks = {"num_ranks": rank.tp, "is_leader": rank.is_leader}
+    collect = partial(collect_adapter, weights.items(), config, **ranks)
+    manager = rank.kept_manager("compiled", free_cache_engine=False)
+    try:
+        asyncio.run(manager.sync_adapter(collect, version="2"))
+    except WeightSyncError as refused:
+        return str(refused)
+    return ""
+
 
 def test_an_adapter_is_served_and_replaced_and_one_that_does_not_fit_is_refused_by_name(
     tmp_path: Path,
 ) -> None:
+    from verl.workers.rollout.sglang_rollout.utils import SGLANG_LORA_NAME
+
     make_assets(tmp_path)
     first, second = (adapted(tmp_path / "model", seed) for seed in (1, 2))
     large = adapted(tmp_path / "model", 3, rank=2 * RANK)
-    with served(tmp_path, tp=2, extra=WITH_LORA, variables=WITHOUT_PINNED_MEMORY) as engine:
-        leader, other = engine.run(served_adapters, first, second, large)
-    num_replayed, num_buckets = leader["replayed"]
-    assert num_replayed == num_buckets > 0
-    assert leader["base"] == leader["base again"]
-    for name, expected in (
-        ("base", first.base_log_probs),
-        ("first", first.log_probs),
-        ("second", second.log_probs),
-        ("first again", first.log_probs),
-        ("second again", second.log_probs),
+    with (
+        served(tmp_path, tp=2, extra=WITH_LORA, variables=WITHOUT_PINNED_MEMORY) as engine,
+        engine.ranks() as ranks,
     ):
-        torch.testing.assert_close(leader[name], expected, atol=1e-4, rtol=0)
-    for name, others in (("first", "base"), ("second", "base"), ("first", "second")):
-        differences = (abs(a - b) for a, b in zip(leader[name], leader[others], strict=True))
-        assert max(differences) > 0.01, f"{name} is no other than {others}"
-    assert leader["without"] == [400, 400], "nobody is served without the adapter that it asks for"
-    assert leader["error"] == other["error"]
-    assert "stage 'load_adapter' failed" in leader["error"]
-    assert str(2 * RANK) in leader["error"], leader["error"]
+
+        def ask(adapter: str | None) -> Reply:
+            payload = {"input_ids": PROMPT, "return_logprob": True, "logprob_start_len": 0}
+            sampling = {"sampling_params": {"max_new_tokens": 1, "temperature": 0}}
+            return post(engine.url, "generate", payload | sampling | {"lora_path": adapter})
+
+        def log_probs(adapter: str | None = SGLANG_LORA_NAME) -> LogProbs:
+            status, text = ask(adapter)
+            assert status == 200, text
+            found = json.loads(text)["meta_info"]["input_token_logprobs"]
+            return [log_prob for log_prob, *_ in found[1:]]
+
+        num_replayed, num_buckets = ranks.run(sync_base)[0]
+        assert num_replayed == num_buckets > 0
+        base, seen = log_probs(None), []
+        assert ask(SGLANG_LORA_NAME).status == 400, "nobody is served without what it asks for"
+        for adapter in (first, second, first):
+            assert ranks.run(serve, adapter.weights, adapter.config) == ["", ""]
+            seen.append(log_probs())
+        (error,) = set(ranks.run(serve, large.weights, large.config))
+        assert "stage 'load_adapter' failed" in error and str(2 * RANK) in error, error
+        assert ask(SGLANG_LORA_NAME).status == 400
+        assert ranks.run(serve, second.weights, second.config) == ["", ""]
+        seen.append(log_probs())
+        assert log_probs(None) == base
+    close = partial(torch.testing.assert_close, atol=1e-4, rtol=0)
+    close(base, first.base_log_probs)
+    for found, adapter in zip(seen, (first, second, first, second), strict=True):
+        close(found, adapter.log_probs)
+    for one, other in ((seen[0], base), (seen[1], base), (seen[0], seen[1])):
+        assert max(abs(a - b) for a, b in zip(one, other, strict=True)) > 0.01, "they are the same"

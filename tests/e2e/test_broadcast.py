@@ -7,48 +7,82 @@ One of the engines listens at ::1, and in mode compiled the group meets there.
 
 from __future__ import annotations
 
+import base64
+import itertools
+import json
+import os
 import re
-from collections.abc import Iterator, Sequence
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from tiny_assets import make_assets
 
-from support.broadcast_steps import (
-    BOTH,
-    LIMIT_S,
-    PLAN,
-    SENDS,
-    broadcast_syncs,
-    dies_amid_sending,
-    dies_as_it_is_read,
-    faults_amid_sending,
-    good_sync,
-    sent_syncs,
-    syncs_and_faults,
-)
-from support.sglang_server import Server, loopback, sglang_server
-from support.trainer import Step, results_of, run_trainer
+from support.exports import calling_at, doubled, on_meta
+from support.http_requests import get, post
+from support.sender import Senders
+from support.served import Served, served
+from support.sglang_server import loopback
+from support.trainer import NamedTensors, Ranks, TrainerRank
+from verl_sglang_sync.bench.engine_server import free_port
 from verl_sglang_sync.engine.server_client import SGLangServerClient, operations
+from verl_sglang_sync.routes.exchange.all_to_all import AllToAll
+from verl_sglang_sync.routes.pull.route import PulledBuckets
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+BOTH = (0, 1)
+LIMIT_S = 8.0
+"""Of the syncs in which somebody fails."""
 
 
 @dataclass(frozen=True)
 class Engines:
-    """A TP 1 and a TP 2 engine of one checkpoint."""
+    """A TP 1 and a TP 2 engine of one checkpoint, and what each has of which weights' scale."""
 
-    servers: tuple[Server, Server]
+    servers: tuple[Served, Served]
     folder: Path
+    scales: list[float] = field(default_factory=lambda: [1.0, 1.0])
+    known: dict[tuple[int, float], Any] = field(default_factory=dict)
 
-    def run(self, step: Step, *args: Any, world_size: int) -> list[dict[str, Any]]:
-        """Run trainer ranks, whose group is their own; their results."""
-        targets = [[server.url, tp] for server, tp in zip(self.servers, (1, 2), strict=True)]
-        urls = [self.servers[0].url] * world_size
-        return results_of(run_trainer(step, self.folder, targets, *args, urls=urls))
+    @property
+    def targets(self) -> list[tuple[str, int]]:
+        return [(server.url, server.tp) for server in self.servers]
+
+    @property
+    def pids(self) -> list[int]:
+        return [server.server.process.pid for server in self.servers]
+
+    def ranks(self, world_size: int) -> Ranks:
+        """Trainer ranks, whose group is their own."""
+        return Ranks(self.folder, [self.servers[0].url] * world_size)
+
+    def check(self) -> None:
+        """Each has the weights that it got last, and no other scale's."""
+        for place in enumerate(self.scales):
+            hashes = self.servers[place[0]].hashes()
+            assert hashes == self.known.setdefault(place, hashes), place
+        assert len({str(hashes) for hashes in self.known.values()}) == len(self.known)
+
+    def syncs(
+        self, senders: Senders, plan: Sequence[tuple[float, str, tuple[int, ...]]]
+    ) -> list[dict[str, Any]]:
+        """Sync by a plan of (the weights' scale, mode, who takes part): every sync leaves its
+        members with its weights, and the others as they were; the reports.
+        """
+        reports = []
+        for scale, mode, members in plan:
+            reports.append(senders.sync(scale, mode, members))
+            for member in members:
+                self.scales[member] = scale
+            self.check()
+        return reports
 
 
 @pytest.fixture(scope="module")
@@ -56,13 +90,29 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
     folder = tmp_path_factory.mktemp("broadcast")
     make_assets(folder, architecture="qwen3_moe")
     with ExitStack() as stack:
-        servers = []
-        for tp, host in ((1, loopback()), (2, "127.0.0.1")):
-            own = folder / f"tp{tp}"
-            own.mkdir()
-            server = sglang_server(folder / "model", own, tp=tp, host=host)
-            servers.append(stack.enter_context(server))
-        yield Engines((servers[0], servers[1]), folder)
+        one, two = (
+            stack.enter_context(
+                served(folder / f"tp{tp}", model=folder / "model", tp=tp, host=host)
+            )
+            for tp, host in ((1, loopback()), (2, "127.0.0.1"))
+        )
+        made = Engines((one, two), folder)
+        made.check()
+        yield made
+
+
+# A plan is made, replayed, then shards are sent.
+SENDS = [
+    (scale, "compiled", members)
+    for members, scales in (
+        ((0,), (0.5, 2.0, 4.0, 1.0)),
+        ((1,), (0.5, 2.0, 4.0, 1.0)),
+        (BOTH, (0.5, 2.0, 4.0)),
+        ((1,), (0.25, 0.5)),
+        (BOTH, (2.0, 1.0)),
+    )
+    for scale in scales
+]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
@@ -70,11 +120,9 @@ def test_every_trainer_rank_sends_what_every_engine_rank_reads(
     engines: Engines, world_size: int
 ) -> None:
     """To each replica alone, to both, and after one has left and joined again."""
-    seen = engines.run(sent_syncs, world_size=world_size)[0]
-    check_hashes(seen, SENDS)
-    reports = [sync["report"] for sync in seen["syncs"]]
-    by_members = {members: report for (_, members), report in zip(SENDS, reports, strict=True)}
-    for members, report in by_members.items():
+    with engines.ranks(world_size) as ranks:
+        reports = engines.syncs(Senders(ranks, engines.targets, shards="sent"), SENDS)
+    for members, report in {who: r for (*_, who), r in zip(SENDS, reports, strict=True)}.items():
         assert report["num_sent"] == report["num_replayed"] == report["num_buckets"], members
         pairs, payload = report["pair_bytes"], report["payload_bytes"]
         assert len(pairs) == world_size
@@ -89,41 +137,15 @@ def test_every_trainer_rank_sends_what_every_engine_rank_reads(
     assert len(broadcast) <= 6 and broadcast[0] is reports[0], "one or two after each change"
 
 
-def check_hashes(
-    seen: dict[str, Any], syncs: Sequence[tuple[float, tuple[int, ...]]]
-) -> dict[float, list[Any]]:
-    """Every sync left its members with its weights, and the others as they were.
-
-    Args:
-        seen: of a trainer.
-        syncs: the weights' scale and the members of each.
-
-    Returns:
-        By scale, then by engine, what it has then.
-    """
-    by_scale: dict[float, list[Any]] = {1.0: seen["reference"]}
-    state = [1.0, 1.0]
-    for (scale, members), sync in zip(syncs, seen["syncs"], strict=True):
-        for member in members:
-            state[member] = scale
-        for target, hashes in enumerate(sync["hashes"]):
-            expected = by_scale.setdefault(state[target], [None, None])
-            if expected[target] is None:
-                expected[target] = hashes
-            assert hashes == expected[target], (scale, members)
-    return by_scale
-
-
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_engines_on_the_trainers_host_read_every_rank_s_shards_where_they_are(
     engines: Engines, world_size: int
 ) -> None:
     """As each replica alone, as both, and after one has left and joined again."""
-    seen = engines.run(sent_syncs, SENDS, None, True, world_size=world_size)[0]
-    check_hashes(seen, SENDS)
-    reports = [sync["report"] for sync in seen["syncs"]]
+    with engines.ranks(world_size) as ranks:
+        reports = engines.syncs(Senders(ranks, engines.targets, shards="mapped"), SENDS)
     is_pulled = [report["num_pulled"] == report["num_buckets"] for report in reports]
-    changes = [i for i, (_, who) in enumerate(SENDS) if i == 0 or who != SENDS[i - 1][1]]
+    changes = [i for i, (*_, who) in enumerate(SENDS) if i == 0 or who != SENDS[i - 1][2]]
     assert [i for i, pulled in enumerate(is_pulled) if not pulled] == changes
     for report, pulled in zip(reports, is_pulled, strict=True):
         if pulled:
@@ -134,148 +156,293 @@ def test_engines_on_the_trainers_host_read_every_rank_s_shards_where_they_are(
 def test_what_is_sent_is_compared_with_the_export_again_in_every_second_sync(
     engines: Engines,
 ) -> None:
-    sends = [(scale, BOTH) for scale in (0.5, 2.0, 4.0, 0.5, 2.0, 4.0, 0.5, 1.0)]
-    settings = {"recheck_every_n_syncs": 2}
-    seen = engines.run(sent_syncs, sends, settings, world_size=2)[0]
-    by_scale: dict[float, Any] = {1.0: seen["reference"]}
-    for (scale, _), sync in zip(sends, seen["syncs"], strict=True):
-        assert sync["hashes"] == by_scale.setdefault(scale, sync["hashes"])
-    is_sent = [bool(sync["report"]["num_sent"]) for sync in seen["syncs"]]
+    sends = [(scale, "compiled", BOTH) for scale in (0.5, 2.0, 4.0, 0.5, 2.0, 4.0, 0.5, 1.0)]
+    with engines.ranks(2) as ranks:
+        senders = Senders(ranks, engines.targets, shards="sent", recheck_every_n_syncs=2)
+        is_sent = [bool(report["num_sent"]) for report in engines.syncs(senders, sends)]
     assert is_sent[-4:] in ([True, False, True, False], [False, True, False, True])
 
 
+def senders_that_fail(
+    engines: Engines, ranks: Ranks, *members: int, shards: str = "sent"
+) -> Senders:
+    """Short limits: sessions say who is missing; the requests to all engines began before, and end
+    alike.
+    """
+    limits = {"timeout_s": LIMIT_S, "timeouts_s": {"update": 3 * LIMIT_S}}
+    targets = [engines.targets[i] for i in members or BOTH]
+    return Senders(ranks, targets, shards=shards, **limits)
+
+
+def fail_amid_sending(rank: TrainerRank, act: Callable[[TrainerRank], None]) -> dict[str, Any]:
+    """A sync of other weights in which something is done before a bucket leaves this rank.
+
+    Its group keeps no engine waiting, even where something on each rank still refers to it.
+    """
+    calls, launch, export = itertools.count(), AllToAll.launch, rank.kept["export"]
+
+    def launching(sender: AllToAll, *args: Any) -> Any:
+        if next(calls) == 7:
+            rank.kept[id(args[-1])] = args[-1]  # the group
+            act(rank)
+        return launch(sender, *args)
+
+    export.write(rank.weights(0.5))
+    with mock.patch.object(AllToAll, "launch", launching):
+        seen: dict[str, Any] = rank.kept["sender"].attempt(export.reexport(), mode="compiled")
+    return seen
+
+
+def refuse(rank: TrainerRank) -> None:
+    if rank.rank == 1:
+        raise MemoryError("no room to pack")
+
+
+def stop(rank: TrainerRank) -> None:
+    if rank.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def die(rank: TrainerRank, *_: Any) -> None:
+    if rank.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 def test_whoever_fails_amid_sending_is_named_and_the_next_sync_is_right(engines: Engines) -> None:
-    pids = [server.process.pid for server in engines.servers]
-    seen = engines.run(faults_amid_sending, pids, world_size=2)
-    url = engines.servers[1].url
-    for fault, texts in (
-        ("cannot pack", ("rank 1: Traceback", "no room to pack")),
-        (
-            "engine stopped",
-            (f"{url}, TP rank ", f"no message from the engine within {LIMIT_S:g} s"),
-        ),
-        ("trainer rank stopped", ("rank 1 did not answer the other trainer ranks",)),
-    ):
-        first = seen[0][fault]
-        assert all(text in first["error"] for text in texts), first["error"]
-        assert first["seconds"] < LIMIT_S + 15, fault
-        assert seen[1][fault]["error"] != "no error"
-        assert first["num_sent"] > 0, "it is sent again"
-        assert first["hashes"] == seen[0]["reference"]
+    pid, url = engines.pids[1], engines.servers[1].url
+
+    def stop_engine(rank: TrainerRank) -> None:
+        if rank.rank == 0:
+            os.killpg(pid, signal.SIGSTOP)
+
+    silent = f"no message from the engine within {LIMIT_S:g} s"
+    with engines.ranks(2) as ranks:
+        senders = senders_that_fail(engines, ranks)
+        for act, texts in (
+            (refuse, ("rank 1: Traceback", "no room to pack")),
+            (stop_engine, (f"{url}, TP rank ", silent)),
+            (stop, ("rank 1 did not answer the other trainer ranks",)),
+        ):
+            assert senders.until_sent()
+            ranks.begin(fail_amid_sending, act)
+            first = ranks.processes[0].outcome(60)
+            os.killpg(pid, signal.SIGCONT)
+            if act is stop:
+                time.sleep(LIMIT_S)  # the other rank stands still for longer than this one waited
+            os.kill(ranks.processes[1].process.pid, signal.SIGCONT)
+            second = ranks.processes[1].outcome(60)
+            assert first and second and not first.error and not second.error
+            assert all(text in first.result["error"] for text in texts), first
+            assert first.result["seconds"] < LIMIT_S + 15, act
+            assert second.result["error"] != "no error"
+            assert senders.until_sent(), "it is sent again"
+            engines.check()
 
 
-@pytest.mark.parametrize(
-    ("step", "said"),
-    [(dies_amid_sending, "rank 1 did not answer"), (dies_as_it_is_read, "rank 1")],
-    ids=("amid sending", "as engines read its shards"),
-)
-def test_a_trainer_rank_that_dies_is_named_in_time(engines: Engines, step: Step, said: str) -> None:
-    urls = [server.url for server in engines.servers]
-    targets = [[url, tp] for url, tp in zip(urls, (1, 2), strict=True)]
-    first, second = run_trainer(step, engines.folder, targets, urls=urls)
+def read_shards(rank: TrainerRank) -> dict[str, Any]:
+    """Rank 1 is killed while engines read all ranks' shards."""
+    export = rank.kept["export"]
+    export.write(rank.weights(0.5))
+    with mock.patch.object(PulledBuckets, "confirm", lambda _: die(rank)):
+        seen: dict[str, Any] = rank.kept["sender"].attempt(export.reexport(), mode="compiled")
+    return seen
+
+
+@pytest.mark.parametrize("how", ["amid sending", "as engines read its shards"])
+def test_a_trainer_rank_that_dies_is_named_in_time(engines: Engines, how: str) -> None:
+    shards, said = ("sent", "rank 1 did not answer") if "sending" in how else ("mapped", "rank 1")
+    with engines.ranks(2) as ranks:
+        senders = senders_that_fail(engines, ranks, shards=shards)
+        if shards == "sent":
+            assert senders.until_sent()
+            first, second = ranks.attempt(fail_amid_sending, die)
+        else:
+            assert [senders.sync(mode="compiled")["num_pulled"] for _ in range(3)][-1]
+            first, second = ranks.attempt(read_shards)
     assert "SIGKILL" in str(second.error)
     assert said in first.result["error"]
     assert first.result["seconds"] < LIMIT_S + 15
-    (again,) = engines.run(good_sync, world_size=1)
-    assert again == first.result["reference"]
+    good_sync(engines)
+
+
+def good_sync(engines: Engines) -> None:
+    """The weights as they are, by a trainer of one rank."""
+    with engines.ranks(1) as ranks:
+        engines.syncs(Senders(ranks, engines.targets), [(1.0, "flattened", BOTH)])
 
 
 def test_an_ipv6_server_is_told_updates_and_asked_for_its_state(engines: Engines) -> None:
     """The first engine listens at ::1, and all that the other tests saw of it came from there."""
-    engines.run(good_sync, world_size=1)
+    good_sync(engines)
     url = engines.servers[0].url
     if "127.0.0.1" in url:
         pytest.skip("this host has no IPv6 loopback")
     assert url.startswith("http://[::1]:")
-    server_info = operations.Call(replace(operations.MODEL_INFO, path="server_info"))
+    assert json.loads(get(url, "server_info").text)["host"] == "::1"
     with SGLangServerClient(url, timeout_s=60) as client:
-        assert client.run(server_info)["host"] == "::1"
         assert client.run(operations.model_info())["weight_version"] == "v"
 
 
-@pytest.fixture(scope="module")
-def two_ranks(engines: Engines) -> list[dict[str, Any]]:
-    """What a trainer of two ranks saw; it ends with the death of both servers."""
-    check_syncs(engines.run(broadcast_syncs, world_size=1)[0])
-    pids = [server.process.pid for server in engines.servers]
-    return engines.run(syncs_and_faults, pids, world_size=2)
+PLAN = [
+    (0.5, "flattened", (0,)),
+    (0.25, "flattened", (0,)),
+    (2.0, "flattened", BOTH),  # one joins
+    (0.5, "compiled", BOTH),  # the plan is made
+    (4.0, "compiled", BOTH),
+    (1.0, "flattened", (1,)),  # one leaves
+    (1.0, "flattened", BOTH),
+]
 
 
-def check_syncs(seen: dict[str, Any]) -> None:
-    """Every sync of `PLAN` left the members with its weights and the others as they were."""
-    by_scale = check_hashes(seen, [(scale, members) for _, scale, _, members in PLAN])
-    for (what, *_), sync in zip(PLAN, seen["syncs"], strict=True):
-        report = sync["report"]
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_replicas_come_and_go_and_all_weights_arrive(engines: Engines, world_size: int) -> None:
+    with engines.ranks(world_size) as ranks:
+        reports = engines.syncs(Senders(ranks, engines.targets), PLAN)
+    for (_, mode, _), report in zip(PLAN, reports, strict=True):
         assert report["num_buckets"] > 2
         assert report["staging_bytes"] > 0
-        if what.startswith("compiled"):
+        if mode == "compiled":
             loaded = report["num_replayed"], report["num_eager"], report["eager_reason"]
             made = 0, report["num_buckets"], "the plan is being made"
             # a later trainer finds the plan that the engines made for an earlier one
-            assert loaded == (report["num_buckets"], 0, None) or ("made" in what and loaded == made)
-    distinct = [str(by_scale[scale][0]) for scale in (0.5, 0.25, 2.0, 4.0, 1.0)]
-    assert len(set(distinct)) == len(distinct)
-    formed = [sync["num_formed"] for sync in seen["syncs"]]
+            is_made = report is reports[3] and loaded == made
+            assert is_made or loaded == (report["num_buckets"], 0, None)
+    formed = [report["num_formed"] for report in reports]
     assert formed == [1, 1, 2, 1, 1, 3, 4]  # "compiled" has groups of its own
+    assert "buckets replayed, 0 loaded eagerly" in engines.servers[1].log
 
 
-def test_replicas_come_and_go_and_all_weights_arrive(
-    engines: Engines, two_ranks: list[dict[str, Any]]
-) -> None:
-    check_syncs(two_ranks[0]["syncs"])
-    assert "buckets replayed, 0 loaded eagerly" in engines.servers[1].log.read_text()
+def renamed(good: NamedTensors) -> NamedTensors:
+    return [*good[:-1], (f"{good[-1][0]}_of_another", good[-1][1])]
 
 
+@pytest.mark.parametrize(
+    ("spoil", "ranks_spoilt", "manifest_check", "text"),
+    [
+        (doubled, (0, 1), "off", r"TP rank \d: Traceback"),  # of whichever engine rank says it
+        (renamed, (0, 1), "error", "1 unexpected: "),
+        (on_meta, (0, 1), "error", "meta tensor"),
+        (doubled, (1,), "error", "the ranks exported different tensors"),  # which are not sent
+    ],
+    ids=("shape", "manifest", "cannot pack", "other tensors on one rank"),
+)
 def test_a_fault_is_named_on_every_rank_and_the_next_sync_is_right(
-    two_ranks: list[dict[str, Any]],
+    engines: Engines,
+    spoil: Callable[[NamedTensors], NamedTensors],
+    ranks_spoilt: tuple[int, ...],
+    manifest_check: str,
+    text: str,
 ) -> None:
-    seen = [result["faults"] for result in two_ranks]
-    reference = two_ranks[0]["syncs"]["reference"]
-    for fault, text in (
-        ("shape", r"TP rank \d: Traceback"),  # of whichever engine rank says it first
-        ("manifest", "1 unexpected: "),
-        ("cannot pack", "meta tensor"),
-        ("other tensors on one rank", "the ranks exported different tensors"),
-    ):
-        (error,) = {rank[fault]["error"] for rank in seen}
-        assert re.search(text, error), error
-        assert seen[0][fault]["seconds"] < 20
-        assert seen[0][fault]["hashes"] == reference
+    def bad(rank: TrainerRank) -> NamedTensors:
+        return spoil(rank.weights()) if rank.rank in ranks_spoilt else rank.weights()
+
+    with engines.ranks(2) as ranks:
+        senders = Senders(ranks, engines.targets, timeout_s=20, manifest_check=manifest_check)
+        senders.sync()
+        seen = senders.attempt(bad)
+        senders.sync()
+    (error,) = {rank["error"] for rank in seen}
+    assert re.search(text, error), error
+    assert seen[0]["seconds"] < 20
+    engines.check()
+
+
+def first_request(rank: TrainerRank) -> dict[str, Any]:
+    """What a sync sends first."""
+    sent, make = [], operations.update_weights
+
+    def recorded(*args: Any, **fields: Any) -> Any:
+        sent.append(make(*args, **fields))
+        return sent[-1]
+
+    with mock.patch.object(operations, "update_weights", recorded):
+        rank.kept["sender"].sync(rank.weights())
+    return dict(sent[0].payload) if sent else {}
 
 
 def test_what_others_send_with_the_trainers_group_is_refused_before_anything_is_received(
-    two_ranks: list[dict[str, Any]],
+    engines: Engines,
 ) -> None:
     """A receive that nobody meets would meet the next broadcast, and gloo ends the engine there. A
     group that an engine was told to leave is formed anew before anything is sent.
     """
-    seen = two_ranks[0]["strangers"]
-    assert "the same request has come before" in seen["answers"]["repeated"]
-    assert "changed on its way" in seen["answers"]["changed"]
-    assert "a group of verl-sglang-sync" in seen["answers"]["in sglang's format"]
-    assert seen["num_formed"] == 2
-    assert seen["hashes"] == two_ranks[0]["syncs"]["reference"]
+    url = engines.servers[0].url
+    with engines.ranks(2) as ranks:
+        senders = Senders(ranks, engines.targets, timeout_s=20)
+        first = ranks.run(first_request)[0]
+        descriptor = json.loads(base64.b64decode(first["serialized_named_tensors"][0]))
+        later = json.dumps({**descriptor, "timeout_s": 1000.0}).encode()
+        changed = first | {"serialized_named_tensors": [base64.b64encode(later).decode()]}
+        stock = {"names": ["a"], "dtypes": ["uint8"], "shapes": [[8]]}
+        stock |= {"group_name": descriptor["group"], "load_format": None}
+        for endpoint, payload, text in (
+            ("tensor", first, "the same request has come before"),
+            ("tensor", changed, "changed on its way"),
+            ("distributed", stock, "a group of verl-sglang-sync"),  # in sglang's own format
+        ):
+            status, answer = post(url, f"update_weights_from_{endpoint}", payload)
+            assert status == 400 and text in answer, answer
+        senders.sync()
+        leave = {"group_name": descriptor["group"]}
+        assert post(url, "destroy_weights_update_group", leave).status == 200
+        assert senders.sync()["num_formed"] == 2
+    engines.check()
 
 
 def test_a_replica_that_does_not_join_is_named_and_the_others_leave_at_once(
-    engines: Engines, two_ranks: list[dict[str, Any]]
+    engines: Engines,
 ) -> None:
-    seen = [result["refusal"] for result in two_ranks]
-    (error,) = {rank["refused"]["error"] for rank in seen}
-    url = engines.servers[1].url
-    assert f"replica 1 ({url}) did not join the update group: {url}/init_" in error
-    assert seen[0]["refused"]["seconds"] < 20
-    for what in ("the other alone", "both again"):
-        assert seen[0][what]["error"] == "no error"
-        assert seen[0][what]["seconds"] < 20, "its ranks waited for the one that did not come"
-    assert seen[0]["hashes"] == two_ranks[0]["syncs"]["reference"]
+    """The second server has a group of the new one's name already, and refuses to join."""
+    url, tp = engines.targets[1]
+    taken = operations.init_update_group(
+        master_address="127.0.0.1",
+        master_port=free_port(),
+        rank_offset=0,
+        world_size=tp,
+        group_name="weight_sync_taken",
+        backend="gloo",
+    )
+    with SGLangServerClient(url, timeout_s=60) as client:
+        client.run(taken)
+
+    def attempt(rank: TrainerRank) -> dict[str, Any]:
+        with mock.patch("secrets.token_hex", return_value="taken"):
+            seen: dict[str, Any] = rank.kept["sender"].attempt(rank.weights())
+        return seen
+
+    with engines.ranks(2) as ranks:
+        senders = Senders(ranks, engines.targets)
+        refused = ranks.run(attempt)
+        (error,) = {rank["error"] for rank in refused}
+        assert f"replica 1 ({url}) did not join the update group: {url}/init_" in error
+        assert refused[0]["seconds"] < 20
+        for members in ((0,), BOTH):
+            seen = senders.attempt(lambda rank: rank.weights(), members=members)[0]
+            assert seen["error"] == "no error"
+            assert seen["seconds"] < 20, "its ranks waited for the one that did not come"
+    engines.check()
 
 
-def test_a_server_that_dies_mid_sync_is_named_in_time(
-    engines: Engines, two_ranks: list[dict[str, Any]]
-) -> None:
-    seen = [result["death"] for result in two_ranks]
-    for server, how in ((engines.servers[1], "broadcast"), (engines.servers[0], "sending")):
-        (error,) = {rank[how]["error"] for rank in seen}
+def test_a_server_that_dies_mid_sync_is_named_in_time(engines: Engines) -> None:
+    """The last test of the file: no server survives it."""
+    pids = engines.pids
+
+    def kill(rank: TrainerRank, target: int) -> None:
+        if rank.rank == 0:
+            os.killpg(pids[target], signal.SIGKILL)  # its schedulers might publish without it
+
+    def dying(rank: TrainerRank) -> Iterator[Any]:
+        weights = rank.weights()
+        return calling_at(weights, len(weights) // 2, lambda: kill(rank, 1))
+
+    with engines.ranks(2) as ranks:
+        senders = Senders(ranks, engines.targets, timeout_s=20)
+        senders.sync()
+        broadcast = senders.attempt(dying)
+        senders.sync(members=(0,))  # without the dead one
+        assert senders_that_fail(engines, ranks, 0).until_sent()
+        sending = ranks.run(fail_amid_sending, lambda rank: kill(rank, 0))
+    for server, seen in ((engines.servers[1], broadcast), (engines.servers[0], sending)):
+        (error,) = {rank["error"] for rank in seen}
         assert server.url.removeprefix("http://") in error
-        assert seen[0][how]["seconds"] < 25
+        assert seen[0]["seconds"] < 25

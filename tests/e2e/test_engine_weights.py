@@ -6,59 +6,62 @@ other weights B (the hash must change), and is synced back to A (the reference m
 
 from __future__ import annotations
 
+import asyncio
 import json
+import logging
+import os
+import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cached_property
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import msgspec
 import pytest
+import torch
 from tiny_assets import make_assets
 
-from support.engine_steps import (
+from support.exports import NORM, calling_at, on_meta, store_tied_head
+from support.http_requests import greedy, post
+from support.sender import Senders
+from support.served import Served, served
+from support.sync_checks import (
     LOST,
     MODES,
+    RECHECKED,
     SCALES,
-    STRANGE,
-    crash,
-    die_mid_session,
-    exercise_engine,
-    faults_and_good_syncs,
-    good_syncs,
+    STAGED,
+    Syncs,
+    check_exchanged,
+    check_mode,
+    check_pulled,
+    of_ranks,
 )
-from support.exports import NORM, store_tied_head
-from support.http_requests import get, greedy, post
-from support.served import Served, served
-from support.sync_checks import check_syncs_in_a_row
-from support.trainer import Outcome, results_of
+from support.trainer import Hashes, Ranks, TrainerRank, sync_error
 
 pytestmark = pytest.mark.e2e
+
+DIES_AFTER = 6
+EVERY, EVERY_OTHER = [False, True, True, True], [False, True, False, True]
 
 
 @dataclass(frozen=True)
 class Case:
-    """A served model and what its trainer ranks saw."""
+    """A served model, its trainer's ranks, and what the engine loaded."""
 
     engine: Served
-    outcomes: list[Outcome]
+    ranks: Ranks
+    reference: Hashes
 
-    @property
-    def tp(self) -> int:
-        return self.engine.tp
-
-    @cached_property
-    def results(self) -> list[dict[str, Any]]:
-        return results_of(self.outcomes)
-
-    @property
-    def leader(self) -> dict[str, Any]:
-        return self.results[0]
-
-    def check_recovered(self, good: dict[str, Any]) -> None:
-        """The engine lives, and what `good_syncs` saw is right and prompt."""
-        assert good["hashes"] == self.leader["reference"]
-        assert good["num_replayed"] > 0
-        assert good["seconds"] < 20
+    def check_recovered(self) -> None:
+        """The engine lives, and two compiled syncs of the checkpoint are right and prompt."""
+        started = time.monotonic()
+        with self.engine.ranks() as ranks:
+            assert ranks.run(good_syncs)[0] > 0
+        assert self.engine.hashes() == self.reference
+        assert time.monotonic() - started < 40
         assert self.engine.lives
 
 
@@ -73,142 +76,203 @@ class Case:
 def case(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Case]:
-    """A real server of a tiny model, exercised by real trainer ranks."""
+    """A real server of a tiny model, and real trainer ranks."""
     architecture, tied, tp = request.param
     folder = tmp_path_factory.mktemp("engine")
     make_assets(folder, architecture=architecture, tied=tied)
     if tied and architecture == "qwen3_moe":
         store_tied_head(folder / "model")
-    with served(folder, tp=tp) as engine:
-        yield Case(engine, engine.attempt(exercise_engine))
+    with served(folder, tp=tp) as engine, engine.ranks() as ranks:
+        yield Case(engine, ranks, engine.hashes())
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_sync_is_bit_exact_also_after_a_failed_one(case: Case, mode: str) -> None:
-    reference, seen = case.leader["reference"], case.leader[mode]
-    assert len(reference) == len(case.outcomes)
-    for before, after in zip(reference, seen["changed"], strict=True):
-        assert before.keys() == after.keys()
-        assert not [name for name in before if before[name] == after[name]]
-    assert seen["restored"] == seen["recovered"] == reference
+def test_sync_is_bit_exact_also_after_one_that_is_refused_by_name(case: Case, mode: str) -> None:
+    check_mode(case.engine, case.ranks, mode)
+    assert case.engine.hashes() == case.reference
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_tensors_that_do_not_fit_are_named_on_every_rank_and_not_published(
-    case: Case, mode: str
-) -> None:
-    """Also where they come again, or in an export that cannot be repeated."""
-
-    def error(what: str) -> str:
-        (found,) = {str(result[mode][what]) for result in case.results}
-        return found
-
-    assert error("good") == str([None] * 5)
-    refused = error("refused")
-    assert refused.startswith("weight sync failed")
-    assert f"load_weights failed at {NORM} [128]: " in refused
-    assert "TP rank 0: Traceback" in refused
-    for what in ("dropped", "dropped again", "one shot", "less"):
-        assert "nothing is published: the weights do not fit the engine's model" in error(what)
-        assert f"1 missing: {LOST}" in error(what)
-        assert (f"1 unexpected: {STRANGE}" in error(what)) == (what != "less")
+def warned(rank: TrainerRank) -> tuple[list[str | None], list[str]]:
+    """With `manifest_check="warn"`: errors of two syncs that lack a tensor, and what is logged."""
+    said: list[str] = []
+    handler, logger = logging.Handler(logging.WARNING), logging.getLogger("verl_sglang_sync")
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    manager, good = rank.manager("flattened", manifest_check="warn"), rank.weights()
+    logger.addHandler(handler)
+    less = [(name, tensor) for name, tensor in good if name != LOST]
+    errors = [sync_error(manager, less) for _ in range(2)]
+    logger.removeHandler(handler)
+    assert sync_error(manager, good) is None
+    return errors, [text for text in said if "manifest check" in text]
 
 
 def test_a_warning_lets_the_sync_go_on_and_is_logged_once(case: Case) -> None:
-    assert [result["warned"] for result in case.results] == [[None, None]] * case.tp
-    assert [len(result["said"]) for result in case.results] == [1] + [0] * (case.tp - 1)
-    assert f"1 missing: {LOST}" in case.leader["said"][0]
+    (errors, said), *others = case.ranks.run(warned)
+    assert errors == [None, None] and others == [(errors, [])] * (case.engine.tp - 1)
+    assert len(said) == 1 and f"1 missing: {LOST}" in said[0]
 
 
-def test_the_engine_survived_and_reports_the_last_version(case: Case) -> None:
-    assert case.engine.lives
-    version = json.loads(get(case.engine.url, "model_info").text)["weight_version"]
-    assert version == str(SCALES[-1])
-    answer = json.loads(post(case.engine.url, "generate", greedy(2)).text)
-    assert answer["meta_info"]["weight_version"] == version, "what the tokens were made with"
+def go_through(rank: TrainerRank, stages: tuple[str, ...]) -> None:
+    manager = rank.manager("flattened")
+    for stage in stages:
+        asyncio.run(manager.release() if stage == "release" else manager.resume((stage,)))
+
+
+def test_repeated_stages_are_no_ops(case: Case) -> None:
+    case.ranks.run(go_through, ("release",) * 2)
+    case.ranks.run(go_through, ("weights", "kv_cache") * 2)
+    assert case.engine.hashes() == case.reference
 
 
 def test_every_way_of_a_sync_leaves_what_the_eager_loader_does(case: Case) -> None:
-    for result in case.results:
-        check_syncs_in_a_row(result["syncs"], case.tp)
-
-
-def test_the_rechecks_come_when_they_are_due(case: Case) -> None:
-    _, _, rechecked = case.leader["syncs"]["compiled"]
-    reasons = [report["eager_reason"] for _, report in rechecked]
-    due = ["due for a check" in (reason or "") for reason in reasons]
-    assert due == [True, False, True, False]  # the syncs before were replayed without one
-
-
-def test_sharded_trainers_exchange_what_the_engines_read(case: Case) -> None:
-    """FSDP2's shards over two ranks to TP 2: no rank gathers a weight once that is proven."""
-    if case.tp == 1:
-        pytest.skip("a trainer of one rank has no shards")
-    for syncs in (result["syncs"] for result in case.results):
-        plain, rechecked = ([report for _, report in rows] for rows in syncs["sharded"])
-        assert plain[0]["num_exchanged"] == 0
-        for report in plain[1:]:
-            assert report["num_exchanged"] == report["num_buckets"]
-            assert report["num_arranged"] > 0.8 * report["num_buckets"]
-            assert report["sent_bytes"] < 0.6 * report["payload_bytes"]
-            assert "export" not in report["seconds"], "nobody gathered"
-            assert report["seconds"]["gather"] > 0
-        failed = [report for _, report in syncs["exchanged after a failure"]]
-        for reports, why in (
-            (rechecked, "a check needs the full export"),
-            (failed, "what was prepared for a failed sync is forgotten"),
-        ):
-            used = [report["num_exchanged"] > 0 for report in reports]
-            assert used == [False, True, False, True], why
-
-
-def test_engines_pull_parameters_that_the_trainer_keeps(case: Case) -> None:
-    """Full tensors on every rank, or shards over all ranks, written anew before every sync; one of
-    them elsewhere, after the engines were told to read where it had been, in `moved`.
+    """Full tensors on every rank, or shards over all ranks; packed, exchanged or read where they
+    are, one of them elsewhere after engines were told where it had been.
     """
-    every, rechecked = [False, True, True, True], [False, True, False, True]
-    for syncs in (result["syncs"] for result in case.results):
-        ways = (*syncs["pulled"], *syncs["moved"])
-        for rows, pulled in zip(ways, (every, rechecked) * 2 + (every,) * 2, strict=True):
-            reports = [report for _, report in rows]
-            assert [report["num_pulled"] > 0 for report in reports] == pulled
-            for report in reports:
-                assert report["num_pulled"] in (0, report["num_buckets"])
-                assert report["num_tensors"] == reports[0]["num_tensors"]
-                assert report["payload_bytes"] == reports[0]["payload_bytes"]
-        for rows in syncs["pulled"]:
-            for report in (report for _, report in rows):
-                told = report["engine_seconds"]
-                assert told.keys() == {"waiting", "launching", "copying"}
-                assert min(told.values()) >= 0 < told["launching"] < 10
-            last = rows[-1][1]
-            assert last["num_replayed"] == last["num_buckets"]
-            assert last["staging_bytes"] == 0
-            assert "export" not in last["seconds"], "nobody gathered"
-        for rows in syncs["moved"]:
-            assert rows[2][1]["seconds"]["confirm"] > 0, "it is noticed before the commit"
+    syncs, is_sharded = Syncs([case.engine], case.ranks), case.engine.tp > 1
+    for settings in ({"keep_staging_buffers": True}, {"keep_staging_buffers": False}):
+        for reports in of_ranks(syncs(**STAGED, **settings)):
+            assert all(report["num_replayed"] == report["num_buckets"] for report in reports[1:])
+    for reports in of_ranks(syncs(**STAGED, **RECHECKED))[:1]:
+        due = ["due for a check" in (report["eager_reason"] or "") for report in reports]
+        assert due == [True, False, True, False]  # the syncs before were replayed without one
+    for way, pulled in (
+        (syncs("kept"), EVERY),
+        (syncs("kept", **RECHECKED), EVERY_OTHER),
+        (syncs.pulled[0], EVERY),
+        (syncs.pulled[1], EVERY_OTHER),
+    ):
+        check_pulled(way, pulled)
+    for export in ("kept", "mapped"):
+        moved = syncs(export, moves_after=2)
+        for reports in of_ranks(moved):
+            assert [report["num_pulled"] > 0 for report in reports] == EVERY
+            assert reports[2]["seconds"]["confirm"] > 0, "it is noticed before the commit"
+    if is_sharded:  # no rank gathers a weight once the exchange is proven
+        check_exchanged(syncs.sharded[0], EVERY)
+        check_exchanged(syncs.sharded[1], EVERY_OTHER)  # a check needs the full export
+        failed = syncs("sharded", fails_before=2, **STAGED)
+        check_exchanged(failed, EVERY_OTHER)  # what was prepared for a failed sync is forgotten
+        for reports in of_ranks(syncs.sharded[0]):
+            for report in reports[1:]:
+                assert report["num_arranged"] > 0.8 * report["num_buckets"]
+                assert report["sent_bytes"] < 0.6 * report["payload_bytes"]
+    assert case.engine.lives and case.engine.version == str(SCALES[-1])
+    answer = json.loads(post(case.engine.url, "generate", greedy(2)).text)
+    assert answer["meta_info"]["weight_version"] == str(SCALES[-1]), "what tokens were made with"
+
+
+def good_syncs(rank: TrainerRank) -> int:
+    """How many buckets are replayed in the second one."""
+    manager = rank.manager("compiled")
+    for _ in range(2):
+        asyncio.run(manager.sync(rank.weights(), version="good"))
+    return int(manager.report.num_replayed)
+
+
+def die_mid_session(rank: TrainerRank) -> None:
+    """All trainer ranks end without a word while buckets are under way."""
+    export = calling_at(rank.weights(), DIES_AFTER, lambda: os._exit(9))
+    asyncio.run(rank.manager("compiled", bucket_bytes=1 << 10).sync(export, version="dead"))
 
 
 def test_the_engine_survives_trainers_that_die_mid_session(case: Case) -> None:
-    outcomes = case.engine.attempt(die_mid_session)
-    assert all("exited with 9" in str(outcome.error) for outcome in outcomes)
-    case.check_recovered(case.engine.run(good_syncs)[0])
-    assert "the trainer's process is gone" in case.engine.server.log.read_text()
+    with case.engine.ranks() as ranks:
+        assert all("exited with 9" in str(each.error) for each in ranks.attempt(die_mid_session))
+    case.check_recovered()
+    assert "the trainer's process is gone" in case.engine.log
 
 
-def test_a_rank_that_crashes_is_named_with_its_signal_and_traceback(case: Case) -> None:
-    for rank, outcome in enumerate(case.engine.attempt(crash)):
-        error = str(outcome.error)
-        assert error.startswith(f"rank {rank} was killed by SIGSEGV")
-        assert "Segmentation fault" in error and "in crash" in error
+def sync_what_cannot_be_packed(rank: TrainerRank) -> str | None:
+    weights = rank.weights()
+    if rank.rank == rank.tp - 1:
+        weights = on_meta(weights, weights[DIES_AFTER][0])
+    return sync_error(rank.manager("compiled", bucket_bytes=1 << 10), weights)
 
 
-def test_a_failure_is_raised_on_all_ranks_alike_and_the_next_sync_is_good(case: Case) -> None:
-    results = case.engine.run(faults_and_good_syncs)
-    for name, expected in (
-        ("a rank that cannot pack", (f"rank {case.tp - 1}: Traceback", "meta tensor")),
-        ("a wrong token", ("weight sync failed", "wrong token")),
+def sync_with_a_wrong_token(rank: TrainerRank) -> str | None:
+    """Invite the engine with a token that is not the session's."""
+    from verl_sglang_sync.engine.session import TrainerSession
+
+    def forge(self: TrainerSession, *arguments: Any, **options: Any) -> None:
+        init(self, *arguments, **options)
+        invitation = msgspec.json.decode(self.invitation)
+        self.invitation = msgspec.json.encode({**invitation, "token": "0" * 32})
+
+    init, one = TrainerSession.__init__, [(NORM, torch.ones(1))]
+    with patch.object(TrainerSession, "__init__", forge):
+        return sync_error(rank.manager("compiled", manifest_check="off"), one)
+
+
+@pytest.mark.parametrize("fault", [sync_what_cannot_be_packed, sync_with_a_wrong_token])
+def test_a_failure_is_raised_on_all_ranks_alike_and_the_next_sync_is_good(
+    case: Case, fault: Any
+) -> None:
+    (error,) = set(case.ranks.run(fault))
+    expected = {
+        sync_what_cannot_be_packed: (f"rank {case.engine.tp - 1}: Traceback", "meta tensor"),
+        sync_with_a_wrong_token: ("weight sync failed", "wrong token"),
+    }
+    assert all(text in error for text in expected[fault]), error
+    case.check_recovered()
+
+
+@pytest.mark.slow
+def test_two_ranks_exchange_whole_buckets_for_two_engines(tmp_path: Path) -> None:
+    """FSDP2's shards over two ranks to engines of TP 1, each of which reads all of every weight."""
+    make_assets(tmp_path, architecture="qwen3_moe")
+    model = tmp_path / "model"
+    with ExitStack() as stack:
+        engines = [stack.enter_context(served(tmp_path / f"{i}", model=model)) for i in range(2)]
+        ranks = stack.enter_context(Ranks(tmp_path, [engine.url for engine in engines]))
+        syncs = Syncs(engines, ranks)
+    check_pulled(syncs.pulled[0], [False, True, True, True])
+    plain, rechecked = syncs.sharded
+    # The first sync is recorded: an engine that has a plan and says nothing reads all.
+    check_exchanged(plain, [False, True, True, True])
+    check_exchanged(rechecked, [False, True, False, True])  # a check needs the full export
+    for reports in of_ranks(plain):
+        for report in reports[1:]:
+            assert report["num_arranged"] == 0
+            assert report["sent_bytes"] == report["payload_bytes"]
+
+
+DP_ATTENTION = ("--dp-size", "2", "--enable-dp-attention")
+ELSEWHERE: dict[str, dict[str, Any]] = {
+    "num_pulled": {},
+    "num_sent": {"read_in_place": False},
+    "num_buckets": {"read_in_place": False, "exchange_shards": False},
+}
+"""How engines on devices of their own are synced, by what the last report has all buckets in."""
+
+NO_GENERATION = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false"}
+"""A look at the server's health needs no forward pass then; a CPU has none with DP attention."""
+
+
+@pytest.mark.slow
+def test_every_scheduler_gets_the_weights_with_dp_attention(tmp_path: Path) -> None:
+    """Each rank has a scheduler of its own, and all of its attention; verl asks for that with
+    `rollout.data_parallel_size`. The experts are still sharded over all ranks.
+    """
+    options = {"extra": DP_ATTENTION, "variables": NO_GENERATION}
+    with (
+        served(tmp_path, tp=2, architecture="qwen3_moe", **options) as engine,
+        engine.ranks() as ranks,
     ):
-        (error,) = {result[name]["error"] for result in results}
-        assert all(text in error for text in expected)
-        case.check_recovered(results[0][name]["good"])
+        syncs = Syncs([engine], ranks)
+        reference = engine.hashes()
+        for route, settings in ELSEWHERE.items():
+            senders, seen = Senders(ranks, [(engine.url, 2)], shards="mapped", **settings), []
+            for scale in (0.5, 2.0, 0.5, 1.0):
+                last = senders.sync(scale, "compiled")
+                seen.append(engine.hashes())
+            assert seen[0] == seen[2] != seen[1]
+            assert seen[3] == reference not in (seen[0], seen[1])
+            assert last[route] == last["num_replayed"] == last["num_buckets"] > 2
+        assert engine.lives
+    first, second = syncs.eager[0][0]
+    same = [name for name in first if first[name] == second[name]]
+    assert [name for name in same if name.endswith("self_attn.qkv_proj.weight")]
+    assert not [name for name in same if name.endswith("mlp.experts.w13_weight")]
+    for way in syncs.sharded:
+        last = of_ranks(way)[0][-1]
+        assert 0 < last["num_arranged"] < last["num_buckets"], "experts alone are sharded"

@@ -40,10 +40,7 @@ def test_a_storm_of_faults(tp: int, tmp_path: Path) -> None:
     finally:
         print(write_report(REPORT, storms, {"seed": SEED, "commit": _commit()}))
         print(f"{injected} faults in {time.monotonic() - started:.0f} s")
-    assert not storm.findings, "\n".join(
-        f"seed {f.seed}, tp {f.tp}, round {f.round}, {f.fault}: {f.kind}: {f.detail[:500]}"
-        for f in storm.findings
-    )
+    assert not storm.findings, "\n".join(str(finding)[:600] for finding in storm.findings)
     assert injected >= min(num_faults, 5), "the machine is too slow for a storm"
 
 

@@ -1,142 +1,191 @@
-"""What happens between trainer and server is survived, or named on every rank, in bounded time.
+"""What befalls a sync is survived, or named on every rank, in bounded time; nothing is left of it.
 
-One real server with API keys, TP 2, two real trainer ranks, and a proxy that loses, holds, cuts
-and repeats. That nothing was applied twice or skipped is counted by the engine's own ranks.
+The faults of the storm (`support.storm`) that must be known by their words, one at a time and at a
+place of their own: a real TP 2 engine behind a proxy, and two real trainer ranks. What is served is
+proven after each, and after the next sync, which must succeed. That nothing was applied twice or
+skipped is counted by the engine's own ranks.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from support.engine_loaders import COUNT_LOADER
-from support.fault_proxy import fault_proxy
-from support.fault_steps import (
-    KEYS,
-    MODES,
-    UPDATE_TIMEOUT_S,
-    faults_of_a_request,
-    faults_that_fail,
-    kill_between_buckets,
-)
-from support.served import Served, served
-from support.sglang_server import free_port
+from support.fault_proxy import Fault
+from support.served import served
+from support.storm import Storm
+from support.storm_trainer import TIMEOUT_S
+from support.trainer import TrainerRank, sync_error
+from verl_sglang_sync.bench.engine_server import free_port
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
 TP = 2
+SLOW_S = 1.5
+PATH = "update_weights_from_tensor"
+MARGIN_S = 8.0
+"""For a machine that is busy, beyond each limit."""
 
-
-@dataclass(frozen=True)
-class Case:
-    """The engine, and what each rank saw through the proxy in front of it."""
-
-    engine: Served
-    results: list[dict[str, Any]]
-
-    def faults(self, mode: str, kind: str) -> list[dict[str, Any]]:
-        """What each rank saw of one fault, the leader first."""
-        return [
-            next(f for f in result["faults"] if (f["mode"], f["kind"]) == (mode, kind))
-            for result in self.results
-        ]
-
-    def hashes(self, scale: float) -> Any:
-        """Of the engine's weights once they are the trainer's times `scale`."""
-        return self.results[0]["reference" if scale == 1.0 else "half"]
+presets = pytest.mark.parametrize("preset", ["flattened", "packed"])
 
 
 @pytest.fixture(scope="module")
-def case(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
-    """All faults of the proxy, in one start of the trainer."""
-    keys = ("--api-key", KEYS["api_key"], "--admin-api-key", KEYS["admin_api_key"])
-    folder = tmp_path_factory.mktemp("faults")
-    with (
-        served(folder, tp=TP, loaders=(COUNT_LOADER,), extra=keys) as engine,
-        fault_proxy(engine.url) as proxy,
-    ):
-        yield Case(engine, engine.run(faults_of_a_request, proxy, url=proxy))
+def module_storm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Storm]:
+    folder = Path(os.path.realpath(tmp_path_factory.mktemp("f")))
+    with Storm(folder, tp=TP, seed=0) as storm:
+        yield storm
+    assert not storm.findings, storm.findings
+
+
+@pytest.fixture
+def storm(module_storm: Storm) -> Iterator[Storm]:
+    """Before a fault the engine serves what was synced; after it, too, and after another sync."""
+    module_storm.good_sync(["flattened"])
+    yield module_storm
+    module_storm.proxy.plan(None)
+    module_storm.check_served()
+    module_storm.good_sync()
+
+
+def num_loads(storm: Storm, slow_nth: int = 0) -> list[int]:
+    """How many sessions each TP rank has loaded since the last call; a later one is slow."""
+    order = {"folder": str(storm.folder), "nth": slow_nth, "seconds": SLOW_S}
+    storm.engine.server.ask(COUNT_LOADER, json.dumps(order))
+    files = [storm.folder / f"loads{rank}.json" for rank in range(TP)]
+    return [json.loads(file.read_text()) for file in files]
 
 
 @pytest.mark.parametrize("kind", ["lose", "hold", "twice"])
-@pytest.mark.parametrize("mode", MODES)
+@presets
 def test_the_weights_are_published_once_though_a_reply_is_lost_or_a_request_comes_twice(
-    case: Case, mode: str, kind: str
+    storm: Storm, preset: str, kind: str
 ) -> None:
-    fault = case.faults(mode, kind)[0]
-    assert fault["error"] is None
-    assert fault["loads"] == [1] * TP  # the engine's own count
-    assert fault["hashes"] == case.hashes(fault["scale"])
-    assert fault["version"] == f"{mode}, {kind}"
-    assert fault["seconds"] < UPDATE_TIMEOUT_S + 10
-    assert {request["fault"] for request in fault["requests"]} == {kind}
-    statuses = [request["status"] for request in fault["requests"]]
+    num_loads(storm)
+    storm.proxy.plan(Fault(kind, 1, TIMEOUT_S + 2 if kind == "hold" else 0.0))
+    started = time.monotonic()
+    storm.begin(preset=preset, via="proxy")
+    assert storm.finish(more_s=TIMEOUT_S) == [None] * TP
+    seconds = time.monotonic() - started
+    assert seconds < TIMEOUT_S + MARGIN_S
+    assert storm.engine.served() == str(storm.label)
+    assert num_loads(storm) == [1] * TP  # the engine's own count
+    assert {request["fault"] for request in storm.proxy.seen} == {kind}
+    statuses = [request["status"] for request in storm.proxy.seen]
     assert statuses == ([200, 400] if kind == "twice" else [200])
     if kind == "twice":
-        text = fault["requests"][1]["text"]
+        text = storm.proxy.seen[1]["text"]
         assert "the same request has come before: it is not executed again" in text
-        assert fault["seconds"] < 10
     if kind == "hold":  # the weights have arrived, only the reply has not
-        assert fault["synced_s"] < UPDATE_TIMEOUT_S < fault["seconds"]
+        synced_s = storm.trainer().run(lambda rank: rank.kept["synced_s"])
+        assert max(synced_s) < TIMEOUT_S < seconds
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_reply_that_is_lost_before_fails_the_sync_on_every_rank(case: Case, mode: str) -> None:
-    faults = case.faults(mode, "cut")
-    (error,) = {fault["error"] for fault in faults}
-    assert "ReplyLost: rank 0, replica 0: " in error
-    assert "not sent again, because it may have been executed" in error
-    assert max(fault["seconds"] for fault in faults) < 10
-    fault = faults[0]
-    assert fault["loads"] == [0] * TP
-    assert fault["hashes"] == case.hashes(1.5 - fault["scale"])  # as before
-    assert fault["version"] == "good"
-    assert [request["fault"] for request in fault["requests"]] == ["cut"]
+@presets
+def test_a_reply_that_is_lost_before_fails_the_sync_on_every_rank(
+    storm: Storm, preset: str
+) -> None:
+    before = storm.engine.served()
+    num_loads(storm, slow_nth=1)
+    storm.proxy.plan(Fault("cut", 1, SLOW_S / 3))
+    storm.begin(preset=preset, via="proxy")
+    for error in storm.finish():
+        assert "ReplyLost: rank 0, replica 0: " in str(error)
+        assert "not sent again, because it may have been executed" in str(error)
+    assert num_loads(storm) == [0] * TP
+    assert storm.engine.served() == before
+    assert [request["fault"] for request in storm.proxy.seen] == ["cut"]
 
 
-@pytest.mark.parametrize("kind", ["lose", "hold", "cut", "twice"])
-@pytest.mark.parametrize("mode", MODES)
-def test_the_sync_after_a_fault_is_right(case: Case, mode: str, kind: str) -> None:
-    faults = case.faults(mode, kind)
-    assert [fault["good"] for fault in faults] == [None] * TP
-    assert faults[0]["good_hashes"] == case.hashes(faults[0]["scale"])
+@presets
+def test_a_server_that_is_not_there_is_named_on_every_rank(storm: Storm, preset: str) -> None:
+    storm.urls["closed"] = closed = f"http://127.0.0.1:{free_port()}"
+    storm.begin(preset=preset, via="closed")
+    errors = storm.finish()
+    for error in errors:
+        assert "ServerUnreachable: rank 0, replica 0: " in str(error), error
+        assert f"{closed}/" in str(error) and "no connection in 3 attempts: " in str(error)
 
 
-def test_the_weights_were_others_at_each_sync(case: Case) -> None:
-    """Else equal hashes would prove nothing."""
-    for whole, half in zip(case.hashes(1.0), case.hashes(0.5), strict=True):
-        assert not [name for name in whole if whole[name] == half[name]]
-    scales = [fault["scale"] for fault in case.results[0]["faults"]]
-    assert all(a != b for a, b in itertools.pairwise(scales))
+@pytest.mark.parametrize(("preset", "victim"), [("flattened", 1), ("packed", 0)])
+def test_a_rank_that_is_killed_is_named_by_the_others_in_time(
+    storm: Storm, preset: str, victim: int
+) -> None:
+    trainer = storm.begin(preset=preset, slow_s=0.1)
+    time.sleep(1.0)
+    trainer.kill(victim)
+    died = time.monotonic()
+    (error,) = storm.finish()
+    assert re.search(rf"(?<!TP )\brank {victim}\b", str(error)), error
+    assert time.monotonic() - died < TIMEOUT_S + MARGIN_S
 
 
-def test_what_does_not_heal_is_named_on_every_rank(case: Case) -> None:
-    closed, url = f"http://127.0.0.1:{free_port()}", case.engine.url
-    results = case.engine.run(faults_that_fail, url, closed)
-    named = {
-        "refused": f"ServerUnreachable: rank 0, replica 0: {closed}/update_weights_from_tensor: "
-        "no connection in 3 attempts: ",
-        "wrong key": f"NotAuthorized: rank 0, replica 0: {url}/update_weights_from_tensor: "
-        "HTTP 401: the server refused the admin_api_key",
-    }
-    for name, text in named.items():
-        for mode in MODES:
-            seen = [result[f"{name}, {mode}"] for result in results]
-            (error,) = {rank["failed"]["error"] for rank in seen}
-            assert text in error
-            assert max(rank["failed"]["seconds"] for rank in seen) < 10
-            assert [rank["good"] for rank in seen] == [None] * TP
-            assert seen[0]["hashes"] == case.hashes(1.0)
+def shared_by_trainers(temporary: Path) -> set[Path]:
+    """All trainers' sockets, and the memory that they handed to engines."""
+    folders = set(temporary.glob("weight-sync-*"))
+    names = (name for folder in folders for name in (folder / "shared-memory").read_text().split())
+    memory = (Path("/dev/shm", name.lstrip("/")) for name in names)
+    return folders | {path for path in memory if path.exists()}
 
 
-def test_a_server_killed_between_two_buckets_is_named_on_every_rank(case: Case) -> None:
-    """The last test of the file: it ends the server."""
-    process = case.engine.server.process
-    results = case.engine.run(kill_between_buckets, case.engine.url, process.pid)
-    (error,) = {result["error"] for result in results}
-    assert "the engine's process is gone" in error or "ServerUnreachable" in error
-    assert max(result["seconds"] for result in results) < 3 * UPDATE_TIMEOUT_S + 10
-    assert process.wait(10) < 0
+def test_what_killed_trainers_leave_is_removed_by_the_next_one(storm: Storm) -> None:
+    """And nothing of a trainer that lives: it can go on."""
+    shared = []
+    for number in (0, 1):
+        for _ in range(3):  # a plan may take two syncs to hold
+            storm.good_sync(["in_place"], number=number)
+            storm.good_sync(["packed"], number=number)
+        shared.append(shared_by_trainers(storm.temporary))
+    dying = storm.begin(number=1, preset="packed", slow_s=0.1)
+    time.sleep(1.0)
+    lives, left = shared[0], shared_by_trainers(storm.temporary) - shared[0]
+    dying.kill(*range(TP))
+    assert storm.finish(number=1) == []
+    assert any("weight-sync-" in path.name for path in left), "control"
+    assert any("torch_" in path.name for path in left), "control"
+    for _ in range(2):
+        storm.good_sync(["packed"], number=2)
+    wait_until(lambda: not any(path.exists() for path in left), 20)
+    still = [path for path in sorted(left) if path.exists()]
+    assert not still, f"nobody has removed what a killed trainer left: {still}"
+    assert not [path for path in lives if not path.exists()], "taken from a trainer that lives"
+    storm.good_sync(["in_place"])
+
+
+def wait_until(holds: Callable[[], bool], limit_s: float) -> None:
+    deadline = time.monotonic() + limit_s
+    while not holds() and time.monotonic() < deadline:
+        time.sleep(0.1)
+
+
+def test_a_server_killed_between_two_buckets_is_named_on_every_rank(storm: Storm) -> None:
+    storm.begin(preset="bucketed", slow_s=0.1)
+    time.sleep(1.0)
+    os.killpg(storm.engine.pid, signal.SIGKILL)
+    errors = storm.finish()
+    storm.start_engine()
+    named = "the engine's process is gone|ServerUnreachable: rank 0|ConnectionBroken: rank 0"
+    for error in errors:
+        assert re.search(named, str(error)), error
+
+
+def sync_with_keys(rank: TrainerRank, keys: dict[str, str]) -> str | None:
+    rank.use_client(rank.url, timeout_s=60, **keys)
+    return sync_error(rank.manager("compiled"), rank.weights())
+
+
+def test_a_key_that_the_server_refuses_is_named_on_every_rank(tmp_path: Path) -> None:
+    keys = {"api_key": "normal", "admin_api_key": "admin"}
+    extra = ("--api-key", "normal", "--admin-api-key", "admin")
+    with served(tmp_path, extra=extra, access=keys) as engine, engine.ranks() as ranks:
+        (error,) = ranks.run(sync_with_keys, keys | {"admin_api_key": "wrong"})
+        assert f"NotAuthorized: rank 0, replica 0: {engine.url}/{PATH}: HTTP 401: " in error
+        assert "the server refused the admin_api_key" in error
+        assert ranks.run(sync_with_keys, keys) == [None]

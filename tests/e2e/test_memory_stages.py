@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import Iterator
@@ -9,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from sglang_loader.common.engine_settings import STALE_REQUESTS_VARIABLE
-from support.engine_steps import broken_sync, sync_weights
+from support.exports import doubled
 from support.http_requests import (
     answer_to,
     generate,
@@ -21,6 +22,7 @@ from support.http_requests import (
     tokens_in,
 )
 from support.served import Served, served
+from support.trainer import Ranks, TrainerRank, sync_error
 
 pytestmark = pytest.mark.e2e
 
@@ -41,6 +43,12 @@ def server(
         yield engine
 
 
+@pytest.fixture(scope="module")
+def ranks(server: Served) -> Iterator[Ranks]:
+    with server.ranks() as made:
+        yield made
+
+
 @pytest.fixture
 def engine(server: Served) -> Iterator[Served]:
     """The server; after every test it lives, and generates what it generated before."""
@@ -48,6 +56,17 @@ def engine(server: Served) -> Iterator[Served]:
     yield server
     assert server.lives, "the engine died"
     assert generate(server.url) == before
+
+
+def sync_weights(rank: TrainerRank, mode: str = "flattened") -> None:
+    """Send the checkpoint's own weights, without any stage."""
+    asyncio.run(rank.manager(mode).sync(rank.weights(), version="synced"))
+
+
+def broken_sync(rank: TrainerRank) -> str | None:
+    """A sync that fails when some tensors are loaded; the error."""
+    bad = iter(doubled(rank.weights()))
+    return sync_error(rank.manager("flattened", manifest_check="off"), bad)
 
 
 def test_repeated_and_superfluous_stages_are_no_ops(engine: Served) -> None:
@@ -75,32 +94,34 @@ def test_a_release_while_requests_run_is_refused(engine: Served) -> None:
     assert release(engine.url).status == resume(engine.url).status == 200
 
 
-def test_after_a_failed_sync_the_cache_stays_asleep(engine: Served) -> None:
+def test_after_a_failed_sync_the_cache_stays_asleep(engine: Served, ranks: Ranks) -> None:
     url = engine.url
     assert release(url, "kv_cache", "weights").status == 200
     assert resume(url, "weights").status == 200
-    assert "weight sync failed" in engine.run(broken_sync)[0]
+    assert "weight sync failed" in ranks.run(broken_sync)[0]
     status, text = resume(url, "kv_cache")
     assert status == 400
     assert "the last sync was not complete; sync the weights first" in text
-    engine.run(sync_weights)
+    ranks.run(sync_weights)
     assert resume(url, "kv_cache").status == 200
 
 
 def test_a_session_while_requests_are_paused_is_refused_before_its_first_byte(
-    engine: Served,
+    engine: Served, ranks: Ranks
 ) -> None:
     """Their prefixes would be those of the old weights."""
     before = generate(engine.url)
     with paused_generation(engine.url, LONG):
-        outcomes = engine.attempt(sync_weights, "compiled")
+        outcomes = ranks.attempt(sync_weights, "compiled")
     for outcome in outcomes:
         assert "requests are running; the weights are as they were" in str(outcome.error)
     assert generate(engine.url) == before, "it serves the weights that it had"
-    engine.run(sync_weights, "compiled")
+    ranks.run(sync_weights, "compiled")
 
 
-def test_a_request_that_comes_in_the_gap_waits_for_a_good_sync(engine: Served) -> None:
+def test_a_request_that_comes_in_the_gap_waits_for_a_good_sync(
+    engine: Served, ranks: Ranks
+) -> None:
     """Held on all ranks in step, without blocking the sync that it waits for."""
     if engine.tp == 1:
         pytest.skip("this server does not let requests wait for that long")
@@ -114,8 +135,8 @@ def test_a_request_that_comes_in_the_gap_waits_for_a_good_sync(engine: Served) -
         finish = json.loads(gone.result(30).text)["meta_info"]["finish_reason"]
         assert finish["type"] == "abort"
         assert resume(url, "weights").status == 200
-        assert "weight sync failed" in engine.run(broken_sync)[0]
-        engine.run(sync_weights)
+        assert "weight sync failed" in ranks.run(broken_sync)[0]
+        ranks.run(sync_weights)
         assert not held.done(), "the cache still sleeps"
         assert resume(url, "kv_cache").status == 200
         status, text = held.result(60)

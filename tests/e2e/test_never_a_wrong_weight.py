@@ -6,18 +6,15 @@ by good syncs, so that they can run in any order, or alone.
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import json
 import os
-import re
 import signal
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -29,10 +26,13 @@ from sglang_loader.common.engine_settings import STALE_REQUESTS_VARIABLE
 from sglang_loader.common.session.messages import SESSION_FORMAT
 from support.engine_loaders import STOP_LOADER
 from support.exports import KeptExport, calling_at, doubled
-from support.http_requests import greedy, paused_generation, post, request, status_of_request
+from support.fault_proxy import FaultProxy
+from support.http_requests import paused_generation, post, status_of_request
 from support.served import Served, served
-from support.sglang_server import free_port
-from support.trainer import LoneTrainer, NamedTensors, ask_engine, sync_error
+from support.storm_checks import Stream, num_equal
+from support.storm_wire import with_descriptors
+from support.trainer import NamedTensors, TrainerRank, sync_error
+from verl_sglang_sync.bench.engine_server import free_port
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -51,7 +51,7 @@ def engine(
 
 
 @pytest.fixture
-def trainer(engine: Served) -> LoneTrainer:
+def trainer(engine: Served) -> TrainerRank:
     """A new one for each test."""
     return engine.trainer()
 
@@ -82,7 +82,7 @@ GARBAGE = 7.0
 )
 def test_a_sync_that_its_trainer_has_given_up_is_never_published(
     engine: Served,
-    trainer: LoneTrainer,
+    trainer: TrainerRank,
     mode: str,
     settings: dict[str, Any],
     stops_in_load: bool,
@@ -101,10 +101,10 @@ def test_a_sync_that_its_trainer_has_given_up_is_never_published(
     for scale in (0.5, 2.0, 1.0):
         export.write(trainer.weights(scale))
         assert sync_error(manager, weights, "good") is None
-        hashes[scale] = trainer.hashes()
+        hashes[scale] = engine.hashes()
     export.write(trainer.weights(0.25))
     if stops_in_load:
-        ask_engine(trainer, STOP_LOADER)
+        engine.ask(STOP_LOADER)
     else:
         export.before_reading = stop
     try:
@@ -119,13 +119,13 @@ def test_a_sync_that_its_trainer_has_given_up_is_never_published(
         assert engine.version == "good", "what was given up was published"
         time.sleep(0.1)
     if (status := status_of_request(engine.url)) == 200:
-        assert trainer.hashes() == hashes[1.0], "what is served was never published"
+        assert engine.hashes() == hashes[1.0], "what is served was never published"
     else:
         assert status == 503
     export.write(trainer.weights(0.5))
     assert sync_error(manager, weights, "next") is None
     assert (engine.version, status_of_request(engine.url)) == ("next", 200)
-    assert trainer.hashes() == hashes[0.5]
+    assert engine.hashes() == hashes[0.5]
 
 
 # Updates that are refused, and syncs while requests are streamed.
@@ -139,70 +139,64 @@ PROMPTS = ("One", "It was a night of two moons", "def main():", "7 8 9 10 11 12 
 @waiting
 @pytest.mark.parametrize(("mode", "refusal"), [("flattened", "rubbish"), ("compiled", "running")])
 def test_after_a_refused_update_no_request_mixes_two_versions(
-    engine: Served, trainer: LoneTrainer, mode: str, refusal: str
+    engine: Served, trainer: TrainerRank, mode: str, refusal: str
 ) -> None:
     """Streams without a break while ten syncs come; what was refused has touched nothing."""
-    manager, ask = trainer.manager(mode), partial(streamed_ids, engine.url)
+    manager = trainer.manager(mode)
     weights = [trainer.weights(scale) for scale in (0.5, 1.0)]
-    references = []
+    versions = []
     for named in weights:
         assert sync_error(manager, named) is None
-        references.append([ask(prompt) for prompt in PROMPTS])
-    half, whole = references
-    assert all(a != b for a, b in zip(half, whole, strict=True))
+        versions.append({prompt: ask(engine.url, prompt).tokens for prompt in PROMPTS})
+    half, whole = versions
+    assert all(num_equal(half[prompt], whole[prompt]) < STREAMED_TOKENS for prompt in PROMPTS)
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
-        together = list(pool.map(ask, PROMPTS))
-    assert together == whole, "greedy answers depend on what else runs"
+        for stream in pool.map(partial(ask, engine.url), PROMPTS):
+            stream.check([whole])  # whatever else runs
     if refusal == "running":
         with paused_generation(engine.url, 300):  # for which no session can wait
             error = sync_error(trainer.manager("compiled"), weights[1], "refused")
         assert error is not None and "requests" in error, error
     with streams(engine.url) as answers:
         for i in range(NUM_SYNCS):
-            if refusal == "rubbish":
-                assert post_rubbish(engine.url) == 400
+            if refusal == "rubbish":  # refused before it touches anything
+                rubbish = {"serialized_named_tensors": ["AAAA"], "load_format": SESSION_FORMAT}
+                assert post(engine.url, "update_weights_from_tensor", rubbish).status == 400
             time.sleep(STREAMS_START_WITHIN_S)
             assert sync_error(manager, weights[i % 2], f"{i}") is None
-    mixed = [ids for number, ids in answers if ids not in (half[number], whole[number])]
-    assert not mixed, f"{len(mixed)} of {len(answers)} answers are of no version"
-    for reference in references:
-        assert any(ids == reference[number] for number, ids in answers)
-
-
-def post_rubbish(url: str) -> int:
-    """A session that the engine refuses before it touches anything; the reply's status."""
-    rubbish = {"serialized_named_tensors": ["AAAA"], "load_format": SESSION_FORMAT}
-    return post(url, "update_weights_from_tensor", rubbish).status
+    for stream in answers:
+        stream.check(versions)
+        assert stream.is_whole, stream
+    for version in versions:
+        is_seen = (num_equal(each.tokens, version[each.prompt]) for each in answers)
+        assert STREAMED_TOKENS in is_seen
 
 
 @contextlib.contextmanager
-def streams(url: str) -> Iterator[list[Any]]:
-    """One stream after the other for each prompt; `(prompt, token ids or what came instead)`."""
-    answers: list[Any] = []
+def streams(url: str) -> Iterator[list[Stream]]:
+    """One stream after the other for each prompt."""
+    answers: list[Stream] = []
     is_over = threading.Event()
 
-    def run(number: int) -> None:
+    def run(prompt: str) -> None:
         while not is_over.is_set():
-            answers.append((number, streamed_ids(url, PROMPTS[number])))
+            answers.append(ask(url, prompt))
 
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
-        for number in range(len(PROMPTS)):
-            pool.submit(run, number)
+        for prompt in PROMPTS:
+            pool.submit(run, prompt)
         try:
             yield answers
         finally:
             is_over.set()
 
 
-def streamed_ids(url: str, prompt: str) -> list[int] | str:
-    """Greedy token ids of a streamed answer; a text that says what came instead."""
-    body = json.dumps(greedy(STREAMED_TOKENS, prompt, stream=True)).encode()
-    reply = request(f"{url}/generate", body, limit_s=180)
-    lines = [line for line in reply.text.split("\n") if line]
-    if reply.status != 200 or len(lines) < 2 or lines[-1] != "data: [DONE]":
-        return f"{reply.status}: a stream that ends with {lines[-1:]}"
-    ids: list[int] = json.loads(lines[-2].removeprefix("data: ")).get("output_ids", [])
-    return ids if len(ids) == STREAMED_TOKENS else f"{len(ids)} ids: {lines[-2]}"
+def ask(url: str, prompt: str) -> Stream:
+    """A stream that has ended."""
+    stream = Stream(url, prompt, STREAMED_TOKENS)
+    stream.start()
+    stream.join()
+    return stream
 
 
 # Exports that break off, grow, or say something twice.
@@ -214,7 +208,7 @@ BREAKS_AT = 10
 @pytest.mark.parametrize("num_tensors", [0, 2])
 @pytest.mark.parametrize(("mode", "how"), [("flattened", "raises"), ("compiled", "doubles")])
 def test_after_a_sync_that_broke_off_only_a_whole_one_is_served(
-    engine: Served, trainer: LoneTrainer, mode: str, how: str, num_tensors: int
+    engine: Served, trainer: TrainerRank, mode: str, how: str, num_tensors: int
 ) -> None:
     """Not one of a part of the tensors alone."""
     manager = trainer.manager(mode, manifest_check="off", bucket_bytes=1 << 12)
@@ -227,19 +221,19 @@ def test_after_a_sync_that_broke_off_only_a_whole_one_is_served(
     if how == "doubles":
         broken = iter(doubled(others, others[BREAKS_AT][0]))
     assert sync_error(manager, iter(whole), "before") is None
-    before = trainer.hashes()
+    before = engine.hashes()
     assert sync_error(manager, broken, "broken") is not None
-    assert trainer.hashes() != before, "it broke off too early"
+    assert engine.hashes() != before, "it broke off too early"
     assert (status_of_request(engine.url), engine.version) == (503, "before")
     sync_error(manager, iter(others[:num_tensors]), "part")
     assert (status_of_request(engine.url), engine.version) == (503, "before")
     assert sync_error(manager, iter(whole), "whole") is None
     assert (status_of_request(engine.url), engine.version) == (200, "whole")
-    assert trainer.hashes() == before
+    assert engine.hashes() == before
 
 
 @refusing
-def test_an_export_that_grows_is_loaded_right(engine: Served, trainer: LoneTrainer) -> None:
+def test_an_export_that_grows_is_loaded_right(engine: Served, trainer: TrainerRank) -> None:
     """Two tensors between whole exports: the bucket that ended the shorter one is not the last any
     more. A refusal of the small ones is as good as a sync.
     """
@@ -248,16 +242,16 @@ def test_an_export_that_grows_is_loaded_right(engine: Served, trainer: LoneTrain
     weights, fresh = {scale: trainer.weights(scale) for scale in (0.5, 1.0)}, {}
     for scale, named in weights.items():
         assert sync_error(trainer.manager("flattened", **settings), iter(named)) is None
-        fresh[scale] = trainer.hashes()
+        fresh[scale] = engine.hashes()
     for scale, other in ((0.5, 1.0), (1.0, 0.5)) * 3:
         sync_error(manager, iter(weights[other][:2]))
         assert sync_error(manager, iter(weights[scale])) is None
-        assert trainer.hashes() == fresh[scale], f"other weights than those of {scale}"
+        assert engine.hashes() == fresh[scale], f"other weights than those of {scale}"
 
 
 @refusing
 def test_an_embedding_that_comes_again_with_other_values_is_an_error(
-    engine: Served, trainer: LoneTrainer
+    engine: Served, trainer: TrainerRank
 ) -> None:
     name, weights = "model.embed_tokens.weight", trainer.weights()
     first = dict(weights)[name]
@@ -268,7 +262,7 @@ def test_an_embedding_that_comes_again_with_other_values_is_an_error(
         return sync_error(trainer.manager("flattened"), [*weights, (name, again)], version)
 
     assert sync(first.clone(), "a copy") is None
-    hashes = trainer.hashes()
+    hashes = engine.hashes()
     for other in (first * 2, last):
         error = sync(other, "other values")
         assert error is not None, "dropped without a word"
@@ -276,7 +270,7 @@ def test_an_embedding_that_comes_again_with_other_values_is_an_error(
         assert engine.version == "a copy"
     assert sync(first.clone(), "a copy again") is None
     assert engine.version == "a copy again"
-    assert trainer.hashes() == hashes
+    assert engine.hashes() == hashes
 
 
 # Sessions that name another endpoint than the one on which the trainer listens.
@@ -284,44 +278,14 @@ def test_an_embedding_that_comes_again_with_other_values_is_an_error(
 FORGED_TIMEOUT_S = 20.0
 
 
-class ForgedInvitations:
-    """A client whose invitations name the endpoint that `forge` makes of the real one."""
-
-    def __init__(self, client: Any, forge: Callable[[str], str]) -> None:
-        self._client = client
-        self._forge = forge
-        self.num_forged = 0
-
-    def submit(self, call: Any) -> Any:
-        fields = dict(call.payload or {})
-        if handles := fields.get("serialized_named_tensors"):
-            forged = (self._forged(base64.b64decode(item)) for item in handles)
-            fields["serialized_named_tensors"] = [base64.b64encode(f).decode() for f in forged]
-            call = replace(call, payload=fields)
-        return self._client.submit(call)
-
-    def run(self, call: Any) -> Any:
-        return self.submit(call).result()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._client, name)
-
-    def _forged(self, invitation: bytes) -> bytes:
-        forged, number = re.subn(
-            rb"ipc://[^\"]*", lambda found: self._forge(found[0].decode()).encode(), invitation
-        )
-        self.num_forged += number
-        return forged
-
-
 @refusing
 def test_a_session_at_an_endpoint_of_another_kind_is_refused_at_once(
-    engine: Served, trainer: LoneTrainer
+    engine: Served, trainer: TrainerRank
 ) -> None:
     """The engine goes on serving what it had; nothing is connected to."""
     weights: NamedTensors = trainer.weights()
     assert sync_error(trainer.manager("compiled"), weights, "before") is None
-    before, client = trainer.hashes(), trainer.client
+    before = engine.hashes()
     settings: dict[str, Any] = {"read_in_place": False, "manifest_check": "off"}
     with (
         socket.create_server(("127.0.0.1", 0)) as silent,
@@ -338,16 +302,28 @@ def test_a_session_at_an_endpoint_of_another_kind_is_refused_at_once(
             (2, lambda _: f"ipc://{engine.folder / 'foreign'}"),  # another process's socket
             (5, lambda real: f"{real.rpartition('/')[0]}/999"),  # nobody, in our folder
         ):
-            trainer.client = forged = ForgedInvitations(client, forge)
-            manager = trainer.manager("compiled", timeout_s=FORGED_TIMEOUT_S, **settings)
-            started = time.monotonic()
-            assert sync_error(manager, weights, "forged") is not None
-            assert forged.num_forged == 1
+            with FaultProxy(engine.url, partial(forged_body, forge)) as proxy:
+                trainer.use_client(proxy.url, timeout_s=60)
+                manager = trainer.manager("compiled", timeout_s=FORGED_TIMEOUT_S, **settings)
+                started = time.monotonic()
+                assert sync_error(manager, weights, "forged") is not None
+                assert proxy.num_updates == 1
             assert time.monotonic() - started < limit_s + MARGIN_S
             assert (status_of_request(engine.url), engine.version) == (200, "before")
             assert time.monotonic() - started < limit_s + 2 * MARGIN_S
-            trainer.client = client
-            assert trainer.hashes() == before
+            assert engine.hashes() == before
         with pytest.raises(TimeoutError):
             silent.accept()
+    trainer.use_client(engine.url, timeout_s=60)
     assert sync_error(trainer.manager("compiled"), weights, "next") is None
+
+
+def forged_body(forge: Callable[[str], str], path: str, body: bytes) -> bytes:
+    """A session's request with another endpoint; others as they are."""
+    if not path.endswith("update_weights_from_tensor"):
+        return body
+    forged = with_descriptors(
+        json.loads(body), lambda told: {**told, "endpoint": forge(told["endpoint"])}
+    )
+    assert forged is not None
+    return forged

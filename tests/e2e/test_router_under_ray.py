@@ -2,72 +2,63 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import time
-from pathlib import Path
-
-import pytest
-
-from support.forks import TESTS
-from support.router import router_process, wait_until_up, workers_of
-from support.sglang_server import free_port
-
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
-
-DRIVER = """
 import asyncio
 import sys
 import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
-import ray
+import pytest
 
-from support.router import workers_of
-from verl_sglang_sync.verl.router_guard import Watch, start_guard
+from support.router import RouterProcess
 from verl_sglang_sync.engine.server_client.router import RouterClient
+from verl_sglang_sync.verl.router_guard import Watch, start_guard
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
 class Server:
-    async def join(self, router_url, url):
+    """An actor."""
+
+    async def join(self, router_url: str, url: str) -> None:
         async with RouterClient(router_url, timeout_s=30) as router:
             worker = await router.add(url)
         watch = Watch(router_url=router_url, router_api_key=None, worker=worker)
         self.guard = await asyncio.to_thread(start_guard, watch)
 
 
-def wait_for(*names):
+@pytest.fixture
+def router(tmp_path: Path) -> Iterator[RouterProcess]:
+    process = RouterProcess(tmp_path / "router.log")
+    yield process
+    process.end()
+
+
+def wait_for(router: RouterProcess, *names: str) -> None:
     deadline = time.monotonic() + 30
-    while set(workers_of(router_url)) != {f"http://{name}:1" for name in names}:
-        assert time.monotonic() < deadline, workers_of(router_url)
+    while set(router.workers()) != {f"http://{name}:1" for name in names}:
+        assert time.monotonic() < deadline, router.workers()
         time.sleep(0.1)
 
 
-router_url = sys.argv[1]
-ray.init(num_cpus=1, include_dashboard=False, logging_level="error")
-names = ("killed", "forgotten", "left")
-actors = {name: ray.remote(Server).options(num_cpus=0).remote() for name in names}
-ray.get([actor.join.remote(router_url, f"http://{name}:1") for name, actor in actors.items()])
-wait_for(*names)
-ray.kill(actors["killed"])
-wait_for("forgotten", "left")
-del actors["forgotten"]
-wait_for("left")
-"""
-
-
-def test_a_server_leaves_its_router_however_ray_ends_its_actor(tmp_path: Path) -> None:
+def test_a_server_leaves_its_router_however_ray_ends_its_actor(router: RouterProcess) -> None:
     """By `ray.kill`, without a handle left, and with the driver."""
-    with router_process(tmp_path, "127.0.0.1", free_port(), real=False) as router_url:
-        wait_until_up(router_url)
-        path = os.pathsep.join([str(TESTS), *filter(None, sys.path)])
-        subprocess.run(
-            [sys.executable, "-c", DRIVER, router_url],
-            env={**os.environ, "PYTHONPATH": path},
-            check=True,
-            timeout=120,
-        )
-        deadline = time.monotonic() + 30
-        while workers_of(router_url) != []:
-            assert time.monotonic() < deadline, "the driver's end left a server in the router"
-            time.sleep(0.1)
+    import ray
+
+    names = ("killed", "forgotten", "left")
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    ray.init(num_cpus=1, include_dashboard=False, logging_level="error")
+    try:
+        actors: dict[str, Any] = {
+            name: ray.remote(Server).options(num_cpus=0).remote() for name in names
+        }
+        ray.get([actor.join.remote(router.url, f"http://{n}:1") for n, actor in actors.items()])
+        wait_for(router, *names)
+        ray.kill(actors["killed"])
+        wait_for(router, "forgotten", "left")
+        del actors["forgotten"]
+        wait_for(router, "left")
+    finally:
+        ray.shutdown()
+    wait_for(router)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from support.speculative_steps import check_accept_lengths
+from support.speculative import check_accept_lengths
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

@@ -16,22 +16,15 @@ from benchmarks import gpu_memory, grpo_step
 from tiny_assets import make_assets
 
 from support.megatron_trainer import ENVIRONMENT
-from support.settings import MEGATRON_BRIDGE
+from support.settings import ENGINE_ON_A_CPU, MEGATRON_BRIDGE
 from support.training import LIMIT_S
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
-ENGINE = "actor_rollout_ref.rollout.engine_kwargs.sglang"
 ON_A_CPU = (
     "actor_rollout_ref.actor.optim.lr=1e-2",
-    "actor_rollout_ref.rollout.enforce_eager=True",
     "actor_rollout_ref.rollout.gpu_memory_utilization=0.2",
-    f"+{ENGINE}.device=cpu",
-    f"{ENGINE}.attention_backend=torch_native",
-    f"+{ENGINE}.disable_overlap_schedule=True",
-    f"+{ENGINE}.sleep_on_idle=True",
-    f"+{ENGINE}.max_total_tokens=4096",
-    f"+{ENGINE}.enable_memory_saver=False",
+    *ENGINE_ON_A_CPU,
     "trainer.device=cpu",
     "+ray_kwargs.ray_init.num_gpus=2",
     "ray_kwargs.ray_init.num_cpus=12",

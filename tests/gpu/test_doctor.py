@@ -2,15 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
-import torch
-
 from verl_sglang_sync.doctor import Status, hardware
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here"),
-]
 
 
 def test_cuda_ipc_and_memory_saver_really_work() -> None:

@@ -8,32 +8,28 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
-from support.engine_steps import MODES, exercise_engine
 from support.served import served
-from support.sync_checks import check_syncs_in_a_row
+from support.sync_checks import MODES, STAGED, Syncs, check_mode, check_pulled
 from support.trainer import ON_GPUS
-
-NUM_GPUS = torch.cuda.device_count()
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(NUM_GPUS == 0, reason="needs an NVIDIA GPU: CUDA IPC and memory saver"),
-]
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe"])
 @pytest.mark.parametrize("tp", [1, 2])
 def test_sync_is_bit_exact_on_the_gpu(architecture: str, tp: int, tmp_path: Path) -> None:
-    if tp > NUM_GPUS:
-        pytest.skip(f"needs {tp} GPUs, this machine has {NUM_GPUS}")
-    with served(tmp_path, tp=tp, architecture=architecture, device="cuda") as engine:
-        backend = "cpu:gloo,cuda:nccl"  # what verl's ranks have
-        seen = engine.run(exercise_engine, backend=backend, **ON_GPUS)[0]
+    with (
+        served(tmp_path, tp=tp, architecture=architecture, device="cuda") as engine,
+        engine.ranks(backend="cpu:gloo,cuda:nccl", **ON_GPUS) as ranks,  # as verl's ranks have it
+    ):
+        for mode in MODES:
+            check_mode(engine, ranks, mode)
+        syncs = Syncs([engine], ranks)
+        syncs(**STAGED, keep_staging_buffers=True)
+        for export in ("kept", "mapped"):
+            check_pulled(syncs(export), [False, True, True, True])
+            syncs(export, moves_after=2)
+        for way in syncs.sharded:
+            assert all(last["num_exchanged"] == last["num_buckets"] for last in way[-1])
+        if tp > 1:
+            syncs("sharded", fails_before=2, **STAGED)
         assert engine.lives
-    for mode in MODES:
-        for before, after in zip(seen["reference"], seen[mode]["changed"], strict=True):
-            assert not [name for name in before if before[name] == after[name]]
-        assert seen[mode]["restored"] == seen[mode]["recovered"] == seen["reference"]
-        assert "TP rank 0" in seen[mode]["refused"]
-    check_syncs_in_a_row(seen["syncs"], tp)

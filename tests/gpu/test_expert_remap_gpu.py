@@ -6,17 +6,17 @@ of SGLang's map alone, on a CPU.
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
 
-from support.cycle_models import make_model
-from support.gpu_steps import MODEL, REBALANCED, around_a_remap
-from support.served import served
-from support.trainer import ON_GPUS
+from support.http_requests import generate
+from support.served import Served, served
+from support.served_models import checkpoint_weights, make_model
+from support.trainer import ON_GPUS, Hashes, Ranks, TrainerRank, report_of_cycle
 
-NUM_GPUS = torch.cuda.device_count()
 NUM_ITERATIONS = 20
 EXTRA = (
     *("--ep-size", "2", "--enable-eplb", "--ep-num-redundant-experts", "2"),
@@ -24,30 +24,54 @@ EXTRA = (
     *("--expert-distribution-recorder-buffer-size", str(NUM_ITERATIONS)),
     *("--moe-runner-backend", "triton", "--log-level", "info"),
 )
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(NUM_GPUS < 2, reason="needs two NVIDIA GPUs: SGLang's EPLB"),
-]
+pytestmark = pytest.mark.gpu(2)
+
+
+REBALANCED = "[EPLBManager] rebalance end"
+MODEL = "qwen3-moe"
+
+
+def sync(rank: TrainerRank, mode: str, scale: float) -> dict[str, Any]:
+    weights = checkpoint_weights(MODEL, rank.folder / "model", rank.device)
+    scaled = [(name, tensor * scale) for name, tensor in weights]
+    return report_of_cycle(rank.kept_manager(mode), scaled, "other")
 
 
 def test_a_rebalancing_ends_the_plan_and_the_next_one_is_right(tmp_path: Path) -> None:
-    (tmp_path / "model").mkdir()
     make_model(MODEL, tmp_path / "model")
     options = {"device": "cuda", "extra": EXTRA, "host_backup": "auto"}
-    with served(tmp_path, tp=2, **options) as engine:
-        outcomes = engine.attempt(around_a_remap, NUM_ITERATIONS + 5, **ON_GPUS)
-        log = engine.server.log.read_text(errors="replace")
-        assert [outcome.error for outcome in outcomes] == [None, None], log[-4000:]
+    with served(tmp_path, tp=2, **options) as engine, engine.ranks(**ON_GPUS) as ranks:
+        *_, last = syncs(engine, ranks, "compiled", 1.0, 0.5, 1.0)
+        assert last[1]["num_replayed"] == last[1]["num_buckets"], last[1]["eager_reason"]
+        generate(engine.url, NUM_ITERATIONS + 5)  # it rebalances after so many tokens
+        deadline = time.monotonic() + 30
+        while REBALANCED not in engine.log:
+            assert time.monotonic() < deadline, "the engine did not rebalance its experts"
+            time.sleep(0.2)
+        ranks.run(forget)
+        (first, made), (second, _), (again, replayed) = syncs(
+            engine, ranks, "compiled", 1.0, 0.5, 1.0
+        )
+        assert made["num_replayed"] == 0
+        assert "expert_map was" in made["eager_reason"]
+        assert replayed["num_replayed"] == replayed["num_buckets"], replayed["eager_reason"]
+        assert first == again != last[0], "else the experts are where they were"
+        eager = [hashes for hashes, _ in syncs(engine, ranks, "flattened", 0.5, 1.0)]
+        assert eager == [second, first]
         assert engine.lives
-    assert REBALANCED in log
-    seen = outcomes[0].result
-    learned, remapped, eager = (seen[key] for key in ("learned", "remapped", "eager"))
-    last = learned[-1][1]
-    assert last["num_replayed"] == last["num_buckets"], last["eager_reason"]
-    (first_hashes, report), (second_hashes, _), (again_hashes, replayed) = remapped
-    assert report["num_replayed"] == 0
-    assert "expert_map was" in report["eager_reason"]
-    assert replayed["num_replayed"] == replayed["num_buckets"], replayed["eager_reason"]
-    assert first_hashes == again_hashes == eager[1][0]
-    assert second_hashes == eager[0][0]
-    assert first_hashes != learned[-1][0], "the experts are where they were"
+
+
+def forget(rank: TrainerRank) -> None:
+    """The next sync is by a new manager."""
+    rank.kept.clear()
+
+
+def syncs(
+    engine: Served, ranks: Ranks, mode: str, *scales: float
+) -> list[tuple[Hashes, dict[str, Any]]]:
+    """What the engine has after each, and the first rank's report."""
+    seen = []
+    for scale in scales:
+        report = ranks.run(sync, mode, scale)[0]
+        seen.append((engine.hashes(), report))
+    return seen

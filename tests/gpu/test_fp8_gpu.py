@@ -6,41 +6,71 @@ it is in `tests/contract/test_fp8.py`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from support.fp8_models import make_model, model_override
-from support.gpu_steps import quantized_syncs
+from contract.tiny_architectures import random_weights, read_checkpoint
 from support.served import served
-from support.trainer import ON_GPUS
+from support.served_models import case_of, make_model, model_override, quantizer
+from support.trainer import ON_GPUS, TrainerRank, report_of_cycle
 
-NUM_GPUS = torch.cuda.device_count()
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(NUM_GPUS == 0, reason="needs an NVIDIA GPU: fp8 kernels"),
-]
 EXTRA = ("--quantization", "fp8", "--load-format", "dummy", "--disable-cuda-graph")
+SEEDS = (1, 2, 3, 4)
+WAYS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("flattened", {}),
+    ("bucketed", {}),
+    ("compiled", {}),
+    ("compiled", {"recheck_every_n_syncs": 2, "keep_staging_buffers": True}),
+)
 
 
 @pytest.mark.parametrize(("name", "tp"), [("qwen3", 1), ("qwen3-moe", 1), ("qwen3-moe", 2)])
 def test_fp8_is_bit_exact(name: str, tp: int, tmp_path: Path) -> None:
-    if tp > NUM_GPUS:
-        pytest.skip(f"needs {tp} GPUs, this machine has {NUM_GPUS}")
     make_model(name, tmp_path / "model")
     extra = (*EXTRA, "--json-model-override-args", model_override())
-    with served(tmp_path, tp=tp, device="cuda", extra=extra, host_backup="auto") as engine:
-        flattened, *others = engine.run(quantized_syncs, name, **ON_GPUS)[0]
-    eager = [hashes for hashes, _ in flattened]
+    with (
+        served(tmp_path, tp=tp, device="cuda", extra=extra, host_backup="auto") as engine,
+        engine.ranks(**ON_GPUS) as ranks,
+    ):
+        eager: list[Any] = []
+        for mode, settings in WAYS:
+            ranks.run(begin, mode, settings)
+            for number, seed in enumerate(SEEDS):
+                report, hashes = ranks.run(sync, name, seed)[0], engine.hashes()
+                if mode == "flattened":
+                    eager.append(hashes)
+                assert hashes == eager[number]
+                if mode == "compiled" and not settings and number:
+                    assert report["num_replayed"] == report["num_buckets"], report["eager_reason"]
+                    assert report["num_pulled"] == 0, "what is sent is not in the trainer's memory"
     assert any(key.endswith("weight_scale_inv") for key in eager[0][0])
     for before, after in pairwise(eager):
         for rank_before, rank_after in zip(before, after, strict=True):
             same = [key for key in rank_before if rank_before[key] == rank_after[key]]
             assert not [key for key in same if "proj" in key or "experts" in key]
-    for way in others:
-        assert [hashes for hashes, _ in way] == eager
-    for _, report in others[1][1:]:
-        assert report["num_replayed"] == report["num_buckets"], report["eager_reason"]
-        assert report["num_pulled"] == 0, "what is sent is not in the trainer's memory"
+
+
+def begin(rank: TrainerRank, mode: str, settings: dict[str, Any]) -> None:
+    rank.kept["manager"] = rank.manager(mode, **settings)
+
+
+def sync(rank: TrainerRank, name: str, seed: int) -> dict[str, Any]:
+    """Other weights every time, quantised by verl."""
+    from verl_sglang_sync.sources.export import Reexport, transformed
+    from verl_sglang_sync.verl.engine_format import quantized
+
+    checkpoint = read_checkpoint(case_of(name), rank.folder / "model")
+    quantize = partial(quantized, quantizer=quantizer(), dtype=torch.bfloat16)
+
+    def export() -> Iterator[tuple[str, torch.Tensor]]:
+        for key, tensor in random_weights(checkpoint, seed):
+            yield key, tensor.to(rank.device, torch.bfloat16)
+
+    weights = transformed(Reexport(export), quantize, computes=True)
+    return report_of_cycle(rank.kept["manager"], weights, str(seed))

@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +17,10 @@ import torch
 from tiny_assets import make_assets
 
 from sglang_loader.common.engine_settings import HostBackup
-from support.engine_steps import sync_weights
-from support.http_requests import Reply, generate, release, resume
-from support.memory_loaders import LOOK_LOADER, MEMORY_LOADERS, POISON_LOADER, PUBLISH_LOADER
+from support.http_requests import generate, release, resume
+from support.memory_cycles import Memory, free_bytes
+from support.memory_loaders import MEMORY_LOADERS, POISON_LOADER, PUBLISH_LOADER
 from support.served import Served, served
-from support.trainer import LoneTrainer, ask_engine
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU: memory saver"),
-]
 
 MIB = 1 << 20
 UNCOVERED = ["model.norm.weight"]
@@ -41,32 +35,13 @@ LARGE = {
 }
 
 
-class Engine:
+class Engine(Memory):
     """A served model, and a trainer of one rank on the same GPU, in this process."""
 
     def __init__(self, engine: Served) -> None:
-        self.url = engine.url
-        self.log = engine.server.log
-        self.trainer = LoneTrainer(engine.url, torch.device("cuda", 0), engine.folder)
-
-    def ask(self, loader: str, **argument: Any) -> Any:
-        """Have the engine run one of `memory_loaders`; its answer."""
-        file = self.trainer.folder / "state.json"
-        ask_engine(self.trainer, loader, json.dumps({"path": str(file), **argument}))
-        return json.loads(file.read_text())
-
-    def state(self) -> dict[str, Any]:
-        """Hashes and sizes in the engine."""
-        state: dict[str, Any] = self.ask(LOOK_LOADER)
-        return state
-
-    def stage(self, stage: Callable[..., Reply], *tags: str) -> float:
-        """Go through a stage; its seconds."""
-        started = time.perf_counter()
-        status, text = stage(self.url, *tags)
-        seconds = time.perf_counter() - started
-        assert status == 200, text
-        return seconds
+        super().__init__(engine)
+        self.server = engine
+        self.trainer = engine.trainer(torch.device("cuda", 0))
 
 
 @pytest.fixture
@@ -84,29 +59,24 @@ def serve(folder: Path, policy: HostBackup, *extra: str) -> Iterator[Engine]:
         assert engine.lives, "the engine died"
 
 
-def free_bytes() -> int:
-    """Free memory of the GPU, all processes together."""
-    return torch.cuda.mem_get_info()[0]
-
-
 @pytest.mark.parametrize("engine", ["auto", "on"], indirect=True)
 def test_without_a_coverage_every_byte_returns(engine: Engine) -> None:
-    before, text = engine.state(), generate(engine.url)
+    before, text = engine.look(), generate(engine.url)
     for _ in range(3):
         engine.stage(release, "kv_cache", "weights")
         engine.stage(resume, "weights")
         engine.stage(resume, "kv_cache")
-        after = engine.state()
+        after = engine.look()
         assert after["hashes"] == before["hashes"]
         assert (after["stale"], after["host_bytes"]) == (None, 0)
         assert generate(engine.url) == text
-    log = engine.log.read_text(errors="replace")
+    log = engine.server.log
     assert ("weights backup: saved" in log) == (before["policy"] == "auto")
 
 
 def test_all_that_a_release_frees_is_in_the_pool(engine: Engine) -> None:
     """Memory under the tag that did not come from the pool would be lost without a copy."""
-    state = engine.state()
+    state = engine.look()
     segments = state["allocated"]["segments"]["weights"]
     engine.stage(release, "weights")  # the engine's own copies of buffers find their place
     engine.stage(resume, "weights")
@@ -116,17 +86,17 @@ def test_all_that_a_release_frees_is_in_the_pool(engine: Engine) -> None:
     engine.stage(resume, "weights")
     assert abs(freed - segments) < 2 * MIB, "2 MiB is the smallest mapping"
     assert 0 < weights_bytes(state) <= segments
-    assert engine.state()["hashes"] == state["hashes"]
+    assert engine.look()["hashes"] == state["hashes"]
 
 
 def test_with_a_coverage_only_the_residue_is_kept(engine: Engine) -> None:
-    before, text = engine.state(), generate(engine.url)
+    before, text = engine.look(), generate(engine.url)
     engine.ask(PUBLISH_LOADER, uncovered=UNCOVERED)
     for _ in range(3):
         engine.stage(release, "kv_cache", "weights")
         engine.stage(resume, "weights")
         engine.ask(POISON_LOADER)
-        asleep = engine.state()
+        asleep = engine.look()
         assert "undefined since the last resume" in asleep["stale"]
         assert 0 < asleep["host_bytes"] < weights_bytes(before)
         changed = {n for n, h in before["hashes"].items() if asleep["hashes"][n] != h}
@@ -135,9 +105,9 @@ def test_with_a_coverage_only_the_residue_is_kept(engine: Engine) -> None:
         assert "cos_sin_cache" in " ".join(before["hashes"].keys() - changed)
         status, reason = resume(engine.url, "kv_cache")
         assert (status, "sync the weights first" in reason) == (400, True)
-        sync_weights(engine.trainer)
+        asyncio.run(engine.trainer.manager("flattened").sync(engine.trainer.weights(), version="v"))
         engine.stage(resume, "kv_cache")
-        after = engine.state()
+        after = engine.look()
         assert after["hashes"] == before["hashes"]
         assert (after["stale"], after["host_bytes"]) == (None, 0)
         assert generate(engine.url) == text
@@ -150,23 +120,24 @@ def test_seconds_host_memory_and_lack_of_room_of_a_larger_model(tmp_path: Path) 
     config.pop("layer_types", None)
     path.write_text(json.dumps({**config, **LARGE}))
     for engine in serve(tmp_path, "auto", "--load-format", "dummy"):
-        before = engine.state()
+        before = engine.look()
         assert weights_bytes(before) > 1 << 30
-        full = [engine.stage(release, "weights")]
+        full = [engine.stage(release, "weights")[1]]
         taken = torch.empty(max(free_bytes() - 64 * MIB, 0), dtype=torch.uint8, device="cuda")
         status, text = resume(engine.url, "weights")
         del taken
         torch.cuda.empty_cache()
         assert status == 400, "more was mapped than there was room for"
         assert re.search(r"TP rank 0: resume of \['weights'\] refused: it needs \d+ MB", text)
-        full.append(engine.stage(resume, "weights"))
-        middle = engine.state()
+        full.append(engine.stage(resume, "weights")[1])
+        middle = engine.look()
         assert middle["hashes"] == before["hashes"]
         engine.ask(PUBLISH_LOADER, uncovered=[])
         seconds = [
-            (engine.stage(release, "weights"), engine.stage(resume, "weights")) for _ in range(3)
+            (engine.stage(release, "weights")[1], engine.stage(resume, "weights")[1])
+            for _ in range(3)
         ]
-        after = engine.state()
+        after = engine.look()
         print(f"seconds of (release, resume): all {full}, residue {seconds}")
         residue = before["hashes"].keys() - {
             name for name, value in before["hashes"].items() if after["hashes"][name] != value

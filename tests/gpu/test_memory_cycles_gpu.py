@@ -14,16 +14,8 @@ import statistics
 from pathlib import Path
 
 import pytest
-import torch
 
-from support.cycle_checks import check_all
-from support.cycle_models import CYCLE_MODELS
-from support.cycle_steps import ALL_TAGS, run_cycles
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU: memory saver"),
-]
+from support.memory_cycles import ALL_TAGS, CYCLE_MODELS, check_cycles
 
 NUM_CYCLES = 50
 MIB = 1 << 20
@@ -33,15 +25,14 @@ MAX_LOST_BYTES = 32 * MIB
 
 @pytest.mark.parametrize("name", CYCLE_MODELS)
 def test_fifty_cycles_leave_no_trace(name: str, tmp_path: Path) -> None:
-    seen = run_cycles(name, tmp_path, device="cuda", num_cycles=NUM_CYCLES)
-    check_all(seen, NUM_CYCLES)
+    seen = check_cycles(name, tmp_path, device="cuda", num_cycles=NUM_CYCLES)
     graphs = set(re.findall(r"Decode batch.*cuda graph: (\w+)", seen["log"]))
     assert graphs == {"True"}, "tokens came from replayed graphs"
-    assert seen["last"]["policy"] == "auto"
+    assert seen["policy"] == "auto"
     assert seen["lost_gpu_bytes"] < MAX_LOST_BYTES
     for tag in ALL_TAGS:  # each has memory of its own, as much as the reply to its release tells
         freed, told = seen["freed"][tag]["freed"], seen["freed"][tag]["told"]
         assert freed > 0
         assert abs(freed - told) < 2 * MIB, (tag, seen["freed"])
-    seconds = [cycle["seconds"] for cycle in seen["cycles"]]
+    seconds = seen["seconds"]
     print(name, {key: statistics.median(each[key] for each in seconds) for key in seconds[0]})

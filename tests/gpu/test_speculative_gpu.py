@@ -10,16 +10,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
-from support.speculative_steps import SYNCS, check_accept_lengths
+from support.speculative import SYNCS, check_accept_lengths
 from support.trainer import ON_GPUS
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.slow,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU: memory saver"),
-]
+pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("algorithm", SYNCS)
@@ -31,5 +26,5 @@ def test_drafts_are_accepted_as_long_as_they_fit(algorithm: str, tmp_path: Path)
         device="cuda",
         host_backup="auto",
         extra=("--max-total-tokens", "4096"),
-        step_options=ON_GPUS,
+        ranks_on=ON_GPUS,
     )

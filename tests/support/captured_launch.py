@@ -10,13 +10,14 @@ arguments that SGLang gets (before it derives others from them), and where HTTP 
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import copy
+import inspect
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -46,43 +47,51 @@ class Launched:
 _current: ContextVar[Launched] = ContextVar("_current")  # whose server actor is running
 
 
-class _Remote:
+class Method:
     """A method as an actor's handle has it."""
 
-    def __init__(self, method: Any, launched: Launched | None = None) -> None:
+    def __init__(self, method: Callable[..., Any]) -> None:
         self._method = method
-        self._launched = launched
 
     async def remote(self, *args: Any, **kwargs: Any) -> Any:
-        if self._launched is not None:
-            _current.set(self._launched)  # of this task alone
         result = self._method(*args, **kwargs)
-        return await result if asyncio.iscoroutine(result) else result
+        return await result if inspect.isawaitable(result) else result
 
 
-class LocalActor:
-    """An object in the place of an actor's handle."""
+class Handle:
+    """In the place of an actor's handle: `call(name, *args, **kwargs)` runs its methods."""
 
-    def __init__(self, made: Any, launched: Launched) -> None:
-        self.made = made
-        self._launched = launched
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self.call = call
 
-    def __getattr__(self, name: str) -> _Remote:
-        return _Remote(getattr(self.made, name), self._launched)
+    def __getattr__(self, name: str) -> Method:
+        return Method(partial(self.call, name))
 
 
-class _LocalActorClass:
-    """A class in the place of `ray.remote(class)`."""
+class ActorClass:
+    """In the place of `ray.remote(class)`: `make(**kwargs)` makes a handle."""
 
-    def __init__(self, made: type[Any]) -> None:
-        self._class = made
+    def __init__(self, make: Callable[..., Handle]) -> None:
+        self._make = make
 
-    def options(self, **_: Any) -> _LocalActorClass:
+    def options(self, **_: Any) -> ActorClass:
+        """Where verl says on which node."""
         return self
 
-    def remote(self, **kwargs: Any) -> LocalActor:
-        made = self._class(**copy.deepcopy(kwargs))  # Ray pickles them
-        return LocalActor(made, _current.get())
+    def remote(self, **kwargs: Any) -> Handle:
+        return self._make(**kwargs)
+
+
+def _local_actor(actor_class: type[Any], **kwargs: Any) -> Handle:
+    """An actor in this process."""
+    made = actor_class(**copy.deepcopy(kwargs))  # Ray pickles them
+    launched = _current.get()
+
+    def call(name: str, *args: Any, **kwargs: Any) -> Any:
+        _current.set(launched)  # of this task alone
+        return getattr(made, name)(*args, **kwargs)
+
+    return Handle(call)
 
 
 class Worker:
@@ -92,8 +101,8 @@ class Worker:
         self._node = f"{rank + 1:056x}"
 
     @property
-    def __ray_call__(self) -> _Remote:
-        return _Remote(lambda _function: (self._node, "0"))
+    def __ray_call__(self) -> Method:
+        return Method(lambda _function: (self._node, "0"))
 
 
 @contextlib.contextmanager
@@ -136,25 +145,29 @@ def captured_launch(hosts: Sequence[str]) -> Iterator[list[Launched]]:
         yield launched
 
 
-async def launch_replica(recipe: Any, *, nnodes: int = 1, name_suffix: str = "") -> Any:
-    """The replica that verl makes of the recipe, launched as a hybrid one; one GPU per node.
-
-    Our server class is taken out of the replica's `ray.remote` and run here.
-    """
+def hybrid_replica(recipe: Any, **more: Any) -> Any:
+    """The hybrid replica that verl makes of the recipe, of one GPU per node."""
     from verl.workers.rollout.replica import RolloutMode, RolloutReplicaRegistry
 
-    replica_class = RolloutReplicaRegistry.get("sglang")
-    replica = replica_class(
+    replica = RolloutReplicaRegistry.get("sglang")(
         replica_rank=0,
         config=recipe.actor_rollout_ref.rollout,
         model_config=recipe.actor_rollout_ref.model,
         gpus_per_node=1,
-        name_suffix=name_suffix,
+        **more,
     )
-    assert replica.nnodes == nnodes
-    actor_class = replica.server_class.__ray_metadata__.modified_class
-    replica.server_class = _LocalActorClass(actor_class)
     replica.rollout_mode = RolloutMode.HYBRID
     replica.workers = [Worker(rank) for rank in range(replica.world_size)]
+    return replica
+
+
+async def launch_replica(recipe: Any, *, nnodes: int = 1, name_suffix: str = "") -> Any:
+    """The recipe's replica, launched with our server class, which is taken out of its `ray.remote`
+    and run here.
+    """
+    replica = hybrid_replica(recipe, name_suffix=name_suffix)
+    assert replica.nnodes == nnodes
+    actor_class = replica.server_class.__ray_metadata__.modified_class
+    replica.server_class = ActorClass(partial(_local_actor, actor_class))
     await replica.launch_servers()
     return replica

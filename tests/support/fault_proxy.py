@@ -1,29 +1,27 @@
-"""An HTTP proxy in front of a real server that loses, holds, cuts and repeats what it is told to.
-
-The trainer ranks are other processes: they plan the next fault with `POST /__faults__` and read
-what passed with `GET /__seen__`. A fault concerns the n-th update request after it was planned.
-"""
+"""An HTTP proxy in front of a real server that loses, holds, cuts or repeats what it is told."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import json
+import http.client
+import select
+import socket
+import struct
 import threading
-import urllib.request
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Literal
-
-import aiohttp
-import msgspec
-from aiohttp import web
-
-from support.sglang_server import free_port
+from urllib.parse import urlsplit
 
 UPDATES = ("/update_weights_from_tensor", "/update_weights_from_distributed")
+LIMIT_S = 120
+RESET = struct.pack("ii", 1, 0)  # SO_LINGER: a close discards what is under way
 
 
-class Fault(msgspec.Struct, frozen=True):
+@dataclass(frozen=True)
+class Fault:
     """What happens to one update request.
 
     Attributes:
@@ -31,7 +29,7 @@ class Fault(msgspec.Struct, frozen=True):
             executed, but the reply comes after `seconds`. "cut": both connections are closed
             after `seconds`, while the server executes. "twice": sent again after it was executed;
             the first reply goes back.
-        nth: which update request, from 1.
+        nth: which update request after `plan`, from 1.
     """
 
     kind: Literal["lose", "hold", "cut", "twice"]
@@ -39,128 +37,90 @@ class Fault(msgspec.Struct, frozen=True):
     seconds: float = 0.0
 
 
-def plan(url: str, fault: Fault | None) -> None:
-    """Set the proxy's next fault and forget what was seen."""
-    body = msgspec.json.encode(fault)
-    request = urllib.request.Request(f"{url}/__faults__", body, method="POST")
-    with urllib.request.urlopen(request, timeout=10):
-        pass
+class FaultProxy(ThreadingHTTPServer):
+    """A proxy to the server `target`, at `url`, until its `with` block ends.
 
-
-def seen(url: str) -> list[dict[str, Any]]:
-    """The update requests since the last plan: which fault, and the server's reply (`status`,
-    `text`) where somebody waited for it.
+    Args:
+        target: URL of the server.
+        rewrite: takes the path and the body of a request, returns the body that goes on.
     """
-    with urllib.request.urlopen(f"{url}/__seen__", timeout=10) as reply:
-        return json.loads(reply.read())  # type: ignore[no-any-return]
+
+    daemon_threads = True
+
+    def __init__(
+        self, target: str, rewrite: Callable[[str, bytes], bytes] = lambda _, body: body
+    ) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.url = f"http://127.0.0.1:{self.server_port}"
+        self.target, self.rewrite = urlsplit(target).netloc, rewrite
+        self.plan(None)
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    def plan(self, fault: Fault | None) -> None:
+        """Set the next fault and forget what was seen."""
+        self.fault, self.num_updates = fault, 0
+        self.seen: list[dict[str, Any]] = []
+        """Update requests: which fault, and the reply (`status`, `text`) where somebody waited."""
+
+    def __exit__(self, *error: Any) -> None:
+        self.shutdown()
+        super().__exit__(*error)
 
 
-Rewrite = Callable[[str, bytes], bytes]
-"""Takes the path and the body of a request, returns the body that goes on."""
+class _Handler(BaseHTTPRequestHandler):
+    server: FaultProxy
+    protocol_version = "HTTP/1.1"
 
-
-@contextlib.contextmanager
-def fault_proxy(target: str, rewrite: Rewrite = lambda _, body: body) -> Iterator[str]:
-    """Run a proxy to the server `target` until the block ends; its URL."""
-    proxy, started = _Proxy(target, rewrite), threading.Event()
-    loop = asyncio.new_event_loop()
-    stopped = asyncio.Event()
-
-    async def serve() -> None:
-        await proxy.start()
-        started.set()
-        await stopped.wait()
-        await proxy.stop()
-
-    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()), daemon=True)
-    thread.start()
-    assert started.wait(20)
-    try:
-        yield proxy.url
-    finally:
-        loop.call_soon_threadsafe(stopped.set)
-        thread.join(20)
-        loop.close()
-
-
-class _Proxy:
-    def __init__(self, target: str, rewrite: Rewrite) -> None:
-        self._target = target
-        self._rewrite = rewrite
-        self._port = free_port()
-        self.url = f"http://127.0.0.1:{self._port}"
-        self._fault: Fault | None = None
-        self._num_updates = 0
-        self._seen: list[dict[str, Any]] = []
-
-    async def start(self) -> None:
-        application = web.Application(client_max_size=1 << 30)
-        application.router.add_post("/__faults__", self._plan)
-        application.router.add_get("/__seen__", self._report)
-        application.router.add_route("*", "/{path:.*}", self._forward)
-        self._runner = web.AppRunner(application, shutdown_timeout=0.1, handler_cancellation=False)
-        await self._runner.setup()
-        self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120))
-        await web.TCPSite(self._runner, "127.0.0.1", self._port, reuse_address=True).start()
-
-    async def stop(self) -> None:
-        await self._session.close()
-        await self._runner.cleanup()
-
-    async def _plan(self, request: web.Request) -> web.Response:
-        self._fault = msgspec.json.decode(await request.read(), type=Fault | None)
-        self._num_updates, self._seen = 0, []
-        return web.Response()
-
-    async def _report(self, request: web.Request) -> web.Response:
-        return web.json_response(self._seen)
-
-    async def _forward(self, request: web.Request) -> web.Response:
-        body = self._rewrite(request.path, await request.read())
-        fault = None
-        is_update = request.path in UPDATES and request.method == "POST"
-        if is_update:
-            self._num_updates += 1
-            if self._fault is not None and self._fault.nth == self._num_updates:
-                fault = self._fault
-        kind = fault.kind if fault else None
-        call = asyncio.ensure_future(self._send(request, body))
+    def _forward(self) -> None:
+        proxy, self.close_connection = self.server, True
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        body = proxy.rewrite(self.path, body)
+        is_update, fault = self.command == "POST" and self.path in UPDATES, None
+        proxy.num_updates += is_update
+        if is_update and proxy.fault is not None and proxy.fault.nth == proxy.num_updates:
+            fault = proxy.fault
+        kind = fault and fault.kind
+        link = self._send(body)
         if fault is not None and kind == "cut":
-            await asyncio.sleep(fault.seconds)
-            assert not call.done(), "the server was faster than the cut"
-            call.cancel()  # closes the connection to the server
-            self._seen.append({"fault": kind})
-            return self._reset(request)
-        reply, content = await call
-        answers = [(reply, content)] if is_update else []
-        if kind == "twice":
-            answers.append(await self._send(request, body))
-        for each, text in answers:
-            self._seen.append({"fault": kind, "status": each.status, "text": text.decode()})
+            time.sleep(fault.seconds)
+            assert not select.select([link.sock], [], [], 0)[0], "the server was faster"
+            link.close()
+            proxy.seen.append({"fault": kind})
+            return self._reset()
+        links = [link, self._send(body)] if kind == "twice" and self._has_replied(link) else [link]
+        replies = [each.getresponse() for each in links]
+        texts = [reply.read() for reply in replies]
+        for reply, text in zip(replies, texts, strict=True) if is_update else ():
+            proxy.seen.append({"fault": kind, "status": reply.status, "text": text.decode()})
         if kind == "lose":
-            return self._reset(request)
+            return self._reset()
         if fault is not None and kind == "hold":
-            await asyncio.sleep(fault.seconds)
-        kept = {
-            name: value for name, value in reply.headers.items() if name.lower() == "content-type"
-        }
-        return web.Response(
-            status=reply.status, body=content, headers={**kept, "Connection": "close"}
-        )
+            time.sleep(fault.seconds)
+        with suppress(OSError):
+            self.send_response(replies[0].status)
+            self.send_header("Content-Type", replies[0].getheader("Content-Type", "text/plain"))
+            self.send_header("Content-Length", str(len(texts[0])))
+            self.send_header("Connection", "close")
+            self.end_headers()
+            self.wfile.write(texts[0])
+        return None
 
-    async def _send(
-        self, request: web.Request, body: bytes
-    ) -> tuple[aiohttp.ClientResponse, bytes]:
-        headers = {
-            k: v for k, v in request.headers.items() if k.lower() not in ("host", "content-length")
-        }
-        async with self._session.request(
-            request.method, f"{self._target}{request.path_qs}", data=body, headers=headers
-        ) as reply:
-            return reply, await reply.read()
+    do_GET = do_POST = _forward
+
+    def _send(self, body: bytes) -> http.client.HTTPConnection:
+        link = http.client.HTTPConnection(self.server.target, timeout=LIMIT_S)
+        names = ("host", "content-length", "connection", "accept-encoding")
+        headers = {name: v for name, v in self.headers.items() if name.lower() not in names}
+        link.request(self.command, self.path, body, headers)
+        return link
 
     @staticmethod
-    def _reset(request: web.Request) -> web.Response:
-        if request.transport is not None:
-            request.transport.abort()
-        return web.Response()
+    def _has_replied(link: http.client.HTTPConnection) -> bool:
+        return bool(select.select([link.sock], [], [], LIMIT_S)[0])
+
+    def _reset(self) -> None:
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
+        self.connection.close()
+
+    def log_message(self, *_: Any) -> None:
+        """Nobody reads it."""

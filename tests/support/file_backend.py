@@ -31,21 +31,14 @@ class FileCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._folder = Path(folder)
         self._is_master = bool(is_master)
 
-    def prepare(self) -> None:
-        """Nothing to do."""
+    def init_process_group(self, **_: Any) -> None:
+        """There is none; nobody needs to know anything of the others."""
+
+    prepare = finalize = init_process_group
 
     @classmethod
-    def build_topology(
-        cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[Any]
-    ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        """Nobody needs to know anything of the others."""
+    def build_topology(cls, *_: Any, **__: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         return {}, {}
-
-    def init_process_group(self, **_: Any) -> None:
-        """There is none."""
-
-    def finalize(self) -> None:
-        """Nothing to do."""
 
     async def send_weights(
         self, weights: Iterable[tuple[str, torch.Tensor]], global_steps: int | None = None

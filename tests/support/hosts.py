@@ -24,18 +24,13 @@ class Host:
 
     Attributes:
         address: as the other one reaches it.
-        prefix: of commands that shall run there.
+        prefix: of commands that shall run there; none where a loopback address stands for it.
         environment: that such commands need.
     """
 
     address: str
     prefix: tuple[str, ...]
     environment: dict[str, str]
-
-    @property
-    def is_namespace(self) -> bool:
-        """False where a loopback address stands for the host."""
-        return bool(self.prefix)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Handles with which an SGLang scheduler process maps the trainer's tensors, in SGLang's format."""
+"""Handles with which an SGLang scheduler process maps a CPU's tensors, in SGLang's format."""
 
 from __future__ import annotations
 
@@ -11,24 +11,11 @@ from torch.multiprocessing import reductions
 
 
 def serialize_handles(named_tensors: list[tuple[str, torch.Tensor]]) -> bytes:
-    """Serialize `[(name, tensor), ...]` for one TP rank's entry of an update request.
-
-    CUDA tensors travel as IPC handles (no byte is copied; the tensors must stay alive and unchanged
-    until the reply), CPU tensors as names of shared memory.
-
-    Args:
-        named_tensors: tensors on this process's device; detached before serialising.
-
-    Returns:
-        What `UpdateWeightsFromTensorReqInput.serialized_named_tensors[tp_rank]` takes.
+    """What `UpdateWeightsFromTensorReqInput.serialized_named_tensors[tp_rank]` takes; the tensors,
+    whose memory is named in it, must stay until the reply.
     """
-    if any(tensor.is_cuda for _, tensor in named_tensors):
-        # Sends the GPU's UUID in place of its index, which differs between the two processes.
-        from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
-
-        monkey_patch_torch_reductions()
     buffer = io.BytesIO()
-    _HandlePickler(buffer).dump([(name, t.detach()) for name, t in named_tensors])
+    _HandlePickler(buffer).dump(named_tensors)
     return buffer.getvalue()
 
 
@@ -37,6 +24,6 @@ class _HandlePickler(ForkingPickler):
 
     def reducer_override(self, obj: Any) -> Any:
         original = getattr(reductions, "_reduce_tensor_original", None)
-        if original is None or type(obj) is not torch.Tensor or obj.is_cuda:
-            return NotImplemented
-        return original(obj)
+        return (
+            NotImplemented if original is None or type(obj) is not torch.Tensor else original(obj)
+        )

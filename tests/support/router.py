@@ -1,30 +1,20 @@
-"""Routers for the tests: SGLang's own where it is installed, and one of ours that talks alike.
-
-Ours answers as sglang-router 0.1.4, 0.2.2 and 0.3.2 were seen to answer, and writes down what it
-was asked. As a process it serves the newest dialect:
-
-    python -m support.router ::1 23456
+"""A router that answers as sglang-router 0.1.4, 0.2.2 and 0.3.2 were seen to answer, and writes
+down what it was asked.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import importlib.util
-import json
 import os
-import subprocess
-import sys
-import time
-import urllib.request
 import uuid
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from aiohttp import web
 
-from support.forks import TESTS, die_with_parent
+from support.remote import Remote, finish, results_of
 from verl_sglang_sync.engine.server_client.operations import server_url
 
 Dialect = Literal["0.1", "0.2", "0.3"]
@@ -57,6 +47,7 @@ class Router:
         self.calls: list[tuple[str, str, Any]] = []  # method, path with query, payload
         self.url = ""
         self._jobs: dict[str, dict[str, Any]] = {}
+        self.stack: Any = None
 
     def application(self) -> web.Application:
         routes = [web.get("/liveness", self._live)]
@@ -149,64 +140,29 @@ async def serving(router: Router, host: str = "127.0.0.1") -> AsyncIterator[Rout
         await runner.cleanup()
 
 
-def is_installed() -> bool:
-    """Is SGLang's own router there? It is no dependency of ours."""
-    return importlib.util.find_spec("sglang_router") is not None
+class RouterProcess:
+    """A router of the newest dialect as a process, on another host where `prefix` says so."""
 
-
-@contextlib.contextmanager
-def router_process(
-    folder: Path, host: str, port: int, *, real: bool, prefix: Sequence[str] = ()
-) -> Iterator[str]:
-    """Run a router as a process, SGLang's own if `real`; its URL."""
-    command = [sys.executable, "-m", "support.router", host, str(port)]
-    if real:
-        listens_at = f"[{host}]" if ":" in host else host
-        command[2:] = ["sglang_router.launch_router", "--host", listens_at, "--port", str(port)]
-        command += ["--prometheus-port", str(port + 1), "--worker-startup-check-interval", "1"]
-    path = os.pathsep.join([TESTS, *filter(None, sys.path)])
-    with (folder / "router.log").open("wb") as log:
-        process = subprocess.Popen(
-            [*prefix, *command],
-            env={**os.environ, "PYTHONPATH": path},
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            preexec_fn=die_with_parent,
+    def __init__(self, log: Path, host: str = "127.0.0.1", prefix: Sequence[str] = ()) -> None:
+        self._process = Remote(
+            partial(_started, host), environment=os.environ, log=log, command=prefix
         )
-    try:
-        yield server_url(host, port)
-    finally:
-        process.terminate()
-        try:
-            process.wait(10)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        results_of(finish([self._process], START_TIMEOUT_S))
+        self.url = self._ask("url")
+
+    def workers(self) -> list[str]:
+        """URLs of the servers that have joined."""
+        return list(self._ask("workers").values())
+
+    def end(self) -> None:
+        self._process.end()
+
+    def _ask(self, name: str) -> Any:
+        self._process.begin(getattr, name)
+        return results_of(finish([self._process], START_TIMEOUT_S))[0]
 
 
-def wait_until_up(url: str) -> None:
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while True:
-        try:
-            with urllib.request.urlopen(f"{url}/liveness", timeout=5):
-                return
-        except OSError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.2)
-
-
-def workers_of(url: str) -> list[str]:
-    with urllib.request.urlopen(f"{url}/workers", timeout=10) as reply:
-        return [worker["url"] for worker in json.loads(reply.read())["workers"]]
-
-
-if __name__ == "__main__":
-
-    async def _serve() -> None:
-        runner = web.AppRunner(Router().application())
-        await runner.setup()
-        await web.TCPSite(runner, sys.argv[1], int(sys.argv[2])).start()
-        await asyncio.Event().wait()
-
-    asyncio.run(_serve())
+async def _started(host: str) -> Router:
+    router, stack = Router(), contextlib.AsyncExitStack()
+    router.stack = stack  # what is forgotten would be closed
+    return await stack.enter_async_context(serving(router, host))

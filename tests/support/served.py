@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
 from tiny_assets import make_assets
 
-from support.http_requests import get
+from support.engine_loaders import HASH_LOADER
 from support.sglang_server import Server, sglang_server
-from support.trainer import CPU, LoneTrainer, Outcome, Step, results_of, run_trainer
+from support.trainer import CPU, Hashes, Ranks, TrainerRank, read_hashes, run_loader
+from verl_sglang_sync.engine.server_client import SGLangServerClient, operations
 
 
 @dataclass(frozen=True)
 class Served:
-    """The server of the checkpoint `folder/model`."""
+    """The server of the checkpoint `folder/model`; `access`: its keys."""
 
     server: Server
     folder: Path
     tp: int
+    access: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def url(self) -> str:
@@ -34,11 +35,14 @@ class Served:
         return self.server.process.poll() is None
 
     @property
+    def log(self) -> str:
+        return self.server.log.read_text(errors="replace")
+
+    @property
     def version(self) -> str:
         """That the engine publishes."""
-        status, text = get(self.url, "model_info")
-        assert status == 200, text
-        version: str = json.loads(text)["weight_version"]
+        with SGLangServerClient(self.url, timeout_s=60, **self.access) as client:
+            version: str = client.run(operations.model_info())["weight_version"]
         return version
 
     @property
@@ -49,24 +53,51 @@ class Served:
         assert len(found) == self.tp, [child.cmdline() for child in children]
         return found
 
-    def trainer(self) -> LoneTrainer:
-        return LoneTrainer(self.url, CPU, self.folder)
+    def ask(self, loader: str, argument: str = "", limit_s: float = 60) -> None:
+        """Run one of the tests' loaders (`engine_loaders`, `memory_loaders`) on every TP rank."""
+        with SGLangServerClient(self.url, timeout_s=limit_s, **self.access) as client:
+            run_loader(client, self.tp, loader, argument)
 
-    def attempt(self, step: Step, *args: Any, url: str | None = None, **more: Any) -> list[Outcome]:
-        """Run a step on new trainer processes, one for each TP rank; by rank, how it ended."""
-        return run_trainer(step, self.folder, *args, urls=[url or self.url], tp=self.tp, **more)
+    def hashes(self, limit_s: float = 60) -> Hashes:
+        """Of the engine's own tensors, taken in its processes, by TP rank."""
+        folder = self.server.log.parent
+        for file in folder.glob("rank*.json"):
+            file.unlink()
+        self.ask(HASH_LOADER, str(folder), limit_s)
+        return read_hashes(folder, self.tp)
 
-    def run(self, step: Step, *args: Any, **more: Any) -> list[Any]:
-        """The same where no rank may fail: results by rank."""
-        return results_of(self.attempt(step, *args, **more))
+    def trainer(self, device: Any = CPU) -> TrainerRank:
+        """A trainer of one rank, in this process."""
+        return TrainerRank([self.url], self.tp, device, self.folder).start()
+
+    def ranks(self, **more: Any) -> Ranks:
+        """New trainer processes, one for each TP rank; arguments as for `Ranks`."""
+        return Ranks(self.folder, [self.url], tp=self.tp, **more)
 
 
 @contextmanager
 def served(
-    folder: Path, *, tp: int = 1, architecture: str = "qwen3", tied: bool = False, **more: Any
+    folder: Path,
+    *,
+    tp: int = 1,
+    model: Path | None = None,
+    access: Mapping[str, str] | None = None,
+    architecture: str = "qwen3",
+    tied: bool = False,
+    **more: Any,
 ) -> Iterator[Served]:
-    """Serve a tiny model of random weights until the block ends; arguments as `sglang_server`'s."""
-    if not (folder / "model").exists():
+    """Serve a tiny model of random weights until the block ends.
+
+    Args:
+        folder: gets the log, and the model where there is none.
+        tp: ranks of the engine.
+        model: the checkpoint, if it is not `folder/model`.
+        access: keys of the server.
+        architecture: of a model that is made; likewise `tied`.
+        more: arguments of `sglang_server`.
+    """
+    folder.mkdir(exist_ok=True)
+    if model is None and not (folder / "model").exists():
         make_assets(folder, architecture=architecture, tied=tied)
-    with sglang_server(folder / "model", folder, tp=tp, **more) as server:
-        yield Served(server, folder, tp)
+    with sglang_server(model or folder / "model", folder, tp=tp, **more) as server:
+        yield Served(server, folder if model is None else model.parent, tp, access or {})

@@ -17,6 +17,19 @@ SEPARATE = (
 )
 """Makes `recipes/grpo_cpu_tiny.sh` train in one process and sample in another."""
 
+_SGLANG = "actor_rollout_ref.rollout.engine_kwargs.sglang"
+ENGINE_ON_A_CPU = (
+    "actor_rollout_ref.rollout.enforce_eager=True",
+    f"+{_SGLANG}.device=cpu",
+    f"++{_SGLANG}.attention_backend=torch_native",
+    f"++{_SGLANG}.sampling_backend=pytorch",
+    f"+{_SGLANG}.disable_overlap_schedule=True",
+    f"+{_SGLANG}.sleep_on_idle=True",
+    f"+{_SGLANG}.max_total_tokens=4096",
+    f"+{_SGLANG}.enable_memory_saver=False",
+)
+"""For a recipe that is not for a CPU."""
+
 MEGATRON_BRIDGE = (
     "actor_rollout_ref.actor.megatron.vanilla_mbridge=False",
     *(

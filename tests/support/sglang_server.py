@@ -1,57 +1,42 @@
-"""A real SGLang HTTP server in its own process group, launched with our loaders."""
+"""A real SGLang HTTP server in its own process group, with the tests' loaders; on a CPU, a fork."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-import random
-import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from sglang_loader.common.engine_settings import HOST_BACKUP_VARIABLE, HostBackup
-from sglang_loader.common.session.messages import SESSION_FORMAT
+from sglang_loader.common.engine_settings import HostBackup
 from support.engine_loaders import HASH_LOADER
-from support.forks import CPU_ENVIRONMENT, Fork, die_with_parent, python_path, serve
-from verl_sglang_sync.bench.engine_server import wait_until_healthy
-from verl_sglang_sync.engine.server_client.operations import server_url
+from support.forks import CPU_ENVIRONMENT, Fork, python_path, serve
+from verl_sglang_sync.bench.engine_server import engine_server, launch
+
+SMALL = ("--max-total-tokens", "1024", "--max-running-requests", "4")
 
 
 @dataclass(frozen=True)
 class Server:
-    """Where the server listens and what it logs."""
+    """Where the server listens and what it logs; `process`: a fork, or `subprocess.Popen`."""
 
     url: str
     log: Path
-    process: subprocess.Popen[bytes] | Fork
-
-
-CPU_ARGUMENTS = (
-    *("--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native"),
-    *("--disable-overlap-schedule", "--mem-fraction-static", "0.1", "--disable-cuda-graph"),
-)
-GPU_ARGUMENTS = (
-    *("--dtype", "bfloat16", "--attention-backend", "triton", "--mem-fraction-static", "0.3"),
-    *("--enable-memory-saver", "--enable-weights-cpu-backup", "--cuda-graph-max-bs", "4"),
-    "--disable-prefill-cuda-graph",  # decoding has graphs; those of prefill take a minute
-)
+    process: Any
 
 
 def environment(device: str, tp: int) -> dict[str, str]:
     """Environment of an engine with `tp` ranks on "cpu" or "cuda"."""
-    common = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": python_path()}
-    common["PYTHONFAULTHANDLER"] = "1"
+    common = {**os.environ, "PYTHONPATH": python_path(), "PYTHONFAULTHANDLER": "1"}
     if device != "cpu":
         return common
     cores = "|".join(str(rank) for rank in range(tp))
     return {**common, **CPU_ENVIRONMENT, "SGLANG_CPU_OMP_THREADS_BIND": cores}
 
 
-@contextlib.contextmanager
+@contextmanager
 def sglang_server(
     model: Path,
     folder: Path,
@@ -68,44 +53,33 @@ def sglang_server(
 
     `loaders` are further ones that the test asks for.
     """
-    port = free_port()
-    arguments = [
-        *("--model-path", str(model), "--host", host, "--port", str(port), "--tp-size", str(tp)),
-        *("--sampling-backend", "pytorch", "--skip-server-warmup"),
-        *("--max-total-tokens", "1024", "--max-running-requests", "4"),
-        *(CPU_ARGUMENTS if device == "cpu" else GPU_ARGUMENTS),
-        *("--custom-weight-loader", SESSION_FORMAT, HASH_LOADER, *loaders),
-        *extra,
-    ]
+    processes: list[Any] = []
+
+    def start(arguments: list[str], environment: Mapping[str, str], log: Path) -> Any:
+        if device == "cpu":
+            processes.append(Fork(serve, *arguments, environment=environment, log=log))
+        else:
+            processes.append(launch(arguments, environment, log))
+        return processes[0]
+
     if device == "cpu" and "--enable-dp-attention" not in extra:  # whose schedulers wait for all
-        arguments.append("--sleep-on-idle")  # two idle servers would keep two cores busy
+        extra = ("--sleep-on-idle", *extra)  # two idle servers would keep two cores busy
     log = folder / "server.log"
-    variables = {
-        **environment(device, tp),
-        HOST_BACKUP_VARIABLE: host_backup,
-        **(variables or {}),
-    }
-    process: subprocess.Popen[bytes] | Fork
-    if device == "cpu":
-        process = Fork(serve, *arguments, environment=variables, log=log)
-    else:
-        with log.open("wb") as output:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "sglang.launch_server", *arguments],
-                env=variables,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                preexec_fn=die_with_parent,
-            )
-    server = Server(server_url(host, port), log, process)
-    try:
-        wait_until_healthy(server.url, log, is_running=lambda: process.poll() is None)
-        yield server
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    with engine_server(
+        model,
+        device=device,
+        host_backup=host_backup,
+        is_moe=False,
+        log=log,
+        tp=tp,
+        gpu_share=0.3,
+        loaders=(HASH_LOADER, *loaders),
+        environment={**environment(device, tp), **(variables or {})},
+        host=host,
+        extra=(*SMALL, *extra),
+        start=start,
+    ) as url:
+        yield Server(url, log, processes[0])
 
 
 def loopback() -> str:
@@ -115,12 +89,3 @@ def loopback() -> str:
     except OSError:
         return "127.0.0.1"
     return "::1"
-
-
-def free_port() -> int:
-    """A free port that leaves room above: SGLang derives others from it, the farthest + 10000."""
-    for port in random.sample(range(20000, 30000), 100):
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-    raise RuntimeError("no free port between 20000 and 30000")

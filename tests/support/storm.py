@@ -1,11 +1,11 @@
 """A storm: random faults on a real engine and its trainers, one per round, and what came of each.
 
     with Storm(folder, tp=2, seed=7) as storm:
-        storm.run(num_faults=60)
-    storm.report        # by kind of fault; storm.findings: every broken invariant
+        storm.run(60, FAULTS, deadline=...)
+    storm.rows       # by kind of fault; storm.findings: every broken invariant
 
 A round injects one fault (`storm_faults`), checks what is served (`storm_checks`), has the trainer
-sync once more, which must succeed, and checks again.
+sync once more (`storm_trainer`), which must succeed, and checks again.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ import random
 import statistics
 import time
 import traceback
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
-import torch
 from safetensors.torch import load_file, save_file
 from tiny_assets import make_assets
 
 from sglang_loader.common.engine_settings import STALE_REQUESTS_VARIABLE
-from support.fault_proxy import fault_proxy
-from support.served import Served
-from support.sglang_server import sglang_server
+from support.engine_loaders import COUNT_LOADER
+from support.fault_proxy import FaultProxy
+from support.served import served
 from support.storm_checks import PROMPTS, StormEngine, Stream, Violation, shared_memory, strays
-from support.storm_trainer import NUM_VERSIONS, PRESETS, TIMEOUT_S, World
+from support.storm_trainer import NUM_VERSIONS, PRESETS, TIMEOUT_S, PublishedError, sync
 from support.storm_wire import Wire
+from support.trainer import Ranks
 from verl_sglang_sync.sync.ranks_in_step import MAY_SERVE
 
 LEAVE_S = 3 * TIMEOUT_S + 10
 """All ranks have left a failed sync by then: three attempts of one request, and a margin."""
 
-RECOVERY_TRIES = 3
 RECOVERY_S = 60.0
 STRAYS_S = 20.0
 DEATH_S = 20.0
@@ -62,18 +62,6 @@ class Row:
     seconds: list[float] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class Finding:
-    """A broken invariant, and where in which storm."""
-
-    seed: int
-    tp: int
-    round: int
-    fault: str
-    kind: str
-    detail: str
-
-
 class Storm:
     """One engine, its trainers, and the faults. A context manager.
 
@@ -87,23 +75,22 @@ class Storm:
         self.folder, self.tp, self.seed = folder, tp, seed
         self.rng = random.Random(seed)  # another one in each round
         self.temporary = folder / "t"
-        self.report: dict[str, Row] = {}
-        self.findings: list[Finding] = []
+        self.rows: dict[str, Row] = defaultdict(Row)
+        self.row = Row()  # of this round's fault
+        self.findings: list[dict[str, Any]] = []
         self.resources: list[dict[str, int]] = []
-        self._row = Row()
         self.batch = 1  # how many bodies a round of fuzzing posts
         self._round, self._fault, self._context = 0, "start", ""
-        self._label = NUM_VERSIONS  # the references have the labels below
-        self._current: dict[int, World] = {}  # by trainer: 0, and a rival
-        self._pids: set[int] = set()
-        self._num_engines = 0
+        self.label = NUM_VERSIONS  # the references have the labels below
         self._labels_begun: dict[int, int] = {}
         self._allowed: set[str] = set()  # what may be served now
         self._given_up: set[str] = set()
+        self._trainers: dict[int, Ranks] = {}  # 0, and a rival
+        self._pids: set[int] = set()
+        self._num_engines = 0
         self._stack = ExitStack()
 
     def __enter__(self) -> Storm:
-        torch.multiprocessing.set_sharing_strategy("file_system")  # as the engine's, for hashes
         self.temporary.mkdir()
         self._older_files = shared_memory().keys()  # of processes whose numbers may come again
         self._models = [_version(self.folder, slot) for slot in range(NUM_VERSIONS)]
@@ -114,102 +101,107 @@ class Storm:
     def __exit__(self, *_: object) -> None:
         self._stop_engine()
         deadline = time.monotonic() + STRAYS_S
-        while time.monotonic() < deadline:
-            files = [
-                str(path)
-                for path, pid in shared_memory().items()
-                if pid in self._pids and path not in self._older_files
-            ]
-            if not (left := [*strays(self.folder), *files]):
-                return
+        while (left := self._left_behind()) and time.monotonic() < deadline:
             time.sleep(0.5)
-        self._find(Violation("leak", f"left behind: {left[:20]}"))
+        if left:
+            self._find(Violation("leak", f"left behind: {left[:20]}"))
+
+    def _left_behind(self) -> list[str]:
+        made = {str(path) for path, pid in shared_memory().items() if pid in self._pids}
+        return [*strays(self.folder), *(made - {str(path) for path in self._older_files})]
 
     def start_engine(self) -> None:
         """Start the server, or another one in its place."""
         self._stop_engine()
-        self._stack = ExitStack()
-        self._num_engines += 1
+        self._stack, self._num_engines = ExitStack(), self._num_engines + 1
+        variables = {**self._environment, STALE_REQUESTS_VARIABLE: GATES[self.tp]}
         own = self.folder / f"engine{self._num_engines}"
-        own.mkdir()
-        server = self._stack.enter_context(
-            sglang_server(
-                self._models[0],
+        engine = self._stack.enter_context(
+            served(
                 own,
+                model=self._models[0],
                 tp=self.tp,
-                variables={**self._environment, STALE_REQUESTS_VARIABLE: GATES[self.tp]},
+                variables=variables,
+                loaders=(COUNT_LOADER,),
             )
         )
         self.wire = Wire(self.temporary)
-        self.proxy = self._stack.enter_context(fault_proxy(server.url, self.wire))
-        self.engine = StormEngine(Served(server, self.folder, self.tp), self._models)
+        self.proxy = self._stack.enter_context(FaultProxy(engine.url, self.wire))
+        self.urls = {"direct": engine.url, "proxy": self.proxy.url}
+        self.engine = StormEngine(engine, self._models)
         self._pids |= {process.pid for process in self.engine.processes()}
         self._allowed = {str(NUM_VERSIONS - 1)}
         self.resources.clear()
 
     def _stop_engine(self) -> None:
-        for world in self._current.values():
-            world.end()
-        self._current.clear()
+        self._end_trainers()
         self._stack.close()
+
+    def _end_trainers(self) -> list[int]:
+        """Kill them all; their processes."""
+        trainers, self._trainers = self._trainers.values(), {}
+        for trainer in trainers:
+            trainer.kill(*range(self.tp))
+            trainer.end()
+        return [each.process.pid for trainer in trainers for each in trainer.processes]
 
     # What faults are made of.
 
-    def world(self, trainer: int = 0) -> World:
+    def trainer(self, number: int = 0) -> Ranks:
         """A trainer whose ranks all wait for a command; a new one in place of a broken one."""
-        if trainer in self._current and not self._current[trainer].is_usable:
-            self._current.pop(trainer).end()
-        if trainer not in self._current:
-            addresses = {"url": self.engine.url, "proxy": self.proxy}
-            world = World(self.folder, self._environment, self._models, **addresses, tp=self.tp)
-            self._current[trainer] = world
-            self._pids.update(world.pids)
-        return self._current[trainer]
+        if number in self._trainers and not self._trainers[number].is_usable:
+            self._trainers.pop(number).end()
+        if number not in self._trainers:
+            made = Ranks(self.folder, [self.engine.url], tp=self.tp, environment=self._environment)
+            self._trainers[number] = made
+            self._pids |= {each.process.pid for each in made.processes}
+        return self._trainers[number]
 
-    def begin(self, *, trainer: int = 0, preset: str | None = None, **command: Any) -> World:
-        """Have a trainer start a sync of the next version; see `storm_trainer`."""
-        self._label += 1
+    def begin(self, *, number: int = 0, preset: str | None = None, **command: Any) -> Ranks:
+        """Have a trainer start a sync of the next version; see `storm_trainer.sync`."""
+        self.label += 1
         preset = preset or self.rng.choice(PRESETS)
-        self._labels_begun[trainer] = self._label
-        self._context += f" [trainer {trainer}: {preset} {self._label} {command or ''}]"
-        world = self.world(trainer)
-        world.begin({"preset": preset, "label": self._label, **command})
-        return world
+        self._labels_begun[number] = self.label
+        self._context += f" [trainer {number}: {preset} {self.label} {command or ''}]"
+        trainer, command = self.trainer(number), {"preset": preset, "label": self.label, **command}
+        trainer.begin(sync, self._models, self.urls, command)
+        return trainer
 
-    def finish(self, *, trainer: int = 0, more_s: float = 0.0, must_fail: bool = False) -> None:
-        """Wait until all ranks have left the sync that `begin` started.
+    def finish(
+        self, *, number: int = 0, more_s: float = 0.0, must_fail: bool = False
+    ) -> list[str | None]:
+        """Wait until all ranks have left the sync that `begin` started: the errors of those that
+        live.
 
         Args:
-            trainer: whose.
+            number: of the trainer.
             more_s: for how long the fault itself stops a process.
             must_fail: what is exported cannot be loaded.
 
         Raises:
             Violation: a rank does not leave, not all raise, or a bad sync was accepted.
         """
-        world, label = self._current[trainer], str(self._labels_begun[trainer])
-        replies = world.replies(LEAVE_S + more_s)
-        answers = [reply for reply in replies if reply is not None]
-        errors = [answer["error"] for answer in answers]
+        trainer, label = self._trainers[number], str(self._labels_begun[number])
+        outcomes = trainer.finish(LEAVE_S + more_s)
+        alive = zip(outcomes, trainer.processes, strict=True)
+        errors = [outcome.error for outcome, rank in alive if outcome and not rank.is_dead]
         if errors and all(errors):
             # what fails after the sync, such as the resume of the KV cache, takes nothing back
-            may_serve = any(a["is_published"] or MAY_SERVE in a["error"] for a in answers)
+            served = (MAY_SERVE, PublishedError.__name__)
+            may_serve = any(text in error for error in errors if error for text in served)
             (self._allowed if may_serve else self._given_up).add(label)
-            self._row.detected += 1
-        elif any(error is None for error in errors):
+            self.row.detected += 1
+        elif errors or not trainer.hung():  # where there is no answer, nobody lives who knows
             self._allowed.add(label)
-        elif not world.hung():
-            self._allowed.add(label)  # nobody lives who knows better
-        if hung := world.hung():
+        if hung := trainer.hung():
             self._given_up.add(label)
-            raise Violation(
-                "hang",
-                f"ranks {hung} have not left after {LEAVE_S + more_s:.0f} s: {_brief(replies)}",
-            )
+            limit = f"{LEAVE_S + more_s:.0f} s"
+            raise Violation("hang", f"ranks {hung} not left after {limit}: {_brief(outcomes)}")
         if any(errors) and not all(errors):
-            raise Violation("split ranks", _brief(replies))
+            raise Violation("split ranks", _brief(outcomes))
         if must_fail and not any(errors):
             raise Violation("bad sync accepted", f"version {label}")
+        return errors
 
     def a_while(self, longest_s: float) -> None:
         """Sleep for a random time."""
@@ -218,10 +210,6 @@ class Storm:
     def note(self, text: str) -> None:
         """Add to what findings of this round show."""
         self._context += f" [{text}]"
-
-    def detected(self, number: int = 1) -> None:
-        """Count faults that a reply named."""
-        self._row.detected += number
 
     # Rounds.
 
@@ -238,37 +226,31 @@ class Storm:
             self._round += 1
             self.rng = random.Random(f"{self.seed} {self.tp} {self._round}")
             weights = [fault.weight for fault in faults]
-            injected += self.round(self.rng.choices(faults, weights)[0])
+            injected += self._run_round(self.rng.choices(faults, weights)[0])
             if self._round % 25 == 5:
                 self.resources.append(self.engine.resources())
         self.resources.append(self.engine.resources())
         self._check_leaks()
         return injected
 
-    def round(self, fault: Any) -> int:
+    def _run_round(self, fault: Any) -> int:
         """Inject one fault, check, recover, check; returns how many faults that were."""
-        self._fault, self._context = fault.name, ""
-        self._row = row = self.report.setdefault(fault.name, Row())
-        num_findings, started = len(self.findings), time.monotonic()
-        engine = self.engine
-        streams = [self._stream()]
-        count: list[int | None] = []
-        self._guarded(lambda: count.append(fault.inject(self)))
-        injected = (count and count[0]) or 1
-        row.injected += injected
-        self._guarded(self._check_served)
+        self._fault, self._context, self.row = fault.name, "", self.rows[fault.name]
+        num_findings, started, engine = len(self.findings), time.monotonic(), self.engine
+        streams, count = [self._stream()], [1]
+        self._guarded(lambda: count.append(fault.inject(self) or 1))
+        self.row.injected += count[-1]
+        self._guarded(self.check_served)
         streams.append(self._stream())
-        row.recovered += injected if self._recover() else 0
-        is_killed = self.engine is not engine
+        self.row.recovered += count[-1] if self._recover() else 0
         for stream in filter(None, streams):
-            self._guarded(partial(stream.check, self.engine.references, may_be_cut=is_killed))
-        row.seconds.append(time.monotonic() - started)
+            is_cut = self.engine is not engine
+            self._guarded(partial(stream.check, engine.tokens, may_be_cut=is_cut))
+        self.row.seconds.append(time.monotonic() - started)
         if VERBOSE or len(self.findings) > num_findings:
-            print(
-                f"round {self._round}, {row.seconds[-1]:.1f} s: {fault.name}{self._context}",
-                flush=True,
-            )
-        return injected
+            seconds = f"{self.row.seconds[-1]:.1f} s"
+            print(f"round {self._round}, {seconds}: {fault.name}{self._context}", flush=True)
+        return count[-1]
 
     def _stream(self) -> Stream | None:
         """A user's request that runs meanwhile, in half of the rounds."""
@@ -279,7 +261,8 @@ class Storm:
         time.sleep(self.rng.choice((0, 0.02)))
         return stream
 
-    def _check_served(self) -> None:
+    def check_served(self) -> None:
+        """One version that may be, and nothing else; or nothing."""
         label = self.engine.served()
         if label in self._given_up:
             raise Violation("given up, yet served", f"version {label}")
@@ -287,27 +270,24 @@ class Storm:
             raise Violation("wrong weights", f"serves {label}, expected one of {self._allowed}")
 
     def _recover(self, presets: Sequence[str] = PRESETS) -> bool:
-        """Sync once more; True if the first attempt succeeded and its version is served."""
-        for attempt in range(RECOVERY_TRIES):
-            if self._guarded(partial(self._good_sync, presets)):
-                return attempt == 0
-            if not self._guarded(self.engine.must_live):
-                break
-            time.sleep(1.0)  # a request that runs and is in the way ends meanwhile
+        """Sync once more; True if its version is served, else there is another engine."""
+        if self._guarded(partial(self.good_sync, presets)):
+            return True
         self.start_engine()
         return False
 
-    def _good_sync(self, presets: Sequence[str]) -> None:
+    def good_sync(self, presets: Sequence[str] = PRESETS, *, number: int = 0) -> None:
+        """A sync that must succeed, and is served."""
         preset = self.rng.choice(presets)
         is_broadcast = preset.startswith("broadcast")
         if is_broadcast:
             self.engine.post("resume_memory_occupation", b'{"tags": ["weights"]}')
-        world = self.begin(preset=preset, via=self.rng.choice(("direct", "direct", "proxy")))
-        label = str(self._labels_begun[0])
-        replies = world.replies(RECOVERY_S)
-        if world.hung() or any(reply is None or reply["error"] for reply in replies):
+        via = self.rng.choice(("direct", "direct", "proxy"))
+        trainer = self.begin(number=number, preset=preset, via=via)
+        label, outcomes = str(self.label), trainer.finish(RECOVERY_S)
+        if any(outcome is None or outcome.error for outcome in outcomes):
             self._given_up.add(label)
-            raise Violation("not recovered", f"hung {world.hung()}: {_brief(replies)}")
+            raise Violation("not recovered", f"hung {trainer.hung()}: {_brief(outcomes)}")
         if is_broadcast:
             self.engine.post("resume_memory_occupation", b"{}")
         self._allowed, self._given_up = {label}, set()
@@ -328,23 +308,21 @@ class Storm:
 
     def _find(self, violation: Violation) -> None:
         """Keep a finding, and print it as it comes."""
-        detail = f"{violation.detail}{self._context}"
-        finding = Finding(
-            self.seed, self.tp, self._round, self._fault, violation.kind, detail[:3000]
-        )
-        self.findings.append(finding)
-        self._row.wrong_weights += violation.kind in ("wrong weights", "mixed stream")
-        self._row.hangs += violation.kind == "hang"
-        print(f"FOUND seed={self.seed} tp={self.tp} round={self._round} {self._fault!r}: ", end="")
-        print(f"{violation.kind}: {detail[:1200]}", flush=True)
+        where = {"seed": self.seed, "tp": self.tp, "round": self._round, "fault": self._fault}
+        detail = f"{violation.detail}{self._context}"[:3000]
+        if not self.engine.server.lives:
+            log = self.engine.server.log
+            cause = log[log.rfind("Traceback (most recent call last)") :]
+            detail += f" [the engine died: {self.engine.server.server.log}: {cause[:2000]}]"
+        self.findings.append({**where, "kind": violation.kind, "detail": detail})
+        self.row.wrong_weights += violation.kind in ("wrong weights", "mixed stream")
+        self.row.hangs += violation.kind == "hang"
+        print(f"FOUND {where}: {violation.kind}: {detail[:1200]}", flush=True)
 
     def _check_leaks(self) -> None:
         """Nothing is left of processes that are gone, once another trainer has synced."""
-        self._fault, self._context, self._row = "end of the storm", "", Row()
-        for world in self._current.values():
-            world.end()
-        _wait_until_dead(pid for world in self._current.values() for pid in world.pids)
-        self._current.clear()
+        self._fault, self._context, self.row = "end of the storm", "", Row()
+        _wait_until_dead(self._end_trainers())
         before = set(self.temporary.glob("weight-sync-*"))
         self._recover([preset for preset in PRESETS if not preset.startswith("broadcast")])
         if left := sorted(before & set(self.temporary.glob("weight-sync-*"))):
@@ -367,21 +345,17 @@ def _wait_until_dead(pids: Iterable[int]) -> None:
 
 def _version(folder: Path, slot: int) -> Path:
     """A checkpoint of the tiny model with weights of its own."""
-    made = folder / f"version{slot}"
-    make_assets(made, seed=slot)
-    file = made / "model" / "model.safetensors"
+    make_assets(folder / f"version{slot}", seed=slot)
+    file = folder / f"version{slot}" / "model" / "model.safetensors"
     scaled = {name: tensor * (1 + slot / 8) for name, tensor in load_file(file).items()}
     save_file(scaled, file, {"format": "pt"})  # the norms, too, are others
-    return made / "model"
+    return file.parent
 
 
-def _brief(replies: list[Any]) -> str:
+def _brief(outcomes: Sequence[Any]) -> str:
     """What each rank said, as its last lines."""
-    texts = []
-    for reply in replies:
-        error = reply["error"] if isinstance(reply, dict) else reply or "no answer"
-        texts.append("no error" if error is None else "..." + error.strip()[-400:])
-    return " | ".join(texts)
+    errors = ["no answer" if each is None else each.error or "no error" for each in outcomes]
+    return " | ".join(error.strip()[-400:] for error in errors)
 
 
 HEADER = "| fault | injected | detected | recovered | wrong weights | hangs | median s | max s |"
@@ -389,25 +363,22 @@ HEADER = "| fault | injected | detected | recovered | wrong weights | hangs | me
 
 def write_report(file: Path, storms: list[Storm], about: dict[str, Any]) -> str:
     """Write `file`.json and `file`.md; returns the table."""
-    merged: dict[str, Row] = {}
-    for storm in storms:
-        for name, row in storm.report.items():
-            into = merged.setdefault(name, Row())
-            for key, value in vars(row).items():
-                setattr(into, key, getattr(into, key) + value)
+    merged: dict[str, Row] = defaultdict(Row)
+    for name, row in (pair for storm in storms for pair in storm.rows.items()):
+        for key, value in vars(row).items():
+            setattr(merged[name], key, getattr(merged[name], key) + value)
     lines = [HEADER, "|---" + "|---:" * 7 + "|"]
     for name, row in sorted(merged.items()):
         *counts, seconds = vars(row).values()
         times = [f"{of(seconds):.1f}" if seconds else "-" for of in (statistics.median, max)]
         lines.append(f"| {' | '.join([name, *map(str, counts), *times])} |")
-    table = "\n".join(lines)
     content = {
         **about,
-        "rows": {name: asdict(row) for name, row in merged.items()},
-        "findings": [asdict(finding) for storm in storms for finding in storm.findings],
+        "rows": {name: vars(row) for name, row in merged.items()},
+        "findings": [finding for storm in storms for finding in storm.findings],
         "resources": {f"tp{storm.tp}": storm.resources for storm in storms},
     }
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.with_suffix(".md").write_text(table + "\n")
+    file.with_suffix(".md").write_text("\n".join([*lines, ""]))
     file.with_suffix(".json").write_text(json.dumps(content, indent=1))
-    return table
+    return "\n".join(lines)

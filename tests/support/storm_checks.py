@@ -1,10 +1,8 @@
-"""What must hold after every fault: one place for the storm's invariants and its findings.
+"""What must hold after every fault: a broken invariant raises `Violation`.
 
-    engine = StormEngine(served, models)
-    served = engine.served()        # the version that is served, proven bit for bit; None: it waits
-    stream = Stream(engine.url, prompt).start(); ...; stream.check(engine.references)
-
-A broken invariant raises `Violation`, with a kind that the report counts by.
+engine = StormEngine(served, models)
+label = engine.served()        # the version that is served, proven bit for bit; None: it waits
+stream = Stream(engine, prompt, 64); stream.start(); ...; stream.check()
 """
 
 from __future__ import annotations
@@ -14,18 +12,16 @@ import json
 import threading
 import time
 import urllib.error
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from support.engine_loaders import HASH_LOADER
 from support.http_requests import Reply, greedy, open_url, request
 from support.served import Served
 from support.storm_trainer import slot_of
-from support.trainer import Hashes, read_hashes, run_loader
-from verl_sglang_sync.engine.server_client import SGLangServerClient
+from support.trainer import Hashes
 
 NUM_TOKENS = 64
 LOGPROB_TOLERANCE = 1e-3
@@ -50,9 +46,8 @@ class Violation(Exception):
         self.kind, self.detail = kind, detail
 
 
-def _generate_body(prompt: str, num_tokens: int, *, stream: bool) -> bytes:
-    body = greedy(num_tokens, prompt, return_logprob=True, stream=stream)
-    return json.dumps(body).encode()
+def _body(prompt: str, num_tokens: int, *, stream: bool = False) -> bytes:
+    return json.dumps(greedy(num_tokens, prompt, return_logprob=True, stream=stream)).encode()
 
 
 def _tokens_of(answer: dict[str, Any]) -> Tokens:
@@ -61,82 +56,46 @@ def _tokens_of(answer: dict[str, Any]) -> Tokens:
     return [(token, logprob) for logprob, token, _ in logprobs]
 
 
-def equal(tokens: Tokens, reference: Tokens) -> bool:
-    """True if `tokens` are how the reference begins."""
-    return len(tokens) <= len(reference) and all(
-        token == wanted and abs(logprob - expected) < LOGPROB_TOLERANCE
-        for (token, logprob), (wanted, expected) in zip(tokens, reference, strict=False)
-    )
-
-
-@dataclass
-class References:
-    """By version slot: every TP rank's hashes, and each prompt's greedy tokens."""
-
-    hashes: list[Hashes] = field(default_factory=list)
-    tokens: list[dict[str, Tokens]] = field(default_factory=list)
+def num_equal(tokens: Tokens, reference: Tokens) -> int:
+    """How many tokens, from the first on, are those of the reference."""
+    pairs = zip(tokens, reference, strict=False)
+    same = [t == u and abs(p - q) < LOGPROB_TOLERANCE for (t, p), (u, q) in pairs]
+    return [*same, False].index(False)
 
 
 class StormEngine:
-    """The server as its users see it, and the references of all versions.
+    """The server as its users see it, and by version slot what it holds and answers.
 
     The references are made by SGLang's own `/update_weights_from_disk`, not by the code under test.
     """
 
-    def __init__(self, served: Served, models: list[Path]) -> None:
-        self.server, self.url = served.server, served.url
-        self._engine = served
-        self._client = SGLangServerClient(self.url, timeout_s=REPLY_S)
-        self.references = References()
+    def __init__(self, engine: Served, models: list[Path]) -> None:
+        self.server, self.url, self.pid = engine, engine.url, engine.server.process.pid
+        self.hashes: list[Hashes] = []
+        self.tokens: list[dict[str, Tokens]] = []
         for slot, model in enumerate(models):
             body = {"model_path": str(model), "weight_version": str(slot), "flush_cache": True}
             loaded = self.post("update_weights_from_disk", json.dumps(body).encode())
             assert loaded.status == 200, loaded
-            self.references.hashes.append(self.hashes())
-            self.references.tokens.append({prompt: self._generate(prompt) for prompt in PROMPTS})
-        assert len({str(hashes) for hashes in self.references.hashes}) == len(models)
+            self.hashes.append(engine.hashes(REPLY_S))
+            self.tokens.append({prompt: self._reference(prompt) for prompt in PROMPTS})
+        assert len({str(hashes) for hashes in self.hashes}) == len(models)
+
+    def _reference(self, prompt: str) -> Tokens:
+        """Greedy tokens, with and without a cached prefix; both must agree."""
+        replies = [self.post("generate", _body(prompt, NUM_TOKENS)) for _ in range(2)]
+        first, second = (_tokens_of(json.loads(reply.text)) for reply in replies)
+        assert num_equal(first, second) == NUM_TOKENS, "they depend on the prefix cache"
+        return first
 
     def post(self, endpoint: str, body: bytes, *, limit_s: float = REPLY_S) -> Reply:
         """POST to the server itself."""
         return request(f"{self.url}/{endpoint}", body, limit_s=limit_s)
 
-    def _generate(self, prompt: str) -> Tokens:
-        """Greedy tokens, with and without a cached prefix; both must agree."""
-        answers = []
-        for _ in range(2):
-            reply = self.post("generate", _generate_body(prompt, NUM_TOKENS, stream=False))
-            answers.append(_tokens_of(json.loads(reply.text)))
-        assert equal(*answers), "greedy tokens depend on the prefix cache"
-        return answers[0]
-
-    def label(self) -> str:
-        """The version that `/model_info` reports."""
-        reply = request(f"{self.url}/model_info", limit_s=REPLY_S)
-        self.must_live()
-        if reply.status != 200:
-            raise Violation("hang", f"/model_info: {reply}")
-        return str(json.loads(reply.text)["weight_version"])
-
-    def must_live(self) -> None:
-        """Raise a violation with the end of the log if the server is gone."""
-        if self.server.process.poll() is not None:
-            log = self.server.log.read_text(errors="replace")
-            cause = log.rfind("Traceback (most recent call last)")
-            raise Violation("engine died", f"{self.server.log}: {log[cause:][:2000]}")
-
-    def hashes(self) -> Hashes:
-        """Of every tensor on every TP rank, taken in the engine's processes."""
-        folder, tp = self._engine.folder, self._engine.tp
-        for rank in range(tp):
-            (folder / f"rank{rank}.json").unlink(missing_ok=True)
-        run_loader(self._client, tp, HASH_LOADER, str(folder))
-        return read_hashes(folder, tp)
-
-    def serves(self, limit_s: float = PROBE_S) -> tuple[str, Tokens] | None:
+    def _answer(self) -> tuple[str, Tokens] | None:
         """(prompt, its tokens) if a request is answered; None: it waits, or is refused."""
         prompt = PROMPTS[int(time.monotonic() * 1000) % len(PROMPTS)]
-        reply = self.post("generate", _generate_body(prompt, 8, stream=False), limit_s=limit_s)
-        self.must_live()
+        reply = self.post("generate", _body(prompt, 8), limit_s=PROBE_S)
         if reply.status == 200:
             return prompt, _tokens_of(json.loads(reply.text))
         if reply.status in (0, 503):
@@ -146,37 +105,29 @@ class StormEngine:
     def served(self) -> str | None:
         """The label of what is served, proven to be that version; None: nothing is served."""
         for _ in range(5):
-            before = self.label()
-            answer = self.serves()
+            label, answer = self.server.version, self._answer()
             if answer is None:
                 return None
-            found = self._hashes_or_raise()
-            if self.label() == before:
+            found = self.server.hashes(REPLY_S)
+            if self.server.version == label:
                 break
             time.sleep(0.2)
         else:
             raise Violation("wrong weights", "the version changes all the time")
-        if not before.isdigit():
-            raise Violation("wrong weights", f"serves version {before!r}, which nobody published")
-        slot = slot_of(before)
-        if found != self.references.hashes[slot]:
-            raise Violation("wrong weights", f"reports {before}, holds {self._described(found)}")
-        prompt, tokens = answer
-        if not equal(tokens, self.references.tokens[slot][prompt]):
-            raise Violation("wrong weights", f"version {before} answered {tokens}")
-        return before
-
-    def _hashes_or_raise(self) -> Hashes:
-        try:
-            return self.hashes()
-        except Exception as error:
-            raise Violation("hang", f"it generates, and gives no hashes: {error}") from error
+        if not label.isdigit():
+            raise Violation("wrong weights", f"serves version {label!r}, which nobody published")
+        slot, (prompt, tokens) = slot_of(label), answer
+        if found != self.hashes[slot]:
+            raise Violation("wrong weights", f"reports {label}, holds {self._described(found)}")
+        if num_equal(tokens, self.tokens[slot][prompt]) < len(tokens):
+            raise Violation("wrong weights", f"version {label} answered {tokens}")
+        return label
 
     def _described(self, found: Hashes) -> str:
-        """By TP rank, how many tensors are those of each version, and of none."""
+        """By TP rank, how many tensors are those of each version, and which of none."""
         ranks = []
         for rank, hashes in enumerate(found):
-            known = [reference[rank] for reference in self.references.hashes]
+            known = [reference[rank] for reference in self.hashes]
             counts = [sum(hashes[n] == k[n] for n in hashes) for k in known]
             strange = [n for n in hashes if all(hashes[n] != k[n] for k in known)]
             ranks.append(f"rank {rank}: tensors by slot {counts}, of none {strange[:4]}")
@@ -185,23 +136,19 @@ class StormEngine:
     def processes(self) -> list[psutil.Process]:
         """The server's processes."""
         try:
-            root = psutil.Process(self.server.process.pid)
+            root = psutil.Process(self.pid)
             return [root, *root.children(recursive=True)]
         except psutil.NoSuchProcess:
             return []
 
-    def schedulers(self) -> list[int]:
-        """Pids of the processes that load weights, one for each TP rank."""
-        return self._engine.schedulers
-
     def resources(self) -> dict[str, int]:
         """Open files, threads and resident MB of all the server's processes."""
-        total = {"fds": 0, "threads": 0, "rss_mb": 0}
-        for process in self.processes():
-            total["fds"] += process.num_fds()
-            total["threads"] += process.num_threads()
-            total["rss_mb"] += process.memory_info().rss >> 20
-        return total
+        processes = self.processes()
+        return {
+            "fds": sum(each.num_fds() for each in processes),
+            "threads": sum(each.num_threads() for each in processes),
+            "rss_mb": sum(each.memory_info().rss >> 20 for each in processes),
+        }
 
 
 class Stream(threading.Thread):
@@ -209,14 +156,14 @@ class Stream(threading.Thread):
 
     def __init__(self, url: str, prompt: str, num_tokens: int) -> None:
         super().__init__(daemon=True)
-        self._url, self._prompt, self._num_tokens = url, prompt, num_tokens
-        self._tokens: Tokens = []
-        self._finish: dict[str, Any] | None = None
+        self._url, self.prompt, self._num_tokens = url, prompt, num_tokens
+        self.tokens: Tokens = []
+        self._finish: dict[str, Any] = {}
         self._status, self._error, self._is_done = 0, "", False
 
     def run(self) -> None:
         """Send the request and read to the end."""
-        body = _generate_body(self._prompt, self._num_tokens, stream=True)
+        body = _body(self.prompt, self._num_tokens, stream=True)
         try:
             with open_url(f"{self._url}/generate", body, 30) as reply:
                 self._status = reply.status
@@ -228,21 +175,20 @@ class Stream(threading.Thread):
             self._error = repr(error)
 
     def _read(self, data: str) -> None:
-        if data == "[DONE]":
-            self._is_done = True
-        elif data:
+        self._is_done |= data == "[DONE]"
+        if data.startswith("{"):
             answer = json.loads(data)
             if "error" in answer:
                 self._finish = {"type": "error", **answer}
                 return
-            self._tokens = _tokens_of(answer)
+            self.tokens = _tokens_of(answer)
             self._finish = answer["meta_info"]["finish_reason"] or self._finish
 
-    def check(self, references: References, *, may_be_cut: bool = False) -> None:
+    def check(self, versions: Sequence[Mapping[str, Tokens]], *, may_be_cut: bool = False) -> None:
         """One version gave all tokens; fewer than asked for are explained.
 
         Args:
-            references: of all versions.
+            versions: what each answers to the prompt.
             may_be_cut: the engine was killed meanwhile: nobody is left to explain it.
 
         Raises:
@@ -250,21 +196,21 @@ class Stream(threading.Thread):
         """
         self.join(60)
         if self.is_alive():
-            raise Violation("hang", f"a stream does not end; {len(self._tokens)} tokens came")
-        known = [tokens[self._prompt] for tokens in references.tokens]
-        if not any(equal(self._tokens, reference) for reference in known):
-            held = [
-                next(i for i in range(len(self._tokens)) if not equal(self._tokens[: i + 1], k))
-                for k in known
-            ]
-            raise Violation("mixed stream", f"follows the versions for {held} tokens: {self}")
-        is_whole = self._is_done and len(self._tokens) == self._num_tokens
-        is_explained = self._status >= 400 or (self._finish or {}).get("type") in ("abort", "error")
-        if not (is_whole or is_explained or self._error or may_be_cut):
+            raise Violation("hang", f"a stream does not end; {len(self.tokens)} tokens came")
+        equal = [num_equal(self.tokens, known[self.prompt]) for known in versions]
+        if max(equal) < len(self.tokens):
+            raise Violation("mixed stream", f"follows the versions for {equal} tokens: {self}")
+        is_explained = self._status >= 400 or self._finish.get("type") in ("abort", "error")
+        if not (self.is_whole or is_explained or self._error or may_be_cut):
             raise Violation("silent cut", str(self))
 
+    @property
+    def is_whole(self) -> bool:
+        """True if all tokens that were asked for have come."""
+        return self._is_done and len(self.tokens) == self._num_tokens
+
     def __repr__(self) -> str:
-        state = self._status, len(self._tokens), self._finish, self._error, self._is_done
+        state = self._status, len(self.tokens), self._finish, self._error, self._is_done
         return f"stream of {self._num_tokens}: (status, tokens, finish, error, done) = {state}"
 
 

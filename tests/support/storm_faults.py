@@ -7,36 +7,33 @@ import json
 import os
 import random
 import signal
-import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from support.fault_proxy import Fault as ProxyFault
-from support.fault_proxy import plan
 from support.storm import Storm
 from support.storm_checks import REPLY_S, Violation
-from support.storm_trainer import BAD_EXPORTS, TIMEOUT_S, World
+from support.storm_trainer import BAD_EXPORTS, TIMEOUT_S
 from support.storm_wire import (
-    TO_ENGINE,
-    TO_TRAINER,
+    REORDERS,
+    SPOILERS,
     Recorded,
     Tamper,
     emptied,
     flipped,
     mutated,
-    with_a_wrong_field,
+    spoilt,
     with_descriptors,
 )
 
 Inject = Callable[[Storm], int | None]
 
 
-@dataclass(frozen=True)
-class Fault:
+class Fault(NamedTuple):
     """A kind of fault: how often it is chosen, and what it does. Returns the number of faults."""
 
     name: str
@@ -46,6 +43,7 @@ class Fault:
 
 FAULTS: list[Fault] = []
 SESSIONS = ("packed", "in_place")
+UPDATE = "update_weights_from_tensor"
 
 
 def fault(name: str, weight: float) -> Callable[[Inject], Inject]:
@@ -63,48 +61,26 @@ def _slow(storm: Storm) -> float:
     return storm.rng.choice((0.0, 0.01))
 
 
-@fault("a trainer rank is killed", 3)
-def kill_rank(storm: Storm) -> None:
-    _kill(storm, storm.rng.randrange(storm.tp))
-
-
-@fault("all trainer ranks are killed", 2)
-def kill_world(storm: Storm) -> None:
-    _kill(storm, *range(storm.tp))
-
-
-def _kill(storm: Storm, *ranks: int) -> None:
-    """In the middle of a sync."""
-    world = storm.begin(slow_s=_slow(storm))
+@fault("trainer ranks are killed", 5)
+def kill_ranks(storm: Storm) -> None:
+    """One or all, in the middle of a sync."""
+    ranks = storm.rng.choice(([storm.rng.randrange(storm.tp)], range(storm.tp)))
+    trainer = storm.begin(slow_s=_slow(storm))
     storm.a_while(0.4)
-    world.kill(*ranks)
+    trainer.kill(*ranks)
     storm.finish()
 
 
-@fault("a trainer rank stands still", 3)
-def stop_rank(storm: Storm) -> None:
-    _stand_still(storm, lambda world: storm.rng.choice(world.pids))
-
-
-@fault("the HTTP server stands still", 3)
-def stop_server(storm: Storm) -> None:
-    _stand_still(storm, lambda _: storm.engine.server.process.pid)
-
-
-@fault("a scheduler stands still", 3)
-def stop_scheduler(storm: Storm) -> None:
-    _stand_still(storm, lambda _: storm.rng.choice(storm.engine.schedulers()))
-
-
-def _stand_still(storm: Storm, pid_of: Callable[[World], int]) -> None:
-    """Stop a process in the middle of a sync: mostly shortly, sometimes for longer than the
-    trainer's limit.
-    """
-    world = storm.begin(slow_s=_slow(storm))
+@fault("a trainer rank, a scheduler or the HTTP server stands still", 9)
+def stop_process(storm: Storm) -> None:
+    """In the middle of a sync: mostly shortly, sometimes for longer than the trainer's limit."""
+    trainer = storm.begin(slow_s=_slow(storm))
     storm.a_while(0.3)
     seconds = storm.rng.choice((0.1, 0.3, 0.5, TIMEOUT_S + 1))
+    ranks = [each.process.pid for each in trainer.processes]
+    pids = storm.rng.choice((ranks, storm.engine.server.schedulers, [storm.engine.pid]))
     with suppress(ProcessLookupError):
-        pid = pid_of(world)
+        pid = storm.rng.choice(pids)
         os.kill(pid, signal.SIGSTOP)
         time.sleep(seconds)
         os.kill(pid, signal.SIGCONT)
@@ -122,33 +98,38 @@ def bad_export(storm: Storm) -> None:
 
 @fault("two trainers at once", 4)
 def two_trainers(storm: Storm) -> None:
-    for trainer in (0, 1):
-        storm.world(trainer)
-    for trainer in (0, 1):
-        storm.begin(trainer=trainer, slow_s=_slow(storm))
+    for number in (0, 1):
+        storm.trainer(number)
+    for number in (0, 1):
+        storm.begin(number=number, slow_s=_slow(storm))
         storm.a_while(0.2)
-    for trainer in (0, 1):
-        storm.finish(trainer=trainer)
+    for number in (0, 1):
+        storm.finish(number=number)
 
 
 @fault("a reply is lost, held or cut, or a request repeated", 6)
 def proxy_fault(storm: Storm) -> None:
     kind = storm.rng.choice(("lose", "hold", "cut", "twice"))
     seconds = {"hold": TIMEOUT_S + 1, "cut": storm.rng.uniform(0, 0.05)}
-    plan(storm.proxy, ProxyFault(kind, storm.rng.randrange(1, 5), seconds.get(kind, 0.0)))
+    storm.proxy.plan(ProxyFault(kind, storm.rng.randrange(1, 5), seconds.get(kind, 0.0)))
     storm.begin(via="proxy", slow_s=_slow(storm))
     try:
         storm.finish(more_s=TIMEOUT_S)
     finally:
-        plan(storm.proxy, None)
+        storm.proxy.plan(None)
 
 
-def _relayed(storm: Storm, kind: str, **sync: Any) -> Tamper:
+@fault("a session's frame is lost, repeated, reordered or garbled", 20)
+def tampered_frame(storm: Storm) -> None:
+    _relayed(storm, storm.rng.choice((*SPOILERS, *REORDERS)))
+
+
+def _relayed(storm: Storm, kind: str) -> None:
     """A session of which one frame is tampered with."""
     old = [frame for session in storm.wire.sessions for frame in session.frames.get(0, [])]
     tamper = Tamper(
         kind=kind,
-        direction=storm.rng.choice((TO_ENGINE, TO_TRAINER)),
+        to_engine=storm.rng.random() < 0.5,
         rank=storm.rng.randrange(storm.tp),
         at=storm.rng.choice((0, 1, 2, storm.rng.randrange(12))),
         rng=random.Random(storm.rng.random()),  # for another thread
@@ -156,36 +137,8 @@ def _relayed(storm: Storm, kind: str, **sync: Any) -> Tamper:
         late_s=TIMEOUT_S + 1,
     )
     with storm.wire.tampered(tamper):
-        storm.begin(preset=storm.rng.choice(SESSIONS), via="proxy", **sync)
+        storm.begin(preset=storm.rng.choice(SESSIONS), via="proxy")
         storm.finish(more_s=TIMEOUT_S)
-    return tamper
-
-
-@fault("a session's frame is lost, repeated, reordered or garbled", 20)
-def tampered_frame(storm: Storm) -> None:
-    _relayed(storm, storm.rng.choice(Tamper.KINDS))
-
-
-@fault("a stranger at the trainer's socket", 6)
-def intruder(storm: Storm) -> int:
-    """Connects before or during a sync and sends garbage, old frames or nothing."""
-    recorded = list(_recorded(storm).frames[0])  # may take a sync of its own
-    storm.begin(preset=storm.rng.choice(SESSIONS), slow_s=_slow(storm))
-    number = 0
-    for _ in range(storm.rng.randrange(1, 6)):
-        storm.a_while(0.1)
-        sockets = [p for p in storm.temporary.glob("weight-sync-*/*") if p.is_socket()]
-        if sockets:
-            frames = storm.rng.choice((_garbage(storm.rng), recorded, []))
-            path, raw = storm.rng.choice(sorted(sockets)), storm.rng.random() < 0.5
-            storm.wire.intrude(path, frames, raw=raw)
-            number += 1
-    storm.finish()
-    return number
-
-
-def _garbage(rng: random.Random) -> list[bytes]:
-    return [rng.randbytes(rng.choice((0, 1, 60, 5000))) for _ in range(rng.randrange(1, 8))]
 
 
 def _recorded(storm: Storm) -> Recorded:
@@ -197,89 +150,102 @@ def _recorded(storm: Storm) -> Recorded:
     return storm.rng.choice(whole)
 
 
-@fault("a hostile trainer opens a session", 10)
+@fault("a stranger at the trainer's socket", 6)
+def intruder(storm: Storm) -> int:
+    """Connects before or during a sync and sends garbage, old frames or nothing."""
+    rng, recorded = storm.rng, list(_recorded(storm).frames[0])  # may take a sync of its own
+    storm.begin(preset=rng.choice(SESSIONS), slow_s=_slow(storm))
+    number = 0
+    for _ in range(rng.randrange(1, 6)):
+        storm.a_while(0.1)
+        sockets = [p for p in storm.temporary.glob("weight-sync-*/*") if p.is_socket()]
+        if sockets:
+            frames = rng.choice((_garbage(rng), recorded, []))
+            storm.wire.intrude(rng.choice(sorted(sockets)), frames, raw=rng.random() < 0.5)
+            number += 1
+    storm.finish()
+    return number
+
+
+def _garbage(rng: random.Random) -> list[bytes]:
+    return [rng.randbytes(rng.choice((0, 1, 60, 5000))) for _ in range(rng.randrange(1, 8))]
+
+
+NOBODY = ("tcp://10.255.255.1:9", "inproc://x")
+
+
+@fault("a hostile trainer opens a session", 11)
 def hostile_trainer(storm: Storm) -> None:
-    """Says nothing, garbage, a part of an old session, a mutated one, or an empty one."""
+    """Says nothing or garbage, or replays an old session up to a frame that is spoilt, in another
+    order, without its buckets; or is not there at all, with a limit that never comes.
+    """
     recorded, rng = _recorded(storm), storm.rng
-    what = rng.choice(("silence", "garbage", "a part", "shuffled", "mutated", "empty", "gone"))
+    what = rng.choice(("nobody", "gone", "silence", "garbage", "spoilt", "shuffled", "empty"))
+    nobody = rng.choice((*NOBODY, storm.wire.new_endpoint())), rng.choice((1.0, 1e9))
     listeners = []
 
     def lead(descriptor: dict[str, Any]) -> dict[str, Any]:
-        endpoint, listener = storm.wire.listen()
-        listeners.append(listener)
-        return {**descriptor, "endpoint": endpoint, "timeout_s": 1.0}
+        endpoint, limit_s = nobody
+        if what != "nobody":
+            endpoint, listener = storm.wire.listen()
+            listeners.append(listener)
+            limit_s = 1.0
+        return {**descriptor, "endpoint": endpoint, "timeout_s": limit_s}
 
-    payload = {**recorded.payload, "weight_version": "hostile"}
-    body = with_descriptors(payload, lead)
+    body = with_descriptors({**recorded.payload, "weight_version": "hostile"}, lead)
     assert body is not None, "only sessions are recorded"
-    storm_reply: list[Any] = []
-    asking = threading.Thread(
-        target=lambda: storm_reply.append(
-            storm.engine.post("update_weights_from_tensor", body, limit_s=2 * REPLY_S)
-        )
-    )
-    asking.start()
-    for rank, listener in enumerate(listeners):
-        if listener.poll(3000):
-            for frame in _hostile_frames(what, recorded.frames.get(rank, []), rng):
-                listener.send(frame)
-        if what == "gone":
-            listener.close()
-    asking.join(3 * REPLY_S)
+    with ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(storm.engine.post, UPDATE, body, limit_s=2 * REPLY_S)
+        for rank, listener in enumerate(listeners):
+            if listener.poll(3000):
+                for frame in _hostile_frames(what, recorded.frames.get(rank, []), rng):
+                    listener.send(frame)
+            if what == "gone":
+                listener.close()
     for listener in listeners:
         listener.close()
-    _check_refused(storm, storm_reply[0].status, f"a hostile trainer ({what})")
+    status = asking.result().status
+    if status in (0, 200):
+        kind = "bad sync accepted" if status else "hang"
+        raise Violation(kind, f"a hostile trainer: {what} {nobody if what == 'nobody' else ''}")
+    storm.row.detected += 1
 
 
 def _hostile_frames(what: str, frames: list[bytes], rng: random.Random) -> list[bytes]:
     part = frames[: rng.randrange(len(frames))] if frames else []
+    if what == "garbage":
+        return _garbage(rng)
     if what == "shuffled":
-        rng.shuffle(part)
-    if what == "mutated" and part:
-        at = rng.randrange(len(part))
-        part[at] = rng.choice((flipped, with_a_wrong_field))(rng, part[at])
-    if what == "empty":
-        return [frames[0], emptied(frames[-1])] if frames else []
-    return {"silence": [], "garbage": _garbage(rng), "gone": []}.get(what, part)
+        return rng.sample(part, len(part))
+    if what == "spoilt" and part:
+        return [*part[:-1], *spoilt(rng.choice(SPOILERS), rng, part[-1])]
+    if what == "empty" and frames:
+        return [frames[0], emptied(frames[-1])]
+    return []
 
 
-def _check_refused(storm: Storm, status: int, what: str) -> None:
-    if status == 0:
-        raise Violation("hang", f"{what}: no reply")
-    if status == 200:
-        raise Violation("bad sync accepted", what)
-    storm.detected()
-
-
-@fault("fuzzed updates over HTTP", 5)
-def fuzzed_updates(storm: Storm) -> int:
-    return _fuzz(storm, ("update_weights_from_tensor", "update_weights_from_distributed"))
-
-
-@fault("fuzzed releases and resumes over HTTP", 4)
-def fuzzed_stages(storm: Storm) -> int:
-    return _fuzz(storm, ("release_memory_occupation", "resume_memory_occupation"))
-
-
-TAGS = ("weights", "kv_cache", "cuda_graph")
-
-
-def _fuzz(storm: Storm, endpoints: tuple[str, ...]) -> int:
+@fault("fuzzed requests over HTTP", 9)
+def fuzz(storm: Storm) -> int:
     """Posts a batch of bodies; each is answered, with whatever status, and the engine lives."""
-    rng = storm.rng
     for _ in range(storm.batch):
-        endpoint = rng.choice(endpoints)
+        endpoint = storm.rng.choice(ENDPOINTS)
         body = _fuzzed_body(storm, endpoint)
-        reply = storm.engine.post(endpoint, body)
-        shown = f"{endpoint} {body[:600]!r}"
-        if storm.engine.server.process.poll() is not None:
+        reply, shown = storm.engine.post(endpoint, body), f"{endpoint} {body[:600]!r}"
+        if not storm.engine.server.lives:
             raise Violation("engine died", shown)
         if reply.status == 0:
             raise Violation("hang", f"no reply within {REPLY_S:g} s to {shown}")
-        storm.detected(reply.status >= 400)
+        storm.row.detected += reply.status >= 400
         if reply.status == 200 and endpoint.startswith("update"):
             storm.note(f"accepted: {shown}")
     return storm.batch
+
+
+ENDPOINTS = (
+    *(UPDATE, "update_weights_from_distributed"),
+    *("release_memory_occupation", "resume_memory_occupation"),
+)
+TAGS = ("weights", "kv_cache", "cuda_graph")
 
 
 def _fuzzed_body(storm: Storm, endpoint: str) -> bytes:
@@ -309,31 +275,17 @@ def _fuzzed_body(storm: Storm, endpoint: str) -> bytes:
 
 
 def _mutated_descriptor(rng: random.Random, descriptor: dict[str, Any]) -> dict[str, Any]:
-    """One wrong field; a long limit has a fault of its own (`dead_endpoint`)."""
+    """One wrong field; a long limit has a fault of its own."""
     changed = mutated(rng, descriptor)
     limit_s = changed.get("timeout_s")
     is_long = isinstance(limit_s, int | float) and limit_s > 0
     return {**changed, "timeout_s": 0.3} if is_long else changed
 
 
-@fault("a session where nobody listens", 0.5)
-def dead_endpoint(storm: Storm) -> None:
-    """The engine's limit is the descriptor's; a hostile one is endless."""
-    endpoint = storm.rng.choice(("tcp://10.255.255.1:9", storm.wire.new_endpoint(), "inproc://x"))
-    limit_s = storm.rng.choice((1.0, 1e9))
-    body = with_descriptors(
-        {**_recorded(storm).payload, "weight_version": "nobody"},
-        lambda d: {**d, "endpoint": endpoint, "timeout_s": limit_s},
-    )
-    assert body is not None, "only sessions are recorded"
-    reply = storm.engine.post("update_weights_from_tensor", body)
-    _check_refused(storm, reply.status, f"{endpoint} with a limit of {limit_s:g} s")
-
-
 @fault("the engine is killed", 0.1)
 def kill_engine(storm: Storm) -> None:
     """A scheduler or the HTTP server, in the middle of a sync; another engine takes its place."""
-    pid = storm.rng.choice((storm.engine.server.process.pid, *storm.engine.schedulers()))
+    pid = storm.rng.choice((storm.engine.pid, *storm.engine.server.schedulers))
     storm.begin(slow_s=_slow(storm))
     storm.a_while(0.3)
     os.kill(pid, signal.SIGKILL)

@@ -15,7 +15,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,29 +24,15 @@ from typing import Any
 import msgspec
 import zmq
 
-TO_ENGINE, TO_TRAINER = "to the engine", "to the trainer"
 NUM_RECORDED = 40
-JUNK: tuple[Any, ...] = (
-    None,
-    -1,
-    0,
-    1,
-    2**31,
-    2**63 - 1,
-    1e308,
-    "",
-    "x",
-    "../../etc",
-    [],
-    {},
-    True,
-)
+JUNK = (None, -1, 0, 1, 2**31, 2**63 - 1, 1e308, "", "x", "../../etc", [], {}, True)
 
 Descriptor = dict[str, Any]
-Change = Callable[[Descriptor], Descriptor]
 
 
-def with_descriptors(payload: dict[str, Any], change: Change) -> bytes | None:
+def with_descriptors(
+    payload: dict[str, Any], change: Callable[[Descriptor], Descriptor]
+) -> bytes | None:
     """The body with each session descriptor changed; None: it opens no
     session of an engine on the trainer's host.
     """
@@ -59,67 +45,6 @@ def with_descriptors(payload: dict[str, Any], change: Change) -> bytes | None:
         return None
     encoded = [base64.b64encode(json.dumps(descriptor).encode()).decode() for descriptor in new]
     return json.dumps({**payload, "serialized_named_tensors": encoded}).encode() if new else None
-
-
-@dataclass
-class Recorded:
-    """A session as it passed: the request that opened it, and each rank's frames to the engine."""
-
-    payload: dict[str, Any]
-    frames: dict[int, list[bytes]] = field(default_factory=dict)
-
-
-@dataclass
-class Tamper:
-    """Does something to one frame of one rank's session, and passes on the others.
-
-    Attributes:
-        kind: one of `KINDS`.
-        direction: `TO_ENGINE` or `TO_TRAINER`.
-        rank: whose session.
-        at: which frame, from 0.
-        rng: for the mutation.
-        old: frames of an earlier session.
-        late_s: how long a late frame is held.
-    """
-
-    KINDS = ("none", "drop", "twice", "swap", "flip", "cut", "garbage", "field", "replay", "late")
-
-    kind: str
-    direction: str
-    rank: int
-    at: int
-    rng: random.Random
-    old: list[bytes]
-    late_s: float
-    struck: bool = False
-    _kept: bytes | None = None
-
-    def __call__(self, direction: str, rank: int, index: int, frame: bytes) -> list[bytes]:
-        """What goes on in the frame's place."""
-        if (direction, rank) != (self.direction, self.rank):
-            return [frame]
-        if self._kept is not None:
-            kept, self._kept = self._kept, None
-            return [frame, kept]
-        if index != self.at or self.kind == "none":
-            return [frame]
-        self.struck = True
-        if self.kind == "swap":
-            self._kept = frame
-        if self.kind == "late":
-            time.sleep(self.late_s)
-        changed = {
-            "drop": [],
-            "swap": [],
-            "twice": [frame, frame],
-            "flip": [flipped(self.rng, frame)],
-            "cut": [frame[: self.rng.randrange(len(frame))]],
-            "garbage": [self.rng.randbytes(self.rng.randrange(200))],
-            "field": [with_a_wrong_field(self.rng, frame)],
-            "replay": [self.rng.choice(self.old or [b"?"]), frame],
-        }
-        return changed.get(self.kind, [frame])
 
 
 def flipped(rng: random.Random, data: bytes) -> bytes:
@@ -148,12 +73,9 @@ def mutated(rng: random.Random, value: Any, depth: int = 0) -> Any:
     """A deep copy with one value replaced, dropped, repeated or made huge."""
     if isinstance(value, dict) and value and (depth == 0 or rng.random() < 0.8):
         key = rng.choice(sorted(value, key=str))
-        changed = dict(value)
         if rng.random() < 0.1:
-            del changed[key]
-        else:
-            changed[key] = mutated(rng, value[key], depth + 1)
-        return changed
+            return {k: v for k, v in value.items() if k != key}
+        return {**value, key: mutated(rng, value[key], depth + 1)}
     if isinstance(value, list) and value and rng.random() < 0.8:
         at = rng.randrange(len(value))
         if rng.random() < 0.2:
@@ -169,6 +91,73 @@ def mutated(rng: random.Random, value: Any, depth: int = 0) -> Any:
     return rng.choice(JUNK)
 
 
+SPOILERS = ("drop", "twice", "flip", "cut", "garbage", "field")
+
+
+def spoilt(kind: str, rng: random.Random, frame: bytes) -> list[bytes]:
+    """What comes in the frame's place; of another kind than `SPOILERS`, the frame."""
+    return {
+        "drop": [],
+        "twice": [frame, frame],
+        "flip": [flipped(rng, frame)],
+        "cut": [frame[: rng.randrange(len(frame))]] if frame else [],
+        "garbage": [rng.randbytes(rng.randrange(200))],
+        "field": [with_a_wrong_field(rng, frame)],
+    }.get(kind, [frame])
+
+
+REORDERS = ("swap", "late", "replay")
+
+
+@dataclass
+class Tamper:
+    """Does something to one frame of one rank's session, and passes on the others.
+
+    Attributes:
+        kind: one of `SPOILERS` or `REORDERS`; others do nothing.
+        to_engine: which way the frame goes.
+        rank: whose session.
+        at: which frame, from 0.
+        rng: for the mutation.
+        old: frames of an earlier session.
+        late_s: how long a late frame is held.
+    """
+
+    kind: str
+    to_engine: bool
+    rank: int
+    at: int
+    rng: random.Random
+    old: list[bytes]
+    late_s: float
+    _kept: bytes | None = None
+
+    def __call__(self, to_engine: bool, rank: int, index: int, frame: bytes) -> list[bytes]:
+        """What goes on in the frame's place."""
+        if (to_engine, rank) != (self.to_engine, self.rank):
+            return [frame]
+        if self._kept is not None:
+            kept, self._kept = self._kept, None
+            return [frame, kept]
+        if index != self.at:
+            return [frame]
+        if self.kind == "swap":
+            self._kept = frame
+            return []
+        if self.kind == "late":
+            time.sleep(self.late_s)
+        before = [self.rng.choice(self.old or [b"?"])] if self.kind == "replay" else []
+        return [*before, *spoilt(self.kind, self.rng, frame)]
+
+
+@dataclass
+class Recorded:
+    """A session as it passed: the request that opened it, and each rank's frames to the engine."""
+
+    payload: dict[str, Any]
+    frames: dict[int, list[bytes]] = field(default_factory=dict)
+
+
 class Wire:
     """See the module. Called by the fault proxy with each request's path and body.
 
@@ -181,31 +170,59 @@ class Wire:
         self._context = zmq.Context()
         self._num_sockets = 0
         self._tamper: Tamper | None = None
-        self._relays: list[_Relay] = []
-        self.bodies: dict[str, deque[bytes]] = {}
+        self._closing = threading.Event()
+        self._relays: list[threading.Thread] = []
+        self.bodies: dict[str, deque[bytes]] = defaultdict(lambda: deque(maxlen=NUM_RECORDED))
         self.sessions: deque[Recorded] = deque(maxlen=NUM_RECORDED)
 
     def __call__(self, path: str, body: bytes) -> bytes:
         """Record the body; lead its sessions through relays, if they are to be tampered with."""
         if body.startswith(b"{"):
-            self.bodies.setdefault(path.strip("/"), deque(maxlen=NUM_RECORDED)).append(body)
+            self.bodies[path.strip("/")].append(body)
         if self._tamper is None or not path.endswith("update_weights_from_tensor"):
             return body
-        payload, tamper = json.loads(body), self._tamper
-        recorded = Recorded(payload)
+        recorded, tamper = Recorded(json.loads(body)), self._tamper
 
         def lead(descriptor: Descriptor) -> Descriptor:
-            endpoint, rank = self.new_endpoint(), len(recorded.frames)
+            rank = len(recorded.frames)
             frames = recorded.frames[rank] = []
-            self._relays.append(
-                _Relay(self._context, descriptor["endpoint"], endpoint, tamper, rank, frames)
+            endpoint, engine = self.listen()
+            trainer = self._socket()
+            trainer.connect(descriptor["endpoint"])
+            ends = {True: trainer, False: engine}
+            relay = threading.Thread(
+                target=self._relay, args=(ends, tamper, rank, frames), daemon=True
             )
+            self._relays.append(relay)
+            relay.start()
             return {**descriptor, "endpoint": endpoint}
 
-        rewritten = with_descriptors(payload, lead)
+        rewritten = with_descriptors(recorded.payload, lead)
         if rewritten is not None:
             self.sessions.append(recorded)
         return rewritten or body
+
+    def _relay(
+        self,
+        sources: dict[bool, zmq.Socket[bytes]],
+        tamper: Tamper,
+        rank: int,
+        frames: list[bytes],
+    ) -> None:
+        """Pass frames on until the wire closes: those that come of a source go to the other."""
+        counts = {True: 0, False: 0}
+        while not self._closing.is_set():
+            for to_engine, source in sources.items():
+                while source.poll(1):
+                    frame = source.recv()
+                    if to_engine:
+                        frames.append(frame)
+                    for out in tamper(to_engine, rank, counts[to_engine], frame):
+                        with contextlib.suppress(zmq.Again):
+                            sources[not to_engine].send(out, zmq.NOBLOCK)
+                    counts[to_engine] += 1
+        for end in sources.values():  # both ends see that their peer is gone
+            end.close()
 
     @contextlib.contextmanager
     def tampered(self, tamper: Tamper) -> Iterator[None]:
@@ -215,20 +232,25 @@ class Wire:
             yield
         finally:
             self._tamper = None
+            self._closing.set()
             for relay in self._relays:
-                relay.close()
+                relay.join(10)
             self._relays.clear()
+            self._closing.clear()
 
     def new_endpoint(self) -> str:
         """An address at which nobody listens yet."""
         self._num_sockets += 1
         return f"ipc://{self._folder}/{self._num_sockets}"
 
+    def _socket(self, linger_ms: int = 0) -> zmq.Socket[bytes]:
+        made = self._context.socket(zmq.PAIR)
+        made.setsockopt(zmq.LINGER, linger_ms)
+        return made
+
     def listen(self) -> tuple[str, zmq.Socket[bytes]]:
         """A socket that stands for a trainer's, and its address."""
-        endpoint = self.new_endpoint()
-        listener = self._context.socket(zmq.PAIR)
-        listener.setsockopt(zmq.LINGER, 0)
+        endpoint, listener = self.new_endpoint(), self._socket()
         listener.bind(endpoint)
         return endpoint, listener
 
@@ -241,54 +263,8 @@ class Wire:
                     link.connect(str(path))
                     link.sendall(b"".join(frames))
                 return
-            intruder = self._context.socket(zmq.PAIR)
-            intruder.setsockopt(zmq.LINGER, 50)
-            intruder.connect(f"ipc://{path}")
-            for frame in frames:
-                intruder.send(frame, zmq.NOBLOCK)
-            time.sleep(0.02)
-            intruder.close()
-
-
-class _Relay(threading.Thread):
-    """Between a trainer rank's socket and its engine rank, until it is closed."""
-
-    def __init__(
-        self,
-        context: zmq.Context[Any],
-        trainer: str,
-        engine: str,
-        tamper: Tamper,
-        rank: int,
-        frames: list[bytes],
-    ) -> None:
-        super().__init__(daemon=True)
-        self._tamper, self._rank, self._frames = tamper, rank, frames
-        self._ends = {TO_TRAINER: context.socket(zmq.PAIR), TO_ENGINE: context.socket(zmq.PAIR)}
-        for end in self._ends.values():
-            end.setsockopt(zmq.LINGER, 0)
-        self._ends[TO_ENGINE].bind(engine)
-        self._ends[TO_TRAINER].connect(trainer)
-        self._closing = threading.Event()
-        self.start()
-
-    def run(self) -> None:
-        """Pass frames on."""
-        counts = {TO_ENGINE: 0, TO_TRAINER: 0}
-        while not self._closing.is_set():
-            for source, direction in ((TO_TRAINER, TO_ENGINE), (TO_ENGINE, TO_TRAINER)):
-                while self._ends[source].poll(1):
-                    frame = self._ends[source].recv()
-                    if direction == TO_ENGINE:
-                        self._frames.append(frame)
-                    for out in self._tamper(direction, self._rank, counts[direction], frame):
-                        with contextlib.suppress(zmq.Again):
-                            self._ends[direction].send(out, zmq.NOBLOCK)
-                    counts[direction] += 1
-        for end in self._ends.values():
-            end.close()
-
-    def close(self) -> None:
-        """Both ends see that their peer is gone."""
-        self._closing.set()
-        self.join(10)
+            with self._socket(50) as intruder:
+                intruder.connect(f"ipc://{path}")
+                for frame in frames:
+                    intruder.send(frame, zmq.NOBLOCK)
+                time.sleep(0.02)

@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 from quickstart import run_recipe
 from rich.console import Console
@@ -30,16 +30,6 @@ FINDING_TESTS = (f"PYTHONPATH={TESTS}",)
 LIMIT_S = 800.0
 """Of a run that hangs: less than pytest's for a test, which waits for it."""
 CLONE_NEWNET = 0x40000000  # unshare(2): the thread's, and of what it starts
-
-
-class Training(Protocol):
-    """A run; equal ones are one."""
-
-    def prepare(self, folder: Path) -> None:
-        """Make the model and the data in the new `folder`."""
-
-    def train(self, folder: Path) -> None:
-        """Train it; all files are in `folder`. An error if it fails."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +54,11 @@ class Run:
     variables: tuple[str, ...] = ()
 
     def prepare(self, folder: Path) -> None:
-        """See `Training`."""
+        """Make the model and the data in the new `folder`."""
         make_assets(folder, architecture=self.architecture, tied=self.tied)
 
     def train(self, folder: Path) -> None:
-        """See `Training`."""
+        """Train it; all files are in `folder`. An error if it fails."""
         sizes = (f"WORKERS={self.workers}", f"ROLLOUT_TP={self.tp}")
         # See recipes/grpo_separate_async_gpu.sh.
         level = ("VERL_LOGGING_LEVEL=WARN",) if SEPARATE[0] in self.overrides else ()
@@ -85,13 +75,14 @@ class Run:
 
 
 @contextmanager
-def started(runs: Sequence[Training], folder: Path) -> Iterator[dict[Training, Future[Path]]]:
-    """Start the runs in this order, two at a time; each promises its folder, in `folder`.
+def started(runs: Sequence[Any], folder: Path) -> Iterator[dict[Any, Future[Path]]]:
+    """Start the runs, or others with the same methods, in this order, two at a time; each promises
+    its folder, in `folder`. Equal ones are one.
 
     Those that have not begun when the block ends do not.
     """
 
-    def trained(run: Training, own: Path) -> Path:
+    def trained(run: Any, own: Path) -> Path:
         run.train(own)
         return own
 

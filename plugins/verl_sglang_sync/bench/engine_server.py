@@ -1,10 +1,11 @@
-"""An SGLang HTTP server for a benchmark: dummy weights of a shape, launched with our loaders."""
+"""An SGLang HTTP server with our loaders, for benchmarks (dummy weights of a shape) and tests."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -13,16 +14,16 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Protocol
 
 from sglang_loader.common.engine_settings import HOST_BACKUP_VARIABLE, HostBackup
 from sglang_loader.common.session.messages import SESSION_FORMAT
+from verl_sglang_sync.engine.server_client.operations import server_url
 
 START_TIMEOUT_S = 240
 PR_SET_PDEATHSIG = 1  # prctl(2)
-MAX_PORT = 55_000  # SGLang derives another port by adding 10,000
-COMMON = (
-    *("--load-format", "dummy", "--skip-tokenizer-init", "--skip-server-warmup"),
-    *("--sampling-backend", "pytorch", "--max-running-requests", "16"),
+DUMMY = (
+    *("--load-format", "dummy", "--skip-tokenizer-init", "--max-running-requests", "16"),
     *("--context-length", "2048", "--max-total-tokens", "4096"),
 )
 CPU = (
@@ -34,6 +35,31 @@ GPU = (
     *("--cuda-graph-max-bs", "4"),
     "--disable-prefill-cuda-graph",  # capturing it takes a minute, and no prefill is timed here
 )
+
+
+class Process(Protocol):
+    """What of `subprocess.Popen` is used here."""
+
+    pid: int
+
+    def poll(self) -> int | None:
+        """The exit code, or None while it runs."""
+
+    def wait(self) -> int:
+        """The exit code when it has ended."""
+
+
+def launch(arguments: list[str], environment: Mapping[str, str], log: Path) -> Process:
+    """`python -m sglang.launch_server` in a process group of its own."""
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            [sys.executable, "-m", "sglang.launch_server", *arguments],
+            env=environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=_die_with_parent,
+        )
 
 
 @contextlib.contextmanager
@@ -50,6 +76,9 @@ def engine_server(
     loaders: tuple[str, ...] = (),
     environment: Mapping[str, str] | None = None,
     wait: bool = True,
+    host: str = "127.0.0.1",
+    extra: tuple[str, ...] = DUMMY,
+    start: Callable[[list[str], Mapping[str, str], Path], Process] = launch,
 ) -> Iterator[str]:
     """Serve the model of the folder `config`; yields the server's URL.
 
@@ -61,32 +90,28 @@ def engine_server(
         loaders: custom weight loaders besides ours.
         environment: of the server's processes, on top of this process's own.
         wait: False yields while the server still starts; see `wait_until_healthy`.
+        host: address that it listens at.
+        extra: more of SGLang's arguments.
+        start: starts the process; as `launch`.
     """
-    port = _free_port()
-    command = [
-        *(sys.executable, "-m", "sglang.launch_server", "--model-path", str(config)),
-        *("--tp-size", str(tp), *(("--base-gpu-id", str(first_gpu)) if device != "cpu" else ())),
-        *("--port", str(port), *COMMON, *(CPU if device == "cpu" else GPU)),
-        *(("--mem-fraction-static", str(gpu_share)) if device != "cpu" else ()),
-        *(("--moe-runner-backend", "triton") if is_moe and device != "cpu" else ()),
-        *(("--enable-weights-cpu-backup",) if device != "cpu" else ()),  # as verl launches it
+    port, is_on_gpu = free_port(), device != "cpu"
+    arguments = [
+        *("--model-path", str(config), "--host", host, "--port", str(port), "--tp-size", str(tp)),
+        *("--skip-server-warmup", "--sampling-backend", "pytorch", *(GPU if is_on_gpu else CPU)),
+        *(("--mem-fraction-static", str(gpu_share)) if is_on_gpu else ()),
+        *(("--base-gpu-id", str(first_gpu)) if is_on_gpu else ()),
+        *(("--moe-runner-backend", "triton") if is_moe and is_on_gpu else ()),
+        *(("--enable-weights-cpu-backup",) if is_on_gpu else ()),  # as verl launches it
         *("--custom-weight-loader", SESSION_FORMAT, *loaders),
+        *extra,
     ]
     common = {**os.environ, "HF_HUB_OFFLINE": "1", HOST_BACKUP_VARIABLE: host_backup}
-    if device == "cpu" and tp > 1:
+    if not is_on_gpu:
         cores = "|".join(str(rank) for rank in range(tp))
         common |= {"SGLANG_CPU_OMP_THREADS_BIND": cores, "SGLANG_NCCL_SO_PATH": "/nonexistent"}
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command,
-            env={**common, **(environment or {})},
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            preexec_fn=_die_with_parent,
-        )
+    process = start(arguments, {**common, **(environment or {})}, log)
     try:
-        url = f"http://127.0.0.1:{port}"
+        url = server_url(host, port)
         if wait:
             wait_until_healthy(url, log, is_running=lambda: process.poll() is None)
         yield url
@@ -117,10 +142,10 @@ def wait_until_healthy(
     raise RuntimeError(f"SGLang {what}:\n{tail}")
 
 
-def _free_port() -> int:
-    while True:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port: int = probe.getsockname()[1]
-        if port < MAX_PORT:
+def free_port() -> int:
+    """A free port that leaves room above: SGLang derives others from it, the farthest + 10000."""
+    for port in random.sample(range(20000, 30000), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
             return port
+    raise RuntimeError("no free port between 20000 and 30000")

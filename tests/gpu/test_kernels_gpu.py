@@ -1,4 +1,4 @@
-"""On a GPU: the kernel's digests are those of torch's operators, and of a CPU."""
+"""On a GPU: the kernels find and copy what torch's operators do, and what a CPU does."""
 
 from __future__ import annotations
 
@@ -6,13 +6,10 @@ import pytest
 import torch
 
 from sglang_loader.common import digest as module
+from sglang_loader.common.copy_kernel import is_available
 from sglang_loader.common.digest import digests
+from unit.test_byte_gather import check_kernel
 from unit.test_digest import check, random_bytes
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
 
 
 def test_the_compiled_kernel_finds_what_torch_does() -> None:
@@ -44,3 +41,9 @@ def test_a_kernel_that_finds_anything_else_is_not_used(
         assert torch.equal(found.cpu(), digests([data]))
     finally:
         module._kernel_works.cache_clear()
+
+
+def test_the_compiled_kernel_gathers_an_arrangement_as_torch_does() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    assert is_available(device)
+    check_kernel(device)
