@@ -41,6 +41,8 @@ class PlanExecutor:
         self._load_weights = load_weights
         self._bound: dict[object, OrderedDict[object, Binding]] = defaultdict(OrderedDict)
         self._scratch = torch.empty(0, dtype=torch.uint8)  # buckets take turns
+        rest = (bucket.rest_layout().nbytes for bucket in plan.buckets)
+        self._scratch_nbytes = max(rest, default=0)
 
     def replay(self, index: int, source: BucketSource, *, arranged: bool = False) -> None:
         """Load a bucket from `source`, on any device that copies reach, asynchronously on the
@@ -70,7 +72,7 @@ class PlanExecutor:
 
     def _scratch_on(self, device: torch.device) -> torch.Tensor:
         """Memory for what the loader loads of any bucket."""
-        nbytes = max(bucket.rest_layout().nbytes for bucket in self._plan.buckets)
+        nbytes = self._scratch_nbytes
         if self._scratch.device != device or self._scratch.numel() < nbytes:
             if self._scratch.numel():
                 self.unbind()

@@ -170,8 +170,9 @@ class LoadBucket(_Message, frozen=True, kw_only=True):
     Attributes:
         index: position in the session, from 0.
         buffers: those that its pieces are the first to lie in.
-        pieces: where its bytes are, by ascending `start`: one piece where it was packed, none where
-            it is broadcast; of one that is sent, in what is received, as slot 0.
+        pieces: where its bytes are, by ascending `start`: one piece where it was packed, several
+            where it is exchanged or pulled, none where it is broadcast; of one that is sent, in
+            what is received, as slot 0.
         layout: encoded, see `layout`.
         read_only: the pieces are trainer ranks' own memory, which the engine maps also in a session
             with a group, and may part a tensor anywhere.

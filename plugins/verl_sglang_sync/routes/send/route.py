@@ -127,6 +127,6 @@ def _difference(
                     if not torch.equal(expected, arrived):
                         return f"bucket {index}, byte {piece.start}, differs from the full export"
             start = stop
-        if start != sum(map(sum, found.sizes)):
+        if start != found.nbytes:
             return f"bucket {index} is sent in {start} bytes, {found.sizes} are received"
     return None
