@@ -35,6 +35,7 @@ LOG_TAIL = 20_000  # characters
 ONE_GPU = {"GPUS": 1, "ROLLOUT_TP": 1}
 TIMERS = ("step", "gen", "update_weights", "update_actor", "old_log_prob")
 FSDP_RECIPE, MEGATRON_RECIPE = "grpo_fsdp_gpu.sh", "grpo_megatron_gpu.sh"
+SEPARATE_RECIPE = "grpo_separate_async_gpu.sh"
 FSDP_OVERRIDES = (
     "actor_rollout_ref.model.use_remove_padding=False",
     "actor_rollout_ref.model.enable_gradient_checkpointing=True",
@@ -175,7 +176,8 @@ def row_of(
     arm: str, model: str, steps: list[dict[str, Any]], stages: dict[str, float]
 ) -> dict[str, Any]:
     """Medians over the steps after the first, which warms up; and the proof of arrival."""
-    timed = [{name: step[f"timing_s/{name}"] for name in TIMERS} for step in steps]
+    named = [name for name in TIMERS if f"timing_s/{name}" in steps[0]]
+    timed = [{name: step[f"timing_s/{name}"] for name in named} for step in steps]
     return {
         "arm": arm,
         "model": model,
@@ -194,7 +196,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--tp", type=int, default=1, help="of each engine, and of Megatron")
-    parser.add_argument("--recipe", choices=(FSDP_RECIPE, MEGATRON_RECIPE), default=FSDP_RECIPE)
+    recipes = (FSDP_RECIPE, MEGATRON_RECIPE, SEPARATE_RECIPE)
+    parser.add_argument("--recipe", choices=recipes, default=FSDP_RECIPE)
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=COLOCATED)
     parser.add_argument("--folder", type=Path, default=Path("outputs/grpo_step"))
     parser.add_argument("--json", type=Path)
@@ -203,8 +206,11 @@ def main() -> None:
     folder = args.folder.resolve()
     make_model(folder, args.model)
     rows = []
+    sizes = {"GPUS": args.gpus, "ROLLOUT_TP": args.tp, "TRAIN_TP": args.tp, "TRAIN_EP": 1}
+    if args.recipe == SEPARATE_RECIPE:  # one engine; every batch is sampled after a sync
+        sizes |= {"TRAINER_GPUS": args.gpus - args.tp, "ROLLOUT_GPUS": args.tp, "SYNC_EVERY": 1}
+        args.overrides.append("trainer.v1.separate_async.num_warmup_batches=0")
     for arm in args.arms:
-        sizes = {"GPUS": args.gpus, "ROLLOUT_TP": args.tp, "TRAIN_TP": args.tp, "TRAIN_EP": 1}
         steps, memory = run_arm(arm, folder, args.steps, args.overrides, args.recipe, sizes)
         row = row_of(arm, args.model, steps, stage_medians(folder, arm))
         row["recipe"] = args.recipe
