@@ -90,7 +90,7 @@ EIGHT_BYTES = BucketLayout.pack([("t", (8,), torch.int8)])
 
 def bucket(index, **changes):
     fields = {"index": index, "buffers": [], "pieces": [], "layout": b""}
-    return wire.LoadBucket(**{**fields, "read_only": False, "arranged": "", **changes})
+    return wire.LoadBucket(**{**fields, "read_only": False, "arranged": False, **changes})
 
 
 @pytest.fixture
@@ -137,7 +137,7 @@ def test_a_bucket_of_which_nothing_is_read_has_no_pieces(receiver, monkeypatch):
     buckets = BroadcastBuckets(receiver, GROUP, TWO, CPU, 1)
     sizes = []
     monkeypatch.setattr(broadcast_receiver, "all_to_all", lambda *args: sizes.append(args[3]))
-    buckets.begin(bucket(0, receives=[[0, 0]], arranged="digest"), EIGHT_BYTES)
+    buckets.begin(bucket(0, receives=[[0, 0]], arranged=True), EIGHT_BYTES)
     assert sizes == [[0, 0]] and buckets.has_come()
     assert buckets.source(bucket(0, receives=[[0, 0]]), 256).key == ()
 
@@ -149,7 +149,7 @@ TWO, PIECES = SimpleNamespace(size=lambda: 2), [wire.BucketPiece(0, 0, 0, 8)]
     ("senders", "changes", "problem"),
     [
         (None, {"pieces": PIECES}, "is not sent"),
-        (None, {"arranged": "digest"}, "is not sent"),
+        (None, {"arranged": True}, "is not sent"),
         (None, {"receives": [[8, 0]]}, "is not sent"),
         (None, {"pieces": PIECES, "receives": [[8, 0]]}, "is sent .*in no group here"),
         (TWO, {"pieces": PIECES, "receives": [[8, 0, 0]]}, "is sent .*in no group here"),

@@ -34,7 +34,7 @@ def source_of(*pieces: BucketPiece) -> BucketSource:
     ]
     message = LoadBucket(
         index=3, buffers=buffers, pieces=list(pieces), layout=b"", read_only=True,
-        arranged="",
+        arranged=False,
     )  # fmt: skip
     memory = MappedMemory().begin_session(torch.device("cpu"))
     memory.begin(message, LAYOUT)

@@ -44,10 +44,10 @@ class PlanExecutor:
         rest = (bucket.rest_layout().nbytes for bucket in plan.buckets)
         self._scratch_nbytes = max(rest, default=0)
 
-    def replay(self, index: int, source: BucketSource, *, arranged: bool = False) -> None:
+    def replay(self, index: int, source: BucketSource, arranged: BucketPlan | None = None) -> None:
         """Load a bucket from `source`, on any device that copies reach, asynchronously on the
-        current stream, but for what the model's loader loads. `arranged`: the source has what the
-        plan reads of it alone.
+        current stream, but for what the model's loader loads. `arranged`: the bucket's plan where
+        the source has what that reads alone.
 
         Raises:
             IndexError: there is no such bucket.
@@ -55,19 +55,16 @@ class PlanExecutor:
                 arranged buffer that the plan reads.
             Exception: what `load_weights` raises.
         """
-        plan = self._plan.buckets[index]
-        if arranged:
-            found = self._plan.arranged[index]
-            assert found is not None, "see arranged_nbytes"
-            _, plan = found
-        bound = self._bound[index, arranged]
+        plan = arranged or self._plan.buckets[index]
+        key = index, arranged is not None
+        bound = self._bound[key]
         binding = bound.get(source.key)
         if binding is None:
             while len(bound) >= MAX_BOUND_SOURCES:
                 bound.popitem(last=False)
             scratch = self._scratch_on(source.device) if plan.rest else self._scratch
             binding = _bind(plan, self._plan.destinations, source, scratch)
-            self._bound[index, arranged][source.key] = binding
+            self._bound[key][source.key] = binding
         _run(binding, self._load_weights)
 
     def _scratch_on(self, device: torch.device) -> torch.Tensor:
