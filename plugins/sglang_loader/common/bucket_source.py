@@ -78,6 +78,7 @@ class Piece:
 
 class BucketSource:
     """The memory behind one bucket, which lives as long as this does; pieces by ascending `start`.
+    Two of the same pieces are not equal: copies are bound to one.
 
     Raises:
         ValueError: pieces overlap, are out of order, or are not flat bytes.
@@ -95,10 +96,6 @@ class BucketSource:
             stop = piece.start + piece.nbytes
         self._pieces = tuple(pieces)
         self._starts = [piece.start for piece in pieces]
-        self.key = tuple(  # hashed in every replay: plain numbers where thousands are flat
-            (piece.start, tuple([memory.data_ptr() for memory in piece.memories]), piece.bytes)
-            for piece in pieces
-        )
 
     @classmethod
     def flat(cls, buffer: torch.Tensor) -> BucketSource:

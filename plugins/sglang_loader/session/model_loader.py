@@ -241,11 +241,6 @@ class ModelLoader:
             may_read_in_place=plan is not None,
         )
 
-    def unbind(self) -> None:
-        """Let go of the memory that replays have read from."""
-        if self._compiled is not None:
-            self._compiled.executor.unbind()
-
     def _has_loaded_all(self, plan: LoadPlan) -> bool:
         """True if this sync has written what the plan writes, by the plan or proven to be it."""
         return self._load_mode is not _LoadMode.EAGER and len(self.uses) == len(plan.buckets)

@@ -26,7 +26,7 @@ from sglang_loader.common.session.channel import Channel, engine_end
 from sglang_loader.common.session.messages import FromTrainer, SessionDescriptor, SessionError
 from sglang_loader.common.shared_memory import CannotMap, host_id
 from sglang_loader.load_plan.arrange import ALL_WHOLE, ArrangedBuckets
-from sglang_loader.session.broadcast_receiver import BroadcastBuckets, BroadcastReceiver
+from sglang_loader.session.broadcast_receiver import BroadcastReceiver
 from sglang_loader.session.model_loader import ModelLoader, SyncOutcome, loader_of
 from sglang_loader.session.state import InFlight, MappedMemory
 from sglang_loader.upstream import device_of, engine_context, tp_rank
@@ -124,10 +124,10 @@ class _Session:
         self._models = models
         self._device = device = device_of(models[0])
         self._mapped = mapped.begin_session(device)
-        self._received: BroadcastBuckets | None = None
+        self._received: BroadcastReceiver | None = None
         if group is not None:
             limit_s = descriptor.timeout_s + LATER_S
-            self._received = BroadcastBuckets(receiver, group, senders, device, limit_s)
+            self._received = receiver.begin_session(group, senders, device, limit_s)
         self._loaded: list[BucketLayout] = []
         self._announced: deque[tuple[wire.LoadBucket, BucketLayout]] = deque()  # not yet begun
         self._begun: deque[tuple[wire.LoadBucket, BucketLayout]] = deque()  # not yet launched
@@ -227,7 +227,7 @@ class _Session:
             if memory is self._received:
                 channel.send(wire.Receiving, index=message.index)
 
-    def _memory_of(self, message: wire.LoadBucket) -> MappedMemory | BroadcastBuckets:
+    def _memory_of(self, message: wire.LoadBucket) -> MappedMemory | BroadcastReceiver:
         """What brings a bucket: the group, if there is one, or memory that this process maps."""
         if self._received is None:
             return self._mapped
@@ -322,12 +322,9 @@ class _Session:
         self._has_let_go = True
         # A bucket that failed midway is not in flight, and the device may read it all the same.
         synchronize(self._device)
-        is_dropped = self._mapped.let_go()
+        self._mapped.let_go()
         if self._received is not None:
-            is_dropped = self._received.let_go() or is_dropped
-        if is_dropped:
-            for loader in self._loaders:
-                loader.unbind()
+            self._received.let_go()
 
 
 def _expect(kind: type[wire.FromTrainer], message: wire.FromTrainer) -> None:
