@@ -135,9 +135,7 @@ def _piece(
     def within(slot: int, offset: int, nbytes: int) -> torch.Tensor:
         buffer = buffers[slot]
         if not 0 <= offset <= offset + nbytes <= buffer.numel():
-            raise SessionError(
-                f"bucket {index} at bytes {offset}+{nbytes} leaves the buffer of {buffer.numel()}"
-            )
+            raise SessionError(f"a shard of bucket {index} leaves the buffer of {buffer.numel()}")
         return buffer[offset : offset + nbytes]
 
     start, nbytes = piece.start, piece.nbytes
@@ -146,12 +144,8 @@ def _piece(
             f"a piece of bucket {index} at bytes {start}+{nbytes} leaves the bucket's "
             f"{bucket_nbytes}"
         )
-    if not (piece.dims or piece.shards):
-        return Piece.flat(start, within(piece.slot, piece.offset, nbytes))
-    shards = piece.shards or ((piece.slot, 0, buffers[piece.slot].numel()),)
-    found = Piece(
-        start, tuple(within(*shard) for shard in shards), ByteMap(piece.offset, piece.dims)
-    )
+    shards = tuple(within(*shard) for shard in piece.shards) or (buffers[piece.slot],)
+    found = Piece(start, shards, ByteMap(piece.offset, piece.dims or ((nbytes, 1),)))
     if found.nbytes != nbytes or not found.is_within:
         raise SessionError(f"a piece of bucket {index} at byte {start} leaves its memory")
     return found
