@@ -40,7 +40,7 @@ SMALL = {
     "vocab_size": 128,
 }
 ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_NCCL_SO_PATH": "/nonexistent"}
-PHASES = ("trace", "uses", "compile", "prove", "arrange", "finish", "check", "sync")
+PHASES = ("trace", "uses", "compile", "prove", "finish", "check", "sync")
 PREPARE = "load_weights"
 """Beside the phases: one plain `load_weights` of all buckets, for comparison."""
 
@@ -155,7 +155,6 @@ def first_sync(model: Any, buckets: list[Any], *, is_alone: bool = True) -> dict
         timed(times, "uses", recording, "uses_of"),
         timed(times, "compile", recording, "compile_bucket"),
         timed(times, "prove", recording, "check_bucket"),
-        timed(times, "arrange", recording.Recorder, "_proven_arrangement"),
         timed(times, "finish", model_loader.ModelLoader, "finish"),
     ):
         started = time.process_time()

@@ -7,6 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from sglang_loader.common.copies import gather_reads
+from sglang_loader.common.layout import BucketLayout
+from sglang_loader.common.regions.arrangement import Arrangement
 from sglang_loader.load_plan import KnownDigests, LoadPlan, check_bucket
 from sglang_loader.load_plan.destinations import Destinations
 from sglang_loader.load_plan.plan import LoadWeights
@@ -29,10 +32,16 @@ def self_check(
     for i, (bucket, buffer) in enumerate(zip(plan.buckets, buffers, strict=True)):
         reason = check_bucket(model, bucket, plan.destinations, load_weights, buffer, known)
         if reason is not None:
-            for layout, later in zip(plan.layouts[i + 1 :], buffers[i + 1 :], strict=True):
-                load_weights(iter(layout.views(later[: layout.nbytes].clone())))
+            for left, later in zip(plan.buckets[i + 1 :], buffers[i + 1 :], strict=True):
+                load_weights(iter(left.layout.views(later[: left.layout.nbytes].clone())))
             return reason
     return None
+
+
+def gather(arrangement: Arrangement, layout: BucketLayout, buffer: torch.Tensor) -> torch.Tensor:
+    """The arranged buffer of a packed bucket."""
+    tensors = [view.reshape(-1).view(torch.uint8) for _, view in layout.views(buffer)]
+    return gather_reads(arrangement, tensors.__getitem__, buffer.device)
 
 
 def uncovered(plan: LoadPlan, kind: str | None = None) -> list[str]:

@@ -3,9 +3,11 @@ back, and what it refuses to receive.
 """
 
 import json
+import operator
 import os
 import socket
 import threading
+import weakref
 from concurrent.futures import Future
 from types import SimpleNamespace
 
@@ -22,8 +24,7 @@ from sglang_loader.common.session import messages as wire
 from sglang_loader.common.session.messages import SessionError
 from sglang_loader.hooks import update_groups as group_hooks
 from sglang_loader.session import broadcast_receiver
-from sglang_loader.session.broadcast_receiver import BroadcastBuckets, BroadcastReceiver
-from sglang_loader.session.model_loader import loader_of
+from sglang_loader.session.broadcast_receiver import BroadcastReceiver
 from unit.test_session_messages import DESCRIPTOR as OF_NO_GROUP
 from verl_sglang_sync.engine import update_groups
 from verl_sglang_sync.engine.update_groups import Replica, UpdateGroups
@@ -85,12 +86,13 @@ def test_on_a_gpu_only_the_event_says_that_the_bytes_are_there(work, monkeypatch
         started.wait(1, "it")
 
 
+TWO, PIECES = SimpleNamespace(size=lambda: 2), [wire.BucketPiece(0, 0, 0, 8)]
 EIGHT_BYTES = BucketLayout.pack([("t", (8,), torch.int8)])
 
 
 def bucket(index, **changes):
-    fields = {"index": index, "buffers": [], "pieces": [], "layout": b""}
-    return wire.LoadBucket(**{**fields, "read_only": False, "arranged": "", **changes})
+    fields = {"index": index, "buffers": [], "pieces": PIECES, "layout": b""}
+    return wire.LoadBucket(**{**fields, "read_only": False, "arranged": False, **changes})
 
 
 @pytest.fixture
@@ -98,72 +100,89 @@ def receiver():
     return BroadcastReceiver()
 
 
-def expecting(receiver, num_buckets, timeout_s=0.01):
-    buckets = BroadcastBuckets(receiver, GROUP, None, CPU, timeout_s)
+def begin(receiver, num_buckets):
+    receiver.begin_session(GROUP, None, CPU, 0.01)
     for i in range(num_buckets):
-        buckets.begin(bucket(i), EIGHT_BYTES)
-    return buckets
+        receiver.begin(bucket(i), EIGHT_BYTES)
 
 
 def test_a_receiver_still_waits_after_its_session_failed(work, receiver):
     """Else the group would be destroyed instead of aborted, and that waits for the broadcast."""
-    buckets = expecting(receiver, 1)
+    begin(receiver, 1)
     with pytest.raises(BroadcastError, match="bucket 0 did not arrive: nothing within"):
-        while not buckets.has_come():
+        while not receiver.has_come():
             pass
     unsafe = receiver._buffers[0]
-    assert buckets.let_go()
+    receiver.let_go()
     assert receiver.is_waiting_in(GROUP)
     assert receiver._buffers[0] is not unsafe  # bytes may still come into it
+    work.completed = True
+    begin(receiver, 1)  # of another trainer
+    assert receiver.has_come() and receiver._buffers[0].numel()
     receiver.left(GROUP)
     assert not receiver.is_waiting_in(GROUP)
 
 
 def test_buffers_are_kept_from_session_to_session_and_given_back_with_the_group(work, receiver):
     work.completed = True
-    buckets = expecting(receiver, 2)
-    sources = [buckets.source(bucket(i), 8) for i in range(2)]
-    assert not buckets.let_go()
-    receiver.give_up(GROUP)  # though all had come
-    kept = [buffer.data_ptr() for buffer in receiver._buffers]
-    assert [source.key[0][1] for source in sources] == [(address,) for address in kept]
-    expecting(receiver, 2)
-    assert [buffer.data_ptr() for buffer in receiver._buffers] == kept
+    begin(receiver, 2)
+    sources = [receiver.source(bucket(i, layout=bytes([i])), 8) for i in range(2)]
+    receiver.let_go()
+    kept = list(receiver._buffers)
+    begin(receiver, 2)
+    assert all(map(operator.is_, receiver._buffers, kept))
+    again = [receiver.source(bucket(i, layout=bytes([i])), 8) for i in range(2)]
+    assert all(map(operator.is_, again, sources)), "what is bound to them is used again"
+    ends = [weakref.finalize(source, lambda: None) for source in sources]
+    del sources, again
+    begin(receiver, 2)
+    receiver.let_go()  # though all had come
+    assert all(end.alive for end in ends)
     receiver.left(GROUP)
     assert [buffer.numel() for buffer in receiver._buffers] == [0, 0]
+    assert not any(end.alive for end in ends)
 
 
 def test_a_bucket_of_which_nothing_is_read_has_no_pieces(receiver, monkeypatch):
-    buckets = BroadcastBuckets(receiver, GROUP, TWO, CPU, 1)
+    receiver.begin_session(GROUP, TWO, CPU, 1)
     sizes = []
     monkeypatch.setattr(broadcast_receiver, "all_to_all", lambda *args: sizes.append(args[3]))
-    buckets.begin(bucket(0, receives=[[0, 0]], arranged="digest"), EIGHT_BYTES)
-    assert sizes == [[0, 0]] and buckets.has_come()
-    assert buckets.source(bucket(0, receives=[[0, 0]]), 256).key == ()
+    empty = bucket(0, pieces=[], receives=[[0, 0]], arranged=True)
+    receiver.begin(empty, EIGHT_BYTES)
+    assert sizes == [[0, 0]] and receiver.has_come()
+    with pytest.raises(ValueError, match="byte 0 of the bucket is in no piece"):
+        receiver.source(empty, 256).check_range(0, 1)
 
 
-TWO, PIECES = SimpleNamespace(size=lambda: 2), [wire.BucketPiece(0, 0, 0, 8)]
+MAPPED = wire.SharedBuffer(slot=0, name="b", handle=None, keep=False)
 
 
 @pytest.mark.parametrize(
     ("senders", "changes", "problem"),
     [
-        (None, {"pieces": PIECES}, "is not sent"),
-        (None, {"arranged": "digest"}, "is not sent"),
-        (None, {"receives": [[8, 0]]}, "is not sent"),
-        (None, {"pieces": PIECES, "receives": [[8, 0]]}, "is sent .*in no group here"),
-        (TWO, {"pieces": PIECES, "receives": [[8, 0, 0]]}, "is sent .*in no group here"),
-        (TWO, {"pieces": PIECES, "receives": [[8, 0], [7, 0]]}, "is sent .*in parts of"),
-        (TWO, {"pieces": PIECES, "receives": [[16, -8]]}, "is sent .*in parts of"),
+        (None, {"buffers": [MAPPED]}, "is not sent"),
+        (None, {"arranged": True}, "is not sent"),
+        (None, {"receives": [[8, 0]]}, "is sent .*in no group here"),
+        (TWO, {"receives": [[8, 0, 0]]}, "is sent .*in no group here"),
+        (TWO, {"receives": [[8, 0], [7, 0]]}, "is sent .*in parts of"),
+        (TWO, {"receives": [[16, -8]]}, "is sent .*in parts of"),
     ],
 )
 def test_what_comes_neither_by_broadcast_nor_in_the_groups_parts_is_not_received(
     receiver, senders, changes, problem
 ):
-    buckets = BroadcastBuckets(receiver, GROUP, senders, CPU, 1)
+    receiver.begin_session(GROUP, senders, CPU, 1)
     with pytest.raises(SessionError, match=f"bucket 2 .*{problem}"):
-        buckets.begin(bucket(2, **changes), EIGHT_BYTES)
-    assert not receiver._unfinished
+        receiver.begin(bucket(2, **changes), EIGHT_BYTES)
+    assert not receiver._arriving
+
+
+@pytest.mark.parametrize("piece", [(1, 0, 0, 8), (0, 0, 0, 16), (0, 256, 0, 8)])
+def test_pieces_elsewhere_than_in_what_was_received_are_refused(work, receiver, piece):
+    work.completed = True
+    begin(receiver, 1)
+    with pytest.raises(SessionError, match=r"not mapped|leaves the b|leaves its m"):
+        receiver.source(bucket(0, pieces=[wire.BucketPiece(*piece)]), 8)
 
 
 SECRET = b"of the group"
@@ -199,22 +218,23 @@ def joined(monkeypatch):
     """A runner that is in the group of `DESCRIPTOR`."""
     runner = Runner()
     runner._model_update_group["weight_sync_a"] = GROUP
-    monkeypatch.setitem(group_hooks._joined, "weight_sync_a", group_hooks._JoinedGroup(SECRET))
+    monkeypatch.setitem(group_hooks._secrets, "weight_sync_a", SECRET)
     monkeypatch.setattr(group_hooks, "receiver", BroadcastReceiver())
     return runner
 
 
 def test_a_session_is_served_in_the_group_of_its_trainer_alone(work, joined):
-    assert group_hooks.groups_of(joined, DESCRIPTOR, []) == [GROUP]
+    assert group_hooks.groups_of(joined, DESCRIPTOR) == [GROUP]
     elsewhere = msgspec.structs.replace(DESCRIPTOR, endpoint="tcp://10.6.6.6:1")
     with pytest.raises(SessionError, match="not one of its trainer's, or was changed on its way"):
-        group_hooks.groups_of(joined, elsewhere, [])
+        group_hooks.groups_of(joined, elsewhere)
     unknown = msgspec.structs.replace(DESCRIPTOR, group="weight_sync_b")
     with pytest.raises(SessionError, match="'weight_sync_b' was never formed; known: weight_sync_"):
-        group_hooks.groups_of(joined, unknown, [])
-    expecting(group_hooks.receiver, 1)  # of a session that failed
+        group_hooks.groups_of(joined, unknown)
+    begin(group_hooks.receiver, 1)
+    group_hooks.receiver.let_go()  # of a session that failed
     with pytest.raises(SessionError, match="a sync in weight_sync_a has failed"):
-        group_hooks.groups_of(joined, DESCRIPTOR, [])
+        group_hooks.groups_of(joined, DESCRIPTOR)
 
 
 def test_a_group_that_is_not_formed_in_time_is_an_error_and_left(monkeypatch):
@@ -322,19 +342,12 @@ def test_other_groups_are_sglangs_own(work, left):
 def test_a_group_is_aborted_only_if_a_broadcast_is_outstanding(work, left, joined, arrived):
     receiver = group_hooks.receiver
     work.completed = arrived
-    expecting(receiver, 2)
+    begin(receiver, 2)
+    receiver.let_go()
     assert group_hooks.leave_group(None, joined, "weight_sync_a")[0]
     assert left == [(GROUP, not arrived)]
     assert not joined._model_update_group
     assert not receiver.is_waiting_in(GROUP)
-
-
-def test_plans_let_go_of_the_memory_of_a_group_that_is_left(work, left, joined, monkeypatch):
-    loader, unbound = loader_of(joined.model), []
-    monkeypatch.setattr(loader, "unbind", lambda: unbound.append(loader))
-    group_hooks.groups_of(joined, DESCRIPTOR, [joined.model])
-    assert group_hooks.leave_group(None, joined, "weight_sync_a")[0]
-    assert unbound == [loader]
 
 
 def test_leaving_ends_though_a_peer_is_dead(monkeypatch, caplog):

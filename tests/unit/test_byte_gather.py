@@ -13,10 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sglang_loader.common.copies import gather_reads
 from sglang_loader.common.copy_kernel import TILE_WORDS
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.regions.arrangement import Arrangement, Read
-from sglang_loader.load_plan.verify import gather
 from verl_sglang_sync.routes.exchange import byte_gather
 from verl_sglang_sync.routes.exchange.byte_gather import WORD_BYTES, ByteGather, GatherTable
 
@@ -34,18 +34,11 @@ def laid_out(sizes: list[tuple[int, int, tuple[tuple[int, int], ...], int]]) -> 
     return Arrangement(tuple(reads), stop)
 
 
-def bytes_of(layout: BucketLayout, tensors: list[torch.Tensor]) -> torch.Tensor:
-    buffer = torch.zeros(layout.nbytes, dtype=torch.uint8)
-    for (_, view), tensor in zip(layout.views(buffer), tensors, strict=True):
-        view.copy_(tensor)
-    return buffer
-
-
 def check_packed(packing: ByteGather, flat: torch.Tensor, tensors: list[torch.Tensor]) -> None:
     """The buffer holds what the reference gathers, and what lies between is untouched."""
-    layout = BucketLayout.pack((str(i), t.shape, t.dtype) for i, t in enumerate(tensors))
     arrangement = packing.arrangement
-    expected = gather(arrangement, layout, bytes_of(layout, [t.cpu() for t in tensors]))
+    raw = [tensor.cpu().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
+    expected = gather_reads(arrangement, raw.__getitem__, CPU)
     flat.fill_(FILL)
     packing.run(tensors, flat)
     covered = torch.zeros(flat.numel(), dtype=torch.bool)
@@ -99,8 +92,11 @@ def test_the_kernel_would_move_the_words_of_the_reads(case):
     members = sorted({read.tensor for read in reads})
     table = GatherTable.of(reads, members)
     layout = BucketLayout.pack((str(i), t.shape, t.dtype) for i, t in enumerate(tensors))
-    source = bytes_of(layout, tensors)
-    expected = gather(Arrangement(tuple(reads), arrangement.nbytes), layout, source)
+    source = torch.zeros(layout.nbytes, dtype=torch.uint8)
+    for (_, view), tensor in zip(layout.views(source), tensors, strict=True):
+        view.copy_(tensor)
+    raw = [view.reshape(-1).view(torch.uint8) for _, view in layout.views(source)]
+    expected = gather_reads(Arrangement(tuple(reads), arrangement.nbytes), raw.__getitem__, CPU)
     found = torch.zeros_like(expected)
     for (src, dst, src_stride, dst_stride, run, rows), (place, target) in zip(
         table.rows.tolist(), table.places.tolist(), strict=True

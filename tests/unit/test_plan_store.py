@@ -1,6 +1,5 @@
 """One model's syncs: recorded, replayed, and eager again wherever the plan does not hold."""
 
-import dataclasses
 import logging
 
 import pytest
@@ -11,10 +10,10 @@ from sglang_loader.common.bucket_source import BucketSource
 from sglang_loader.common.layout import BucketLayout, decode_arrangements, digest_of, encode_layout
 from sglang_loader.common.regions.arrangement import Arrangement
 from sglang_loader.common.session.messages import SessionError
-from sglang_loader.load_plan.verify import gather
-from sglang_loader.session import recording
+from sglang_loader.load_plan.arrange import ALL_WHOLE
 from sglang_loader.session.model_loader import MAX_RECORDINGS, ModelLoader, SyncOutcome, loader_of
 from sglang_loader.session.serve import common_arrangements
+from support.plan_check import gather
 
 CONTEXT = {"tp_rank": 0, "expert_map": torch.arange(4)}
 NAMES = ("a", "b", "c", "d")
@@ -211,9 +210,9 @@ def bucket_of(layout: BucketLayout, value: float) -> torch.Tensor:
 def arrangements_of(loader: ModelLoader) -> list[Arrangement | None]:
     """What a trainer learns from the offer."""
     layouts = {digest_of(encode_layout(layout)): layout for layout in LAYOUTS}
-    plan = loader.plan
-    assert plan is not None and plan.arrangements_digest == digest_of(plan.arrangements)
-    buckets = decode_arrangements(plan.arrangements, layouts)
+    arranged = loader.arrange()
+    assert arranged.digest == digest_of(arranged.encoded)
+    buckets = decode_arrangements(arranged.encoded, layouts)
     assert [digest for digest, _ in buckets] == list(layouts)
     return [arrangement for _, arrangement in buckets]
 
@@ -248,7 +247,8 @@ def test_an_arranged_sync_is_the_same_sync():
     model = Half()
     loader = loader_of(model)
     loader.start(CONTEXT, recheck_every_n_syncs=0)
-    assert loader.plan is loader.plan_now is None
+    assert loader.plan is None
+    assert loader.arranged is loader.arrange() is ALL_WHOLE
     sync_halves(loader, 1.0)
     assert [a.nbytes for a in arrangements_of(loader)] == [1024, 1024]
     calls = model.calls
@@ -262,52 +262,28 @@ def test_an_arranged_sync_is_the_same_sync():
 def test_nothing_is_arranged_where_all_is_read():
     loader = loader_of(Model())
     sync(loader, 1.0)
-    assert loader.plan.arrangements == b"" and loader.plan.arrangements_digest == ""
+    assert loader.plan is not None and loader.arrange() is ALL_WHOLE
 
 
-def test_a_check_needs_whole_buckets_and_checks_both_plans(monkeypatch, caplog):
+def test_a_check_needs_whole_buckets():
     model = Half()
     loader = loader_of(model)
     sync_halves(loader, 1.0)
-    first = loader.plan
+    first, arranged = loader.plan, loader.arrange()
     loader.start(CONTEXT, recheck_every_n_syncs=1)
-    assert loader.plan_now is None
+    assert loader.arranged is ALL_WHOLE
     assert sync_halves(loader, 2.0, recheck=1).reason == "the plan was due for a check"
     assert loader.plan is first
-    results = iter([None, "another order", None, "another order"])
-    monkeypatch.setattr(recording, "check_arranged", lambda *_: next(results))
-    with caplog.at_level(logging.WARNING):
-        outcome = sync_halves(loader, 3.0, recheck=1)
-    assert outcome.reason == "bucket 1: another order"
-    check_halves(model, 3.0)
-    with caplog.at_level(logging.WARNING):
-        sync_halves(loader, 4.0)
-    assert "is sent whole, its arrangement is wrong: another order" in caplog.text
-    assert [a is not None for a in arrangements_of(loader)] == [True, False]
-    assert loader.plan.arrangements_digest != first.arrangements_digest
-    assert sync_halves(loader, 5.0).num_replayed == 2
-    check_halves(model, 5.0)
+    loader.start(CONTEXT, recheck_every_n_syncs=0)
+    assert loader.arranged is arranged
 
 
-def test_an_arrangement_that_is_wrong_is_not_offered(monkeypatch, caplog):
-    """What the proof is for: reads of other bytes than the plan's."""
-
-    def shifted(plan):
-        arrangement, rebased = arrange(plan)
-        reads = [dataclasses.replace(read, offset=read.offset + 4) for read in arrangement.reads]
-        return dataclasses.replace(arrangement, reads=tuple(reads)), rebased
-
-    arrange = recording.arrange
-    monkeypatch.setattr(recording, "arrange", shifted)
-    model = Half()
-    loader = loader_of(model)
-    with caplog.at_level(logging.WARNING):
-        sync_halves(loader, 1.0)
-    check_halves(model, 1.0)
-    assert caplog.text.count("storages differ") == 2
-    assert loader.plan.arrangements == b""
-    assert sync_halves(loader, 2.0).num_replayed == 2
-    check_halves(model, 2.0)
+def test_nothing_is_arranged_before_it_is_asked_for():
+    loader = loader_of(Half())
+    sync_halves(loader, 1.0)
+    loader.start(CONTEXT, recheck_every_n_syncs=0)
+    assert loader.arranged is ALL_WHOLE
+    assert loader.arrange() is loader.arranged is not ALL_WHOLE
 
 
 def test_a_bucket_that_came_arranged_is_never_loaded_otherwise():
@@ -328,6 +304,7 @@ def test_a_bucket_that_came_arranged_is_never_loaded_otherwise():
     ):
         sync_halves(loader, 2.0)
         sync_halves(loader, 2.0)
+        loader.arrange()
         calls = model.calls
         loader.start(CONTEXT, recheck_every_n_syncs=0)
         with pytest.raises(SessionError, match=reason):
@@ -338,6 +315,7 @@ def test_a_bucket_that_came_arranged_is_never_loaded_otherwise():
         assert model.calls == calls
     small = BucketSource.flat(torch.zeros(1023, dtype=torch.uint8))
     sync_halves(loader, 3.0)
+    loader.arrange()
     loader.start(CONTEXT, recheck_every_n_syncs=0)
     with pytest.raises(ValueError, match="in no piece"):
         load_arranged(loader, 0, LAYOUTS[0], small)
@@ -372,11 +350,10 @@ def test_two_models_with_plans_of_their_own_get_whole_buckets():
     sync_halves(loaders[0], 1.0)
     sync(loaders[1], 1.0)
     sync_halves(loaders[2], 1.0)
-    first, other, twin = (loader.plan for loader in loaders)
+    first, other, twin = (loader.arrange() for loader in loaders)
+    assert other is ALL_WHOLE
     assert common_arrangements([first]) is first
-    for none in (other, None):
-        assert common_arrangements([first, none]) is common_arrangements([none, first]) is None
-    assert common_arrangements([first]) is first
+    assert common_arrangements([first, other]) is common_arrangements([other, first]) is ALL_WHOLE
     assert common_arrangements([first, twin]) is first, "one arrangement serves both"
 
 
@@ -404,6 +381,7 @@ def test_a_guard_that_speaks_up_withdraws_the_arrangements():
     model = Half()
     loader = loader_of(model)
     sync_halves(loader, 1.0)
+    loader.arrange()
     model.c = nn.Parameter(model.c.clone(), requires_grad=False)
     loader.start(CONTEXT, recheck_every_n_syncs=0)
-    assert loader.plan_now is None
+    assert loader.arranged is ALL_WHOLE

@@ -23,7 +23,7 @@ FROM_TRAINER = [
         pieces=[wire.BucketPiece(0, 256, 0, 64), wire.BucketPiece(1, 0, 64, 8)],
         layout=b"x",
         read_only=True,
-        arranged="a",
+        arranged=True,
     ),
     wire.Finish(token=TOKEN, num_buckets=2, num_tensors=3, arrangements=None),
     wire.Commit(token=TOKEN),

@@ -32,45 +32,40 @@ CopyFrom: TypeAlias = tuple[StridedCopy, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Consecutive bytes of a bucket: all of one memory, or a strided set of bytes of one or several
-    (the shards of a parameter).
+    """Consecutive bytes of a bucket: a strided set of bytes of one memory, or of several (the
+    shards of a parameter).
 
     Attributes:
         start: of the first byte in the bucket's layout.
         memories: flat contiguous uint8.
-        bytes: where the bytes are in the memories put one behind the other, none of which is empty;
-            None: they are the one memory.
+        bytes: where the bytes are in the memories put one behind the other; of several, none is
+            empty.
     """
 
     start: int
     memories: tuple[torch.Tensor, ...]
-    bytes: ByteMap | None = None
+    bytes: ByteMap
 
     @classmethod
     def flat(cls, start: int, memory: torch.Tensor) -> Piece:
         """All of one memory."""
-        return cls(start, (memory,))
+        return cls(start, (memory,), ByteMap(0, ((memory.numel(), 1),)))
 
     @property
     def nbytes(self) -> int:
         """Of the bucket."""
-        return self.memories[0].numel() if self.bytes is None else self.bytes.nbytes
+        return self.bytes.nbytes
 
     @property
     def is_within(self) -> bool:
         """True if the bytes are bytes of the memories."""
-        if self.bytes is None:
-            return True
         offset, dims = self.bytes.offset, self.bytes.dims
         reach = offset + sum((count - 1) * stride for count, stride in dims)
-        is_forward = offset >= 0 and all(count > 0 <= stride for count, stride in dims)
+        is_forward = offset >= 0 and all(count >= 0 <= stride for count, stride in dims)
         return is_forward and reach < sum(memory.numel() for memory in self.memories)
 
     def copies(self, copy: StridedCopy) -> Iterator[CopyFrom]:
         """A copy out of the piece, `src` counting from its first byte."""
-        if self.bytes is None:
-            yield copy, self.memories[0]
-            return
         starts = list(accumulate((memory.numel() for memory in self.memories), initial=0))[:-1]
         for shard, part in shard_copies(self.bytes, starts, copy):
             yield part, self.memories[shard]
@@ -78,6 +73,7 @@ class Piece:
 
 class BucketSource:
     """The memory behind one bucket, which lives as long as this does; pieces by ascending `start`.
+    Two of the same pieces are not equal: copies are bound to one.
 
     Raises:
         ValueError: pieces overlap, are out of order, or are not flat bytes.
@@ -95,10 +91,6 @@ class BucketSource:
             stop = piece.start + piece.nbytes
         self._pieces = tuple(pieces)
         self._starts = [piece.start for piece in pieces]
-        self.key = tuple(  # hashed in every replay: plain numbers where thousands are flat
-            (piece.start, tuple([memory.data_ptr() for memory in piece.memories]), piece.bytes)
-            for piece in pieces
-        )
 
     @classmethod
     def flat(cls, buffer: torch.Tensor) -> BucketSource:
@@ -141,10 +133,11 @@ class BucketSource:
             ValueError: the source does not hold every byte of every tensor of the layout.
         """
         nbytes = layout.nbytes
-        if len(self._pieces) == 1 and self._pieces[0].start == 0:
-            memory = self._pieces[0].memories[0]
-            if self._pieces[0].bytes is None and memory.numel() >= nbytes:
-                return memory[:nbytes]
+        if len(self._pieces) == 1:
+            (piece,) = self._pieces
+            is_flat = piece.bytes.is_dense and len(piece.memories) == 1
+            if is_flat and piece.start == 0 and piece.nbytes >= nbytes:
+                return piece.memories[0][piece.bytes.offset :][:nbytes]
         self.check(layout)
         buffer = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
         for piece in self._pieces:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any
 
 from sglang_loader.common.broadcast.update_group import (
@@ -22,7 +21,6 @@ from sglang_loader.common.broadcast.update_group import (
     secret_of,
 )
 from sglang_loader.common.session.messages import SessionDescriptor, SessionError, check_signature
-from sglang_loader.session.model_loader import loader_of
 from sglang_loader.session.serve import NUM_TRAINERS, mapped, receiver
 from sglang_loader.upstream import device_of, io_struct, model_of, update_groups
 
@@ -31,14 +29,8 @@ logger = logging.getLogger(__name__)
 Original = Callable[..., Any]
 
 
-@dataclass
-class _JoinedGroup:
-    secret: bytes
-    models: list[Any] = field(default_factory=list)  # that have been loaded from it
-
-
-_joined: dict[str, _JoinedGroup] = {}
-"""The groups that this process is in, by name; the process group itself is SGLang's to keep."""
+_secrets: dict[str, bytes] = {}
+"""Of the groups that this process is in, by name; the process group itself is SGLang's to keep."""
 
 
 def join_group(
@@ -68,7 +60,7 @@ def join_group(
     try:
         group = update_groups(owner)[group_name]
         connect(group, device_of(model_of(owner)))
-        _joined[group_name] = _JoinedGroup(secret_of(group))
+        _secrets[group_name] = secret_of(group)
     except Exception:
         logger.exception("cannot connect %s", group_name)
         leave(update_groups(owner).pop(group_name), broken=True)
@@ -99,14 +91,12 @@ def _leave(owner: Any, group_name: str) -> None:
     is_waiting = receiver.is_waiting_in(group)
     receiver.left(group)
     mapped.let_go()  # a trainer that this engine syncs with no more could not free its memory
-    joined = _joined.pop(group_name, None)
-    for model in joined.models if joined is not None else ():
-        loader_of(model).unbind()
+    _secrets.pop(group_name, None)
     del group  # the last reference is `leave`'s
     leave(groups.pop(group_name), broken=is_waiting)
 
 
-def groups_of(runner: Any, descriptor: SessionDescriptor, models: Sequence[Any]) -> list[Any]:
+def groups_of(runner: Any, descriptor: SessionDescriptor) -> list[Any]:
     """The process groups of a session, for as long as the session's trainer is theirs: the one in
     which it broadcasts, and the one in which all trainer ranks send, if any. Neither has a session
     whose buckets are mapped.
@@ -116,15 +106,14 @@ def groups_of(runner: Any, descriptor: SessionDescriptor, models: Sequence[Any])
     """
     groups = []
     for name in filter(None, (descriptor.group, descriptor.senders)):
-        group, joined = update_groups(runner).get(name), _joined.get(name)
-        if group is None or joined is None:
-            known = ", ".join(_joined) or "none"
+        group, secret = update_groups(runner).get(name), _secrets.get(name)
+        if group is None or secret is None:
+            known = ", ".join(_secrets) or "none"
             raise SessionError(f"group {name!r} was never formed; known: {known}")
         if name == descriptor.group:
-            check_signature(descriptor, joined.secret)
+            check_signature(descriptor, secret)
         if receiver.is_waiting_in(group):
             raise SessionError(f"a sync in {name} has failed: it is no more use")
-        joined.models = list(models)
         groups.append(group)
     return groups
 

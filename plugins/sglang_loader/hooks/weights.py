@@ -106,7 +106,7 @@ def _serve_session(update: WeightUpdate, updater: Any, request: Any) -> list[str
     def load() -> None:
         if descriptor is None:
             raise SessionError(f"no invitation to a session\n{reason}")
-        groups = groups_of(updater.tp_worker.model_runner, descriptor, update.models)
+        groups = groups_of(updater.tp_worker.model_runner, descriptor)
         steps = SessionSteps(
             once_joined=update.flush, before_loading=update.loading, once_loaded=update.loaded
         )

@@ -3,27 +3,36 @@
     arranged = arrange(plan)
     if arranged is not None:
         arrangement, rebased = arranged
-        replay_once(rebased, destinations, gather(arrangement, plan.layout, buffer))
+        replay_once(rebased, destinations, load_weights, gathered)
 
 What lies together in the destination lies together in the arranged buffer, so the rebased plan has
 fewer and denser copies. Tensors that the model's loader loads, or that are read more than once,
 come whole.
 
-Pure: reads a plan, runs nothing.
+Pure: reads a plan, runs nothing. The plan was proved; the same copies with other offsets are not
+proved again, `tests/contract` does that for every architecture. Nobody needs them before a trainer
+asks for them.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import TypeAlias
 
-from sglang_loader.common.layout import ALIGNMENT_BYTES, BucketLayout
+from sglang_loader.common.layout import (
+    ALIGNMENT_BYTES,
+    BucketLayout,
+    digest_of,
+    encode_arrangements,
+    encode_layout,
+)
 from sglang_loader.common.regions.arrangement import Arrangement, Read
 from sglang_loader.common.regions.coalesce import coalesce
 from sglang_loader.common.regions.geometry import BYTES, Dim, StridedCopy, collapse, split_copy
 from sglang_loader.common.regions.intervals import Interval
-from sglang_loader.load_plan.plan import Arranged, BucketPlan
+from sglang_loader.load_plan.plan import BucketPlan
 from sglang_loader.load_plan.trace import collector_paused
 
 UNIT_ALIGNMENT = 16
@@ -32,7 +41,53 @@ UNIT_ALIGNMENT = 16
 SHORT_RUN = 16
 """Runs below this many bytes are gathered badly: a transposed tensor is sent as it lies."""
 
+MAX_PART = 0.9
+"""A bucket of which more is read comes whole: there is next to nothing to win."""
+
+Arranged: TypeAlias = tuple[Arrangement, BucketPlan]
+"""What of a bucket is read, and the plan that reads it where nothing else has come."""
+
 _ReadKey = tuple[int, int, tuple[Dim, ...], int, object]
+
+
+@dataclass(frozen=True)
+class ArrangedBuckets:
+    """How the buckets of a sync may come.
+
+    Attributes:
+        buckets: by bucket; None: it comes whole.
+        encoded: their arrangements, as the trainer is told of them (see `layout`); empty: there are
+            none.
+        digest: names them on the wire; "": there are none.
+    """
+
+    buckets: tuple[Arranged | None, ...] = ()
+    encoded: bytes = b""
+    digest: str = ""
+
+    @classmethod
+    def of(cls, plans: Sequence[BucketPlan]) -> ArrangedBuckets:
+        """Of the plans of all buckets, in order."""
+        buckets = tuple(map(_worth_it, plans))
+        if not any(buckets):
+            return ALL_WHOLE
+        layouts = [digest_of(encode_layout(plan.layout)) for plan in plans]
+        found = [each and each[0] for each in buckets]
+        encoded = encode_arrangements(list(zip(layouts, found, strict=True)))
+        return cls(buckets, encoded, digest_of(encoded))
+
+    def bucket(self, index: int) -> Arranged | None:
+        """How one comes; None: whole, or there is none of this number."""
+        return self.buckets[index] if index < len(self.buckets) else None
+
+
+ALL_WHOLE = ArrangedBuckets()
+
+
+def _worth_it(plan: BucketPlan) -> Arranged | None:
+    limit = MAX_PART * sum(tensor.nbytes for tensor in plan.layout.tensors)
+    arranged = arrange(plan) if num_bytes_read(plan) < limit else None
+    return arranged if arranged is not None and arranged[0].nbytes < limit else None
 
 
 @collector_paused()

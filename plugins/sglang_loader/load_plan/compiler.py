@@ -38,7 +38,7 @@ from sglang_loader.common.regions.intervals import (
 )
 from sglang_loader.load_plan.destinations import Destinations
 from sglang_loader.load_plan.guard import Fingerprint
-from sglang_loader.load_plan.plan import Arranged, BucketPlan, LoadPlan, PlanRefused
+from sglang_loader.load_plan.plan import BucketPlan, LoadPlan, PlanRefused
 from sglang_loader.load_plan.trace import (
     Origins,
     Space,
@@ -226,14 +226,12 @@ def join_buckets(
     buckets: Sequence[BucketPlan],
     destinations: Destinations,
     context: Mapping[str, object],
-    arranged: Sequence[Arranged | None] = (),
 ) -> LoadPlan:
     """The plan of a whole sync, out of those of its buckets in order, and what the sync covers.
 
     Args:
         destinations: of the last bucket's trace, which has those of all.
         context: what else the plan depends on, as plain values; see `guard`.
-        arranged: see `LoadPlan`.
 
     Raises:
         PlanRefused: Python reads the data of a tensor that the sync writes.
@@ -251,7 +249,6 @@ def join_buckets(
         fingerprint=Fingerprint.of([bucket.layout for bucket in buckets], context),
         coverage={storages[i].name: tuple(ranges) for i, ranges in left.items() if ranges},
         destinations=destinations,
-        arranged=tuple(arranged),
     )
 
 

@@ -5,16 +5,17 @@ left. Launches work, never waits for it.
     executor.replay(0, BucketSource.flat(staging))      # on the current stream; the caller
     synchronises
 
-Binding (turning descriptors into tensors that view concrete memory) is done once per bucket and
-source address. A binding keeps its source's memory alive; `unbind` lets go of it.
+Binding (turning descriptors into tensors that view concrete memory) is done once per source, and
+lasts as long as that does: whoever lets go of a source lets go of its memory.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import numpy as np
 import torch
@@ -27,10 +28,24 @@ from sglang_loader.common.shared_memory import peer_of
 from sglang_loader.load_plan.destinations import Destinations
 from sglang_loader.load_plan.plan import BucketPlan, LoadPlan, LoadWeights
 
-MAX_BOUND_SOURCES = 4
 
-Binding: TypeAlias = tuple[list[Callable[[], object]], list[tuple[str, torch.Tensor]]]
-"""Concrete views for one bucket: the copies, and the tensors that are left for the loader."""
+@dataclass(frozen=True)
+class _Binding:
+    """Concrete views for one bucket: the copies, and the tensors that are left for the loader, in
+    `scratch`.
+    """
+
+    plan: BucketPlan
+    copies: list[Callable[[], object]]
+    rest: list[tuple[str, torch.Tensor]]
+    scratch: torch.Tensor
+
+    def run(self, load_weights: LoadWeights) -> None:
+        with torch.no_grad():
+            for copy in self.copies:
+                copy()
+        if self.rest:
+            load_weights(iter(self.rest))
 
 
 class PlanExecutor:
@@ -39,15 +54,15 @@ class PlanExecutor:
     def __init__(self, plan: LoadPlan, load_weights: LoadWeights) -> None:
         self._plan = plan
         self._load_weights = load_weights
-        self._bound: dict[object, OrderedDict[object, Binding]] = defaultdict(OrderedDict)
-        self._scratch = torch.empty(0, dtype=torch.uint8)  # buckets take turns
+        self._bound: WeakKeyDictionary[BucketSource, _Binding] = WeakKeyDictionary()
+        self._scratch: WeakValueDictionary[torch.device, torch.Tensor] = WeakValueDictionary()
         rest = (bucket.rest_layout().nbytes for bucket in plan.buckets)
         self._scratch_nbytes = max(rest, default=0)
 
-    def replay(self, index: int, source: BucketSource, *, arranged: bool = False) -> None:
+    def replay(self, index: int, source: BucketSource, arranged: BucketPlan | None = None) -> None:
         """Load a bucket from `source`, on any device that copies reach, asynchronously on the
-        current stream, but for what the model's loader loads. `arranged`: the source has what the
-        plan reads of it alone.
+        current stream, but for what the model's loader loads. `arranged`: the bucket's plan where
+        the source has what that reads alone.
 
         Raises:
             IndexError: there is no such bucket.
@@ -55,34 +70,19 @@ class PlanExecutor:
                 arranged buffer that the plan reads.
             Exception: what `load_weights` raises.
         """
-        plan = self._plan.buckets[index]
-        if arranged:
-            found = self._plan.arranged[index]
-            assert found is not None, "see arranged_nbytes"
-            _, plan = found
-        bound = self._bound[index, arranged]
-        binding = bound.get(source.key)
-        if binding is None:
-            while len(bound) >= MAX_BOUND_SOURCES:
-                bound.popitem(last=False)
-            scratch = self._scratch_on(source.device) if plan.rest else self._scratch
-            binding = _bind(plan, self._plan.destinations, source, scratch)
-            self._bound[index, arranged][source.key] = binding
-        _run(binding, self._load_weights)
+        plan = arranged or self._plan.buckets[index]
+        binding = self._bound.get(source)
+        if binding is None or binding.plan is not plan:
+            scratch = self._scratch_on(source.device)
+            binding = self._bound[source] = _bind(plan, self._plan.destinations, source, scratch)
+        binding.run(self._load_weights)
 
     def _scratch_on(self, device: torch.device) -> torch.Tensor:
-        """Memory for what the loader loads of any bucket."""
-        nbytes = self._scratch_nbytes
-        if self._scratch.device != device or self._scratch.numel() < nbytes:
-            if self._scratch.numel():
-                self.unbind()
-            self._scratch = _empty(nbytes, device)
-        return self._scratch
-
-    def unbind(self) -> None:
-        """Forget all bindings, and with them the last references to the sources."""
-        self._bound.clear()
-        self._scratch = torch.empty(0, dtype=torch.uint8)
+        """Memory for what the loader loads of any bucket: they take turns."""
+        scratch = self._scratch.get(device)
+        if scratch is None:
+            scratch = self._scratch[device] = _empty(self._scratch_nbytes, device)
+        return scratch
 
 
 def replay_once(
@@ -90,7 +90,7 @@ def replay_once(
 ) -> None:
     """`PlanExecutor.replay` of one bucket's plan; the binding is not kept."""
     scratch = _empty(plan.rest_layout().nbytes, buffer.device)
-    _run(_bind(plan, destinations, BucketSource.flat(buffer), scratch), load_weights)
+    _bind(plan, destinations, BucketSource.flat(buffer), scratch).run(load_weights)
 
 
 def _empty(nbytes: int, device: torch.device) -> torch.Tensor:
@@ -98,18 +98,9 @@ def _empty(nbytes: int, device: torch.device) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
-def _run(binding: Binding, load_weights: LoadWeights) -> None:
-    copies, rest = binding
-    with torch.no_grad():
-        for copy in copies:
-            copy()
-    if rest:
-        load_weights(iter(rest))
-
-
 def _bind(
     plan: BucketPlan, destinations: Destinations, source: BucketSource, scratch: torch.Tensor
-) -> Binding:
+) -> _Binding:
     if plan.source_nbytes is None:
         source.check(plan.layout)
     elif plan.copies or plan.rest:  # else nothing may have come
@@ -123,7 +114,8 @@ def _bind(
             if tensor.nbytes:
                 whole = StridedCopy(0, src, tensor.offset, (), tensor.nbytes)
                 _add(groups, source, whole, scratch)
-        return [_bind_copies(*group) for group in groups.values()], rest.views(scratch)
+        copies = [_bind_copies(*group) for group in groups.values()]
+        return _Binding(plan, copies, rest.views(scratch), scratch)
 
 
 _Groups: TypeAlias = dict[object, tuple[list[torch.Tensor], list[torch.Tensor]]]

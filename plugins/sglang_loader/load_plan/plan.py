@@ -16,18 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, TypeAlias
 
 import torch
 
-from sglang_loader.common.layout import (
-    BucketLayout,
-    digest_of,
-    encode_arrangements,
-    encode_layout,
-)
-from sglang_loader.common.regions.arrangement import Arrangement
+from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.regions.geometry import StridedCopy
 from sglang_loader.common.regions.intervals import Interval
 from sglang_loader.load_plan.destinations import Destinations
@@ -76,10 +69,6 @@ class BucketPlan:
         return BucketLayout.pack((t.name, t.shape, t.dtype) for t in tensors)
 
 
-Arranged: TypeAlias = tuple[Arrangement, BucketPlan]
-"""What of a bucket is read, and the plan that reads it where nothing else has come."""
-
-
 @dataclass(frozen=True)
 class LoadPlan:
     """The plans of all buckets of a sync, in order, and what holds for the sync as a whole.
@@ -87,33 +76,12 @@ class LoadPlan:
     Attributes:
         coverage: by storage (the first path that reaches it) the sorted byte ranges that a sync
             writes without needing what was there.
-        arranged: by bucket; None: it comes as its layout says. (): every one does.
     """
 
     buckets: tuple[BucketPlan, ...]
     fingerprint: Fingerprint
     coverage: Mapping[str, tuple[Interval, ...]]
     destinations: Destinations = field(repr=False)
-    arranged: tuple[Arranged | None, ...] = ()
-
-    @cached_property
-    def arrangements(self) -> bytes:
-        """Of all buckets, as the trainer is told of them (see `layout`); empty: there are none."""
-        if not any(self.arranged):
-            return b""
-        layouts = [digest_of(encode_layout(layout)) for layout in self.layouts]
-        found = [each and each[0] for each in self.arranged]
-        return encode_arrangements(list(zip(layouts, found, strict=True)))
-
-    @cached_property
-    def arrangements_digest(self) -> str:
-        """Names `arrangements` on the wire; "": there are none."""
-        return digest_of(self.arrangements) if self.arrangements else ""
-
-    def arranged_nbytes(self, index: int) -> int | None:
-        """Size of a bucket that comes arranged; None if it comes as it is, or there is none."""
-        arranged = self.arranged[index] if index < len(self.arranged) else None
-        return arranged and arranged[0].nbytes
 
     @property
     def num_copies(self) -> int:
@@ -129,8 +97,3 @@ class LoadPlan:
     def num_traced_copies(self) -> int:
         """Copies that the model's loader made, before coalescing."""
         return sum(bucket.num_traced_copies for bucket in self.buckets)
-
-    @property
-    def layouts(self) -> tuple[BucketLayout, ...]:
-        """The bucket layouts that this plan was compiled for."""
-        return tuple(bucket.layout for bucket in self.buckets)

@@ -20,17 +20,15 @@ device; no host copy is made.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
 import torch
 from torch import nn
 
-from sglang_loader.common.copies import gather_reads
 from sglang_loader.common.digest import digests
 from sglang_loader.common.layout import BucketLayout
-from sglang_loader.common.regions.arrangement import Arrangement
 from sglang_loader.common.regions.intervals import subtract
 from sglang_loader.load_plan.destinations import (
     Destinations,
@@ -94,69 +92,16 @@ def check_bucket(
         names = [name for i in different for name in destinations.names_of(i)]
         return f"{len(names)} tensors differ from eager: {', '.join(names[:3])}" if names else None
 
-    reason = _reason(differs, bucket, load_weights, source)
-    if known is not None:
-        known.storages = destinations.storages if reason is None else ()
-        known.values = expected
-    return reason
-
-
-@collector_paused()
-def check_arranged(
-    bucket: BucketPlan,
-    arrangement: Arrangement,
-    destinations: Destinations,
-    load_weights: LoadWeights,
-    buffer: torch.Tensor,
-) -> str | None:
-    """Prove that the plan of an arranged bucket loads what the bucket's own plan does; what it does
-    otherwise, or None.
-
-    Call it after a good `check_bucket`, whose weights are what is expected here. A plan of copies
-    alone writes no byte but those that it claims, so these are overwritten with the pattern; before
-    one that leaves tensors to the loader, a scrambled copy of the bucket is loaded as well.
-    """
-    source = buffer[: bucket.layout.nbytes]
-    touched = sorted(bucket.touched)
-    expected = digest(destinations, touched)
-
-    def differs() -> str | None:
-        if bucket.rest:
-            load_weights(iter(bucket.layout.views(scramble(bucket.layout, source))))
-        poison(bucket, destinations)
-        arranged = gather(arrangement, bucket.layout, source)
-        replay_once(bucket, destinations, load_weights, arranged)
-        found = digest(destinations, touched)
-        number = sum(a != b for a, b in zip(expected, found, strict=True))
-        return f"{number} storages differ" if number else None
-
-    return _reason(differs, bucket, load_weights, source)
-
-
-def _reason(
-    differs: Callable[[], str | None],
-    bucket: BucketPlan,
-    load_weights: LoadWeights,
-    source: torch.Tensor,
-) -> str | None:
-    """What differs, or what the check failed of; then the bucket is loaded eagerly."""
     try:
         reason = differs()
     except Exception as error:
         reason = f"the check failed: {error!r}"
     if reason is not None:
         load_weights(iter(bucket.layout.views(source.clone())))
+    if known is not None:
+        known.storages = destinations.storages if reason is None else ()
+        known.values = expected
     return reason
-
-
-def gather(arrangement: Arrangement, layout: BucketLayout, buffer: torch.Tensor) -> torch.Tensor:
-    """The arranged buffer of a packed bucket."""
-
-    def bytes_of(tensor: int) -> torch.Tensor:
-        entry = layout.tensors[tensor]
-        return buffer[entry.offset : entry.offset + entry.nbytes]
-
-    return gather_reads(arrangement, bytes_of, buffer.device)
 
 
 def _expected(

@@ -1,14 +1,9 @@
-"""Receives the buckets that are broadcast or sent to an engine on another host.
-
-There is one `BroadcastReceiver` in each scheduler process. Its two buffers are kept from sync to
-sync: while a bucket is loaded out of one, the next arrives in the other.
-"""
+"""Receives the buckets that are broadcast or sent to an engine on another host."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,134 +24,99 @@ from sglang_loader.session.state import Sources
 NUM_BUFFERS = 2
 
 
+@dataclass(frozen=True)
+class _Arriving:
+    """A bucket that is on its way in a group; `buffer`: all of what it is received into."""
+
+    name: str
+    group: Any
+    buffer: torch.Tensor
+    transfers: list[Transfer] = field(default_factory=list)
+
+    def is_over(self) -> bool:
+        """False if bytes may still come: also where a transfer has failed."""
+        try:
+            return all(transfer.is_done() for transfer in self.transfers)
+        except BroadcastError:
+            return False
+
+
 class BroadcastReceiver:
-    """The receive buffers of this process, which of its transfers have not ended, and where buckets
-    that were sent lie in those buffers (`sources`).
+    """How a session's buckets come that are broadcast or sent: into buffers of this process.
+
+    The interface is that of `MappedMemory`: it serves one session after the other. Its two buffers
+    are kept from sync to sync: while a bucket is loaded out of one, the next arrives in the other.
     """
+
+    max_unread = NUM_BUFFERS
 
     def __init__(self) -> None:
         self._buffers = _no_buffers()
-        self._unfinished: list[tuple[Any, Transfer]] = []
-        self.sources = Sources()
-
-    def buffer(self, index: int, nbytes: int, device: torch.device) -> torch.Tensor:
-        """For the `index`-th bucket of a sync, at least `nbytes` long: the buffer of the bucket
-        `NUM_BUFFERS` before, which is overwritten.
-        """
-        slot = index % NUM_BUFFERS
-        if self._buffers[slot].numel() < nbytes or self._buffers[slot].device != device:
-            self.sources.clear()
-            self._buffers[slot] = torch.empty(0, dtype=torch.uint8)  # free before growing
-            self._buffers[slot] = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        return self._buffers[slot]
-
-    def started(self, transfer: Transfer, group: Any) -> Transfer:
-        """Note a transfer in a group; returns it."""
-        self._unfinished.append((group, transfer))
-        return transfer
-
-    def finished(self, transfers: Sequence[Transfer]) -> None:
-        """All bytes of some transfers are there."""
-        self._unfinished = [found for found in self._unfinished if found[1] not in transfers]
-
-    def is_waiting_in(self, group: Any) -> bool:
-        """True if a transfer in this group has begun here and is not done: it may never be."""
-        return any(found is group and not _is_over(each) for found, each in self._unfinished)
-
-    def give_up(self, group: Any) -> None:
-        """End a sync that failed; its group must not be used again.
-
-        On a GPU a transfer that goes on would block whatever frees memory there, such as the
-        release of the KV cache. On a CPU it ends when the group is left: the trainer, whose own
-        fails with it, first hears why.
-        """
-        if not self.is_waiting_in(group):
-            self._forget(group)
-        elif any(buffer.is_cuda for buffer in self._buffers):
-            abort(group)
-            self.left(group)
-        else:
-            self._drop_buffers()  # the next sync has others: into these bytes may still come
-
-    def left(self, group: Any) -> None:
-        """The group is gone, or aborted: give the memory back."""
-        self._forget(group)
-        self._drop_buffers()
-
-    def _drop_buffers(self) -> None:
-        self._buffers = _no_buffers()
-        self.sources.clear()
-
-    def _forget(self, group: Any) -> None:
-        self._unfinished = [found for found in self._unfinished if found[0] is not group]
-
-
-@dataclass(frozen=True)
-class _Arriving:
-    """A bucket that is on its way; `buffer`: all of what it is received into."""
-
-    name: str
-    buffer: torch.Tensor
-    transfers: list[Transfer]
-
-
-class BroadcastBuckets:
-    """The buckets of one session that are broadcast or sent; the interface of `MappedMemory`.
-
-    Args:
-        group: the trainer's first rank is its rank 0, and broadcasts.
-        senders: the group of all trainer ranks; None where they do not send.
-        timeout_s: longest time that a transfer may take, in seconds.
-    """
-
-    def __init__(
-        self,
-        receiver: BroadcastReceiver,
-        group: Any,
-        senders: Any,
-        device: torch.device,
-        timeout_s: float,
-    ) -> None:
-        self._receiver = receiver
-        self._group = group
-        self._senders = senders
-        self._device = device
-        self._timeout_s = timeout_s
+        self._sources = Sources()
         self._arriving: deque[_Arriving] = deque()
+        self._unfinished: list[_Arriving] = []  # of sessions that are over
+        self._group: Any = None
+        self._senders: Any = None
+        self._device = torch.device("cpu")
+        self._timeout_s = 0.0
 
-    max_unread = NUM_BUFFERS
+    def begin_session(
+        self, group: Any, senders: Any, device: torch.device, timeout_s: float
+    ) -> BroadcastReceiver:
+        """Itself.
+
+        Args:
+            group: the trainer's first rank is its rank 0, and broadcasts.
+            senders: the group of all trainer ranks; None where they do not send.
+            device: of the buffers.
+            timeout_s: longest time that a transfer may take, in seconds.
+        """
+        self._group, self._senders = group, senders
+        self._device, self._timeout_s = device, timeout_s
+        return self
 
     def begin(self, message: LoadBucket, layout: BucketLayout) -> None:
         """Begin to receive a bucket; SessionError is raised where it is to come neither by
         broadcast nor from all trainer ranks.
         """
-        receives = message.receives  # of nobody, where the plan reads nothing of the bucket
-        has_pieces, has_parts = bool(message.pieces), any(map(any, receives))
-        if message.buffers or has_pieces != has_parts or (message.arranged and not receives):
+        if message.buffers or (message.arranged and not message.receives):
             raise SessionError(f"bucket {message.index} of a session with a group is not sent")
-        receive = self._receive_parts if receives else self._receive_broadcast
-        self._arriving.append(receive(message, layout))
+        if message.receives:
+            self._receive_parts(message)
+            return
+        arriving = self._arrives(message, self._group, layout.nbytes)
+        flat = arriving.buffer[: layout.nbytes]
+        arriving.transfers.append(Broadcast(flat, self._group))
 
-    def _receive_broadcast(self, message: LoadBucket, layout: BucketLayout) -> _Arriving:
-        buffer = self._receiver.buffer(message.index, layout.nbytes, self._device)
-        flat = buffer[: layout.nbytes]
-        transfer = self._receiver.started(Broadcast(flat, self._group), self._group)
-        return _Arriving(f"bucket {message.index}", flat, [transfer])
-
-    def _receive_parts(self, message: LoadBucket, layout: BucketLayout) -> _Arriving:
+    def _receive_parts(self, message: LoadBucket) -> None:
         group, receives = self._senders, message.receives
         if group is None or any(len(sizes) != group.size() for sizes in receives):
             raise SessionError(f"bucket {message.index} is sent by ranks that are in no group here")
         if any(nbytes < 0 or nbytes % WORD.itemsize for sizes in receives for nbytes in sizes):
             raise SessionError(f"bucket {message.index} is sent in parts of {receives} bytes")
-        nbytes = sum(map(sum, receives))
-        buffer, stop, transfers = self._receiver.buffer(message.index, nbytes, self._device), 0, []
-        nothing = buffer[:0]
+        arriving = self._arrives(message, group, sum(map(sum, receives)))
+        buffer, stop = arriving.buffer, 0
         for sizes in receives:
             start, stop = stop, stop + sum(sizes)
-            work = all_to_all(nothing, [0] * len(sizes), buffer[start:stop], sizes, group)
-            transfers.append(self._receiver.started(Transfer(work, self._device), group))
-        return _Arriving(f"bucket {message.index}", buffer, transfers)
+            work = all_to_all(buffer[:0], [0] * len(sizes), buffer[start:stop], sizes, group)
+            arriving.transfers.append(Transfer(work, self._device))
+
+    def _arrives(self, message: LoadBucket, group: Any, nbytes: int) -> _Arriving:
+        """Note the next bucket before anything of it can come."""
+        buffer = self._buffer(message.index, nbytes)
+        self._arriving.append(_Arriving(f"bucket {message.index}", group, buffer))
+        return self._arriving[-1]
+
+    def _buffer(self, index: int, nbytes: int) -> torch.Tensor:
+        """For the `index`-th bucket of a sync, at least `nbytes` long: the buffer of the bucket
+        `NUM_BUFFERS` before, which is overwritten.
+        """
+        slot = index % NUM_BUFFERS
+        if self._buffers[slot].numel() < nbytes or self._buffers[slot].device != self._device:
+            self._sources.clear()
+            self._buffers[slot] = torch.empty(0, dtype=torch.uint8)  # free before growing
+            self._buffers[slot] = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        return self._buffers[slot]
 
     def has_come(self) -> bool:
         """True if the oldest bucket that was begun is there; BroadcastError is raised where nothing
@@ -167,29 +127,40 @@ class BroadcastBuckets:
 
     def source(self, message: LoadBucket, nbytes: int) -> BucketSource:
         """The bytes of the oldest bucket that was begun, which has come."""
-        oldest = self._arriving.popleft()
-        self._receiver.finished(oldest.transfers)
-        if not message.receives:
-            return BucketSource.flat(oldest.buffer)
-        return self._receiver.sources.of(message, {0: oldest.buffer}, nbytes)
+        return self._sources.of(message, {0: self._arriving.popleft().buffer}, nbytes)
 
-    def let_go(self) -> bool:
-        """Keep the buffers for the next session, but for those into which bytes may still come;
-        True in that case.
+    def let_go(self) -> None:
+        """End a session. The buffers are kept for the next one, but for those into which bytes may
+        still come; the groups of these are no more use.
+
+        On a GPU a transfer that goes on would block whatever frees memory there, such as the
+        release of the KV cache. On a CPU it ends when the group is left: the trainer, whose own
+        fails with it, first hears why.
         """
-        if not self._arriving:
-            return False
-        for group in {self._group, self._senders} - {None}:
-            self._receiver.give_up(group)
-        return True
+        unfinished = [each for each in self._arriving if not each.is_over()]
+        self._arriving.clear()
+        if not unfinished:
+            return
+        if self._device.type == "cuda":
+            for group in {each.group for each in unfinished}:
+                abort(group)
+        else:
+            self._unfinished += unfinished
+        self._drop_buffers()
+
+    def is_waiting_in(self, group: Any) -> bool:
+        """True if a transfer in this group has begun here and is not done: it may never be."""
+        return any(each.group is group and not each.is_over() for each in self._unfinished)
+
+    def left(self, group: Any) -> None:
+        """The group is gone: give the memory back."""
+        self._unfinished = [each for each in self._unfinished if each.group is not group]
+        self._drop_buffers()
+
+    def _drop_buffers(self) -> None:
+        self._buffers = _no_buffers()
+        self._sources.clear()
 
 
 def _no_buffers() -> list[torch.Tensor]:
     return [torch.empty(0, dtype=torch.uint8) for _ in range(NUM_BUFFERS)]
-
-
-def _is_over(transfer: Transfer) -> bool:
-    try:
-        return transfer.is_done()
-    except BroadcastError:
-        return False

@@ -28,12 +28,14 @@ from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.session.messages import SessionError
 from sglang_loader.host_backup import backup_of
 from sglang_loader.load_plan import (
+    BucketPlan,
     BucketUses,
     DestinationProbe,
     LoadPlan,
     PlanExecutor,
     PlanRefused,
 )
+from sglang_loader.load_plan.arrange import ALL_WHOLE, ArrangedBuckets
 from sglang_loader.load_plan.guard import Fingerprint
 from sglang_loader.session.recording import Recorder
 
@@ -69,14 +71,17 @@ class _LoadMode(Enum):
     EAGER = "eager"
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Compiled:
-    """A plan that was checked, with what runs and guards it; `uses`: of its buckets' tensors."""
+    """A plan that was checked, with what runs and guards it; `uses`: of its buckets' tensors;
+    `arranged`: once a trainer has asked for it.
+    """
 
     plan: LoadPlan
     uses: list[BucketUses]
     executor: PlanExecutor
     probe: DestinationProbe
+    arranged: ArrangedBuckets | None = None
 
 
 class ModelLoader:
@@ -128,7 +133,7 @@ class ModelLoader:
         self._syncs_since_check += 1
         due = recheck_every_n_syncs and self._syncs_since_check >= recheck_every_n_syncs
         self._load_mode = _LoadMode.CHECK if due else _LoadMode.REPLAY
-        if self._compiled.plan.arrangements:
+        if self.arranged.digest:
             self.check_addresses()
 
     def check_addresses(self) -> None:
@@ -149,9 +154,19 @@ class ModelLoader:
         return self._compiled.plan if self._compiled is not None else None
 
     @property
-    def plan_now(self) -> LoadPlan | None:
-        """`plan`, once the sync has started; None where it needs whole buckets."""
-        return self.plan if self._load_mode is _LoadMode.REPLAY else None
+    def arranged(self) -> ArrangedBuckets:
+        """How buckets may come in this sync, once it has started."""
+        if self._compiled is None or self._load_mode is not _LoadMode.REPLAY:
+            return ALL_WHOLE
+        return self._compiled.arranged or ALL_WHOLE
+
+    def arrange(self) -> ArrangedBuckets:
+        """How buckets may come in later syncs, now that a trainer asks for it."""
+        if self._compiled is None:
+            return ALL_WHOLE
+        if self._compiled.arranged is None:
+            self._compiled.arranged = ArrangedBuckets.of(self._compiled.plan.buckets)
+        return self._compiled.arranged
 
     def load(
         self,
@@ -166,8 +181,8 @@ class ModelLoader:
 
         Args:
             read_only: the source is not changed.
-            arranged: only what this rank reads has come, as `plan_now` arranges it: it cannot be
-                loaded eagerly.
+            arranged: only what this rank reads has come, see the property: it cannot be loaded
+                eagerly.
 
         Returns:
             True if all work is on the current stream: the plan was replayed, and leaves nothing to
@@ -178,18 +193,15 @@ class ModelLoader:
             Exception: what `load_weights` raises, or the replay of an arranged bucket.
         """
         self.check_addresses()
-        if arranged and self._load_mode is not _LoadMode.REPLAY:
-            raise self._cannot_load_arranged(index)
         is_planned = self._load_mode in (_LoadMode.REPLAY, _LoadMode.CHECK)
         if is_planned and not self._fits(index, layout):
             self._load_mode = _LoadMode.EAGER
-            if arranged:
-                raise self._cannot_load_arranged(index)
             if index == 0 and self._compiled is None:  # nothing is lost: a plan for the new layout
                 self._start_recording()
+        rebased = self._rebased(index) if arranged else None
         if index == 0 and self._load_mode is _LoadMode.RECORD and self._is_unfit(layout):
             self._load_mode = _LoadMode.EAGER
-        if self._load_mode is _LoadMode.REPLAY and self._replay(index, source, arranged):
+        if self._load_mode is _LoadMode.REPLAY and self._replay(index, source, rebased):
             return self.plan is not None and not self.plan.buckets[index].rest
         buffer = source.packed(layout)
         if self._load_mode is _LoadMode.CHECK:
@@ -200,9 +212,13 @@ class ModelLoader:
             self._load_eagerly(index, layout, buffer, read_only)
         return False
 
-    def _cannot_load_arranged(self, index: int) -> SessionError:
-        reason = self._reason or "this sync needs whole buckets"
-        return SessionError(f"bucket {index} came arranged and cannot be loaded so: {reason}")
+    def _rebased(self, index: int) -> BucketPlan:
+        """The plan of a bucket of which only what this rank reads has come."""
+        arranged = self.arranged.bucket(index)
+        if arranged is None:
+            reason = self._reason or "this sync needs whole buckets"
+            raise SessionError(f"bucket {index} came arranged and cannot be loaded so: {reason}")
+        return arranged[1]
 
     def finish(self) -> SyncOutcome:
         """End a sync whose buckets all came."""
@@ -224,11 +240,6 @@ class ModelLoader:
             reason=self._reason,
             may_read_in_place=plan is not None,
         )
-
-    def unbind(self) -> None:
-        """Let go of the memory that replays have read from."""
-        if self._compiled is not None:
-            self._compiled.executor.unbind()
 
     def _has_loaded_all(self, plan: LoadPlan) -> bool:
         """True if this sync has written what the plan writes, by the plan or proven to be it."""
@@ -257,13 +268,13 @@ class ModelLoader:
             self._drop_plan(f"bucket {index} has another layout than the plan's")
         return self._compiled is not None
 
-    def _replay(self, index: int, source: BucketSource, arranged: bool) -> bool:
+    def _replay(self, index: int, source: BucketSource, rebased: BucketPlan | None) -> bool:
         """False if it failed: load the bucket, and the rest of the sync, eagerly."""
         assert self._compiled is not None
         try:
-            self._compiled.executor.replay(index, source, arranged=arranged)
+            self._compiled.executor.replay(index, source, rebased)
         except Exception as error:
-            if arranged:
+            if rebased is not None:
                 raise  # the other bytes are not there
             self._drop_plan(f"the replay of bucket {index} failed: {error!r}")
             return False
@@ -275,8 +286,6 @@ class ModelLoader:
         assert self._compiled is not None
         plan = self._compiled.plan
         reason = self._recorder.why_unproven(plan.buckets[index], plan.destinations, buffer)
-        if reason is None and (arranged := plan.arranged[index]) is not None:
-            reason = self._recorder.why_misarranged(arranged, plan.destinations, buffer)
         if reason is not None:
             self.uses.append(BucketUses(plan.buckets[index].layout, problem=reason))
             self._drop_plan(f"bucket {index}: {reason}")

@@ -1,14 +1,11 @@
-"""Makes a model's load plan while `load_weights` loads a sync, bucket by bucket, and the
-arrangements of its buckets, which the trainer is offered.
+"""Makes a model's load plan while `load_weights` loads a sync, bucket by bucket.
 
 A bucket that has not come before is traced also where no plan is wanted, or possible: what
-`load_weights` makes of its tensors (`uses`) tells whether they fit the model. An arrangement that
-does not prove itself is dropped: its bucket is sent as it is, and the plan stays.
+`load_weights` makes of its tensors (`uses`) tells whether they fit the model.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from traceback import walk_tb
@@ -29,16 +26,9 @@ from sglang_loader.load_plan import (
     trace_bucket,
     uses_of,
 )
-from sglang_loader.load_plan.arrange import arrange, num_bytes_read
 from sglang_loader.load_plan.destinations import Destinations
-from sglang_loader.load_plan.plan import Arranged, LoadWeights
+from sglang_loader.load_plan.plan import LoadWeights
 from sglang_loader.load_plan.trace import TracedBucket
-from sglang_loader.load_plan.verify import check_arranged
-
-logger = logging.getLogger(__name__)
-
-MAX_PART = 0.9
-"""A bucket of which more is read is sent as it is: there is next to nothing to win."""
 
 
 class Recorder:
@@ -60,7 +50,6 @@ class Recorder:
         self._known_digests = KnownDigests()
         self._destinations: Destinations | None = None  # after the last traced bucket
         self._buckets: list[BucketPlan] = []
-        self._arranged: list[Arranged | None] = []
 
     def trace(
         self, layout: BucketLayout, buffer: torch.Tensor
@@ -83,13 +72,6 @@ class Recorder:
             self._model, bucket, destinations, self.load_weights, buffer, self._known_digests
         )
 
-    def why_misarranged(
-        self, arranged: Arranged, destinations: Destinations, buffer: torch.Tensor
-    ) -> str | None:
-        """Likewise of a bucket that comes arranged, right after its own plan was proved."""
-        arrangement, plan = arranged
-        return check_arranged(plan, arrangement, destinations, self.load_weights, buffer)
-
     def record(self, layout: BucketLayout, buffer: torch.Tensor) -> tuple[BucketUses, str | None]:
         """Load the next bucket; what became of it, and why there is no plan, or None."""
         traced, uses = self.trace(layout, buffer)
@@ -103,34 +85,14 @@ class Recorder:
         if reason is not None:
             return BucketUses(layout, problem=reason), f"bucket {len(self._buckets)}: {reason}"
         self._buckets.append(bucket)
-        self._arranged.append(self._proven_arrangement(bucket, traced.destinations, buffer))
         return uses, None
-
-    def _proven_arrangement(
-        self, bucket: BucketPlan, destinations: Destinations, buffer: torch.Tensor
-    ) -> Arranged | None:
-        """How a bucket is best arranged, proved against the model's loader; None: as it is."""
-        limit = MAX_PART * sum(tensor.nbytes for tensor in bucket.layout.tensors)
-        arranged = arrange(bucket) if num_bytes_read(bucket) < limit else None
-        if arranged is None or arranged[0].nbytes >= limit:
-            return None
-        reason = self.why_misarranged(arranged, destinations, buffer)
-        if reason is None:
-            return arranged
-        logger.warning(
-            "%s: a bucket of %d tensors is sent whole, its arrangement is wrong: %s",
-            type(self._model).__name__,
-            len(bucket.layout.tensors),
-            reason,
-        )
-        return None
 
     def finish(self, context: Mapping[str, object]) -> LoadPlan:
         """The plan of the sync, all of whose buckets were recorded; raises PlanRefused if there is
         none.
         """
         assert self._destinations is not None, "a plan needs at least one bucket"
-        return join_buckets(self._buckets, self._destinations, context, self._arranged)
+        return join_buckets(self._buckets, self._destinations, context)
 
 
 NamedTensor = tuple[str, torch.Tensor]

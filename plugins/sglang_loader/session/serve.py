@@ -25,8 +25,8 @@ from sglang_loader.common.session import messages as wire
 from sglang_loader.common.session.channel import Channel, engine_end
 from sglang_loader.common.session.messages import FromTrainer, SessionDescriptor, SessionError
 from sglang_loader.common.shared_memory import CannotMap, host_id
-from sglang_loader.load_plan import LoadPlan
-from sglang_loader.session.broadcast_receiver import BroadcastBuckets, BroadcastReceiver
+from sglang_loader.load_plan.arrange import ALL_WHOLE, ArrangedBuckets
+from sglang_loader.session.broadcast_receiver import BroadcastReceiver
 from sglang_loader.session.model_loader import ModelLoader, SyncOutcome, loader_of
 from sglang_loader.session.state import InFlight, MappedMemory
 from sglang_loader.upstream import device_of, engine_context, tp_rank
@@ -124,15 +124,15 @@ class _Session:
         self._models = models
         self._device = device = device_of(models[0])
         self._mapped = mapped.begin_session(device)
-        self._received: BroadcastBuckets | None = None
+        self._received: BroadcastReceiver | None = None
         if group is not None:
             limit_s = descriptor.timeout_s + LATER_S
-            self._received = BroadcastBuckets(receiver, group, senders, device, limit_s)
+            self._received = receiver.begin_session(group, senders, device, limit_s)
         self._loaded: list[BucketLayout] = []
         self._announced: deque[tuple[wire.LoadBucket, BucketLayout]] = deque()  # not yet begun
         self._begun: deque[tuple[wire.LoadBucket, BucketLayout]] = deque()  # not yet launched
         self._in_flight = InFlight(device)
-        self._arranged_by: LoadPlan | None = None
+        self._arranged = ALL_WHOLE
         self._seconds = dict.fromkeys(("waiting", "launching", "copying"), 0.0)
         self._has_let_go = False
 
@@ -161,12 +161,8 @@ class _Session:
                 uses_plan=self._descriptor.uses_plan,
             )
         # The trainer may send what this says: the guards have spoken before.
-        self._arranged_by = common_arrangements([loader.plan_now for loader in self._loaders])
-        channel.send(
-            wire.Hello,
-            buffers=mapped.names,
-            arrangements=_digest(self._arranged_by),
-        )
+        self._arranged = common_arrangements([loader.arranged for loader in self._loaders])
+        channel.send(wire.Hello, buffers=mapped.names, arrangements=self._arranged.digest)
         self._steps.once_joined()
         for loader in self._loaders:
             loader.check_addresses()
@@ -231,7 +227,7 @@ class _Session:
             if memory is self._received:
                 channel.send(wire.Receiving, index=message.index)
 
-    def _memory_of(self, message: wire.LoadBucket) -> MappedMemory | BroadcastBuckets:
+    def _memory_of(self, message: wire.LoadBucket) -> MappedMemory | BroadcastReceiver:
         """What brings a bucket: the group, if there is one, or memory that this process maps."""
         if self._received is None:
             return self._mapped
@@ -276,7 +272,7 @@ class _Session:
                 layout,
                 source,
                 read_only=message.read_only or loader is not target,
-                arranged=bool(message.arranged),
+                arranged=message.arranged,
             )
             for loader in self._loaders
         ]
@@ -285,21 +281,17 @@ class _Session:
 
     def _arranged_nbytes(self, message: wire.LoadBucket) -> int:
         """Size of a bucket of which only the arranged bytes came."""
-        index, plan = message.index, self._arranged_by
-        nbytes = plan.arranged_nbytes(index) if plan is not None else None
-        if message.arranged != _digest(plan) or nbytes is None or message.read_only:
-            raise SessionError(
-                f"bucket {index} came arranged by {message.arranged[:80]!r}; for this sync the "
-                f"engine holds {_digest(plan) or 'no arrangements'!r}"
-            )
-        return nbytes
+        found = self._arranged.bucket(message.index)
+        if found is None or message.read_only:
+            raise SessionError(f"bucket {message.index} came arranged: it must be whole")
+        return found[0].nbytes
 
     def _offer(self, known: str | None) -> bytes | None:
         """The arrangements for later syncs, unless the trainer has them or wants none."""
-        plan = common_arrangements([loader.plan for loader in self._loaders])
-        if known is None or plan is None or plan.arrangements_digest == known:
+        if known is None:
             return None
-        return plan.arrangements
+        offered = common_arrangements([loader.arrange() for loader in self._loaders])
+        return offered.encoded if offered.digest not in ("", known) else None
 
     def _finish(self, finish: wire.Finish) -> SyncOutcome:
         """Every announced tensor came exactly once, and the device has finished with all."""
@@ -330,12 +322,9 @@ class _Session:
         self._has_let_go = True
         # A bucket that failed midway is not in flight, and the device may read it all the same.
         synchronize(self._device)
-        is_dropped = self._mapped.let_go()
+        self._mapped.let_go()
         if self._received is not None:
-            is_dropped = self._received.let_go() or is_dropped
-        if is_dropped:
-            for loader in self._loaders:
-                loader.unbind()
+            self._received.let_go()
 
 
 def _expect(kind: type[wire.FromTrainer], message: wire.FromTrainer) -> None:
@@ -356,13 +345,6 @@ def _check_distinct(layouts: tuple[BucketLayout, ...]) -> None:
         _distinct = layouts
 
 
-def common_arrangements(plans: Sequence[LoadPlan | None]) -> LoadPlan | None:
-    """The plan by whose arrangements buckets may come: all models have the same. None: there are
-    none, or others.
-    """
-    digests = {_digest(plan) for plan in plans}
-    return plans[0] if len(digests) == 1 and digests != {""} else None
-
-
-def _digest(plan: LoadPlan | None) -> str:
-    return "" if plan is None else plan.arrangements_digest
+def common_arrangements(found: Sequence[ArrangedBuckets]) -> ArrangedBuckets:
+    """How buckets may come that each of these models loads: whole, unless all read the same."""
+    return found[0] if len({each.digest for each in found}) == 1 else ALL_WHOLE

@@ -29,7 +29,7 @@ class MappedMemory:
 
     It serves one session after the other: `begin_session` comes first, `let_go` last. A buffer is
     mapped by name, and unmapped with the session unless that asks to keep it. Its other methods are
-    those of `BroadcastBuckets`: a session begins to get buckets, at most `max_unread` of which can
+    those of `BroadcastReceiver`: a session begins to get buckets, at most `max_unread` of which can
     be unread, and reads them in order.
     """
 
@@ -77,15 +77,12 @@ class MappedMemory:
         """The memory that a message speaks of: see `Sources.of`."""
         return self._sources.of(message, self._slots, nbytes)
 
-    def let_go(self) -> bool:
-        """Unmap all that the session did not ask to keep; True if there was any."""
+    def let_go(self) -> None:
+        """Unmap all that the session did not ask to keep."""
         kept = {name: self._mapped[name] for name in self._kept}
-        is_dropped = len(kept) < len(self._mapped)
-        self._mapped, self._kept = kept, set()
-        self._slots = {}
-        if is_dropped:
+        if len(kept) < len(self._mapped):
             self._sources.clear()
-        return is_dropped
+        self._mapped, self._kept, self._slots = kept, set(), {}
 
 
 _CachedSource = tuple[list[wire.BucketPiece], dict[int, torch.Tensor], BucketSource]
@@ -93,10 +90,12 @@ _CachedSource = tuple[list[wire.BucketPiece], dict[int, torch.Tensor], BucketSou
 
 
 class Sources:
-    """The memory behind the last buckets: one may have thousands of pieces."""
+    """The memory behind the last buckets: one may have thousands of pieces, and plans bind their
+    copies to it.
+    """
 
     def __init__(self) -> None:
-        self._cached: OrderedDict[tuple[int, bytes], _CachedSource] = OrderedDict()
+        self._cached: OrderedDict[tuple[int, int, bytes], _CachedSource] = OrderedDict()
 
     def of(
         self, message: wire.LoadBucket, slots: Mapping[int, torch.Tensor], nbytes: int
@@ -106,7 +105,8 @@ class Sources:
         Raises:
             SessionError: a piece lies in no buffer, or leaves it or the bucket.
         """
-        key = message.pieces[0].slot if message.pieces else -1, message.layout
+        slot = message.pieces[0].slot if message.pieces else -1
+        key = len(message.pieces), slot, message.layout
         if (cached := self._cached.get(key)) is not None:
             pieces, used, source = cached
             is_there = all(slots.get(slot) is buffer for slot, buffer in used.items())
@@ -135,9 +135,7 @@ def _piece(
     def within(slot: int, offset: int, nbytes: int) -> torch.Tensor:
         buffer = buffers[slot]
         if not 0 <= offset <= offset + nbytes <= buffer.numel():
-            raise SessionError(
-                f"bucket {index} at bytes {offset}+{nbytes} leaves the buffer of {buffer.numel()}"
-            )
+            raise SessionError(f"a shard of bucket {index} leaves the buffer of {buffer.numel()}")
         return buffer[offset : offset + nbytes]
 
     start, nbytes = piece.start, piece.nbytes
@@ -146,12 +144,8 @@ def _piece(
             f"a piece of bucket {index} at bytes {start}+{nbytes} leaves the bucket's "
             f"{bucket_nbytes}"
         )
-    if not (piece.dims or piece.shards):
-        return Piece.flat(start, within(piece.slot, piece.offset, nbytes))
-    shards = piece.shards or ((piece.slot, 0, buffers[piece.slot].numel()),)
-    found = Piece(
-        start, tuple(within(*shard) for shard in shards), ByteMap(piece.offset, piece.dims)
-    )
+    shards = tuple(within(*shard) for shard in piece.shards) or (buffers[piece.slot],)
+    found = Piece(start, shards, ByteMap(piece.offset, piece.dims or ((nbytes, 1),)))
     if found.nbytes != nbytes or not found.is_within:
         raise SessionError(f"a piece of bucket {index} at byte {start} leaves its memory")
     return found

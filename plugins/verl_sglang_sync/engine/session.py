@@ -194,7 +194,7 @@ class TrainerSession:
         pieces: list[wire.BucketPiece],
         *,
         read_only: bool,
-        arranged: str = "",
+        arranged: bool = False,
         receives: Sequence[list[int]] = (),
     ) -> None:
         """Have a bucket loaded, see `LoadBucket`; its memory must stay as it is meanwhile."""

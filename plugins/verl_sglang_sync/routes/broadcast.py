@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from sglang_loader.common.broadcast.broadcast import POLL_S, Broadcast, BroadcastError
+from sglang_loader.common.session.messages import BucketPiece
 from verl_sglang_sync.config import WeightSyncConfig
 from verl_sglang_sync.engine.engine_ranks import EngineRank, each, look_at, wait_for
 from verl_sglang_sync.report import SyncReport
@@ -56,7 +57,8 @@ class BroadcastDelivery:
     def deliver(self, ready: ReadyBucket) -> bool:
         """Announce a bucket, and broadcast it as soon as all engines receive it."""
         index, bucket = ready.index, ready.bucket
-        each(self._engines, lambda e: e.session.load(index, bucket, [], read_only=False))
+        pieces = [BucketPiece(0, 0, 0, ready.nbytes)]
+        each(self._engines, lambda e: e.session.load(index, bucket, pieces, read_only=False))
         with self._report.stage("load"):
             wait_for(self._engines, lambda session: session.num_receiving > index, self._limit_s)
         assert ready.storage is not None, "what is broadcast is packed"

@@ -53,7 +53,7 @@ class ReadyBucket:
         storage: the staging buffer that holds it; None where it is pulled, or sent.
         pieces: where in that buffer its bytes are, given the buffer's slot in a session; None: from
             the first byte on.
-        arranged: digest of the arrangements by which it is arranged; "": it is whole.
+        arranged: it has what the engine rank reads alone.
         nbytes: as it is arranged.
     """
 
@@ -61,7 +61,7 @@ class ReadyBucket:
     bucket: Bucket
     storage: torch.UntypedStorage | None = None
     pieces: Callable[[int], list[BucketPiece]] | None = None
-    arranged: str = ""
+    arranged: bool = False
     nbytes: int = 0
 
 

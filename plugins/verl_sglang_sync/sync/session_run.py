@@ -88,7 +88,7 @@ class SessionRun:
             if not delivery.deliver(ready):
                 return
             self.ranks.sent(bucket)
-            report.num_arranged += bool(ready.arranged)
+            report.num_arranged += ready.arranged
             report.sent_bytes += ready.nbytes if ready.arranged else bucket.payload_bytes
             if not bucket.is_last:
                 delivery.make_room()

@@ -442,13 +442,15 @@ def test_replay_binds_once_per_buffer_and_lets_go() -> None:
     layout, buffer = pack()
     executor = PlanExecutor(compile_for(model, (layout, buffer)), model.load_weights)
     staging = torch.zeros(3 * layout.nbytes + 8, dtype=torch.uint8)
-    for start in (0, layout.nbytes, layout.nbytes + 4, 0):
-        part = staging[start : start + layout.nbytes]
-        part.copy_(pack(seed=start + 2)[1])
-        executor.replay(0, BucketSource.flat(part))
-        assert torch.equal(model.weight[:6].view(-1).view(torch.uint8), part[:192])
-    assert len(executor._bound[0, False]) == 3
-    executor.unbind()
+    starts = (0, layout.nbytes, layout.nbytes + 4)
+    parts = [staging[start : start + layout.nbytes] for start in starts]
+    sources = [BucketSource.flat(part) for part in parts]
+    for i in (0, 1, 2, 0):
+        parts[i].copy_(pack(seed=i + 2)[1])
+        executor.replay(0, sources[i])
+        assert torch.equal(model.weight[:6].view(-1).view(torch.uint8), parts[i][:192])
+    assert len(executor._bound) == 3
+    del sources
     assert not executor._bound
 
 

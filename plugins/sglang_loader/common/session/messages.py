@@ -25,18 +25,17 @@ model: each TP rank looks at what became of it before Loaded, and all judge it t
 Commit. An Abort, or the trainer's death, overtakes whatever was sent before it: an engine that was
 held up must not act on what its trainer has given up meanwhile.
 
-Hello names the arrangements by which buckets may come in this sync (see
-`layout`). Any bucket may come whole; one that comes arranged by anything else ends the session.
-Loaded brings the trainer arrangements that it does not know.
+Hello names the arrangements by which buckets may come in this sync (see `layout`); any bucket may
+come whole. Loaded brings the trainer arrangements that it does not know.
 
 An engine on other devices has a session with the trainer's first rank, over TCP, and gets the bytes
-in an update group (`broadcast.update_group`): by broadcast, and such a LoadBucket has no pieces; or
-from all trainer ranks, which send what it reads of their shards, and its pieces say where that is
-in what it receives. It answers Receiving as soon as a buffer is free and it has begun to receive;
-when all engine ranks have, the trainer begins to send. So nothing that the trainer sends waits for
-an engine that has failed: gloo cannot abort that. If Loaded says that it is on the trainer's own
-host, it may map the trainer ranks' parameters instead. The descriptor is signed with what only the
-group's ranks know, so that an engine connects to nobody else.
+in an update group (`broadcast.update_group`): by broadcast, or
+from all trainer ranks, which send what it reads of their shards; a LoadBucket's pieces say where it
+is in what is received. It answers Receiving as soon as a buffer is free and it has begun to
+receive; when all engine ranks have, the trainer begins to send. So nothing that the trainer sends
+waits for an engine that has failed: gloo cannot abort that. If Loaded says that it is on the
+trainer's own host, it may map the trainer ranks' parameters instead. The descriptor is signed with
+what only the group's ranks know, so that an engine connects to nobody else.
 
 Every message carries the version and the session's token. msgspec rejects a missing field, a wrong
 type or an unknown one; nothing is unpickled. The version changes whenever a field does.
@@ -53,7 +52,7 @@ import msgspec
 from sglang_loader.common.check_remarks import ManifestCheck
 from sglang_loader.common.shared_memory import CpuHandle, CudaHandle
 
-SESSION_VERSION = 14
+SESSION_VERSION = 15
 SESSION_FORMAT = "sglang_loader.session"
 """`load_format` of the request that opens a session: one descriptor for each TP rank."""
 
@@ -171,12 +170,12 @@ class LoadBucket(_Message, frozen=True, kw_only=True):
         index: position in the session, from 0.
         buffers: those that its pieces are the first to lie in.
         pieces: where its bytes are, by ascending `start`: one piece where it was packed, several
-            where it is exchanged or pulled, none where it is broadcast; of one that is sent, in
-            what is received, as slot 0.
+            where it is exchanged or pulled; of one that is broadcast or sent, in what is
+            received, as slot 0.
         layout: encoded, see `layout`.
         read_only: the pieces are trainer ranks' own memory, which the engine maps also in a session
             with a group, and may part a tensor anywhere.
-        arranged: digest of the arrangements by which the bytes are arranged; "": they are as the
+        arranged: the bytes are those that the engine reads, as its Hello names them; False: as the
             layout says.
         receives: of one that is sent: for each all-to-all in which it comes the bytes from each
             rank of the group; they lie one behind the other.
@@ -187,7 +186,7 @@ class LoadBucket(_Message, frozen=True, kw_only=True):
     pieces: list[BucketPiece]
     layout: bytes
     read_only: bool
-    arranged: str
+    arranged: bool
     receives: list[list[int]] = []
 
 

@@ -190,7 +190,7 @@ class ExchangedBuckets(SyncSource):
                 bucket,
                 storage=storage,
                 pieces=partial(self._pieces_in, index),
-                arranged=plan.digest_for(own_rank(), index),
+                arranged=plan.is_arranged(own_rank(), index),
                 nbytes=plan.reads[index][own_rank()].nbytes,
             )
 

@@ -73,10 +73,9 @@ class ShardPlan:
     nums_pieces: list[int]
     all_to_all: AllToAll
 
-    def digest_for(self, reader: int, index: int) -> str:
-        """Of the arrangements by which an engine rank gets a bucket; "": it is whole."""
-        known = self.known[reader]
-        return "" if known.expected(index) is None else known.digest
+    def is_arranged(self, reader: int, index: int) -> bool:
+        """An engine rank gets what it reads of a bucket alone; False: the bucket is whole."""
+        return self.known[reader].expected(index) is not None
 
     def received_by(self, ranks: Sequence[int]) -> list[list[Received]]:
         """How ranks of the group find every bucket in what they receive, by bucket and rank. Pure.

@@ -72,7 +72,7 @@ class SendDelivery:
                     ready.bucket,
                     found.pieces,
                     read_only=False,
-                    arranged=self._plan.digest_for(reader, ready.index),
+                    arranged=self._plan.is_arranged(reader, ready.index),
                     receives=found.sizes,
                 )
         for number in self._plan.all_to_all.numbers_of(ready.index):
