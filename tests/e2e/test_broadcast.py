@@ -279,8 +279,8 @@ def test_an_ipv6_server_is_told_updates_and_asked_for_its_state(engines: Engines
         pytest.skip("this host has no IPv6 loopback")
     assert url.startswith("http://[::1]:")
     assert json.loads(get(url, "server_info").text)["host"] == "::1"
-    with SGLangServerClient(url, timeout_s=60) as client:
-        assert client.run(operations.model_info())["weight_version"] == "v"
+    client = SGLangServerClient(url, timeout_s=60)
+    assert client.run(operations.model_info())["weight_version"] == "v"
 
 
 PLAN = [
@@ -402,8 +402,7 @@ def test_a_replica_that_does_not_join_is_named_and_the_others_leave_at_once(
         group_name="weight_sync_taken",
         backend="gloo",
     )
-    with SGLangServerClient(url, timeout_s=60) as client:
-        client.run(taken)
+    SGLangServerClient(url, timeout_s=60).run(taken)
 
     def attempt(rank: TrainerRank) -> dict[str, Any]:
         with mock.patch("secrets.token_hex", return_value="taken"):

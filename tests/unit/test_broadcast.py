@@ -230,7 +230,7 @@ def test_a_group_that_is_not_formed_in_time_is_an_error_and_left(monkeypatch):
     client = SimpleNamespace(run=lambda call: None, submit=lambda call: replied)
     groups = UpdateGroups(address="127.0.0.1", device=CPU, timeout_s=0.05)
     replica = Replica(identity="a", base_url="http://a", num_ranks=1)
-    groups._clients[replica] = client
+    monkeypatch.setattr(groups, "client", lambda _: client)
     with pytest.raises(BroadcastError, match=r"was not formed: not all ranks came within 0\.05 s"):
         groups.with_replicas([replica])
     assert len(groups._left) == 1  # the engines are told to leave it at the next sync

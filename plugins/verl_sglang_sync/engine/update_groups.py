@@ -126,9 +126,7 @@ class UpdateGroups:
         self._timeouts_s = timeouts_s
         self._form_timeout_s = (timeouts_s or {}).get("group", timeout_s)
         self._group: UpdateGroup | None = None
-        self._clients: dict[Replica, SGLangServerClient] = {}
         self._left: list[str] = []  # names of groups that the engines still know
-        self.num_formed = 0
 
     def with_replicas(self, replicas: Sequence[Replica]) -> UpdateGroup:
         """The group of exactly these replicas.
@@ -152,9 +150,7 @@ class UpdateGroups:
             self._dissolve(self._group)
         left, self._left = self._left, []
         _leave_servers(members, left)
-        self._close_clients_but(replicas)
         self._group = self._form(members)
-        self.num_formed += 1
         return self._group
 
     def is_current(self, replicas: Sequence[Replica]) -> bool:
@@ -170,26 +166,14 @@ class UpdateGroups:
             self._left += group.names
             leave(group.process_group, broken=True)
 
-    def close(self) -> None:
-        """Leave the group, together with the replicas; they give the memory of it back."""
-        if self._group is not None:
-            self._dissolve(self._group)
-        self._close_clients_but(())
-
     def client(self, replica: Replica) -> SGLangServerClient:
-        if replica not in self._clients:
-            self._clients[replica] = SGLangServerClient(
-                replica.base_url,
-                timeout_s=self._timeout_s,
-                timeouts_s=self._timeouts_s,
-                api_key=replica.api_key,
-                admin_api_key=replica.admin_api_key,
-            )
-        return self._clients[replica]
-
-    def _close_clients_but(self, replicas: Sequence[Replica]) -> None:
-        for replica in self._clients.keys() - set(replicas):
-            self._clients.pop(replica).close()
+        return SGLangServerClient(
+            replica.base_url,
+            timeout_s=self._timeout_s,
+            timeouts_s=self._timeouts_s,
+            api_key=replica.api_key,
+            admin_api_key=replica.admin_api_key,
+        )
 
     def _form(self, members: Members) -> UpdateGroup:
         num_ranks = sum(replica.num_ranks for replica, _ in members)
