@@ -24,13 +24,13 @@ from unittest import mock
 import pytest
 from tiny_assets import make_assets
 
+from sglang_loader.common.broadcast.update_group import MeetingPoint
 from support.exports import calling_at, doubled, on_meta
 from support.http_requests import get, post
 from support.sender import Senders
 from support.served import Served, served
 from support.sglang_server import loopback
 from support.trainer import NamedTensors, Ranks, TrainerRank
-from verl_sglang_sync.bench.engine_server import free_port
 from verl_sglang_sync.engine.server_client import SGLangServerClient, operations
 from verl_sglang_sync.routes.exchange.all_to_all import AllToAll
 from verl_sglang_sync.routes.pull.route import PulledBuckets
@@ -394,9 +394,10 @@ def test_a_replica_that_does_not_join_is_named_and_the_others_leave_at_once(
 ) -> None:
     """The second server has a group of the new one's name already, and refuses to join."""
     url, tp = engines.targets[1]
+    meeting = MeetingPoint("127.0.0.1", tp, num_trainers=0)
     taken = operations.init_update_group(
         master_address="127.0.0.1",
-        master_port=free_port(),
+        master_port=meeting.port,
         rank_offset=0,
         world_size=tp,
         group_name="weight_sync_taken",

@@ -15,15 +15,14 @@ has a thread and a connection of its own: a trainer calls from short-lived event
 from __future__ import annotations
 
 import json
-import threading
 import time
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future, InvalidStateError
-from contextlib import suppress
+from collections.abc import Mapping
+from concurrent.futures import Future
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import urlencode, urlsplit
 
+from sglang_loader.common.threads import in_thread
 from verl_sglang_sync.engine.server_client.errors import (
     NotAuthorized,
     ReplyLost,
@@ -33,32 +32,11 @@ from verl_sglang_sync.engine.server_client.errors import (
 )
 from verl_sglang_sync.engine.server_client.operations import Call, Operation
 
-Result = TypeVar("Result")
-
 CONNECT_ATTEMPTS = 3
 ATTEMPTS = 3
 RETRY_DELAY_S = 1.0
 CONNECT_TIMEOUT_S = 10.0
 MESSAGE_CHARS = 4000
-
-
-def in_thread(step: Callable[[Future[Result]], Result], name: str) -> Future[Result]:
-    """Run a step, which gets the future, in a thread of its own; the future gets what comes of it.
-
-    A daemon thread: one that never returns keeps no process alive. Cancelling the future ends the
-    wait for it alone; the step may look whether it was.
-    """
-    future: Future[Result] = Future()
-
-    def run() -> None:
-        with suppress(InvalidStateError):  # it was cancelled
-            try:
-                future.set_result(step(future))
-            except Exception as error:
-                future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True, name=name).start()
-    return future
 
 
 class SGLangServerClient:
