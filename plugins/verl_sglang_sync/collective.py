@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-import threading
 import time
 import traceback
 from collections.abc import Callable, Coroutine
-from contextlib import suppress
+from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
@@ -25,6 +24,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
 from torch.distributed.distributed_c10d import _get_default_store
+
+from sglang_loader.common.threads import in_thread
 
 Result = TypeVar("Result")
 
@@ -129,7 +130,7 @@ class TorchTrainerGroup(TrainerGroup):
         self._group: Any = None
         self._id = next(_ids)
         self._number = 0
-        self._roll_call: threading.Thread | None = None
+        self._roll_call: Future[list[int]] | None = None
 
     def agree(
         self, failure: str | None = None, *, is_ready: bool = True, signature: int = 0
@@ -164,7 +165,7 @@ class TorchTrainerGroup(TrainerGroup):
         return [pickle.loads(data[:size].numpy().tobytes()) for data, size in pairs]
 
     def _run(self, collective: Callable[[Any], object]) -> None:
-        if self._roll_call is not None and self._roll_call.is_alive():
+        if self._roll_call is not None and not self._roll_call.done():
             raise RankLost(f"weight sync failed: {STORE_LOST} still does not answer")
         try:
             if self._group is None:
@@ -195,10 +196,8 @@ class TorchTrainerGroup(TrainerGroup):
 
         In a thread of its own: a store that is served by a stopped process never answers.
         """
-        missing: list[int] | None = None
 
-        def call() -> None:
-            nonlocal missing
+        def call(_: object) -> list[int]:
             store = self._store()
             store.add(f"lost/{self._number}", 1)
             keys = {rank: f"alive/{self._number}/{rank}" for rank in range(dist.get_world_size())}
@@ -207,16 +206,12 @@ class TorchTrainerGroup(TrainerGroup):
             while keys and time.monotonic() < deadline:
                 keys = {rank: key for rank, key in keys.items() if not store.check([key])}
                 time.sleep(0.02)
-            missing = list(keys)
+            return list(keys)
 
-        def call_quietly() -> None:
-            with suppress(RuntimeError):
-                call()
-
-        self._roll_call = threading.Thread(target=call_quietly, daemon=True)
-        self._roll_call.start()
-        self._roll_call.join(2 * ROLL_CALL_S)
-        if missing is None:
+        self._roll_call = in_thread(call, "weight-sync-roll-call")
+        try:
+            missing = self._roll_call.result(2 * ROLL_CALL_S)
+        except (TimeoutError, RuntimeError):
             return STORE_LOST
         return ", ".join(f"rank {rank}" for rank in missing)
 

@@ -24,13 +24,13 @@ from unittest import mock
 import pytest
 from tiny_assets import make_assets
 
+from sglang_loader.common.broadcast.update_group import MeetingPoint
 from support.exports import calling_at, doubled, on_meta
 from support.http_requests import get, post
 from support.sender import Senders
 from support.served import Served, served
 from support.sglang_server import loopback
 from support.trainer import NamedTensors, Ranks, TrainerRank
-from verl_sglang_sync.bench.engine_server import free_port
 from verl_sglang_sync.engine.server_client import SGLangServerClient, operations
 from verl_sglang_sync.routes.exchange.all_to_all import AllToAll
 from verl_sglang_sync.routes.pull.route import PulledBuckets
@@ -279,8 +279,8 @@ def test_an_ipv6_server_is_told_updates_and_asked_for_its_state(engines: Engines
         pytest.skip("this host has no IPv6 loopback")
     assert url.startswith("http://[::1]:")
     assert json.loads(get(url, "server_info").text)["host"] == "::1"
-    with SGLangServerClient(url, timeout_s=60) as client:
-        assert client.run(operations.model_info())["weight_version"] == "v"
+    client = SGLangServerClient(url, timeout_s=60)
+    assert client.run(operations.model_info())["weight_version"] == "v"
 
 
 PLAN = [
@@ -394,16 +394,16 @@ def test_a_replica_that_does_not_join_is_named_and_the_others_leave_at_once(
 ) -> None:
     """The second server has a group of the new one's name already, and refuses to join."""
     url, tp = engines.targets[1]
+    meeting = MeetingPoint("127.0.0.1", tp, num_trainers=0)
     taken = operations.init_update_group(
         master_address="127.0.0.1",
-        master_port=free_port(),
+        master_port=meeting.port,
         rank_offset=0,
         world_size=tp,
         group_name="weight_sync_taken",
         backend="gloo",
     )
-    with SGLangServerClient(url, timeout_s=60) as client:
-        client.run(taken)
+    SGLangServerClient(url, timeout_s=60).run(taken)
 
     def attempt(rank: TrainerRank) -> dict[str, Any]:
         with mock.patch("secrets.token_hex", return_value="taken"):

@@ -22,8 +22,8 @@ class Server:
     """An actor."""
 
     async def join(self, router_url: str, url: str) -> None:
-        async with RouterClient(router_url, timeout_s=30) as router:
-            worker = await router.add(url)
+        router = RouterClient(router_url, timeout_s=30)
+        worker = await asyncio.to_thread(router.add, url)
         watch = Watch(router_url=router_url, router_api_key=None, worker=worker)
         self.guard = await asyncio.to_thread(start_guard, watch)
 

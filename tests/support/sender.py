@@ -48,6 +48,7 @@ class Sender:
         self._rank, self._targets, self._timeout_s = rank, targets, timeout_s
         self._address, self._settings = address, settings
         self._made: dict[str, tuple[Any, Any]] = {}
+        self._groups_seen: set[tuple[str, str]] = set()
 
     def sync(
         self,
@@ -79,15 +80,17 @@ class Sender:
         return {"error": error, "seconds": time.monotonic() - started}
 
     def num_formed(self, mode: str) -> int:
-        """How many groups this rank has formed."""
+        """How many groups this rank's syncs have had; to be asked after each good one."""
         groups = self._transport(mode)[1]
-        return 0 if groups is None else groups.num_formed
+        if groups is not None:
+            self._groups_seen.add((mode, groups._group.name))
+        return sum(seen == mode for seen, _ in self._groups_seen)
 
     def close(self) -> None:
         """Dissolve the groups."""
         for _, groups in self._made.values():
-            if groups is not None:
-                groups.close()
+            if groups is not None and groups._group is not None:
+                groups._dissolve(groups._group)
 
     def _transport(self, mode: str) -> tuple[Any, Any]:
         if mode not in self._made:

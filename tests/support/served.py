@@ -41,8 +41,8 @@ class Served:
     @property
     def version(self) -> str:
         """That the engine publishes."""
-        with SGLangServerClient(self.url, timeout_s=60, **self.access) as client:
-            version: str = client.run(operations.model_info())["weight_version"]
+        client = SGLangServerClient(self.url, timeout_s=60, **self.access)
+        version: str = client.run(operations.model_info())["weight_version"]
         return version
 
     @property
@@ -55,8 +55,8 @@ class Served:
 
     def ask(self, loader: str, argument: str = "", limit_s: float = 60) -> None:
         """Run one of the tests' loaders (`engine_loaders`, `memory_loaders`) on every TP rank."""
-        with SGLangServerClient(self.url, timeout_s=limit_s, **self.access) as client:
-            run_loader(client, self.tp, loader, argument)
+        client = SGLangServerClient(self.url, timeout_s=limit_s, **self.access)
+        run_loader(client, self.tp, loader, argument)
 
     def hashes(self, limit_s: float = 60) -> Hashes:
         """Of the engine's own tensors, taken in its processes, by TP rank."""

@@ -52,7 +52,7 @@ def work(monkeypatch):
     """The work of every broadcast that is started."""
     found = Work()
     monkeypatch.setattr(update_group, "_meet", lambda _group: None)
-    monkeypatch.setattr(update_group, "_first_words", lambda _, device: Transfer(found, device))
+    monkeypatch.setattr(update_group, "_first_words", lambda *where: Transfer(found, where[-1]))
     monkeypatch.setattr(broadcast.dist, "broadcast", lambda *_args, **_kwargs: found)
     return found
 
@@ -239,8 +239,7 @@ def test_a_session_is_served_in_the_group_of_its_trainer_alone(work, joined):
 
 def test_a_group_that_is_not_formed_in_time_is_an_error_and_left(monkeypatch):
     """NCCL waits for a rank that never comes without a limit."""
-    monkeypatch.setattr(update_groups, "SEND_AWAY_S", 0.0)
-    monkeypatch.setattr(update_groups, "POLL_S", 0.01)
+    monkeypatch.setattr(update_groups, "LEAVE_S", 0.0)
     joined = Future()
     monkeypatch.setattr(update_groups, "join_in_thread", lambda *_: joined)
     left = []
@@ -250,7 +249,7 @@ def test_a_group_that_is_not_formed_in_time_is_an_error_and_left(monkeypatch):
     client = SimpleNamespace(run=lambda call: None, submit=lambda call: replied)
     groups = UpdateGroups(address="127.0.0.1", device=CPU, timeout_s=0.05)
     replica = Replica(identity="a", base_url="http://a", num_ranks=1)
-    groups._clients[replica] = client
+    monkeypatch.setattr(groups, "client", lambda _: client)
     with pytest.raises(BroadcastError, match=r"was not formed: not all ranks came within 0\.05 s"):
         groups.with_replicas([replica])
     assert len(groups._left) == 1  # the engines are told to leave it at the next sync
@@ -266,26 +265,19 @@ class Runner:
         self._model_update_group = {}
 
 
-def join(runner, name, joined=(True, "joined")):
-    def original(runner, *arguments):
-        assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
-        assert arguments == ("127.0.0.1", port, 2, 3, name, "gloo")
-        runner._model_update_group[name] = GROUP
-        return joined
+def join(runner, port):
+    """Have the second rank of an engine join, as the hook does."""
+    where = ("127.0.0.1", port, 1, 3, "weight_sync_a", "gloo")
+    return group_hooks.join_group(None, runner, *where)
 
+
+def test_a_group_whose_trainer_is_gone_is_refused(monkeypatch):
+    monkeypatch.setattr(group_hooks, "tp_rank", lambda: 1)
     with socket.create_server(("127.0.0.1", 0)) as trainer:
         port = trainer.getsockname()[1]
-        where = ("127.0.0.1", port, 2, 3, name, "gloo")
-        return group_hooks.join_group(original, runner, *where)
-
-
-def test_a_group_whose_trainer_is_gone_is_refused_at_once():
-    with socket.create_server(("127.0.0.1", 0)) as trainer:
-        port = trainer.getsockname()[1]
-    where = ("127.0.0.1", port, 1, 2, "weight_sync_a", "gloo")
-    success, message = group_hooks.join_group(None, Runner(), *where)
+    success, message = join(Runner(), port)
     assert not success
-    assert f"127.0.0.1:{port}, where weight_sync_a is formed: " in message
+    assert "cannot join GroupPlace(name='weight_sync_a', address='127.0.0.1', port=" in message
 
 
 @pytest.fixture
@@ -297,24 +289,29 @@ def left(monkeypatch):
     return found
 
 
-def test_an_engine_connects_a_group_of_ours(work, monkeypatch):
-    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
-    work.completed = True
+@pytest.mark.parametrize("error", (None, "a rank is gone"))
+def test_an_engine_joins_a_group_of_ours_or_leaves_it(work, monkeypatch, error):
+    def formed(store, rank, world_size, **_):
+        assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
+        assert (rank, world_size) == (2, 3)
+        return GROUP
+
+    left = []
+    monkeypatch.setattr("sglang.srt.utils.init_custom_process_group", formed)
+    monkeypatch.setattr(update_group, "leave", lambda group, broken: left.append((group, broken)))
     monkeypatch.setattr(group_hooks, "secret_of", lambda group: SECRET)
+    monkeypatch.setattr(group_hooks, "tp_rank", lambda: 1)
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
+    work.completed, work.error = True, error
     runner = Runner()
-    assert join(runner, "weight_sync_a") == (True, "joined")
+    meeting = update_group.MeetingPoint("127.0.0.1", 3, 1)
+    success, message = join(runner, meeting.port)
     assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3"
-    assert runner._model_update_group == {"weight_sync_a": GROUP}
-
-
-def test_an_engine_that_cannot_connect_says_so_and_leaves(work, left):
-    work.completed, work.error = True, "the trainer is gone"
-    runner = Runner()
-    success, message = join(runner, "weight_sync_a")
-    assert not success
-    assert "the trainer is gone" in message
-    assert left == [(GROUP, True)]
-    assert not runner._model_update_group
+    if error is None:
+        assert success and runner._model_update_group == {"weight_sync_a": GROUP} and not left
+    else:
+        assert not success and error in message
+        assert left == [(GROUP, True)] and not runner._model_update_group
 
 
 def test_other_groups_are_sglangs_own(work, left):

@@ -5,7 +5,6 @@ import contextlib
 import pickle
 import re
 import socket
-from concurrent.futures import CancelledError
 
 import pytest
 from aiohttp import web
@@ -31,13 +30,12 @@ class Server:
     def __init__(self, *, status=200, text=SUCCESS, delay_s=0.0, num_slow=99):
         self.status, self.text = status, text
         self.delay_s, self.num_slow = delay_s, num_slow
-        self.requests, self.peers = [], set()
+        self.requests = []
         self.url = ""
 
     async def answer(self, request):
         payload = await request.json() if request.can_read_body else None
         self.requests.append((request.method, request.path_qs, dict(request.headers), payload))
-        self.peers.add(request.transport.get_extra_info("peername"))
         if len(self.requests) <= self.num_slow:
             await asyncio.sleep(self.delay_s)
         return web.Response(status=self.status, text=self.text)
@@ -65,15 +63,11 @@ async def serving(server, host="127.0.0.1", port=0):
 
 
 def talk(server, call, *, timeout_s=5.0, host="127.0.0.1", base="{url}", **access):
-    def run():
-        with SGLangServerClient(
-            base.format(url=server.url), timeout_s=timeout_s, **access
-        ) as started:
-            return started.run(call)
-
     async def main():
         async with serving(server, host):
-            return await asyncio.to_thread(run)
+            url = base.format(url=server.url)
+            client = SGLangServerClient(url, timeout_s=timeout_s, **access)
+            return await asyncio.to_thread(client.run, call)
 
     return asyncio.run(main())
 
@@ -189,44 +183,6 @@ def test_an_ipv6_server():
     talk(server, RELEASE, host="::1", base="{url}/")  # the slash does no harm
     assert server.url.startswith("http://[::1]:")
     assert server.only_request[1] == "/release_memory_occupation"
-
-
-# Connections.
-
-
-def test_calls_from_anywhere_share_a_connection_until_it_is_closed():
-    server = Server()
-
-    def calls(url):
-        started = SGLangServerClient(url, timeout_s=5)
-
-        async def from_a_loop():
-            return await asyncio.wrap_future(started.submit(UPDATE))
-
-        assert asyncio.run(from_a_loop()) == asyncio.run(from_a_loop()) == started.run(UPDATE)
-        assert (len(server.requests), len(server.peers)) == (3, 1)
-        started.close()
-        started.run(UPDATE)  # a later call opens another
-        assert len(server.peers) == 2
-
-    async def main():
-        async with serving(server):
-            await asyncio.to_thread(calls, server.url)
-
-    asyncio.run(main())
-
-
-def test_who_waits_for_a_call_learns_that_the_client_was_closed():
-    async def main():
-        async with serving(Server(delay_s=60)) as server:
-            started = SGLangServerClient(server.url, timeout_s=60)
-            future = started.submit(RELEASE)
-            await asyncio.sleep(0.1)
-            await asyncio.to_thread(started.close)
-            with pytest.raises(CancelledError):
-                future.result(5)
-
-    asyncio.run(main())
 
 
 # Failures that the server tells.

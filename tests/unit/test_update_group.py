@@ -5,6 +5,7 @@ import contextlib
 import re
 import threading
 import time
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +14,7 @@ from aiohttp import web
 from torch._C._distributed_c10d import TCPStore
 
 from sglang_loader.common.broadcast import update_group
-from sglang_loader.common.broadcast.update_group import MeetingPoint, connection_to
+from sglang_loader.common.broadcast.update_group import MeetingPoint
 from verl_sglang_sync.engine import update_groups
 from verl_sglang_sync.engine.update_groups import Replica, UpdateGroupError, UpdateGroups
 
@@ -21,26 +22,31 @@ LIMIT_S = 60
 CPU = torch.device("cpu")
 
 
+def connected(port):
+    """A rank's connection to a meeting point of three."""
+    limit = timedelta(seconds=LIMIT_S)
+    return TCPStore("127.0.0.1", port, 3, wait_for_workers=False, timeout=limit)
+
+
 class Rank(threading.Thread):
     """Connects as an engine's rank does, and waits for one that never comes."""
 
     def __init__(self, port):
         super().__init__(daemon=True)
-        self.port, self.error, self.is_in = port, None, threading.Event()
+        self.port, self.error = port, None
         self.start()
 
     def run(self):
         try:
-            store = TCPStore("127.0.0.1", self.port, 3, is_master=False)
-            self.is_in.set()
-            store.wait(["nobody"])
+            update_group.check_reachable("127.0.0.1", self.port)
+            connected(self.port).wait(["nobody"])
         except Exception as error:
             self.error = error
 
 
 def test_a_connection_of_its_own_does_not_keep_it_open():
-    meeting = MeetingPoint("127.0.0.1", 3, LIMIT_S)
-    store = connection_to("127.0.0.1", meeting.port, 3, LIMIT_S)
+    meeting = MeetingPoint("127.0.0.1", 3, 1)
+    store = connected(meeting.port)
     store.set("key", "value")
     meeting.close()
     with pytest.raises(Exception, match=r"shutdown or crash|Broken pipe|Connection"):
@@ -50,17 +56,14 @@ def test_a_connection_of_its_own_does_not_keep_it_open():
 @pytest.mark.parametrize("num_coming", (2, 1))
 def test_ranks_meet_in_the_store_before_any_collective(num_coming, monkeypatch):
     """NCCL's wait for a rank that does not come has no end; this one has."""
-    meeting = MeetingPoint("127.0.0.1", 2, LIMIT_S)
+    meeting = MeetingPoint("127.0.0.1", 2, 1)
     monkeypatch.setattr(update_group, "_get_process_group_store", lambda group: group.store)
     ended = []
 
     def rank():
         try:
-            update_group._meet(
-                SimpleNamespace(
-                    size=lambda: 2, store=connection_to("127.0.0.1", meeting.port, 2, LIMIT_S)
-                )
-            )
+            store = connected(meeting.port)
+            update_group._meet(SimpleNamespace(size=lambda: 2, store=store))
             ended.append("met")
         except Exception as error:
             ended.append(type(error).__name__)
@@ -141,7 +144,7 @@ def own_join(monkeypatch):
     ended = []
 
     def join(place, *_):
-        store = connection_to(place.address, place.port, place.world_size, LIMIT_S)
+        store = connected(place.port)
         try:
             store.set("rank 0", "is here")
             store.wait(["nobody"])
@@ -149,7 +152,7 @@ def own_join(monkeypatch):
             ended.append(error)
             raise
 
-    monkeypatch.setattr(update_groups, "join_as_trainer", join)
+    monkeypatch.setattr(update_groups, "join", join)
     return ended
 
 
@@ -178,7 +181,8 @@ def test_the_replica_that_refuses_is_named_and_all_others_leave(own_join):
 def test_without_being_sent_away_they_would_wait(own_join, monkeypatch):
     """Negative control."""
     meetings = []
-    monkeypatch.setattr(update_groups, "_send_away", lambda meeting, _: meetings.append(meeting))
+    monkeypatch.setattr(MeetingPoint, "close", lambda meeting: meetings.append(meeting))
+    monkeypatch.setattr(update_groups, "LEAVE_S", 0.0)
     waiting, refusing = Server("joins"), Server("refuses")
     with serving(waiting, refusing) as replicas:
         groups = UpdateGroups(address="127.0.0.1", device=CPU, timeout_s=LIMIT_S)
@@ -186,11 +190,11 @@ def test_without_being_sent_away_they_would_wait(own_join, monkeypatch):
             groups.with_replicas(replicas)
         time.sleep(1.0)
         assert (waiting.num_waiting, waiting.left, own_join) == (1, [], [])
-        meetings.pop().close()
+        meetings.pop()._server = None
 
 
 def test_who_never_answers_is_named(own_join, monkeypatch):
-    monkeypatch.setattr(update_groups, "SEND_AWAY_S", 3.0)
+    monkeypatch.setattr(update_groups, "LEAVE_S", 3.0)
     monkeypatch.setattr(update_groups, "REPLY_S", 0.1)
     silent = Server("joins", delay_s=8.0)
     with serving(silent) as replicas:

@@ -13,16 +13,15 @@ from typing import Any
 
 from sglang_loader.common.broadcast.update_group import (
     GROUP_PREFIX,
-    check_reachable,
-    connect,
-    errors_left_to_us,
+    GroupPlace,
+    join,
     leave,
     say_left,
     secret_of,
 )
 from sglang_loader.common.session.messages import SessionDescriptor, SessionError, check_signature
 from sglang_loader.session.serve import NUM_TRAINERS, mapped, receiver
-from sglang_loader.upstream import device_of, io_struct, model_of, update_groups
+from sglang_loader.upstream import device_of, io_struct, model_of, tp_rank, update_groups
 
 logger = logging.getLogger(__name__)
 
@@ -43,32 +42,23 @@ def join_group(
     group_name: str,
     backend: str = "nccl",
 ) -> tuple[bool, str]:
-    """AROUND `init_weights_update_group`: connect ours, see `update_group`."""
-    arguments = (master_address, master_port, rank_offset, world_size, group_name, backend)
+    """INSTEAD OF `init_weights_update_group`, for ours: as the trainer's ranks do."""
     if not group_name.startswith(GROUP_PREFIX):
+        arguments = (master_address, master_port, rank_offset, world_size, group_name, backend)
         joined: tuple[bool, str] = original(owner, *arguments)
         return joined
+    place = GroupPlace(group_name, master_address, master_port, world_size)
     try:
-        if rank_offset:  # else this engine serves the meeting point itself
-            check_reachable(master_address, master_port)
-    except OSError as error:
-        return False, f"{master_address}:{master_port}, where {group_name} is formed: {error}"
-    with errors_left_to_us():
-        success, message = original(owner, *arguments)
-    if not success:
-        return False, message
-    try:
-        group = update_groups(owner)[group_name]
-        connect(group, device_of(model_of(owner)))
+        group = join(place, rank_offset + tp_rank(), device_of(model_of(owner)))
         _secrets[group_name] = secret_of(group)
     except Exception:
-        logger.exception("cannot connect %s", group_name)
-        leave(update_groups(owner).pop(group_name), broken=True)
-        return False, traceback.format_exc()
+        logger.exception("cannot join %s", place)
+        return False, f"cannot join {place}\n{traceback.format_exc()}"
+    update_groups(owner)[group_name] = group
     ours = [name for name in update_groups(owner) if name.startswith(GROUP_PREFIX)]
     for name in ours[: -2 * NUM_TRAINERS]:  # each may have two; one that died told nobody to leave
         _leave(owner, name)
-    return True, message
+    return True, f"joined {group_name}"
 
 
 def leave_group(original: Original, owner: Any, group_name: str) -> tuple[bool, str]:

@@ -84,7 +84,8 @@ class SenderGroup:
             update_group.others.append(told.name)
         finally:
             self._trainers.all_gather(told)
-        group = groups.join(told, meeting, update_group.members)
+        members = update_group.members
+        group = groups.join(told, meeting, members, num_trainers=world_size())
         self.current = JoinedGroup(told.name, group, meeting)
 
     def _follow(self) -> None:
@@ -94,7 +95,7 @@ class SenderGroup:
         self.abandon()
         if not isinstance(told, GroupPlace):
             raise UpdateGroupError("the trainer's first rank could form no group of all ranks")
-        joining = join_in_thread(told, own_rank(), self._device, self._timeout_s)
+        joining = join_in_thread(told, own_rank(), self._device)
         try:
             self.current = JoinedGroup(told.name, joining.result(self._timeout_s))
         except Exception as error:

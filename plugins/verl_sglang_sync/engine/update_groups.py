@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import logging
 import secrets
-import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
-from torch.distributed import DistNetworkError
 
 from sglang_loader.common.broadcast.broadcast import BroadcastError
 from sglang_loader.common.broadcast.update_group import (
@@ -24,19 +21,19 @@ from sglang_loader.common.broadcast.update_group import (
     GroupPlace,
     MeetingPoint,
     backend_of,
-    import_helpers,
-    join_as_trainer,
+    join,
     leave,
     secret_of,
     was_left,
 )
+from sglang_loader.common.threads import in_thread
 from verl_sglang_sync.engine.server_client import ServerError, SGLangServerClient, operations
 from verl_sglang_sync.engine.session import SessionSockets
 
 logger = logging.getLogger(__name__)
 
-SEND_AWAY_S = 30.0
-POLL_S = 0.2
+LEAVE_S = 30.0
+"""How long the ranks of a group that was not formed are waited for: each finds out by itself."""
 REPLY_S = 2.0
 
 
@@ -126,9 +123,7 @@ class UpdateGroups:
         self._timeouts_s = timeouts_s
         self._form_timeout_s = (timeouts_s or {}).get("group", timeout_s)
         self._group: UpdateGroup | None = None
-        self._clients: dict[Replica, SGLangServerClient] = {}
         self._left: list[str] = []  # names of groups that the engines still know
-        self.num_formed = 0
 
     def with_replicas(self, replicas: Sequence[Replica]) -> UpdateGroup:
         """The group of exactly these replicas.
@@ -152,9 +147,7 @@ class UpdateGroups:
             self._dissolve(self._group)
         left, self._left = self._left, []
         _leave_servers(members, left)
-        self._close_clients_but(replicas)
         self._group = self._form(members)
-        self.num_formed += 1
         return self._group
 
     def is_current(self, replicas: Sequence[Replica]) -> bool:
@@ -170,42 +163,30 @@ class UpdateGroups:
             self._left += group.names
             leave(group.process_group, broken=True)
 
-    def close(self) -> None:
-        """Leave the group, together with the replicas; they give the memory of it back."""
-        if self._group is not None:
-            self._dissolve(self._group)
-        self._close_clients_but(())
-
     def client(self, replica: Replica) -> SGLangServerClient:
-        if replica not in self._clients:
-            self._clients[replica] = SGLangServerClient(
-                replica.base_url,
-                timeout_s=self._timeout_s,
-                timeouts_s=self._timeouts_s,
-                api_key=replica.api_key,
-                admin_api_key=replica.admin_api_key,
-            )
-        return self._clients[replica]
-
-    def _close_clients_but(self, replicas: Sequence[Replica]) -> None:
-        for replica in self._clients.keys() - set(replicas):
-            self._clients.pop(replica).close()
+        return SGLangServerClient(
+            replica.base_url,
+            timeout_s=self._timeout_s,
+            timeouts_s=self._timeouts_s,
+            api_key=replica.api_key,
+            admin_api_key=replica.admin_api_key,
+        )
 
     def _form(self, members: Members) -> UpdateGroup:
         num_ranks = sum(replica.num_ranks for replica, _ in members)
         place, meeting = self.meet(num_trainers=1, num_engine_ranks=num_ranks)
-        group = self.join(place, meeting, members)
+        group = self.join(place, meeting, members, num_trainers=1)
         sockets = tuple(SessionSockets(self._address) for _ in range(num_ranks))
         return UpdateGroup(place.name, group, members, meeting, secret_of(group), sockets)
 
     def meet(self, *, num_trainers: int, num_engine_ranks: int) -> tuple[GroupPlace, MeetingPoint]:
-        import_helpers()
         name, world_size = f"{GROUP_PREFIX}{secrets.token_hex(4)}", num_trainers + num_engine_ranks
-        meeting = MeetingPoint(self._address, world_size, self._form_timeout_s)
-        place = GroupPlace(name, self._address, meeting.port, num_trainers, num_engine_ranks)
-        return place, meeting
+        meeting = MeetingPoint(self._address, world_size, num_trainers)
+        return GroupPlace(name, self._address, meeting.port, world_size), meeting
 
-    def join(self, place: GroupPlace, meeting: MeetingPoint, members: Members) -> Any:
+    def join(
+        self, place: GroupPlace, meeting: MeetingPoint, members: Members, *, num_trainers: int
+    ) -> Any:
         """Join a group, which this process serves the meeting point of, together with all members;
         their ranks come after the trainer's, of which this one is the first. Returns the process
         group.
@@ -214,7 +195,7 @@ class UpdateGroups:
             UpdateGroupError: a rank did not join; the others have left.
         """
         joined: list[Future[Any]] = []
-        rank_offset = place.num_trainers
+        rank_offset = num_trainers
         for replica, client in members:
             joined.append(
                 client.submit(
@@ -229,12 +210,13 @@ class UpdateGroups:
                 )
             )
             rank_offset += replica.num_ranks
-        own = join_in_thread(place, 0, self._device, self._form_timeout_s)
+        own = join_in_thread(place, 0, self._device)
         wait([own, *joined], timeout=self._form_timeout_s, return_when=FIRST_EXCEPTION)
         replicas = [replica for replica, _ in members]
         if problem := _why_not_formed(replicas, joined, own, self._form_timeout_s):
             self._left.append(place.name)  # some engine may have joined
-            _send_away(meeting, [own, *joined])
+            meeting.close()
+            wait([own, *joined], LEAVE_S)
             own.add_done_callback(_leave_late)
             raise UpdateGroupError(f"{place.name} was not formed: {problem}")
         logger.info("formed %s of %d replicas, %d ranks", place.name, len(members), rank_offset)
@@ -248,23 +230,9 @@ class UpdateGroups:
         )
 
 
-def join_in_thread(
-    place: GroupPlace, rank: int, device: torch.device, timeout_s: float
-) -> Future[Any]:
-    """Join a group; the future gets the process group.
-
-    In a daemon thread: one that waits for a rank that never comes ends no process.
-    """
-    future: Future[Any] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(join_as_trainer(place, rank, device, timeout_s))
-        except Exception as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True, name="weight-sync-join").start()
-    return future
+def join_in_thread(place: GroupPlace, rank: int, device: torch.device) -> Future[Any]:
+    """Join a group; the future gets the process group."""
+    return in_thread(lambda _: join(place, rank, device), "weight-sync-join")
 
 
 def _leave_late(joined: Future[Any]) -> None:
@@ -288,26 +256,6 @@ def _why_not_formed(
         return None
     reason = failure or f"not all ranks came within {timeout_s:g} s"
     return f"{reason}; no word of: {', '.join(silent) or 'nobody'}"
-
-
-def _send_away(meeting: MeetingPoint, waiting: Sequence[Future[Any]]) -> None:
-    """Have all who wait for a rank that does not come leave, the engines' ranks too.
-
-    They wait in calls that nothing else ends before torch's default timeout, 30 minutes. Those that
-    were still on their way are let in whenever they try again, and then sent away as well.
-    """
-    deadline = time.monotonic() + SEND_AWAY_S
-    meeting.close()
-    while wait(waiting, timeout=POLL_S).not_done and time.monotonic() < deadline:
-        if meeting.has_visitors:
-            meeting.close()
-            continue
-        try:
-            meeting.reopen()
-        except DistNetworkError as error:
-            logger.warning("cannot send waiting ranks away: %s", error)
-            return
-    meeting.close()
 
 
 def _leave_servers(

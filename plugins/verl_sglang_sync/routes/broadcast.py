@@ -1,4 +1,4 @@
-"""Delivery to engines on other devices: one rank broadcasts its packed buckets to all of them.
+"""Delivery to engines on other devices, over a process group: buckets are announced, then sent.
 
 The engines, which have two buffers of their own, say which bucket they receive and which they have
 read:
@@ -7,7 +7,7 @@ read:
     group              send 0 | send 1 | send 2     |
     engines                     load 0 | load 1     |
 
-A bucket's broadcast begins when all engines receive it, never earlier: on a GPU it would wait there
+A transfer begins when all engines receive its bucket, never earlier: on a GPU it would wait there
 for the engines, and whatever of the trainer waits for the whole GPU meanwhile (freeing memory, its
 own collectives' set-up) would wait for ever.
 """
@@ -16,43 +16,104 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 import torch
 
-from sglang_loader.common.broadcast.broadcast import POLL_S, Broadcast, BroadcastError
-from sglang_loader.common.session.messages import BucketPiece
-from verl_sglang_sync.config import WeightSyncConfig
-from verl_sglang_sync.engine.engine_ranks import EngineRank, each, look_at, wait_for
+from sglang_loader.common.broadcast.broadcast import POLL_S, Broadcast, BroadcastError, Transfer
+from sglang_loader.common.session.messages import BucketPiece, SessionError
+from verl_sglang_sync.collective import STEP_S
+from verl_sglang_sync.engine.engine_ranks import EngineRank, each, look_at
 from verl_sglang_sync.report import SyncReport
-from verl_sglang_sync.routes.route import ReadyBucket
+from verl_sglang_sync.routes.exchange.all_to_all import NUM_TRAVELLING
+from verl_sglang_sync.routes.route import InStep, ReadyBucket
 
-NUM_BUFFERS = 2
 REASON_WAIT_S = 2.0
-"""How long after a failed broadcast the engine that is to blame may take to say why."""
+"""How long after a failed transfer the engine that is to blame may take to say why."""
 
 
-class BroadcastDelivery:
-    """See `Delivery`.
+class GroupDelivery:
+    """See `Delivery`; what is announced, and what is sent then, is a subclass's.
 
     Args:
-        engines: all engine ranks of the group, but this rank.
-        group: torch's process group; this is its rank 0.
+        engines: all engine ranks of the group; none on trainer ranks but the first.
+        limit_s: longest time in which nothing gets on, in seconds.
+        in_step: agrees with the other trainer ranks, where they send, too.
+        report: gets the seconds of "load", and of "pack" or "send".
     """
 
     def __init__(
-        self,
-        engines: Sequence[EngineRank],
-        group: Any,
-        settings: WeightSyncConfig,
-        report: SyncReport,
+        self, engines: Sequence[EngineRank], limit_s: float, in_step: InStep, report: SyncReport
     ) -> None:
         self._engines = engines
-        self._group = group
-        self._limit_s = settings.request_timeout_s
+        self._limit_s = limit_s
+        self._in_step = in_step
         self._report = report
-        self._in_flight: deque[tuple[int, Broadcast]] = deque()
+        self._travelling: deque[tuple[int, Transfer]] = deque()
+
+    def _wait(self, num_receiving: int) -> bool:
+        """Wait until all engines receive so many buckets, and there is room for one more transfer.
+
+        Returns:
+            False if another rank has failed.
+        """
+        deadline = time.monotonic() + self._limit_s
+
+        def is_ready() -> bool:
+            pause = time.monotonic() + STEP_S
+            while True:
+                look_at(self._engines)
+                waiting = [e for e in self._engines if e.session.num_receiving < num_receiving]
+                if not waiting and self._has_room():
+                    return True
+                if time.monotonic() > deadline:
+                    self._raise_late(waiting)
+                if time.monotonic() > pause:
+                    return False
+                time.sleep(POLL_S)
+
+        return self._in_step(is_ready)
+
+    def _raise_late(self, waiting: Sequence[EngineRank]) -> NoReturn:
+        within = f"within {self._limit_s:g} s"
+        for engine in waiting:
+            with engine.naming():
+                raise SessionError(f"no message from the engine {within}")
+        raise BroadcastError(f"bucket {self._travelling[0][0]} was not sent: nothing {within}")
+
+    def _has_room(self) -> bool:
+        """True if one more may travel; an engine that makes a transfer fail may say why."""
+        while self._travelling:
+            index, transfer = self._travelling[0]
+            try:
+                if not transfer.is_done():
+                    break
+            except BroadcastError as error:
+                self._hear_reason()
+                raise BroadcastError(f"bucket {index} was not sent: {error}") from None
+            self._travelling.popleft()
+        return len(self._travelling) < NUM_TRAVELLING
+
+    def _hear_reason(self) -> None:
+        deadline = time.monotonic() + REASON_WAIT_S
+        while self._engines and time.monotonic() < deadline:
+            look_at(self._engines)
+            time.sleep(POLL_S)
+
+
+class BroadcastDelivery(GroupDelivery):
+    """One rank, which is the group's rank 0, broadcasts its packed buckets to all engines.
+
+    Args:
+        group: torch's process group.
+    """
+
+    def __init__(
+        self, engines: Sequence[EngineRank], group: Any, limit_s: float, report: SyncReport
+    ) -> None:
+        super().__init__(engines, limit_s, _alone, report)
+        self._group = group
 
     def deliver(self, ready: ReadyBucket) -> bool:
         """Announce a bucket, and broadcast it as soon as all engines receive it."""
@@ -60,33 +121,20 @@ class BroadcastDelivery:
         pieces = [BucketPiece(0, 0, 0, ready.nbytes)]
         each(self._engines, lambda e: e.session.load(index, bucket, pieces, read_only=False))
         with self._report.stage("load"):
-            wait_for(self._engines, lambda session: session.num_receiving > index, self._limit_s)
+            self._wait(index + 1)
         assert ready.storage is not None, "what is broadcast is packed"
         flat = torch.empty(0, dtype=torch.uint8, device=ready.storage.device).set_(ready.storage)
-        self._in_flight.append((index, Broadcast(flat[: ready.nbytes], self._group)))
+        self._travelling.append((index, Broadcast(flat[: ready.nbytes], self._group)))
         return True
 
     def make_room(self) -> None:
-        """Wait until the oldest bucket has been sent; an engine that makes it fail may say why."""
-        if len(self._in_flight) < NUM_BUFFERS:
-            return
-        index, broadcast = self._in_flight.popleft()
-        deadline = time.monotonic() + self._limit_s
+        """Wait until the bucket has been sent that lies where the next one is packed."""
         with self._report.stage("send"):
-            try:
-                while not broadcast.is_done():
-                    look_at(self._engines)
-                    if time.monotonic() > deadline:
-                        raise BroadcastError(f"nothing within {self._limit_s:g} s")
-                    time.sleep(POLL_S)
-            except BroadcastError as error:
-                hear_reason(self._engines)
-                raise BroadcastError(f"bucket {index} was not sent: {error}") from None
+            self._wait(0)
 
 
-def hear_reason(engines: Sequence[EngineRank]) -> None:
-    """After a failed transfer: the engine that is to blame may say why."""
-    deadline = time.monotonic() + REASON_WAIT_S
-    while engines and time.monotonic() < deadline:
-        look_at(engines)
-        time.sleep(POLL_S)
+def _alone(step: Callable[[], bool]) -> bool:
+    """A step that no other rank takes, until it was True."""
+    while not step():
+        pass
+    return True

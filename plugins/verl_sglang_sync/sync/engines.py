@@ -126,9 +126,9 @@ class RemoteEngines:
         if group is None or senders is None:
             return Opened((), MappedDelivery((), settings, task.report))
         ranks.run_if_ok(lambda: self._ask(group, senders, stack, task.version, engines))
-        return Opened(
-            engines, BroadcastDelivery(engines, group.process_group, settings, task.report)
-        )
+        limit_s = settings.request_timeout_s
+        delivery = BroadcastDelivery(engines, group.process_group, limit_s, task.report)
+        return Opened(engines, delivery)
 
     def _formed(self, groups: UpdateGroups, replicas: Sequence[Replica]) -> UpdateGroup:
         if not groups.is_current(replicas):

@@ -28,7 +28,7 @@ from verl_sglang_sync.engine.engine_ranks import Engine, OpeningRequest, forget_
 from verl_sglang_sync.engine.sender_group import SenderGroup
 from verl_sglang_sync.engine.update_groups import Replica, UpdateGroups
 from verl_sglang_sync.report import SyncReport, warn_once
-from verl_sglang_sync.routes import broadcast
+from verl_sglang_sync.routes.exchange.all_to_all import NUM_TRAVELLING
 from verl_sglang_sync.routes.exchange.route import Exchange
 from verl_sglang_sync.routes.export import ExportedBuckets
 from verl_sglang_sync.routes.pull.route import Pull
@@ -273,8 +273,7 @@ def disaggregated_transport(
     settings = settings.for_session()
     ring: StagingRing | None = None
     if groups is not None:
-        num_buffers = broadcast.NUM_BUFFERS
-        ring = StagingRing(device, num_buffers=num_buffers, bucket_bytes=settings.bucket_bytes)
+        ring = StagingRing(device, num_buffers=NUM_TRAVELLING, bucket_bytes=settings.bucket_bytes)
     limit_s = settings.timeouts_s.get("group", settings.request_timeout_s)
     senders = SenderGroup(groups, group, device, limit_s)
     engines = RemoteEngines(groups, senders, lambda: send.is_proven, settings)

@@ -133,13 +133,10 @@ class WeightSyncHttpServer(SGLangHttpServer):  # type: ignore[misc]
     async def _join_router(self, settings: WeightSyncConfig, router_url: str) -> None:
         """Register the server; a guard takes it out when this process ends."""
         api_key = os.environ.get(KEY_VARIABLE) or None
-        async with RouterClient(
-            router_url, timeout_s=settings.request_timeout_s, api_key=api_key
-        ) as router:
-            sglang_kwargs = (self.config.engine_kwargs or {}).get("sglang") or {}
-            worker = await router.add(
-                server_url(*self.get_server_address()), api_key=sglang_kwargs.get("api_key")
-            )
+        router = RouterClient(router_url, timeout_s=settings.request_timeout_s, api_key=api_key)
+        sglang_kwargs = (self.config.engine_kwargs or {}).get("sglang") or {}
+        url, key = server_url(*self.get_server_address()), sglang_kwargs.get("api_key")
+        worker = await asyncio.to_thread(router.add, url, api_key=key)
         watch = Watch(router_url=router_url, router_api_key=api_key, worker=worker)
         self._router_guard = await asyncio.to_thread(start_guard, watch)
         logger.info("router %s sends requests to %s", router_url, worker.url)

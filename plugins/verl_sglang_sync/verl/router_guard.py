@@ -12,7 +12,6 @@ and it lives no longer than the one request after the actor's end.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import subprocess
 import sys
@@ -46,21 +45,16 @@ def start_guard(watch: Watch) -> IO[bytes]:
     return child.stdin
 
 
-async def remove(watch: Watch) -> None:
-    async with RouterClient(
-        watch.router_url, timeout_s=TIMEOUT_S, api_key=watch.router_api_key
-    ) as router:
-        await router.remove(watch.worker)
-
-
 def main() -> int:
     if os.fork():
         return 0
     os.setsid()
     line = sys.stdin.buffer.readline()
     sys.stdin.buffer.read()
+    watch = msgspec.json.decode(line, type=Watch)
+    router = RouterClient(watch.router_url, timeout_s=TIMEOUT_S, api_key=watch.router_api_key)
     try:
-        asyncio.run(remove(msgspec.json.decode(line, type=Watch)))
+        router.remove(watch.worker)
     except RouterError as error:
         sys.stderr.write(f"{error}\n")
         return 1

@@ -1,21 +1,21 @@
-"""The process group over which a trainer broadcasts weights to engines, as SGLang forms it.
+"""The process group over which a trainer broadcasts weights to engines.
 
-SGLang's `init_weights_update_group` calls a function of its own in every engine rank; the trainer's
-ranks, the first of the group, have to call the same one to meet them. Then all ranks connect: NCCL
-makes its communicator in a group's first collective, and the connection of a pair in the first
-bytes that one sends the other, and blocks there until both have come. So those belong to the
-forming of the group and not to the first sync, in which the ranks do not start together.
+All its ranks join in the same way, in `join`: the trainer's, which are the first, and the engines',
+in the hook on SGLang's `init_weights_update_group`. They wait for each other in a store that the
+trainer's first rank serves (`MeetingPoint`). Then all ranks connect: NCCL makes its communicator in
+a group's first collective, and the connection of a pair in the first bytes that one sends the
+other, and blocks there until both have come. So those belong to the forming of the group and not to
+the first sync, in which the ranks do not start together.
 """
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
 import secrets
 import socket
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -24,9 +24,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
-from torch.distributed.distributed_c10d import _get_process_group_store
+from torch.distributed.distributed_c10d import _get_process_group_store, default_pg_timeout
 
 from sglang_loader.common.broadcast.broadcast import WORD, Broadcast, Transfer, all_to_all
+from sglang_loader.common.threads import in_thread
 
 logger = logging.getLogger(__name__)
 
@@ -44,102 +45,64 @@ _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 @dataclass(frozen=True)
 class GroupPlace:
-    """Where the ranks of a group meet, the trainer's and then the engines', by which name: it
-    starts with `GROUP_PREFIX`.
-    """
+    """Where the ranks of a group meet, and by which name: it starts with `GROUP_PREFIX`."""
 
     name: str
     address: str
     port: int
-    num_trainers: int
-    num_engine_ranks: int
-
-    @property
-    def world_size(self) -> int:
-        """Ranks of both."""
-        return self.num_trainers + self.num_engine_ranks
+    world_size: int
 
 
 class MeetingPoint:
     """The store where a group's ranks meet, served by this process at a free port.
 
-    A rank that waits here for another one, in a process that nobody can interrupt, is sent away by
-    `close`. One that finds the port closed would try again for as long as torch's default timeout
-    (30 minutes); `reopen` lets it in, so that the next `close` sends it away as well.
+    A rank that waits there for another one, in a process that nobody can interrupt, is sent away by
+    `close`; one that comes later finds nobody.
 
     Args:
         address: of this host, as the engines reach it.
-        timeout_s: how long this process waits for another rank, in seconds.
+        num_trainers: so many of the group's ranks, the first ones, are the trainer's.
     """
 
-    def __init__(self, address: str, world_size: int, timeout_s: float) -> None:
-        self._address = address
-        self._world_size = world_size
-        self._timeout_s = timeout_s
-        self._server: TCPStore | None = self._opened(0)
+    def __init__(self, address: str, world_size: int, num_trainers: int) -> None:
+        self._server: TCPStore | None = TCPStore(
+            address, 0, world_size, is_master=True, wait_for_workers=False
+        )
+        self._server.set(_NUM_TRAINERS, str(num_trainers))
         self.port = self._server.port
 
     def close(self) -> None:
         """Close the store; whoever waits in it gets an error at once."""
         self._server = None
 
-    def reopen(self) -> None:
-        """Open it again, empty, at the same port, unless it is open; DistNetworkError is raised
-        where another process has taken the port.
-        """
-        self._server = self._server or self._opened(self.port)
-
-    @property
-    def has_visitors(self) -> bool:
-        """True if a rank has come since it was opened: each leaves a word there before it waits."""
-        return self._server is not None and self._server.num_keys() > 0
-
-    def _opened(self, port: int) -> TCPStore:
-        size, timeout_s = self._world_size, self._timeout_s
-        return connection_to(self._address, port, size, timeout_s, is_master=True)
-
-
-def connection_to(
-    address: str, port: int, world_size: int, timeout_s: float, *, is_master: bool = False
-) -> TCPStore:
-    """A connection to a meeting point, which keeps the store open only if it `is_master`; it waits
-    for a key as long as this, in seconds.
-    """
-    return TCPStore(
-        address,
-        port,
-        world_size,
-        is_master=is_master,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=timeout_s),
-    )
-
 
 def check_reachable(address: str, port: int) -> None:
-    """Refuse a meeting point at which nobody listens: its trainer is gone.
-
-    torch would try to connect for 30 minutes, in a scheduler that does nothing else meanwhile.
-
-    Raises:
-        OSError: no connection within `REACH_TIMEOUT_S`.
+    """Raise OSError where nobody listens, so that nobody is met: torch would try to connect for 30
+    minutes, in a scheduler that does nothing else meanwhile.
     """
     socket.create_connection((address, port), REACH_TIMEOUT_S).close()
 
 
-def import_helpers() -> None:
-    """Import what `join_as_trainer` needs of SGLang: no engine should wait for it ten seconds."""
-    importlib.import_module("sglang.srt.utils")
+def join(place: GroupPlace, rank: int, device: torch.device) -> Any:
+    """Become a rank of the group; returns it, connected, once all others have come. The device, of
+    what will be broadcast, decides between NCCL and gloo.
 
-
-def join_as_trainer(place: GroupPlace, rank: int, device: torch.device, timeout_s: float) -> Any:
-    """Become a rank of the group; returns it, connected, once all others have come, each within
-    `timeout_s` seconds. The device, of what will be broadcast, decides between NCCL and gloo.
+    Raises:
+        OSError: nobody serves the store.
+        torch.distributed.DistError: it was closed: a rank did not come.
+        BroadcastError: a rank did not connect.
     """
     from sglang.srt.utils import init_custom_process_group
 
     if device.type == "cuda":
         torch.cuda.set_device(device)  # each thread has its own, and starts with GPU 0
-    store = connection_to(place.address, place.port, place.world_size, timeout_s)
+    check_reachable(place.address, place.port)
+    reach_s = timedelta(seconds=REACH_TIMEOUT_S)  # it may be closed this very moment
+    store = TCPStore(
+        place.address, place.port, place.world_size, wait_for_workers=False, timeout=reach_s
+    )
+    num_trainers = int(store.get(_NUM_TRAINERS))
+    store.set_timeout(default_pg_timeout)
     with errors_left_to_us():
         group = init_custom_process_group(
             backend=backend_of(device),
@@ -147,11 +110,9 @@ def join_as_trainer(place: GroupPlace, rank: int, device: torch.device, timeout_
             world_size=place.world_size,
             rank=rank,
             group_name=place.name,
-            timeout=timedelta(seconds=timeout_s),
         )
     try:
-        _get_process_group_store(group).set(_NUM_TRAINERS, str(place.num_trainers))
-        connect(group, device, timeout_s)
+        _connect(group, num_trainers, device)
     except Exception:
         leave(group, broken=True)
         raise
@@ -186,27 +147,22 @@ def errors_left_to_us() -> Iterator[None]:
             os.environ[_ERROR_HANDLING] = before
 
 
-def connect(group: Any, device: torch.device, timeout_s: float = CONNECT_TIMEOUT_S) -> None:
-    """The group's first collectives; every rank calls this right after it joined.
+def _connect(group: Any, num_trainers: int, device: torch.device) -> None:
+    """The group's first collectives.
 
     Nothing ends a rank's wait for the others in NCCL, so all wait in the store before: closing it
     sends them away.
-
-    Raises:
-        BroadcastError: a rank did not come.
-        torch.distributed.DistError: the store was closed; a rank did not join at all.
     """
     _meet(group)
     Broadcast(torch.zeros(1, dtype=torch.uint8, device=device), group).wait(
-        timeout_s, "the first byte of the update group"
+        CONNECT_TIMEOUT_S, "the first byte of the update group"
     )
-    _first_words(group, device).wait(timeout_s, "the first word of every trainer rank")
+    words = _first_words(group, num_trainers, device)
+    words.wait(CONNECT_TIMEOUT_S, "the first word of every trainer rank")
 
 
-def _first_words(group: Any, device: torch.device) -> Transfer:
-    """Every trainer rank sends every engine rank a word; there are trainer ranks if any said so."""
-    store = _get_process_group_store(group)
-    num_trainers = int(store.get(_NUM_TRAINERS)) if store.check([_NUM_TRAINERS]) else 0
+def _first_words(group: Any, num_trainers: int, device: torch.device) -> Transfer:
+    """Every trainer rank sends every engine rank a word."""
     is_trainer = [rank < num_trainers for rank in range(group.size())]
     own = is_trainer[group.rank()]
     sends = [WORD.itemsize * (own and not each) for each in is_trainer]
@@ -243,9 +199,8 @@ def leave(group: Any, *, broken: bool) -> None:
     should leave at the same time, and each does it in a thread.
 
     Args:
-        group: of `join_as_trainer`, or what SGLang made of `init_weights_update_group`. Where the
-            caller keeps no reference to it, it ends in that thread, too: gloo's waits as long as
-            one of its collectives does.
+        group: of `join`. Where the caller keeps no reference to it, it ends in that thread, too:
+            gloo's waits as long as one of its collectives does.
         broken: True if a broadcast may be outstanding: it is aborted, not waited for.
     """
     held = [group]
@@ -285,16 +240,13 @@ def _end_collectives(group: Any) -> None:
 def _run_for_a_while(step: Callable[[], None], what: str) -> None:
     gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
-    def run() -> None:
+    def run(_: object) -> None:
         if gpu is not None:
             torch.cuda.set_device(gpu)
-        try:
-            step()
-        except Exception:
-            logger.exception("failed to %s", what)
+        step()
 
-    thread = threading.Thread(target=run, daemon=True, name="weight-sync-leave")
-    thread.start()
-    thread.join(LEAVE_TIMEOUT_S)
-    if thread.is_alive():
+    ended = in_thread(run, "weight-sync-leave")
+    if not wait([ended], LEAVE_TIMEOUT_S).done:
         logger.warning("it takes more than %g s to %s; going on", LEAVE_TIMEOUT_S, what)
+    elif (error := ended.exception()) is not None:
+        logger.error("failed to %s", what, exc_info=error)

@@ -1,8 +1,8 @@
 """HTTP client of an SGLang server's control endpoints, for any thread and any event loop.
 
-with SGLangServerClient("http://[::1]:30000", timeout_s=600) as client:
-    client.run(operations.release_memory(["kv_cache", "weights"]))
-    future = client.submit(operations.model_info())
+client = SGLangServerClient("http://[::1]:30000", timeout_s=600)
+client.run(operations.release_memory(["kv_cache", "weights"]))
+future = client.submit(operations.model_info())
 """
 
 from verl_sglang_sync.engine.server_client.client import SGLangServerClient

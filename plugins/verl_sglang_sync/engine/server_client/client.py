@@ -1,4 +1,4 @@
-"""The client of one server: its connections, API keys, timeouts, and what is sent again.
+"""The client of one server: API keys, timeouts, and what is sent again.
 
 Every operation either succeeded on the server or raised a `ServerError`. Sent again is, after
 
@@ -7,26 +7,22 @@ Every operation either succeeded on the server or raised a `ServerError`. Sent a
   because they may have been executed;
 - a reply, good or bad: nothing.
 
-So an operation ends within `ATTEMPTS` x its timeout, plus a few seconds for the connections. These
-belong to one event loop, but a trainer calls from many: from short-lived ones (`asyncio.run` for
-each stage), from one that it blocks meanwhile, and from threads without one. So all clients of a
-process share a loop in a thread of its own.
+So an operation ends within `ATTEMPTS` x its timeout, plus a few seconds for the connections. Each
+has a thread and a connection of its own: a trainer calls from short-lived event loops
+(`asyncio.run` for each stage), from one that it blocks meanwhile, and from threads without one.
 """
 
 from __future__ import annotations
 
-import asyncio
-import functools
 import json
-import os
-import threading
-import weakref
+import time
 from collections.abc import Mapping
-from concurrent.futures import Future, wait
-from typing import Any, Self
+from concurrent.futures import Future
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from typing import Any
+from urllib.parse import urlencode, urlsplit
 
-import aiohttp
-
+from sglang_loader.common.threads import in_thread
 from verl_sglang_sync.engine.server_client.errors import (
     NotAuthorized,
     ReplyLost,
@@ -40,18 +36,15 @@ CONNECT_ATTEMPTS = 3
 ATTEMPTS = 3
 RETRY_DELAY_S = 1.0
 CONNECT_TIMEOUT_S = 10.0
-CLOSE_TIMEOUT_S = 5.0
-# Shorter than any server's: a connection is not used while its server is about to close it.
-KEEP_ALIVE_S = 2.0
 MESSAGE_CHARS = 4000
 
 
 class SGLangServerClient:
-    """Runs operations (see `operations`); keeps its connections open from call to call.
+    """Runs operations (see `operations`).
 
     Args:
         base_url: such as "http://10.0.0.1:30000" or "http://[::1]:30000".
-        timeout_s: limit of one request, in seconds.
+        timeout_s: limit of one request, in seconds: of the wait for its reply, or for more of it.
         timeouts_s: other limits for some operations, by `operations.LIMITS`.
         admin_api_key: SGLang's `admin_api_key`; its control endpoints want this one if it is set.
         rank: the trainer's rank, for errors.
@@ -76,86 +69,71 @@ class SGLangServerClient:
         self._admin_api_key = admin_api_key
         self._rank = rank
         self._replica = replica
-        self._calls: set[Future[Any]] = set()
-        self._connections = _Connections()
-        weakref.finalize(self, self._connections.close_soon)
 
     def submit(self, call: Call) -> Future[Any]:
         """Start one operation; the future gets its reply, decoded if it is JSON, or a `ServerError`
-        of which the class says what happened. Cancelling the future cancels it.
+        of which the class says what happened. One that is cancelled is not sent again.
         """
-        future = asyncio.run_coroutine_threadsafe(self._send(call), _loop())
-        self._calls.add(future)
-        future.add_done_callback(self._calls.discard)
-        return future
+        return in_thread(lambda future: self._send(call, future), "sglang-server-client")
 
     def run(self, call: Call) -> Any:
         """The reply of one operation, once it has succeeded; else `ServerError`."""
-        future = self.submit(call)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()
-            raise
+        return self._send(call, Future())
 
-    def close(self) -> None:
-        """Cancel all calls and close the connections; a later call opens others."""
-        for future in self._calls.copy():
-            future.cancel()
-        wait([self._connections.close_soon()], CLOSE_TIMEOUT_S)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    async def _send(self, call: Call) -> Any:
+    def _send(self, call: Call, future: Future[Any]) -> Any:
         num_refused = num_lost = 0
         while True:
+            connection, is_open = self._connection(call.operation), False
             try:
-                return await self._attempt(call)
-            except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-                num_refused += 1
+                connection.connect()
+                is_open = True
+                status, text = self._exchanged(call, connection)
+                return self._result(call, status, text)
+            except (OSError, HTTPException) as error:
+                num_lost, num_refused = num_lost + is_open, num_refused + (not is_open)
                 if num_refused == CONNECT_ATTEMPTS:
                     message = f"no connection in {num_refused} attempts: {error}"
                     raise self._error(ServerUnreachable, call, message) from None
-            except (TimeoutError, aiohttp.ClientError) as error:
-                num_lost += 1
-                if num_lost == ATTEMPTS or not call.operation.idempotent:
+                is_last = num_lost == ATTEMPTS or not call.operation.idempotent
+                if future.cancelled() or (is_open and is_last):
                     raise self._lost(call, error, num_lost) from None
-            await asyncio.sleep(RETRY_DELAY_S)
+            finally:
+                connection.close()
+            time.sleep(RETRY_DELAY_S)
 
-    async def _attempt(self, call: Call) -> Any:
-        operation, timeout_s = call.operation, self._timeout_of(call.operation)
-        headers, body = {}, None
+    def _connection(self, operation: Operation) -> HTTPConnection:
+        url = urlsplit(self._base_url)
+        assert url.hostname is not None, f"{self._base_url!r} names no server"
+        kind = HTTPSConnection if url.scheme == "https" else HTTPConnection
+        limit_s = min(self._timeout_of(operation), CONNECT_TIMEOUT_S)
+        return kind(url.hostname, url.port, timeout=limit_s)
+
+    def _exchanged(self, call: Call, connection: HTTPConnection) -> tuple[int, str]:
+        """Send a request, and wait for the reply: its status and body."""
+        operation, headers, body = call.operation, {}, None
         key = self._admin_api_key or self._api_key if operation.admin else self._api_key
         if key:
             headers["Authorization"] = f"Bearer {key}"
         if call.payload is not None:
             body = json.dumps(call.payload).encode()
             headers["Content-Type"] = "application/json"
-        connect_s = min(timeout_s, CONNECT_TIMEOUT_S)
-        async with self._connections.session().request(
-            operation.method,
-            self._url(operation),
-            params=call.query,
-            data=body,
-            headers=headers,
-            timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=connect_s),
-            trace_request_ctx=call.sent,
-        ) as response:
-            text = await response.text(errors="replace")
-            if response.status >= 500:
-                response.close()  # a server that failed closes the connection behind its reply
-            return self._result(call, response.status, text)
+        query = f"?{urlencode(call.query)}" if call.query else ""
+        connection.sock.settimeout(self._timeout_of(operation))
+        path = urlsplit(self._url(operation)).path
+        connection.request(operation.method, path + query, body, headers)
+        if call.sent is not None:
+            call.sent.set()
+        response = connection.getresponse()
+        if response.length is None and not response.chunked:
+            raise HTTPException("the reply does not say how long it is: it may be cut off")
+        return response.status, response.read().decode(errors="replace")
 
     def _result(self, call: Call, status: int, text: str) -> Any:
         if status in (401, 403):
             which = "admin_api_key or api_key" if call.operation.admin else "api_key"
             message = f"the server refused the {which}: {text[:MESSAGE_CHARS]}"
             raise self._error(NotAuthorized, call, message, status)
-        if status >= 400:
+        if status >= 300:
             raise self._error(RequestFailed, call, text[:MESSAGE_CHARS], status)
         try:
             content = json.loads(text)
@@ -191,50 +169,3 @@ class SGLangServerClient:
             rank=self._rank,
             replica=self._replica,
         )
-
-
-class _Connections:
-    """aiohttp's session in the client's loop; it does not keep the client alive."""
-
-    def __init__(self) -> None:
-        self._session: aiohttp.ClientSession | None = None
-
-    def session(self) -> aiohttp.ClientSession:
-        """Opened with the first call, and with the first one after `close`."""
-        if self._session is None:
-            connector = aiohttp.TCPConnector(keepalive_timeout=KEEP_ALIVE_S)
-            self._session = aiohttp.ClientSession(
-                connector=connector, trace_configs=[_setting_sent()]
-            )
-        return self._session
-
-    def close_soon(self) -> Future[None]:
-        return asyncio.run_coroutine_threadsafe(self._close(), _loop())
-
-    async def _close(self) -> None:
-        session, self._session = self._session, None
-        if session is not None:
-            await session.close()
-
-
-def _setting_sent() -> aiohttp.TraceConfig:
-    """Makes a session set the event of a call when its body has been written."""
-
-    async def chunk_sent(_: Any, context: Any, __: Any) -> None:
-        if context.trace_request_ctx is not None:  # called just before the write
-            asyncio.get_running_loop().call_soon(context.trace_request_ctx.set)
-
-    config = aiohttp.TraceConfig()
-    config.on_request_chunk_sent.append(chunk_sent)
-    return config
-
-
-@functools.cache
-def _loop() -> asyncio.AbstractEventLoop:
-    """Of all clients of this process; its thread ends with the process."""
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="sglang-server-client", daemon=True).start()
-    return loop
-
-
-os.register_at_fork(after_in_child=_loop.cache_clear)  # the thread stays with the parent

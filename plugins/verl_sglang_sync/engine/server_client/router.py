@@ -7,17 +7,16 @@ Routers in use have three protocols; the client uses whichever the router has:
 - 0.2: the same, but the id is the server's URL;
 - 0.1: `POST /add_worker?url=...` answers when the server is healthy; `POST /remove_worker?url=...`.
 
-async with RouterClient("http://10.0.0.9:30000", timeout_s=600) as router:
-    worker = await router.add("http://[fd00::1]:30000")
-    ...
-    await router.remove(worker)
+router = RouterClient("http://10.0.0.9:30000", timeout_s=600)
+worker = router.add("http://[fd00::1]:30000")
+...
+router.remove(worker)
 """
 
 from __future__ import annotations
 
-import asyncio
 import time
-from typing import Any, Self
+from typing import Any
 from urllib.parse import quote
 
 import msgspec
@@ -46,7 +45,7 @@ class Worker(msgspec.Struct, frozen=True):
 
 
 class RouterClient:
-    """Asynchronous client of one router; `timeout_s`, in seconds, limits a request, and the wait
+    """Client of one router; `timeout_s`, in seconds, limits a request, and the wait
     until a server is taken.
     """
 
@@ -55,7 +54,7 @@ class RouterClient:
         self._timeout_s = timeout_s
         self._client = SGLangServerClient(self._url, timeout_s=timeout_s, api_key=api_key)
 
-    async def add(self, url: str, *, api_key: str | None = None) -> Worker:
+    def add(self, url: str, *, api_key: str | None = None) -> Worker:
         """Add the server at `url`, as the router reaches it, to the workers; returns when the
         router sends it requests. A server that is among them already stays as it is.
 
@@ -68,76 +67,67 @@ class RouterClient:
         payload = {"url": url} | ({} if api_key is None else {"api_key": api_key})
         try:
             try:
-                reply = await self._send(Call(_operation("workers"), payload))
+                reply = self._client.run(Call(_operation("workers"), payload))
             except RequestFailed as error:
                 if error.status not in NO_SUCH_ROUTE:
                     raise
-                return await self._add_by_query(payload)
+                return self._add_by_query(payload)
             known = reply.get("worker_id") if isinstance(reply, dict) else None
             worker = Worker(url, known or url)
-            await self._wait_until_healthy(worker)
+            self._wait_until_healthy(worker)
         except ServerError as error:
             raise self._named(f"did not take the server {url}", error) from error
         return worker
 
-    async def remove(self, worker: Worker) -> None:
+    def remove(self, worker: Worker) -> None:
         """Take a server out, which the router need not know any more; raises as `add`."""
         try:
             if worker.id is None:
-                await self._send(Call(_operation("remove_worker"), query={"url": worker.url}))
+                self._client.run(Call(_operation("remove_worker"), query={"url": worker.url}))
             else:
-                await self._send(Call(_operation(_path(worker.id), "DELETE")))
+                self._client.run(Call(_operation(_path(worker.id), "DELETE")))
         except ServerError as error:
             if error.status != 404:
                 what = f"did not let the server {worker.url} go"
                 raise self._named(what, error) from error
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await asyncio.to_thread(self._client.close)
-
-    async def _send(self, call: Call) -> Any:
-        return await asyncio.wrap_future(self._client.submit(call))
-
-    async def _add_by_query(self, query: dict[str, str]) -> Worker:
+    def _add_by_query(self, query: dict[str, str]) -> Worker:
         """Remove and add it: this protocol refuses to add a URL that the router has already."""
-        await self._send(Call(_operation("remove_worker"), query={"url": query["url"]}))
-        await self._send(Call(_operation("add_worker"), query=query))
+        self._client.run(Call(_operation("remove_worker"), query={"url": query["url"]}))
+        self._client.run(Call(_operation("add_worker"), query=query))
         return Worker(query["url"], None)
 
-    async def _wait_until_healthy(self, worker: Worker) -> None:
+    def _wait_until_healthy(self, worker: Worker) -> None:
         assert worker.id is not None
         look_up = _operation(_path(worker.id), "GET")
         deadline = time.monotonic() + self._timeout_s
         while True:
-            seen = await self._look_up(look_up)
+            seen = self._look_up(look_up)
             if seen.get("is_healthy"):
                 return
             job = seen.get("job_status") or {}
             reason = None
-            if job.get("status") == "failed" and not await self._has(worker.url):
+            if job.get("status") == "failed" and not self._has(worker.url):
                 reason = str(job.get("message"))
             elif time.monotonic() > deadline:
                 reason = f"not healthy within {self._timeout_s:g} s; the router's last word: {seen}"
             if reason is not None:
                 raise RouterError(reason, endpoint=f"{self._url}/{look_up.path}", status=200)
-            await asyncio.sleep(POLL_S)
+            time.sleep(POLL_S)
 
-    async def _look_up(self, operation: Operation) -> dict[str, Any]:
+    def _look_up(self, operation: Operation) -> dict[str, Any]:
         """What the router reports of a worker; empty before its job has begun."""
         try:
-            reply = await self._send(Call(operation))
+            reply = self._client.run(Call(operation))
         except RequestFailed as error:
             if error.status == 404:
                 return {}
             raise
         return reply if isinstance(reply, dict) else {}
 
-    async def _has(self, url: str) -> bool:
+    def _has(self, url: str) -> bool:
         """True if the server is among the workers: then a failed job did no harm."""
-        reply = await self._send(Call(_operation("workers", "GET")))
+        reply = self._client.run(Call(_operation("workers", "GET")))
         return url in [worker.get("url") for worker in reply.get("workers", ())]
 
     def _named(self, what: str, error: ServerError) -> RouterError:

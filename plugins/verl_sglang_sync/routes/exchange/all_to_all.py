@@ -22,7 +22,7 @@ from verl_sglang_sync.routes.exchange.byte_gather import ByteGather
 from verl_sglang_sync.routes.exchange.exchange_plan import PieceSends
 
 NUM_TRAVELLING = 2
-"""Pieces on their way at a time; each needs scratch of its own."""
+"""Pieces, or broadcast buckets, on their way at a time; each needs memory of its own."""
 
 
 class AllToAll:

@@ -7,37 +7,28 @@ has failed, and a rank that is stopped is missed by the others' next agreement.
 
 from __future__ import annotations
 
-import time
-from collections import deque
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
-from sglang_loader.common.broadcast.broadcast import POLL_S, BroadcastError, Transfer
-from sglang_loader.common.session.messages import SessionError
-from verl_sglang_sync.collective import STEP_S
-from verl_sglang_sync.engine.engine_ranks import EngineRank, look_at
+from sglang_loader.common.broadcast.broadcast import Transfer
+from verl_sglang_sync.engine.engine_ranks import EngineRank
 from verl_sglang_sync.report import SyncReport
-from verl_sglang_sync.routes.broadcast import hear_reason
-from verl_sglang_sync.routes.exchange.all_to_all import NUM_TRAVELLING
+from verl_sglang_sync.routes.broadcast import GroupDelivery
 from verl_sglang_sync.routes.exchange.exchange_plan import Received
 from verl_sglang_sync.routes.exchange.shard_route import ShardPlan
 from verl_sglang_sync.routes.route import InStep, ReadyBucket
 
 
-class SendDelivery:
-    """See `Delivery`.
+class SendDelivery(GroupDelivery):
+    """See `GroupDelivery`.
 
     Args:
         plan: what this rank sends.
         found: by bucket, then by engine rank, how that finds it; on the first rank.
-        engines: all engine ranks, on the first rank; none on the others.
         group: the process group of all trainer ranks and engine ranks.
         device: of the shards.
-        limit_s: longest time in which nothing gets on, in seconds.
-        in_step: agrees with the other trainer ranks.
-        report: gets the seconds of "load" and "pack".
     """
 
     def __init__(
@@ -51,16 +42,12 @@ class SendDelivery:
         in_step: InStep,
         report: SyncReport,
     ) -> None:
+        super().__init__(engines, limit_s, in_step, report)
         self._plan = plan
         self._found = found
-        self._engines = engines
         self._group = group
-        self._device = device
-        self._limit_s = limit_s
-        self._in_step = in_step
-        self._report = report
+        self._nothing = torch.empty(0, dtype=torch.uint8, device=device)
         self._num_ranks = plan.first_reader + len(plan.known)
-        self._travelling: deque[Transfer] = deque()
 
     def deliver(self, ready: ReadyBucket) -> bool:
         """Announce a bucket, and send it as soon as all engine ranks receive it."""
@@ -77,60 +64,19 @@ class SendDelivery:
                 )
         for number in self._plan.all_to_all.numbers_of(ready.index):
             with self._report.stage("load"):
-                if not self._may_start(ready.index):
+                if not self._wait(ready.index + 1):
                     return False
             with self._report.stage("pack"):
-                self._start(number)
+                self._start(number, ready.index)
         return True
 
     def make_room(self) -> None:
         """See `Delivery`: nothing, what is sent is packed when there is room."""
 
-    def _start(self, number: int) -> None:
+    def _start(self, number: int, index: int) -> None:
+        moves, nothing = self._plan.all_to_all, self._nothing
         try:
-            self._plan.all_to_all.pack(number)
+            moves.pack(number)
         finally:  # without these bytes the other ranks would hang: that they fail is agreed later
-            nothing = torch.empty(0, dtype=torch.uint8, device=self._device)
-            sizes = [0] * self._num_ranks
-            work = self._plan.all_to_all.launch(number, nothing, sizes, self._group)
-            self._travelling.append(Transfer(work, self._device))
-
-    def _may_start(self, index: int) -> bool:
-        """Wait, all trainer ranks in step, until all engines receive a bucket and there is room.
-
-        Returns:
-            False if a rank has failed.
-        """
-        deadline = time.monotonic() + self._limit_s
-
-        def may_start() -> bool:
-            pause = time.monotonic() + STEP_S
-            while True:
-                look_at(self._engines)
-                waiting = [e for e in self._engines if e.session.num_receiving <= index]
-                if not waiting and self._has_room():
-                    return True
-                if time.monotonic() > deadline:
-                    self._raise_late(index, waiting)
-                if time.monotonic() > pause:
-                    return False
-                time.sleep(POLL_S)
-
-        return self._in_step(may_start)
-
-    def _raise_late(self, index: int, waiting: Sequence[EngineRank]) -> NoReturn:
-        within = f"within {self._limit_s:g} s"
-        for engine in waiting:
-            with engine.naming():
-                raise SessionError(f"no message from the engine {within}")
-        raise BroadcastError(f"what was to leave before bucket {index} has not left {within}")
-
-    def _has_room(self) -> bool:
-        """True if there is scratch for one more; a rank that makes a transfer fail may say why."""
-        try:
-            while self._travelling and self._travelling[0].is_done():
-                self._travelling.popleft()
-        except BroadcastError:
-            hear_reason(self._engines)
-            raise
-        return len(self._travelling) < NUM_TRAVELLING
+            work = moves.launch(number, nothing, [0] * self._num_ranks, self._group)
+            self._travelling.append((index, Transfer(work, nothing.device)))
