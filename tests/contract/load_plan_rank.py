@@ -2,11 +2,7 @@
 checkpoints, and checks syncs together with the other ranks.
 """
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -27,13 +23,13 @@ from sglang_loader.load_plan import trace_bucket, uses_of
 from sglang_loader.load_plan.arrange import num_bytes_read
 
 
-def every_rank(item: Any) -> list[Any]:
-    items: list[Any] = [None] * torch.distributed.get_world_size()
+def every_rank(item):
+    items = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(items, item)
     return items
 
 
-def main(folder: Path, rank: int, tp_size: int, ep_size: int, names: tuple[str, ...]) -> None:
+def main(folder, rank, tp_size, ep_size, names):
     """One rank's process.
 
     `folder` holds one checkpoint folder for each name. Writes `folder/result-RANK.json`: for each
@@ -41,7 +37,7 @@ def main(folder: Path, rank: int, tp_size: int, ep_size: int, names: tuple[str, 
     """
     prepare_process()
     ranks = Ranks(folder / "rendezvous", rank, tp_size, ep_size)
-    results: dict[str, dict[str, object]] = {}
+    results = {}
     for name in names:
         case = case_named(name)
         like = read_checkpoint(case, folder / name)

@@ -4,12 +4,8 @@ Two gloo processes build the same tiny SGLang classes sharded, and each proves i
 together check syncs: each rank reads a part of a tensor, and only all of them know of a fault.
 """
 
-from __future__ import annotations
-
 import json
 import os
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -54,7 +50,7 @@ def test_each_rank_replays_byte_identically(ep_size, names, tmp_path):
             assert all(part["ignored"] > 0 for part in parts), "every rank loads every expert"
 
 
-def run_ranks(folder: Path, ep_size: int, names: tuple[str, ...]) -> list[dict[str, Any]]:
+def run_ranks(folder, ep_size, names):
     """Both ranks' results; fails with the output of the rank that failed."""
     variables = {**os.environ, **environment("cpu", NUM_RANKS)}
     logs = [folder / f"rank-{rank}.log" for rank in range(NUM_RANKS)]

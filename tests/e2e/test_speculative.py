@@ -1,9 +1,5 @@
 """Speculative decoding around syncs on a CPU, where Triton's interpreter runs SGLang's kernels."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from support.speculative import check_accept_lengths
@@ -13,7 +9,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 INTERPRETED = {"SGLANG_EXTERNAL_MODEL_PACKAGE": "support.interpreted"}
 
 
-def test_a_frozen_draft_is_accepted_as_long_as_it_fits(tmp_path: Path) -> None:
+def test_a_frozen_draft_is_accepted_as_long_as_it_fits(tmp_path):
     check_accept_lengths(
         "EAGLE",
         tmp_path,

@@ -3,24 +3,18 @@
 `native` is SGLang's own backup (host_backup=on), `ours` the hook's (auto).
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from tiny_assets import make_assets
 
-from sglang_loader.common.engine_settings import HostBackup
 from support.http_requests import generate, release, resume
 from support.memory_cycles import Memory, free_bytes
 from support.memory_loaders import MEMORY_LOADERS, POISON_LOADER, PUBLISH_LOADER
-from support.served import Served, served
+from support.served import served
 
 MIB = 1 << 20
 UNCOVERED = ["model.norm.weight"]
@@ -38,19 +32,19 @@ LARGE = {
 class Engine(Memory):
     """A served model, and a trainer of one rank on the same GPU, in this process."""
 
-    def __init__(self, engine: Served) -> None:
+    def __init__(self, engine):
         super().__init__(engine)
         self.server = engine
         self.trainer = engine.trainer(torch.device("cuda", 0))
 
 
 @pytest.fixture
-def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Engine]:
+def engine(request, tmp_path):
     """A tiny mixture of experts, with our backup unless the parameter is another policy."""
     yield from serve(tmp_path, getattr(request, "param", "auto"))
 
 
-def serve(folder: Path, policy: HostBackup, *extra: str) -> Iterator[Engine]:
+def serve(folder, policy, *extra):
     """A server on `folder/model`, made where it is missing."""
     extra = ("--log-level", "info", *extra)
     options = {"loaders": MEMORY_LOADERS, "extra": extra, "host_backup": policy}
@@ -60,7 +54,7 @@ def serve(folder: Path, policy: HostBackup, *extra: str) -> Iterator[Engine]:
 
 
 @pytest.mark.parametrize("engine", ["auto", "on"], indirect=True)
-def test_without_a_coverage_every_byte_returns(engine: Engine) -> None:
+def test_without_a_coverage_every_byte_returns(engine):
     before, text = engine.look(), generate(engine.url)
     for _ in range(3):
         engine.stage(release, "kv_cache", "weights")
@@ -74,7 +68,7 @@ def test_without_a_coverage_every_byte_returns(engine: Engine) -> None:
     assert ("weights backup: saved" in log) == (before["policy"] == "auto")
 
 
-def test_all_that_a_release_frees_is_in_the_pool(engine: Engine) -> None:
+def test_all_that_a_release_frees_is_in_the_pool(engine):
     """Memory under the tag that did not come from the pool would be lost without a copy."""
     state = engine.look()
     segments = state["allocated"]["segments"]["weights"]
@@ -89,7 +83,7 @@ def test_all_that_a_release_frees_is_in_the_pool(engine: Engine) -> None:
     assert engine.look()["hashes"] == state["hashes"]
 
 
-def test_with_a_coverage_only_the_residue_is_kept(engine: Engine) -> None:
+def test_with_a_coverage_only_the_residue_is_kept(engine):
     before, text = engine.look(), generate(engine.url)
     engine.ask(PUBLISH_LOADER, uncovered=UNCOVERED)
     for _ in range(3):
@@ -113,7 +107,7 @@ def test_with_a_coverage_only_the_residue_is_kept(engine: Engine) -> None:
         assert generate(engine.url) == text
 
 
-def test_seconds_host_memory_and_lack_of_room_of_a_larger_model(tmp_path: Path) -> None:
+def test_seconds_host_memory_and_lack_of_room_of_a_larger_model(tmp_path):
     make_assets(tmp_path, architecture="qwen3")
     path = tmp_path / "model" / "config.json"
     config = json.loads(path.read_text())
@@ -149,7 +143,7 @@ def test_seconds_host_memory_and_lack_of_room_of_a_larger_model(tmp_path: Path) 
         assert min(a + b for a, b in seconds) < 0.2
 
 
-def weights_bytes(state: dict[str, Any]) -> int:
+def weights_bytes(state):
     """Allocated under the tag `weights`."""
-    size: int = state["allocated"]["weights"][1]
+    size = state["allocated"]["weights"][1]
     return size

@@ -5,10 +5,6 @@
 `tests/e2e/test_speculative.py` runs the same on a CPU, where nothing is released.
 """
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from support.speculative import SYNCS, check_accept_lengths
@@ -18,7 +14,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("algorithm", SYNCS)
-def test_drafts_are_accepted_as_long_as_they_fit(algorithm: str, tmp_path: Path) -> None:
+def test_drafts_are_accepted_as_long_as_they_fit(algorithm, tmp_path):
     check_accept_lengths(
         algorithm,
         tmp_path,

@@ -1,7 +1,5 @@
 """Buckets of a known list of tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 
 from sglang_loader.common.layout import BucketLayout, TensorSpec

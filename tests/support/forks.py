@@ -5,8 +5,6 @@ of a test session pays for the import, the others start at once. Servers that ve
 tests (`test_training_*`, `test_two_hosts`) import everything in every process, as a user's do.
 """
 
-from __future__ import annotations
-
 import ctypes
 import faulthandler
 import importlib

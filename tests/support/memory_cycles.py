@@ -2,8 +2,6 @@
 of everything that they leave, on a CPU as on a GPU.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time

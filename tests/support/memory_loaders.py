@@ -10,8 +10,6 @@ Without a memory saver (a CPU) nothing is ever lost, so there the memory under t
 model reaches, and what a restore would bring back is what the load plan leaves out.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from contextlib import nullcontext

@@ -8,8 +8,6 @@ On this machine's CPU a process is a fork; on another host, or with a GPU, it is
 test's own functions travel by value, so that it may say on the spot what a process does.
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import signal

@@ -1,7 +1,5 @@
 """The faults of a storm: each a function that injects one (or says how many), and its weight."""
 
-from __future__ import annotations
-
 import base64
 import json
 import os

@@ -5,8 +5,6 @@ between each trainer rank's session socket and its engine rank. Nothing here kno
 session is opened by base64 of JSON with an `endpoint`, a frame is bytes, or any msgpack.
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import json

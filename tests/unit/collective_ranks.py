@@ -1,12 +1,8 @@
 """What each of the pool's ranks does in a test of the trainer's collectives."""
 
-from __future__ import annotations
-
 import asyncio
 import os
-import signal
 import time
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +12,6 @@ from sglang_loader.common.broadcast.update_group import leave
 from unit.trainer_ranks import trainer_group
 from verl_sglang_sync import WeightSyncError
 from verl_sglang_sync.collective import (
-    Agreement,
     RankLost,
     TorchTrainerGroup,
     common_reason,
@@ -27,13 +22,13 @@ from verl_sglang_sync.collective import (
 TIMEOUT_S = 2.0
 
 
-def each_agrees(failures: dict[int, str], waiting: tuple[int, ...]) -> Agreement:
+def each_agrees(failures, waiting):
     rank = dist.get_rank()
     group = trainer_group(2)[0]
     return group.agree(failures.get(rank), is_ready=rank not in waiting, signature=rank << 40)
 
 
-def each_asks() -> tuple[Any, ...]:
+def each_asks():
     rank, (group, _) = dist.get_rank(), trainer_group(2)
     return (
         group.gather(bytes([rank])),
@@ -47,10 +42,10 @@ def each_asks() -> tuple[Any, ...]:
     )
 
 
-def each_waits(takes_s: dict[int, float], fails: int | None) -> tuple[str | None, float]:
+def each_waits(takes_s, fails):
     """Wait in step for the parts that some ranks have: the error, and the seconds it took."""
 
-    async def work() -> None:
+    async def work():
         await asyncio.sleep(takes_s[rank])
         if rank == fails:
             raise ValueError("the engine refused")
@@ -64,7 +59,7 @@ def each_waits(takes_s: dict[int, float], fails: int | None) -> tuple[str | None
     return error, time.monotonic() - started
 
 
-def agree_without(victim: int, how: signal.Signals) -> list[tuple[Any, float]]:
+def agree_without(victim, how):
     """One good agreement; then the victim is gone, and the others try two more."""
     group = TorchTrainerGroup(timeout_s=TIMEOUT_S)
     assert group.agree().is_ready
@@ -80,13 +75,13 @@ def agree_without(victim: int, how: signal.Signals) -> list[tuple[Any, float]]:
     return errors
 
 
-def come_late(victim: int) -> list[str | None]:
+def come_late(victim):
     """The victim sleeps through an agreement; how that one ended, and the two after it."""
     group = TorchTrainerGroup(timeout_s=1.0)
     assert group.agree().is_ready
     if dist.get_rank() == victim:
         time.sleep(1.0 + 2.0 + 1.0)  # the limit, `MARGIN_S`, half of `ROLL_CALL_S`
-    ends: list[str | None] = []
+    ends = []
     for _ in range(3):
         try:
             ends.append(None if group.agree().is_ready else "not ready")
@@ -95,7 +90,7 @@ def come_late(victim: int) -> list[str | None]:
     return ends
 
 
-def leaves_amid_an_exchange() -> float:
+def leaves_amid_an_exchange():
     """Ranks 0 and 1 begin it and leave the group, the others do neither: the seconds it takes."""
     group, nothing = dist.new_group(), torch.empty(0, dtype=torch.uint8)
     dist.barrier(group)

@@ -1,7 +1,5 @@
 """Gathering an arrangement out of tensors: by torch, and by the kernel's tables, against bytes."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import subprocess
@@ -24,9 +22,9 @@ CPU = torch.device("cpu")
 FILL = 0x5A
 
 
-def laid_out(sizes: list[tuple[int, int, tuple[tuple[int, int], ...], int]]) -> Arrangement:
+def laid_out(sizes):
     """Reads `(tensor, offset, dims, run)` one after the other, 16 bytes between them."""
-    reads: list[Read] = []
+    reads = []
     stop = 0
     for tensor, offset, dims, run in sizes:
         reads.append(Read(tensor, offset, dims, run, stop))
@@ -34,14 +32,14 @@ def laid_out(sizes: list[tuple[int, int, tuple[tuple[int, int], ...], int]]) -> 
     return Arrangement(tuple(reads), stop)
 
 
-def bytes_of(layout: BucketLayout, tensors: list[torch.Tensor]) -> torch.Tensor:
+def bytes_of(layout, tensors):
     buffer = torch.zeros(layout.nbytes, dtype=torch.uint8)
     for (_, view), tensor in zip(layout.views(buffer), tensors, strict=True):
         view.copy_(tensor)
     return buffer
 
 
-def check_packed(packing: ByteGather, flat: torch.Tensor, tensors: list[torch.Tensor]) -> None:
+def check_packed(packing, flat, tensors):
     """The buffer holds what the reference gathers, and what lies between is untouched."""
     layout = BucketLayout.pack((str(i), t.shape, t.dtype) for i, t in enumerate(tensors))
     arrangement = packing.arrangement
@@ -56,7 +54,7 @@ def check_packed(packing: ByteGather, flat: torch.Tensor, tensors: list[torch.Te
 
 
 @st.composite
-def arrangements(draw: st.DrawFn) -> tuple[Arrangement, list[torch.Tensor]]:
+def arrangements(draw):
     sizes = draw(st.lists(st.integers(1, 96), min_size=1, max_size=5))
     word = draw(st.sampled_from([1, 2, 8]))
     reads = []
@@ -114,7 +112,7 @@ def test_the_kernel_would_move_the_words_of_the_reads(case):
     assert sorted(set(table.tiles[:, 0].tolist())) == list(range(len(table.rows)))
 
 
-def _in_words(read: Read) -> bool:
+def _in_words(read):
     numbers = (read.start, read.offset, read.run, *(stride for _, stride in read.dims))
     return all(number % WORD_BYTES == 0 for number in numbers)
 
@@ -127,7 +125,7 @@ def test_a_buffer_that_is_too_small_is_refused():
         packing.run([torch.zeros(16)], torch.zeros(96, dtype=torch.uint8)[8:])
 
 
-def mixed_case(device: torch.device) -> tuple[Arrangement, list[torch.Tensor]]:
+def mixed_case(device):
     """Long, short, strided and odd reads, of tensors here and elsewhere."""
     arrangement = laid_out(
         [
@@ -147,7 +145,7 @@ def mixed_case(device: torch.device) -> tuple[Arrangement, list[torch.Tensor]]:
     return arrangement, tensors
 
 
-def check_kernel(device: torch.device) -> None:
+def check_kernel(device):
     """The kernel and torch pack the same; so they do when the tensors have moved."""
     arrangement, tensors = mixed_case(device)
     for kernel in (True, False):
@@ -167,7 +165,7 @@ def test_a_kernel_that_moves_other_bytes_is_not_believed(works, monkeypatch, cap
     tensors = [torch.arange(64.0), torch.arange(8.0)]
     launched = []
 
-    def launch(tiles: torch.Tensor, entries: torch.Tensor) -> None:
+    def launch(tiles, entries):
         launched.append(len(tiles))
         if works:
             for source, target, src_stride, dst_stride, run, rows in entries.tolist():

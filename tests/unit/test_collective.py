@@ -1,7 +1,5 @@
 """The trainer's ranks, real processes: what they agree on, and how they leave together."""
 
-from __future__ import annotations
-
 import signal
 
 import pytest

@@ -1,7 +1,5 @@
 """The host backup on real modules whose memory is really lost between save and restore."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 
@@ -14,7 +12,7 @@ from torch import nn
 from sglang_loader.common.engine_settings import HOST_BACKUP_VARIABLE, requested_host_backup
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.regions.intervals import merge, subtract
-from sglang_loader.host_backup import WeightsBackup, arm, backup_of
+from sglang_loader.host_backup import arm, backup_of
 from sglang_loader.host_backup import saved_bytes as saved_bytes_module
 from sglang_loader.host_backup.allocations import (
     Allocations,
@@ -30,7 +28,7 @@ from unit.released_memory import POISON, Residue, contents, overwrite, poison, s
 LAYOUT = BucketLayout.pack([("low", (5, 3), torch.bfloat16)])
 
 
-def sync_completed(model: nn.Module) -> str | None:
+def sync_completed(model):
     """Why the weights are stale after a complete sync."""
     backup = backup_of(model)
     assert backup is not None
@@ -46,7 +44,7 @@ def model():
     return Residue()
 
 
-def release_and_resume(model: nn.Module, backup: WeightsBackup) -> None:
+def release_and_resume(model, backup):
     backup.save(model)
     poison(model)
     backup.restore()
@@ -301,7 +299,7 @@ def test_what_no_module_reaches_is_saved_where_the_allocator_tells_of_it(model):
     hidden = torch.randn(11)
     span = (hidden.data_ptr(), hidden.data_ptr() + hidden.nbytes)
 
-    def with_hidden(found: nn.Module) -> Allocations:
+    def with_hidden(found):
         seen = reachable(found)
         return Allocations(seen.device, tuple(merge([*seen.ranges, span])))
 

@@ -1,7 +1,5 @@
 """Our hooks around SGLang's own weight updater, with a memory saver that loses the memory."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import os
@@ -44,9 +42,9 @@ LAYOUT = BucketLayout.pack([("linear.weight", (33, 7), torch.float32)])
 class LosingSaver:
     """Stands in for torch_memory_saver: what is resumed holds poison; a wrong order is an error."""
 
-    def __init__(self, model) -> None:
+    def __init__(self, model):
         self.model = model
-        self.paused: set[str] = set()
+        self.paused = set()
 
     def pause(self, tag):
         assert tag not in self.paused, f"{tag} was released twice"
@@ -61,7 +59,7 @@ class LosingSaver:
 class Worker:
     """The part of a TP worker that the updater uses; `update` does what a session's loads do."""
 
-    def __init__(self, model) -> None:
+    def __init__(self, model):
         self.model_runner = SimpleNamespace(model=model)
         self.server_args = SimpleNamespace(custom_weight_loader=[SESSION_FORMAT], dp_size=1)
         self.update = lambda: None
@@ -367,7 +365,7 @@ def test_other_servers_are_left_alone(updater):
 class Manager:
     """The part of a tokenizer manager that the hooks use."""
 
-    def __init__(self, *replies, loaders=(SESSION_FORMAT,)) -> None:
+    def __init__(self, *replies, loaders=(SESSION_FORMAT,)):
         self.server_args = SimpleNamespace(custom_weight_loader=list(loaders))
         self.auto_create_handle_loop = lambda: None
 
@@ -407,7 +405,7 @@ def test_requests_to_other_servers_go_upstreams_way():
 class Runner:
     """A model runner whose upstream `load_model` notes whether SGLang's backup was asked for."""
 
-    def __init__(self, device="cuda", is_draft_worker=False, **arguments) -> None:
+    def __init__(self, device="cuda", is_draft_worker=False, **arguments):
         self.device, self.is_draft_worker = device, is_draft_worker
         self.server_args = SimpleNamespace(
             custom_weight_loader=[SESSION_FORMAT],

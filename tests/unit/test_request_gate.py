@@ -1,7 +1,5 @@
 """What the gate lets through, holds, refuses and aborts, with SGLang's own messages."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 from types import SimpleNamespace

@@ -4,8 +4,6 @@ Its Triton kernels run in Triton's interpreter (`support.forks` sets TRITON_INTE
 as they are imported). What it has in CUDA alone is here, for chains of drafted tokens (`topk` 1).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
