@@ -1,9 +1,7 @@
 """Gathering an arrangement out of tensors: by torch, and by the kernel's tables, against bytes."""
 
 import ctypes
-import os
-import subprocess
-import sys
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,6 +13,7 @@ from sglang_loader.common.copy_kernel import TILE_WORDS
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.regions.arrangement import Arrangement, Read
 from sglang_loader.load_plan.verify import gather
+from support.remote import run_interpreted
 from verl_sglang_sync.routes.exchange import byte_gather
 from verl_sglang_sync.routes.exchange.byte_gather import WORD_BYTES, ByteGather, GatherTable
 
@@ -182,10 +181,9 @@ def test_a_kernel_that_moves_other_bytes_is_not_believed(works, monkeypatch, cap
     assert ("gathered other bytes than torch" in caplog.text) != works
 
 
-def test_the_kernel_packs_in_the_interpreter():
+def test_the_kernel_packs_in_the_interpreter(tmp_path):
     pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    subprocess.run([sys.executable, __file__], env=environment, check=True, timeout=300)
+    run_interpreted(partial(check_kernel, CPU), tmp_path / "log")
 
 
 def test_a_table_of_nothing_has_no_rows():
@@ -193,7 +191,3 @@ def test_a_table_of_nothing_has_no_rows():
     shapes = (table.rows.shape, table.places.shape, table.tiles.shape)
     assert shapes == ((0, 6), (0, 2), (0, 2))
     assert table.rows.dtype == np.int64
-
-
-if __name__ == "__main__":
-    check_kernel(CPU)

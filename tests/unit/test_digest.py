@@ -1,8 +1,6 @@
 """Digests: what changes them, and that the kernel and torch's operators find the same."""
 
-import os
-import subprocess
-import sys
+from functools import partial
 from itertools import combinations
 
 import pytest
@@ -12,6 +10,7 @@ from hypothesis import strategies as st
 
 from sglang_loader.common import digest as module
 from sglang_loader.common.digest import PART_WORDS, digests, tensor_digest
+from support.remote import run_interpreted
 
 PART = 8 * PART_WORDS
 SIZES = [
@@ -113,11 +112,6 @@ def check(device):
     assert torch.equal(digests([*storages, *views]), expected)
 
 
-def test_the_kernel_finds_what_torch_does():
+def test_the_kernel_finds_what_torch_does(tmp_path):
     pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    subprocess.run([sys.executable, __file__], env=environment, check=True, timeout=300)
-
-
-if __name__ == "__main__":
-    check("cpu")
+    run_interpreted(partial(check, "cpu"), tmp_path / "log")
