@@ -13,7 +13,6 @@ from tiny_assets import make_assets
 from sglang_loader.common.session.messages import SESSION_FORMAT
 from support.captured_launch import (
     HTTP_PORT,
-    MASTER_PORT,
     captured_launch,
     launch_replica,
 )
@@ -141,26 +140,6 @@ def given_arguments(invert=False):
             field.default == invert if is_switch else [field.name, {"numbers": [7, 0.5]}]
         )
     return given | {"custom_weight_loader": ["users.own.loader"]}
-
-
-class TestTwoNodes:
-    @pytest.mark.parametrize(
-        ("hosts", "master"),
-        [
-            (("10.0.0.1", "10.0.0.2"), f"10.0.0.1:{MASTER_PORT}"),
-            (("fd00::1", "fd00::2"), f"[fd00::1]:{MASTER_PORT}"),
-        ],
-        ids=("IPv4", "IPv6"),
-    )
-    def test_one_engine_over_both_and_a_server_on_the_first(self, model, hosts, master):
-        first, second = launch(model, hosts=hosts)
-        for rank, node in enumerate((first, second)):
-            arguments = node.arguments
-            assert (node.host, arguments["node_rank"]) == (hosts[rank], rank)
-            assert (arguments["nnodes"], arguments["tp_size"]) == (2, 2)
-            assert arguments["dist_init_addr"] == master
-            assert arguments["custom_weight_loader"] == [SESSION_FORMAT]
-        assert (first.http_servers, second.http_servers) == ([hosts[0]], [])
 
 
 class TestRouter:

@@ -272,7 +272,8 @@ class TestScheduler:
         scheduler = MagicMock(chunked_req=None, waiting_queue=[*queued], cur_batch=None)
         scheduler.running_batch.reqs = []
         original(f"{MANAGERS}.scheduler:Scheduler.abort_request")(scheduler, to_abort)
-        gate, held = RequestGate(GatePolicy(), MagicMock()), []
+        channels, held = MagicMock(), []
+        gate = RequestGate(GatePolicy(), channels)
         for request in queued:
             held.append(message(TokenizedGenerateReqInput, rid=request.rid))
         gate.set("asleep")
@@ -280,6 +281,9 @@ class TestScheduler:
         assert gate.let_through([to_abort]) == [to_abort]
         gate.set(None)
         left = [request.rid for request in gate.let_through([])]
+        answers = [call.args[0] for call in channels.send_to_tokenizer.send_output.mock_calls]
+        assert {answer.rid for answer in answers} == {"a", "abc", "b"} - {*left}
+        assert all(type(each) is AbortReq and not each.finished_reason for each in answers)
         assert left == [request.rid for request in scheduler.waiting_queue] != ["a", "abc", "b"]
 
     @pytest.mark.parametrize("pickles", [True, False])

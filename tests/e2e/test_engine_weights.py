@@ -105,18 +105,6 @@ def test_a_warning_lets_the_sync_go_on_and_is_logged_once(case):
     assert len(said) == 1 and f"1 missing: {LOST}" in said[0]
 
 
-def go_through(rank, stages):
-    manager = rank.manager("flattened")
-    for stage in stages:
-        asyncio.run(manager.release() if stage == "release" else manager.resume((stage,)))
-
-
-def test_repeated_stages_are_no_ops(case):
-    case.ranks.run(go_through, ("release",) * 2)
-    case.ranks.run(go_through, ("weights", "kv_cache") * 2)
-    assert case.engine.hashes() == case.reference
-
-
 def test_every_way_of_a_sync_leaves_what_the_eager_loader_does(case):
     """Full tensors on every rank, or shards over all ranks; packed, exchanged or read where they
     are, one of them elsewhere after engines were told where it had been.

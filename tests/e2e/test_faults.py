@@ -17,11 +17,8 @@ import pytest
 
 from support.engine_loaders import COUNT_LOADER
 from support.fault_proxy import Fault
-from support.served import served
 from support.storm import Storm
 from support.storm_trainer import TIMEOUT_S
-from support.trainer import sync_error
-from verl_sglang_sync.bench.engine_server import free_port
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -99,16 +96,6 @@ def test_a_reply_that_is_lost_before_fails_the_sync_on_every_rank(storm, preset)
     assert [request["fault"] for request in storm.proxy.seen] == ["cut"]
 
 
-@presets
-def test_a_server_that_is_not_there_is_named_on_every_rank(storm, preset):
-    storm.urls["closed"] = closed = f"http://127.0.0.1:{free_port()}"
-    storm.begin(preset=preset, via="closed")
-    errors = storm.finish()
-    for error in errors:
-        assert "ServerUnreachable: rank 0, replica 0: " in str(error), error
-        assert f"{closed}/" in str(error) and "no connection in 3 attempts: " in str(error)
-
-
 @pytest.mark.parametrize(("preset", "victim"), [("flattened", 1), ("packed", 0)])
 def test_a_rank_that_is_killed_is_named_by_the_others_in_time(storm, preset, victim):
     trainer = storm.begin(preset=preset, slow_s=0.1)
@@ -167,18 +154,3 @@ def test_a_server_killed_between_two_buckets_is_named_on_every_rank(storm):
     named = "the engine's process is gone|rank 0, replica 0: http://"
     for error in errors:
         assert re.search(named, str(error)), error
-
-
-def sync_with_keys(rank, keys):
-    rank.use_client(rank.url, timeout_s=60, **keys)
-    return sync_error(rank.manager("compiled"), rank.weights())
-
-
-def test_a_key_that_the_server_refuses_is_named_on_every_rank(tmp_path):
-    keys = {"api_key": "normal", "admin_api_key": "admin"}
-    extra = ("--api-key", "normal", "--admin-api-key", "admin")
-    with served(tmp_path, extra=extra, access=keys) as engine, engine.ranks() as ranks:
-        (error,) = ranks.run(sync_with_keys, keys | {"admin_api_key": "wrong"})
-        assert f"NotAuthorized: rank 0, replica 0: {engine.url}/{PATH}: HTTP 401: " in error
-        assert "the server refused the admin_api_key" in error
-        assert ranks.run(sync_with_keys, keys) == [None]

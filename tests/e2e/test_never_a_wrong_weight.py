@@ -220,45 +220,6 @@ def test_after_a_sync_that_broke_off_only_a_whole_one_is_served(
     assert engine.hashes() == before
 
 
-@refusing
-def test_an_export_that_grows_is_loaded_right(engine, trainer):
-    """Two tensors between whole exports: the bucket that ended the shorter one is not the last any
-    more. A refusal of the small ones is as good as a sync.
-    """
-    settings = {"manifest_check": "off"}
-    manager = trainer.manager("compiled", bucket_bytes=1 << 12, **settings)
-    weights, fresh = {scale: trainer.weights(scale) for scale in (0.5, 1.0)}, {}
-    for scale, named in weights.items():
-        assert sync_error(trainer.manager("flattened", **settings), iter(named)) is None
-        fresh[scale] = engine.hashes()
-    for scale, other in ((0.5, 1.0), (1.0, 0.5)) * 3:
-        sync_error(manager, iter(weights[other][:2]))
-        assert sync_error(manager, iter(weights[scale])) is None
-        assert engine.hashes() == fresh[scale], f"other weights than those of {scale}"
-
-
-@refusing
-def test_an_embedding_that_comes_again_with_other_values_is_an_error(engine, trainer):
-    name, weights = "model.embed_tokens.weight", trainer.weights()
-    first = dict(weights)[name]
-    last = first.clone()
-    last[-1, -1] += 1
-
-    def sync(again, version):
-        return sync_error(trainer.manager("flattened"), [*weights, (name, again)], version)
-
-    assert sync(first.clone(), "a copy") is None
-    hashes = engine.hashes()
-    for other in (first * 2, last):
-        error = sync(other, "other values")
-        assert error is not None, "dropped without a word"
-        assert name in error
-        assert engine.version == "a copy"
-    assert sync(first.clone(), "a copy again") is None
-    assert engine.version == "a copy again"
-    assert engine.hashes() == hashes
-
-
 # Sessions that name another endpoint than the one on which the trainer listens.
 
 FORGED_TIMEOUT_S = 20.0

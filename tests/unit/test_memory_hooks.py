@@ -5,7 +5,6 @@ import dataclasses
 import os
 import pickle
 import socket
-from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -34,7 +33,7 @@ from sglang_loader.host_backup import arm, backup_of
 from sglang_loader.load_plan.destinations import collect_destinations
 from sglang_loader.upstream import tell, told
 from support.reachable_memory import publish_coverage, reachable
-from unit.released_memory import Residue, contents, overwrite, poison, size_of, whole
+from unit.released_memory import Residue, overwrite, poison, size_of, whole
 
 LAYOUT = BucketLayout.pack([("linear.weight", (33, 7), torch.float32)])
 
@@ -265,21 +264,6 @@ def covered_engine(updater):
     return model
 
 
-def test_a_cycle_with_a_plan_keeps_the_residue_alone(updater):
-    model = covered_engine(updater)
-    before = contents(collect_destinations(model))
-    for _ in range(3):
-        release(updater, "kv_cache", "cuda_graph", "weights")
-        resume(updater, "weights")
-        assert backup_of(model).stale
-        for rest in (("kv_cache",), ("cuda_graph", "kv_cache")):
-            assert "sync the weights first" in refusal(resume(updater, *rest))
-        assert update(updater).success
-        assert refusal(resume(updater, "kv_cache")) is None
-        assert contents(collect_destinations(model)) == before
-        assert backup_of(model).host_bytes == 0
-
-
 class Gate:
     reason = None
 
@@ -426,13 +410,6 @@ class Runner:
         self.model = Residue()
 
 
-@contextmanager
-def policy(monkeypatch, value):
-    monkeypatch.setenv(HOST_BACKUP_VARIABLE, value)
-    monkeypatch.setattr(hooks, "under_weights_tag", reachable)
-    yield
-
-
 @pytest.mark.parametrize(
     ("value", "arguments", "stock", "ours"),
     [
@@ -449,8 +426,9 @@ def policy(monkeypatch, value):
 )
 def test_who_backs_up_the_weights(value, arguments, stock, ours, monkeypatch):
     runner = Runner(**arguments)
-    with policy(monkeypatch, value):
-        hooks.load_model(Runner.load, runner)
+    monkeypatch.setenv(HOST_BACKUP_VARIABLE, value)
+    monkeypatch.setattr(hooks, "under_weights_tag", reachable)
+    hooks.load_model(Runner.load, runner)
     assert runner.stock_backup is stock
     assert runner.memory_saver_adapter.region == runner.region, "as it was"
     backup = backup_of(runner.model)
