@@ -1,11 +1,5 @@
 """What holds for all tests, and training runs, which tests of several files wait for."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
-
 import pytest
 from hypothesis import settings
 
@@ -14,7 +8,7 @@ settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")
 
 
-def runs_of(session: pytest.Session) -> list[Any]:
+def runs_of(session):
     """The training runs of all selected tests, in their order."""
     params = (getattr(item, "callspec", None) for item in session.items)
     runs = (spec.params["trained"] for spec in params if spec and "trained" in spec.params)
@@ -22,9 +16,7 @@ def runs_of(session: pytest.Session) -> list[Any]:
 
 
 @pytest.fixture(scope="session")
-def trainings(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Any]:
+def trainings(request, tmp_path_factory):
     """Starts the runs. The tests that wait for them follow each other, in files that are named
     `test_training_*`: a test with limits of its own does not run beside them.
     """
@@ -35,7 +27,7 @@ def trainings(
 
 
 @pytest.fixture(scope="session")
-def training_ahead(request: pytest.FixtureRequest) -> None:
+def training_ahead(request):
     """For tests without limits that take minutes on one core: the run begins beside them, if there
     is only one, which ends before they do.
     """
@@ -44,7 +36,7 @@ def training_ahead(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.fixture
-def trained(request: pytest.FixtureRequest, trainings: Any) -> Path:
+def trained(request, trainings):
     """The folder of the run that a test names by indirect parametrization, when it has ended."""
-    folder: Path = trainings[request.param].result()
+    folder = trainings[request.param].result()
     return folder

@@ -2,19 +2,14 @@
 ranks.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 
 import torch
-from torch import nn
 
-from contract.tiny_architectures import NamedWeights
 from sglang_loader.common.bucket_source import BucketSource
 from sglang_loader.common.layout import BucketLayout, decode_arrangements, encode_arrangements
 from sglang_loader.load_plan import (
-    LoadPlan,
     PlanExecutor,
     compile_bucket,
     join_buckets,
@@ -23,7 +18,6 @@ from sglang_loader.load_plan import (
 from sglang_loader.load_plan.arrange import arrange
 from sglang_loader.load_plan.destinations import collect_destinations, first_difference
 from sglang_loader.load_plan.executor import replay_once
-from sglang_loader.session.model_loader import ModelLoader, SyncOutcome
 from sglang_loader.upstream import engine_context
 from support.plan_check import differing, self_check, snapshot
 from verl_sglang_sync.routes.exchange.byte_gather import ByteGather
@@ -31,7 +25,7 @@ from verl_sglang_sync.routes.exchange.byte_gather import ByteGather
 LAYOUTS = ("many", "cut")
 
 
-def prove(model: nn.Module, first: NamedWeights, second: NamedWeights, how: str) -> LoadPlan:
+def prove(model, first, second, how):
     """Compile a plan with the weights `first`, then replay `second` and compare every byte.
 
     The negative control drops one copy, which the comparison and the self-check must both notice.
@@ -63,13 +57,7 @@ def prove(model: nn.Module, first: NamedWeights, second: NamedWeights, how: str)
     return plan
 
 
-def prove_arranged(
-    model: nn.Module,
-    plan: LoadPlan,
-    before: list[NamedWeights],
-    buffers: list[torch.Tensor],
-    expected: list[torch.Tensor],
-) -> None:
+def prove_arranged(model, plan, before, buffers, expected):
     """Every bucket of every architecture can be arranged, and loads the same bytes so."""
     load_eagerly(model, before)
     for bucket, buffer in zip(plan.buckets, buffers, strict=True):
@@ -86,13 +74,13 @@ def prove_arranged(
     assert differing(plan.destinations, expected) == ()
 
 
-def split(weights: NamedWeights, how: str) -> list[NamedWeights]:
+def split(weights, how):
     """The weights of each bucket: all in one, 16 tensors in each, or cut in the middle."""
     size = {"single": len(weights), "many": 16, "cut": math.ceil(len(weights) / 2)}[how]
     return [weights[i : i + size] for i in range(0, len(weights), size)]
 
 
-def pack(weights: NamedWeights) -> tuple[BucketLayout, torch.Tensor]:
+def pack(weights):
     """One bucket's layout and its filled buffer."""
     layout = BucketLayout.pack((name, t.shape, t.dtype) for name, t in weights)
     buffer = torch.zeros(layout.nbytes, dtype=torch.uint8)
@@ -101,7 +89,7 @@ def pack(weights: NamedWeights) -> tuple[BucketLayout, torch.Tensor]:
     return layout, buffer
 
 
-def sync(loader: ModelLoader, model: nn.Module, weights: NamedWeights, how: str) -> SyncOutcome:
+def sync(loader, model, weights, how):
     """One sync as a session makes it: by the plan, or eagerly where none holds."""
     loader.start(engine_context(model), recheck_every_n_syncs=0)
     for i, bucket in enumerate(split(weights, how)):
@@ -110,13 +98,13 @@ def sync(loader: ModelLoader, model: nn.Module, weights: NamedWeights, how: str)
     return loader.finish()
 
 
-def load_eagerly(model: nn.Module, buckets: list[NamedWeights]) -> None:
+def load_eagerly(model, buckets):
     """The model's own loader, once for each bucket, on copies: it may change its sources."""
     for bucket in buckets:
         model.load_weights([(name, tensor.clone()) for name, tensor in bucket])
 
 
-def replay(model: nn.Module, plan: LoadPlan, buffers: list[torch.Tensor]) -> None:
+def replay(model, plan, buffers):
     """The plan, once for each bucket, which stays as it is."""
     executor = PlanExecutor(plan, model.load_weights)
     for i, buffer in enumerate(buffers):
@@ -125,7 +113,7 @@ def replay(model: nn.Module, plan: LoadPlan, buffers: list[torch.Tensor]) -> Non
         assert torch.equal(buffer, before)
 
 
-def without_one_copy(plan: LoadPlan) -> LoadPlan:
+def without_one_copy(plan):
     """The same plan, less the first copy of the first bucket that has one."""
     at = next(i for i, bucket in enumerate(plan.buckets) if bucket.copies)
     broken = dataclasses.replace(plan.buckets[at], copies=plan.buckets[at].copies[1:])

@@ -2,14 +2,10 @@
 SGLang log on the broken one. Each is a process of its own; all three run at once.
 """
 
-from __future__ import annotations
-
 import json
 import sys
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,7 +21,7 @@ BROKEN = ("verl_sglang_sync.preflight", "sglang_loader.hooks.weights")
 
 
 @pytest.fixture(scope="module")
-def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[Any]]]:
+def processes(tmp_path_factory):
     """The three."""
     folder = tmp_path_factory.mktemp("doctor")
     broken = break_imports(folder / "site", *BROKEN)
@@ -37,7 +33,7 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Fu
         }
 
 
-def report_of(process: Future[Any]) -> tuple[int, dict[str, Any], str]:
+def report_of(process):
     """Exit status, checks by name, and the worst status of `doctor --json`."""
     result = process.result()
     assert result.stdout, result.stderr[-4000:]

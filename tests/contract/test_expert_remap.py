@@ -3,13 +3,8 @@
 A real SGLang model with redundant experts, and SGLang's own expert map.
 """
 
-from __future__ import annotations
-
 import inspect
-from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -27,7 +22,7 @@ AT_FIRST = [0, 1, 2, 3, 0, 1]
 REMAPPED = [3, 1, 0, 2, 2, 3]
 
 
-def place(physical: list[int], model: Any, *, nearest: bool = False) -> None:
+def place(physical, model, *, nearest=False):
     """Set SGLang's map, or change it in place as a rebalancing does.
 
     Args:
@@ -54,7 +49,7 @@ def place(physical: list[int], model: Any, *, nearest: bool = False) -> None:
         current.update(made, update_layer_ids=list(range(num_layers)))
 
 
-def forget_places() -> None:
+def forget_places():
     """A map of the module in 0.5.14, of the process's resources in later releases."""
     from sglang.srt.eplb import expert_location
 
@@ -65,7 +60,7 @@ def forget_places() -> None:
 
 
 @pytest.fixture(params=("qwen3-moe", "deepseek-v2-lite"))
-def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TinyEngine]:
+def engine(request, tmp_path):
     ranks, options = Ranks(tmp_path / "rendezvous"), {"ep_num_redundant_experts": NUM_REDUNDANT}
     options["once_built"] = partial(place, AT_FIRST)
     try:
@@ -75,7 +70,7 @@ def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TinyEngin
         stop_process_groups()
 
 
-def learn(engine: TinyEngine) -> None:
+def learn(engine):
     """A plan is made, and holds."""
     engine.sync(engine.second)
     outcome = engine.sync(engine.first)

@@ -3,20 +3,14 @@
 verl's own quantiser and SGLang's own model, which a CPU can build and load; its kernels need a GPU.
 """
 
-from __future__ import annotations
-
 import asyncio
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
 from contract.load_plan_proof import LAYOUTS, load_eagerly, prove, split
 from contract.tiny_architectures import (
-    NamedWeights,
     Ranks,
     prepare_process,
     start_world,
@@ -35,7 +29,7 @@ FP8 = torch.float8_e4m3fn
 
 
 @pytest.fixture
-def ranks(tmp_path: Path) -> Iterator[Ranks]:
+def ranks(tmp_path):
     """verl's quantiser asks for its rank, in the group that SGLang's model has."""
     alone = Ranks(tmp_path / "rendezvous")
     start_world(alone)
@@ -44,7 +38,7 @@ def ranks(tmp_path: Path) -> Iterator[Ranks]:
 
 
 @pytest.fixture
-def quantize(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], Any]:
+def quantize(ranks, monkeypatch):
     """The export in fp8; verl's Triton kernel needs a GPU, its other way does not."""
     from verl.utils.kernel import fp8_kernel
 
@@ -54,7 +48,7 @@ def quantize(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], A
     return lambda weights: quantized(weights, quantizer(), torch.bfloat16)
 
 
-def weights() -> NamedWeights:
+def weights():
     generator = torch.Generator().manual_seed(0)
     shapes = {
         "model.embed_tokens.weight": (64, 256),
@@ -68,12 +62,12 @@ def weights() -> NamedWeights:
     ]
 
 
-def test_what_is_sent_is_what_verl_makes(quantize: Callable[[Any], Any]) -> None:
-    async def verls() -> NamedWeights:
+def test_what_is_sent_is_what_verl_makes(quantize):
+    async def verls():
         stream = quantizer().quant_weights_by_name(weights(), dtype=torch.bfloat16)
         return [item async for item in stream]
 
-    async def ours_within_a_loop() -> NamedWeights:
+    async def ours_within_a_loop():
         return list(quantize(weights()))
 
     expected = asyncio.run(verls())
@@ -94,7 +88,7 @@ def test_what_is_sent_is_what_verl_makes(quantize: Callable[[Any], Any]) -> None
     assert {sent[name].dtype for name, _ in weights()} == {FP8, torch.bfloat16}
 
 
-def test_a_weight_that_verl_fails_to_quantise_is_not_sent(ranks: Ranks) -> None:
+def test_a_weight_that_verl_fails_to_quantise_is_not_sent(ranks):
     """verl's kernel fails without a GPU; it logs that, and goes on with the weight as it is."""
     from verl_sglang_sync.verl.engine_format import NotQuantized, quantized
 
@@ -104,8 +98,8 @@ def test_a_weight_that_verl_fails_to_quantise_is_not_sent(ranks: Ranks) -> None:
     assert not list(exported), "the other ranks wait in its collectives"
 
 
-def test_an_export_that_fails_fails_as_it_did(quantize: Callable[[Any], Any]) -> None:
-    def export() -> Iterator[tuple[str, torch.Tensor]]:
+def test_an_export_that_fails_fails_as_it_did(quantize):
+    def export():
         yield weights()[0]
         raise OSError("the trainer's own")
 
@@ -115,7 +109,7 @@ def test_an_export_that_fails_fails_as_it_did(quantize: Callable[[Any], Any]) ->
         next(sent)
 
 
-def test_the_rollout_sends_fp8_and_names_no_source(quantize: Callable[[Any], Any]) -> None:
+def test_the_rollout_sends_fp8_and_names_no_source(quantize):
     """What the engine gets is not in the trainer's memory: it is exported at every sync."""
     from verl.utils.sglang.sglang_fp8_utils import build_sglang_fp8_quant_config
 
@@ -137,14 +131,14 @@ def test_the_rollout_sends_fp8_and_names_no_source(quantize: Callable[[Any], Any
 
 
 @pytest.fixture
-def engine_of(tmp_path: Path, ranks: Ranks, quantize: Any) -> Callable[[str], TinyEngine]:
+def engine_of(tmp_path, ranks, quantize):
     """Makes a model in fp8 that was loaded once, and two sets of quantised weights."""
     options = {"sent_as": quantize, "quantization": "fp8"}
     options["json_model_override_args"] = model_override()
     return lambda name: TinyEngine(case_of(name), tmp_path / "model", ranks, **options)
 
 
-def precise(weights: NamedWeights) -> NamedWeights:
+def precise(weights):
     """What verl's quantiser passes on if it fails."""
     return [
         (name, tensor.bfloat16() if tensor.dtype == FP8 else tensor)
@@ -154,7 +148,7 @@ def precise(weights: NamedWeights) -> NamedWeights:
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3-moe"])
-def test_replay_is_byte_identical(name: str, engine_of: Callable[[str], TinyEngine]) -> None:
+def test_replay_is_byte_identical(name, engine_of):
     engine = engine_of(name)
     specs = engine.specs
     assert "a quantised model" in (check(engine.model, specs, published=specs).not_checked or "")
@@ -173,9 +167,7 @@ def test_replay_is_byte_identical(name: str, engine_of: Callable[[str], TinyEngi
         ("qwen2-moe", {"shared_expert_gate.weight"}),
     ],
 )
-def test_weights_in_fp8_on_one_side_alone_are_refused(
-    name: str, mismatched: set[str], engine_of: Callable[[str], TinyEngine]
-) -> None:
+def test_weights_in_fp8_on_one_side_alone_are_refused(name, mismatched, engine_of):
     """verl picks by name what it quantises; these models of SGLang differ, and take it silently."""
     engine = engine_of(name)
     for published in (engine.specs, None):
@@ -184,9 +176,7 @@ def test_weights_in_fp8_on_one_side_alone_are_refused(
         assert {".".join(found.split(".")[-2:]) for found in names} == mismatched
 
 
-def test_a_loader_that_binds_its_scales_anew_stays_eager(
-    engine_of: Callable[[str], TinyEngine],
-) -> None:
+def test_a_loader_that_binds_its_scales_anew_stays_eager(engine_of):
     """DeepSeek takes w_kc and w_vc apart with a scale that is another tensor after every load.
 
     What it is sent here is refused by the manifest check; eager or replayed, the bytes are alike.

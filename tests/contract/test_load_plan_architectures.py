@@ -5,15 +5,9 @@ weights, prove the plan with its own self-check, then load a second set eagerly,
 first, replay the second, and compare every storage that the model reaches (`load_plan_proof`).
 """
 
-from __future__ import annotations
-
 import dataclasses
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 import transformers
 
 from contract.load_plan_proof import LAYOUTS, pack, prove
@@ -34,20 +28,18 @@ RENAMED_LAYERS = {"nemotron-h": "sglang: ValueError: layers_block_type contains 
 SGLang's own configuration class does not take.
 """
 
-_proved: dict[str, set[str]] = {}
-_not_built: dict[str, str] = {}
+_proved = {}
+_not_built = {}
 
 
 @pytest.fixture(scope="module")
-def rendezvous(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def rendezvous(tmp_path_factory):
     yield tmp_path_factory.mktemp("ranks") / "rendezvous"
     stop_process_groups()
 
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: case.name)
-def built(
-    request: Any, rendezvous: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[TinyEngine]:
+def built(request, rendezvous, tmp_path_factory):
     try:
         yield TinyEngine(request.param, tmp_path_factory.mktemp("checkpoint"), Ranks(rendezvous))
     except CannotBuild as reason:
@@ -115,7 +107,7 @@ def test_hundreds_of_experts_become_a_few_copies(rendezvous, tmp_path):
     assert len(built.first) == 2 * (3 * 128 + 9) + 3
     order = {"gate_proj": 0, "up_proj": 1, "down_proj": 2}
 
-    def as_exported(item: tuple[str, torch.Tensor]) -> tuple[str, int, int]:
+    def as_exported(item):
         prefix, experts, rest = item[0].partition(".experts.")
         expert, _, kind = rest.partition(".")
         return (prefix, int(expert), order[kind.split(".")[0]]) if experts else (prefix, -1, 0)

@@ -4,19 +4,27 @@ Two gloo processes build the same tiny SGLang classes sharded, and each proves i
 together check syncs: each rank reads a part of a tensor, and only all of them know of a fault.
 """
 
-from __future__ import annotations
-
-import json
-import os
-from pathlib import Path
-from typing import Any
+from functools import partial
 
 import pytest
+import torch
 
-from contract.load_plan_rank import main
+from contract.load_plan_proof import LAYOUTS, pack, prove
 from contract.tiny_architecture_cases import case_named
-from contract.tiny_architectures import prepare_process, save_checkpoint
-from support.forks import Fork
+from contract.tiny_architectures import (
+    Ranks,
+    build_model,
+    finish_loading,
+    prepare_process,
+    random_weights,
+    read_checkpoint,
+    save_checkpoint,
+)
+from contract.weight_check_proof import check_on_ranks
+from sglang_loader.common.regions.intervals import num_bytes
+from sglang_loader.load_plan import trace_bucket, uses_of
+from sglang_loader.load_plan.arrange import num_bytes_read
+from support.remote import Remote, finish, results_of
 from support.sglang_server import environment
 
 prepare_process()
@@ -42,7 +50,6 @@ def test_each_rank_replays_byte_identically(ep_size, names, tmp_path):
     results = run_ranks(tmp_path, ep_size, names)
     for name in names:
         parts = [result[name] for result in results]
-        assert all("not_built" not in part for part in parts), (name, parts)
         whole = (tmp_path / name / "model.safetensors").stat().st_size
         assert all(part["covered_bytes"] < 0.9 * whole for part in parts), "nothing is sharded"
         assert all(part["arranged_bytes"] < 0.9 * whole for part in parts), "all of it is read"
@@ -54,19 +61,51 @@ def test_each_rank_replays_byte_identically(ep_size, names, tmp_path):
             assert all(part["ignored"] > 0 for part in parts), "every rank loads every expert"
 
 
-def run_ranks(folder: Path, ep_size: int, names: tuple[str, ...]) -> list[dict[str, Any]]:
-    """Both ranks' results; fails with the output of the rank that failed."""
-    variables = {**os.environ, **environment("cpu", NUM_RANKS)}
-    logs = [folder / f"rank-{rank}.log" for rank in range(NUM_RANKS)]
+def run_ranks(folder, ep_size, names):
+    """What `prove_all` returns on each rank."""
     running = [
-        Fork(main, folder, rank, NUM_RANKS, ep_size, names, environment=variables, log=log)
-        for rank, log in enumerate(logs)
+        Remote(
+            partial(Ranks, folder / "rendezvous", rank, NUM_RANKS, ep_size),
+            environment=environment("cpu", NUM_RANKS),
+            log=folder / f"rank-{rank}.log",
+        )
+        for rank in range(NUM_RANKS)
     ]
     try:
-        codes = [process.wait(timeout=TIMEOUT_S) for process in running]
+        results_of(finish(running, TIMEOUT_S))
+        for process in running:
+            process.begin(prove_all, folder, names)
+        return results_of(finish(running, TIMEOUT_S))
     finally:
         for process in running:
             process.kill()
-    for code, log in zip(codes, logs, strict=True):
-        assert code == 0, log.read_text()[-4000:]
-    return [json.loads((folder / f"result-{r}.json").read_text()) for r in range(NUM_RANKS)]
+            process.end()
+
+
+def prove_all(ranks, folder, names):
+    """On one rank: the plan's numbers by name; any difference raises."""
+    prepare_process()
+    return {name: proved(ranks, folder, name) for name in names}
+
+
+def proved(ranks, folder, name):
+    case = case_named(name)
+    like = read_checkpoint(case, folder / name)
+    model = build_model(case, folder / name, ranks)
+    first, second = random_weights(like, 1), random_weights(like, 2)
+    model.load_weights(iter(first))
+    finish_loading(model)
+    checked = check_on_ranks(model, first, every_rank)
+    plans = [prove(model, first, second, how) for how in LAYOUTS]
+    return {
+        "checked": checked,
+        "ignored": len(uses_of(trace_bucket(model, model.load_weights, *pack(first))).idle),
+        "arranged_bytes": sum(num_bytes_read(bucket) for bucket in plans[0].buckets),
+        "covered_bytes": sum(num_bytes(ranges) for ranges in plans[0].coverage.values()),
+    }
+
+
+def every_rank(item):
+    items = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(items, item)
+    return items

@@ -5,8 +5,6 @@ through a .pth file, from a copy of the sources: nothing of this checkout can be
 accident. The wheel is what `make dist` makes, which builds it from the sdist.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re
@@ -17,9 +15,7 @@ import tarfile
 import tomllib
 import venv
 import zipfile
-from collections.abc import Iterable
 from dataclasses import dataclass
-from email.message import Message
 from email.parser import Parser
 from importlib.metadata import packages_distributions, requires
 from pathlib import Path
@@ -109,7 +105,7 @@ class Installation:
     packages: Path
 
 
-def names_of(requirements: Iterable[str]) -> set[str]:
+def names_of(requirements):
     """Canonical names of those that every installation needs."""
     found = map(Requirement, requirements)
     return {
@@ -129,7 +125,7 @@ def test_the_group_beside_a_newer_sglang_completes_verl_and_us():
 
 
 @pytest.fixture(scope="module")
-def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sources(tmp_path_factory):
     """A copy of what a build needs."""
     folder = tmp_path_factory.mktemp("sources")
     leave_out = shutil.ignore_patterns("__pycache__", "*.egg-info")
@@ -141,7 +137,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def dist(sources: Path) -> Path:
+def dist(sources):
     """What `make dist` builds, here without network, and without a warning."""
     build = f"BUILD={sys.executable} -m build --no-isolation"
     # Setuptools warns of the one, and `make test` sets the other.
@@ -157,22 +153,20 @@ def dist(sources: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def wheel(dist: Path) -> Path:
+def wheel(dist):
     (built,) = dist.glob("*.whl")
     return built
 
 
 @pytest.fixture(scope="module")
-def metadata(wheel: Path) -> Message:
+def metadata(wheel):
     archive = zipfile.ZipFile(wheel)
     (name,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
     return Parser().parsestr(archive.read(name).decode())
 
 
 @pytest.fixture(scope="module", params=["wheel", pytest.param("editable", marks=pytest.mark.slow)])
-def installation(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Installation:
+def installation(request, tmp_path_factory):
     """The project installed as `request.param`."""
     python = thin_environment(tmp_path_factory.mktemp(request.param))
     if request.param == "wheel":
@@ -187,7 +181,7 @@ def installation(
     return Installation(python, packages)
 
 
-def thin_environment(folder: Path) -> Path:
+def thin_environment(folder):
     """Make a virtual environment that sees this one's dependencies; return its interpreter."""
     venv.create(folder, with_pip=False, symlinks=True)
     python = folder / "bin" / "python"
@@ -198,12 +192,12 @@ def thin_environment(folder: Path) -> Path:
     return python
 
 
-def site_packages(python: Path) -> Path:
+def site_packages(python):
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     return python.parents[1] / "lib" / version / "site-packages"
 
 
-def run(*arguments: str, cwd: Path, python: Path | str = sys.executable) -> str:
+def run(*arguments, cwd, python=sys.executable):
     """Run an interpreter that must succeed; return what it printed."""
     result = run_python(*arguments, python=python, cwd=cwd)
     assert result.returncode == 0, (result.stdout + result.stderr)[-4000:]
@@ -253,13 +247,13 @@ class TestWheel:
         assert not missing
 
 
-def declared(metadata: Message) -> set[str]:
+def declared(metadata):
     """Names of the distributions that are required without an extra."""
     requirements = map(Requirement, metadata.get_all("Requires-Dist", []))
     return {normalised(r.name) for r in requirements if r.marker is None}
 
 
-def normalised(name: str) -> str:
+def normalised(name):
     return re.sub(r"[-_.]+", "-", name).lower()
 
 

@@ -3,16 +3,13 @@
 The scripts are run as a user runs them, most with a `python` that says what it is given.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hydra.errors import ConfigCompositionException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from support.processes import run_process
 from unit.composed_recipe import compose
@@ -23,14 +20,14 @@ PRESETS = {"ppo_fsdp_gpu.sh": {"WEIGHT_SYNC": "bucketed"}}  # the others: the de
 RAY_STARTS = "ray init kwargs"  # verl prints it just before `ray.init`
 
 
-def run_recipe(script: str, *arguments: str, cwd: Path, python: Path, **environment: str) -> Any:
+def run_recipe(script, *arguments, cwd, python, **environment):
     """Run a script that finds its `python` in the folder `python`."""
     path = f"{python}{os.pathsep}{os.environ['PATH']}"
     environment |= {"PATH": path, "HYDRA_FULL_ERROR": "0"}
     return run_process(str(RECIPES / script), *arguments, cwd=cwd, environment=environment)
 
 
-def composed(script: str, *overrides: str, folder: Path, **environment: str) -> DictConfig:
+def composed(script, *overrides, folder, **environment):
     """The effective config of a script: what it hands to verl's trainer, composed here."""
     python = folder / "python"
     python.write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
@@ -45,7 +42,7 @@ def composed(script: str, *overrides: str, folder: Path, **environment: str) -> 
 
 
 @pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model_folder(tmp_path_factory):
     """A model's config and tokenizer, because verl's own checks read the critic's."""
     from tokenizers import Tokenizer
     from tokenizers.models import BPE
@@ -119,9 +116,9 @@ def test_ray_marker_is_what_verl_prints(monkeypatch, capsys):
     import hydra
     from verl.trainer import main_ppo
 
-    printed: list[str] = []
+    printed = []
 
-    def ray_init(**_: object) -> None:
+    def ray_init(**_):
         printed.append(capsys.readouterr().out)
         raise InterruptedError  # far enough
 

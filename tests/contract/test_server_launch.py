@@ -3,12 +3,8 @@
 Nothing is started: see `support.captured_launch`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
-from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -17,15 +13,12 @@ from tiny_assets import make_assets
 from sglang_loader.common.session.messages import SESSION_FORMAT
 from support.captured_launch import (
     HTTP_PORT,
-    MASTER_PORT,
-    Launched,
     captured_launch,
     launch_replica,
 )
 from support.router import Router, serving
 from unit.composed_recipe import ROLLOUT, SECTION, compose
 from verl_sglang_sync.engine.server_client.router import KEY_VARIABLE
-from verl_sglang_sync.verl.router_guard import Watch
 from verl_sglang_sync.verl.upstream import fields
 
 os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")  # sglang reads it while it is imported
@@ -63,13 +56,13 @@ OPTIONS = (
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("launch")
     make_assets(folder)
     return folder / "model"
 
 
-def recipe_of(model: Path, *overrides: str, num_hosts: int) -> Any:
+def recipe_of(model, *overrides, num_hosts):
     return compose(
         "+weight_sync=flattened",
         f"actor_rollout_ref.model.path={model}",
@@ -78,12 +71,7 @@ def recipe_of(model: Path, *overrides: str, num_hosts: int) -> Any:
     )
 
 
-def launch(
-    model: Path,
-    *overrides: str,
-    arguments: dict[str, Any] | None = None,
-    hosts: Any = ("10.0.0.1",),
-) -> list[Launched]:
+def launch(model, *overrides, arguments=None, hosts=("10.0.0.1",)):
     """Launch a replica of verl's recipe; `arguments` go in as `engine_kwargs.sglang`."""
     from omegaconf import OmegaConf
 
@@ -139,13 +127,13 @@ class TestArguments:
         assert len(same) < 10 and same <= switches, "verl switches few things itself"
 
 
-def given_arguments(invert: bool = False) -> dict[str, Any]:
+def given_arguments(invert=False):
     """A value for each argument of `sglang.launch_server`: other than its default, one of a kind,
     with all that a recipe can say in it. Inverted, a switch has its other one.
     """
     from sglang.srt.server_args import ServerArgs
 
-    given: dict[str, Any] = {}
+    given = {}
     for field in fields(ServerArgs):
         is_switch = isinstance(field.default, bool)
         given[field.name] = (
@@ -154,35 +142,13 @@ def given_arguments(invert: bool = False) -> dict[str, Any]:
     return given | {"custom_weight_loader": ["users.own.loader"]}
 
 
-class TestTwoNodes:
-    @pytest.mark.parametrize(
-        ("hosts", "master"),
-        [
-            (("10.0.0.1", "10.0.0.2"), f"10.0.0.1:{MASTER_PORT}"),
-            (("fd00::1", "fd00::2"), f"[fd00::1]:{MASTER_PORT}"),
-        ],
-        ids=("IPv4", "IPv6"),
-    )
-    def test_one_engine_over_both_and_a_server_on_the_first(self, model, hosts, master):
-        first, second = launch(model, hosts=hosts)
-        for rank, node in enumerate((first, second)):
-            arguments = node.arguments
-            assert (node.host, arguments["node_rank"]) == (hosts[rank], rank)
-            assert (arguments["nnodes"], arguments["tp_size"]) == (2, 2)
-            assert arguments["dist_init_addr"] == master
-            assert arguments["custom_weight_loader"] == [SESSION_FORMAT]
-        assert (first.http_servers, second.http_servers) == ([hosts[0]], [])
-
-
 class TestRouter:
-    def launch_with(
-        self, model: Path, router: Router, *overrides: str
-    ) -> tuple[list[Launched], list[Watch]]:
+    def launch_with(self, model, router, *overrides):
         """Launch a replica of two nodes beside a router; what the guards would watch."""
-        watched: list[Watch] = []
+        watched = []
         hosts = ("fd00::1", "fd00::2")
 
-        async def main() -> list[Launched]:
+        async def main():
             async with serving(router):
                 url = f"{SECTION}.router_url='{router.url}'"
                 recipe = recipe_of(model, url, *overrides, num_hosts=2)

@@ -3,12 +3,9 @@
 The workers are SGLang's classes, without the models and GPUs that their constructors want.
 """
 
-from __future__ import annotations
-
 import base64
 import importlib
 from types import SimpleNamespace
-from typing import Any
 
 import msgspec
 import pytest
@@ -40,17 +37,17 @@ TELLS_ITS_RUNNERS = hasattr(Updater, "_select_runners")
 class Target:
     """Stands for SGLang's `TpModelWorker`."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.model_runner = SimpleNamespace(model=TARGET)
 
-    def update_weights_from_tensor(self, request: Any) -> tuple[bool, str]:
+    def update_weights_from_tensor(self, request):
         raise AssertionError("a session does not go this way")
 
-    def weight_update_runners(self) -> list[tuple[str, Any]]:
+    def weight_update_runners(self):
         return [("target", self.model_runner)]
 
 
-def updater_with(module: str | None, name: str, draft: Any = None) -> Any:
+def updater_with(module, name, draft=None):
     """SGLang's updater, with a draft worker of this class."""
     target, worker = Target(), None
     if module is not None:
@@ -68,11 +65,11 @@ def updater_with(module: str | None, name: str, draft: Any = None) -> Any:
     return updater
 
 
-def request_with(**fields: Any) -> Any:
+def request_with(**fields):
     return IO.UpdateWeightsFromTensorReqInput(**{"serialized_named_tensors": [], **fields})
 
 
-def models_of(updater: Any, *, syncs_draft: bool) -> list[Any]:
+def models_of(updater, *, syncs_draft):
     return [runner.model for runner in runners_of(updater, syncs_draft=syncs_draft)]
 
 
@@ -111,16 +108,16 @@ def test_a_worker_whose_models_are_not_known_is_refused():
 
 
 def test_every_rank_serves_its_own_invitation(monkeypatch):
-    served: list[Any] = []
+    served = []
 
-    def serve(*arguments: Any, **_: Any) -> Any:
+    def serve(*arguments, **_):
         served.append(arguments)
         return served.append
 
     monkeypatch.setattr(weight_updater_hooks, "serve_session", serve)
     monkeypatch.setattr(TPRanks, "rank", 1)
     nothing = dict.fromkeys(("flush", "loading", "loaded"))
-    update: Any = SimpleNamespace(run=lambda load: load() or [], models=[TARGET], **nothing)
+    update = SimpleNamespace(run=lambda load: load() or [], models=[TARGET], **nothing)
     descriptors = [
         msgspec.structs.replace(DESCRIPTOR, endpoint=f"ipc:///tmp/{rank}") for rank in range(2)
     ]
@@ -133,7 +130,7 @@ def test_every_rank_serves_its_own_invitation(monkeypatch):
 
 
 def test_a_format_of_another_release_is_refused_by_name():
-    def original(*_: Any) -> None:
+    def original(*_):
         raise AssertionError("SGLang would unpickle what is none")
 
     request = SimpleNamespace(load_format="sglang_loader.session.load_session")

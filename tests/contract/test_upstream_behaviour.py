@@ -5,8 +5,6 @@ docstring names the modules of ours that rely on it. What a test with a real eng
 not here; names and signatures are in `test_upstream_surface`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import dataclasses
@@ -17,9 +15,7 @@ import pickle
 import pkgutil
 import time
 from collections import defaultdict
-from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import AsyncMock, MagicMock
 
 import pytest
@@ -41,13 +37,13 @@ TOKENIZER = f"{MANAGERS}.tokenizer_control_mixin:TokenizerControlMixin"
 RUNNER = "sglang.srt.model_executor.model_runner"
 
 
-def original(symbol: str) -> Any:
+def original(symbol):
     """An upstream function, without our hooks where this process has applied them."""
     return inspect.unwrap(pkgutil.resolve_name(symbol))
 
 
 @pytest.fixture(autouse=True)
-def settings() -> Iterator[None]:
+def settings():
     """A server's arguments, which SGLang reads from the process, from 0.5.16 on."""
     from sglang.srt import runtime_context
 
@@ -58,7 +54,7 @@ def settings() -> Iterator[None]:
         yield
 
 
-def placed(**values: Any) -> contextlib.AbstractContextManager[Any]:
+def placed(**values):
     """This process's place among the ranks, for which SGLang asks the process from 0.5.20 on."""
     with contextlib.suppress(ImportError):
         from sglang.srt.runtime_context import SpawnRanks, get_parallel
@@ -73,7 +69,7 @@ class TestVerl:
         """For `verl_sglang_sync.verl.rollout` and `verl_sglang_sync.routes.staging_ring`:
         expandable segments, which cannot be shared, are off meanwhile."""
         module = importlib.import_module("verl.workers.engine_workers")
-        steps: list[Any] = []
+        steps = []
         rollout = SimpleNamespace(sleep_level=2, resume=AsyncMock(), update_weights=AsyncMock())
         rollout.resume.side_effect = lambda tags: steps.append(tags)
         rollout.update_weights.side_effect = lambda weights, **_: steps.append(weights)
@@ -97,7 +93,7 @@ class RecordingLock:
     writer_lock = property(lambda self: self._hold("writer"))
 
     @contextlib.asynccontextmanager
-    async def _hold(self, kind: str) -> Any:
+    async def _hold(self, kind):
         self.held = kind
         yield
         self.held = ""
@@ -133,7 +129,7 @@ class TestTokenizerProcess:
         manager._validate_and_resolve_lora = AsyncMock(side_effect=lambda _: held.append(lock.held))
         manager._handle_batch_request.return_value.__aiter__.return_value = ["answer"]
 
-        async def ask() -> Any:
+        async def ask():
             generate = original(f"{MANAGERS}.tokenizer_manager:TokenizerManager.generate_request")
             return [each async for each in generate(manager, MagicMock(is_single=False))]
 
@@ -144,13 +140,13 @@ class TestTokenizerProcess:
         """For `verl_sglang_sync.verl.upstream`: ours does what SGLang's does, without its wait."""
         from sglang.srt.utils.aio_rwlock import RWLock
 
-        async def pause() -> tuple[list[str], float]:
+        async def pause():
             aborted, events = asyncio.Event(), []
             manager = MagicMock(is_pause=False, is_pause_cond=asyncio.Condition())
             manager.model_update_lock = RWLock()
             manager.abort_request = lambda abort_all: aborted.set()
 
-            async def request() -> None:
+            async def request():
                 async with manager.model_update_lock.reader_lock:
                     await aborted.wait()
                     await asyncio.sleep(0.05)  # the scheduler ends its step
@@ -233,7 +229,7 @@ class TestScheduler:
         pull = original(f"{RECEIVER}:SchedulerRequestReceiver._pull_raw_reqs")
         gate = {"request": "let through"}
 
-        def pull_through_gate(receiver: Any) -> Any:
+        def pull_through_gate(receiver):
             pulled = pull(receiver)
             return pulled and [gate[each] for each in pulled]
 
@@ -276,7 +272,8 @@ class TestScheduler:
         scheduler = MagicMock(chunked_req=None, waiting_queue=[*queued], cur_batch=None)
         scheduler.running_batch.reqs = []
         original(f"{MANAGERS}.scheduler:Scheduler.abort_request")(scheduler, to_abort)
-        gate, held = RequestGate(GatePolicy(), MagicMock()), []
+        channels, held = MagicMock(), []
+        gate = RequestGate(GatePolicy(), channels)
         for request in queued:
             held.append(message(TokenizedGenerateReqInput, rid=request.rid))
         gate.set("asleep")
@@ -284,6 +281,9 @@ class TestScheduler:
         assert gate.let_through([to_abort]) == [to_abort]
         gate.set(None)
         left = [request.rid for request in gate.let_through([])]
+        answers = [call.args[0] for call in channels.send_to_tokenizer.send_output.mock_calls]
+        assert {answer.rid for answer in answers} == {"a", "abc", "b"} - {*left}
+        assert all(type(each) is AbortReq and not each.finished_reason for each in answers)
         assert left == [request.rid for request in scheduler.waiting_queue] != ["a", "abc", "b"]
 
     @pytest.mark.parametrize("pickles", [True, False])

@@ -4,15 +4,13 @@
 we use, and of which releases of SGLang. What no signature shows is in `test_upstream_behaviour`.
 """
 
-from __future__ import annotations
-
 import inspect
 import os
 import pkgutil
 import re
 from functools import cache
 from importlib.metadata import version
-from typing import Any, get_type_hints
+from typing import get_type_hints
 from unittest.mock import patch
 
 import pytest
@@ -176,9 +174,9 @@ Use = tuple[str, str]
 """A module, and a symbol in it; "" for the module itself."""
 
 
-def uses(release: Version | None = None) -> dict[Use, str]:
+def uses(release=None):
     """What we use of each, joined by ", ", with a release of SGLang; None: with any."""
-    listed: dict[Use, str] = {}
+    listed = {}
     for module, since, last, names in re.findall(
         r"^(\S+)(?: \[(?:from (\S+)|until (\S+))\])?:\n((?:    .*\n)*)", USES, re.MULTILINE
     ):
@@ -201,7 +199,7 @@ def uses(release: Version | None = None) -> dict[Use, str]:
 EVER, LISTED = uses(), uses(Version(version("sglang")))
 
 
-def check(module: str, name: str, listed: str) -> None:
+def check(module, name, listed):
     """Fail, naming it and our modules, if the symbol is gone or takes something else."""
     symbol = f"{module}:{name}" if name else module
     ours = ", ".join(sorted(who_needs(name or module, listed)))
@@ -220,12 +218,12 @@ def check(module: str, name: str, listed: str) -> None:
 
 
 @cache
-def sources() -> dict[str, str]:
+def sources():
     paths = {path.relative_to(PLUGINS).with_suffix(""): path for path in PLUGINS.rglob("*.py")}
     return {".".join(name.parts): path.read_text() for name, path in paths.items()}
 
 
-def who_needs(name: str, listed: str) -> list[str]:
+def who_needs(name, listed):
     """Our modules in which the symbol's own name stands, else those with one of its parameters."""
     for names in (name.rpartition(".")[2], listed.replace(", ", "|")):
         word = re.compile(rf"\b({names})\b")
@@ -318,7 +316,7 @@ def test_every_request_of_our_client_has_a_route_that_takes_it():
             assert set(call.payload) <= fields, f"our client posts {call.payload} to {key}"
 
 
-def calls_of_our_client() -> list[Any]:
+def calls_of_our_client():
     """Every operation of our client, unsent."""
     from verl_sglang_sync.engine.server_client import operations as make
     from verl_sglang_sync.verl.upstream import tp_ranks_share_adapters

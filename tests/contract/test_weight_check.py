@@ -5,11 +5,7 @@ sent as another kind of number. Complete checkpoints of all architectures are ch
 load plans are (`test_load_plan_architectures`).
 """
 
-from __future__ import annotations
-
 import re
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +14,7 @@ from contract.tiny_architecture_cases import case_named
 from contract.tiny_architectures import Ranks, prepare_process, stop_process_groups
 from contract.tiny_engine import TinyEngine
 from contract.weight_check_proof import check, layout_of
-from sglang_loader.session.findings import Spec, Verdict
+from sglang_loader.session.findings import Verdict
 from sglang_loader.session.weight_check import known_verdict
 
 prepare_process()
@@ -31,32 +27,32 @@ MAX_SUSPECTS = 3
 @pytest.fixture(
     scope="module", params=("qwen2-tied", "phi3", "qwen3-moe", "deepseek-v3", "qwen2_5-vl")
 )
-def engine(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyEngine]:
+def engine(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkpoint")
     yield TinyEngine(case_named(request.param), folder, Ranks(folder / "rendezvous"))
     stop_process_groups()
 
 
-def verdict(engine: TinyEngine, specs: list[Spec], *, blind: bool = False) -> Verdict:
+def verdict(engine, specs, *, blind=False):
     """Of a sync of such tensors; `blind`: the engine has no published checkpoint to look at."""
     return check(engine.model, specs, published=None if blind else engine.specs)
 
 
-def each(engine: TinyEngine) -> Iterator[tuple[int, Spec]]:
+def each(engine):
     """Of the tensors whose names differ in numbers only, the last, with its position."""
     specs = enumerate(engine.specs)
     yield from {re.sub(r"\d+", "*", spec[0]): (i, spec) for i, spec in specs}.values()
 
 
-def without(engine: TinyEngine, index: int) -> list[Spec]:
+def without(engine, index):
     return engine.specs[:index] + engine.specs[index + 1 :]
 
 
-def changed(engine: TinyEngine, index: int, spec: Spec) -> list[Spec]:
+def changed(engine, index, spec):
     return [*engine.specs[:index], spec, *engine.specs[index + 1 :]]
 
 
-def names_in(found: tuple[str, ...]) -> list[str]:
+def names_in(found):
     return [text.split(" ")[0] for text in found]
 
 
@@ -87,7 +83,7 @@ def test_a_tensor_under_another_name_is_unexpected_and_missing(engine):
         assert other in names_in(found.unexpected or found.mismatched), (name, found)
 
 
-MISFITS: dict[str, Callable[[Spec], Spec]] = {
+MISFITS = {
     "twice its first size": lambda s: (s[0], s[1], (2 * s[2][0], *s[2][1:])),
     "twice its last size": lambda s: (s[0], s[1], (*s[2][:-1], 2 * s[2][-1])),
     "its last size less one": lambda s: (s[0], s[1], (*s[2][:-1], s[2][-1] - 1)),

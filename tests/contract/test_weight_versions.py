@@ -1,11 +1,8 @@
 """Our client under verl's own: what it tells of parts, and that verl's trainers are given it."""
 
-from __future__ import annotations
-
 import asyncio
 import pickle
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
@@ -17,11 +14,11 @@ from verl_sglang_sync.verl.weight_versions import WeightVersionsClient, tell_wei
 CONFIG = OmegaConf.create({"actor_rollout_ref": {"rollout": {"name": "sglang"}}})
 
 
-def response_of(parts: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> TokenOutput:
+def response_of(parts, monkeypatch):
     """What the client answers if syncs cut a rollout into `(num_tokens, global_steps)`."""
     left, prompts = list(parts), []
 
-    async def generate(*, prompt_ids: list[int], **kwargs: Any) -> TokenOutput:
+    async def generate(*, prompt_ids, **kwargs):
         assert kwargs.keys() == {"request_id", "sampling_params", "image_data", "video_data"}
         prompts.append(len(prompt_ids))
         num_tokens, version = left.pop(0)
@@ -32,17 +29,17 @@ def response_of(parts: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -
             extra_fields={"global_steps": version},
         )
 
-    async def acquire(self: Any, request_id: str, **extra: Any) -> tuple[str, Any]:
+    async def acquire(self, request_id, **extra):
         return "server", SimpleNamespace(generate=SimpleNamespace(remote=generate))
 
-    async def no_sleep(delay: float) -> None: ...
+    async def no_sleep(delay): ...
 
     monkeypatch.setattr(llm_server.LLMServerClient, "_acquire_server", acquire)
     monkeypatch.setattr(llm_server.LLMServerClient, "_release_server", lambda *_, **__: None)
     monkeypatch.setattr(llm_server.asyncio, "sleep", no_sleep)
     client = WeightVersionsClient(CONFIG)
     request = client.generate(request_id="a", prompt_ids=[1, 2], sampling_params={})
-    response: TokenOutput = asyncio.run(request)
+    response = asyncio.run(request)
     assert prompts == [2 + sum(num for num, _ in parts[:index]) for index in range(len(parts))]
     assert len(response.token_ids) == sum(num for num, _ in parts)
     return response
@@ -67,7 +64,7 @@ def test_each_part_is_told_with_its_version(parts, told, monkeypatch):
 
 
 def test_verls_asynchronous_client_becomes_ours_and_no_other(monkeypatch):
-    class Users(llm_server.FullyAsyncLLMServerClient):  # type: ignore[misc]
+    class Users(llm_server.FullyAsyncLLMServerClient):
         pass
 
     get_client = llm_server.LLMServerManager.get_client

@@ -4,12 +4,9 @@ Both adapters run the same wake-up, sync and sleep against a real HTTP server th
 request, with a real Ray actor in the place where verl looks for its server.
 """
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -26,7 +23,7 @@ CHANGING_HEADERS = ("Host", "Content-Length")  # the port, and the length of ran
 
 
 @pytest.fixture(scope="module")
-def rollout(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any]]:
+def rollout(tmp_path_factory):
     """verl's rollout and model config, a one-rank process group, a local Ray."""
     import ray
     import torch.distributed as dist
@@ -52,13 +49,13 @@ def rollout(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any
         dist.destroy_process_group()
 
 
-def requests_of(adapter_class: type[Any], rollout: tuple[Any, Any]) -> list[Request]:
+def requests_of(adapter_class, rollout):
     """What the server receives in one cycle of `adapter_class`."""
     import ray
 
-    seen: list[Request] = []
+    seen = []
 
-    async def record(request: web.Request) -> web.Response:
+    async def record(request):
         body = await request.text()
         headers = {k: v for k, v in request.headers.items() if k not in CHANGING_HEADERS}
         payload = json.loads(body) if body else None
@@ -68,20 +65,20 @@ def requests_of(adapter_class: type[Any], rollout: tuple[Any, Any]) -> list[Requ
     class Server:  # not the module's: Ray's workers cannot import that
         """In the place of verl's."""
 
-        def __init__(self, port: int) -> None:
+        def __init__(self, port):
             self.port = port
-            self.steps: list[int] = []
+            self.steps = []
 
-        def get_server_address(self) -> tuple[str, int]:
+        def get_server_address(self):
             return "127.0.0.1", self.port
 
-        def set_global_steps(self, steps: int) -> None:
+        def set_global_steps(self, steps):
             self.steps.append(steps)
 
-        def get_steps(self) -> list[int]:
+        def get_steps(self):
             return self.steps
 
-    async def cycle() -> None:
+    async def cycle():
         app = web.Application(client_max_size=1 << 28)
         app.router.add_route("*", "/{tail:.*}", record)
         runner = web.AppRunner(app)
@@ -104,7 +101,7 @@ def requests_of(adapter_class: type[Any], rollout: tuple[Any, Any]) -> list[Requ
     return seen
 
 
-def _weights() -> list[tuple[str, torch.Tensor]]:
+def _weights():
     """Several buckets of 1 MiB, of two dtypes."""
     generator = torch.Generator().manual_seed(0)
     dtypes = (torch.float32, torch.bfloat16)
@@ -114,7 +111,7 @@ def _weights() -> list[tuple[str, torch.Tensor]]:
     ]
 
 
-def _readable(payload: Any) -> Any:
+def _readable(payload):
     """Replace the handles, whose shared-memory names are random, by the tensors behind them."""
     if not isinstance(payload, dict) or "serialized_named_tensors" not in payload:
         return payload
@@ -131,7 +128,7 @@ def _readable(payload: Any) -> Any:
 
 
 @pytest.fixture(autouse=True)
-def cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def cpu(monkeypatch):
     """CPU tensors cross processes by name; see `cpu_platform`."""
     from torch.multiprocessing import get_sharing_strategy, reductions, set_sharing_strategy
 

@@ -5,15 +5,13 @@ no longer writes, or expects checkpoint names that it no longer saves, the case 
 hub's checkpoints have.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from contract.tiny_architectures import Case
 
 Options = dict[str, Any]
 
-_TEXT: Options = {
+_TEXT = {
     "vocab_size": 96,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -37,7 +35,7 @@ _NEMOTRON = {
     "moe_intermediate_size": 32,
     "moe_shared_expert_intermediate_size": 32,
 }
-_LINEAR: Options = {
+_LINEAR = {
     "layer_types": ["linear_attention", "full_attention"],
     "full_attention_interval": 2,
     "linear_num_key_heads": 2,
@@ -50,14 +48,14 @@ _LINEAR: Options = {
 _MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _LOCAL_MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _ROUTED_MOE = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-_LLAMA4_MOE: Options = {
+_LLAMA4_MOE = {
     "num_local_experts": 4,
     "num_experts_per_tok": 1,
     "interleave_moe_layer_step": 1,
     "intermediate_size_mlp": 96,
     "head_dim": 16,
 }
-_YARN: Options = {
+_YARN = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
     "factor": 2.0,
@@ -67,7 +65,7 @@ _YARN: Options = {
     "mscale": 1.0,
     "mscale_all_dim": 1.0,
 }
-_MLA: Options = {
+_MLA = {
     "kv_lora_rank": 16,
     "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 8,
@@ -85,7 +83,7 @@ _SOFTMAX = {"scoring_func": "softmax"}
 _MROPE = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0}
 _ROPE = {"rope_parameters": _MROPE}
 _PARTIAL_ROPE = {"rope_parameters": {**_MROPE, "partial_rotary_factor": 1.0}}
-_QWEN_VISION: Options = {
+_QWEN_VISION = {
     "depth": 2,
     "embed_dim": 32,
     "hidden_size": 64,
@@ -97,7 +95,7 @@ _QWEN_VISION: Options = {
     "in_channels": 3,
     "in_chans": 3,
 }
-_SMALL_VISION: Options = {
+_SMALL_VISION = {
     "depth": 2,
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -111,21 +109,21 @@ _QWEN25_VISION = {
     "window_size": 56,
     "fullatt_block_indexes": [1],
 }
-_QWEN3_VISION: Options = {
+_QWEN3_VISION = {
     **_SMALL_VISION,
     "patch_size": 16,
     "num_position_embeddings": 16,
     "deepstack_visual_indexes": [0],
 }
 _GLM_VISION = {**_QWEN25_VISION, "image_size": 56}
-_TRANSFORMER: Options = {
+_TRANSFORMER = {
     "hidden_size": 32,
     "intermediate_size": 64,
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
 }
 _SIGLIP = {**_TRANSFORMER, "image_size": 56, "patch_size": 14}
-_MLLAMA_VISION: Options = {
+_MLLAMA_VISION = {
     **_SIGLIP,
     "attention_heads": 2,
     "num_global_layers": 1,
@@ -134,7 +132,7 @@ _MLLAMA_VISION: Options = {
     "max_num_tiles": 2,
     "supported_aspect_ratios": [[1, 1], [1, 2]],
 }
-_LLAMA4_VISION: Options = {
+_LLAMA4_VISION = {
     **_SIGLIP,
     "vision_output_dim": 64,
     "projector_input_dim": 64,
@@ -144,28 +142,28 @@ _LLAMA4_VISION: Options = {
 _CASE_FIELDS = ("attention_backend", "renamed", "transposed", "architecture")
 
 
-def _case(name: str, stem: str, kind: str, options: Options, **parts: Any) -> Case:
+def _case(name, stem, kind, options, **parts):
     special = {key: options.pop(key) for key in _CASE_FIELDS if key in options}
     config = options.pop("config", f"{stem}Config")
     model = options.pop("model", f"{stem}For{kind}")
     return Case(name, config, model, options, **parts, **special)
 
 
-def _text(name: str, stem: str, *groups: Options, **options: Any) -> Case:
+def _text(name, stem, *groups, **options):
     """A language model of transformers' classes `<stem>Config` and `<stem>ForCausalLM`."""
-    merged: Options = {**_TEXT}
+    merged = {**_TEXT}
     for group in (*groups, options):
         merged |= group
     return _case(name, stem, "CausalLM", merged)
 
 
-def _vision(name: str, stem: str, text: Options, vision: Options, **options: Any) -> Case:
+def _vision(name, stem, text, vision, **options):
     """A model that sees; `text` and `vision` are what its two parts have of their own."""
     parts = {"text": {**_TEXT, **text}, "vision": vision}
     return _case(name, stem, "ConditionalGeneration", options, **parts)
 
 
-CASES: tuple[Case, ...] = (
+CASES = (
     _text("llama", "Llama"),
     _text("llama-tied", "Llama", _TIED),
     _text("mistral", "Mistral", _HEAD),
@@ -347,5 +345,5 @@ CASES: tuple[Case, ...] = (
 )
 
 
-def case_named(name: str) -> Case:
+def case_named(name):
     return next(case for case in CASES if case.name == name)

@@ -5,14 +5,11 @@ that the hub uses (it takes fused experts apart again). SGLang then builds its o
 folder as its model loader does. The cases are in `tiny_architecture_cases`.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import os
 import re
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -60,13 +57,13 @@ class CannotBuild(Exception):
     """This class cannot be built on this machine: says which side gave up, and why."""
 
 
-def prepare_process() -> None:
+def prepare_process():
     """What must be set before the first import of SGLang."""
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
     warnings.filterwarnings("ignore")
 
 
-def save_checkpoint(case: Case, folder: Path) -> NamedWeights:
+def save_checkpoint(case, folder):
     """Build `case` with transformers, save it to `folder`, return its tensors by checkpoint name.
 
     Raises:
@@ -91,7 +88,7 @@ def save_checkpoint(case: Case, folder: Path) -> NamedWeights:
     return read_checkpoint(case, folder)
 
 
-def _without_hub_kernels() -> Any:
+def _without_hub_kernels():
     """Mamba classes ask the hub for a GPU kernel as they are built, and do without where it has
     none; where the hub cannot be reached they would not be built at all.
     """
@@ -100,7 +97,7 @@ def _without_hub_kernels() -> Any:
     return mock.patch.object(hub_kernels, "get_kernel", side_effect=FileNotFoundError)
 
 
-def read_checkpoint(case: Case, folder: Path) -> NamedWeights:
+def read_checkpoint(case, folder):
     """The tensors that `save_checkpoint` saved, under the names and in the shapes of the hub."""
     from safetensors.torch import load_file
 
@@ -108,7 +105,7 @@ def read_checkpoint(case: Case, folder: Path) -> NamedWeights:
     return [_as_on_the_hub(case, name, tensor) for name, tensor in saved.items()]
 
 
-def random_weights(like: NamedWeights, seed: int) -> NamedWeights:
+def random_weights(like, seed):
     """New random values for the floating-point tensors of `like`; integers stay as they are."""
     generator = torch.Generator().manual_seed(seed)
     made = []
@@ -119,7 +116,7 @@ def random_weights(like: NamedWeights, seed: int) -> NamedWeights:
     return made
 
 
-def build_model(case: Case, folder: Path, ranks: Ranks, **arguments: Any) -> nn.Module:
+def build_model(case, folder, ranks, **arguments):
     """SGLang's own model for the checkpoint in `folder`: bfloat16, on the CPU, weights not loaded.
 
     Args:
@@ -163,7 +160,7 @@ def build_model(case: Case, folder: Path, ranks: Ranks, **arguments: Any) -> nn.
     return inner
 
 
-def start_world(ranks: Ranks) -> None:
+def start_world(ranks):
     """SGLang's group of all ranks; again is no harm."""
     from sglang.srt.distributed import parallel_state
 
@@ -176,7 +173,7 @@ def start_world(ranks: Ranks) -> None:
     )
 
 
-def stop_process_groups() -> None:
+def stop_process_groups():
     """Undo what `build_model` started, for whoever uses this process next."""
     from sglang.srt.distributed import parallel_state
 
@@ -184,7 +181,7 @@ def stop_process_groups() -> None:
     parallel_state.destroy_distributed_environment()
 
 
-def finish_loading(model: nn.Module) -> None:
+def finish_loading(model):
     """What SGLang's loader does after the first load: quantisation methods arrange weights."""
     for module in model.modules():
         method = getattr(module, "quant_method", None)
@@ -192,7 +189,7 @@ def finish_loading(model: nn.Module) -> None:
             method.process_weights_after_loading(module)
 
 
-def _start_process_groups(args: Any, config: Any, ranks: Ranks) -> None:
+def _start_process_groups(args, config, ranks):
     from sglang.srt import server_args
     from sglang.srt.distributed import parallel_state
     from sglang.srt.layers.dp_attention import initialize_dp_attention
@@ -217,12 +214,12 @@ def _start_process_groups(args: Any, config: Any, ranks: Ranks) -> None:
     _with_as_many(initialize_dp_attention, args, config)
 
 
-def _with_as_many(step: Callable[..., Any], *arguments: Any) -> None:
+def _with_as_many(step, *arguments):
     """Newer releases take fewer arguments and read the rest from the process."""
     step(*arguments[: len(inspect.signature(step).parameters)])
 
 
-def _as_on_the_hub(case: Case, name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
+def _as_on_the_hub(case, name, tensor):
     if case.transposed is not None and re.search(case.transposed, name):
         tensor = tensor.transpose(-2, -1).contiguous()
     for pattern, replacement in case.renamed:
@@ -230,6 +227,6 @@ def _as_on_the_hub(case: Case, name: str, tensor: torch.Tensor) -> tuple[str, to
     return name, tensor
 
 
-def _short(error: Exception) -> str:
+def _short(error):
     text = (f"{type(error).__name__}: {error}".splitlines() or [""])[0]
     return text if len(text) <= 160 else f"{text[:157]}..."

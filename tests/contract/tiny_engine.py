@@ -1,19 +1,7 @@
 """One tiny SGLang model that was loaded once, two sets of weights for it, and its loader."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterable
-from pathlib import Path
-from typing import Any
-
-import torch
-from torch import nn
-
 from contract.load_plan_proof import load_eagerly, split, sync
 from contract.tiny_architectures import (
-    Case,
-    NamedWeights,
-    Ranks,
     build_model,
     finish_loading,
     random_weights,
@@ -21,7 +9,7 @@ from contract.tiny_architectures import (
 )
 from contract.weight_check_proof import specs_of
 from sglang_loader.load_plan.destinations import collect_destinations
-from sglang_loader.session.model_loader import ModelLoader, SyncOutcome
+from sglang_loader.session.model_loader import ModelLoader
 from support.plan_check import differing, snapshot
 
 
@@ -41,15 +29,8 @@ class TinyEngine:
     """
 
     def __init__(
-        self,
-        case: Case,
-        folder: Path,
-        ranks: Ranks,
-        *,
-        sent_as: Callable[[NamedWeights], Iterable[Any]] = list,
-        once_built: Callable[[nn.Module], None] = lambda _: None,
-        **arguments: Any,
-    ) -> None:
+        self, case, folder, ranks, *, sent_as=list, once_built=lambda _: None, **arguments
+    ):
         like = save_checkpoint(case, folder)
         self.name = case.name
         self.first, self.second = (list(sent_as(random_weights(like, seed))) for seed in (1, 2))
@@ -61,11 +42,11 @@ class TinyEngine:
             finish_loading(self.model)
         self.loader = ModelLoader(self.model)
 
-    def sync(self, weights: NamedWeights, how: str = "many") -> SyncOutcome:
+    def sync(self, weights, how="many"):
         """One sync as a session makes it."""
         return sync(self.loader, self.model, weights, how)
 
-    def eager(self, weights: NamedWeights, how: str = "many") -> list[torch.Tensor]:
+    def eager(self, weights, how="many"):
         """What SGLang's own loader leaves; the model is as it was before."""
         destinations = collect_destinations(self.model)
         before = snapshot(destinations)
@@ -75,6 +56,6 @@ class TinyEngine:
             destinations.memory[i].copy_(kept)
         return after
 
-    def has(self, expected: list[torch.Tensor]) -> bool:
+    def has(self, expected):
         """True if every storage holds these bytes."""
         return differing(collect_destinations(self.model), expected) == ()

@@ -1,40 +1,26 @@
 """The check of one rank, as the tests of tiny architectures call it."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-from typing import Any
-
 import torch
-from torch import nn
 
-from contract.tiny_architectures import NamedWeights
 from sglang_loader.common.bucket_source import BucketSource
 from sglang_loader.common.layout import BucketLayout
-from sglang_loader.session.findings import Spec, Verdict
+from sglang_loader.session.findings import Verdict
 from sglang_loader.session.model_loader import loader_of
-from sglang_loader.session.weight_check import Gather, judge_together, view_of_sync
+from sglang_loader.session.weight_check import judge_together, view_of_sync
 from sglang_loader.upstream import engine_context
 
 FAILED_AT = "load_weights failed at "
 
 
-def specs_of(weights: NamedWeights) -> list[Spec]:
+def specs_of(weights):
     return [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in weights]
 
 
-def _alone(item: Any) -> list[Any]:
+def _alone(item):
     return [item]
 
 
-def check(
-    model: nn.Module,
-    specs: Sequence[Spec],
-    *,
-    published: Sequence[Spec] | None,
-    gather: Gather = _alone,
-    uses_plan: bool = False,
-) -> Verdict:
+def check(model, specs, *, published, gather=_alone, uses_plan=False):
     """The verdict on a sync that loads zeros; what `load_weights` itself refuses counts as
     mismatched. By default for an engine of one rank.
     """
@@ -46,7 +32,7 @@ def check(
     return judge_together(view_of_sync([layout], [model], lambda: known), gather)
 
 
-def _load_zeros(model: nn.Module, layout: BucketLayout, uses_plan: bool) -> list[str]:
+def _load_zeros(model, layout, uses_plan):
     """What `load_weights` refuses, as its error names it."""
     loader = loader_of(model)
     loader.start(engine_context(model), recheck_every_n_syncs=0, uses_plan=uses_plan)
@@ -61,12 +47,12 @@ def _load_zeros(model: nn.Module, layout: BucketLayout, uses_plan: bool) -> list
     return []
 
 
-def layout_of(specs: Sequence[Spec]) -> BucketLayout:
+def layout_of(specs):
     """All tensors in one bucket."""
     return BucketLayout.pack((name, shape, dtype) for name, dtype, shape in specs)
 
 
-def three_faults(specs: Sequence[Spec]) -> list[tuple[str, list[Spec]]]:
+def three_faults(specs):
     """(at fault, tensors) three times: a tensor of a layer is left out, one is doubled, one comes
     under a strange name.
     """
@@ -81,7 +67,7 @@ def three_faults(specs: Sequence[Spec]) -> list[tuple[str, list[Spec]]]:
     ]
 
 
-def check_on_ranks(model: nn.Module, weights: NamedWeights, gather: Gather) -> dict[str, Any]:
+def check_on_ranks(model, weights, gather):
     """What the ranks say of a complete sync, and of three with one fault each."""
     specs = specs_of(weights)
     found = {
@@ -95,6 +81,6 @@ def check_on_ranks(model: nn.Module, weights: NamedWeights, gather: Gather) -> d
     }
 
 
-def names_in(verdict: Verdict) -> set[str]:
+def names_in(verdict):
     texts = (*verdict.mismatched, *verdict.missing, *verdict.unexpected)
     return {text.split(" ")[0] for text in texts}

@@ -3,22 +3,18 @@
 PEFT's model is the measure.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tiny_assets import make_assets
 
-from support.http_requests import Reply, post
+from support.http_requests import post
 from support.served import served
-from support.trainer import TrainerRank
 from verl_sglang_sync.collective import WeightSyncError
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -46,7 +42,7 @@ class Adapted:
     base_log_probs: LogProbs
 
 
-def adapted(folder: Path, seed: int, rank: int = RANK) -> Adapted:
+def adapted(folder, seed, rank=RANK):
     """A random adapter of the checkpoint in `folder`."""
     from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
     from transformers import AutoModelForCausalLM
@@ -56,9 +52,9 @@ def adapted(folder: Path, seed: int, rank: int = RANK) -> Adapted:
     config = LoraConfig(
         r=rank, lora_alpha=2 * rank, target_modules=TARGETS, init_lora_weights=False
     )
-    model: Any = get_peft_model(base, config)
+    model = get_peft_model(base, config)
 
-    def log_probs() -> LogProbs:
+    def log_probs():
         with torch.no_grad():
             logits = model(torch.tensor([PROMPT])).logits[0]
         found = logits.log_softmax(-1)[:-1].gather(1, torch.tensor(PROMPT[1:])[:, None])
@@ -70,7 +66,7 @@ def adapted(folder: Path, seed: int, rank: int = RANK) -> Adapted:
     return Adapted(weights, model.peft_config["default"].to_dict(), log_probs(), base_log_probs)
 
 
-def sync_base(rank: TrainerRank) -> tuple[int, int] | None:
+def sync_base(rank):
     """By a load plan; buckets of the second sync that were replayed, of how many."""
     manager = rank.kept_manager("compiled", free_cache_engine=False)
     for version in ("0", "1"):
@@ -79,7 +75,7 @@ def sync_base(rank: TrainerRank) -> tuple[int, int] | None:
     return None if report is None else (report.num_replayed, report.num_buckets)
 
 
-def serve(rank: TrainerRank, weights: Any, config: dict[str, Any]) -> str:
+def serve(rank, weights, config):
     """Have the engine serve this adapter alone; why it does not."""
     from verl_sglang_sync.verl.adapter import collect_adapter
 
@@ -93,9 +89,7 @@ def serve(rank: TrainerRank, weights: Any, config: dict[str, Any]) -> str:
     return ""
 
 
-def test_an_adapter_is_served_and_replaced_and_one_that_does_not_fit_is_refused_by_name(
-    tmp_path: Path,
-) -> None:
+def test_an_adapter_is_served_and_replaced_and_one_that_does_not_fit_is_refused_by_name(tmp_path):
     from verl.workers.rollout.sglang_rollout.utils import SGLANG_LORA_NAME
 
     make_assets(tmp_path)
@@ -106,12 +100,12 @@ def test_an_adapter_is_served_and_replaced_and_one_that_does_not_fit_is_refused_
         engine.ranks() as ranks,
     ):
 
-        def ask(adapter: str | None) -> Reply:
+        def ask(adapter):
             payload = {"input_ids": PROMPT, "return_logprob": True, "logprob_start_len": 0}
             sampling = {"sampling_params": {"max_new_tokens": 1, "temperature": 0}}
             return post(engine.url, "generate", payload | sampling | {"lora_path": adapter})
 
-        def log_probs(adapter: str | None = SGLANG_LORA_NAME) -> LogProbs:
+        def log_probs(adapter=SGLANG_LORA_NAME):
             status, text = ask(adapter)
             assert status == 200, text
             found = json.loads(text)["meta_info"]["input_token_logprobs"]

@@ -4,18 +4,13 @@ One server per model and TP size: it loads checkpoint A from disk (the reference
 other weights B (the hash must change), and is synced back to A (the reference must return).
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging
 import os
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import msgspec
@@ -39,7 +34,7 @@ from support.sync_checks import (
     check_pulled,
     of_ranks,
 )
-from support.trainer import Hashes, Ranks, TrainerRank, sync_error
+from support.trainer import Hashes, Ranks, sync_error
 
 pytestmark = pytest.mark.e2e
 
@@ -55,7 +50,7 @@ class Case:
     ranks: Ranks
     reference: Hashes
 
-    def check_recovered(self) -> None:
+    def check_recovered(self):
         """The engine lives, and two compiled syncs of the checkpoint are right and prompt."""
         started = time.monotonic()
         with self.engine.ranks() as ranks:
@@ -73,9 +68,7 @@ class Case:
         pytest.param(("qwen3_moe", False, 2), id="moe-untied-tp2"),
     ],
 )
-def case(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Case]:
+def case(request, tmp_path_factory):
     """A real server of a tiny model, and real trainer ranks."""
     architecture, tied, tp = request.param
     folder = tmp_path_factory.mktemp("engine")
@@ -87,16 +80,16 @@ def case(
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_sync_is_bit_exact_also_after_one_that_is_refused_by_name(case: Case, mode: str) -> None:
+def test_sync_is_bit_exact_also_after_one_that_is_refused_by_name(case, mode):
     check_mode(case.engine, case.ranks, mode)
     assert case.engine.hashes() == case.reference
 
 
-def warned(rank: TrainerRank) -> tuple[list[str | None], list[str]]:
+def warned(rank):
     """With `manifest_check="warn"`: errors of two syncs that lack a tensor, and what is logged."""
-    said: list[str] = []
+    said = []
     handler, logger = logging.Handler(logging.WARNING), logging.getLogger("verl_sglang_sync")
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: said.append(record.getMessage())
     manager, good = rank.manager("flattened", manifest_check="warn"), rank.weights()
     logger.addHandler(handler)
     less = [(name, tensor) for name, tensor in good if name != LOST]
@@ -106,25 +99,13 @@ def warned(rank: TrainerRank) -> tuple[list[str | None], list[str]]:
     return errors, [text for text in said if "manifest check" in text]
 
 
-def test_a_warning_lets_the_sync_go_on_and_is_logged_once(case: Case) -> None:
+def test_a_warning_lets_the_sync_go_on_and_is_logged_once(case):
     (errors, said), *others = case.ranks.run(warned)
     assert errors == [None, None] and others == [(errors, [])] * (case.engine.tp - 1)
     assert len(said) == 1 and f"1 missing: {LOST}" in said[0]
 
 
-def go_through(rank: TrainerRank, stages: tuple[str, ...]) -> None:
-    manager = rank.manager("flattened")
-    for stage in stages:
-        asyncio.run(manager.release() if stage == "release" else manager.resume((stage,)))
-
-
-def test_repeated_stages_are_no_ops(case: Case) -> None:
-    case.ranks.run(go_through, ("release",) * 2)
-    case.ranks.run(go_through, ("weights", "kv_cache") * 2)
-    assert case.engine.hashes() == case.reference
-
-
-def test_every_way_of_a_sync_leaves_what_the_eager_loader_does(case: Case) -> None:
+def test_every_way_of_a_sync_leaves_what_the_eager_loader_does(case):
     """Full tensors on every rank, or shards over all ranks; packed, exchanged or read where they
     are, one of them elsewhere after engines were told where it had been.
     """
@@ -161,7 +142,7 @@ def test_every_way_of_a_sync_leaves_what_the_eager_loader_does(case: Case) -> No
     assert answer["meta_info"]["weight_version"] == str(SCALES[-1]), "what tokens were made with"
 
 
-def good_syncs(rank: TrainerRank) -> int:
+def good_syncs(rank):
     """How many buckets are replayed in the second one."""
     manager = rank.manager("compiled")
     for _ in range(2):
@@ -169,31 +150,31 @@ def good_syncs(rank: TrainerRank) -> int:
     return int(manager.report.num_replayed)
 
 
-def die_mid_session(rank: TrainerRank) -> None:
+def die_mid_session(rank):
     """All trainer ranks end without a word while buckets are under way."""
     export = calling_at(rank.weights(), DIES_AFTER, lambda: os._exit(9))
     asyncio.run(rank.manager("compiled", bucket_bytes=1 << 10).sync(export, version="dead"))
 
 
-def test_the_engine_survives_trainers_that_die_mid_session(case: Case) -> None:
+def test_the_engine_survives_trainers_that_die_mid_session(case):
     with case.engine.ranks() as ranks:
         assert all("exited with 9" in str(each.error) for each in ranks.attempt(die_mid_session))
     case.check_recovered()
     assert "the trainer's process is gone" in case.engine.log
 
 
-def sync_what_cannot_be_packed(rank: TrainerRank) -> str | None:
+def sync_what_cannot_be_packed(rank):
     weights = rank.weights()
     if rank.rank == rank.tp - 1:
         weights = on_meta(weights, weights[DIES_AFTER][0])
     return sync_error(rank.manager("compiled", bucket_bytes=1 << 10), weights)
 
 
-def sync_with_a_wrong_token(rank: TrainerRank) -> str | None:
+def sync_with_a_wrong_token(rank):
     """Invite the engine with a token that is not the session's."""
     from verl_sglang_sync.engine.session import TrainerSession
 
-    def forge(self: TrainerSession, *arguments: Any, **options: Any) -> None:
+    def forge(self, *arguments, **options):
         init(self, *arguments, **options)
         invitation = msgspec.json.decode(self.invitation)
         self.invitation = msgspec.json.encode({**invitation, "token": "0" * 32})
@@ -204,9 +185,7 @@ def sync_with_a_wrong_token(rank: TrainerRank) -> str | None:
 
 
 @pytest.mark.parametrize("fault", [sync_what_cannot_be_packed, sync_with_a_wrong_token])
-def test_a_failure_is_raised_on_all_ranks_alike_and_the_next_sync_is_good(
-    case: Case, fault: Any
-) -> None:
+def test_a_failure_is_raised_on_all_ranks_alike_and_the_next_sync_is_good(case, fault):
     (error,) = set(case.ranks.run(fault))
     expected = {
         sync_what_cannot_be_packed: (f"rank {case.engine.tp - 1}: Traceback", "meta tensor"),
@@ -217,7 +196,7 @@ def test_a_failure_is_raised_on_all_ranks_alike_and_the_next_sync_is_good(
 
 
 @pytest.mark.slow
-def test_two_ranks_exchange_whole_buckets_for_two_engines(tmp_path: Path) -> None:
+def test_two_ranks_exchange_whole_buckets_for_two_engines(tmp_path):
     """FSDP2's shards over two ranks to engines of TP 1, each of which reads all of every weight."""
     make_assets(tmp_path, architecture="qwen3_moe")
     model = tmp_path / "model"
@@ -237,7 +216,7 @@ def test_two_ranks_exchange_whole_buckets_for_two_engines(tmp_path: Path) -> Non
 
 
 DP_ATTENTION = ("--dp-size", "2", "--enable-dp-attention")
-ELSEWHERE: dict[str, dict[str, Any]] = {
+ELSEWHERE = {
     "num_pulled": {},
     "num_sent": {"read_in_place": False},
     "num_buckets": {"read_in_place": False, "exchange_shards": False},
@@ -249,7 +228,7 @@ NO_GENERATION = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false"}
 
 
 @pytest.mark.slow
-def test_every_scheduler_gets_the_weights_with_dp_attention(tmp_path: Path) -> None:
+def test_every_scheduler_gets_the_weights_with_dp_attention(tmp_path):
     """Each rank has a scheduler of its own, and all of its attention; verl asks for that with
     `rollout.data_parallel_size`. The experts are still sharded over all ranks.
     """

@@ -3,8 +3,6 @@
 `FAULTS=60 SEED=1 make fault-storm`; the report goes to `outputs/fault-storm.{json,md}`.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import time
@@ -24,11 +22,11 @@ ONLY = os.environ.get("STORM_ONLY", "")  # part of a fault's name, to reproduce 
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(TIME_S + 600)]
 
-storms: list[Storm] = []
+storms = []
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_a_storm_of_faults(tp: int, tmp_path: Path) -> None:
+def test_a_storm_of_faults(tp, tmp_path):
     num_faults = -(-NUM_FAULTS // 2)
     print(f"\nfault storm: tp={tp} faults={num_faults} seed={SEED}", flush=True)
     started, injected = time.monotonic(), 0
@@ -44,6 +42,6 @@ def test_a_storm_of_faults(tp: int, tmp_path: Path) -> None:
     assert injected >= min(num_faults, 5), "the machine is too slow for a storm"
 
 
-def _commit() -> str:
+def _commit():
     command = ["git", "describe", "--always", "--dirty"]
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()

@@ -4,11 +4,8 @@ The reference is the engine that has loaded the Hugging Face checkpoint itself. 
 is verl's own engine class; between the syncs its weights change, and move to the host and back.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -23,9 +20,9 @@ from tiny_assets import make_assets
 from support import served_models
 from support.assembled import misplaced
 from support.megatron_trainer import ENVIRONMENT, Layout, MegatronActor
-from support.sender import Sender, Targets
+from support.sender import Sender
 from support.served import Served, served
-from support.trainer import Ranks, TrainerRank
+from support.trainer import Ranks
 from verl_sglang_sync.sources.source_map import SourceMap
 
 NUM_REPLICAS = 2
@@ -102,7 +99,7 @@ pytestmark = [
 ]
 
 
-def make_checkpoint(folder: Path, model: dict[str, Any] | str) -> Path:
+def make_checkpoint(folder, model):
     """A tiny model in bfloat16, which is what Megatron trains, but for the routers' biases."""
     if isinstance(model, str):
         served_models.make_model(model, folder / "model")
@@ -127,17 +124,15 @@ class Running:
     ranks: Ranks
     reference: list[Any] = field(default_factory=list)
 
-    def hashes(self) -> list[Any]:
+    def hashes(self):
         return [engine.hashes() for engine in self.engines]
 
 
 @pytest.fixture(scope="module")
-def running(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Running]:
+def running(request, tmp_path_factory):
     world, folder = WORLDS[request.param], tmp_path_factory.mktemp(request.param)
     model, tp = make_checkpoint(folder, world.model), world.tp
-    options: dict[str, Any] = {"extra": ("--dtype", "bfloat16"), "variables": NO_GENERATION}
+    options = {"extra": ("--dtype", "bfloat16"), "variables": NO_GENERATION}
     with ExitStack() as stack:
         engines = [
             stack.enter_context(served(folder / f"{i}", model=model, tp=tp, **options))
@@ -158,19 +153,19 @@ class Case:
     trainer: str
 
     @property
-    def world(self) -> World:
+    def world(self):
         return self.running.world
 
     @property
-    def layout(self) -> Layout:
+    def layout(self):
         return self.world.trainers[self.trainer]
 
     @property
-    def is_first(self) -> bool:
+    def is_first(self):
         """The engines had no other trainer before."""
         return self.trainer == next(iter(self.world.trainers))
 
-    def has(self, preset: str) -> bool:
+    def has(self, preset):
         """With mbridge, engines elsewhere get what they get of any other export. What was offloaded
         is not in memory that other processes can map on a CPU. How an export is packed is the same
         for all trainers of a model: the first shows it.
@@ -183,19 +178,19 @@ class Case:
 
 
 @pytest.fixture(scope="module")
-def case(request: pytest.FixtureRequest, running: Running) -> Case:
+def case(request, running):
     case = Case(running, request.param)
     running.ranks.run(build, running.model, case.layout)
     return case
 
 
-def build(rank: TrainerRank, model: Path, layout: Layout) -> None:
+def build(rank, model, layout):
     if "actor" in rank.kept:
         rank.kept["actor"].close()
     rank.kept["actor"] = MegatronActor(model, layout)
 
 
-def export_of(rank: TrainerRank, model: Path) -> dict[str, Any]:
+def export_of(rank, model):
     """What a rank exports, tensors held to the end: the exporter must not reuse their memory.
 
     Returns:
@@ -227,7 +222,7 @@ def export_of(rank: TrainerRank, model: Path) -> dict[str, Any]:
     }
 
 
-def test_the_export_is_the_checkpoint_on_every_rank(case: Case) -> None:
+def test_the_export_is_the_checkpoint_on_every_rank(case):
     """Every tensor once, bit for bit, and where the trace says that it is, in the buffers of the
     distributed optimizer: at most one for the experts, and one for the rest, of each piece of a
     pipeline stage. Replicas of a shard are read by equally many; the ranks of one pipeline stage
@@ -251,14 +246,14 @@ def test_the_export_is_the_checkpoint_on_every_rank(case: Case) -> None:
             assert len(set(seen["num_served"][stage * size : (stage + 1) * size])) == 1, seen
 
 
-def begin(rank: TrainerRank, preset: str, targets: Targets) -> None:
+def begin(rank, preset, targets):
     if "disaggregated" in preset:
         rank.kept["by"] = Sender(rank, targets, read_in_place="in place" in preset)
     else:
         rank.kept["by"] = rank.manager(preset)
 
 
-def sync(rank: TrainerRank, factor: float) -> tuple[dict[str, Any], int | None]:
+def sync(rank, factor):
     """After training; the parameters are offloaded where the layout wants it. The report, and the
     bytes left where they were.
     """
@@ -275,7 +270,7 @@ def sync(rank: TrainerRank, factor: float) -> tuple[dict[str, Any], int | None]:
 
 
 @pytest.mark.parametrize("preset", FACTORS)
-def test_sync_is_bit_exact_on_every_replica(case: Case, preset: str) -> None:
+def test_sync_is_bit_exact_on_every_replica(case, preset):
     if not case.has(preset):
         pytest.skip("exported or sent as another trainer's, or in test_broadcast")
     running, halved, syncs = case.running, None, []
@@ -305,7 +300,7 @@ def test_sync_is_bit_exact_on_every_replica(case: Case, preset: str) -> None:
         check_disaggregated(case, [first for first, *_ in syncs])
 
 
-def check_compiled(case: Case, reports: tuple[dict[str, Any], ...]) -> None:
+def check_compiled(case, reports):
     """Nothing is exported once the engine has a plan: the engines read the ranks' shards, or these
     are exchanged.
 
@@ -332,7 +327,7 @@ def check_compiled(case: Case, reports: tuple[dict[str, Any], ...]) -> None:
     assert [report[route] for report in later] == [num_buckets] * len(later)
 
 
-def check_disaggregated(case: Case, reports: list[dict[str, Any]]) -> None:
+def check_disaggregated(case, reports):
     """Once the engines have a plan every rank sends its shards, or engines on its host read them in
     place, by the plan of the syncs before.
     """
@@ -349,7 +344,7 @@ def check_disaggregated(case: Case, reports: list[dict[str, Any]]) -> None:
         assert sum(sent) == reports[-1]["payload_bytes"] or case.world.tp > 1
 
 
-def sync_spoilt(rank: TrainerRank, what: str) -> None:
+def sync_spoilt(rank, what):
     """Other weights, of which one does not come; or the checkpoint's, of which one is altered."""
     actor = rank.kept["actor"]
     actor.train(0.5 if what == "lost" else 2.0)
@@ -363,7 +358,7 @@ def sync_spoilt(rank: TrainerRank, what: str) -> None:
     asyncio.run(manager.sync(iter(weights.items()), version=what))
 
 
-def test_a_tensor_that_is_lost_or_altered_would_show(case: Case) -> None:
+def test_a_tensor_that_is_lost_or_altered_would_show(case):
     if not case.is_first:
         pytest.skip("as with the first trainer")
     for what in ("lost", "altered"):

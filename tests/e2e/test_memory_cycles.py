@@ -2,10 +2,6 @@
 sync rewrites is poisoned, and every byte must come back.
 """
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from support.memory_cycles import check_cycles
@@ -13,7 +9,7 @@ from support.memory_cycles import check_cycles
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
-def test_cycles_leave_no_trace(tmp_path: Path) -> None:
+def test_cycles_leave_no_trace(tmp_path):
     """A derived buffer (weight + 1) must be rewritten as well."""
     seen = check_cycles("gemma2", tmp_path, device="cpu", num_cycles=2)
     assert any("gemma_weight" in name for name in seen["nan"])

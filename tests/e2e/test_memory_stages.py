@@ -1,11 +1,8 @@
 """No request for memory stages ends a real engine, and what it refuses it explains."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time
-from collections.abc import Iterator
 
 import pytest
 
@@ -21,8 +18,8 @@ from support.http_requests import (
     resume,
     tokens_in,
 )
-from support.served import Served, served
-from support.trainer import Ranks, TrainerRank, sync_error
+from support.served import served
+from support.trainer import sync_error
 
 pytestmark = pytest.mark.e2e
 
@@ -35,22 +32,20 @@ GATES = {1: "wait 3", 2: "wait 300"}
     scope="module",
     params=[pytest.param(1, id="tp1"), pytest.param(2, id="tp2", marks=pytest.mark.slow)],
 )
-def server(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Served]:
+def server(request, tmp_path_factory):
     options = {"host_backup": "auto", "variables": {STALE_REQUESTS_VARIABLE: GATES[request.param]}}
     with served(tmp_path_factory.mktemp("stages"), tp=request.param, **options) as engine:
         yield engine
 
 
 @pytest.fixture(scope="module")
-def ranks(server: Served) -> Iterator[Ranks]:
+def ranks(server):
     with server.ranks() as made:
         yield made
 
 
 @pytest.fixture
-def engine(server: Served) -> Iterator[Served]:
+def engine(server):
     """The server; after every test it lives, and generates what it generated before."""
     before = generate(server.url)
     yield server
@@ -58,18 +53,18 @@ def engine(server: Served) -> Iterator[Served]:
     assert generate(server.url) == before
 
 
-def sync_weights(rank: TrainerRank, mode: str = "flattened") -> None:
+def sync_weights(rank, mode="flattened"):
     """Send the checkpoint's own weights, without any stage."""
     asyncio.run(rank.manager(mode).sync(rank.weights(), version="synced"))
 
 
-def broken_sync(rank: TrainerRank) -> str | None:
+def broken_sync(rank):
     """A sync that fails when some tensors are loaded; the error."""
     bad = iter(doubled(rank.weights()))
     return sync_error(rank.manager("flattened", manifest_check="off"), bad)
 
 
-def test_repeated_and_superfluous_stages_are_no_ops(engine: Served) -> None:
+def test_repeated_and_superfluous_stages_are_no_ops(engine):
     url = engine.url
     for tags in (("kv_cache",), ("weights", "cuda_graph"), ()):
         assert resume(url, *tags).status == 200, "resident"
@@ -86,7 +81,7 @@ def test_repeated_and_superfluous_stages_are_no_ops(engine: Served) -> None:
         assert resume(url, *tags).status == 200
 
 
-def test_a_release_while_requests_run_is_refused(engine: Served) -> None:
+def test_a_release_while_requests_run_is_refused(engine):
     with paused_generation(engine.url, LONG):
         status, text = release(engine.url, "kv_cache", "weights")
     assert status == 400
@@ -94,7 +89,7 @@ def test_a_release_while_requests_run_is_refused(engine: Served) -> None:
     assert release(engine.url).status == resume(engine.url).status == 200
 
 
-def test_after_a_failed_sync_the_cache_stays_asleep(engine: Served, ranks: Ranks) -> None:
+def test_after_a_failed_sync_the_cache_stays_asleep(engine, ranks):
     url = engine.url
     assert release(url, "kv_cache", "weights").status == 200
     assert resume(url, "weights").status == 200
@@ -106,9 +101,7 @@ def test_after_a_failed_sync_the_cache_stays_asleep(engine: Served, ranks: Ranks
     assert resume(url, "kv_cache").status == 200
 
 
-def test_a_session_while_requests_are_paused_is_refused_before_its_first_byte(
-    engine: Served, ranks: Ranks
-) -> None:
+def test_a_session_while_requests_are_paused_is_refused_before_its_first_byte(engine, ranks):
     """Their prefixes would be those of the old weights."""
     before = generate(engine.url)
     with paused_generation(engine.url, LONG):
@@ -119,9 +112,7 @@ def test_a_session_while_requests_are_paused_is_refused_before_its_first_byte(
     ranks.run(sync_weights, "compiled")
 
 
-def test_a_request_that_comes_in_the_gap_waits_for_a_good_sync(
-    engine: Served, ranks: Ranks
-) -> None:
+def test_a_request_that_comes_in_the_gap_waits_for_a_good_sync(engine, ranks):
     """Held on all ranks in step, without blocking the sync that it waits for."""
     if engine.tp == 1:
         pytest.skip("this server does not let requests wait for that long")
@@ -144,7 +135,7 @@ def test_a_request_that_comes_in_the_gap_waits_for_a_good_sync(
     assert tokens_in(text) == before
 
 
-def test_a_request_that_waits_too_long_is_refused_with_the_reason(engine: Served) -> None:
+def test_a_request_that_waits_too_long_is_refused_with_the_reason(engine):
     if engine.tp == 2:
         pytest.skip("this server lets requests wait for long")
     assert release(engine.url, "kv_cache").status == 200

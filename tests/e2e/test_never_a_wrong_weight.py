@@ -4,8 +4,6 @@ The trainer has one rank, in this process. Each test first brings the engine to 
 by good syncs, so that they can run in any order, or alone.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -13,10 +11,8 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
 
 import psutil
 import pytest
@@ -28,10 +24,10 @@ from support.engine_loaders import STOP_LOADER
 from support.exports import KeptExport, calling_at, doubled
 from support.fault_proxy import FaultProxy
 from support.http_requests import paused_generation, post, status_of_request
-from support.served import Served, served
+from support.served import served
 from support.storm_checks import Stream, num_equal
 from support.storm_wire import with_descriptors
-from support.trainer import NamedTensors, TrainerRank, sync_error
+from support.trainer import sync_error
 from verl_sglang_sync.bench.engine_server import free_port
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -41,9 +37,7 @@ MARGIN_S = 6.0
 
 
 @pytest.fixture(scope="module")
-def engine(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Served]:
+def engine(request, tmp_path_factory):
     """A real server; its parameter is what it does with stale requests."""
     options = {"loaders": (STOP_LOADER,), "variables": {STALE_REQUESTS_VARIABLE: request.param}}
     with served(tmp_path_factory.mktemp("hostile"), **options) as engine:
@@ -51,7 +45,7 @@ def engine(
 
 
 @pytest.fixture
-def trainer(engine: Served) -> TrainerRank:
+def trainer(engine):
     """A new one for each test."""
     return engine.trainer()
 
@@ -81,12 +75,8 @@ GARBAGE = 7.0
     ids=("in place, without export", "staged, and loaded eagerly too", "flattened"),
 )
 def test_a_sync_that_its_trainer_has_given_up_is_never_published(
-    engine: Served,
-    trainer: TrainerRank,
-    mode: str,
-    settings: dict[str, Any],
-    stops_in_load: bool,
-) -> None:
+    engine, trainer, mode, settings, stops_in_load
+):
     """The scheduler stops when it has joined, or in the model's `load_weights`, and goes on when
     the trainer has raised, and its tensors are garbage."""
     trainer.use_client(engine.url, timeout_s=GIVEN_UP_AFTER_S)
@@ -94,7 +84,7 @@ def test_a_sync_that_its_trainer_has_given_up_is_never_published(
     export, (pid,) = KeptExport(trainer.weights()), engine.schedulers
     weights, hashes = export.reexport(), {}
 
-    def stop() -> None:
+    def stop():
         time.sleep(JOINS_WITHIN_S)
         os.kill(pid, signal.SIGSTOP)
 
@@ -138,9 +128,7 @@ PROMPTS = ("One", "It was a night of two moons", "def main():", "7 8 9 10 11 12 
 
 @waiting
 @pytest.mark.parametrize(("mode", "refusal"), [("flattened", "rubbish"), ("compiled", "running")])
-def test_after_a_refused_update_no_request_mixes_two_versions(
-    engine: Served, trainer: TrainerRank, mode: str, refusal: str
-) -> None:
+def test_after_a_refused_update_no_request_mixes_two_versions(engine, trainer, mode, refusal):
     """Streams without a break while ten syncs come; what was refused has touched nothing."""
     manager = trainer.manager(mode)
     weights = [trainer.weights(scale) for scale in (0.5, 1.0)]
@@ -173,12 +161,12 @@ def test_after_a_refused_update_no_request_mixes_two_versions(
 
 
 @contextlib.contextmanager
-def streams(url: str) -> Iterator[list[Stream]]:
+def streams(url):
     """One stream after the other for each prompt."""
-    answers: list[Stream] = []
+    answers = []
     is_over = threading.Event()
 
-    def run(prompt: str) -> None:
+    def run(prompt):
         while not is_over.is_set():
             answers.append(ask(url, prompt))
 
@@ -191,7 +179,7 @@ def streams(url: str) -> Iterator[list[Stream]]:
             is_over.set()
 
 
-def ask(url: str, prompt: str) -> Stream:
+def ask(url, prompt):
     """A stream that has ended."""
     stream = Stream(url, prompt, STREAMED_TOKENS)
     stream.start()
@@ -208,16 +196,16 @@ BREAKS_AT = 10
 @pytest.mark.parametrize("num_tensors", [0, 2])
 @pytest.mark.parametrize(("mode", "how"), [("flattened", "raises"), ("compiled", "doubles")])
 def test_after_a_sync_that_broke_off_only_a_whole_one_is_served(
-    engine: Served, trainer: TrainerRank, mode: str, how: str, num_tensors: int
-) -> None:
+    engine, trainer, mode, how, num_tensors
+):
     """Not one of a part of the tensors alone."""
     manager = trainer.manager(mode, manifest_check="off", bucket_bytes=1 << 12)
     whole, others = trainer.weights(), trainer.weights(0.5)
 
-    def fail() -> None:
+    def fail():
         raise RuntimeError("the export broke off")
 
-    broken: Iterable[Any] = calling_at(others, BREAKS_AT, fail)
+    broken = calling_at(others, BREAKS_AT, fail)
     if how == "doubles":
         broken = iter(doubled(others, others[BREAKS_AT][0]))
     assert sync_error(manager, iter(whole), "before") is None
@@ -232,61 +220,18 @@ def test_after_a_sync_that_broke_off_only_a_whole_one_is_served(
     assert engine.hashes() == before
 
 
-@refusing
-def test_an_export_that_grows_is_loaded_right(engine: Served, trainer: TrainerRank) -> None:
-    """Two tensors between whole exports: the bucket that ended the shorter one is not the last any
-    more. A refusal of the small ones is as good as a sync.
-    """
-    settings: dict[str, Any] = {"manifest_check": "off"}
-    manager = trainer.manager("compiled", bucket_bytes=1 << 12, **settings)
-    weights, fresh = {scale: trainer.weights(scale) for scale in (0.5, 1.0)}, {}
-    for scale, named in weights.items():
-        assert sync_error(trainer.manager("flattened", **settings), iter(named)) is None
-        fresh[scale] = engine.hashes()
-    for scale, other in ((0.5, 1.0), (1.0, 0.5)) * 3:
-        sync_error(manager, iter(weights[other][:2]))
-        assert sync_error(manager, iter(weights[scale])) is None
-        assert engine.hashes() == fresh[scale], f"other weights than those of {scale}"
-
-
-@refusing
-def test_an_embedding_that_comes_again_with_other_values_is_an_error(
-    engine: Served, trainer: TrainerRank
-) -> None:
-    name, weights = "model.embed_tokens.weight", trainer.weights()
-    first = dict(weights)[name]
-    last = first.clone()
-    last[-1, -1] += 1
-
-    def sync(again: Any, version: str) -> str | None:
-        return sync_error(trainer.manager("flattened"), [*weights, (name, again)], version)
-
-    assert sync(first.clone(), "a copy") is None
-    hashes = engine.hashes()
-    for other in (first * 2, last):
-        error = sync(other, "other values")
-        assert error is not None, "dropped without a word"
-        assert name in error
-        assert engine.version == "a copy"
-    assert sync(first.clone(), "a copy again") is None
-    assert engine.version == "a copy again"
-    assert engine.hashes() == hashes
-
-
 # Sessions that name another endpoint than the one on which the trainer listens.
 
 FORGED_TIMEOUT_S = 20.0
 
 
 @refusing
-def test_a_session_at_an_endpoint_of_another_kind_is_refused_at_once(
-    engine: Served, trainer: TrainerRank
-) -> None:
+def test_a_session_at_an_endpoint_of_another_kind_is_refused_at_once(engine, trainer):
     """The engine goes on serving what it had; nothing is connected to."""
-    weights: NamedTensors = trainer.weights()
+    weights = trainer.weights()
     assert sync_error(trainer.manager("compiled"), weights, "before") is None
     before = engine.hashes()
-    settings: dict[str, Any] = {"read_in_place": False, "manifest_check": "off"}
+    settings = {"read_in_place": False, "manifest_check": "off"}
     with (
         socket.create_server(("127.0.0.1", 0)) as silent,
         zmq.Context() as context,
@@ -318,7 +263,7 @@ def test_a_session_at_an_endpoint_of_another_kind_is_refused_at_once(
     assert sync_error(trainer.manager("compiled"), weights, "next") is None
 
 
-def forged_body(forge: Callable[[str], str], path: str, body: bytes) -> bytes:
+def forged_body(forge, path, body):
     """A session's request with another endpoint; others as they are."""
     if not path.endswith("update_weights_from_tensor"):
         return body

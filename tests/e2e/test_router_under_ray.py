@@ -1,13 +1,8 @@
 """Ray ends server actors in its own ways; after each the server is out of its router."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 import time
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,7 +16,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 class Server:
     """An actor."""
 
-    async def join(self, router_url: str, url: str) -> None:
+    async def join(self, router_url, url):
         router = RouterClient(router_url, timeout_s=30)
         worker = await asyncio.to_thread(router.add, url)
         watch = Watch(router_url=router_url, router_api_key=None, worker=worker)
@@ -29,20 +24,20 @@ class Server:
 
 
 @pytest.fixture
-def router(tmp_path: Path) -> Iterator[RouterProcess]:
+def router(tmp_path):
     process = RouterProcess(tmp_path / "router.log")
     yield process
     process.end()
 
 
-def wait_for(router: RouterProcess, *names: str) -> None:
+def wait_for(router, *names):
     deadline = time.monotonic() + 30
     while set(router.workers()) != {f"http://{name}:1" for name in names}:
         assert time.monotonic() < deadline, router.workers()
         time.sleep(0.1)
 
 
-def test_a_server_leaves_its_router_however_ray_ends_its_actor(router: RouterProcess) -> None:
+def test_a_server_leaves_its_router_however_ray_ends_its_actor(router):
     """By `ray.kill`, without a handle left, and with the driver."""
     import ray
 
@@ -50,9 +45,7 @@ def test_a_server_leaves_its_router_however_ray_ends_its_actor(router: RouterPro
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     ray.init(num_cpus=1, include_dashboard=False, logging_level="error")
     try:
-        actors: dict[str, Any] = {
-            name: ray.remote(Server).options(num_cpus=0).remote() for name in names
-        }
+        actors = {name: ray.remote(Server).options(num_cpus=0).remote() for name in names}
         ray.get([actor.join.remote(router.url, f"http://{n}:1") for n, actor in actors.items()])
         wait_for(router, *names)
         ray.kill(actors["killed"])

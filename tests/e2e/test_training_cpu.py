@@ -5,12 +5,8 @@ probabilities of the sampled tokens agree only if every sync arrived. Some runs 
 purpose: the same check must fail there.
 """
 
-from __future__ import annotations
-
 import json
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 from quickstart import Step, read_metrics, read_steps
@@ -58,14 +54,14 @@ MIN_PEARSON_LORA = 0.999
 """The merged weights are rounded to bfloat16, the trainer's adapters are not."""
 
 
-def check_arrival(steps: list[Step]) -> None:
+def check_arrival(steps):
     for step in steps:
         assert step.arrived, step.metrics
         assert step.metrics["actor/grad_norm"] > 0.1, "the weights must have moved"
         assert step.sync["num_buckets"] >= 1
 
 
-def reports_of(folder: Path) -> list[dict[str, Any]]:
+def reports_of(folder):
     """Of all syncs and replicas; the first sync precedes the first step, each step ends in one."""
     return [json.loads(line) for line in (folder / "syncs.jsonl").read_text().splitlines()]
 
@@ -74,7 +70,7 @@ run = partial(pytest.mark.parametrize, "trained", indirect=True)
 
 
 @run([pytest.param(Run("compiled", workers=2, tp=2, tied=True, overrides=PPO), id="ppo-tp2")])
-def test_the_weights_arrive_at_every_step(trained: Path) -> None:
+def test_the_weights_arrive_at_every_step(trained):
     steps = read_steps(trained)
     assert len(steps) == 2
     check_arrival(steps)
@@ -105,7 +101,7 @@ REPLICAS = Run(
 
 @pytest.mark.slow
 @run([REPLICAS], ids=["replicas"])
-def test_weights_arrive_on_two_replicas_and_a_lost_sync_fails_the_proof(trained: Path) -> None:
+def test_weights_arrive_on_two_replicas_and_a_lost_sync_fails_the_proof(trained):
     *steps, last = read_steps(trained)
     assert len(steps) == 2
     check_arrival(steps)
@@ -115,7 +111,7 @@ def test_weights_arrive_on_two_replicas_and_a_lost_sync_fails_the_proof(trained:
 
 @pytest.mark.slow
 @run([REPLICAS], ids=["replicas"])
-def test_why_no_sync_is_replayed_is_seen_at_verls_default_log_level(trained: Path) -> None:
+def test_why_no_sync_is_replayed_is_seen_at_verls_default_log_level(trained):
     """One warning and one line per sync of a replica; the tracker has the number of buckets."""
     steps, log = read_steps(trained), (trained / "run.log").read_text()
     eager = [step.metrics["weight_sync/num_eager"] for step in steps]
@@ -140,7 +136,7 @@ OTHER_ENGINE = (
 
 @pytest.mark.slow
 @run([Run("compiled", overrides=OTHER_ENGINE, variables=FINDING_TESTS)], ids=["file"])
-def test_weights_of_another_checkpoint_engine_arrive_verls_own_way(trained: Path) -> None:
+def test_weights_of_another_checkpoint_engine_arrive_verls_own_way(trained):
     """Of a backend that hands them over as they come in, such as `nccl`; the log says so."""
     log = (trained / "run.log").read_text()
     steps = [Step(row["data"], {}) for row in read_metrics(trained)]
@@ -151,7 +147,7 @@ def test_weights_of_another_checkpoint_engine_arrive_verls_own_way(trained: Path
 
 @pytest.mark.slow
 @run([Run("", overrides=("actor_rollout_ref.rollout.multi_stage_wake_up=False",))], ids=["verl"])
-def test_without_a_preset_the_installed_plugin_leaves_verls_own_sync_alone(trained: Path) -> None:
+def test_without_a_preset_the_installed_plugin_leaves_verls_own_sync_alone(trained):
     """One stage is verl's default."""
     steps = [Step(row["data"], {}) for row in read_metrics(trained)]
     assert [step.arrived for step in steps] == [True, True], [step.metrics for step in steps]
@@ -167,7 +163,7 @@ def test_without_a_preset_the_installed_plugin_leaves_verls_own_sync_alone(train
         pytest.param(Run("disaggregated", overrides=(*MERGED_LORA, *SEPARATE)), id="disaggregated"),
     ]
 )
-def test_merged_adapters_arrive(trained: Path, request: pytest.FixtureRequest) -> None:
+def test_merged_adapters_arrive(trained, request):
     """verl takes them out of its weights again when the export is through; without them the
     correlation is about 0."""
     for step in read_steps(trained):
@@ -191,7 +187,7 @@ LOST_ADAPTER = (*LOSING, "SGLANG_EXTERNAL_MODEL_PACKAGE=support.unpinned")
         ),
     ]
 )
-def test_an_adapter_arrives_as_such_and_a_lost_one_fails_the_proof(trained: Path) -> None:
+def test_an_adapter_arrives_as_such_and_a_lost_one_fails_the_proof(trained):
     """The base weights come once. The first step's adapter is zero, the second's is not, and the
     third step samples with that one, because the next was lost.
     """

@@ -4,11 +4,8 @@ Transformer Engine's layers are stand-ins in plain torch, which on GPUs, too, `t
 and `benchmarks/grpo_step.py` train with where Transformer Engine is not installed.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -37,11 +34,11 @@ NUM_STEPS = 2
 class MegatronRun:
     """A run of the recipe for Megatron, TP 2."""
 
-    def prepare(self, folder: Path) -> None:
+    def prepare(self, folder):
         make_assets(folder)
         (folder / "test.parquet").write_bytes((folder / "val.parquet").read_bytes())
 
-    def train(self, folder: Path) -> None:
+    def train(self, folder):
         sizes = {"GPUS": 2, "ROLLOUT_TP": 2, "TRAIN_TP": 2, "TRAIN_EP": 1}
         variables = {**ENVIRONMENT, "OMP_NUM_THREADS": "1", "SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
         overrides = (*ON_A_CPU, *MEGATRON_BRIDGE)
@@ -55,7 +52,7 @@ class MegatronRun:
 
 
 @pytest.mark.parametrize("trained", [MegatronRun()], indirect=True, ids=["tp2"])
-def test_the_weights_arrive_at_every_step(trained: Path) -> None:
+def test_the_weights_arrive_at_every_step(trained):
     rows = (trained / "metrics-compiled.jsonl").read_text().splitlines()
     steps = [json.loads(row)["data"] for row in rows]
     assert len(steps) == NUM_STEPS

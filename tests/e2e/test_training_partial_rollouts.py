@@ -6,11 +6,7 @@ must have been sampled with the weights of the version that the trajectory names
 checkpoints hold them.
 """
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -46,7 +42,7 @@ RUN = Run(
 )
 
 
-def models_of(folder: Path) -> list[Any]:
+def models_of(folder):
     """The trainer's model, by version of its weights."""
     steps = (
         f"checkpoints/global_step_{step}/actor/huggingface" for step in range(1, NUM_STEPS + 1)
@@ -56,7 +52,7 @@ def models_of(folder: Path) -> list[Any]:
 
 
 @torch.no_grad()
-def log_probs_of(models: list[Any], generation: dict[str, Any]) -> torch.Tensor:
+def log_probs_of(models, generation):
     """Of each token under each version of the weights: `[versions, tokens]`."""
     ids = torch.tensor([generation["prompt"] + generation["tokens"]])
     first = len(generation["prompt"])
@@ -65,14 +61,14 @@ def log_probs_of(models: list[Any], generation: dict[str, Any]) -> torch.Tensor:
     return all_logits.log_softmax(dim=-1).gather(2, of_tokens)[..., 0]
 
 
-def versions_of(generation: dict[str, Any]) -> torch.Tensor:
+def versions_of(generation):
     """The version that the run lengths name for each token."""
     num_tokens, versions = torch.tensor(generation["weight_versions"]).T
     return versions.repeat_interleave(num_tokens)
 
 
 @pytest.mark.parametrize("trained", [RUN], indirect=True, ids=["slow"])
-def test_rollouts_go_on_after_a_sync_and_tell_the_version_of_each_token(trained: Path) -> None:
+def test_rollouts_go_on_after_a_sync_and_tell_the_version_of_each_token(trained):
     """All trajectories of all batches, as the trainer has them."""
     lines = (trained / "generations.jsonl").read_text().splitlines()
     generations = [json.loads(line) for line in lines]

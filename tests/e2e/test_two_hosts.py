@@ -5,12 +5,9 @@ trainer ranks are processes on them, SGLang is real. The server registers with a
 it when its actor is killed.
 """
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,7 +29,7 @@ from support.router import RouterProcess
 from support.sender import Sender
 from support.settings import ENGINE_ON_A_CPU
 from support.sglang_server import environment
-from support.trainer import Hashes, Ranks, TrainerRank, read_hashes, sync_error
+from support.trainer import Ranks, read_hashes, sync_error
 from unit.composed_recipe import ROLLOUT, SECTION, compose
 from verl_sglang_sync.bench.engine_server import START_TIMEOUT_S
 from verl_sglang_sync.engine.server_client import operations
@@ -50,7 +47,7 @@ ENGINE = (
 )
 
 
-def make_server(address: str, kwargs: dict[str, Any]) -> Any:
+def make_server(address, kwargs):
     """verl's server actor, on the host with this address."""
     from verl.workers.rollout.sglang_rollout import async_sglang_server as verls
 
@@ -71,10 +68,10 @@ class Launched:
     servers: list[Remote] = field(default_factory=list)
 
     @property
-    def url(self) -> str:
+    def url(self):
         return f"http://{self.replica.server_address}"
 
-    def make_actor(self, **kwargs: Any) -> Handle:
+    def make_actor(self, **kwargs):
         """The next actor, on the next host."""
         number = len(self.servers)
         host = self.hosts[number]
@@ -88,23 +85,23 @@ class Launched:
         results_of(finish([process], START_TIMEOUT_S))
         return Handle(partial(asyncio.to_thread, self.call, number))
 
-    def call(self, number: int, name: str, *args: Any, **kwargs: Any) -> Any:
+    def call(self, number, name, *args, **kwargs):
         """A method of an actor."""
         process = self.servers[number]
         process.begin(lambda server: getattr(server, name)(*args, **kwargs))
         return results_of(finish([process], START_TIMEOUT_S))[0]
 
-    def kill_servers(self) -> None:
+    def kill_servers(self):
         for process in self.servers:
             process.kill()
             process.end()
 
-    def ranks(self) -> Ranks:
+    def ranks(self):
         return Ranks(self.folder, [self.url], tp=2, hosts=self.hosts)
 
 
 @pytest.fixture(scope="module")
-def launched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launched]:
+def launched(tmp_path_factory):
     folder = tmp_path_factory.mktemp("hosts")
     make_assets(folder)
     with ExitStack() as stack:
@@ -129,7 +126,7 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launched]:
         yield made
 
 
-def test_two_hosts_make_one_engine_with_one_server(launched: Launched) -> None:
+def test_two_hosts_make_one_engine_with_one_server(launched):
     address, port = launched.call(0, "get_server_address")
     assert address == launched.hosts[0].address
     bracketed = f"[{address}]" if ":" in address else address
@@ -145,11 +142,11 @@ def test_two_hosts_make_one_engine_with_one_server(launched: Launched) -> None:
     assert len(networks) == (2 if launched.hosts[0].prefix else 1)
 
 
-def test_the_server_has_joined_its_router(launched: Launched) -> None:
+def test_the_server_has_joined_its_router(launched):
     assert launched.router.workers() == [launched.url]
 
 
-def hashes(rank: TrainerRank) -> Hashes:
+def hashes(rank):
     """Of an engine whose TP ranks are on the trainer ranks' hosts; collective.
 
     Each TP rank gets its tensor from the trainer rank of its host: they share no memory else.
@@ -162,11 +159,11 @@ def hashes(rank: TrainerRank) -> Hashes:
     return read_hashes(rank.folder, rank.tp)
 
 
-def sync(rank: TrainerRank, scale: float) -> None:
+def sync(rank, scale):
     assert sync_error(rank.kept_manager("flattened"), iter(rank.weights(scale)), str(scale)) is None
 
 
-def test_one_update_reaches_both_hosts(launched: Launched) -> None:
+def test_one_update_reaches_both_hosts(launched):
     with launched.ranks() as ranks:
         at_first = ranks.run(hashes)[0]
         ranks.run(sync, 0.5)
@@ -178,7 +175,7 @@ def test_one_update_reaches_both_hosts(launched: Launched) -> None:
     assert at_first[0] != at_first[1], "the ranks have shards of their own"
 
 
-def sends(rank: TrainerRank, url: str, address: str) -> tuple[list[Hashes], dict[str, Any]]:
+def sends(rank, url, address):
     """Sharded weights go to the engine, away and back until they are sent: what it had after each
     sync, and the last report. The group meets at the first rank's address.
     """
@@ -195,7 +192,7 @@ def sends(rank: TrainerRank, url: str, address: str) -> tuple[list[Hashes], dict
     return seen, report
 
 
-def test_ranks_on_both_hosts_send_their_shards_to_engine_ranks_on_both(launched: Launched) -> None:
+def test_ranks_on_both_hosts_send_their_shards_to_engine_ranks_on_both(launched):
     with launched.ranks() as ranks:
         seen, report = ranks.run(sends, launched.url, launched.hosts[0].address)[0]
     first, halved, *others = seen
@@ -205,7 +202,7 @@ def test_ranks_on_both_hosts_send_their_shards_to_engine_ranks_on_both(launched:
     assert all(min(sent) > 0 for sent in report["pair_bytes"]), "also to the other host"
 
 
-def test_a_server_whose_actor_is_killed_leaves_its_router(launched: Launched) -> None:
+def test_a_server_whose_actor_is_killed_leaves_its_router(launched):
     launched.kill_servers()
     deadline = time.monotonic() + 30
     while launched.router.workers() != []:

@@ -2,8 +2,6 @@
 or as many as their `tp`, or `pytest.mark.gpu(number)`.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -13,7 +11,7 @@ NUM_GPUS = torch.cuda.device_count()
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items):
     for item in items:
         if not item.path.is_relative_to(Path(__file__).parent):
             continue

@@ -2,10 +2,7 @@
 bit-exact: by broadcasts, and by sending what the engine reads.
 """
 
-from __future__ import annotations
-
 import re
-from pathlib import Path
 
 import pytest
 from tiny_assets import make_assets
@@ -18,7 +15,7 @@ from support.trainer import ON_GPUS
 pytestmark = pytest.mark.gpu(2)
 
 
-def test_broadcast_syncs_are_bit_exact_over_nccl(tmp_path: Path) -> None:
+def test_broadcast_syncs_are_bit_exact_over_nccl(tmp_path):
     """Eager and compiled leave the same bytes, and those of the checkpoint where it was sent."""
     options = {"device": "cuda", "extra": ("--base-gpu-id", "1")}
     with (
@@ -52,9 +49,7 @@ def test_broadcast_syncs_are_bit_exact_over_nccl(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("in_place", "route"), [(False, "num_sent"), (True, "num_pulled")])
-def test_the_engine_reads_what_it_is_sent_or_the_trainers_memory(
-    tmp_path: Path, in_place: bool, route: str
-) -> None:
+def test_the_engine_reads_what_it_is_sent_or_the_trainers_memory(tmp_path, in_place, route):
     """The first syncs, which make the plan, are broadcast; the last leave what those did."""
     make_assets(tmp_path, architecture="qwen3_moe")
     options = {"device": "cuda", "extra": ("--base-gpu-id", "1")}

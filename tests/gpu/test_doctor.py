@@ -1,11 +1,9 @@
 """The doctor's probes that need a GPU."""
 
-from __future__ import annotations
-
 from verl_sglang_sync.doctor import Status, hardware
 
 
-def test_cuda_ipc_and_memory_saver_really_work() -> None:
+def test_cuda_ipc_and_memory_saver_really_work():
     gpus = hardware.visible_gpus()
     for check in (
         hardware.gpu_check(gpus),

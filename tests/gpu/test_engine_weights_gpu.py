@@ -3,10 +3,6 @@
 The engine sleeps with verl's settings (memory saver and host backup) around every sync.
 """
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from support.served import served
@@ -16,7 +12,7 @@ from support.trainer import ON_GPUS
 
 @pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe"])
 @pytest.mark.parametrize("tp", [1, 2])
-def test_sync_is_bit_exact_on_the_gpu(architecture: str, tp: int, tmp_path: Path) -> None:
+def test_sync_is_bit_exact_on_the_gpu(architecture, tp, tmp_path):
     with (
         served(tmp_path, tp=tp, architecture=architecture, device="cuda") as engine,
         engine.ranks(backend="cpu:gloo,cuda:nccl", **ON_GPUS) as ranks,  # as verl's ranks have it

@@ -4,18 +4,14 @@ The engine rebalances by itself, after the tokens that it generated; `tests/cont
 of SGLang's map alone, on a CPU.
 """
 
-from __future__ import annotations
-
 import time
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from support.http_requests import generate
-from support.served import Served, served
+from support.served import served
 from support.served_models import checkpoint_weights, make_model
-from support.trainer import ON_GPUS, Hashes, Ranks, TrainerRank, report_of_cycle
+from support.trainer import ON_GPUS, report_of_cycle
 
 NUM_ITERATIONS = 20
 EXTRA = (
@@ -31,13 +27,13 @@ REBALANCED = "[EPLBManager] rebalance end"
 MODEL = "qwen3-moe"
 
 
-def sync(rank: TrainerRank, mode: str, scale: float) -> dict[str, Any]:
+def sync(rank, mode, scale):
     weights = checkpoint_weights(MODEL, rank.folder / "model", rank.device)
     scaled = [(name, tensor * scale) for name, tensor in weights]
     return report_of_cycle(rank.kept_manager(mode), scaled, "other")
 
 
-def test_a_rebalancing_ends_the_plan_and_the_next_one_is_right(tmp_path: Path) -> None:
+def test_a_rebalancing_ends_the_plan_and_the_next_one_is_right(tmp_path):
     make_model(MODEL, tmp_path / "model")
     options = {"device": "cuda", "extra": EXTRA, "host_backup": "auto"}
     with served(tmp_path, tp=2, **options) as engine, engine.ranks(**ON_GPUS) as ranks:
@@ -61,14 +57,12 @@ def test_a_rebalancing_ends_the_plan_and_the_next_one_is_right(tmp_path: Path) -
         assert engine.lives
 
 
-def forget(rank: TrainerRank) -> None:
+def forget(rank):
     """The next sync is by a new manager."""
     rank.kept.clear()
 
 
-def syncs(
-    engine: Served, ranks: Ranks, mode: str, *scales: float
-) -> list[tuple[Hashes, dict[str, Any]]]:
+def syncs(engine, ranks, mode, *scales):
     """What the engine has after each, and the first rank's report."""
     seen = []
     for scale in scales:

@@ -4,13 +4,8 @@ Server and quantiser are set up as verl does for `rollout.quantization=fp8`; wha
 it is in `tests/contract/test_fp8.py`.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,11 +13,11 @@ import torch
 from contract.tiny_architectures import random_weights, read_checkpoint
 from support.served import served
 from support.served_models import case_of, make_model, model_override, quantizer
-from support.trainer import ON_GPUS, TrainerRank, report_of_cycle
+from support.trainer import ON_GPUS, report_of_cycle
 
 EXTRA = ("--quantization", "fp8", "--load-format", "dummy", "--disable-cuda-graph")
 SEEDS = (1, 2, 3, 4)
-WAYS: tuple[tuple[str, dict[str, Any]], ...] = (
+WAYS = (
     ("flattened", {}),
     ("bucketed", {}),
     ("compiled", {}),
@@ -31,14 +26,14 @@ WAYS: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 @pytest.mark.parametrize(("name", "tp"), [("qwen3", 1), ("qwen3-moe", 1), ("qwen3-moe", 2)])
-def test_fp8_is_bit_exact(name: str, tp: int, tmp_path: Path) -> None:
+def test_fp8_is_bit_exact(name, tp, tmp_path):
     make_model(name, tmp_path / "model")
     extra = (*EXTRA, "--json-model-override-args", model_override())
     with (
         served(tmp_path, tp=tp, device="cuda", extra=extra, host_backup="auto") as engine,
         engine.ranks(**ON_GPUS) as ranks,
     ):
-        eager: list[Any] = []
+        eager = []
         for mode, settings in WAYS:
             ranks.run(begin, mode, settings)
             for number, seed in enumerate(SEEDS):
@@ -56,11 +51,11 @@ def test_fp8_is_bit_exact(name: str, tp: int, tmp_path: Path) -> None:
             assert not [key for key in same if "proj" in key or "experts" in key]
 
 
-def begin(rank: TrainerRank, mode: str, settings: dict[str, Any]) -> None:
+def begin(rank, mode, settings):
     rank.kept["manager"] = rank.manager(mode, **settings)
 
 
-def sync(rank: TrainerRank, name: str, seed: int) -> dict[str, Any]:
+def sync(rank, name, seed):
     """Other weights every time, quantised by verl."""
     from verl_sglang_sync.sources.export import Reexport, transformed
     from verl_sglang_sync.verl.engine_format import quantized
@@ -68,7 +63,7 @@ def sync(rank: TrainerRank, name: str, seed: int) -> dict[str, Any]:
     checkpoint = read_checkpoint(case_of(name), rank.folder / "model")
     quantize = partial(quantized, quantizer=quantizer(), dtype=torch.bfloat16)
 
-    def export() -> Iterator[tuple[str, torch.Tensor]]:
+    def export():
         for key, tensor in random_weights(checkpoint, seed):
             yield key, tensor.to(rank.device, torch.bfloat16)
 

@@ -3,27 +3,20 @@
 `native` is SGLang's own backup (host_backup=on), `ours` the hook's (auto).
 """
 
-from __future__ import annotations
-
-import asyncio
 import json
 import re
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+from contextlib import contextmanager
 
 import pytest
 import torch
 from tiny_assets import make_assets
 
-from sglang_loader.common.engine_settings import HostBackup
 from support.http_requests import generate, release, resume
 from support.memory_cycles import Memory, free_bytes
-from support.memory_loaders import MEMORY_LOADERS, POISON_LOADER, PUBLISH_LOADER
-from support.served import Served, served
+from support.memory_loaders import MEMORY_LOADERS, PUBLISH_LOADER
+from support.served import served
 
 MIB = 1 << 20
-UNCOVERED = ["model.norm.weight"]
 LARGE = {
     "hidden_size": 2048,
     "intermediate_size": 8192,
@@ -35,109 +28,56 @@ LARGE = {
 }
 
 
-class Engine(Memory):
-    """A served model, and a trainer of one rank on the same GPU, in this process."""
-
-    def __init__(self, engine: Served) -> None:
-        super().__init__(engine)
-        self.server = engine
-        self.trainer = engine.trainer(torch.device("cuda", 0))
-
-
-@pytest.fixture
-def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Engine]:
-    """A tiny mixture of experts, with our backup unless the parameter is another policy."""
-    yield from serve(tmp_path, getattr(request, "param", "auto"))
-
-
-def serve(folder: Path, policy: HostBackup, *extra: str) -> Iterator[Engine]:
-    """A server on `folder/model`, made where it is missing."""
+@contextmanager
+def memory_of(folder, policy, *extra):
+    """That of a server on `folder/model`, a tiny mixture of experts where there is none."""
     extra = ("--log-level", "info", *extra)
     options = {"loaders": MEMORY_LOADERS, "extra": extra, "host_backup": policy}
     with served(folder, architecture="qwen3_moe", device="cuda", **options) as engine:
-        yield Engine(engine)
+        yield Memory(engine)
         assert engine.lives, "the engine died"
 
 
-@pytest.mark.parametrize("engine", ["auto", "on"], indirect=True)
-def test_without_a_coverage_every_byte_returns(engine: Engine) -> None:
-    before, text = engine.look(), generate(engine.url)
-    for _ in range(3):
-        engine.stage(release, "kv_cache", "weights")
-        engine.stage(resume, "weights")
-        engine.stage(resume, "kv_cache")
-        after = engine.look()
-        assert after["hashes"] == before["hashes"]
-        assert (after["stale"], after["host_bytes"]) == (None, 0)
-        assert generate(engine.url) == text
-    log = engine.server.log
-    assert ("weights backup: saved" in log) == (before["policy"] == "auto")
+@pytest.mark.parametrize("policy", ["auto", "on"])
+def test_without_a_coverage_every_byte_returns(policy, tmp_path):
+    with memory_of(tmp_path, policy) as memory:
+        before, text = memory.look(), generate(memory.url)
+        for _ in range(3):
+            memory.stage(release, "kv_cache", "weights")
+            memory.stage(resume, "weights")
+            memory.stage(resume, "kv_cache")
+            after = memory.look()
+            assert after["hashes"] == before["hashes"]
+            assert (after["stale"], after["host_bytes"]) == (None, 0)
+            assert generate(memory.url) == text
+        assert ("weights backup: saved" in memory.engine.log) == (policy == "auto")
 
 
-def test_all_that_a_release_frees_is_in_the_pool(engine: Engine) -> None:
-    """Memory under the tag that did not come from the pool would be lost without a copy."""
-    state = engine.look()
-    segments = state["allocated"]["segments"]["weights"]
-    engine.stage(release, "weights")  # the engine's own copies of buffers find their place
-    engine.stage(resume, "weights")
-    before = free_bytes()
-    engine.stage(release, "weights")
-    freed = free_bytes() - before
-    engine.stage(resume, "weights")
-    assert abs(freed - segments) < 2 * MIB, "2 MiB is the smallest mapping"
-    assert 0 < weights_bytes(state) <= segments
-    assert engine.look()["hashes"] == state["hashes"]
-
-
-def test_with_a_coverage_only_the_residue_is_kept(engine: Engine) -> None:
-    before, text = engine.look(), generate(engine.url)
-    engine.ask(PUBLISH_LOADER, uncovered=UNCOVERED)
-    for _ in range(3):
-        engine.stage(release, "kv_cache", "weights")
-        engine.stage(resume, "weights")
-        engine.ask(POISON_LOADER)
-        asleep = engine.look()
-        assert "undefined since the last resume" in asleep["stale"]
-        assert 0 < asleep["host_bytes"] < weights_bytes(before)
-        changed = {n for n, h in before["hashes"].items() if asleep["hashes"][n] != h}
-        assert changed, "the poison was not real"
-        assert not changed & set(UNCOVERED)
-        assert "cos_sin_cache" in " ".join(before["hashes"].keys() - changed)
-        status, reason = resume(engine.url, "kv_cache")
-        assert (status, "sync the weights first" in reason) == (400, True)
-        asyncio.run(engine.trainer.manager("flattened").sync(engine.trainer.weights(), version="v"))
-        engine.stage(resume, "kv_cache")
-        after = engine.look()
-        assert after["hashes"] == before["hashes"]
-        assert (after["stale"], after["host_bytes"]) == (None, 0)
-        assert generate(engine.url) == text
-
-
-def test_seconds_host_memory_and_lack_of_room_of_a_larger_model(tmp_path: Path) -> None:
+def test_seconds_host_memory_and_lack_of_room_of_a_larger_model(tmp_path):
     make_assets(tmp_path, architecture="qwen3")
     path = tmp_path / "model" / "config.json"
     config = json.loads(path.read_text())
     config.pop("layer_types", None)
     path.write_text(json.dumps({**config, **LARGE}))
-    for engine in serve(tmp_path, "auto", "--load-format", "dummy"):
-        before = engine.look()
-        assert weights_bytes(before) > 1 << 30
-        full = [engine.stage(release, "weights")[1]]
+    with memory_of(tmp_path, "auto", "--load-format", "dummy") as memory:
+        before = memory.look()
+        assert before["allocated"]["weights"][1] > 1 << 30
+        full = [memory.stage(release, "weights")[1]]
         taken = torch.empty(max(free_bytes() - 64 * MIB, 0), dtype=torch.uint8, device="cuda")
-        status, text = resume(engine.url, "weights")
+        status, text = resume(memory.url, "weights")
         del taken
         torch.cuda.empty_cache()
         assert status == 400, "more was mapped than there was room for"
         assert re.search(r"TP rank 0: resume of \['weights'\] refused: it needs \d+ MB", text)
-        full.append(engine.stage(resume, "weights")[1])
-        middle = engine.look()
+        full.append(memory.stage(resume, "weights")[1])
+        middle = memory.look()
         assert middle["hashes"] == before["hashes"]
-        engine.ask(PUBLISH_LOADER, uncovered=[])
+        memory.ask(PUBLISH_LOADER)
         seconds = [
-            (engine.stage(release, "weights")[1], engine.stage(resume, "weights")[1])
+            (memory.stage(release, "weights")[1], memory.stage(resume, "weights")[1])
             for _ in range(3)
         ]
-        after = engine.look()
+        after = memory.look()
         print(f"seconds of (release, resume): all {full}, residue {seconds}")
         residue = before["hashes"].keys() - {
             name for name, value in before["hashes"].items() if after["hashes"][name] != value
@@ -147,9 +87,3 @@ def test_seconds_host_memory_and_lack_of_room_of_a_larger_model(tmp_path: Path) 
         assert after["pinned"] - before["pinned"] <= 64 * MIB
         assert after["rss"] - middle["rss"] <= 64 * MIB
         assert min(a + b for a, b in seconds) < 0.2
-
-
-def weights_bytes(state: dict[str, Any]) -> int:
-    """Allocated under the tag `weights`."""
-    size: int = state["allocated"]["weights"][1]
-    return size

@@ -1,8 +1,5 @@
 """On a GPU: the kernels find and copy what torch's operators do, and what a CPU does."""
 
-from __future__ import annotations
-
-import pytest
 import torch
 
 from sglang_loader.common import digest as module
@@ -12,12 +9,12 @@ from unit.test_byte_gather import check_kernel
 from unit.test_digest import check, random_bytes
 
 
-def test_the_compiled_kernel_finds_what_torch_does() -> None:
+def test_the_compiled_kernel_finds_what_torch_does():
     assert module._kernel_works(torch.device("cuda", torch.cuda.current_device()))
     check("cuda")
 
 
-def test_places_that_need_more_than_31_bits_count() -> None:
+def test_places_that_need_more_than_31_bits_count():
     """A storage of 16 GiB and a few bytes has 2**31 words and more."""
     data = torch.zeros((16 << 30) + 13, dtype=torch.uint8, device="cuda")
     for place in (5, (16 << 30) - 1, (16 << 30) + 1, (16 << 30) + 12):
@@ -28,9 +25,7 @@ def test_places_that_need_more_than_31_bits_count() -> None:
         assert torch.equal(found[0], module._by_torch(data))
 
 
-def test_a_kernel_that_finds_anything_else_is_not_used(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_kernel_that_finds_anything_else_is_not_used(monkeypatch, caplog):
     device = torch.device("cuda", torch.cuda.current_device())
     data = random_bytes(1000)
     module._kernel_works.cache_clear()
@@ -43,7 +38,7 @@ def test_a_kernel_that_finds_anything_else_is_not_used(
         module._kernel_works.cache_clear()
 
 
-def test_the_compiled_kernel_gathers_an_arrangement_as_torch_does() -> None:
+def test_the_compiled_kernel_gathers_an_arrangement_as_torch_does():
     device = torch.device("cuda", torch.cuda.current_device())
     assert is_available(device)
     check_kernel(device)

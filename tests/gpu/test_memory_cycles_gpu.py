@@ -7,11 +7,8 @@ graphs, so that a graph that read from a moved or unmapped address would show.
 `tests/e2e/test_memory_cycles.py` runs the same steps on a CPU, where no memory is ever lost.
 """
 
-from __future__ import annotations
-
 import re
 import statistics
-from pathlib import Path
 
 import pytest
 
@@ -24,7 +21,7 @@ MAX_LOST_BYTES = 32 * MIB
 
 
 @pytest.mark.parametrize("name", CYCLE_MODELS)
-def test_fifty_cycles_leave_no_trace(name: str, tmp_path: Path) -> None:
+def test_fifty_cycles_leave_no_trace(name, tmp_path):
     seen = check_cycles(name, tmp_path, device="cuda", num_cycles=NUM_CYCLES)
     graphs = set(re.findall(r"Decode batch.*cuda graph: (\w+)", seen["log"]))
     assert graphs == {"True"}, "tokens came from replayed graphs"

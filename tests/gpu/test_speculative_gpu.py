@@ -2,12 +2,8 @@
 
     pytest -m gpu -rP tests/gpu/test_speculative_gpu.py     # prints the accept lengths
 
-`tests/e2e/test_speculative.py` runs the same on a CPU, where nothing is released.
+Which models a sync is loaded into is shown on a CPU by `tests/contract/test_speculative_models.py`.
 """
-
-from __future__ import annotations
-
-from pathlib import Path
 
 import pytest
 
@@ -18,7 +14,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("algorithm", SYNCS)
-def test_drafts_are_accepted_as_long_as_they_fit(algorithm: str, tmp_path: Path) -> None:
+def test_drafts_are_accepted_as_long_as_they_fit(algorithm, tmp_path):
     check_accept_lengths(
         algorithm,
         tmp_path,

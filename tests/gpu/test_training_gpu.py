@@ -8,13 +8,9 @@ The engine computes in bfloat16 with kernels of its own, so the probabilities ag
 percent; weights that did not arrive leave a correlation of about a half.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from pathlib import Path
-from typing import Any
 
 import pytest
 from benchmarks import grpo_step
@@ -63,14 +59,14 @@ SEPARATE = (
     "actor_rollout_ref.rollout.custom.weight_sync.mode=compiled",
 )
 SENT = ("+actor_rollout_ref.rollout.custom.weight_sync.read_in_place=False",)
-APART: dict[str, Any] = {
+APART = {
     "tp": 1,
     "preset": "disaggregated",
     "recipe": "grpo_separate_async_gpu.sh",
     "sizes": {"TRAINER_GPUS": 1, "ROLLOUT_GPUS": 1, "SYNC_EVERY": 1},
 }
 
-MEGATRON: dict[str, Any] = {
+MEGATRON = {
     "recipe": grpo_step.MEGATRON_RECIPE,
     "sizes": {"TRAIN_TP": 2, "TRAIN_EP": 1},
 }
@@ -133,7 +129,7 @@ CELLS = {
 
 
 @pytest.fixture(autouse=True)
-def sglangs_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+def sglangs_variables(monkeypatch):
     monkeypatch.setenv("SGLANG_ENABLE_JIT_DEEPGEMM", "0")  # which needs a CUDA compiler
     # runs beside each other do not fill both GPUs alike
     monkeypatch.setenv("SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK", "0")
@@ -142,12 +138,12 @@ def sglangs_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 QUICK = ("fsdp2-tp2", "fsdp1-tp2", "separate-async", "fp8-tp1")
 
 
-def marks(name: str) -> list[pytest.MarkDecorator]:
+def marks(name):
     return [pytest.mark.gpu(CELLS[name].gpus), *([] if name in QUICK else [pytest.mark.slow])]
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in CELLS])
-def test_the_weights_arrive(name: str, tmp_path: Path) -> None:
+def test_the_weights_arrive(name, tmp_path):
     cell = CELLS[name]
     if cell.recipe == "ppo_fsdp_gpu.sh" and find_spec("flash_attn") is None:
         pytest.skip("verl loads every critic with flash_attention_2: needs flash-attn")
@@ -167,7 +163,7 @@ def test_the_weights_arrive(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_lost_adapter_fails_the_proof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_adapter_fails_the_proof(tmp_path, monkeypatch):
     """The control of `adapter-tp1`, as `tests/e2e/test_training_cpu.py` has it: the last step
     samples with the adapter of the step before, because its own was lost.
     """
@@ -180,7 +176,7 @@ def test_a_lost_adapter_fails_the_proof(tmp_path: Path, monkeypatch: pytest.Monk
     assert 0 in {report["num_tensors"] for report in reports[1:]}, "no adapter was lost"
 
 
-def print_row(name: str, steps: list[dict[str, Any]], reports: list[dict[str, Any]]) -> None:
+def print_row(name, steps, reports):
     """Seconds of the last step and of its sync, and by which route the weights came."""
     last, step = reports[-1], steps[-1]
     counts = {key: value for key, value in last.items() if key.startswith("num_") and value}
@@ -188,7 +184,7 @@ def print_row(name: str, steps: list[dict[str, Any]], reports: list[dict[str, An
     print(name, seconds, last["seconds"]["sync"], counts, last["eager_reason"])
 
 
-def train(cell: Cell, folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def train(cell, folder):
     """Some steps of a tiny model: verl's metrics, and the reports of the syncs."""
     make_assets(folder, architecture=cell.architecture)
     if FP8[0] in cell.overrides:

@@ -1,7 +1,5 @@
 """Puts every exported tensor together out of the ranks' shards, as a trace says that they lie."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

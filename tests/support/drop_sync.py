@@ -4,8 +4,6 @@ The third sync of the run, or the third of its adapter, is exported and drained 
 the engine, which then samples from stale weights; the proof of arrival must notice.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import deque
 from collections.abc import Callable

@@ -4,8 +4,6 @@ Each runs in every scheduler process, when an update names it, and is told what 
 its one tensor. `support.trainer.ask_engine` makes such updates.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json

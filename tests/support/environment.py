@@ -8,8 +8,6 @@ transformers that verl's metadata excludes: it is installed with the group `besi
 then verl alone. Standard library only: this runs before all of them.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import platform

@@ -1,7 +1,5 @@
 """What a trainer exports: a checkpoint's tensors, kept in its memory, whole or in shards."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path

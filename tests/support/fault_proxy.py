@@ -1,7 +1,5 @@
 """An HTTP proxy in front of a real server that loses, holds, cuts or repeats what it is told."""
 
-from __future__ import annotations
-
 import http.client
 import select
 import socket

@@ -4,8 +4,6 @@ verl imports this module where `checkpoint_engine.custom_backend_module` names i
 first rank leaves the weights in a file of the folder that `engine_kwargs.file.folder` names.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator, Iterable
 from pathlib import Path

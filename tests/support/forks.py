@@ -5,8 +5,6 @@ of a test session pays for the import, the others start at once. Servers that ve
 tests (`test_training_*`, `test_two_hosts`) import everything in every process, as a user's do.
 """
 
-from __future__ import annotations
-
 import ctypes
 import faulthandler
 import importlib
@@ -34,7 +32,7 @@ CPU_ENVIRONMENT = {
     "SGLANG_NCCL_SO_PATH": "/nonexistent",
     "TORCHDYNAMO_DISABLE": "1",
     "OMP_NUM_THREADS": "1",
-    "TRITON_INTERPRET": "1",  # there is no GPU to compile kernels for: see `support.interpreted`
+    "TRITON_INTERPRET": "1",  # there is no GPU to compile kernels for
 }
 """What the libraries read when they are imported."""
 

@@ -4,8 +4,6 @@ each batch when it has trained on them.
 One JSON object a line, in the file that the environment variable `GENERATIONS` names.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -5,8 +5,6 @@ memory, so what must not be shared between hosts is not. Where the machine allow
 127.0.0.2 and 127.0.0.3 stand for hosts.
 """
 
-from __future__ import annotations
-
 import contextlib
 import subprocess
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Plain HTTP to an SGLang server: memory stages and greedy generation."""
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import json

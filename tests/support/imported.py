@@ -18,6 +18,8 @@ for module in (
     "sglang_loader.sglang_plugin",
     "support.trainer",
     "torch.distributed.tensor",
+    "unit.route_ranks",
+    "verl.workers.engine.fsdp.transformer_impl",
     "verl.workers.engine.megatron.transformer_impl",
     "verl_sglang_sync.routes.broadcast",
     "verl_sglang_sync.sync.sharding_manager",

@@ -1,7 +1,5 @@
 """Handles with which an SGLang scheduler process maps a CPU's tensors, in SGLang's format."""
 
-from __future__ import annotations
-
 import io
 from multiprocessing.reduction import ForkingPickler
 from typing import Any

@@ -4,8 +4,6 @@ Only what stands in for CUDA is here (and for Transformer Engine in `transformer
 models, the bridges and all collectives are upstream's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any

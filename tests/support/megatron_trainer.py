@@ -6,8 +6,6 @@ for name, tensor in actor.export(): ...
 actor.offload()                  # what verl does after a sync with `param_offload`
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable
 from pathlib import Path

@@ -2,8 +2,6 @@
 of everything that they leave, on a CPU as on a GPU.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time
@@ -45,12 +43,12 @@ class Memory:
     """A server's memory, seen and changed from within by `memory_loaders`, and by its stages."""
 
     def __init__(self, engine: Served) -> None:
-        self._engine, self.url = engine, engine.url
+        self.engine, self.url = engine, engine.url
 
     def ask(self, loader: str, **argument: Any) -> Any:
         """Have the engine run one of `memory_loaders`; its answer."""
-        file = self._engine.folder / "answer.json"
-        self._engine.ask(loader, json.dumps({"path": str(file), **argument}))
+        file = self.engine.folder / "answer.json"
+        self.engine.ask(loader, json.dumps({"path": str(file), **argument}))
         return json.loads(file.read_text())
 
     def look(self) -> Any:

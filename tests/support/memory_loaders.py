@@ -4,13 +4,11 @@ Each is told what to do by JSON, the name of its one tensor, and writes its answ
 `path` that this names. `LOOK_LOADER` writes what the process holds; `POISON_LOADER` overwrites with
 0xFF (NaN in every floating-point type) all that lies under the tag "weights" but for what a restore
 brings back; `STRAY_LOADER` allocates under that tag what does not belong there; `PUBLISH_LOADER`
-claims that syncs write all parameters but those `uncovered`.
+claims that syncs write all parameters.
 
 Without a memory saver (a CPU) nothing is ever lost, so there the memory under the tag is what the
 model reaches, and what a restore would bring back is what the load plan leaves out.
 """
-
-from __future__ import annotations
 
 import hashlib
 import json
@@ -105,14 +103,10 @@ def allocate_under_the_tag(model: Any, named_tensors: NamedTensors) -> None:
 
 
 def publish(model: Any, named_tensors: NamedTensors) -> None:
-    """Publish the whole storages of the parameters as covered; those that are shared with
-    `uncovered` are left out.
-    """
+    """Publish the whole storages of the parameters as covered."""
     destinations = collect_destinations(model)
-    uncovered = json.loads(named_tensors[0][0])["uncovered"]
     parameters = {t.storage for t in destinations.tensors if t.kind == "parameter"}
-    kept = {t.storage for t in destinations.tensors if t.name in uncovered}
-    covered = [destinations.storages[i] for i in parameters - kept]
+    covered = [destinations.storages[i] for i in parameters]
     publish_coverage(model, {storage.name: [(0, storage.nbytes)] for storage in covered})
     _answer(named_tensors, len(covered))
 

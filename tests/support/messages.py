@@ -1,7 +1,5 @@
 """SGLang's messages, made of the fields that a test is about."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

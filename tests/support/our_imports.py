@@ -1,7 +1,5 @@
 """What the plugins' modules import, at the top of a file or in a function."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The proof of a whole plan at once, what its syncs leave as it was, and every byte compared."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

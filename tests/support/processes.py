@@ -1,7 +1,5 @@
 """Python processes for contract tests: started like a user's, optionally with broken imports."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What a model holds, where no memory saver knows it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 
 from torch import nn

@@ -8,10 +8,9 @@ On this machine's CPU a process is a fork; on another host, or with a GPU, it is
 test's own functions travel by value, so that it may say on the spot what a process does.
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
+import os
 import signal
 import subprocess
 import sys
@@ -27,7 +26,7 @@ from typing import Any
 
 import cloudpickle
 
-from support.forks import Fork, die_with_parent, python_path
+from support.forks import CPU_ENVIRONMENT, Fork, die_with_parent, python_path
 
 AFTER_CRASH_S = 120  # twice the limit of a sync, within which the other processes are to notice
 
@@ -145,6 +144,15 @@ def finish(processes: Sequence[Remote], limit_s: float) -> list[Outcome | None]:
     return found
 
 
+def run_interpreted(function: Callable[[], Any], log: Path) -> None:
+    """Call it in a process in which Triton interprets its kernels; it must not fail."""
+    process = Remote(function, environment={**os.environ, **CPU_ENVIRONMENT}, log=log)
+    try:
+        results_of(finish([process], AFTER_CRASH_S))
+    finally:
+        process.end()
+
+
 def _serve(link: Connection) -> None:
     """The process: runs calls until the other end is closed; what they await goes on meanwhile."""
     loop, state = asyncio.new_event_loop(), ()
@@ -165,8 +173,9 @@ def _serve(link: Connection) -> None:
             answer = cloudpickle.dumps((None, traceback.format_exc()))
         with suppress(OSError):
             link.send_bytes(answer)
-    if hasattr(state[0], "close"):
-        state[0].close()
+    for made in state:
+        if hasattr(made, "close"):
+            made.close()
 
 
 if __name__ == "__main__":

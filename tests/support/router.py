@@ -2,8 +2,6 @@
 down what it was asked.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import uuid

@@ -5,8 +5,6 @@ with Ranks(folder, urls) as ranks:
     report = senders.sync(0.5, "compiled")
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """A served tiny model, and trainers for it: what most end-to-end tests start with."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field

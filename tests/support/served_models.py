@@ -6,8 +6,6 @@ Each is a case of `contract.tiny_architecture_cases`, enlarged, so that names an
 one place.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A preset's settings, for tests that make their own, and a recipe's."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from verl_sglang_sync.config import WeightSyncConfig

@@ -1,7 +1,5 @@
 """A real SGLang HTTP server in its own process group, with the tests' loaders; on a CPU, a fork."""
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Iterator, Mapping

@@ -11,8 +11,6 @@ whatever kernels compute it. A draft knows the function:
   passes the embedding on.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

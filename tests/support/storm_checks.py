@@ -5,8 +5,6 @@ label = engine.served()        # the version that is served, proven bit for bit;
 stream = Stream(engine, prompt, 64); stream.start(); ...; stream.check()
 """
 
-from __future__ import annotations
-
 import http.client
 import json
 import threading

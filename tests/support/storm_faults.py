@@ -1,7 +1,5 @@
 """The faults of a storm: each a function that injects one (or says how many), and its weight."""
 
-from __future__ import annotations
-
 import base64
 import json
 import os
@@ -9,7 +7,6 @@ import random
 import signal
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,12 +18,9 @@ from support.storm_trainer import BAD_EXPORTS, TIMEOUT_S
 from support.storm_wire import (
     REORDERS,
     SPOILERS,
-    Recorded,
     Tamper,
-    emptied,
     flipped,
     mutated,
-    spoilt,
     with_descriptors,
 )
 
@@ -121,19 +115,13 @@ def proxy_fault(storm: Storm) -> None:
 
 @fault("a session's frame is lost, repeated, reordered or garbled", 20)
 def tampered_frame(storm: Storm) -> None:
-    _relayed(storm, storm.rng.choice((*SPOILERS, *REORDERS)))
-
-
-def _relayed(storm: Storm, kind: str) -> None:
-    """A session of which one frame is tampered with."""
-    old = [frame for session in storm.wire.sessions for frame in session.frames.get(0, [])]
     tamper = Tamper(
-        kind=kind,
+        kind=storm.rng.choice((*SPOILERS, *REORDERS)),
         to_engine=storm.rng.random() < 0.5,
         rank=storm.rng.randrange(storm.tp),
         at=storm.rng.choice((0, 1, 2, storm.rng.randrange(12))),
         rng=random.Random(storm.rng.random()),  # for another thread
-        old=old[-60:],
+        old=list(storm.wire.frames),
         late_s=TIMEOUT_S + 1,
     )
     with storm.wire.tampered(tamper):
@@ -141,26 +129,17 @@ def _relayed(storm: Storm, kind: str) -> None:
         storm.finish(more_s=TIMEOUT_S)
 
 
-def _recorded(storm: Storm) -> Recorded:
-    """A whole session of this storm, with at least one bucket."""
-    whole = [session for session in storm.wire.sessions if len(session.frames.get(0, [])) > 2]
-    if not whole:
-        _relayed(storm, "none")
-        whole = [storm.wire.sessions[-1]]
-    return storm.rng.choice(whole)
-
-
 @fault("a stranger at the trainer's socket", 6)
 def intruder(storm: Storm) -> int:
     """Connects before or during a sync and sends garbage, old frames or nothing."""
-    rng, recorded = storm.rng, list(_recorded(storm).frames[0])  # may take a sync of its own
+    rng, old = storm.rng, list(storm.wire.frames)
     storm.begin(preset=rng.choice(SESSIONS), slow_s=_slow(storm))
     number = 0
     for _ in range(rng.randrange(1, 6)):
         storm.a_while(0.1)
         sockets = [p for p in storm.temporary.glob("weight-sync-*/*") if p.is_socket()]
         if sockets:
-            frames = rng.choice((_garbage(rng), recorded, []))
+            frames = rng.choice((_garbage(rng), old, []))
             storm.wire.intrude(rng.choice(sorted(sockets)), frames, raw=rng.random() < 0.5)
             number += 1
     storm.finish()
@@ -169,59 +148,6 @@ def intruder(storm: Storm) -> int:
 
 def _garbage(rng: random.Random) -> list[bytes]:
     return [rng.randbytes(rng.choice((0, 1, 60, 5000))) for _ in range(rng.randrange(1, 8))]
-
-
-NOBODY = ("tcp://10.255.255.1:9", "inproc://x")
-
-
-@fault("a hostile trainer opens a session", 11)
-def hostile_trainer(storm: Storm) -> None:
-    """Says nothing or garbage, or replays an old session up to a frame that is spoilt, in another
-    order, without its buckets; or is not there at all, with a limit that never comes.
-    """
-    recorded, rng = _recorded(storm), storm.rng
-    what = rng.choice(("nobody", "gone", "silence", "garbage", "spoilt", "shuffled", "empty"))
-    nobody = rng.choice((*NOBODY, storm.wire.new_endpoint())), rng.choice((1.0, 1e9))
-    listeners = []
-
-    def lead(descriptor: dict[str, Any]) -> dict[str, Any]:
-        endpoint, limit_s = nobody
-        if what != "nobody":
-            endpoint, listener = storm.wire.listen()
-            listeners.append(listener)
-            limit_s = 1.0
-        return {**descriptor, "endpoint": endpoint, "timeout_s": limit_s}
-
-    body = with_descriptors({**recorded.payload, "weight_version": "hostile"}, lead)
-    assert body is not None, "only sessions are recorded"
-    with ThreadPoolExecutor(1) as pool:
-        asking = pool.submit(storm.engine.post, UPDATE, body, limit_s=2 * REPLY_S)
-        for rank, listener in enumerate(listeners):
-            if listener.poll(3000):
-                for frame in _hostile_frames(what, recorded.frames.get(rank, []), rng):
-                    listener.send(frame)
-            if what == "gone":
-                listener.close()
-    for listener in listeners:
-        listener.close()
-    status = asking.result().status
-    if status in (0, 200):
-        kind = "bad sync accepted" if status else "hang"
-        raise Violation(kind, f"a hostile trainer: {what} {nobody if what == 'nobody' else ''}")
-    storm.row.detected += 1
-
-
-def _hostile_frames(what: str, frames: list[bytes], rng: random.Random) -> list[bytes]:
-    part = frames[: rng.randrange(len(frames))] if frames else []
-    if what == "garbage":
-        return _garbage(rng)
-    if what == "shuffled":
-        return rng.sample(part, len(part))
-    if what == "spoilt" and part:
-        return [*part[:-1], *spoilt(rng.choice(SPOILERS), rng, part[-1])]
-    if what == "empty" and frames:
-        return [frames[0], emptied(frames[-1])]
-    return []
 
 
 @fault("fuzzed requests over HTTP", 9)

@@ -3,8 +3,6 @@
 ranks.begin(storm_trainer.sync, models, urls, {"preset": "bucketed", "label": 7})
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence

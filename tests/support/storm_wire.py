@@ -5,10 +5,9 @@ between each trainer rank's session socket and its engine rank. Nothing here kno
 session is opened by base64 of JSON with an `endpoint`, a frame is bytes, or any msgpack.
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
+import itertools
 import json
 import random
 import socket
@@ -17,7 +16,7 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -62,13 +61,6 @@ def with_a_wrong_field(rng: random.Random, frame: bytes) -> bytes:
         return flipped(rng, frame)
 
 
-def emptied(frame: bytes) -> bytes:
-    """The msgpack message with every count in it 0."""
-    message = msgspec.msgpack.decode(frame)
-    numbers = {k: 0 for k, v in message.items() if type(v) is int and k != "version"}
-    return msgspec.msgpack.encode({**message, **numbers})
-
-
 def mutated(rng: random.Random, value: Any, depth: int = 0) -> Any:
     """A deep copy with one value replaced, dropped, repeated or made huge."""
     if isinstance(value, dict) and value and (depth == 0 or rng.random() < 0.8):
@@ -95,7 +87,7 @@ SPOILERS = ("drop", "twice", "flip", "cut", "garbage", "field")
 
 
 def spoilt(kind: str, rng: random.Random, frame: bytes) -> list[bytes]:
-    """What comes in the frame's place; of another kind than `SPOILERS`, the frame."""
+    """What comes in the frame's place; the frame, where it is reordered."""
     return {
         "drop": [],
         "twice": [frame, frame],
@@ -106,7 +98,7 @@ def spoilt(kind: str, rng: random.Random, frame: bytes) -> list[bytes]:
     }.get(kind, [frame])
 
 
-REORDERS = ("swap", "late", "replay")
+REORDERS = ("swap", "late", "replay", "mute")
 
 
 @dataclass
@@ -114,12 +106,12 @@ class Tamper:
     """Does something to one frame of one rank's session, and passes on the others.
 
     Attributes:
-        kind: one of `SPOILERS` or `REORDERS`; others do nothing.
+        kind: one of `SPOILERS` or `REORDERS`.
         to_engine: which way the frame goes.
         rank: whose session.
         at: which frame, from 0.
         rng: for the mutation.
-        old: frames of an earlier session.
+        old: frames of earlier sessions.
         late_s: how long a late frame is held.
     """
 
@@ -139,6 +131,8 @@ class Tamper:
         if self._kept is not None:
             kept, self._kept = self._kept, None
             return [frame, kept]
+        if self.kind == "mute" and index >= self.at:
+            return []
         if index != self.at:
             return [frame]
         if self.kind == "swap":
@@ -148,14 +142,6 @@ class Tamper:
             time.sleep(self.late_s)
         before = [self.rng.choice(self.old or [b"?"])] if self.kind == "replay" else []
         return [*before, *spoilt(self.kind, self.rng, frame)]
-
-
-@dataclass
-class Recorded:
-    """A session as it passed: the request that opened it, and each rank's frames to the engine."""
-
-    payload: dict[str, Any]
-    frames: dict[int, list[bytes]] = field(default_factory=dict)
 
 
 class Wire:
@@ -173,7 +159,8 @@ class Wire:
         self._closing = threading.Event()
         self._relays: list[threading.Thread] = []
         self.bodies: dict[str, deque[bytes]] = defaultdict(lambda: deque(maxlen=NUM_RECORDED))
-        self.sessions: deque[Recorded] = deque(maxlen=NUM_RECORDED)
+        self.frames: deque[bytes] = deque(maxlen=NUM_RECORDED)
+        """To engines, of the last sessions."""
 
     def __call__(self, path: str, body: bytes) -> bytes:
         """Record the body; lead its sessions through relays, if they are to be tampered with."""
@@ -181,34 +168,23 @@ class Wire:
             self.bodies[path.strip("/")].append(body)
         if self._tamper is None or not path.endswith("update_weights_from_tensor"):
             return body
-        recorded, tamper = Recorded(json.loads(body)), self._tamper
+        tamper, ranks = self._tamper, itertools.count()
 
         def lead(descriptor: Descriptor) -> Descriptor:
-            rank = len(recorded.frames)
-            frames = recorded.frames[rank] = []
-            endpoint, engine = self.listen()
-            trainer = self._socket()
+            self._num_sockets += 1
+            endpoint = f"ipc://{self._folder}/{self._num_sockets}"
+            trainer, engine = self._socket(), self._socket()
             trainer.connect(descriptor["endpoint"])
-            ends = {True: trainer, False: engine}
-            relay = threading.Thread(
-                target=self._relay, args=(ends, tamper, rank, frames), daemon=True
-            )
+            engine.bind(endpoint)
+            to = {True: trainer, False: engine}, tamper, next(ranks)
+            relay = threading.Thread(target=self._relay, args=to, daemon=True)
             self._relays.append(relay)
             relay.start()
             return {**descriptor, "endpoint": endpoint}
 
-        rewritten = with_descriptors(recorded.payload, lead)
-        if rewritten is not None:
-            self.sessions.append(recorded)
-        return rewritten or body
+        return with_descriptors(json.loads(body), lead) or body
 
-    def _relay(
-        self,
-        sources: dict[bool, zmq.Socket[bytes]],
-        tamper: Tamper,
-        rank: int,
-        frames: list[bytes],
-    ) -> None:
+    def _relay(self, sources: dict[bool, zmq.Socket[bytes]], tamper: Tamper, rank: int) -> None:
         """Pass frames on until the wire closes: those that come of a source go to the other."""
         counts = {True: 0, False: 0}
         while not self._closing.is_set():
@@ -216,7 +192,7 @@ class Wire:
                 while source.poll(1):
                     frame = source.recv()
                     if to_engine:
-                        frames.append(frame)
+                        self.frames.append(frame)
                     for out in tamper(to_engine, rank, counts[to_engine], frame):
                         with contextlib.suppress(zmq.Again):
                             sources[not to_engine].send(out, zmq.NOBLOCK)
@@ -238,21 +214,10 @@ class Wire:
             self._relays.clear()
             self._closing.clear()
 
-    def new_endpoint(self) -> str:
-        """An address at which nobody listens yet."""
-        self._num_sockets += 1
-        return f"ipc://{self._folder}/{self._num_sockets}"
-
     def _socket(self, linger_ms: int = 0) -> zmq.Socket[bytes]:
         made = self._context.socket(zmq.PAIR)
         made.setsockopt(zmq.LINGER, linger_ms)
         return made
-
-    def listen(self) -> tuple[str, zmq.Socket[bytes]]:
-        """A socket that stands for a trainer's, and its address."""
-        endpoint, listener = self.new_endpoint(), self._socket()
-        listener.bind(endpoint)
-        return endpoint, listener
 
     def intrude(self, path: Path, frames: list[bytes], *, raw: bool) -> None:
         """Send frames, or their bare bytes, to a trainer's socket that is not ours."""

@@ -1,7 +1,5 @@
 """Syncs of other weights every time, in every way, and what must hold of them on any device."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 from unittest import mock

@@ -5,8 +5,6 @@ has a network of its own, in which no other one can take a port; where this mach
 there is one run after another.
 """
 
-from __future__ import annotations
-
 import ctypes
 import shutil
 import subprocess

@@ -8,8 +8,6 @@ computes what it would with the real layers, without their kernels; experts have
     transformer_engine.install()       # before megatron is imported
 """
 
-from __future__ import annotations
-
 import sys
 from importlib.machinery import ModuleSpec
 from types import ModuleType

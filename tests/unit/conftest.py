@@ -20,8 +20,8 @@ def new_endpoint():
 
 
 @pytest.fixture(scope="session")
-def pool():
+def pool(tmp_path_factory):
     """Four trainer ranks on gloo; started at the first use."""
-    ranks = RankPool()
+    ranks = RankPool(tmp_path_factory.mktemp("ranks"))
     yield ranks
     ranks.close()

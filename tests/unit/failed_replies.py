@@ -1,12 +1,9 @@
 """An engine whose replies to updates are bad or lost, and a request with such a reply."""
 
-from __future__ import annotations
-
 from concurrent.futures import Future
-from typing import Any
 
 from verl_sglang_sync.engine.engine_ranks import OpeningRequest
-from verl_sglang_sync.engine.server_client import ReplyLost, RequestFailed, ServerError
+from verl_sglang_sync.engine.server_client import ReplyLost, RequestFailed
 
 BAD = RequestFailed("the engine is out of memory", endpoint="http://h:1/update", status=400)
 LOST = ReplyLost("the reply was lost", endpoint="http://h:1/update")
@@ -15,17 +12,17 @@ LOST = ReplyLost("the reply was lost", endpoint="http://h:1/update")
 class FailsReplies:
     """An `Engine` whose reply is `error`, at once."""
 
-    def __init__(self, error: ServerError) -> None:
+    def __init__(self, error):
         self._error = error
 
-    def submit(self, call: Any) -> Future[Any]:
+    def submit(self, call):
         """Fails at once."""
-        reply: Future[Any] = Future()
+        reply = Future()
         reply.set_exception(self._error)
         return reply
 
 
-def failed_request(error: ServerError) -> OpeningRequest:
+def failed_request(error):
     """It has left, and this is its reply."""
     request = OpeningRequest(FailsReplies(error), "1")
     request.post([b"an invitation"])

@@ -1,15 +1,11 @@
 """A small model with residue, and memory that is really lost: every byte of it is poisoned."""
 
-from __future__ import annotations
-
-from collections.abc import Iterable
-
 import torch
 from torch import nn
 
-from sglang_loader.common.regions.intervals import Interval, num_bytes
+from sglang_loader.common.regions.intervals import num_bytes
 from sglang_loader.host_backup.allocations import bytes_at
-from sglang_loader.load_plan.destinations import Destinations, collect_destinations
+from sglang_loader.load_plan.destinations import collect_destinations
 from support.reachable_memory import reachable
 
 POISON = 0xFF  # NaN in every float type, -1 in every integer
@@ -18,7 +14,7 @@ POISON = 0xFF  # NaN in every float type, -1 in every integer
 class Residue(nn.Module):
     """What SGLang's models keep besides parameters: buffers, attributes, containers, views."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.linear = nn.Linear(33, 7)
         self.tied = nn.Linear(33, 7, bias=False)
@@ -31,21 +27,21 @@ class Residue(nn.Module):
         self.counter = torch.tensor(3)
 
 
-def poison(model: nn.Module) -> None:
+def poison(model):
     """Lose the content of everything that the model reaches."""
     memory = reachable(model)
     for start, stop in memory.ranges:
         bytes_at(memory.device, start, stop).fill_(POISON)
 
 
-def contents(destinations: Destinations) -> dict[str, bytes]:
+def contents(destinations):
     return {
         storage.name: destinations.memory[i].numpy().tobytes()
         for i, storage in enumerate(destinations.storages)
     }
 
 
-def overwrite(destinations: Destinations, written: dict[str, Iterable[Interval]]) -> None:
+def overwrite(destinations, written):
     """What a sync does with the bytes that it covers: sets each to 0x5A."""
     numbers = {storage.name: i for i, storage in enumerate(destinations.storages)}
     for name, ranges in written.items():
@@ -53,11 +49,11 @@ def overwrite(destinations: Destinations, written: dict[str, Iterable[Interval]]
             destinations.memory[numbers[name]][start:stop].fill_(0x5A)
 
 
-def whole(model: nn.Module, *names: str) -> dict[str, list[Interval]]:
+def whole(model, *names):
     """A coverage of whole storages, by key."""
     sizes = {storage.name: storage.nbytes for storage in collect_destinations(model).storages}
     return {name: [(0, sizes[name])] for name in names}
 
 
-def size_of(model: nn.Module) -> int:
+def size_of(model):
     return num_bytes(reachable(model).ranges)

@@ -1,16 +1,14 @@
 """What a strided copy moves, unit by unit: the reference for regions and arrangements."""
 
-from __future__ import annotations
-
 import numpy as np
 
-from sglang_loader.common.regions.geometry import StridedCopy, Unit
+from sglang_loader.common.regions.geometry import Unit
 
 Move = tuple[tuple[int, int], tuple[int, Unit]]
 """((storage, first byte), (first byte in the bucket, unit))."""
 
 
-def moves(copy: StridedCopy) -> list[Move]:
+def moves(copy):
     """Every unit that the copy moves, by the definition of a strided copy."""
     found = []
     for index in np.ndindex(*[count for count, _, _ in copy.dims], copy.run):

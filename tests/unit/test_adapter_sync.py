@@ -1,16 +1,12 @@
 """The LoRA adapter of several engines: replaced on each, also where one of them has failed."""
 
-from __future__ import annotations
-
 import asyncio
 from concurrent.futures import Future
-from typing import Any
 
 import pytest
 
 from verl_sglang_sync.collective import SingleProcess, WeightSyncError
 from verl_sglang_sync.engine.server_client import operations
-from verl_sglang_sync.engine.server_client.operations import Call
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.sync.adapter_sync import AdapterSync, AdapterUpdate
 
@@ -31,12 +27,12 @@ class Engine:
         num_loads: adapters that it has loaded.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.serves, self.fails, self.loses = False, "", ""
         self.num_loads = 0
 
-    def submit(self, call: Call) -> Future[Any]:
-        reply: Future[Any] = Future()
+    def submit(self, call):
+        reply = Future()
         is_load, path = call == UPDATE.load, call.operation.path
         if is_load == self.serves or path == self.fails:
             reply.set_exception(RuntimeError(f"{path} is refused"))
@@ -54,7 +50,7 @@ def test_engines_that_come_go_and_fail_serve_the_adapter_after_the_next_sync():
     first, second, late = Engine(), Engine(), Engine()
     adapters = AdapterSync(SingleProcess())
 
-    def sync(**engines: Engine) -> SyncReport:
+    def sync(**engines):
         report = SyncReport(mode="compiled", replica=None)
         asyncio.run(adapters.sync(lambda: UPDATE, engines, report))
         assert all(engine.serves for engine in engines.values())
@@ -76,7 +72,7 @@ def test_engines_that_come_go_and_fail_serve_the_adapter_after_the_next_sync():
 def test_an_engine_whose_reply_was_lost_serves_the_adapter_after_the_next_sync(call):
     engine, adapters = Engine(), AdapterSync(SingleProcess())
 
-    def sync() -> None:
+    def sync():
         report = SyncReport(mode="compiled", replica=None)
         asyncio.run(adapters.sync(lambda: UPDATE, {"engine": engine}, report))
 

@@ -1,7 +1,5 @@
 """`verl-sglang-sync bench` before it starts anything: shapes that fit, choices that cannot be."""
 
-from __future__ import annotations
-
 import pytest
 from typer.testing import CliRunner
 

@@ -1,16 +1,229 @@
-"""The stream cache: same buckets as the planner's, and a new plan on a change."""
+"""Which tensors share a bucket, by property: the planner, and the stream that knows its plan."""
+
+import itertools
+import math
+import random
+from typing import NamedTuple
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from support.bucket_plans import plan_buckets
+from sglang_loader.common.layout import ALIGNMENT_BYTES
 from verl_sglang_sync.report import SyncReport
-from verl_sglang_sync.sources.bucket_stream import BucketStream
+from verl_sglang_sync.sources.bucket_stream import FUSION_GROUPS, BucketPlanner, BucketStream
+
+DTYPES = (torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.int8, torch.bool, torch.int64)
+
+
+def plan_buckets(specs, *, bucket_bytes, fusion_groups=FUSION_GROUPS):
+    """Plan a whole sync; arguments and errors as for `BucketPlanner`."""
+    planner = BucketPlanner(bucket_bytes=bucket_bytes, fusion_groups=fusion_groups)
+    closed = [bucket for spec in specs for bucket in planner.add(spec)]
+    return closed + planner.finish()
+
+
+# Written out by hand, not derived from FUSION_GROUPS: full names that must travel together.
+PAIRS = (
+    # DeepSeek V2/V3, its fp8 scales of both spellings
+    ("self_attn.q_a_proj.weight", "self_attn.kv_a_proj_with_mqa.weight"),
+    ("self_attn.q_a_proj.weight_scale_inv", "self_attn.kv_a_proj_with_mqa.weight_scale_inv"),
+    ("self_attn.q_a_proj.weight_scale", "self_attn.kv_a_proj_with_mqa.weight_scale"),
+    # LongCat: two attentions in one layer
+    ("self_attn.0.q_a_proj.weight", "self_attn.0.kv_a_proj_with_mqa.weight"),
+    ("self_attn.1.q_a_proj.weight", "self_attn.1.kv_a_proj_with_mqa.weight"),
+    ("self_attn.1.q_a_proj.weight_scale_inv", "self_attn.1.kv_a_proj_with_mqa.weight_scale_inv"),
+    # DeepSeek V4, in Hugging Face's and in its own spelling
+    ("self_attn.wq_a.weight", "self_attn.wkv.weight"),
+    ("self_attn.wq_a.weight_scale_inv", "self_attn.wkv.weight_scale_inv"),
+    ("self_attn.wq_a.scale", "self_attn.wkv.scale"),
+    ("attn.wq_a.weight", "attn.wkv.weight"),
+    ("attn.wq_a.weight_scale_inv", "attn.wkv.weight_scale_inv"),
+    ("attn.wq_a.scale", "attn.wkv.scale"),
+    ("attn.compressor.wkv.weight", "attn.compressor.wgate.weight"),
+    ("attn.indexer.compressor.wkv.weight", "attn.indexer.compressor.wgate.weight"),
+    ("self_attn.compressor.wkv.weight", "self_attn.compressor.wgate.weight"),
+    ("self_attn.indexer.compressor.wkv.weight", "self_attn.indexer.compressor.wgate.weight"),
+)
+# Names close to a group's that belong to none.
+LONERS = (
+    "mlp.down_proj.weight",
+    "self_attn.q_b_proj.weight",
+    "self_attn.q_a_layernorm.weight",
+    "self_attn.kv_a_proj_with_mqa.bias",
+    "self_attn.wo_a.weight",
+    "mlp.gate.wkv_norm.weight",
+)
+
+dimension = st.integers(0, 40)
+shapes = st.one_of(
+    st.just(()), st.lists(dimension, min_size=1, max_size=3).map(tuple), st.just((0, 7))
+)
+
+
+@st.composite
+def exports(draw):
+    """A shuffled export: whole groups, broken groups, loners; names are unique."""
+    names = []
+    for layer in range(draw(st.integers(1, 2))):
+        prefix = f"model.layers.{layer}."
+        for pair in draw(st.sets(st.sampled_from(PAIRS), max_size=4)):
+            present = draw(st.sampled_from((pair, pair, pair, pair[:1], pair[1:])))
+            names += [prefix + suffix for suffix in present]
+        names += [prefix + suffix for suffix in draw(st.sets(st.sampled_from(LONERS)))]
+    names = draw(st.permutations(names))
+    specs = []
+    for name in names:
+        dtype = draw(st.sampled_from(DTYPES))
+        specs.append(spec(name, draw(shapes), dtype))
+    return specs
+
+
+limits = st.one_of(st.integers(1, 600), st.integers(600, 20_000), st.just(1 << 40))
+
+
+class Spec(NamedTuple):
+    """A `layout.TensorSpec` whose parts have names."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self):
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def spec(name, shape=(8,), dtype=torch.float32):
+    return Spec(name, shape, dtype)
+
+
+def partner_of(name):
+    """The other full name of the pair `name` belongs to, by the table above."""
+    for pair in PAIRS:
+        for mine, other in (pair, pair[::-1]):
+            if name.endswith("." + mine):
+                return name.removesuffix(mine) + other
+    return None
+
+
+def units_of(specs):
+    """Indivisible runs in placing order: a group stands where its last member came."""
+    names = {s.name for s in specs}
+    waiting, units = {}, []
+    for s in specs:
+        partner = partner_of(s.name)
+        if partner is None:
+            units.append([s])
+        elif partner in waiting:
+            units.append([waiting.pop(partner), s])
+        else:
+            waiting[s.name] = s
+    assert not any(partner_of(name) in names for name in waiting)
+    return units + [[s] for s in waiting.values()]
+
+
+def flat(plan):
+    return [Spec(t.name, t.shape, t.dtype) for bucket in plan for t in bucket.tensors]
+
+
+def padded(nbytes):
+    assert ALIGNMENT_BYTES == 256
+    return math.ceil(nbytes / 256) * 256
+
+
+def check_groups_whole(plan):
+    bucket_of = {t.name: index for index, bucket in enumerate(plan) for t in bucket.tensors}
+    for name, bucket in bucket_of.items():
+        assert bucket_of.get(partner_of(name), bucket) == bucket, f"{name} is cut from its partner"
+
+
+@settings(max_examples=400, deadline=None)
+@given(exports(), limits)
+def test_every_tensor_lands_once_in_its_unit_in_a_bucket_as_full_as_it_may_be(specs, limit):
+    planner, plan = BucketPlanner(bucket_bytes=limit), []
+    for each in specs:
+        closed = planner.add(each)
+        assert len(closed) <= 1
+        plan += closed
+    plan += planner.finish()
+    assert planner.finish() == []
+
+    units = units_of(specs)
+    assert flat(plan) == [each for unit in units for each in unit]
+    check_groups_whole(plan)
+    runs = [[each.name for each in unit] for unit in units]
+    size_of = {each.name: padded(each.nbytes) for each in specs}
+    for bucket in plan:
+        assert bucket.tensors
+        assert bucket.nbytes <= limit or [t.name for t in bucket.tensors] in runs
+        check_slots(bucket)
+    for bucket, successor in itertools.pairwise(plan):
+        unit = next(u for u in runs if u[0] == successor.tensors[0].name)
+        assert bucket.nbytes + sum(size_of[name] for name in unit) > limit, "cut early"
+
+
+def check_slots(bucket):
+    """Aligned, disjoint and inside the bucket."""
+    end = 0
+    for t in bucket.tensors:
+        assert t.offset % ALIGNMENT_BYTES == 0
+        assert t.offset >= end
+        end = t.offset + t.nbytes
+    assert end <= bucket.nbytes == padded(end)
+
+
+Q_A, KV_A = (f"l.0.{name}" for name in PAIRS[0])
+BUCKETS = {  # names of tensors, groups, buckets
+    "groups of three wait for all members": (
+        ["l.a", "x", "l.c", "y", "l.b"],
+        ((".a", ".b", ".c"),),
+        [["x"], ["y"], ["l.a", "l.c", "l.b"]],
+    ),
+    "of two suffixes that fit a name the longest counts": (
+        ["l.nested.wkv", "l.nested.wgate", "l.nested.wz"],
+        ((".wkv", ".wgate"), (".nested.wkv", ".nested.wz")),
+        [["l.nested.wkv", "l.nested.wz"], ["l.nested.wgate"]],
+    ),
+    "without groups a pair is cut": ([Q_A, "x", KV_A], (), [[Q_A], ["x"], [KV_A]]),
+}
+
+
+@pytest.mark.parametrize(("names", "groups", "buckets"), BUCKETS.values(), ids=BUCKETS)
+def test_what_travels_together(names, groups, buckets):
+    plan = plan_buckets(map(spec, names), bucket_bytes=1, fusion_groups=groups)
+    assert [[t.name for t in bucket.tensors] for bucket in plan] == buckets
+
+
+def test_no_suffix_belongs_to_two_groups():
+    suffixes = [suffix for group in FUSION_GROUPS for suffix in group]
+    assert len(suffixes) == len(set(suffixes))
+    assert all(
+        partner_of("layer.self_attn" + suffix) or partner_of("layer" + suffix)
+        for suffix in suffixes
+    )
+
+
+@settings(max_examples=50, deadline=None)
+@given(exports(), limits, st.randoms())
+@example([spec("a"), spec("b")], 1, random.Random(0))
+def test_a_name_exported_twice_is_refused(specs, limit, rng):
+    if not specs:
+        return
+    again = rng.choice(specs)
+    with pytest.raises(ValueError, match="exported twice") as error:
+        plan_buckets([*specs, again], bucket_bytes=limit)
+    assert repr(again.name) in str(error.value)
+
+
+@pytest.mark.parametrize("limit", (0, -1))
+def test_a_limit_below_one_is_refused(limit):
+    with pytest.raises(ValueError, match=f"bucket_bytes={limit}: expected at least 1"):
+        plan_buckets([], bucket_bytes=limit)
+
 
 LIMIT = 1024
-FUSED = ("l.self_attn.q_a_proj.weight", "l.self_attn.kv_a_proj_with_mqa.weight")
 
 
 def weights(sizes, dtype=torch.float32):
@@ -36,9 +249,11 @@ def described(result):
 
 @given(st.lists(st.integers(0, 400), min_size=1, max_size=30))
 def test_a_known_stream_is_cut_as_the_planner_cuts_it(sizes):
-    stream = BucketStream(LIMIT)
-    first, again = batches(stream, weights(sizes)), batches(stream, weights(sizes))
-    specs = [(name, tensor.shape, tensor.dtype) for name, tensor in weights(sizes)]
+    stream, named = BucketStream(LIMIT), weights(sizes)
+    for place, fused in ((1, Q_A), (3, KV_A)):
+        named[place : place + 1] = [(fused, tensor) for _, tensor in named[place : place + 1]]
+    first, again = batches(stream, named), batches(stream, named)
+    specs = [(name, tensor.shape, tensor.dtype) for name, tensor in named]
     planned = plan_buckets(specs, bucket_bytes=LIMIT)
     for result in (first, again):
         assert [batch.bucket.layout for batch in result] == planned
@@ -79,22 +294,6 @@ def test_a_changed_stream_is_planned_anew_and_loses_nothing(kind):
         for batch in result:
             for entry, tensor in zip(batch.bucket.layout.tensors, batch.tensors, strict=True):
                 assert tensor is dict(changed)[entry.name]
-
-
-def test_a_fusion_group_stays_together_in_both_ways():
-    named = [*weights([200, 200]), (FUSED[0], torch.ones(100)), ("between", torch.ones(100))]
-    named.append((FUSED[1], torch.ones(100)))
-    stream = BucketStream(LIMIT)
-    for _ in range(2):
-        result = batches(stream, named)
-        holders = [
-            batch.index
-            for batch in result
-            for entry in batch.bucket.layout.tensors
-            if entry.name in FUSED
-        ]
-        assert len(holders) == 2
-        assert len(set(holders)) == 1
 
 
 @given(st.lists(st.integers(0, 400), min_size=2, max_size=30), st.data())

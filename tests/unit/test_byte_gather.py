@@ -1,11 +1,7 @@
 """Gathering an arrangement out of tensors: by torch, and by the kernel's tables, against bytes."""
 
-from __future__ import annotations
-
 import ctypes
-import os
-import subprocess
-import sys
+from functools import partial
 
 import numpy as np
 import pytest
@@ -17,6 +13,7 @@ from sglang_loader.common.copies import gather_reads
 from sglang_loader.common.copy_kernel import TILE_WORDS
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.regions.arrangement import Arrangement, Read
+from support.remote import run_interpreted
 from verl_sglang_sync.routes.exchange import byte_gather
 from verl_sglang_sync.routes.exchange.byte_gather import WORD_BYTES, ByteGather, GatherTable
 
@@ -24,9 +21,9 @@ CPU = torch.device("cpu")
 FILL = 0x5A
 
 
-def laid_out(sizes: list[tuple[int, int, tuple[tuple[int, int], ...], int]]) -> Arrangement:
+def laid_out(sizes):
     """Reads `(tensor, offset, dims, run)` one after the other, 16 bytes between them."""
-    reads: list[Read] = []
+    reads = []
     stop = 0
     for tensor, offset, dims, run in sizes:
         reads.append(Read(tensor, offset, dims, run, stop))
@@ -34,7 +31,7 @@ def laid_out(sizes: list[tuple[int, int, tuple[tuple[int, int], ...], int]]) -> 
     return Arrangement(tuple(reads), stop)
 
 
-def check_packed(packing: ByteGather, flat: torch.Tensor, tensors: list[torch.Tensor]) -> None:
+def check_packed(packing, flat, tensors):
     """The buffer holds what the reference gathers, and what lies between is untouched."""
     arrangement = packing.arrangement
     raw = [tensor.cpu().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
@@ -49,7 +46,7 @@ def check_packed(packing: ByteGather, flat: torch.Tensor, tensors: list[torch.Te
 
 
 @st.composite
-def arrangements(draw: st.DrawFn) -> tuple[Arrangement, list[torch.Tensor]]:
+def arrangements(draw):
     sizes = draw(st.lists(st.integers(1, 96), min_size=1, max_size=5))
     word = draw(st.sampled_from([1, 2, 8]))
     reads = []
@@ -110,7 +107,7 @@ def test_the_kernel_would_move_the_words_of_the_reads(case):
     assert sorted(set(table.tiles[:, 0].tolist())) == list(range(len(table.rows)))
 
 
-def _in_words(read: Read) -> bool:
+def _in_words(read):
     numbers = (read.start, read.offset, read.run, *(stride for _, stride in read.dims))
     return all(number % WORD_BYTES == 0 for number in numbers)
 
@@ -123,7 +120,7 @@ def test_a_buffer_that_is_too_small_is_refused():
         packing.run([torch.zeros(16)], torch.zeros(96, dtype=torch.uint8)[8:])
 
 
-def mixed_case(device: torch.device) -> tuple[Arrangement, list[torch.Tensor]]:
+def mixed_case(device):
     """Long, short, strided and odd reads, of tensors here and elsewhere."""
     arrangement = laid_out(
         [
@@ -143,7 +140,7 @@ def mixed_case(device: torch.device) -> tuple[Arrangement, list[torch.Tensor]]:
     return arrangement, tensors
 
 
-def check_kernel(device: torch.device) -> None:
+def check_kernel(device):
     """The kernel and torch pack the same; so they do when the tensors have moved."""
     arrangement, tensors = mixed_case(device)
     for kernel in (True, False):
@@ -163,7 +160,7 @@ def test_a_kernel_that_moves_other_bytes_is_not_believed(works, monkeypatch, cap
     tensors = [torch.arange(64.0), torch.arange(8.0)]
     launched = []
 
-    def launch(tiles: torch.Tensor, entries: torch.Tensor) -> None:
+    def launch(tiles, entries):
         launched.append(len(tiles))
         if works:
             for source, target, src_stride, dst_stride, run, rows in entries.tolist():
@@ -180,10 +177,9 @@ def test_a_kernel_that_moves_other_bytes_is_not_believed(works, monkeypatch, cap
     assert ("gathered other bytes than torch" in caplog.text) != works
 
 
-def test_the_kernel_packs_in_the_interpreter():
+def test_the_kernel_packs_in_the_interpreter(tmp_path):
     pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    subprocess.run([sys.executable, __file__], env=environment, check=True, timeout=300)
+    run_interpreted(partial(check_kernel, CPU), tmp_path / "log")
 
 
 def test_a_table_of_nothing_has_no_rows():
@@ -191,7 +187,3 @@ def test_a_table_of_nothing_has_no_rows():
     shapes = (table.rows.shape, table.places.shape, table.tiles.shape)
     assert shapes == ((0, 6), (0, 2), (0, 2))
     assert table.rows.dtype == np.int64
-
-
-if __name__ == "__main__":
-    check_kernel(CPU)

@@ -1,10 +1,7 @@
 """Which replicas get the weights below a LoRA adapter, and that all get the adapter."""
 
-from __future__ import annotations
-
 import asyncio
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -23,12 +20,12 @@ class Trainer:
         synced: names of the replicas of each sync of all weights.
     """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch):
         from verl_sglang_sync.verl import adapter, checkpoint_engine
 
         self.engines = {name: Engine() for name in "abc"}
-        self.synced: list[str] = []
-        self.versions: dict[str, int] = {}
+        self.synced = []
+        self.versions = {}
         self.fails = False
         self._checkpoint_engine = checkpoint_engine.SGLangSyncCheckpointEngine(1, is_master=True)
         vars(self._checkpoint_engine).update(
@@ -40,16 +37,16 @@ class Trainer:
         monkeypatch.setattr(checkpoint_engine.ray, "get_actor", self._actor)
         monkeypatch.setattr(adapter, "collect_adapter", lambda *_, **__: UPDATE)
 
-    async def _sync(self, weights: Any, replicas: Any, **_: Any) -> None:
+    async def _sync(self, weights, replicas, **_):
         self.synced.append("".join(replica.identity for replica in replicas))
         if self.fails:
             raise WeightSyncError("half-written")
 
-    def _actor(self, name: str) -> Any:
-        async def address() -> tuple[str, int]:
+    def _actor(self, name):
+        async def address():
             return "127.0.0.1", 1
 
-        async def set_global_steps(step: int) -> None:
+        async def set_global_steps(step):
             self.versions[name] = step
 
         return SimpleNamespace(
@@ -58,13 +55,13 @@ class Trainer:
             set_global_steps=SimpleNamespace(remote=set_global_steps),
         )
 
-    def send(self, names: str, step: int) -> None:
+    def send(self, names, step):
         format_ = SimpleNamespace(applied=lambda weights: weights)
         keys = {"api_key": None, "admin_api_key": None}
         server = {"settings": settings_of("compiled"), "format": format_, "num_ranks": 1, **keys}
         servers = [SimpleNamespace(actor_name=name, **server) for name in names]
         weights = Reexport(list, adapter=lambda: ([], {}))
-        self._checkpoint_engine.init_process_group(servers)  # type: ignore[arg-type]
+        self._checkpoint_engine.init_process_group(servers)
         asyncio.run(self._checkpoint_engine.send_weights(weights, step))
 
 

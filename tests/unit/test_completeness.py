@@ -1,7 +1,5 @@
 """A model's weights are complete after a sync that is known to have brought all of them."""
 
-from __future__ import annotations
-
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,11 +8,11 @@ from sglang_loader.common.layout import BucketLayout
 from sglang_loader.host_backup.completeness import Completeness
 
 
-def layout(names: frozenset[str]) -> BucketLayout:
+def layout(names):
     return BucketLayout.pack([(name, (1,), torch.uint8) for name in sorted(names)])
 
 
-def load(state: Completeness, *buckets: str) -> None:
+def load(state, *buckets):
     for names in buckets:
         state.loading(layout(frozenset(names)))
 

@@ -1,10 +1,6 @@
 """Digests: what changes them, and that the kernel and torch's operators find the same."""
 
-from __future__ import annotations
-
-import os
-import subprocess
-import sys
+from functools import partial
 from itertools import combinations
 
 import pytest
@@ -14,6 +10,7 @@ from hypothesis import strategies as st
 
 from sglang_loader.common import digest as module
 from sglang_loader.common.digest import PART_WORDS, digests, tensor_digest
+from support.remote import run_interpreted
 
 PART = 8 * PART_WORDS
 SIZES = [
@@ -31,22 +28,22 @@ SIZES = [
 WORDS = st.lists(st.integers(-(2**63), 2**63 - 1), min_size=2, max_size=40)
 
 
-def random_bytes(size: int, device: str = "cpu") -> torch.Tensor:
+def random_bytes(size, device="cpu"):
     return torch.randint(0, 256, (size,), dtype=torch.uint8, device=device)
 
 
-def lanes(data: torch.Tensor) -> tuple[int, ...]:
+def lanes(data):
     (found,) = digests([data.reshape(-1).view(torch.uint8)]).tolist()
     return tuple(found)
 
 
-def assert_all_differ(storages: list[torch.Tensor]) -> None:
+def assert_all_differ(storages):
     """In each of the two lanes."""
     for lane in zip(*map(lanes, storages), strict=True):
         assert len(set(lane)) == len(storages)
 
 
-def as_described(data: bytes) -> tuple[int, ...]:
+def as_described(data):
     """The digest, one word after another."""
     place, *factors = module._FACTORS.values()
     whole = len(data) // 8 * 8
@@ -105,7 +102,7 @@ def test_a_tensor_has_the_digest_of_its_elements():
     assert tensor_digest(torch.tensor(1.5)).shape == tensor_digest(torch.zeros(0)).shape == (2,)
 
 
-def check(device: str) -> None:
+def check(device):
     """The kernel, for storages of all sizes in one launch; only their own bytes count."""
     storages = [random_bytes(size, device) for size in SIZES]
     views = [random_bytes(size + i % 17, device)[i % 17 :] for i, size in enumerate(SIZES)]
@@ -115,11 +112,6 @@ def check(device: str) -> None:
     assert torch.equal(digests([*storages, *views]), expected)
 
 
-def test_the_kernel_finds_what_torch_does():
+def test_the_kernel_finds_what_torch_does(tmp_path):
     pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    subprocess.run([sys.executable, __file__], env=environment, check=True, timeout=300)
-
-
-if __name__ == "__main__":
-    check("cpu")
+    run_interpreted(partial(check, "cpu"), tmp_path / "log")

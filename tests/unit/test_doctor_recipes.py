@@ -1,7 +1,5 @@
 """What the doctor says of presets and recipes, composed by Hydra with verl's own."""
 
-from __future__ import annotations
-
 import pytest
 
 from verl_sglang_sync.config import PRESETS

@@ -1,17 +1,14 @@
 """What an engine's rank is left with after an update that failed, and how the next one mends it."""
 
-from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
-from sglang_loader.common.check_remarks import ManifestCheck
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.hooks import weights
 from sglang_loader.hooks.tp_ranks import TPRanks
-from sglang_loader.host_backup import WeightsBackup, arm
+from sglang_loader.host_backup import arm
 from sglang_loader.session.findings import Verdict
 from sglang_loader.session.model_loader import loader_of
 from support.reachable_memory import reachable
@@ -21,7 +18,7 @@ from unit.test_plan_store import NAMES, Model, check_loaded, sync
 Others = list[tuple[str | None, bool, bool]]
 
 
-def layouts(names: tuple[str, ...]) -> list[BucketLayout]:
+def layouts(names):
     pairs = [names[i : i + 2] for i in range(0, len(names), 2)]
     return [BucketLayout.pack([(n, (8,), torch.float32) for n in pair]) for pair in pairs]
 
@@ -40,15 +37,15 @@ class Engine:
         num_flushes: of the prefix cache.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.model = Model()
-        self.backup: WeightsBackup = arm(self.model, "auto", reachable)
+        self.backup = arm(self.model, "auto", reachable)
         self.loader = loader_of(self.model)
-        self.others: Others = []
+        self.others = []
         self.verdict = Verdict()
-        self.known: Verdict | None = None
+        self.known = None
         self.num_looked_at = 0
-        self.gate: list[str | None] = []
+        self.gate = []
         self.is_busy = False
         self.num_flushes = 0
         self._updater = SimpleNamespace(
@@ -59,17 +56,10 @@ class Engine:
             tp_cpu_group=None,
         )
 
-    def session(
-        self,
-        value: float,
-        *,
-        names: tuple[str, ...] = NAMES,
-        fails: str | None = None,
-        check: ManifestCheck = "off",
-    ) -> list[str]:
+    def session(self, value, *, names=NAMES, fails=None, check="off"):
         """As `_serve_session`, without the socket; `fails` once loading has begun."""
 
-        def load(update: Any) -> None:
+        def load(update):
             update.manifest_check = check
             update.flush()
             for layout in layouts(names):
@@ -80,30 +70,30 @@ class Engine:
 
         return self.update(load)
 
-    def update(self, load: Callable[[Any], None]) -> list[str]:
+    def update(self, load):
         request = SimpleNamespace(torch_empty_cache=False, disable_draft_model=False)
         self.last = weights.WeightUpdate(self._updater, request)
         return self.last.run(lambda: load(self.last))
 
-    def look_at(self, *_: Any) -> str:
+    def look_at(self, *_):
         self.num_looked_at += 1
         return "a view"
 
-    def sleep_and_wake(self) -> None:
+    def sleep_and_wake(self):
         self.backup.save(self.model)
         poison(self.model)
         self.backup.restore()
 
-    def _flush(self, *, empty_cache: bool) -> bool:
+    def _flush(self, *, empty_cache):
         self.num_flushes += not self.is_busy
         return not self.is_busy
 
 
 @pytest.fixture
-def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
+def engine(monkeypatch):
     engine = Engine()
 
-    def from_all(_: Any, item: Any) -> list[Any]:
+    def from_all(_, item):
         if isinstance(item, tuple):
             return [item, *((*other, None) for other in engine.others)]
         return [item, *(text for text, _, _ in engine.others)]
@@ -150,7 +140,7 @@ def test_a_session_that_running_requests_refuse_changes_nothing(engine):
 def test_a_rank_that_has_not_begun_is_stale_where_another_has(engine):
     engine.others = [("TP rank 1: no memory", True, False)]
 
-    def load(_: Any) -> None:
+    def load(_):
         raise ValueError("not an invitation")
 
     mine, theirs = engine.update(load)
@@ -164,7 +154,7 @@ def test_a_sync_that_leaves_bytes_undefined_is_not_served(engine):
     engine.sleep_and_wake()
     engine.backup.withdraw("the plan does not hold")
 
-    def load(update: Any) -> None:  # without a plan nobody knows what that writes
+    def load(update):  # without a plan nobody knows what that writes
         for layout in layouts(NAMES):
             update.loading(layout)
 
@@ -181,7 +171,7 @@ def test_the_prefix_cache_is_dropped_once_whatever_happens(engine):
         engine.session(3.0, fails=fails)
         assert engine.num_flushes == before + 1
 
-    def load(_: Any) -> None:
+    def load(_):
         raise ValueError("not an invitation")
 
     before = engine.num_flushes

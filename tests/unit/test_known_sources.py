@@ -1,10 +1,5 @@
 """A module whose state is the same is recognised; one whose state is not, never."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,54 +11,54 @@ from verl_sglang_sync.sources.known_sources import STEP, KnownSources, SourcesCh
 
 
 @pytest.fixture(autouse=True)
-def world_of_one() -> Iterator[None]:
+def world_of_one():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
 
 class Layer(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.linear = nn.Linear(4, 4)
         self.norm = nn.LayerNorm(4, bias=False)
         self.register_buffer("scale", torch.ones(2))
         self.register_buffer("cache", torch.ones(2), persistent=False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        norm: torch.Tensor = self.norm(self.linear(x))
+    def forward(self, x):
+        norm = self.norm(self.linear(x))
         return norm
 
 
 class PrefixedNorm(nn.LayerNorm):
     """Saves its weight under another name."""
 
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
         destination[f"{prefix}gamma"] = self.weight
 
 
-def _hand_over(layer: Layer) -> None:
+def _hand_over(layer):
     layer.norm.register_parameter("bias", layer.norm.weight)
     layer.norm.register_parameter("weight", None)
 
 
-def make_module() -> nn.Sequential:
+def make_module():
     module = nn.Sequential(*(Layer() for _ in range(STEP)), nn.Linear(4, 4, bias=False))
     for layer in module[:-1]:
         fully_shard(layer, mesh=init_device_mesh("cpu", (1,)))
     return fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
 
 
-def _train(module: nn.Sequential) -> None:
+def _train(module):
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.add_(1)  # as an optimizer: in place
     module[3].cache = torch.zeros(5)  # is not saved
 
 
-def _unshard(module: nn.Sequential) -> None:
+def _unshard(module):
     """FSDP2 leaves its root gathered after a forward pass; taking the state shards it again."""
-    module.unshard()  # type: ignore[operator]
+    module.unshard()
 
 
 @pytest.mark.parametrize("happens", [_train, _unshard])
@@ -74,14 +69,14 @@ def test_what_changes_no_tensor_of_the_state_is_no_change(happens):
     known.require(module_state(module)())  # every export brings its own
 
 
-def _with_a_hook(module: nn.Sequential) -> None:
+def _with_a_hook(module):
     """A state that has a tensor which is registered nowhere."""
     module[1].register_state_dict_post_hook(
         lambda _module, state, prefix, _local: state.update({f"{prefix}more": torch.ones(3)})
     )
 
 
-CHANGES: dict[str, Callable[[nn.Sequential], Any]] = {
+CHANGES = {
     "another parameter": lambda m: setattr(
         m[1].norm, "weight", nn.Parameter(m[1].norm.weight.detach().clone())
     ),

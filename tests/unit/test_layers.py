@@ -44,7 +44,7 @@ WHO_IMPORTS = {
 IMPORTS = [(ours, f"{module}.{name}".rstrip(".")) for ours, module, name in imports()]
 
 
-def layer_of(name: str, package: str) -> int | None:
+def layer_of(name, package):
     """Position of the layer that a module, or a name in it, belongs to; None: the package."""
     rest = name.removeprefix(f"{package}.")
     found = [layer for layer in LAYERS[package] if f"{rest}.".startswith(f"{layer}.")]

@@ -1,13 +1,10 @@
 """Our hooks around SGLang's own weight updater, with a memory saver that loses the memory."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import os
 import pickle
 import socket
-from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -36,7 +33,7 @@ from sglang_loader.host_backup import arm, backup_of
 from sglang_loader.load_plan.destinations import collect_destinations
 from sglang_loader.upstream import tell, told
 from support.reachable_memory import publish_coverage, reachable
-from unit.released_memory import Residue, contents, overwrite, poison, size_of, whole
+from unit.released_memory import Residue, overwrite, poison, size_of, whole
 
 LAYOUT = BucketLayout.pack([("linear.weight", (33, 7), torch.float32)])
 
@@ -44,9 +41,9 @@ LAYOUT = BucketLayout.pack([("linear.weight", (33, 7), torch.float32)])
 class LosingSaver:
     """Stands in for torch_memory_saver: what is resumed holds poison; a wrong order is an error."""
 
-    def __init__(self, model) -> None:
+    def __init__(self, model):
         self.model = model
-        self.paused: set[str] = set()
+        self.paused = set()
 
     def pause(self, tag):
         assert tag not in self.paused, f"{tag} was released twice"
@@ -61,7 +58,7 @@ class LosingSaver:
 class Worker:
     """The part of a TP worker that the updater uses; `update` does what a session's loads do."""
 
-    def __init__(self, model) -> None:
+    def __init__(self, model):
         self.model_runner = SimpleNamespace(model=model)
         self.server_args = SimpleNamespace(custom_weight_loader=[SESSION_FORMAT], dp_size=1)
         self.update = lambda: None
@@ -267,21 +264,6 @@ def covered_engine(updater):
     return model
 
 
-def test_a_cycle_with_a_plan_keeps_the_residue_alone(updater):
-    model = covered_engine(updater)
-    before = contents(collect_destinations(model))
-    for _ in range(3):
-        release(updater, "kv_cache", "cuda_graph", "weights")
-        resume(updater, "weights")
-        assert backup_of(model).stale
-        for rest in (("kv_cache",), ("cuda_graph", "kv_cache")):
-            assert "sync the weights first" in refusal(resume(updater, *rest))
-        assert update(updater).success
-        assert refusal(resume(updater, "kv_cache")) is None
-        assert contents(collect_destinations(model)) == before
-        assert backup_of(model).host_bytes == 0
-
-
 class Gate:
     reason = None
 
@@ -367,7 +349,7 @@ def test_other_servers_are_left_alone(updater):
 class Manager:
     """The part of a tokenizer manager that the hooks use."""
 
-    def __init__(self, *replies, loaders=(SESSION_FORMAT,)) -> None:
+    def __init__(self, *replies, loaders=(SESSION_FORMAT,)):
         self.server_args = SimpleNamespace(custom_weight_loader=list(loaders))
         self.auto_create_handle_loop = lambda: None
 
@@ -407,7 +389,7 @@ def test_requests_to_other_servers_go_upstreams_way():
 class Runner:
     """A model runner whose upstream `load_model` notes whether SGLang's backup was asked for."""
 
-    def __init__(self, device="cuda", is_draft_worker=False, **arguments) -> None:
+    def __init__(self, device="cuda", is_draft_worker=False, **arguments):
         self.device, self.is_draft_worker = device, is_draft_worker
         self.server_args = SimpleNamespace(
             custom_weight_loader=[SESSION_FORMAT],
@@ -428,13 +410,6 @@ class Runner:
         self.model = Residue()
 
 
-@contextmanager
-def policy(monkeypatch, value):
-    monkeypatch.setenv(HOST_BACKUP_VARIABLE, value)
-    monkeypatch.setattr(hooks, "under_weights_tag", reachable)
-    yield
-
-
 @pytest.mark.parametrize(
     ("value", "arguments", "stock", "ours"),
     [
@@ -451,8 +426,9 @@ def policy(monkeypatch, value):
 )
 def test_who_backs_up_the_weights(value, arguments, stock, ours, monkeypatch):
     runner = Runner(**arguments)
-    with policy(monkeypatch, value):
-        hooks.load_model(Runner.load, runner)
+    monkeypatch.setenv(HOST_BACKUP_VARIABLE, value)
+    monkeypatch.setattr(hooks, "under_weights_tag", reachable)
+    hooks.load_model(Runner.load, runner)
     assert runner.stock_backup is stock
     assert runner.memory_saver_adapter.region == runner.region, "as it was"
     backup = backup_of(runner.model)

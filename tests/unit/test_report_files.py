@@ -1,11 +1,7 @@
 """`verl-sglang-sync report`, on files that `SyncReport.publish` wrote."""
 
-from __future__ import annotations
-
 import json
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -22,7 +18,7 @@ DISAGGREGATED = {"export": 1.0, "pack": 0.5, "load": 2.0, "sync": 4.0}
 REASON = "the plan is being made"
 
 
-def publish(path: Path, seconds: dict[str, float], replica: int | None = 0, **counts: Any) -> None:
+def publish(path, seconds, replica=0, **counts):
     """Write the line of one sync whose stages took `seconds`."""
     report = SyncReport(mode="compiled", replica=replica, payload_bytes=2 * 10**9, **counts)
     for stage in seconds:
@@ -33,7 +29,7 @@ def publish(path: Path, seconds: dict[str, float], replica: int | None = 0, **co
 
 
 @pytest.fixture
-def compiled(tmp_path: Path) -> Path:
+def compiled(tmp_path):
     """Four syncs of two replicas; the second replica is the slower one."""
     path = tmp_path / "compiled.jsonl"
     for replica, slower in ((0, 0.0), (1, 1.0)):
@@ -46,17 +42,17 @@ def compiled(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def disaggregated(tmp_path: Path) -> Path:
+def disaggregated(tmp_path):
     path = tmp_path / "disaggregated.jsonl"
     publish(path, DISAGGREGATED, None, num_buckets=4)
     return path
 
 
-def run(*arguments: object) -> Any:
+def run(*arguments):
     return CliRunner().invoke(cli.app, ["report", *map(str, arguments)], env={"COLUMNS": "100"})
 
 
-def rows_of(output: str) -> dict[str, list[str]]:
+def rows_of(output):
     rows = [line.split("  ") for line in output.splitlines() if line.startswith("  ")]
     cells = [[cell.strip() for cell in row if cell.strip()] for row in rows]
     return {row[0]: row[1:] for row in cells if row}

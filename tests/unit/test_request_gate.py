@@ -1,7 +1,5 @@
 """What the gate lets through, holds, refuses and aborts, with SGLang's own messages."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 from types import SimpleNamespace
@@ -139,26 +137,6 @@ def test_a_request_that_has_waited_too_long_is_refused(sender, clock):
     assert answer.finished_reason["message"] == f"not served for 10 s: {REASON}"
     gate.set(None)
     assert [held.rid for held in gate.let_through([])] == ["b"]
-
-
-@pytest.mark.parametrize(
-    ("abort", "gone"),
-    (({"rid": "a"}, ["a", "ab"]), ({"abort_all": True}, ["a", "b", "ab"]), ({"rid": "c"}, [])),
-)
-def test_a_waiting_request_can_be_aborted(sender, clock, abort, gone):
-    gate = gate_with(sender, clock)
-    gate.set(REASON)
-    gate.let_through([request("a"), request("b"), request("ab")])
-    message = io.AbortReq(**abort)
-    assert gate.let_through([message]) == [message], "others may run"
-    assert [(type(answer), answer.rid) for answer in sender.sent] == [
-        (io.AbortReq, rid) for rid in gone
-    ]
-    assert all(answer.finished_reason is None for answer in sender.sent)
-    gate.set(None)
-    assert [held.rid for held in gate.let_through([])] == [
-        rid for rid in ("a", "b", "ab") if rid not in gone
-    ]
 
 
 @pytest.mark.parametrize("kind", ("wait", "refuse"))

@@ -1,13 +1,10 @@
 """The folder of a trainer's sockets: private, kept while its process lives, removed afterwards."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket
 import tempfile
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -26,7 +23,7 @@ from sglang_loader.common.shared_memory import CpuHandle
 
 
 @pytest.fixture
-def parent(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def parent(monkeypatch):
     """Where folders are made; shorter than pytest's own."""
     with tempfile.TemporaryDirectory() as path:
         monkeypatch.setattr(tempfile, "tempdir", path)
@@ -115,7 +112,7 @@ def test_an_engine_connects_to_a_trainers_socket(parent):
         check_endpoint(endpoint)
 
 
-def bound(path: Path, mode: int = 0o700) -> str:
+def bound(path, mode=0o700):
     """A socket's address; its folder is made."""
     path.parent.mkdir(exist_ok=True)
     path.parent.chmod(mode)
@@ -124,19 +121,19 @@ def bound(path: Path, mode: int = 0o700) -> str:
     return f"ipc://{path}"
 
 
-def in_a_link(parent: Path) -> str:
+def in_a_link(parent):
     bound(parent / "real" / "1")
     (parent / f"{PREFIX}link").symlink_to(parent / "real")
     return f"ipc://{parent}/{PREFIX}link/1"
 
 
-def linked(parent: Path) -> str:
+def linked(parent):
     bound(parent / f"{PREFIX}x" / "real")
     (parent / f"{PREFIX}x" / "1").symlink_to(parent / f"{PREFIX}x" / "real")
     return f"ipc://{parent}/{PREFIX}x/1"
 
 
-def a_file(parent: Path) -> str:
+def a_file(parent):
     bound(parent / f"{PREFIX}x" / "real")
     (parent / f"{PREFIX}x" / "1").touch()
     return f"ipc://{parent}/{PREFIX}x/1"

@@ -1,13 +1,9 @@
 """Ranks of a session in step: one that has failed still takes part in what others wait for."""
 
-from __future__ import annotations
-
 import asyncio
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +11,7 @@ import torch
 from unit.failed_replies import BAD, LOST, FailsReplies, failed_request
 from unit.test_session_commit import SETTINGS
 from verl_sglang_sync import WeightSyncError
-from verl_sglang_sync.collective import Agreement, RankLost, SingleProcess
+from verl_sglang_sync.collective import RankLost, SingleProcess
 from verl_sglang_sync.engine.arrangements import EngineArrangements
 from verl_sglang_sync.engine.engine_ranks import EngineRank
 from verl_sglang_sync.engine.server_client import RequestFailed, ServerError
@@ -31,12 +27,10 @@ from verl_sglang_sync.sync.transport import colocated_transport
 class Group(SingleProcess):
     """Writes down when it is asked to agree."""
 
-    def __init__(self, events: list[str]) -> None:
+    def __init__(self, events):
         self._events = events
 
-    def agree(
-        self, failure: str | None = None, *, is_ready: bool = True, signature: int = 0
-    ) -> Agreement:
+    def agree(self, failure=None, *, is_ready=True, signature=0):
         self._events.append("agree")
         return super().agree(failure, is_ready=is_ready, signature=signature)
 
@@ -44,10 +38,10 @@ class Group(SingleProcess):
 @pytest.mark.parametrize(("last", "raised"), [(BAD, str(BAD)), (LOST, "the next one is bad")])
 def test_a_rank_whose_last_reply_was_bad_exports_before_it_agrees(last, raised, caplog):
     """One that was lost is only logged: the session had told that the weights are published."""
-    events: list[str] = []
+    events = []
     bad = RequestFailed("the next one is bad", endpoint="http://h:1/update", status=400)
 
-    def export() -> Iterator[tuple[str, torch.Tensor]]:
+    def export():
         for name in ("first", "second"):
             events.append(name)
             yield name, torch.ones(60)
@@ -82,7 +76,7 @@ def test_an_engine_whose_reply_was_lost_may_still_join():
     [(False, "weights may be incomplete"), (True, "may serve the new weights already")],
 )
 def test_a_failure_says_what_the_engine_may_serve(may_be_served, text):
-    def fail() -> None:
+    def fail():
         raise ValueError("too late")
 
     ranks = RanksInStep(SingleProcess())
@@ -94,7 +88,7 @@ def test_a_failure_says_what_the_engine_may_serve(may_be_served, text):
 
 
 def test_the_first_failure_is_kept():
-    def fail(text: str) -> None:
+    def fail(text):
         raise ValueError(text)
 
     ranks = RanksInStep(SingleProcess())
@@ -111,7 +105,7 @@ def test_the_first_failure_is_kept():
 
 def test_a_server_that_died_is_named_though_another_engine_told_of_its_failure_first():
     """A death ends the collective for the other engines as well."""
-    session: Any = SimpleNamespace(abort=lambda *_: None)
+    session = SimpleNamespace(abort=lambda *_: None)
     arrangements = EngineArrangements(is_wanted=False)
     requests = [failed_request(BAD), failed_request(LOST)]
     engines = [EngineRank("", session, request, arrangements) for request in requests]
@@ -121,7 +115,7 @@ def test_a_server_that_died_is_named_though_another_engine_told_of_its_failure_f
         Opened(engines, MappedDelivery(engines, SETTINGS, report)), ranks, SETTINGS, report
     )
 
-    def fail() -> None:
+    def fail():
         raise EngineFailed("Connection reset by peer")
 
     ranks.run_if_ok(fail)
@@ -136,15 +130,13 @@ def test_a_server_that_died_is_named_though_another_engine_told_of_its_failure_f
 class Losing(Group):
     """Loses a rank at the first call."""
 
-    def agree(
-        self, failure: str | None = None, *, is_ready: bool = True, signature: int = 0
-    ) -> Agreement:
+    def agree(self, failure=None, *, is_ready=True, signature=0):
         super().agree(failure, is_ready=is_ready, signature=signature)
         raise RankLost("rank 2 did not answer")
 
 
 def test_nobody_is_asked_once_a_rank_is_lost():
-    events: list[str] = []
+    events = []
     ranks = RanksInStep(Losing(events))
     ranks.run_if_ok(lambda: [][0])
     assert not ranks.agree()

@@ -5,7 +5,6 @@ import json
 
 import pytest
 from starlette.applications import Starlette
-from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
@@ -18,7 +17,7 @@ COSTS = {"weights": {"seconds": [0.5], "gpu_bytes": [3], "host_bytes": [2]}}
 def application(status=200, costs=COSTS):
     """Answers `null` as SGLang's endpoints do, or an error."""
 
-    async def endpoint(request: Request) -> JSONResponse:
+    async def endpoint(request):
         leave_costs(request, costs)
         return JSONResponse(None if status == 200 else {"error": "no"}, status_code=status)
 

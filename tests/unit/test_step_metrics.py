@@ -1,7 +1,5 @@
 """What a training step's metrics and the log say of its weight syncs."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest
@@ -10,7 +8,7 @@ from verl_sglang_sync.report import SyncReport, warn_once
 from verl_sglang_sync.verl.step_metrics import merged
 
 
-def report(sync_s: float, num_eager: int) -> SyncReport:
+def report(sync_s, num_eager):
     cost = {"seconds": [0.1, 0.2], "gpu_bytes": [4, 4], "host_bytes": [10**9, 2 * 10**9]}
     return SyncReport(
         mode="compiled",
@@ -19,7 +17,7 @@ def report(sync_s: float, num_eager: int) -> SyncReport:
         num_eager=num_eager,
         payload_bytes=4 * 10**9,
         staging_bytes=10**9,
-        stages={"release": {"weights": cost}},  # type: ignore[dict-item]
+        stages={"release": {"weights": cost}},
         seconds={"open": 0.25, "sync": sync_s},
     )
 
@@ -71,7 +69,7 @@ def test_weights_that_stay_on_the_host_though_a_plan_holds_are_a_warning(
 ):
     told = SyncReport(mode="compiled", replica=0, num_replayed=num_replayed)
     cost = {"seconds": [0.1], "gpu_bytes": [4], "host_bytes": [host_bytes]}
-    told.add_costs("release", {"weights": cost})  # type: ignore[dict-item]
+    told.add_costs("release", {"weights": cost})
     warn_once.cache_clear()
     told.publish(None)
     assert ("copies 75% of its weights to the host" in caplog.text) == warns

@@ -2,10 +2,7 @@
 guards; what went wrong in it closes the gate. SGLang's steps are given, the rest is real.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
-from typing import Any
 
 import msgspec
 import pytest
@@ -26,21 +23,21 @@ class Session(msgspec.Struct, frozen=True):
 class Runner:
     """SGLang's model runner, and its weight updater, which notes what it is asked for."""
 
-    def __init__(self, fails: str = "") -> None:
+    def __init__(self, fails=""):
         self.model = torch.nn.Linear(1, 1)
-        self.steps: list[str] = []
+        self.steps = []
         self.weight_updater = SimpleNamespace(
             begin_weight_update=lambda: self._note("begin", fails),
             end_weight_update=lambda run_post_load: self._note(f"end {run_post_load}", fails),
         )
 
-    def _note(self, step: str, fails: str) -> None:
+    def _note(self, step, fails):
         self.steps.append(step)
         if fails and step.startswith(fails):
             raise RuntimeError(f"{step} failed")
 
 
-def frame_of(*runners: Runner, session: Session | None = None) -> UpdateFrame:
+def frame_of(*runners, session=None):
     return UpdateFrame(SimpleNamespace(_session=session), runners)
 
 
@@ -68,7 +65,7 @@ def test_a_session_that_the_client_has_begun_is_ended_by_the_client():
 
 
 def test_sglangs_guard_keeps_every_model_as_it_is():
-    def refuse(operation: str) -> None:
+    def refuse(operation):
         raise RuntimeError(f"{operation}: {SHARED}")
 
     runners = Runner(), Runner()
@@ -81,18 +78,18 @@ def test_sglangs_guard_keeps_every_model_as_it_is():
 
 
 @pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
+def gate(monkeypatch):
     """What the gate was set to, in order."""
-    found: list[str | None] = []
+    found = []
     monkeypatch.setattr(weights, "set_gate", found.append)
     monkeypatch.setattr(TPRanks, "gather", lambda _, item: [item])
     monkeypatch.setattr(TPRanks, "rank", 0)
     return found
 
 
-def sync(runner: Runner, load: Any) -> tuple[list[str], list[str]]:
+def sync(runner, load):
     """A sync that loads nothing: what went wrong, and which versions were recorded."""
-    recorded: list[str] = []
+    recorded = []
     updater = SimpleNamespace(
         tp_worker=SimpleNamespace(model_runner=runner),
         draft_worker=None,
@@ -115,7 +112,7 @@ def test_a_sync_loads_in_between_and_has_its_version_recorded(gate):
 
 
 def test_a_load_that_fails_is_ended_and_has_no_version(gate):
-    def load() -> None:
+    def load():
         raise ValueError("a bad tensor")
 
     runner = Runner()

@@ -178,21 +178,6 @@ def test_the_replica_that_refuses_is_named_and_all_others_leave(own_join):
         assert len(own_join) == 1
 
 
-def test_without_being_sent_away_they_would_wait(own_join, monkeypatch):
-    """Negative control."""
-    meetings = []
-    monkeypatch.setattr(MeetingPoint, "close", lambda meeting: meetings.append(meeting))
-    monkeypatch.setattr(update_groups, "LEAVE_S", 0.0)
-    waiting, refusing = Server("joins"), Server("refuses")
-    with serving(waiting, refusing) as replicas:
-        groups = UpdateGroups(address="127.0.0.1", device=CPU, timeout_s=LIMIT_S)
-        with pytest.raises(UpdateGroupError, match="replica 1"):
-            groups.with_replicas(replicas)
-        time.sleep(1.0)
-        assert (waiting.num_waiting, waiting.left, own_join) == (1, [], [])
-        meetings.pop()._server = None
-
-
 def test_who_never_answers_is_named(own_join, monkeypatch):
     monkeypatch.setattr(update_groups, "LEAVE_S", 3.0)
     monkeypatch.setattr(update_groups, "REPLY_S", 0.1)

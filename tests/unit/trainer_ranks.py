@@ -8,32 +8,24 @@ anew.
 """
 
 import asyncio
-import faulthandler
 import hashlib
+import os
 import socket
 import time
-import traceback
 from dataclasses import dataclass, field
 from datetime import timedelta
-from multiprocessing.connection import wait
+from functools import partial
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
+from support.remote import Remote, finish, results_of
 from support.settings import settings_of
 from unit.serving_engine import ServingEngine
 
 WORLD_SIZE = 4
 LIMIT_S = 60.0
 TIMEOUT_S = 20.0
-# The ranks are forked from a server that has imported these, which take 12 s, once.
-PRELOADED = [
-    "verl.utils.ulysses",
-    "verl.workers.engine.fsdp.transformer_impl",
-    "verl_sglang_sync.sync.transport",
-    "unit.route_ranks",
-]
 
 
 class RanksHang(AssertionError):
@@ -41,12 +33,10 @@ class RanksHang(AssertionError):
 
 
 class RankPool:
-    """`WORLD_SIZE` processes in one gloo group; each runs what it is sent."""
+    """`WORLD_SIZE` processes in one gloo group; each runs what it is sent. `folder` gets logs."""
 
-    def __init__(self):
-        self._context = mp.get_context("forkserver")
-        self._context.set_forkserver_preload(PRELOADED)
-        self._ranks = []
+    def __init__(self, folder):
+        self._folder, self._ranks = folder, []
 
     def run(self, function, *args, limit_s=LIMIT_S, lost=()):
         """Call `function(*args)` on every rank; return the results by rank, None of the `lost`.
@@ -56,26 +46,20 @@ class RankPool:
         """
         if not self._ranks:
             self._start()
-        for _, connection in self._ranks:
-            connection.send((function, args))
-        waiting = {c: rank for rank, (_, c) in enumerate(self._ranks) if rank not in lost}
-        deadline, results = time.monotonic() + limit_s, {}
-        while waiting:
-            ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
-            if not ready:
-                self.close()
-                raise RanksHang(f"ranks {sorted(waiting.values())} hang, limit {limit_s:g} s")
-            for connection in ready:
-                results[waiting.pop(connection)] = connection.recv()
-        errors = [f"rank {rank}: {error}" for rank, (error, _) in results.items() if error]
-        assert not errors, "\n".join(errors)
-        return [results[rank][1] if rank in results else None for rank in range(WORLD_SIZE)]
+        for rank in self._ranks:
+            rank.begin(_call, function, args)
+        awaited = [rank for rank in range(WORLD_SIZE) if rank not in lost]
+        outcomes = finish([self._ranks[rank] for rank in awaited], limit_s)
+        if hung := [rank for rank, o in zip(awaited, outcomes, strict=True) if o is None]:
+            self.close()
+            raise RanksHang(f"ranks {hung} hang, limit {limit_s:g} s")
+        found = dict(zip(awaited, results_of(outcomes), strict=True))
+        return [found.get(rank) for rank in range(WORLD_SIZE)]
 
     def close(self):
-        for process, connection in self._ranks:
-            connection.close()
-            process.kill()  # also where it is stopped
-            process.join()
+        for rank in self._ranks:
+            rank.kill()  # also where it is stopped
+            rank.end()
         self._ranks = []
 
     def _start(self):
@@ -83,31 +67,19 @@ class RankPool:
             probe.bind(("127.0.0.1", 0))
             rendezvous = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
         for rank in range(WORLD_SIZE):
-            ours, theirs = self._context.Pipe()
-            process = self._context.Process(
-                target=_serve, args=(rank, rendezvous, theirs), daemon=True
-            )
-            process.start()
-            theirs.close()
-            self._ranks.append((process, ours))
-        self.run(dist.barrier, limit_s=150)  # imports and rendezvous are not what tests time
+            join, log = partial(_join, rank, rendezvous), self._folder / f"rank{rank}.log"
+            self._ranks.append(Remote(join, environment=os.environ, log=log))
+        results_of(finish(self._ranks, 150))  # imports and rendezvous are not what tests time
 
 
-def _serve(rank, rendezvous, connection):
-    faulthandler.enable()
+def _join(rank, rendezvous):
     torch.set_num_threads(1)
-    mp.set_sharing_strategy("file_system")
+    torch.multiprocessing.set_sharing_strategy("file_system")
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=WORLD_SIZE)
-    while True:
-        try:
-            function, args = connection.recv()
-        except EOFError:
-            return
-        try:
-            answer = None, function(*args)
-        except Exception:
-            answer = traceback.format_exc(), None
-        connection.send(answer)
+
+
+def _call(_, function, args):
+    return function(*args)
 
 
 _groups = {}

@@ -1,7 +1,5 @@
 """Qwen3 whose forward pass takes long enough for a weight sync to come between two tokens."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

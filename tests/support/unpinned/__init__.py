@@ -4,8 +4,6 @@ SGLang's LoRA layers pin small tensors, which needs an NVIDIA driver; the rest o
 with `lora_backend=torch_native`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

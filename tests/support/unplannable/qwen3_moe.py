@@ -1,7 +1,5 @@
 """Qwen3 MoE with a `load_weights` that looks at the numbers; other numbers may load otherwise."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 
 import torch
