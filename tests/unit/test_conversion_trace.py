@@ -154,7 +154,7 @@ class State:
         from verl_sglang_sync.sources.conversion_trace import Conversion, trace_conversions
 
         tensors = sources()
-        given = [Conversion(f.__name__, tensors[f.__name__], f) for f in self.conversions]
+        given = [Conversion(f.__name__, "a kind", tensors[f.__name__], f) for f in self.conversions]
         return trace_conversions(given, rank=dist.get_rank(), world_size=4, device=device)
 
 
@@ -183,15 +183,21 @@ def trace_and_assemble():
     return sorted(dict(export)), wrong, holders
 
 
-def refused(name):
-    """Why it is not traced."""
+def refused(name, kind):
+    """Why it is not traced, after another of this kind that was."""
     from verl_sglang_sync.sources.conversion_trace import Conversion, trace_conversions
     from verl_sglang_sync.sources.export_trace import NotTraceable
 
     tensor_parallel()
-    conversion = Conversion(name, torch.zeros(2, 3, dtype=torch.bfloat16), REFUSED[name])
+    zeros = torch.zeros(2, 3, dtype=torch.bfloat16)
+    good = Conversion("good", "a kind", zeros, lambda tensor: [("good", tensor)])
     try:
-        trace_conversions([conversion], rank=dist.get_rank(), world_size=4, device=CPU)
+        trace_conversions(
+            [good, Conversion(name, kind, zeros, REFUSED[name])],
+            rank=dist.get_rank(),
+            world_size=4,
+            device=CPU,
+        )
     except NotTraceable as error:
         return str(error)
     return None
@@ -225,8 +231,13 @@ def test_every_tensor_is_the_bytes_that_the_trace_names(pool):
     ],
 )
 def test_what_is_not_the_parameters_bytes_is_refused(pool, conversion, reason):
-    for rank, found in enumerate(pool.run(refused, conversion)):
+    for rank, found in enumerate(pool.run(refused, conversion, "another kind")):
         assert reason in found, rank
+
+
+@pytest.mark.parametrize("conversion", ["plus_one", "as_float", "shuffled"])
+def test_a_parameter_that_is_converted_unlike_others_of_its_kind_is_refused(pool, conversion):
+    assert None not in pool.run(refused, conversion, "a kind")
 
 
 @pytest.mark.parametrize("number", [torch.int32, torch.int64])

@@ -9,13 +9,14 @@ so no rank waits for another: what another rank of the group would send is what 
 to that rank. What comes out names the rank and the element of every exported element.
 
 Arithmetic cannot hide: `convert` is run a second time on scrambled codes, and must give the same
-elements, scrambled. What the ranks trace is merged (`merged_traces`) and then proven, bit for bit,
-against the real export: no knowledge of Megatron's layout of ranks is trusted here.
+elements, scrambled; unless a parameter of the same kind gave the same codes before, as those of
+other layers and experts do. What the ranks trace is merged (`merged_traces`) and then proven, bit
+for bit, against the real export: no knowledge of Megatron's layout of ranks is trusted here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,10 +49,12 @@ class Conversion:
 
     Attributes:
         source: its name among the sources, the same on all ranks that hold a part.
+        kind: equal for parameters that are converted by the same code, such as those of all layers.
         convert: `(name, tensor)` of whatever is given in the parameter's place.
     """
 
     source: str
+    kind: object
     parameter: torch.Tensor
     convert: Callable[[torch.Tensor], Iterable[NamedTensor]]
 
@@ -66,6 +69,7 @@ def trace_conversions(
     """
     numbers: dict[TracedParameter, int] = {}
     tensors: dict[str, TracedTensor] = {}
+    examples: dict[object, _Example] = {}
     with torch.no_grad():
         for conversion in conversions:
             parameter = conversion.parameter
@@ -75,28 +79,53 @@ def trace_conversions(
                     f"{parameter.stride()}, the engine on {device}"
                 )
             codes = _Codes(parameter, rank, world_size)
-            for name, shape, owners, bytes_ in _converted(conversion, codes):
+            plain = _answered(conversion, codes, is_scrambled=False)
+            kind = conversion.kind, parameter.shape, parameter.dtype
+            example = examples.get(kind)
+            if example is None or not example.is_alike(plain):
+                origins = _origins(conversion, codes, plain)
+                example = _Example([tensor for _, tensor in plain], origins)
+                if parameter.numel() <= CHUNK:
+                    examples[kind] = example
+            for (name, tensor), (owners, bytes_) in zip(plain, example.origins, strict=True):
+                if name in tensors:
+                    raise NotTraceable(f"{name} is made of two parameters")
                 number = numbers.setdefault(
                     TracedParameter(conversion.source, owners), len(numbers)
                 )
-                if name in tensors:
-                    raise NotTraceable(f"{name} is made of two parameters")
-                tensors[name] = TracedTensor(parameter.dtype, shape, Origin(number, bytes_))
+                shape, origin = tuple(tensor.shape), Origin(number, bytes_)
+                tensors[name] = TracedTensor(parameter.dtype, shape, origin)
     return TracedExport(tuple(numbers), tensors)
 
 
-def _converted(
-    conversion: Conversion, codes: _Codes
-) -> Iterator[tuple[str, tuple[int, ...], Owners, ByteMap]]:
-    plain = _answered(conversion, codes, is_scrambled=False)
+@dataclass(frozen=True)
+class _Example:
+    """Codes of the tensors that a parameter became, and what was found out of them."""
+
+    tensors: list[torch.Tensor]
+    origins: list[tuple[Owners, ByteMap]]
+
+    def is_alike(self, converted: Sequence[NamedTensor]) -> bool:
+        """True if these are the same codes, of tensors of other names."""
+        return len(converted) == len(self.tensors) and all(
+            tensor.dtype == own.dtype and torch.equal(tensor, own)
+            for (_, tensor), own in zip(converted, self.tensors, strict=True)
+        )
+
+
+def _origins(
+    conversion: Conversion, codes: _Codes, plain: Sequence[NamedTensor]
+) -> list[tuple[Owners, ByteMap]]:
     scrambled = _answered(conversion, codes, is_scrambled=True)
     if [name for name, _ in plain] != [name for name, _ in scrambled]:
         raise NotTraceable(f"what {conversion.source} becomes depends on its values")
+    found = []
     for (name, tensor), (_, other) in zip(plain, scrambled, strict=True):
         try:
-            yield name, tuple(tensor.shape), *codes.read(tensor, other)
+            found.append(codes.read(tensor, other))
         except NotTraceable as error:
             raise NotTraceable(f"{name} {error}") from None
+    return found
 
 
 def _answered(conversion: Conversion, codes: _Codes, *, is_scrambled: bool) -> list[NamedTensor]:

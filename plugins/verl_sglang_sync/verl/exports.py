@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -137,7 +138,7 @@ class BridgeSources:
 
     def trace(self, device: torch.device) -> TracedExport:
         conversions = (
-            Conversion(_source(task), task.param_weight, self._converter(task))
+            Conversion(_source(task), _kind(task), task.param_weight, self._converter(task))
             for task in self._tasks()
         )
         return trace_conversions(
@@ -164,3 +165,9 @@ class BridgeSources:
 
 def _source(task: Any) -> str:
     return f"{task.vp_stage}.{task.param_name}"
+
+
+def _kind(task: Any) -> object:
+    """Equal for tasks that the bridge converts by the same code."""
+    name = re.sub(r"\d+", "#", task.param_name)
+    return name, type(task.mapping), type(task.megatron_module), task.pp_rank
