@@ -49,8 +49,6 @@ class BucketPlan:
         host_reads: `(what, storage, byte range)` of the model's data that reached Python: harmless
             only if no sync ever writes it.
         num_traced_copies: copies before they were joined.
-        source_nbytes: size of the arranged buffer that the plan reads; None: it reads the bucket as
-            its layout says.
     """
 
     layout: BucketLayout
@@ -61,7 +59,6 @@ class BucketPlan:
     touched: frozenset[int]
     host_reads: tuple[tuple[str, int, Interval], ...]
     num_traced_copies: int
-    source_nbytes: int | None = None
 
     def rest_layout(self) -> BucketLayout:
         """The tensors of `rest` alone, in their order."""

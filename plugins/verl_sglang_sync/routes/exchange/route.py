@@ -18,7 +18,6 @@ import torch
 
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.regions.arrangement import Arrangement
-from sglang_loader.common.regions.intervals import merge
 from sglang_loader.common.session.messages import BucketPiece
 from verl_sglang_sync.collective import own_rank, result_or_reason, world_size
 from verl_sglang_sync.report import SyncReport
@@ -143,11 +142,6 @@ class Receiving:
             sizes, strides = zip(*dims, strict=True)
             came = memory.as_strided(sizes, strides, piece.offset).reshape(-1)
             whole[piece.start : piece.start + piece.nbytes].copy_(came)
-        at = 0
-        for start, stop in merge((r.start, r.start + r.nbytes) for r in arrangement.reads):
-            whole[at:start] = 0
-            at = stop
-        whole[at:] = 0
         return whole
 
 

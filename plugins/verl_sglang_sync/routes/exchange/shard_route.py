@@ -87,8 +87,7 @@ class ShardPlan:
         for bucket, reads, num in zip(self.buckets, self.reads, self.nums_pieces, strict=True):
             origins, owners = self.traced.origins_of(bucket.layout), self.traced.owners
             parts = [plan_reader(r, len(reads), reads[r], origins, owners) for r in ranks]
-            pairs = zip(parts, ranks, strict=True)
-            found.append([received(each, num, reads[rank].nbytes) for each, rank in pairs])
+            found.append([received(each, num) for each in parts])
         return found
 
 

@@ -114,7 +114,7 @@ def _difference(
     numbers, first = plan.all_to_all.numbers_of(index), plan.first_reader
     for rank, arrangement in enumerate(plan.reads[index][first:], first):
         whole = gather_arranged(tensors, arrangement, device)
-        found = received([plan.sends[index][rank]], len(numbers))
+        found = received([plan.sends[index][rank]], len(numbers), joins=False)
         start = 0  # of what one all-to-all brings; no piece comes in two of them
         for number in numbers:  # packed for each engine rank anew: the scratch holds two of them
             packed, sizes = plan.all_to_all.pack(number)
