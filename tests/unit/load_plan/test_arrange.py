@@ -36,7 +36,6 @@ def plan_of(layout: BucketLayout, copies: list[StridedCopy]) -> BucketPlan:
         live_in={},
         host_reads=(),
         touched=frozenset(),
-        num_traced_copies=len(copies),
     )
 
 
