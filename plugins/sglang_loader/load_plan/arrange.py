@@ -67,7 +67,7 @@ class ArrangedBuckets:
             return ALL_WHOLE
         layouts = [digest_of(encode_layout(plan.layout)) for plan in plans]
         found = [each and each[0] for each in buckets]
-        encoded = encode_arrangements(list(zip(layouts, found, strict=True)))
+        encoded = encode_arrangements(tuple(zip(layouts, found, strict=True)))
         return cls(buckets, encoded, digest_of(encoded))
 
     def bucket(self, index: int) -> Arranged | None:

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 import torch
 
+from sglang_loader.common.copies import gather_reads
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.regions.arrangement import Arrangement
 from sglang_loader.common.session.messages import BucketPiece
@@ -27,7 +28,6 @@ from verl_sglang_sync.routes.exchange.shard_route import (
     ShardPlan,
     ShardRoute,
     first_problem,
-    gather_arranged,
 )
 from verl_sglang_sync.routes.route import ReadyBucket, RouteContext, SyncSource
 from verl_sglang_sync.routes.staging_ring import StagingRing
@@ -202,7 +202,7 @@ def _difference(
         return reason
     arrangement = plan.reads[index][own_rank()]
     found = receiving.arranged(index, arrangement)
-    expected = gather_arranged(tensors, arrangement, found.device)
+    expected = gather_reads(arrangement, tensors, found.device)
     return _first_difference(expected, found, arrangement, plan.buckets[index].layout)
 
 

@@ -18,7 +18,6 @@ from itertools import chain
 
 import torch
 
-from sglang_loader.common.copies import gather_reads
 from sglang_loader.common.regions.arrangement import Arrangement
 from sglang_loader.common.session.messages import Loaded
 from verl_sglang_sync.collective import (
@@ -274,13 +273,3 @@ def first_problem(
         problem = problem or reason or differs or failed
     more, reason = result_or_reason(lambda: len(list(batches)))
     return problem or reason or ("the export has more buckets than it had" if more else None)
-
-
-def gather_arranged(
-    tensors: Sequence[torch.Tensor], arrangement: Arrangement, device: torch.device
-) -> torch.Tensor:
-    """The arranged buffer of full tensors; deliberately not by the code that is checked."""
-    with torch.no_grad():
-        return gather_reads(
-            arrangement, lambda i: tensors[i].contiguous().reshape(-1).view(torch.uint8), device
-        )
