@@ -133,7 +133,7 @@ def measure(case: Case) -> dict[str, Any]:
             needed = num_read(chain(*sends)) * PIECES_PER_BUCKET
             pieces = pieces_of(sends, max(1, -(-needed // BUCKET_BYTES)))
             receives = plan_reader(rank, case.ranks, of_bucket[rank], origins, owners)
-            found = received(receives, len(pieces), of_bucket[rank].nbytes)
+            found = received(receives, len(pieces))
         exchanged.add(sends, receives, pieces, found)
     seconds.pop("of other stages")
     return {

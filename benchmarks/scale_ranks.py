@@ -164,7 +164,6 @@ class EngineRank:
             live_in=nothing,
             host_reads=(),
             touched=frozenset(),
-            num_traced_copies=len(copies),
         )
         arranged = arrange(plan)
         assert arranged is not None, "no copy crosses the bounds of a tensor"

@@ -267,7 +267,7 @@ def is_ours(server_args: Any) -> bool:
 
 def engine_context(model: Any) -> dict[str, object]:
     """Facts of this engine process that decide where `load_weights` puts a byte, but for those that
-    never change while it lives.
+    never change while it lives: plain values, to be compared.
 
     The expert map changes when EPLB rebalances; a plan made before that would be silently wrong.
     """
@@ -282,8 +282,9 @@ def engine_context(model: Any) -> dict[str, object]:
     }
 
 
-def _places(experts: torch.Tensor) -> torch.Tensor:
-    """Where each expert of the checkpoint goes, which is what the loaders look up.
+def _places(experts: torch.Tensor) -> tuple[torch.Size, bytes]:
+    """Where each expert of the checkpoint goes, which is what the loaders look up: shape and bytes,
+    because SGLang changes it in place.
 
     Not the inverse: that lists physical experts which no checkpoint's expert is loaded into, since
     SGLang may keep only the nearest. `experts`: int64 `[layers, logical experts, physical
@@ -292,7 +293,8 @@ def _places(experts: torch.Tensor) -> torch.Tensor:
     width = 1
     while width < experts.shape[-1] and bool((experts[..., width] >= 0).any()):
         width += 1
-    return experts[..., :width]
+    kept = experts[..., :width]
+    return kept.shape, kept.numpy().tobytes()
 
 
 def tp_rank() -> int:

@@ -64,7 +64,7 @@ def prove_arranged(model, plan, before, buffers, expected):
         arranged = arrange(bucket)
         assert arranged is not None, bucket.layout
         arrangement, rebased = arranged
-        encoded = encode_arrangements([("digest", arrangement)])
+        encoded = encode_arrangements((("digest", arrangement),))
         if arrangement.nbytes <= bucket.layout.nbytes:
             assert decode_arrangements(encoded, {"digest": bucket.layout})[0][1] == arrangement
         flat = torch.full((arrangement.nbytes,), 0x5A, dtype=torch.uint8)

@@ -116,5 +116,4 @@ def test_hundreds_of_experts_become_a_few_copies(rendezvous, tmp_path):
         built.model, sorted(built.first, key=as_exported), sorted(built.second, key=as_exported),
         "single",
     )  # fmt: skip
-    assert plan.num_traced_copies == len(built.first)
     assert plan.num_copies <= 2 * 10 + 3

@@ -38,8 +38,7 @@ def self_check(
 
 def gather(arrangement: Arrangement, layout: BucketLayout, buffer: torch.Tensor) -> torch.Tensor:
     """The arranged buffer of a packed bucket."""
-    tensors = [view.reshape(-1).view(torch.uint8) for _, view in layout.views(buffer)]
-    return gather_reads(arrangement, tensors.__getitem__, buffer.device)
+    return gather_reads(arrangement, [view for _, view in layout.views(buffer)], buffer.device)
 
 
 def uncovered(plan: LoadPlan, kind: str | None = None) -> list[str]:

@@ -34,8 +34,7 @@ def laid_out(sizes):
 def check_packed(packing, flat, tensors):
     """The buffer holds what the reference gathers, and what lies between is untouched."""
     arrangement = packing.arrangement
-    raw = [tensor.cpu().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
-    expected = gather_reads(arrangement, raw.__getitem__, CPU)
+    expected = gather_reads(arrangement, [tensor.cpu() for tensor in tensors], CPU)
     flat.fill_(FILL)
     packing.run(tensors, flat)
     covered = torch.zeros(flat.numel(), dtype=torch.bool)
@@ -92,8 +91,7 @@ def test_the_kernel_would_move_the_words_of_the_reads(case):
     source = torch.zeros(layout.nbytes, dtype=torch.uint8)
     for (_, view), tensor in zip(layout.views(source), tensors, strict=True):
         view.copy_(tensor)
-    raw = [view.reshape(-1).view(torch.uint8) for _, view in layout.views(source)]
-    expected = gather_reads(Arrangement(tuple(reads), arrangement.nbytes), raw.__getitem__, CPU)
+    expected = gather_reads(Arrangement(tuple(reads), arrangement.nbytes), tensors, CPU)
     found = torch.zeros_like(expected)
     for (src, dst, src_stride, dst_stride, run, rows), (place, target) in zip(
         table.rows.tolist(), table.places.tolist(), strict=True

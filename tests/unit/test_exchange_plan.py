@@ -175,9 +175,7 @@ def test_every_reader_finds_what_it_reads_in_what_it_receives(bucket, apart, num
     with mock.patch.object(exchange_plan, "CUT_BYTES", cut_bytes):
         pieces = [pieces_of(plan, num_pieces) for plan in plans]
         parts = [plan_reader(r, len(reads), reads[r], origins, owners) for r in range(len(reads))]
-        found = [
-            received(each, num_pieces, read.nbytes) for each, read in zip(parts, reads, strict=True)
-        ]
+        found = [received(each, num_pieces) for each in parts]
     arrived = [[] for _ in reads]
     for number in range(num_pieces):
         for rank, sent in enumerate(piece[number] for piece in pieces):
@@ -192,13 +190,11 @@ def test_every_reader_finds_what_it_reads_in_what_it_receives(bucket, apart, num
         assert sum(its.payloads) == sum(each.nbytes for each in read.reads)
         buffer, stop = np.zeros(read.nbytes, dtype=np.int64), 0
         for piece in its.pieces:
-            assert piece.start == stop, "every byte is there, and once"
-            stop += piece.nbytes
+            assert piece.start >= stop, "no byte is there twice"
+            stop = piece.start + piece.nbytes
             dims = piece.dims or ((piece.nbytes, 1),)
             buffer[piece.start : stop] = came[indices(piece.offset, dims, 1)]
-        assert stop == read.nbytes or not len(came)
-        expected = arranged(read, origins, full)  # 0 where nothing is read
-        assert np.array_equal(np.where(expected, buffer, 0), expected)
+        assert np.array_equal(buffer, arranged(read, origins, full)), "0 where nothing is read"
 
 
 def test_columns_of_several_ranks_come_as_one_piece_of_each_all_to_all():
@@ -211,7 +207,7 @@ def test_columns_of_several_ranks_come_as_one_piece_of_each_all_to_all():
         )
         for rank in range(num_ranks)
     ]
-    found = received(parts, 3, rows * num_ranks * columns)
+    found = received(parts, 3)
     assert len(found.pieces) == 3
     for number, piece in enumerate(found.pieces):
         strip = sum(found.sizes[number]) // num_ranks

@@ -102,29 +102,16 @@ class BucketSource:
         """Of its first memory; a CPU where there is none."""
         return self._pieces[0].memories[0].device if self._pieces else torch.device("cpu")
 
-    def check(self, layout: BucketLayout) -> None:
-        """Raise ValueError unless the pieces hold every byte of every tensor of the layout."""
-        for tensor in layout.tensors:
-            self.check_range(tensor.offset, tensor.offset + tensor.nbytes)
-
-    def check_range(self, start: int, stop: int) -> None:
-        """Raise ValueError unless the pieces hold bytes [start, stop) of the bucket."""
-        at = start
-        while at < stop:
-            i = bisect_right(self._starts, at) - 1
-            end = self._starts[i] + self._pieces[i].nbytes if i >= 0 else at
-            if end <= at:
-                raise ValueError(f"byte {at} of the bucket is in no piece of its source")
-            at = end
-
     def copies(self, copy: StridedCopy) -> Iterator[CopyFrom]:
-        """A copy out of the bucket as copies out of the memory behind it; see `check`."""
+        """A copy out of the bucket as copies out of the memory behind it; ValueError is raised
+        where some of that is in no piece.
+        """
         for part in split_copy(copy, self._starts):
-            piece = self._pieces[bisect_right(self._starts, part.src) - 1]
             start, stop = part.src_bounds()
-            if not piece.start <= start <= stop <= piece.start + piece.nbytes:
+            i = bisect_right(self._starts, start) - 1
+            if i < 0 or stop > self._pieces[i].start + self._pieces[i].nbytes:
                 raise ValueError(f"bytes {start} to {stop} of the bucket are in no piece")
-            yield from piece.copies(replace(part, src=part.src - piece.start))
+            yield from self._pieces[i].copies(replace(part, src=start - self._pieces[i].start))
 
     def packed(self, layout: BucketLayout) -> torch.Tensor:
         """The bucket as one buffer: the source's own memory if that is one, else a copy.
@@ -138,11 +125,10 @@ class BucketSource:
             is_flat = piece.bytes.is_dense and len(piece.memories) == 1
             if is_flat and piece.start == 0 and piece.nbytes >= nbytes:
                 return piece.memories[0][piece.bytes.offset :][:nbytes]
-        self.check(layout)
         buffer = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
-        for piece in self._pieces:
-            room = max(0, min(piece.nbytes, nbytes - piece.start))
-            for copy, memory in piece.copies(StridedCopy(0, 0, piece.start, (), room)):
+        for tensor in layout.tensors:
+            whole = StridedCopy(0, tensor.offset, tensor.offset, (), tensor.nbytes)
+            for copy, memory in self.copies(whole) if tensor.nbytes else ():
                 target, origin = copy_views(copy, memory, buffer)
                 target.copy_(origin)
         return buffer

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import torch
 
@@ -54,16 +54,17 @@ def synchronize(device: torch.device) -> None:
         torch.get_device_module(device).current_stream(device).synchronize()
 
 
+@torch.no_grad()
 def gather_reads(
-    arrangement: Arrangement, bytes_of: Callable[[int], torch.Tensor], device: torch.device
+    arrangement: Arrangement, tensors: Sequence[torch.Tensor], device: torch.device
 ) -> torch.Tensor:
-    """An arranged buffer, made as simply as it can be; zero where nothing is read. `bytes_of`: flat
-    uint8 of a tensor, by its position in the layout.
+    """The arranged buffer of a bucket's tensors; zero where nothing is read. Made as simply as it
+    can be, and not by the code that is checked with it.
     """
     arranged = torch.zeros(arrangement.nbytes, dtype=torch.uint8, device=device)
     for read in arrangement.reads:
         if read.nbytes:
-            data = bytes_of(read.tensor)
+            data = tensors[read.tensor].contiguous().reshape(-1).view(torch.uint8)
             sizes = [*(count for count, _ in read.dims), read.run]
             strides = [*(stride for _, stride in read.dims), 1]
             found = data.as_strided(sizes, strides, int(data.storage_offset()) + read.offset)

@@ -8,8 +8,8 @@ of these and of arrangements (what an engine rank reads of each bucket of a sync
 A load plan is compiled for an ordered list of layouts and holds for exactly those. On the wire a
 layout is `encode_layout(layout)`, and its name is the digest of that. The engine sends the
 arrangements of a sync once; from then on both sides speak of their digest. Nothing in them is
-believed: a read must lie in its tensor and in the arranged buffer, and no two may share a byte of
-that.
+believed: a read must lie in its tensor and in the arranged buffer; whoever plans to fill that makes
+sure that no two share a byte.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, TypeAlias
@@ -25,7 +25,7 @@ from typing import Any, TypeAlias
 import msgspec
 import torch
 
-from sglang_loader.common.regions.arrangement import Arrangement, Read
+from sglang_loader.common.regions.arrangement import Arrangement
 
 ALIGNMENT_BYTES = 256
 """What cudaMalloc gives: keeps every dtype's view legal, and copies vectorised."""
@@ -146,12 +146,12 @@ def _dtype_of(_: type[torch.dtype], name: object) -> torch.dtype:
     return dtype
 
 
-ArrangedBuckets: TypeAlias = Sequence[tuple[str, Arrangement | None]]
+Arrangements: TypeAlias = tuple[tuple[str, Arrangement | None], ...]
 """(digest of the layout, what is read of it) by bucket; None: the bucket is sent as it is."""
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=lambda dtype: str(dtype).removeprefix("torch."))
 _layout_decoder = msgspec.msgpack.Decoder(BucketLayout, dec_hook=_dtype_of)
-_arrangements_decoder = msgspec.msgpack.Decoder(tuple[tuple[str, Arrangement | None], ...])
+_arrangements_decoder = msgspec.msgpack.Decoder(Arrangements)
 
 
 def _decoded(decoder: msgspec.msgpack.Decoder[Any], encoded: bytes, what: str) -> Any:
@@ -188,23 +188,20 @@ def decode_layout(encoded: bytes) -> BucketLayout:
     return layout
 
 
-def encode_arrangements(buckets: ArrangedBuckets) -> bytes:
+def encode_arrangements(buckets: Arrangements) -> bytes:
     """Serialise arrangements; `decode_arrangements` gives them back."""
     return _encoder.encode(buckets)
 
 
-def decode_arrangements(
-    encoded: bytes, layouts: Mapping[str, BucketLayout]
-) -> tuple[tuple[str, Arrangement | None], ...]:
+def decode_arrangements(encoded: bytes, layouts: Mapping[str, BucketLayout]) -> Arrangements:
     """Parse and check arrangements of layouts that were sent, by digest.
 
     Raises:
         WireError: not arrangements, bytes that `encode_arrangements` does not write, an unknown
-            layout, a read that leaves its tensor or the arranged buffer or shares bytes of it, or a
-            buffer larger than the bucket's.
+            layout, a read that leaves its tensor or the arranged buffer, or one larger than the
+            bucket.
     """
-    buckets: tuple[tuple[str, Arrangement | None], ...]
-    buckets = _decoded(_arrangements_decoder, encoded, "arrangements")
+    buckets: Arrangements = _decoded(_arrangements_decoder, encoded, "arrangements")
     for digest, arrangement in buckets:
         if arrangement is not None:
             _check(digest, arrangement, layouts)
@@ -219,24 +216,14 @@ def _check(digest: str, arrangement: Arrangement, layouts: Mapping[str, BucketLa
     if not 0 < nbytes <= layout.nbytes:
         raise WireError(f"an arrangement of {nbytes} bytes, the bucket has {layout.nbytes}")
     for read in arrangement.reads:
-        _check_read(read, layout)
-    stop = 0
-    for read in sorted(arrangement.reads, key=lambda read: read.start):
-        if read.start < stop:
-            raise WireError(f"two reads share byte {read.start} of the arranged buffer")
-        stop = read.start + read.nbytes
-    if stop > nbytes:
-        raise WireError(f"a read ends at byte {stop} of {nbytes} arranged ones")
-
-
-def _check_read(read: Read, layout: BucketLayout) -> None:
-    if not 0 <= read.tensor < len(layout.tensors):
-        raise WireError(f"a read of tensor {read.tensor} of {len(layout.tensors)}")
-    tensor = layout.tensors[read.tensor]
-    smallest = min((read.offset, read.start, *(stride for _, stride in read.dims)))
-    if smallest < 0 or read.run < 1 or any(count < 1 for count, _ in read.dims):
-        raise WireError(f"{tensor.name!r}: a read of no bytes, or backwards: {read}")
-    if read.stop > tensor.nbytes:
-        raise WireError(
-            f"{tensor.name!r}: a read ends at byte {read.stop}, the tensor has {tensor.nbytes}"
-        )
+        if not 0 <= read.tensor < len(layout.tensors):
+            raise WireError(f"a read of tensor {read.tensor} of {len(layout.tensors)}")
+        tensor = layout.tensors[read.tensor]
+        smallest = min((read.offset, read.start, *(stride for _, stride in read.dims)))
+        if smallest < 0 or read.run < 1 or any(count < 1 for count, _ in read.dims):
+            raise WireError(f"{tensor.name!r}: a read of no bytes, or backwards: {read}")
+        if read.stop > tensor.nbytes or read.start + read.nbytes > nbytes:
+            raise WireError(
+                f"{tensor.name!r}: a read up to byte {read.stop} of {tensor.nbytes}, to byte "
+                f"{read.start + read.nbytes} of {nbytes} arranged ones"
+            )

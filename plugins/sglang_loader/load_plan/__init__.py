@@ -15,7 +15,7 @@ recorded.
         executor.replay(i, BucketSource.flat(buffer))
 
 A plan is used only after `check_bucket` has proved it bit for bit against the eager loader, and
-only while `plan.fingerprint` and `DestinationProbe` find nothing changed. Nothing here imports
+only while `plan.context` and `DestinationProbe` find nothing changed. Nothing here imports
 sglang.
 """
 

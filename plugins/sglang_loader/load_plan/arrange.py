@@ -5,9 +5,8 @@
         arrangement, rebased = arranged
         replay_once(rebased, destinations, load_weights, gathered)
 
-What lies together in the destination lies together in the arranged buffer, so the rebased plan has
-fewer and denser copies. Tensors that the model's loader loads, or that are read more than once,
-come whole.
+The bytes stay in their order, without those between them. Tensors that the model's loader loads, or
+that are read more than once, come whole.
 
 Pure: reads a plan, runs nothing. The plan was proved; the same copies with other offsets are not
 proved again, `tests/contract` does that for every architecture. Nobody needs them before a trainer
@@ -30,7 +29,7 @@ from sglang_loader.common.layout import (
 )
 from sglang_loader.common.regions.arrangement import Arrangement, Read
 from sglang_loader.common.regions.coalesce import coalesce
-from sglang_loader.common.regions.geometry import BYTES, Dim, StridedCopy, collapse, split_copy
+from sglang_loader.common.regions.geometry import BYTES, StridedCopy, Unit, collapse, split_copy
 from sglang_loader.common.regions.intervals import Interval
 from sglang_loader.load_plan.plan import BucketPlan
 from sglang_loader.load_plan.trace import collector_paused
@@ -38,16 +37,11 @@ from sglang_loader.load_plan.trace import collector_paused
 UNIT_ALIGNMENT = 16
 """No dtype is wider: a copy whose two sides agree modulo this moves words, or whole elements."""
 
-SHORT_RUN = 16
-"""Runs below this many bytes are gathered badly: a transposed tensor is sent as it lies."""
-
 MAX_PART = 0.9
 """A bucket of which more is read comes whole: there is next to nothing to win."""
 
 Arranged: TypeAlias = tuple[Arrangement, BucketPlan]
 """What of a bucket is read, and the plan that reads it where nothing else has come."""
-
-_ReadKey = tuple[int, int, tuple[Dim, ...], int, object]
 
 
 @dataclass(frozen=True)
@@ -73,7 +67,7 @@ class ArrangedBuckets:
             return ALL_WHOLE
         layouts = [digest_of(encode_layout(plan.layout)) for plan in plans]
         found = [each and each[0] for each in buckets]
-        encoded = encode_arrangements(list(zip(layouts, found, strict=True)))
+        encoded = encode_arrangements(tuple(zip(layouts, found, strict=True)))
         return cls(buckets, encoded, digest_of(encoded))
 
     def bucket(self, index: int) -> Arranged | None:
@@ -104,11 +98,10 @@ def arrange(plan: BucketPlan) -> Arranged | None:
         return None
     whole = set(plan.rest) | _read_more_than_once(pieces, members, layout)
     packing = _Packing(layout)
-    order = sorted(range(len(pieces)), key=lambda i: (pieces[i].storage, pieces[i].dst))
     placed = {tensor: packing.add_whole(tensor) for tensor in sorted(whole)}
     copies = []
-    for i in order:
-        piece, tensor = pieces[i], members[i]
+    by_source = sorted(zip(pieces, members, strict=True), key=lambda pair: pair[0].src)
+    for piece, tensor in by_source:
         if tensor in placed:
             src = placed[tensor] + piece.src - layout.tensors[tensor].offset
             copies.append(replace(piece, src=src))
@@ -118,7 +111,6 @@ def arrange(plan: BucketPlan) -> Arranged | None:
         plan,
         copies=tuple(coalesce(copies)),
         rest={tensor: placed[tensor] for tensor in plan.rest},
-        source_nbytes=packing.nbytes,
     )
     return Arrangement(tuple(packing.reads), packing.nbytes), rebased
 
@@ -136,8 +128,7 @@ class _Packing:
         self.reads: list[Read] = []
         self._layout = layout
         self._stop = 0
-        self._storage = -1
-        self._starts: dict[_ReadKey, int] = {}
+        self._starts: dict[tuple[Read, Unit], int] = {}
 
     @property
     def nbytes(self) -> int:
@@ -154,52 +145,26 @@ class _Packing:
 
     def add(self, piece: StridedCopy, tensor: int) -> StridedCopy:
         """Send what `piece` reads, once; returns the copy that moves it on from there."""
-        ordered, dense = _dense(piece)
-        run = piece.run * piece.unit.src_bytes
-        steps = [
-            (count, src, step) for (count, src, _), step in zip(ordered, dense, strict=True) if src
-        ]
-        dims, length = collapse(steps, run, BYTES)
+        ordered, step = sorted(piece.dims, key=lambda dim: dim[1]), piece.run * piece.unit.src_bytes
+        within, moves = [], []  # innermost first; what is repeated has stride 0 in the buffer, too
+        for count, src, dst in ordered:
+            moves.append((count, step if src else 0, dst))
+            if src:
+                within.append((count, src, step))
+                step *= count
+        dims, run = collapse(within, piece.run * piece.unit.src_bytes, BYTES)
         offset = piece.src - self._layout.tensors[tensor].offset
-        key = tensor, offset, dims, length, piece.unit
-        start = self._starts.get(key)
+        read = Read(tensor, offset, tuple((count, src) for count, src, _ in dims), run, 0)
+        start = self._starts.get((read, piece.unit))
         if start is None:
-            start = self._starts[key] = self._place(piece)
-            within = tuple((count, src) for count, src, _ in dims)
-            self.reads.append(Read(tensor, offset, within, length, start))
-            self._stop = start + self.reads[-1].nbytes
-        moves = [(count, step, dst) for (count, _, dst), step in zip(ordered, dense, strict=True)]
+            # This keeps the copy's words, or elements, whole.
+            ahead = piece.dst if piece.unit.cast is None else 0
+            start = self._stop + (ahead - self._stop) % UNIT_ALIGNMENT
+            self._starts[read, piece.unit] = start
+            self.reads.append(replace(read, start=start))
+            self._stop = start + read.nbytes
         moved, units = collapse(moves, piece.run, piece.unit)
         return StridedCopy(piece.storage, start, piece.dst, moved, units, piece.unit)
-
-    def _place(self, piece: StridedCopy) -> int:
-        """The next start that keeps the copy's words, or elements, whole."""
-        if piece.storage != self._storage:
-            self._storage = piece.storage
-            self._stop = _aligned(self._stop, ALIGNMENT_BYTES)
-        ahead = piece.dst if piece.unit.cast is None else 0
-        return self._stop + (ahead - self._stop) % UNIT_ALIGNMENT
-
-
-def _dense(piece: StridedCopy) -> tuple[list[Dim], list[int]]:
-    """The piece's dimensions in their order in the arranged buffer, and their strides there: by
-    destination, unless the runs of that order are short and the source's own are longer. Dimensions
-    that repeat the same source have stride 0 there, too.
-    """
-    run = piece.run * piece.unit.src_bytes
-    ordered = list(piece.dims)
-    if run < SHORT_RUN:
-        by_source = sorted(piece.dims, key=lambda dim: -dim[1])
-        moving = [dim for dim in by_source if dim[1]]
-        if moving and moving[-1][1] == run:
-            ordered = by_source
-    dense, step = [0] * len(ordered), run
-    for i in reversed(range(len(ordered))):
-        count, src, _ = ordered[i]
-        if src:
-            dense[i] = step
-            step *= count
-    return ordered, dense
 
 
 def _members(layout: BucketLayout, bounds: Sequence[Interval]) -> list[int] | None:

@@ -37,7 +37,6 @@ from sglang_loader.common.regions.intervals import (
     subtract,
 )
 from sglang_loader.load_plan.destinations import Destinations
-from sglang_loader.load_plan.guard import Fingerprint
 from sglang_loader.load_plan.plan import BucketPlan, LoadPlan, PlanRefused
 from sglang_loader.load_plan.trace import (
     Origins,
@@ -72,7 +71,6 @@ def compile_bucket(traced: TracedBucket) -> BucketPlan:
         live_in=live_in,
         touched=frozenset(ref.index for ref in writes if ref.space is Space.DESTINATION),
         host_reads=host_reads,
-        num_traced_copies=sum(copy is not None for copy in candidates),
     )
 
 
@@ -246,7 +244,7 @@ def join_buckets(
     left = {i: subtract(written[i], exposed.get(i, ())) for i in sorted(written)}
     return LoadPlan(
         buckets=tuple(buckets),
-        fingerprint=Fingerprint.of([bucket.layout for bucket in buckets], context),
+        context=context,
         coverage={storages[i].name: tuple(ranges) for i, ranges in left.items() if ranges},
         destinations=destinations,
     )

@@ -1,46 +1,27 @@
 """Decides, before every sync, whether a load plan still holds, and says in words why not.
 
-`Fingerprint` says what a plan was compiled for: the bucket layouts that the sender announces, and
-what of the engine can change while it lives (`context`: its expert map, or whatever the caller
-puts there). `DestinationProbe` looks whether the model's modules and tensors are where they were:
-under 1 ms for 30 B.
+`what_changed` compares what of the engine can change while it lives (its context: plain values, the
+expert map among them) with what that was when the plan was made. `DestinationProbe` looks whether
+the model's modules and tensors are where they were: under 1 ms for 30 B.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from operator import attrgetter, is_
 
 import torch
 from torch import nn
 
-from sglang_loader.common.layout import BucketLayout
 from sglang_loader.load_plan.destinations import Destinations, iterate_tensors
 
 
-@dataclass(frozen=True, slots=True)
-class Fingerprint:
-    """What a plan was compiled for; `context` has comparable values, by sorted keys."""
-
-    layouts: tuple[BucketLayout, ...]
-    context: tuple[tuple[str, object], ...]
-
-    @classmethod
-    def of(cls, layouts: Sequence[BucketLayout], context: Mapping[str, object]) -> Fingerprint:
-        """Of a sync; tensors in `context` are frozen by value, all else is plain."""
-        items = tuple((key, _freeze(context[key])) for key in sorted(context))
-        return cls(tuple(layouts), items)
-
-    def mismatch(self, context: Mapping[str, object]) -> str | None:
-        """The first difference between the plan's context and this one; None if there is none."""
-        mine, theirs = dict(self.context), dict(Fingerprint.of((), context).context)
-        for key in sorted(mine.keys() | theirs.keys()):
-            if key not in mine or key not in theirs:
-                return f"{key} is {'gone' if key in mine else 'new'} in the context"
-            if mine[key] != theirs[key]:
-                return f"{key} was {_short(mine[key])}, now {_short(theirs[key])}"
-        return None
+def what_changed(before: Mapping[str, object], now: Mapping[str, object]) -> str | None:
+    """The first difference of two contexts; None if there is none."""
+    for key in sorted({*before, *now}):
+        if (old := before.get(key)) != (new := now.get(key)):
+            return f"{key} was {_short(old)}, now {_short(new)}"
+    return None
 
 
 class DestinationProbe:
@@ -111,11 +92,3 @@ _SHAPE, _DTYPE = attrgetter("shape"), attrgetter("dtype")
 def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def _freeze(value: object) -> object:
-    if isinstance(value, torch.Tensor):
-        # As bytes: an expert map has thousands of numbers, and is compared before every sync.
-        raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        return ("tensor", str(value.dtype), tuple(value.shape), raw)
-    return value

@@ -24,7 +24,6 @@ from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.regions.geometry import StridedCopy
 from sglang_loader.common.regions.intervals import Interval
 from sglang_loader.load_plan.destinations import Destinations
-from sglang_loader.load_plan.guard import Fingerprint
 
 LoadWeights: TypeAlias = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
 """A model's own `load_weights`: takes `(name, tensor)` pairs."""
@@ -48,9 +47,6 @@ class BucketPlan:
         touched: destination storages that it may write to.
         host_reads: `(what, storage, byte range)` of the model's data that reached Python: harmless
             only if no sync ever writes it.
-        num_traced_copies: copies before they were joined.
-        source_nbytes: size of the arranged buffer that the plan reads; None: it reads the bucket as
-            its layout says.
     """
 
     layout: BucketLayout
@@ -60,8 +56,6 @@ class BucketPlan:
     live_in: Mapping[int, tuple[Interval, ...]]
     touched: frozenset[int]
     host_reads: tuple[tuple[str, int, Interval], ...]
-    num_traced_copies: int
-    source_nbytes: int | None = None
 
     def rest_layout(self) -> BucketLayout:
         """The tensors of `rest` alone, in their order."""
@@ -74,12 +68,13 @@ class LoadPlan:
     """The plans of all buckets of a sync, in order, and what holds for the sync as a whole.
 
     Attributes:
+        context: what of the engine it holds for, see `guard`.
         coverage: by storage (the first path that reaches it) the sorted byte ranges that a sync
             writes without needing what was there.
     """
 
     buckets: tuple[BucketPlan, ...]
-    fingerprint: Fingerprint
+    context: Mapping[str, object]
     coverage: Mapping[str, tuple[Interval, ...]]
     destinations: Destinations = field(repr=False)
 
@@ -92,8 +87,3 @@ class LoadPlan:
     def num_rest(self) -> int:
         """Tensors of a sync that the model's loader loads."""
         return sum(len(bucket.rest) for bucket in self.buckets)
-
-    @property
-    def num_traced_copies(self) -> int:
-        """Copies that the model's loader made, before coalescing."""
-        return sum(bucket.num_traced_copies for bucket in self.buckets)

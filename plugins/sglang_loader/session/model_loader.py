@@ -36,7 +36,7 @@ from sglang_loader.load_plan import (
     PlanRefused,
 )
 from sglang_loader.load_plan.arrange import ALL_WHOLE, ArrangedBuckets
-from sglang_loader.load_plan.guard import Fingerprint
+from sglang_loader.load_plan.guard import what_changed
 from sglang_loader.session.recording import Recorder
 
 logger = logging.getLogger(__name__)
@@ -98,7 +98,7 @@ class ModelLoader:
         self._context: Mapping[str, object] = {}
         self._reason: str | None = None
         self._logged: set[str] = set()
-        self._unfit: tuple[Fingerprint, str] | None = None
+        self._unfit: tuple[BucketLayout, Mapping[str, object], str] | None = None
         self._num_recordings = 0
         self._syncs_since_check = 0
         self._num_replayed = 0
@@ -115,7 +115,7 @@ class ModelLoader:
                 serves; 0: never again after it was made.
             uses_plan: False: every bucket goes through `load_weights`, whatever plan there is.
         """
-        if self._eager_uses and Fingerprint.of((), self._context).mismatch(context):
+        if context != self._context:
             self._eager_uses = {}
         self._context, self._reason = context, None
         self._num_replayed, self.uses = 0, []
@@ -124,9 +124,9 @@ class ModelLoader:
         self._load_mode = _LoadMode.EAGER
         if not uses_plan:
             return
-        known = self._compiled.plan.fingerprint if self._compiled is not None else None
-        if known is not None and (mismatch := known.mismatch(context)):
-            self._drop_plan(mismatch)
+        plan = self.plan
+        if plan is not None and (changed := what_changed(plan.context, context)):
+            self._drop_plan(changed)
         if self._compiled is None:
             self._start_recording()
             return
@@ -254,9 +254,9 @@ class ModelLoader:
 
     def _is_unfit(self, first: BucketLayout) -> bool:
         """True if this kind of sync was refused a plan before."""
-        if self._unfit is None or self._unfit[0] != Fingerprint.of([first], self._context):
+        if self._unfit is None or self._unfit[:2] != (first, self._context):
             return False
-        self._note(self._unfit[1], log=False)
+        self._note(self._unfit[2], log=False)
         return True
 
     def _fits(self, index: int, layout: BucketLayout) -> bool:
@@ -313,11 +313,10 @@ class ModelLoader:
         self._unfit = None
         idle = [name for uses in self.uses for name in uses.idle]
         logger.info(
-            "load plan of %s: %d copies (%d traced) in %d buckets, %d tensors left to its loader; "
+            "load plan of %s: %d copies in %d buckets, %d tensors left to its loader; "
             "ignored tensors: %s",
             type(self._model).__name__,
             plan.num_copies,
-            plan.num_traced_copies,
             len(plan.buckets),
             plan.num_rest,
             ", ".join(idle[:5]) or "none",
@@ -338,7 +337,7 @@ class ModelLoader:
     def _refuse(self, reason: str) -> None:
         """No plan for syncs like this one: the rest of it, and the next ones, are eager."""
         self._note(reason)
-        self._unfit = (Fingerprint.of([self.uses[0].layout], self._context), reason)
+        self._unfit = self.uses[0].layout, self._context, reason
         self._load_mode = _LoadMode.EAGER
 
     def _drop_plan(self, reason: str) -> None:

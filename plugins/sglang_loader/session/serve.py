@@ -192,9 +192,8 @@ class _Session:
         """Wait for the trainer, for the buckets' bytes and for the device at once: buckets are
         launched as they come, and told to be done as soon as they are.
         """
-        while self._is_busy(channel):
-            if not self._in_flight.is_full and channel.has_message():
-                break
+        while self._is_busy(channel) and not channel.has_message():
+            pass
         with self._spending("waiting"):
             return channel.receive()
 

@@ -20,8 +20,6 @@ from sglang_loader.common.session.messages import SessionError
 from sglang_loader.common.shared_memory import map_buffer
 
 MAX_SOURCES = 4096
-MAX_IN_FLIGHT = 64
-"""Buckets launched ahead of the device; the trainer's staging buffers are fewer as a rule."""
 
 
 class MappedMemory:
@@ -160,10 +158,6 @@ class InFlight:
 
     def __len__(self) -> int:
         return len(self._launched)
-
-    @property
-    def is_full(self) -> bool:
-        return len(self._launched) >= MAX_IN_FLIGHT
 
     def add(self, index: int, *, on_current_stream: bool) -> None:
         """Note a launched bucket; a loader that may use other streams is waited for at once."""

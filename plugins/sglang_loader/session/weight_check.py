@@ -29,7 +29,6 @@ from safetensors import SafetensorError, safe_open
 
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.load_plan.destinations import collect_destinations
-from sglang_loader.load_plan.guard import Fingerprint
 from sglang_loader.session.findings import (
     Published,
     RankView,
@@ -60,17 +59,20 @@ _DTYPES = {
     "F8_E5M2": torch.float8_e5m2,
 }
 
+Checked = tuple[tuple[BucketLayout, ...], Mapping[str, object]]
+"""The buckets of a sync, and the engine's context."""
+
 Gather = Callable[[Any], list[Any]]
 """Collective over the TP ranks: everybody's item, by rank."""
 
-_verdicts: WeakKeyDictionary[Any, tuple[Fingerprint, Verdict]] = WeakKeyDictionary()
+_verdicts: WeakKeyDictionary[Any, tuple[Checked, Verdict]] = WeakKeyDictionary()
 
 
 def known_verdict(layouts: Sequence[BucketLayout], model: Any) -> Verdict | None:
     """What was said of these tensors before; None if that is not known."""
     found = _verdicts.get(model)
-    fingerprint = Fingerprint.of(layouts, engine_context(model))
-    return found[1] if found is not None and found[0] == fingerprint else None
+    now = tuple(layouts), engine_context(model)
+    return found[1] if found is not None and found[0] == now else None
 
 
 def served_checkpoint() -> Published | None:
@@ -83,7 +85,7 @@ class SyncView:
     """What one rank says of a sync: a view for each model."""
 
     target: Any
-    fingerprint: Fingerprint
+    checked: Checked
     published: Published | None
     views: list[RankView]
 
@@ -99,16 +101,16 @@ def view_of_sync(
     target = models[-1]
     context, published = engine_context(target), read_published()
     views = [_view(model, context, published, is_target=model is target) for model in models]
-    return SyncView(target, Fingerprint.of(layouts, context), published, views)
+    return SyncView(target, (tuple(layouts), context), published, views)
 
 
 def judge_together(seen: SyncView, gather: Gather) -> Verdict:
     """All TP ranks' verdict on a sync; each must call this."""
     views = [view for of_rank in gather(seen.views) for view in of_rank]
-    tensors = [tensor for layout in seen.fingerprint.layouts for tensor in layout.tensors]
+    tensors = [tensor for layout in seen.checked[0] for tensor in layout.tensors]
     specs = [(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors]
     verdict = judge(specs, views, seen.published)
-    _verdicts[seen.target] = seen.fingerprint, verdict
+    _verdicts[seen.target] = seen.checked, verdict
     return verdict
 
 

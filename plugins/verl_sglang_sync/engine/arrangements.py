@@ -10,7 +10,7 @@ import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from sglang_loader.common.layout import WireError, decode_arrangements, digest_of
+from sglang_loader.common.layout import Arrangements, WireError, decode_arrangements, digest_of
 from sglang_loader.common.regions.arrangement import Arrangement
 from verl_sglang_sync.sources.bucket_stream import Bucket
 
@@ -28,7 +28,7 @@ class KnownArrangements:
     """
 
     digest: str = ""
-    buckets: tuple[tuple[str, Arrangement | None], ...] = ()
+    buckets: Arrangements = ()
 
     @classmethod
     def of(cls, encoded: bytes, sent: Iterable[Bucket]) -> KnownArrangements:

@@ -1,4 +1,4 @@
-"""The part of a bucket that one engine rank reads, in the order in which its plan writes it.
+"""The part of a bucket that one engine rank reads.
 
 Under tensor or expert parallelism a rank reads a fraction of every bucket. An arrangement says
 which: bytes of the bucket's tensors, laid densely into a smaller buffer that takes the bucket's

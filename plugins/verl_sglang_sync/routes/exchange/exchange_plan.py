@@ -113,14 +113,13 @@ class Received:
 
 
 def received(
-    receives: Sequence[Sequence[Read]], num_pieces: int, nbytes: int | None = None
+    receives: Sequence[Sequence[Read]], num_pieces: int, *, joins: bool = True
 ) -> Received:
     """How one reader finds one bucket.
 
     Args:
         receives: see `plan_reader`; every source must cut what it sends likewise.
-        nbytes: of the bucket: behind bytes that nobody reads there are some that came, as in a
-            buffer; None: the pieces are what is read alone, each of consecutive bytes.
+        joins: as few pieces as can be; False: each is of consecutive bytes that come at a time.
     """
     cut = [_cut(reads, num_pieces) for reads in receives]
     sizes: list[list[int]] = []
@@ -133,26 +132,9 @@ def received(
             found += _pieces_at(base, pairs)
         base += sum(of_ranks)
     found.sort(key=lambda piece: piece.start)
-    if nbytes is not None:
-        found = _joined(_joined(_without_gaps(found, nbytes, base)))
+    if joins:
+        found = _joined(_joined(found))
     return Received(sizes, found, list(map(num_read, receives)))
-
-
-def _without_gaps(
-    pieces: Sequence[BucketPiece], nbytes: int, num_received: int
-) -> list[BucketPiece]:
-    """Pieces for all bytes of a bucket, also for those that nobody reads."""
-    filled: list[BucketPiece] = []
-    ends = [*(piece.start for piece in pieces), nbytes]
-    for piece, end in zip([BucketPiece(0, 0, 0, 0), *pieces], ends, strict=True):
-        room = num_received - piece.offset
-        at = piece.start + min(room, end - piece.start)
-        filled.append(BucketPiece(0, piece.offset, piece.start, at - piece.start))
-        while at < end and num_received:
-            size = min(end - at, num_received)
-            filled.append(BucketPiece(0, 0, at, size))
-            at += size
-    return [piece for piece in filled if piece.nbytes]
 
 
 def _joined(pieces: Sequence[BucketPiece]) -> list[BucketPiece]:

@@ -16,9 +16,9 @@ from typing import Any
 import msgspec
 import torch
 
+from sglang_loader.common.copies import gather_reads
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.regions.arrangement import Arrangement
-from sglang_loader.common.regions.intervals import merge
 from sglang_loader.common.session.messages import BucketPiece
 from verl_sglang_sync.collective import own_rank, result_or_reason, world_size
 from verl_sglang_sync.report import SyncReport
@@ -28,7 +28,6 @@ from verl_sglang_sync.routes.exchange.shard_route import (
     ShardPlan,
     ShardRoute,
     first_problem,
-    gather_arranged,
 )
 from verl_sglang_sync.routes.route import ReadyBucket, RouteContext, SyncSource
 from verl_sglang_sync.routes.staging_ring import StagingRing
@@ -143,11 +142,6 @@ class Receiving:
             sizes, strides = zip(*dims, strict=True)
             came = memory.as_strided(sizes, strides, piece.offset).reshape(-1)
             whole[piece.start : piece.start + piece.nbytes].copy_(came)
-        at = 0
-        for start, stop in merge((r.start, r.start + r.nbytes) for r in arrangement.reads):
-            whole[at:start] = 0
-            at = stop
-        whole[at:] = 0
         return whole
 
 
@@ -208,7 +202,7 @@ def _difference(
         return reason
     arrangement = plan.reads[index][own_rank()]
     found = receiving.arranged(index, arrangement)
-    expected = gather_arranged(tensors, arrangement, found.device)
+    expected = gather_reads(arrangement, tensors, found.device)
     return _first_difference(expected, found, arrangement, plan.buckets[index].layout)
 
 

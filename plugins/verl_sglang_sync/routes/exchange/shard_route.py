@@ -18,7 +18,6 @@ from itertools import chain
 
 import torch
 
-from sglang_loader.common.copies import gather_reads
 from sglang_loader.common.regions.arrangement import Arrangement
 from sglang_loader.common.session.messages import Loaded
 from verl_sglang_sync.collective import (
@@ -87,8 +86,7 @@ class ShardPlan:
         for bucket, reads, num in zip(self.buckets, self.reads, self.nums_pieces, strict=True):
             origins, owners = self.traced.origins_of(bucket.layout), self.traced.owners
             parts = [plan_reader(r, len(reads), reads[r], origins, owners) for r in ranks]
-            pairs = zip(parts, ranks, strict=True)
-            found.append([received(each, num, reads[rank].nbytes) for each, rank in pairs])
+            found.append([received(each, num) for each in parts])
         return found
 
 
@@ -275,13 +273,3 @@ def first_problem(
         problem = problem or reason or differs or failed
     more, reason = result_or_reason(lambda: len(list(batches)))
     return problem or reason or ("the export has more buckets than it had" if more else None)
-
-
-def gather_arranged(
-    tensors: Sequence[torch.Tensor], arrangement: Arrangement, device: torch.device
-) -> torch.Tensor:
-    """The arranged buffer of full tensors; deliberately not by the code that is checked."""
-    with torch.no_grad():
-        return gather_reads(
-            arrangement, lambda i: tensors[i].contiguous().reshape(-1).view(torch.uint8), device
-        )

@@ -19,6 +19,7 @@ from functools import partial
 
 import torch
 
+from sglang_loader.common.copies import gather_reads
 from verl_sglang_sync.engine.engine_ranks import EngineRank
 from verl_sglang_sync.engine.sender_group import SenderGroup
 from verl_sglang_sync.report import SyncReport
@@ -27,7 +28,6 @@ from verl_sglang_sync.routes.exchange.shard_route import (
     ShardPlan,
     ShardRoute,
     first_problem,
-    gather_arranged,
 )
 from verl_sglang_sync.routes.route import Delivery, InStep, ReadyBucket, RouteContext, SyncSource
 from verl_sglang_sync.routes.send.delivery import SendDelivery
@@ -113,8 +113,8 @@ def _difference(
         return None
     numbers, first = plan.all_to_all.numbers_of(index), plan.first_reader
     for rank, arrangement in enumerate(plan.reads[index][first:], first):
-        whole = gather_arranged(tensors, arrangement, device)
-        found = received([plan.sends[index][rank]], len(numbers))
+        whole = gather_reads(arrangement, tensors, device)
+        found = received([plan.sends[index][rank]], len(numbers), joins=False)
         start = 0  # of what one all-to-all brings; no piece comes in two of them
         for number in numbers:  # packed for each engine rank anew: the scratch holds two of them
             packed, sizes = plan.all_to_all.pack(number)
