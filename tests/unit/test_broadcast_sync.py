@@ -23,7 +23,7 @@ from sglang_loader.session.broadcast_receiver import BroadcastBuckets
 from support.settings import settings_of
 from unit.serving_engine import ServingEngine
 from verl_sglang_sync import WeightSyncError
-from verl_sglang_sync.collective import SingleProcess
+from verl_sglang_sync.collective import TrainerGroup
 from verl_sglang_sync.engine.session import SessionSockets
 from verl_sglang_sync.engine.update_groups import Replica, UpdateGroup
 from verl_sglang_sync.report import SyncReport
@@ -126,7 +126,7 @@ def transport(groups: Groups, mode: str = "flattened", **options: Any) -> Callab
     settings = settings_of(mode, bucket_bytes=512, request_timeout_s=10, **options)
     sending: Any = groups
     made = disaggregated_transport(
-        groups=sending, settings=settings.for_session(), group=SingleProcess(), device=CPU
+        groups=sending, settings=settings.for_session(), group=TrainerGroup(), device=CPU
     )
 
     def sync(weights: Any) -> SyncReport:

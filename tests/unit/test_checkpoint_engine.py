@@ -10,7 +10,7 @@ import pytest
 
 from support.settings import settings_of
 from unit.test_adapter_sync import UPDATE, Engine
-from verl_sglang_sync.collective import SingleProcess, WeightSyncError
+from verl_sglang_sync.collective import TrainerGroup, WeightSyncError
 from verl_sglang_sync.sources.export import Reexport
 from verl_sglang_sync.sync.adapter_sync import AdapterSync
 
@@ -33,9 +33,9 @@ class Trainer:
         self._checkpoint_engine = checkpoint_engine.SGLangSyncCheckpointEngine(1, is_master=True)
         vars(self._checkpoint_engine).update(
             _transport=SimpleNamespace(sync=self._sync),
-            _group=SingleProcess(),
+            _group=TrainerGroup(),
             _groups=SimpleNamespace(client=lambda replica: self.engines[replica.identity]),
-            _adapter=AdapterSync(SingleProcess()),
+            _adapter=AdapterSync(TrainerGroup()),
         )
         monkeypatch.setattr(checkpoint_engine.ray, "get_actor", self._actor)
         monkeypatch.setattr(adapter, "collect_adapter", lambda *_, **__: UPDATE)

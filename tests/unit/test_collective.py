@@ -16,7 +16,7 @@ from unit.collective_ranks import (
     leaves_amid_an_exchange,
 )
 from unit.trainer_ranks import WORLD_SIZE, RankPool
-from verl_sglang_sync.collective import Agreement, SingleProcess
+from verl_sglang_sync.collective import Agreement, TrainerGroup
 
 SIGNATURES = tuple(rank << 40 for rank in range(WORLD_SIZE))
 
@@ -39,7 +39,7 @@ def test_all_ranks_learn_the_same(pool, failures, waiting, agreement):
 
 
 def test_a_process_on_its_own_agrees_with_itself():
-    group = SingleProcess()
+    group = TrainerGroup()
     assert group.agree(signature=3) == Agreement((), True, (3,))
     assert group.agree(is_ready=False) == Agreement((), False, (0,))
     assert group.agree("no memory") == Agreement(("rank 0: no memory",), False, (0,))
