@@ -18,6 +18,7 @@ from support.settings import settings_of
 from support.sglang_server import loopback
 from support.trainer import Ranks, TrainerRank
 from verl_sglang_sync.collective import TorchTrainerGroup, WeightSyncError
+from verl_sglang_sync.engine.server_client import SGLangServerClient
 from verl_sglang_sync.engine.update_groups import Replica, UpdateGroups
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.sync.transport import disaggregated_transport
@@ -61,7 +62,7 @@ class Sender:
         transport, _ = self._transport(mode)
         members = range(len(self._targets)) if members is None else members
         replicas = [
-            Replica(identity=url, base_url=url, num_ranks=tp)
+            Replica(identity=url, base_url=url, client=self._client(url), num_ranks=tp)
             for url, tp in (self._targets[i] for i in members)
         ]
         report = SyncReport(mode=mode, replica=None)
@@ -78,6 +79,14 @@ class Sender:
         except WeightSyncError as raised:
             error = str(raised)
         return {"error": error, "seconds": time.monotonic() - started}
+
+    def _client(self, url: str) -> SGLangServerClient:
+        return SGLangServerClient(url, timeout_s=self._timeout_s, timeouts_s=self._timeouts_s)
+
+    @property
+    def _timeouts_s(self) -> dict[str, float]:
+        found: dict[str, float] = self._settings.get("timeouts_s", {})
+        return found
 
     def num_formed(self, mode: str) -> int:
         """How many groups this rank's syncs have had; to be asked after each good one."""
@@ -99,8 +108,7 @@ class Sender:
                 groups = UpdateGroups(
                     address=self._address or (loopback() if mode == "compiled" else "127.0.0.1"),
                     device=self._rank.device,
-                    timeout_s=self._timeout_s,
-                    timeouts_s=self._settings.get("timeouts_s", {}),
+                    timeout_s=self._timeouts_s.get("group", self._timeout_s),
                 )
             limit_s = self._timeout_s
             transport = disaggregated_transport(

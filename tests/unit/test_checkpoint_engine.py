@@ -34,10 +34,11 @@ class Trainer:
         vars(self._checkpoint_engine).update(
             _transport=SimpleNamespace(sync=self._sync),
             _group=TrainerGroup(),
-            _groups=SimpleNamespace(client=lambda replica: self.engines[replica.identity]),
             _adapter=AdapterSync(TrainerGroup()),
         )
         monkeypatch.setattr(checkpoint_engine.ray, "get_actor", self._actor)
+        clients = {f"http://{name}:1": engine for name, engine in self.engines.items()}
+        monkeypatch.setattr(checkpoint_engine, "SGLangServerClient", lambda url, **_: clients[url])
         monkeypatch.setattr(adapter, "collect_adapter", lambda *_, **__: UPDATE)
 
     async def _sync(self, weights: Any, replicas: Any, **_: Any) -> None:
@@ -47,7 +48,7 @@ class Trainer:
 
     def _actor(self, name: str) -> Any:
         async def address() -> tuple[str, int]:
-            return "127.0.0.1", 1
+            return name, 1
 
         async def set_global_steps(step: int) -> None:
             self.versions[name] = step

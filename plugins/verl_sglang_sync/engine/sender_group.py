@@ -84,8 +84,8 @@ class SenderGroup:
             update_group.others.append(told.name)
         finally:
             self._trainers.all_gather(told)
-        members = update_group.members
-        group = groups.join(told, meeting, members, num_trainers=world_size())
+        replicas = update_group.replicas
+        group = groups.join(told, meeting, replicas, num_trainers=world_size())
         self.current = JoinedGroup(told.name, group, meeting)
 
     def _follow(self) -> None:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
@@ -47,21 +47,14 @@ class Replica:
 
     Attributes:
         identity: differs for a server that was restarted at the same address.
-        base_url: of its server, such as "http://10.0.0.1:30000".
+        base_url: of its server, such as "http://10.0.0.1:30000"; `client`: of the same.
         num_ranks: tensor-parallel ranks of its engine.
     """
 
     identity: str
     base_url: str
+    client: SGLangServerClient = field(compare=False)
     num_ranks: int
-    api_key: str | None = None
-    admin_api_key: str | None = None
-
-
-Member: TypeAlias = tuple[Replica, SGLangServerClient]
-"""A replica that is in the group, and the client of its server."""
-
-Members: TypeAlias = tuple[Member, ...]
 
 
 @dataclass(frozen=True)
@@ -71,16 +64,16 @@ class UpdateGroup:
     Attributes:
         name: by which the engines know it.
         process_group: torch's; the trainer is rank 0.
-        members: the replicas, in rank order, with the clients of their servers.
+        replicas: in rank order.
         meeting: the store through which NCCL's ranks connect at their first collective.
         secret: what only its ranks know; it signs the invitations to its sessions.
         sockets: for the session with each engine rank, in rank order.
-        others: names of further groups with the same members.
+        others: names of further groups with the same replicas.
     """
 
     name: str
     process_group: Any
-    members: Members
+    replicas: tuple[Replica, ...]
     meeting: MeetingPoint
     secret: bytes
     sockets: tuple[SessionSockets, ...]
@@ -94,10 +87,6 @@ class UpdateGroup:
     def num_engine_ranks(self) -> int:
         return sum(replica.num_ranks for replica in self.replicas)
 
-    @property
-    def replicas(self) -> tuple[Replica, ...]:
-        return tuple(replica for replica, _ in self.members)
-
 
 class UpdateGroups:
     """Keeps the current group; lives in the trainer's first rank.
@@ -105,23 +94,13 @@ class UpdateGroups:
     Args:
         address: of this host, as the replicas reach it.
         device: of the buffers that are broadcast; a CPU's go over gloo, a GPU's over NCCL.
-        timeout_s: limit of one request and of the wait for a rank, in seconds; `timeouts_s`: other
-            limits for some operations, see `server_client`.
+        timeout_s: limit of the wait for a rank, in seconds.
     """
 
-    def __init__(
-        self,
-        *,
-        address: str,
-        device: torch.device,
-        timeout_s: float,
-        timeouts_s: Mapping[str, float] | None = None,
-    ) -> None:
+    def __init__(self, *, address: str, device: torch.device, timeout_s: float) -> None:
         self._address = address
         self._device = device
         self._timeout_s = timeout_s
-        self._timeouts_s = timeouts_s
-        self._form_timeout_s = (timeouts_s or {}).get("group", timeout_s)
         self._group: UpdateGroup | None = None
         self._left: list[str] = []  # names of groups that the engines still know
 
@@ -140,14 +119,13 @@ class UpdateGroups:
             self.abandon()
         if self._group is not None and self._group.replicas == tuple(replicas):
             return self._group
-        members = tuple((replica, self.client(replica)) for replica in replicas)
-        for _, client in members:
-            client.run(operations.model_info())  # nobody waits for a server that is gone
+        for replica in replicas:
+            replica.client.run(operations.model_info())  # nobody waits for a server that is gone
         if self._group is not None:
             self._dissolve(self._group)
         left, self._left = self._left, []
-        _leave_servers(members, left)
-        self._group = self._form(members)
+        _leave_servers(replicas, left)
+        self._group = self._form(tuple(replicas))
         return self._group
 
     def is_current(self, replicas: Sequence[Replica]) -> bool:
@@ -163,21 +141,12 @@ class UpdateGroups:
             self._left += group.names
             leave(group.process_group, broken=True)
 
-    def client(self, replica: Replica) -> SGLangServerClient:
-        return SGLangServerClient(
-            replica.base_url,
-            timeout_s=self._timeout_s,
-            timeouts_s=self._timeouts_s,
-            api_key=replica.api_key,
-            admin_api_key=replica.admin_api_key,
-        )
-
-    def _form(self, members: Members) -> UpdateGroup:
-        num_ranks = sum(replica.num_ranks for replica, _ in members)
+    def _form(self, replicas: tuple[Replica, ...]) -> UpdateGroup:
+        num_ranks = sum(replica.num_ranks for replica in replicas)
         place, meeting = self.meet(num_trainers=1, num_engine_ranks=num_ranks)
-        group = self.join(place, meeting, members, num_trainers=1)
+        group = self.join(place, meeting, replicas, num_trainers=1)
         sockets = tuple(SessionSockets(self._address) for _ in range(num_ranks))
-        return UpdateGroup(place.name, group, members, meeting, secret_of(group), sockets)
+        return UpdateGroup(place.name, group, replicas, meeting, secret_of(group), sockets)
 
     def meet(self, *, num_trainers: int, num_engine_ranks: int) -> tuple[GroupPlace, MeetingPoint]:
         name, world_size = f"{GROUP_PREFIX}{secrets.token_hex(4)}", num_trainers + num_engine_ranks
@@ -185,9 +154,14 @@ class UpdateGroups:
         return GroupPlace(name, self._address, meeting.port, world_size), meeting
 
     def join(
-        self, place: GroupPlace, meeting: MeetingPoint, members: Members, *, num_trainers: int
+        self,
+        place: GroupPlace,
+        meeting: MeetingPoint,
+        replicas: Sequence[Replica],
+        *,
+        num_trainers: int,
     ) -> Any:
-        """Join a group, which this process serves the meeting point of, together with all members;
+        """Join a group, which this process serves the meeting point of, together with all replicas;
         their ranks come after the trainer's, of which this one is the first. Returns the process
         group.
 
@@ -196,9 +170,9 @@ class UpdateGroups:
         """
         joined: list[Future[Any]] = []
         rank_offset = num_trainers
-        for replica, client in members:
+        for replica in replicas:
             joined.append(
-                client.submit(
+                replica.client.submit(
                     operations.init_update_group(
                         master_address=place.address,
                         master_port=place.port,
@@ -211,22 +185,21 @@ class UpdateGroups:
             )
             rank_offset += replica.num_ranks
         own = join_in_thread(place, 0, self._device)
-        wait([own, *joined], timeout=self._form_timeout_s, return_when=FIRST_EXCEPTION)
-        replicas = [replica for replica, _ in members]
-        if problem := _why_not_formed(replicas, joined, own, self._form_timeout_s):
+        wait([own, *joined], timeout=self._timeout_s, return_when=FIRST_EXCEPTION)
+        if problem := _why_not_formed(replicas, joined, own, self._timeout_s):
             self._left.append(place.name)  # some engine may have joined
             meeting.close()
             wait([own, *joined], LEAVE_S)
             own.add_done_callback(_leave_late)
             raise UpdateGroupError(f"{place.name} was not formed: {problem}")
-        logger.info("formed %s of %d replicas, %d ranks", place.name, len(members), rank_offset)
+        logger.info("formed %s of %d replicas, %d ranks", place.name, len(replicas), rank_offset)
         return own.result()
 
     def _dissolve(self, group: UpdateGroup) -> None:
         """Leave a healthy group together with whoever is still there."""
         self._group = None
         _leave_servers(
-            group.members, group.names, meanwhile=lambda: leave(group.process_group, broken=False)
+            group.replicas, group.names, meanwhile=lambda: leave(group.process_group, broken=False)
         )
 
 
@@ -259,12 +232,12 @@ def _why_not_formed(
 
 
 def _leave_servers(
-    members: Members, names: Sequence[str], meanwhile: Callable[[], None] | None = None
+    replicas: Sequence[Replica], names: Sequence[str], meanwhile: Callable[[], None] | None = None
 ) -> None:
     """Have the engines destroy their part; a server that is gone, or has done so, is fine."""
     futures = [
-        (replica, name, client.submit(operations.destroy_update_group(name)))
-        for replica, client in members
+        (replica, name, replica.client.submit(operations.destroy_update_group(name)))
+        for replica in replicas
         for name in names
     ]
     if meanwhile is not None:

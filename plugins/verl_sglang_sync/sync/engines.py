@@ -152,8 +152,8 @@ class RemoteEngines:
         else; `engines` gets those that may have been asked.
         """
         ends = iter(zip(group.sockets, self.readers, strict=True))
-        for replica, client in group.members:
-            request = OpeningRequest(client, version)
+        for replica in group.replicas:
+            request = OpeningRequest(replica.client, version)
             invitations = []
             for rank in range(replica.num_ranks):
                 sockets, arrangements = next(ends)
