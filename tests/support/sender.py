@@ -92,14 +92,14 @@ class Sender:
         """How many groups this rank's syncs have had; to be asked after each good one."""
         groups = self._transport(mode)[1]
         if groups is not None:
-            self._groups_seen.add((mode, groups._group.name))
+            self._groups_seen.add((mode, groups.current.name))
         return sum(seen == mode for seen, _ in self._groups_seen)
 
     def close(self) -> None:
         """Dissolve the groups."""
         for _, groups in self._made.values():
-            if groups is not None and groups._group is not None:
-                groups._dissolve(groups._group)
+            if groups is not None and groups.current is not None:
+                groups._dissolve(groups.current)
 
     def _transport(self, mode: str) -> tuple[Any, Any]:
         if mode not in self._made:

@@ -221,7 +221,7 @@ def test_a_group_that_is_not_formed_in_time_is_an_error_and_left(monkeypatch):
     """NCCL waits for a rank that never comes without a limit."""
     monkeypatch.setattr(update_groups, "LEAVE_S", 0.0)
     joined = Future()
-    monkeypatch.setattr(update_groups, "join_in_thread", lambda *_: joined)
+    monkeypatch.setattr(update_groups, "in_thread", lambda *_: joined)
     left = []
     monkeypatch.setattr(update_groups, "leave", lambda group, broken: left.append((group, broken)))
     replied = Future()

@@ -24,7 +24,6 @@ from support.settings import settings_of
 from unit.serving_engine import ServingEngine
 from verl_sglang_sync import WeightSyncError
 from verl_sglang_sync.collective import TrainerGroup
-from verl_sglang_sync.engine.session import SessionSockets
 from verl_sglang_sync.engine.update_groups import Replica, UpdateGroup
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.routes import broadcast as route
@@ -43,13 +42,12 @@ class Groups:
         num_abandoned: groups that were given up.
     """
 
+    address = "127.0.0.1"
+
     def __init__(self) -> None:
         self.engines = [ServingEngine(tp=tp) for tp in TPS]
         self.num_abandoned = 0
         self._formed: UpdateGroup | None = None
-
-    def is_current(self, replicas: Any) -> bool:
-        return self._formed is not None
 
     def with_replicas(self, replicas: Any) -> UpdateGroup:
         if self._formed is None:
@@ -84,8 +82,7 @@ class Groups:
         own, *others = gloo_ranks(1 + sum(TPS))
         for engine, tp in zip(self.engines, TPS, strict=True):
             engine.groups, others = others[:tp], others[tp:]
-        sockets = tuple(SessionSockets("127.0.0.1") for _ in range(sum(TPS)))
-        return UpdateGroup("weight_sync_a", own, replicas, None, b"secret", sockets)  # type: ignore[arg-type]
+        return UpdateGroup("weight_sync_a", own, replicas, None, b"secret")
 
 
 def gloo_ranks(world_size: int) -> list[Any]:
