@@ -109,9 +109,6 @@ class TrainerGroup:
         return [item]
 
 
-SingleProcess = TrainerGroup
-
-
 _ids = count()
 
 

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
+
+import msgspec
+from msgspec import Meta
 
 from sglang_loader.common.check_remarks import ManifestCheck
 from sglang_loader.common.engine_settings import (
-    HOST_BACKUPS,
-    STALE_REQUESTS,
     GatePolicy,
     HostBackup,
     StaleRequests,
@@ -30,7 +31,6 @@ from verl_sglang_sync.stages import SLEEP_ORDER, WAKE_ORDER, StageOrder
 Mode = Literal["bucketed", "flattened", "compiled"]
 DraftWeights = Literal["auto", "synced", "frozen"]
 MODES: tuple[str, ...] = get_args(Mode)
-MANIFEST_CHECKS: tuple[str, ...] = get_args(ManifestCheck)
 PRESETS = (*MODES, "disaggregated")
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -39,28 +39,46 @@ BACKEND_KEY = f"{ROLLOUT}.checkpoint_engine.backend"
 BROADCAST_BACKEND = "sglang_sync"
 BUCKET_KEY = f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes"
 MAX_COUNT = (1 << 31) - 1
+VERL_SWITCHES = ("multi_stage_wake_up", "free_cache_engine")
 
 
-def _one_of(*allowed: str, yaml: Mapping[bool, str] | None = None) -> Callable[[str, Any], Any]:
-    """A check for some words; `yaml` are those that YAML 1.1 reads as true or false."""
+Check = Callable[[str, Any], Any]
+"""Given a whole key and what the user wrote: returns the setting, or raises `ValueError`, naming
+key, value and what is allowed."""
+
+
+def _of(kind: Any, allowed: str) -> Check:
+    """A check for the values of a type, as msgspec reads them."""
 
     def check(key: str, value: Any) -> Any:
-        word = (yaml or {}).get(value, value) if isinstance(value, bool) else value
-        if word not in allowed:
-            raise ValueError(f"{key}={word!r}: allowed: {', '.join(allowed)}")
-        return word
+        try:
+            return msgspec.convert(value, kind)
+        except msgspec.ValidationError:
+            raise ValueError(f"{key}={value!r}: {allowed}") from None
 
     return check
 
 
-def _seconds(key: str, value: Any) -> float:
-    """A limit; an engine accepts none above `MAX_TIMEOUT_S`."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0 < value <= MAX_TIMEOUT_S:
-        raise ValueError(
-            f"{key}={value!r}: expected a number greater than 0 and at most {MAX_TIMEOUT_S:g}"
-        )
-    return float(value)
+def _one_of(words: Any, yaml: Mapping[bool, str] | None = None) -> Check:
+    """A check for the words of a `Literal`; `yaml` are those that YAML 1.1 reads as true, false."""
+    check = _of(words, f"allowed: {', '.join(get_args(words))}")
+
+    def check_meant(key: str, value: Any) -> Any:
+        return check(key, (yaml or {}).get(value, value) if isinstance(value, bool) else value)
+
+    return check_meant
+
+
+_seconds = _of(  # an engine accepts no longer limit
+    Annotated[float, Meta(gt=0, le=MAX_TIMEOUT_S)],
+    f"expected a number greater than 0 and at most {MAX_TIMEOUT_S:g}",
+)
+_count = _of(
+    Annotated[int, Meta(ge=0, le=MAX_COUNT)], f"expected a whole number from 0 to {MAX_COUNT}"
+)
+_mebibytes = _of(Annotated[int, Meta(ge=1)], "expected a whole number of MiB, at least 1")
+_switch = _of(bool, "allowed: true, false")
+_file = _of(Annotated[str, Meta(min_length=1)] | None, "expected a file path or null")
 
 
 def _limits(key: str, section: Any) -> dict[str, float]:
@@ -77,45 +95,23 @@ def _limits(key: str, section: Any) -> dict[str, float]:
     return {name: _seconds(f"{key}.{name}", value) for name, value in given.items()}
 
 
-def _count(key: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_COUNT:
-        raise ValueError(f"{key}={value!r}: expected a whole number from 0 to {MAX_COUNT}")
-    return value
-
-
-def _switch(key: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError(f"{key}={value!r}: allowed: true, false")
-    return value
-
-
-def _file(key: str, value: Any) -> str | None:
-    if value is not None and (not isinstance(value, str) or not value):
-        raise ValueError(f"{key}={value!r}: expected a file path or null")
-    return value
-
-
 def _url(key: str, value: Any) -> str | None:
     return None if value is None else checked_base_url(key, value)
 
 
-Check = Callable[[str, Any], Any]
-"""Given a whole key and what the user wrote: returns the setting, or raises `ValueError`, naming
-key, value and what is allowed."""
-
 PRESET_KEYS: dict[str, Check] = {
-    "mode": _one_of(*MODES),
+    "mode": _one_of(Mode),
     "request_timeout_s": _seconds,
     "timeouts_s": _limits,
     "report_file": _file,
-    "host_backup": _one_of(*HOST_BACKUPS, yaml={True: "on", False: "off"}),
+    "host_backup": _one_of(HostBackup, yaml={True: "on", False: "off"}),
     "sleep_order": lambda key, value: value,  # both together: `StageOrder.of`
     "wake_order": lambda key, value: value,
-    "stale_requests": _one_of(*STALE_REQUESTS),
+    "stale_requests": _one_of(StaleRequests),
     "stale_requests_timeout_s": _seconds,
     "router_url": _url,
-    "manifest_check": _one_of(*MANIFEST_CHECKS, yaml={False: "off"}),
-    "draft_weights": _one_of(*get_args(DraftWeights)),
+    "manifest_check": _one_of(ManifestCheck, yaml={False: "off"}),
+    "draft_weights": _one_of(DraftWeights),
 }
 COMPILED_KEYS: dict[str, Check] = {
     "recheck_every_n_syncs": _count,
@@ -224,14 +220,14 @@ class WeightSyncConfig:
         keys |= {key: known.get(key) for key in known}  # None for what Hydra wants and nobody gave
         checks = PRESET_KEYS | COMPILED_KEYS
         found = {key: checks[key](f"{SECTION}.{key}", value) for key, value in keys.items()}
+        megabytes = _get(_get(rollout, "checkpoint_engine"), "update_weights_bucket_megabytes")
         stages = StageOrder.of(SECTION, found["sleep_order"], found["wake_order"])
         found |= {"sleep_order": stages.sleep, "wake_order": stages.wake}
         return cls(
             **found,
             exports_draft=bool(_get(_get(rollout, "mtp"), "enable", False)),
-            bucket_bytes=_bucket_bytes(rollout),
-            multi_stage_wake_up=_boolean(rollout, "multi_stage_wake_up"),
-            free_cache_engine=_boolean(rollout, "free_cache_engine"),
+            bucket_bytes=_mebibytes(BUCKET_KEY, megabytes) << 20,
+            **{key: _switch(f"{ROLLOUT}.{key}", _get(rollout, key)) for key in VERL_SWITCHES},
         )
 
 
@@ -260,17 +256,3 @@ def _known_keys(section: Any) -> Mapping[str, Any]:
                 f"{SECTION}.{key}={section[key]!r}: {problem}; allowed: {', '.join(allowed)}"
             )
     return section
-
-
-def _bucket_bytes(rollout: Any) -> int:
-    megabytes = _get(_get(rollout, "checkpoint_engine"), "update_weights_bucket_megabytes")
-    if isinstance(megabytes, bool) or not isinstance(megabytes, int) or megabytes <= 0:
-        raise ValueError(f"{BUCKET_KEY}={megabytes!r}: expected a whole number of MiB, at least 1")
-    return megabytes << 20
-
-
-def _boolean(rollout: Any, key: str) -> bool:
-    value = _get(rollout, key)
-    if not isinstance(value, bool):
-        raise ValueError(f"{ROLLOUT}.{key}={value!r}: allowed: True, False")
-    return value

@@ -16,6 +16,7 @@ from support.settings import settings_of
 from support.sglang_server import loopback
 from support.trainer import Ranks, TrainerRank
 from verl_sglang_sync.collective import TorchTrainerGroup, WeightSyncError
+from verl_sglang_sync.engine.server_client import SGLangServerClient
 from verl_sglang_sync.engine.update_groups import Replica, UpdateGroups
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.sync.transport import disaggregated_transport
@@ -59,7 +60,7 @@ class Sender:
         transport, _ = self._transport(mode)
         members = range(len(self._targets)) if members is None else members
         replicas = [
-            Replica(identity=url, base_url=url, num_ranks=tp)
+            Replica(identity=url, base_url=url, client=self._client(url), num_ranks=tp)
             for url, tp in (self._targets[i] for i in members)
         ]
         report = SyncReport(mode=mode, replica=None)
@@ -77,18 +78,26 @@ class Sender:
             error = str(raised)
         return {"error": error, "seconds": time.monotonic() - started}
 
+    def _client(self, url: str) -> SGLangServerClient:
+        return SGLangServerClient(url, timeout_s=self._timeout_s, timeouts_s=self._timeouts_s)
+
+    @property
+    def _timeouts_s(self) -> dict[str, float]:
+        found: dict[str, float] = self._settings.get("timeouts_s", {})
+        return found
+
     def num_formed(self, mode: str) -> int:
         """How many groups this rank's syncs have had; to be asked after each good one."""
         groups = self._transport(mode)[1]
         if groups is not None:
-            self._groups_seen.add((mode, groups._group.name))
+            self._groups_seen.add((mode, groups.current.name))
         return sum(seen == mode for seen, _ in self._groups_seen)
 
     def close(self) -> None:
         """Dissolve the groups."""
         for _, groups in self._made.values():
-            if groups is not None and groups._group is not None:
-                groups._dissolve(groups._group)
+            if groups is not None and groups.current is not None:
+                groups._dissolve(groups.current)
 
     def _transport(self, mode: str) -> tuple[Any, Any]:
         if mode not in self._made:
@@ -97,8 +106,7 @@ class Sender:
                 groups = UpdateGroups(
                     address=self._address or (loopback() if mode == "compiled" else "127.0.0.1"),
                     device=self._rank.device,
-                    timeout_s=self._timeout_s,
-                    timeouts_s=self._settings.get("timeouts_s", {}),
+                    timeout_s=self._timeouts_s.get("group", self._timeout_s),
                 )
             limit_s = self._timeout_s
             transport = disaggregated_transport(

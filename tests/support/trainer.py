@@ -125,10 +125,10 @@ class TrainerRank:
 
     def group(self, timeout_s: float = 60) -> Any:
         """This rank's view of the trainer's processes."""
-        from verl_sglang_sync.collective import SingleProcess, TorchTrainerGroup
+        from verl_sglang_sync.collective import TorchTrainerGroup, TrainerGroup
 
         if not dist.is_initialized():
-            return SingleProcess()
+            return TrainerGroup()
         return TorchTrainerGroup(timeout_s=timeout_s, tp_mesh=self.mesh["infer_tp"])
 
     def close(self) -> None:

@@ -5,7 +5,7 @@ from concurrent.futures import Future
 
 import pytest
 
-from verl_sglang_sync.collective import SingleProcess, WeightSyncError
+from verl_sglang_sync.collective import TrainerGroup, WeightSyncError
 from verl_sglang_sync.engine.server_client import operations
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.sync.adapter_sync import AdapterSync, AdapterUpdate
@@ -48,7 +48,7 @@ class Engine:
 
 def test_engines_that_come_go_and_fail_serve_the_adapter_after_the_next_sync():
     first, second, late = Engine(), Engine(), Engine()
-    adapters = AdapterSync(SingleProcess())
+    adapters = AdapterSync(TrainerGroup())
 
     def sync(**engines):
         report = SyncReport(mode="compiled", replica=None)
@@ -70,7 +70,7 @@ def test_engines_that_come_go_and_fail_serve_the_adapter_after_the_next_sync():
 
 @pytest.mark.parametrize("call", [UPDATE.unload, UPDATE.load])
 def test_an_engine_whose_reply_was_lost_serves_the_adapter_after_the_next_sync(call):
-    engine, adapters = Engine(), AdapterSync(SingleProcess())
+    engine, adapters = Engine(), AdapterSync(TrainerGroup())
 
     def sync():
         report = SyncReport(mode="compiled", replica=None)

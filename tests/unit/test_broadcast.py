@@ -241,15 +241,14 @@ def test_a_group_that_is_not_formed_in_time_is_an_error_and_left(monkeypatch):
     """NCCL waits for a rank that never comes without a limit."""
     monkeypatch.setattr(update_groups, "LEAVE_S", 0.0)
     joined = Future()
-    monkeypatch.setattr(update_groups, "join_in_thread", lambda *_: joined)
+    monkeypatch.setattr(update_groups, "in_thread", lambda *_: joined)
     left = []
     monkeypatch.setattr(update_groups, "leave", lambda group, broken: left.append((group, broken)))
     replied = Future()
     replied.set_result(None)
     client = SimpleNamespace(run=lambda call: None, submit=lambda call: replied)
     groups = UpdateGroups(address="127.0.0.1", device=CPU, timeout_s=0.05)
-    replica = Replica(identity="a", base_url="http://a", num_ranks=1)
-    monkeypatch.setattr(groups, "client", lambda _: client)
+    replica = Replica(identity="a", base_url="http://a", client=client, num_ranks=1)
     with pytest.raises(BroadcastError, match=r"was not formed: not all ranks came within 0\.05 s"):
         groups.with_replicas([replica])
     assert len(groups._left) == 1  # the engines are told to leave it at the next sync

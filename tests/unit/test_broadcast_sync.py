@@ -23,8 +23,7 @@ from sglang_loader.session.broadcast_receiver import BroadcastReceiver
 from support.settings import settings_of
 from unit.serving_engine import ServingEngine
 from verl_sglang_sync import WeightSyncError
-from verl_sglang_sync.collective import SingleProcess
-from verl_sglang_sync.engine.session import SessionSockets
+from verl_sglang_sync.collective import TrainerGroup
 from verl_sglang_sync.engine.update_groups import Replica, UpdateGroup
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.routes import broadcast as route
@@ -43,17 +42,16 @@ class Groups:
         num_abandoned: groups that were given up.
     """
 
+    address = "127.0.0.1"
+
     def __init__(self) -> None:
         self.engines = [ServingEngine(tp=tp) for tp in TPS]
         self.num_abandoned = 0
         self._formed: UpdateGroup | None = None
 
-    def is_current(self, replicas: Any) -> bool:
-        return self._formed is not None
-
     def with_replicas(self, replicas: Any) -> UpdateGroup:
         if self._formed is None:
-            self._formed = self._form(tuple(replicas))
+            self._formed = self._form(replicas)
         return self._formed
 
     def abandon(self) -> None:
@@ -71,14 +69,20 @@ class Groups:
         for engine in self.engines:
             engine.leave_groups()
 
+    @property
+    def replicas(self) -> tuple[Replica, ...]:
+        """With their engines as clients of servers."""
+        ends: Any = zip(self.engines, TPS, strict=True)
+        return tuple(
+            Replica(identity=f"{i}", base_url=f"http://replica{i}", client=engine, num_ranks=tp)
+            for i, (engine, tp) in enumerate(ends)
+        )
+
     def _form(self, replicas: tuple[Replica, ...]) -> UpdateGroup:
         own, *others = gloo_ranks(1 + sum(TPS))
         for engine, tp in zip(self.engines, TPS, strict=True):
             engine.groups, others = others[:tp], others[tp:]
-        clients: Any = self.engines
-        sockets = tuple(SessionSockets("127.0.0.1") for _ in range(sum(TPS)))
-        members = tuple(zip(replicas, clients, strict=True))
-        return UpdateGroup("weight_sync_a", own, members, None, b"secret", sockets)  # type: ignore[arg-type]
+        return UpdateGroup("weight_sync_a", own, replicas, None, b"secret")
 
 
 def gloo_ranks(world_size: int) -> list[Any]:
@@ -115,23 +119,17 @@ def groups() -> Iterator[Groups]:
     made.close()
 
 
-REPLICAS = [
-    Replica(identity=f"{i}", base_url=f"http://replica{i}", num_ranks=tp)
-    for i, tp in enumerate(TPS)
-]
-
-
 def transport(groups: Groups, mode: str = "flattened", **options: Any) -> Callable[..., SyncReport]:
     """A trainer of one rank; syncs `weights` when it is called."""
     settings = settings_of(mode, bucket_bytes=512, request_timeout_s=10, **options)
     sending: Any = groups
     made = disaggregated_transport(
-        groups=sending, settings=settings.for_session(), group=SingleProcess(), device=CPU
+        groups=sending, settings=settings.for_session(), group=TrainerGroup(), device=CPU
     )
 
     def sync(weights: Any) -> SyncReport:
         report = SyncReport(mode=mode, replica=None)
-        asyncio.run(made.sync(weights, version="1", report=report, replicas=REPLICAS))
+        asyncio.run(made.sync(weights, version="1", report=report, replicas=groups.replicas))
         return report
 
     return sync
@@ -243,7 +241,7 @@ def test_the_group_of_a_sync_that_a_reply_has_failed_ends_at_once(groups, monkey
     """Not when the garbage collector comes: engines that leave a gloo group wait for its end."""
     sync = transport(groups)
     sync(weights())
-    group = weakref.ref(groups.with_replicas(REPLICAS).process_group)
+    group = weakref.ref(groups.with_replicas(groups.replicas).process_group)
     submit = groups.engines[1].submit
 
     def lost(call: Any) -> Future[Any]:

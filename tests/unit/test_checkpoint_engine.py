@@ -7,7 +7,7 @@ import pytest
 
 from support.settings import settings_of
 from unit.test_adapter_sync import UPDATE, Engine
-from verl_sglang_sync.collective import SingleProcess, WeightSyncError
+from verl_sglang_sync.collective import TrainerGroup, WeightSyncError
 from verl_sglang_sync.sources.export import Reexport
 from verl_sglang_sync.sync.adapter_sync import AdapterSync
 
@@ -30,11 +30,12 @@ class Trainer:
         self._checkpoint_engine = checkpoint_engine.SGLangSyncCheckpointEngine(1, is_master=True)
         vars(self._checkpoint_engine).update(
             _transport=SimpleNamespace(sync=self._sync),
-            _group=SingleProcess(),
-            _groups=SimpleNamespace(client=lambda replica: self.engines[replica.identity]),
-            _adapter=AdapterSync(SingleProcess()),
+            _group=TrainerGroup(),
+            _adapter=AdapterSync(TrainerGroup()),
         )
         monkeypatch.setattr(checkpoint_engine.ray, "get_actor", self._actor)
+        clients = {f"http://{name}:1": engine for name, engine in self.engines.items()}
+        monkeypatch.setattr(checkpoint_engine, "SGLangServerClient", lambda url, **_: clients[url])
         monkeypatch.setattr(adapter, "collect_adapter", lambda *_, **__: UPDATE)
 
     async def _sync(self, weights, replicas, **_):
@@ -44,7 +45,7 @@ class Trainer:
 
     def _actor(self, name):
         async def address():
-            return "127.0.0.1", 1
+            return name, 1
 
         async def set_global_steps(step):
             self.versions[name] = step

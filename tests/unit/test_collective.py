@@ -16,8 +16,8 @@ from verl_sglang_sync import WeightSyncError
 from verl_sglang_sync.collective import (
     Agreement,
     RankLost,
-    SingleProcess,
     TorchTrainerGroup,
+    TrainerGroup,
     common_reason,
     holds_everywhere,
     run_in_step,
@@ -129,7 +129,7 @@ def test_all_ranks_learn_the_same(pool, failures, waiting, agreement):
 
 
 def test_a_process_on_its_own_agrees_with_itself():
-    group = SingleProcess()
+    group = TrainerGroup()
     assert group.agree(signature=3) == Agreement((), True, (3,))
     assert group.agree(is_ready=False) == Agreement((), False, (0,))
     assert group.agree("no memory") == Agreement(("rank 0: no memory",), False, (0,))

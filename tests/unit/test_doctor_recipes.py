@@ -52,7 +52,7 @@ class TestRecipe:
                 (*COMPILED, *MEGATRON, f"{ACTOR}.megatron.vanilla_mbridge=True"),
                 "the full export (not in place: actor.megatron.vanilla_mbridge=True: mbridge does",
             ),
-            ((*COMPILED, "trainer.nnodes=2"), "exchange the trainer ranks' shards (not in place"),
+            ((*COMPILED, "trainer.nnodes=2"), "exchange the trainer ranks' shards, where"),
             (
                 (*COMPILED, "trainer.n_gpus_per_node=1", f"{SECTION}.read_in_place=False"),
                 "Every sync makes the full export (not in place: read_in_place=False)",
@@ -65,10 +65,10 @@ class TestRecipe:
             ((*COMPILED, f"{ROLLOUT}.checkpoint_engine.backend=nccl"), "backend='nccl' brings the"),
             ((*presets.USUAL, "+weight_sync=bucketed"), "through 1 staging buffer, shared by CUDA"),
             (DISAGGREGATED, "over NCCL"),
-            ((*DISAGGREGATED, f"{SECTION}.mode=compiled"), f"the engines {IN_PLACE}, if all"),
+            ((*DISAGGREGATED, f"{SECTION}.mode=compiled"), f"{IN_PLACE}, if all engines"),
             (
                 (*DISAGGREGATED, f"{SECTION}.mode=compiled", "trainer.nnodes=2"),
-                "Later, every rank sends the engines its shards, where these prove",
+                "Later syncs have every rank send the engines its shards, where these prove",
             ),
         ],
     )
@@ -80,7 +80,8 @@ class TestRecipe:
     def test_what_it_does_follows_from_the_machine(self):
         alone = presets.Machine(num_gpus=8, reads_other_gpus=False)
         *_, last = presets.recipe_checks(COMPILED, alone)
-        assert "exchange the trainer ranks' shards (not in place: CUDA IPC" in last.detail
+        assert "exchange the trainer ranks' shards, where these" in last.detail
+        assert "(not in place: CUDA IPC" in last.detail
         *_, last = presets.recipe_checks(COMPILED, presets.Machine(4, True))
         assert last.advice == "trainer.n_gpus_per_node=8, but 4 GPUs are visible here"
         *_, last = presets.recipe_checks(COMPILED, NO_GPU)

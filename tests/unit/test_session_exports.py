@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from support.settings import settings_of
 from unit.serving_engine import ByName, ServingEngine
 from verl_sglang_sync import WeightSyncError
-from verl_sglang_sync.collective import SingleProcess
+from verl_sglang_sync.collective import TrainerGroup
 from verl_sglang_sync.report import SyncReport, warn_once
 from verl_sglang_sync.routes.route import NOT_TRACEABLE, Route, RouteContext
 from verl_sglang_sync.routes.staging_ring import StagingRing
@@ -40,7 +40,7 @@ class Trainer:
         self.transport = colocated_transport(
             engine=self.engine,
             settings=config.for_session(),
-            group=SingleProcess(),
+            group=TrainerGroup(),
             device=torch.device("cpu"),
         )
 
@@ -240,7 +240,7 @@ class Learns(Route):
 
     def __init__(self, *, needs_no_staging):
         settings = settings_of("compiled")
-        context = RouteContext(SingleProcess(), torch.device("cpu"), settings, lambda: ())
+        context = RouteContext(TrainerGroup(), torch.device("cpu"), settings, lambda: ())
         super().__init__(context, is_wanted=True)
         self.needs_no_staging, self.events = needs_no_staging, []
 

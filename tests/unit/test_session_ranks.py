@@ -11,7 +11,7 @@ import torch
 from unit.failed_replies import BAD, LOST, FailsReplies, failed_request
 from unit.test_session_commit import SETTINGS
 from verl_sglang_sync import WeightSyncError
-from verl_sglang_sync.collective import RankLost, SingleProcess
+from verl_sglang_sync.collective import RankLost, TrainerGroup
 from verl_sglang_sync.engine.arrangements import EngineArrangements
 from verl_sglang_sync.engine.engine_ranks import EngineRank
 from verl_sglang_sync.engine.server_client import RequestFailed, ServerError
@@ -24,7 +24,7 @@ from verl_sglang_sync.sync.session_run import SessionRun
 from verl_sglang_sync.sync.transport import colocated_transport
 
 
-class Group(SingleProcess):
+class Group(TrainerGroup):
     """Writes down when it is asked to agree."""
 
     def __init__(self, events):
@@ -79,7 +79,7 @@ def test_a_failure_says_what_the_engine_may_serve(may_be_served, text):
     def fail():
         raise ValueError("too late")
 
-    ranks = RanksInStep(SingleProcess())
+    ranks = RanksInStep(TrainerGroup())
     ranks.may_be_served = may_be_served
     ranks.run_if_ok(fail)
     assert not ranks.agree()
@@ -91,7 +91,7 @@ def test_the_first_failure_is_kept():
     def fail(text):
         raise ValueError(text)
 
-    ranks = RanksInStep(SingleProcess())
+    ranks = RanksInStep(TrainerGroup())
     assert ranks.run_always(lambda: 1) == ranks.run_if_ok(lambda: 1) == 1
     ranks.run_if_ok(lambda: fail("the first"))
     assert str(ranks.cause) == "the first"
@@ -110,7 +110,7 @@ def test_a_server_that_died_is_named_though_another_engine_told_of_its_failure_f
     requests = [failed_request(BAD), failed_request(LOST)]
     engines = [EngineRank("", session, request, arrangements) for request in requests]
     report = SyncReport(mode="disaggregated", replica=None)
-    ranks = RanksInStep(SingleProcess())
+    ranks = RanksInStep(TrainerGroup())
     run = SessionRun(
         Opened(engines, MappedDelivery(engines, SETTINGS, report)), ranks, SETTINGS, report
     )

@@ -12,7 +12,7 @@ from unit.failed_replies import BAD, LOST, failed_request
 from unit.serving_engine import ServingEngine, costs_of
 from unit.trainer_ranks import WORLD_SIZE, StageCase, stages
 from verl_sglang_sync import WeightSyncError
-from verl_sglang_sync.collective import SingleProcess
+from verl_sglang_sync.collective import TrainerGroup
 from verl_sglang_sync.report import SyncReport
 
 UPDATE = ("update", "1")
@@ -34,7 +34,7 @@ def make_manager(events, *, fails=None, export=two_tensors, **settings):
     manager = SGLangShardingManager(
         engine=engine,
         settings=settings_of(**{"bucket_bytes": 256, **settings}),
-        group=SingleProcess(),
+        group=TrainerGroup(),
         device=torch.device("cpu"),
         replica=7,
         export=export,

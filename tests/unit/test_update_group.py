@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import TCPStore
 from sglang_loader.common.broadcast import update_group
 from sglang_loader.common.broadcast.update_group import MeetingPoint
 from verl_sglang_sync.engine import update_groups
+from verl_sglang_sync.engine.server_client import SGLangServerClient
 from verl_sglang_sync.engine.update_groups import Replica, UpdateGroupError, UpdateGroups
 
 LIMIT_S = 60
@@ -132,7 +133,15 @@ def serving(*servers):
     thread.start()
     assert started.wait(10)
     try:
-        yield [Replica(identity=s.url, base_url=s.url, num_ranks=1) for s in servers]
+        yield [
+            Replica(
+                identity=s.url,
+                base_url=s.url,
+                client=SGLangServerClient(s.url, timeout_s=LIMIT_S),
+                num_ranks=1,
+            )
+            for s in servers
+        ]
     finally:
         stopped.set()
         thread.join()

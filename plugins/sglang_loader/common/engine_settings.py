@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 HostBackup = Literal["auto", "on", "off"]
-HOST_BACKUPS: tuple[str, ...] = get_args(HostBackup)
 HOST_BACKUP_VARIABLE = "VERL_SGLANG_SYNC_HOST_BACKUP"
 
 
@@ -20,7 +19,6 @@ def requested_host_backup() -> HostBackup:
 
 
 StaleRequests = Literal["wait", "refuse"]
-STALE_REQUESTS: tuple[str, ...] = get_args(StaleRequests)
 STALE_REQUESTS_VARIABLE = "VERL_SGLANG_SYNC_STALE_REQUESTS"
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 import torch
 
@@ -18,15 +17,6 @@ from sglang_loader.host_backup.allocations import bytes_at
 PINNED_LIMIT_BYTES = 32 << 20
 CHUNK_BYTES = 4 << 20
 NUM_WORKERS = 4
-
-
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """Device memory [start, stop), kept at `offset` of the host copy."""
-
-    start: int
-    stop: int
-    offset: int
 
 
 class SavedBytes:
@@ -51,10 +41,11 @@ class SavedBytes:
         self._copy(to_host=False)
 
     def _copy(self, *, to_host: bool) -> None:
-        pieces = list(_pieces(self.ranges))
+        pieces = list(self._pieces())
         if self.device.type == "cpu" or self._host.is_pinned():
-            for piece in pieces:
-                self._copy_piece(piece, to_host=to_host)
+            for host, memory in pieces:
+                target, source = (host, memory) if to_host else (memory, host)
+                target.copy_(source, non_blocking=True)
             synchronize(self.device)
             return
         with ThreadPoolExecutor(NUM_WORKERS) as pool:
@@ -65,41 +56,32 @@ class SavedBytes:
             for share in shares:
                 share.result()
 
-    def _copy_piece(self, piece: _Piece, *, to_host: bool) -> None:
-        host = self._host[piece.offset : piece.offset + piece.stop - piece.start]
-        memory = bytes_at(self.device, piece.start, piece.stop)
-        target, source = (host, memory) if to_host else (memory, host)
-        target.copy_(source, non_blocking=True)
-
-    def _copy_share(self, pieces: Sequence[_Piece], to_host: bool) -> None:
+    def _copy_share(
+        self, pieces: Sequence[tuple[torch.Tensor, torch.Tensor]], to_host: bool
+    ) -> None:
         """One worker's pieces, through a pinned buffer and on a stream of its own."""
         stream = torch.cuda.Stream(self.device)
         bounce = torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=True)
         with torch.cuda.device(self.device), torch.cuda.stream(stream):
-            for piece in pieces:
-                count = piece.stop - piece.start
-                host = self._host[piece.offset : piece.offset + count]
-                memory = bytes_at(self.device, piece.start, piece.stop)
-                if to_host:
-                    bounce[:count].copy_(memory, non_blocking=True)
-                    stream.synchronize()
-                    host.copy_(bounce[:count])
-                else:
-                    bounce[:count].copy_(host)
-                    memory.copy_(bounce[:count], non_blocking=True)
-                    stream.synchronize()
+            for host, memory in pieces:
+                target, source = (host, memory) if to_host else (memory, host)
+                part = bounce[: len(source)]
+                part.copy_(source, non_blocking=True)
+                stream.synchronize()
+                target.copy_(part, non_blocking=True)
+                stream.synchronize()
+
+    def _pieces(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Of the host copy and of the device's memory, `CHUNK_BYTES` at most."""
+        rest = self._host
+        for start, stop in self.ranges:
+            for at in range(start, stop, CHUNK_BYTES):
+                memory = bytes_at(self.device, at, min(at + CHUNK_BYTES, stop))
+                host, rest = rest[: len(memory)], rest[len(memory) :]
+                yield host, memory
 
 
 def synchronize(device: torch.device) -> None:
     """Wait for everything that runs on `device`; nothing to do on a CPU."""
     if device.type != "cpu":
         torch.get_device_module(device).synchronize(device)
-
-
-def _pieces(ranges: Sequence[Interval]) -> Iterator[_Piece]:
-    offset = 0
-    for start, stop in ranges:
-        for at in range(start, stop, CHUNK_BYTES):
-            end = min(at + CHUNK_BYTES, stop)
-            yield _Piece(at, end, offset)
-            offset += end - at

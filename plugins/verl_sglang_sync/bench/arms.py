@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from verl_sglang_sync.bench.trainers import Kind, NamedTensor
-from verl_sglang_sync.collective import SingleProcess
+from verl_sglang_sync.collective import TrainerGroup
 from verl_sglang_sync.config import WeightSyncConfig
 from verl_sglang_sync.engine.server_client import SGLangServerClient
 from verl_sglang_sync.sync.sharding_manager import SGLangShardingManager
@@ -91,7 +91,7 @@ class OurSync:
                 free_cache_engine=True,
                 **arm.settings,
             ),
-            group=SingleProcess(),
+            group=TrainerGroup(),
             device=device,
             replica=0,
         )

@@ -129,16 +129,13 @@ def sentences(config: DictConfig, settings: WeightSyncConfig, machine: Machine) 
     if backend == BROADCAST_BACKEND:
         how = "NCCL" if machine.num_gpus else "gloo"
         yield f"The trainer's first rank broadcasts {bucket} to all engines over {how}"
-        if settings.uses_plan and not any(_computed_exports(config)):
-            yield from _later_elsewhere(config, settings, machine)
     else:
         num_buffers = settings.for_session().num_staging_buffers
         shared = "CUDA IPC" if machine.num_gpus else "/dev/shm"
         staging = f"{bucket} through {num_buffers} staging buffer{'s' * (num_buffers > 1)}"
         yield f"One request per sync opens a session per rank: {staging}, shared by {shared}"
-        if settings.uses_plan:
-            yield _later_route(config, settings, machine)
     if settings.uses_plan:
+        yield _later_route(config, settings, machine)
         every = settings.recheck_every_n_syncs
         again = f", checked again every {every} syncs" if every else ""
         yield f"The first sync makes and checks a load plan, later ones replay it{again}"
@@ -154,29 +151,22 @@ def sentences(config: DictConfig, settings: WeightSyncConfig, machine: Machine) 
 
 def _later_route(config: DictConfig, settings: WeightSyncConfig, machine: Machine) -> str:
     """How the syncs after the first get the weights, as far as the config tells."""
-    computed = tuple(_computed_exports(config))
-    elsewhere = computed + tuple(_out_of_reach(config, settings, machine))
-    if not elsewhere:
-        return "Later syncs read the trainer's parameters in place, if these prove to be the export"
-    reasons = f"not in place: {', '.join(elsewhere)}"
+    is_elsewhere = OmegaConf.select(config, BACKEND_KEY) == BROADCAST_BACKEND
     num_ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
-    may_exchange = settings.exchange_shards and num_ranks > 1
-    if computed or not may_exchange:
-        return f"Every sync makes the full export ({reasons})"
-    return f"Later syncs exchange the trainer ranks' shards ({reasons})"
-
-
-def _later_elsewhere(
-    config: DictConfig, settings: WeightSyncConfig, machine: Machine
-) -> Iterator[str]:
-    """Likewise, where the engines have GPUs of their own."""
-    ways = []
-    if not any(_out_of_reach(config, settings, machine)):
-        ways.append("the engines read the trainer's parameters in place, if all are on its node")
-    if settings.exchange_shards:
-        ways.append("every rank sends the engines its shards")
-    if ways:
-        yield f"Later, {', or else '.join(ways)}, where these prove to be the export"
+    ways, reasons = [], list(_computed_exports(config))
+    if not reasons:
+        reasons += _out_of_reach(config, settings, machine)
+        if not reasons:
+            nearby = ", if all engines are on its node" * is_elsewhere
+            ways.append(f"read the trainer's parameters in place{nearby}")
+        if settings.exchange_shards and is_elsewhere:
+            ways.append("have every rank send the engines its shards")
+        elif settings.exchange_shards and num_ranks > 1:
+            ways.append("exchange the trainer ranks' shards")
+    why = f" (not in place: {', '.join(reasons)})" * bool(reasons)
+    if not ways:
+        return f"Every sync makes the full export{why}"
+    return f"Later syncs {', or else '.join(ways)}, where these prove to be the export{why}"
 
 
 def _computed_exports(config: DictConfig) -> Iterator[str]:

@@ -1,6 +1,8 @@
-"""Disaggregated mode: the replicas, and the process group that the trainer forms with them.
+"""Disaggregated mode: the replicas, and the process groups that the trainer forms with them.
 
-A group is kept from sync to sync. It is formed anew when replicas have joined or left, and after a
+There are two: of the trainer's first rank and all engine ranks, in which it broadcasts, and of all
+trainer ranks and all engine ranks, in which each sends; for a trainer of one rank they are one. A
+group is kept from sync to sync. It is formed anew when replicas have joined or left, and after a
 failure, because a collective may be outstanding in it.
 """
 
@@ -8,10 +10,11 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -27,8 +30,8 @@ from sglang_loader.common.broadcast.update_group import (
     was_left,
 )
 from sglang_loader.common.threads import in_thread
+from verl_sglang_sync.collective import TrainerGroup, own_rank, world_size
 from verl_sglang_sync.engine.server_client import ServerError, SGLangServerClient, operations
-from verl_sglang_sync.engine.session import SessionSockets
 
 logger = logging.getLogger(__name__)
 
@@ -47,66 +50,47 @@ class Replica:
 
     Attributes:
         identity: differs for a server that was restarted at the same address.
-        base_url: of its server, such as "http://10.0.0.1:30000".
+        base_url: of its server, such as "http://10.0.0.1:30000"; `client`: of the same.
         num_ranks: tensor-parallel ranks of its engine.
     """
 
     identity: str
     base_url: str
+    client: SGLangServerClient = field(compare=False)
     num_ranks: int
-    api_key: str | None = None
-    admin_api_key: str | None = None
-
-
-Member: TypeAlias = tuple[Replica, SGLangServerClient]
-"""A replica that is in the group, and the client of its server."""
-
-Members: TypeAlias = tuple[Member, ...]
 
 
 @dataclass(frozen=True)
 class UpdateGroup:
-    """A formed group.
+    """A formed group, as a trainer rank has it; the first rank alone has more than the first two.
 
     Attributes:
         name: by which the engines know it.
-        process_group: torch's; the trainer is rank 0.
-        members: the replicas, in rank order, with the clients of their servers.
+        process_group: torch's; the trainer ranks are the first.
+        replicas: in rank order.
         meeting: the store through which NCCL's ranks connect at their first collective.
         secret: what only its ranks know; it signs the invitations to its sessions.
-        sockets: for the session with each engine rank, in rank order.
-        others: names of further groups with the same members.
     """
 
     name: str
     process_group: Any
-    members: Members
-    meeting: MeetingPoint
-    secret: bytes
-    sockets: tuple[SessionSockets, ...]
-    others: list[str] = field(default_factory=list)
-
-    @property
-    def names(self) -> list[str]:
-        return [self.name, *self.others]
-
-    @property
-    def num_engine_ranks(self) -> int:
-        return sum(replica.num_ranks for replica in self.replicas)
-
-    @property
-    def replicas(self) -> tuple[Replica, ...]:
-        return tuple(replica for replica, _ in self.members)
+    replicas: tuple[Replica, ...] = ()
+    meeting: MeetingPoint | None = None
+    secret: bytes = b""
 
 
 class UpdateGroups:
-    """Keeps the current group; lives in the trainer's first rank.
+    """Keeps the current group of some trainer ranks and all engine ranks; lives in each of those
+    trainer ranks.
 
     Args:
-        address: of this host, as the replicas reach it.
-        device: of the buffers that are broadcast; a CPU's go over gloo, a GPU's over NCCL.
-        timeout_s: limit of one request and of the wait for a rank, in seconds; `timeouts_s`: other
-            limits for some operations, see `server_client`.
+        address: of this host, as the replicas reach it; only that of the first rank counts.
+        device: of what is sent; a CPU's goes over gloo, a GPU's over NCCL.
+        timeout_s: limit of the wait for a rank, in seconds.
+        trainers: all trainer ranks, which make the same calls; None: the first is in it alone.
+
+    Attributes:
+        current: None where it was given up.
     """
 
     def __init__(
@@ -115,90 +99,99 @@ class UpdateGroups:
         address: str,
         device: torch.device,
         timeout_s: float,
-        timeouts_s: Mapping[str, float] | None = None,
+        trainers: TrainerGroup | None = None,
     ) -> None:
-        self._address = address
+        self.address = address
+        self.current: UpdateGroup | None = None
         self._device = device
         self._timeout_s = timeout_s
-        self._timeouts_s = timeouts_s
-        self._form_timeout_s = (timeouts_s or {}).get("group", timeout_s)
-        self._group: UpdateGroup | None = None
+        self._trainers = TrainerGroup() if trainers is None else trainers
+        self._rank, self._num_trainers = 0, 1
+        if trainers is not None:
+            self._rank, self._num_trainers = own_rank(), world_size()
         self._left: list[str] = []  # names of groups that the engines still know
 
-    def with_replicas(self, replicas: Sequence[Replica]) -> UpdateGroup:
-        """The group of exactly these replicas.
+    def with_replicas(self, replicas: Sequence[Replica] | None) -> UpdateGroup:
+        """The group of exactly these replicas; collective.
+
+        Args:
+            replicas: only those of the first rank count; None: it has failed before.
 
         Raises:
             ValueError: no replicas.
             ServerError: a server does not answer.
-            UpdateGroupError: a replica did not join; the others have left.
+            UpdateGroupError: a replica did not join, and the others have left; or the first rank
+                could form no group.
         """
-        if not replicas:
-            raise ValueError("a sync needs at least one replica, got none")
-        if self._group is not None and was_left(self._group.process_group):
-            logger.warning("an engine has left %s: another group is formed", self._group.name)
+        told: GroupPlace | str | None = None
+        meeting: MeetingPoint | None = None
+        try:
+            if self._rank == 0 and replicas is not None:
+                told, meeting = self._opened(replicas)
+        finally:
+            told = self._trainers.all_gather(told)[0]
+        if self.current is None or told != self.current.name:
             self.abandon()
-        if self._group is not None and self._group.replicas == tuple(replicas):
-            return self._group
-        members = tuple((replica, self.client(replica)) for replica in replicas)
-        for _, client in members:
-            client.run(operations.model_info())  # nobody waits for a server that is gone
-        if self._group is not None:
-            self._dissolve(self._group)
-        left, self._left = self._left, []
-        _leave_servers(members, left)
-        self._group = self._form(members)
-        return self._group
-
-    def is_current(self, replicas: Sequence[Replica]) -> bool:
-        group = self._group
-        if group is None or was_left(group.process_group):
-            return False
-        return group.replicas == tuple(replicas)
+            if not isinstance(told, GroupPlace):
+                raise UpdateGroupError("the trainer's first rank could form no group of all ranks")
+            own = in_thread(partial(self._join, told), "weight-sync-join")
+            if meeting is None or replicas is None:
+                self.current = self._follow(told, own)
+            else:
+                self.current = self._lead(told, own, meeting, tuple(replicas))
+        return self.current
 
     def abandon(self) -> None:
         """Give up the group after a failure; the next sync forms another."""
-        group, self._group = self._group, None
+        group, self.current = self.current, None
         if group is not None:
-            self._left += group.names
+            self._left.append(group.name)
             leave(group.process_group, broken=True)
 
-    def client(self, replica: Replica) -> SGLangServerClient:
-        return SGLangServerClient(
-            replica.base_url,
-            timeout_s=self._timeout_s,
-            timeouts_s=self._timeouts_s,
-            api_key=replica.api_key,
-            admin_api_key=replica.admin_api_key,
-        )
-
-    def _form(self, members: Members) -> UpdateGroup:
-        num_ranks = sum(replica.num_ranks for replica, _ in members)
-        place, meeting = self.meet(num_trainers=1, num_engine_ranks=num_ranks)
-        group = self.join(place, meeting, members, num_trainers=1)
-        sockets = tuple(SessionSockets(self._address) for _ in range(num_ranks))
-        return UpdateGroup(place.name, group, members, meeting, secret_of(group), sockets)
-
-    def meet(self, *, num_trainers: int, num_engine_ranks: int) -> tuple[GroupPlace, MeetingPoint]:
-        name, world_size = f"{GROUP_PREFIX}{secrets.token_hex(4)}", num_trainers + num_engine_ranks
-        meeting = MeetingPoint(self._address, world_size, num_trainers)
-        return GroupPlace(name, self._address, meeting.port, world_size), meeting
-
-    def join(
-        self, place: GroupPlace, meeting: MeetingPoint, members: Members, *, num_trainers: int
-    ) -> Any:
-        """Join a group, which this process serves the meeting point of, together with all members;
-        their ranks come after the trainer's, of which this one is the first. Returns the process
-        group.
-
-        Raises:
-            UpdateGroupError: a rank did not join; the others have left.
+    def _opened(self, replicas: Sequence[Replica]) -> tuple[GroupPlace | str, MeetingPoint | None]:
+        """On the first rank: the name of the current group, if it is that of these replicas; else
+        where another one meets.
         """
+        if not replicas:
+            raise ValueError("a sync needs at least one replica, got none")
+        if self.current is not None and was_left(self.current.process_group):
+            logger.warning("an engine has left %s: another group is formed", self.current.name)
+            self.abandon()
+        if self.current is not None and self.current.replicas == tuple(replicas):
+            return self.current.name, None
+        for replica in replicas:
+            replica.client.run(operations.model_info())  # nobody waits for a server that is gone
+        if self.current is not None:
+            self._dissolve(self.current)
+        left, self._left = self._left, []
+        _leave_servers(replicas, left)
+        name = f"{GROUP_PREFIX}{secrets.token_hex(4)}"
+        size = self._num_trainers + sum(replica.num_ranks for replica in replicas)
+        meeting = MeetingPoint(self.address, size, self._num_trainers)
+        return GroupPlace(name, self.address, meeting.port, size), meeting
+
+    def _join(self, place: GroupPlace, _: object) -> Any:
+        return join(place, self._rank, self._device)
+
+    def _follow(self, place: GroupPlace, own: Future[Any]) -> UpdateGroup:
+        try:
+            return UpdateGroup(place.name, own.result(self._timeout_s))
+        except Exception as error:
+            raise UpdateGroupError(f"{place.name} was not formed: {error!r}") from None
+
+    def _lead(
+        self,
+        place: GroupPlace,
+        own: Future[Any],
+        meeting: MeetingPoint,
+        replicas: tuple[Replica, ...],
+    ) -> UpdateGroup:
+        """Have all replicas join; their ranks come after the trainer's."""
         joined: list[Future[Any]] = []
-        rank_offset = num_trainers
-        for replica, client in members:
+        rank_offset = self._num_trainers
+        for replica in replicas:
             joined.append(
-                client.submit(
+                replica.client.submit(
                     operations.init_update_group(
                         master_address=place.address,
                         master_port=place.port,
@@ -210,29 +203,26 @@ class UpdateGroups:
                 )
             )
             rank_offset += replica.num_ranks
-        own = join_in_thread(place, 0, self._device)
-        wait([own, *joined], timeout=self._form_timeout_s, return_when=FIRST_EXCEPTION)
-        replicas = [replica for replica, _ in members]
-        if problem := _why_not_formed(replicas, joined, own, self._form_timeout_s):
+        wait([own, *joined], timeout=self._timeout_s, return_when=FIRST_EXCEPTION)
+        if problem := _why_not_formed(replicas, joined, own, self._timeout_s):
             self._left.append(place.name)  # some engine may have joined
             meeting.close()
             wait([own, *joined], LEAVE_S)
             own.add_done_callback(_leave_late)
             raise UpdateGroupError(f"{place.name} was not formed: {problem}")
-        logger.info("formed %s of %d replicas, %d ranks", place.name, len(members), rank_offset)
-        return own.result()
+        logger.info("formed %s of %d replicas, %d ranks", place.name, len(replicas), rank_offset)
+        group = own.result()
+        return UpdateGroup(place.name, group, replicas, meeting, secret_of(group))
 
     def _dissolve(self, group: UpdateGroup) -> None:
-        """Leave a healthy group together with whoever is still there."""
-        self._group = None
+        """Leave a healthy group together with whoever is still there: the engines at the same time,
+        the other trainer ranks when they hear of the next one.
+        """
+        self.current = None
+        is_alone = self._num_trainers == 1
         _leave_servers(
-            group.members, group.names, meanwhile=lambda: leave(group.process_group, broken=False)
+            group.replicas, [group.name], lambda: leave(group.process_group, broken=not is_alone)
         )
-
-
-def join_in_thread(place: GroupPlace, rank: int, device: torch.device) -> Future[Any]:
-    """Join a group; the future gets the process group."""
-    return in_thread(lambda _: join(place, rank, device), "weight-sync-join")
 
 
 def _leave_late(joined: Future[Any]) -> None:
@@ -259,12 +249,12 @@ def _why_not_formed(
 
 
 def _leave_servers(
-    members: Members, names: Sequence[str], meanwhile: Callable[[], None] | None = None
+    replicas: Sequence[Replica], names: Sequence[str], meanwhile: Callable[[], None] | None = None
 ) -> None:
     """Have the engines destroy their part; a server that is gone, or has done so, is fine."""
     futures = [
-        (replica, name, client.submit(operations.destroy_update_group(name)))
-        for replica, client in members
+        (replica, name, replica.client.submit(operations.destroy_update_group(name)))
+        for replica in replicas
         for name in names
     ]
     if meanwhile is not None:

@@ -22,7 +22,6 @@ from verl_sglang_sync.collective import TrainerGroup
 from verl_sglang_sync.config import WeightSyncConfig
 from verl_sglang_sync.engine.arrangements import EngineArrangements
 from verl_sglang_sync.engine.engine_ranks import Engine, EngineRank, OpeningRequest
-from verl_sglang_sync.engine.sender_group import SenderGroup
 from verl_sglang_sync.engine.session import SessionSockets, TrainerSession
 from verl_sglang_sync.engine.update_groups import Replica, UpdateGroup, UpdateGroups
 from verl_sglang_sync.report import SyncReport
@@ -90,8 +89,8 @@ class RemoteEngines:
     """The engine ranks of all replicas, on other devices.
 
     Args:
-        groups: on the trainer's first rank; None on the others, which have no sessions.
-        senders: the group of all trainer ranks, which may send, too, where `may_send` says so.
+        groups: of the trainer's first rank; None on the others, which have no sessions.
+        senders: of all trainer ranks, which may send, too, where `may_send` says so.
 
     Attributes:
         readers: what the engine ranks have said that they read, on the first rank; a new list for
@@ -101,12 +100,13 @@ class RemoteEngines:
     def __init__(
         self,
         groups: UpdateGroups | None,
-        senders: SenderGroup,
+        senders: UpdateGroups,
         may_send: Callable[[], bool],
         settings: WeightSyncConfig,
     ) -> None:
         remove_orphans()  # as a session's trainer does when it makes a folder of its own
         self.readers: Sequence[EngineArrangements] = ()
+        self._sockets: list[SessionSockets] = []  # of the same engine ranks
         self._read_by = ""  # name of the group of those
         self._groups = groups
         self._senders = senders
@@ -122,7 +122,8 @@ class RemoteEngines:
             group = ranks.run_if_ok(lambda: self._formed(groups, task.replicas))
         senders: str | None = ""
         if self._may_send():
-            senders = ranks.run_always(lambda: self._senders.formed(group))
+            replicas = None if group is None else task.replicas
+            senders = ranks.run_always(lambda: self._senders.with_replicas(replicas).name)
         if group is None or senders is None:
             return Opened((), MappedDelivery((), settings, task.report))
         ranks.run_if_ok(lambda: self._ask(group, senders, stack, task.version, engines))
@@ -131,13 +132,14 @@ class RemoteEngines:
         return Opened(engines, delivery)
 
     def _formed(self, groups: UpdateGroups, replicas: Sequence[Replica]) -> UpdateGroup:
-        if not groups.is_current(replicas):
-            self._senders.abandon()
         group = groups.with_replicas(replicas)
         if group.name != self._read_by:
-            num, is_wanted = group.num_engine_ranks, self._settings.exchange_shards
-            self._read_by = group.name
-            self.readers = [EngineArrangements(is_wanted=is_wanted) for _ in range(num)]
+            if self._senders is not groups:  # of other engine ranks; the engines are told later
+                self._senders.abandon()
+            engine_ranks = range(sum(replica.num_ranks for replica in replicas))
+            is_wanted, self._read_by = self._settings.exchange_shards, group.name
+            self.readers = [EngineArrangements(is_wanted=is_wanted) for _ in engine_ranks]
+            self._sockets = [SessionSockets(groups.address) for _ in engine_ranks]
         return group
 
     def _ask(
@@ -151,9 +153,9 @@ class RemoteEngines:
         """Ask every replica for a session with each of its engine ranks, which then serve nobody
         else; `engines` gets those that may have been asked.
         """
-        ends = iter(zip(group.sockets, self.readers, strict=True))
-        for replica, client in group.members:
-            request = OpeningRequest(client, version)
+        ends = iter(zip(self._sockets, self.readers, strict=True))
+        for replica in group.replicas:
+            request = OpeningRequest(replica.client, version)
             invitations = []
             for rank in range(replica.num_ranks):
                 sockets, arrangements = next(ends)
@@ -173,6 +175,5 @@ class RemoteEngines:
 
     def abandon(self) -> None:
         """A collective may be outstanding in a group."""
-        self._senders.abandon()
-        if self._groups is not None:
-            self._groups.abandon()
+        for groups in filter(None, {self._senders, self._groups}):
+            groups.abandon()

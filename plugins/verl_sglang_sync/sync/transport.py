@@ -25,7 +25,6 @@ from sglang_loader.common.session.messages import Loaded
 from verl_sglang_sync.collective import RankLost, TrainerGroup, WeightSyncError, world_size
 from verl_sglang_sync.config import WeightSyncConfig
 from verl_sglang_sync.engine.engine_ranks import Engine, OpeningRequest, forget_frames
-from verl_sglang_sync.engine.sender_group import SenderGroup
 from verl_sglang_sync.engine.update_groups import Replica, UpdateGroups
 from verl_sglang_sync.report import SyncReport, warn_once
 from verl_sglang_sync.routes.exchange.all_to_all import NUM_TRAVELLING
@@ -275,7 +274,10 @@ def disaggregated_transport(
     if groups is not None:
         ring = StagingRing(device, num_buffers=NUM_TRAVELLING, bucket_bytes=settings.bucket_bytes)
     limit_s = settings.timeouts_s.get("group", settings.request_timeout_s)
-    senders = SenderGroup(groups, group, device, limit_s)
+    senders = groups
+    if senders is None or world_size() > 1:
+        address = "" if groups is None else groups.address
+        senders = UpdateGroups(address=address, device=device, timeout_s=limit_s, trainers=group)
     engines = RemoteEngines(groups, senders, lambda: send.is_proven, settings)
     context = RouteContext(group, device, settings, lambda: engines.readers, world_size())
     folder = cache(SessionFolder)  # made when there is memory that engines map, which it lists

@@ -19,6 +19,7 @@ from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegist
 
 from verl_sglang_sync.collective import TorchTrainerGroup, TrainerGroup, holds_everywhere
 from verl_sglang_sync.config import BROADCAST_BACKEND, WeightSyncConfig
+from verl_sglang_sync.engine.server_client import SGLangServerClient
 from verl_sglang_sync.engine.server_client.operations import server_url
 from verl_sglang_sync.engine.update_groups import Replica, UpdateGroups
 from verl_sglang_sync.report import SyncReport
@@ -74,7 +75,6 @@ class SGLangSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._is_rollout = is_master is None
         self._servers: list[RolloutServer] = []
         self._transport: SessionTransport | None = None
-        self._groups: UpdateGroups | None = None  # of the first rank
         self._group: TrainerGroup | None = None
         self._adapter: AdapterSync | None = None
         self._have_base: frozenset[str] = frozenset()  # replicas with the weights below an adapter
@@ -160,9 +160,7 @@ class SGLangSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         """Have all replicas, which have the base weights, serve this state of a LoRA adapter."""
         from verl_sglang_sync.verl.adapter import collect_adapter
 
-        engines = {}
-        if self._groups is not None:
-            engines = {replica.identity: self._groups.client(replica) for replica in replicas}
+        engines = {replica.identity: replica.client for replica in replicas}
         num_ranks, is_leader = self._servers[0].num_ranks, self._is_source
         assert self._adapter is not None, "made with the transport"
         await self._adapter.sync(
@@ -189,19 +187,18 @@ class SGLangSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         if self._transport is None:
             from verl_sglang_sync.verl.rollout import current_device
 
-            device = current_device()
+            device, groups, settings = current_device(), None, self._settings
             if self._is_source:
                 _check_nccl(device)
-                self._groups = UpdateGroups(
+                groups = UpdateGroups(
                     address=ray.util.get_node_ip_address().strip("[]"),
                     device=device,
-                    timeout_s=self._settings.request_timeout_s,
-                    timeouts_s=self._settings.timeouts_s,
+                    timeout_s=settings.timeouts_s.get("group", settings.request_timeout_s),
                 )
-            group = self._group = TorchTrainerGroup(timeout_s=self._settings.request_timeout_s)
+            group = self._group = TorchTrainerGroup(timeout_s=settings.request_timeout_s)
             self._adapter = AdapterSync(group)
             self._transport = disaggregated_transport(
-                groups=self._groups, settings=self._settings, group=group, device=device
+                groups=groups, settings=settings, group=group, device=device
             )
         return self._transport
 
@@ -228,10 +225,14 @@ def _identity(actor: Any) -> str:
 
 
 def _replica(server: RolloutServer, actor: Any, address: tuple[str, int]) -> Replica:
-    return Replica(
-        identity=_identity(actor),
-        base_url=server_url(*address),
-        num_ranks=server.num_ranks,
+    url, settings = server_url(*address), server.settings
+    client = SGLangServerClient(
+        url,
+        timeout_s=settings.request_timeout_s,
+        timeouts_s=settings.timeouts_s,
         api_key=server.api_key,
         admin_api_key=server.admin_api_key,
+    )
+    return Replica(
+        identity=_identity(actor), base_url=url, client=client, num_ranks=server.num_ranks
     )

@@ -3,9 +3,9 @@
 For engines on other devices (disaggregated), instead of gathering all weights on the first trainer
 rank and broadcasting them: each byte that an engine rank reads travels once, from a trainer rank
 that holds it (`exchange_plan.plan_reader` makes sure), and that rank compares it: what it would
-send, found as the engine rank would find it, with the full export. See `shard_route`; trainer ranks
-and engine ranks are one process group (`engine.sender_group`), and no rank packs more than a bucket
-at a time.
+send, found as the engine rank would find it, with the full export. See `shard_route`; all trainer
+ranks and engine ranks are one process group (`engine.update_groups`), and no rank packs more than a
+bucket at a time.
 
 The engine ranks unpack nothing: their load plans read in what they receive, as in memory that is
 pulled.
@@ -21,7 +21,7 @@ import torch
 
 from sglang_loader.common.copies import gather_reads
 from verl_sglang_sync.engine.engine_ranks import EngineRank
-from verl_sglang_sync.engine.sender_group import SenderGroup
+from verl_sglang_sync.engine.update_groups import UpdateGroups
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.routes.exchange.exchange_plan import Received, received
 from verl_sglang_sync.routes.exchange.shard_route import (
@@ -39,7 +39,7 @@ class Send(ShardRoute):
 
     not_taken = "the first trainer rank gathers all weights and broadcasts them to all engines"
 
-    def __init__(self, context: RouteContext, senders: SenderGroup) -> None:
+    def __init__(self, context: RouteContext, senders: UpdateGroups) -> None:
         super().__init__(context, context.settings.bucket_bytes)
         self._senders = senders
         self._limit_s = context.settings.request_timeout_s
