@@ -71,7 +71,7 @@ def each(pairs: Pairs) -> Callable[[], object]:
 
 
 def triton(pairs: Pairs) -> Callable[[], object]:
-    return BatchedCopy(*pairs).run
+    return BatchedCopy.of(*pairs).run
 
 
 ARMS = {"foreach": foreach, "each": each, "triton": triton}

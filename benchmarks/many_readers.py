@@ -88,7 +88,7 @@ class Rank:
         if 0 <= reader < case.readers:
             buckets = [self._bucket(case, mapped, reader, layer) for layer in range(NUM_LAYERS)]
         return [
-            self._measure(case, arm, [BatchedCopy(*b[:2], b[2] if mix else ()) for b in buckets])
+            self._measure(case, arm, [BatchedCopy.of(*b[:2], b[2] if mix else ()) for b in buckets])
             for arm, mix in (("in order", False), ("mixed", True))
         ]
 

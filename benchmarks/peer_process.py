@@ -230,10 +230,10 @@ class PeerProcess:
             options = {"RUN": run, "BLOCK": read.tile_words, "num_warps": read.num_warps}
             return lambda: _read_rows[grid](source, target, self._words, **options)
         if not read.tile_words:
-            return BatchedCopy([target], [source]).run
+            return BatchedCopy.of([target], [source]).run
         # The project's kernel, in other shapes than the project's.
         with mock.patch.object(batched_copy, "TILE_WORDS", read.tile_words):
-            copy = BatchedCopy([target], [source])
+            copy = BatchedCopy.of([target], [source])
         tables, grid = (copy._tiles, copy._entries), (len(copy._tiles),)
         options = {"TILE": read.tile_words, "num_warps": read.num_warps}
         return lambda: batched_copy._copy_tiles[grid](*tables, **options)

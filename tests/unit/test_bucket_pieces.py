@@ -14,7 +14,7 @@ from sglang_loader.common.session.messages import (
     SharedBuffer,
 )
 from sglang_loader.common.shared_memory import share_storage
-from sglang_loader.session.state import MappedMemory
+from sglang_loader.session.state import MappedMemory, Sources
 
 LAYOUT = BucketLayout.pack([("t", (4, 8), torch.uint8)])
 BUFFERS = {slot: torch.arange(64, dtype=torch.uint8) + 100 * slot for slot in range(2)}
@@ -74,3 +74,47 @@ def test_a_piece_may_be_strided_within_one_buffer():
 def test_bytes_outside_of_what_is_mapped_are_refused(piece, reason):
     with pytest.raises(SessionError, match=reason):
         source_of(piece)
+
+
+PIECES = [BucketPiece(3, 0, 0, 16), BucketPiece(1, 8, 16, 8)]
+
+
+def message(pieces=PIECES):
+    return LoadBucket(
+        index=0, layout=b"layout", pieces=pieces, buffers=[], read_only=True, arranged=False
+    )
+
+
+def memory_in_slots(*sizes):
+    """In slots 1 and 3."""
+    memories = (torch.zeros(size, dtype=torch.uint8) for size in sizes)
+    return dict(zip((1, 3), memories, strict=True))
+
+
+def test_a_bucket_in_other_memory_has_the_map_that_it_had():
+    sources, here, there = Sources(), memory_in_slots(16, 16), memory_in_slots(16, 16)
+    first = sources.of(message(), here, 24)
+    assert sources.of(message(), here, 24) is first
+    sources.clear()
+    second = sources.of(message(), there, 24)
+    assert second is not first
+    assert second.map is first.map
+    assert [m.data_ptr() for m in second.memories] == [there[slot].data_ptr() for slot in (3, 1)]
+
+
+@pytest.mark.parametrize(
+    ("pieces", "sizes"), [(PIECES, (24, 16)), ([PIECES[0], BucketPiece(1, 0, 16, 8)], (16, 16))]
+)
+def test_other_pieces_or_lengths_have_another_map(pieces, sizes):
+    sources = Sources()
+    first = sources.of(message(), memory_in_slots(16, 16), 24)
+    assert sources.of(message(pieces), memory_in_slots(*sizes), 24).map is not first.map
+
+
+def test_memory_that_is_too_short_now_is_refused():
+    sources = Sources()
+    sources.of(message(), memory_in_slots(16, 16), 24)
+    with pytest.raises(SessionError, match="leaves its memory"):
+        sources.of(message(), memory_in_slots(16, 15), 24)
+    with pytest.raises(SessionError, match="slot 1: not mapped"):
+        sources.of(message(), {3: torch.zeros(16, dtype=torch.uint8)}, 24)

@@ -1,14 +1,16 @@
 """Where the bytes of a bucket are: one flat buffer, or pieces of the trainer's own memory.
 
 A layout gives every tensor an offset, as if the bucket were one buffer. Where the trainer's tensors
-are read in place, `BucketSource` says which memory stands behind which bytes of that buffer:
+are read in place, a `BucketMap` says which bytes of which memory stand behind those of that buffer,
+and a `BucketSource` which memory that is:
 
-    source = BucketSource([Piece.flat(0, mapped[4096:8192]), Piece.flat(4096, other[:512])])
-    for copy, memory in source.copies(bucket_copy): ...
+    bucket_map = BucketMap([Piece.flat(0, 0, 4096), Piece.flat(4096, 1, 512)])
+    source = BucketSource(bucket_map, [mapped, other])
+    for copy, number in bucket_map.copies(bucket_copy): ...
 
-A plan is made for the layout alone: copies are found in the memory when they are bound. A piece may
-end within a tensor, where a shard does; or a tensor's bytes are spread over shards, as those of a
-row-parallel weight are.
+Parameters that are offloaded come back in other memory, but lie there as before: another source,
+the same map. A piece may end within a tensor, where a shard does; or a tensor's bytes are spread
+over shards, as those of a row-parallel weight are.
 """
 
 from __future__ import annotations
@@ -26,30 +28,30 @@ from sglang_loader.common.layout import BucketLayout, check_buffer
 from sglang_loader.common.regions.compose import ByteMap, shard_copies
 from sglang_loader.common.regions.geometry import StridedCopy, split_copy
 
-CopyFrom: TypeAlias = tuple[StridedCopy, torch.Tensor]
-"""A copy whose `src` counts in this memory: flat uint8."""
+CopyFrom: TypeAlias = tuple[StridedCopy, int]
+"""A copy whose `src` counts in the memory of this number."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Consecutive bytes of a bucket: a strided set of bytes of one memory, or of several (the
-    shards of a parameter).
+    """Consecutive bytes of a bucket: a strided set of bytes of one shard, or of several (those of a
+    parameter).
 
     Attributes:
         start: of the first byte in the bucket's layout.
-        memories: flat contiguous uint8.
-        bytes: where the bytes are in the memories put one behind the other; of several, none is
+        shards: number of the memory, first byte in it, and length in bytes; of several, none is
             empty.
+        bytes: where the bytes are in the shards put one behind the other.
     """
 
     start: int
-    memories: tuple[torch.Tensor, ...]
+    shards: tuple[tuple[int, int, int], ...]
     bytes: ByteMap
 
     @classmethod
-    def flat(cls, start: int, memory: torch.Tensor) -> Piece:
-        """All of one memory."""
-        return cls(start, (memory,), ByteMap(0, ((memory.numel(), 1),)))
+    def flat(cls, start: int, number: int, nbytes: int) -> Piece:
+        """The first bytes of one memory."""
+        return cls(start, ((number, 0, nbytes),), ByteMap(0, ((nbytes, 1),)))
 
     @property
     def nbytes(self) -> int:
@@ -58,49 +60,38 @@ class Piece:
 
     @property
     def is_within(self) -> bool:
-        """True if the bytes are bytes of the memories."""
+        """True if the bytes are bytes of the shards."""
         offset, dims = self.bytes.offset, self.bytes.dims
         reach = offset + sum((count - 1) * stride for count, stride in dims)
         is_forward = offset >= 0 and all(count >= 0 <= stride for count, stride in dims)
-        return is_forward and reach < sum(memory.numel() for memory in self.memories)
+        return is_forward and reach < sum(nbytes for _, _, nbytes in self.shards)
 
     def copies(self, copy: StridedCopy) -> Iterator[CopyFrom]:
         """A copy out of the piece, `src` counting from its first byte."""
-        starts = list(accumulate((memory.numel() for memory in self.memories), initial=0))[:-1]
+        starts = list(accumulate((nbytes for _, _, nbytes in self.shards), initial=0))[:-1]
         for shard, part in shard_copies(self.bytes, starts, copy):
-            yield part, self.memories[shard]
+            number, offset, _ = self.shards[shard]
+            yield (replace(part, src=offset + part.src) if offset else part), number
 
 
-class BucketSource:
-    """The memory behind one bucket, which lives as long as this does; pieces by ascending `start`.
-    Two of the same pieces are not equal: copies are bound to one.
+class BucketMap:
+    """Pieces of one bucket, by ascending `start`. Two of the same pieces are not equal: what is
+    found out of one is kept for as long as it lives.
 
     Raises:
-        ValueError: pieces overlap, are out of order, or are not flat bytes.
+        ValueError: pieces overlap, or are out of order.
     """
 
     def __init__(self, pieces: Sequence[Piece]) -> None:
         stop = 0
         for piece in pieces:
-            for memory in piece.memories:
-                check_buffer(memory, 0)
             if piece.start < stop:
                 raise ValueError(
                     f"a piece starts at byte {piece.start}, the one before it ends at {stop}"
                 )
             stop = piece.start + piece.nbytes
-        self._pieces = tuple(pieces)
+        self.pieces = tuple(pieces)
         self._starts = [piece.start for piece in pieces]
-
-    @classmethod
-    def flat(cls, buffer: torch.Tensor) -> BucketSource:
-        """All of a bucket in one buffer: flat contiguous uint8."""
-        return cls([Piece.flat(0, buffer)])
-
-    @property
-    def device(self) -> torch.device:
-        """Of its first memory; a CPU where there is none."""
-        return self._pieces[0].memories[0].device if self._pieces else torch.device("cpu")
 
     def copies(self, copy: StridedCopy) -> Iterator[CopyFrom]:
         """A copy out of the bucket as copies out of the memory behind it; ValueError is raised
@@ -109,9 +100,34 @@ class BucketSource:
         for part in split_copy(copy, self._starts):
             start, stop = part.src_bounds()
             i = bisect_right(self._starts, start) - 1
-            if i < 0 or stop > self._pieces[i].start + self._pieces[i].nbytes:
+            if i < 0 or stop > self.pieces[i].start + self.pieces[i].nbytes:
                 raise ValueError(f"bytes {start} to {stop} of the bucket are in no piece")
-            yield from self._pieces[i].copies(replace(part, src=start - self._pieces[i].start))
+            yield from self.pieces[i].copies(replace(part, src=start - self.pieces[i].start))
+
+
+class BucketSource:
+    """The memory behind one bucket, which lives as long as this does: copies are bound to it.
+
+    Args:
+        memories: by the map's numbers, each flat contiguous uint8; else ValueError is raised.
+    """
+
+    def __init__(self, bucket_map: BucketMap, memories: Sequence[torch.Tensor]) -> None:
+        for memory in memories:
+            check_buffer(memory, 0)
+        self.map = bucket_map
+        self.memories = tuple(memories)
+
+    @classmethod
+    def flat(cls, buffer: torch.Tensor) -> BucketSource:
+        """All of a bucket in one buffer: flat contiguous uint8."""
+        check_buffer(buffer, 0)
+        return cls(BucketMap([Piece.flat(0, 0, buffer.numel())]), [buffer])
+
+    @property
+    def device(self) -> torch.device:
+        """Of its first memory; a CPU where there is none."""
+        return self.memories[0].device if self.memories else torch.device("cpu")
 
     def packed(self, layout: BucketLayout) -> torch.Tensor:
         """The bucket as one buffer: the source's own memory if that is one, else a copy.
@@ -120,15 +136,15 @@ class BucketSource:
             ValueError: the source does not hold every byte of every tensor of the layout.
         """
         nbytes = layout.nbytes
-        if len(self._pieces) == 1:
-            (piece,) = self._pieces
-            is_flat = piece.bytes.is_dense and len(piece.memories) == 1
-            if is_flat and piece.start == 0 and piece.nbytes >= nbytes:
-                return piece.memories[0][piece.bytes.offset :][:nbytes]
+        if len(self.map.pieces) == 1:
+            (piece,) = self.map.pieces
+            (number, offset, _), *others = piece.shards
+            if piece.bytes.is_dense and not others and piece.start == 0 and piece.nbytes >= nbytes:
+                return self.memories[number][offset + piece.bytes.offset :][:nbytes]
         buffer = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
         for tensor in layout.tensors:
             whole = StridedCopy(0, tensor.offset, tensor.offset, (), tensor.nbytes)
-            for copy, memory in self.copies(whole) if tensor.nbytes else ():
-                target, origin = copy_views(copy, memory, buffer)
+            for copy, number in self.map.copies(whole) if tensor.nbytes else ():
+                target, origin = copy_views(copy, self.memories[number], buffer)
                 target.copy_(origin)
         return buffer

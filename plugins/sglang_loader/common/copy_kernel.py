@@ -4,7 +4,7 @@
 gives; a strided copy is a launch of its own. Here the copies of a bucket are cut into tiles of up
 to `TILE_WORDS` 64-bit words, each a part of a row or a few rows, and one launch moves them all:
 
-    copies = BatchedCopy(targets, sources)     # builds its tables on the device, once
+    copies = BatchedCopy.of(targets, sources)  # builds its tables on the device, once
     copies.run()                               # asynchronous, on the current stream
 
 Where sources lie on several GPUs, the tiles of all of them are mixed: each reader then reads from
@@ -117,33 +117,47 @@ def launch(tiles: torch.Tensor, entries: torch.Tensor) -> None:
 
 
 class BatchedCopy:
-    """Copies `sources[i]` to `targets[i]`, all in one launch; keeps them alive.
+    """Copies rows of words on one CUDA device, all in one launch.
 
     Args:
-        targets: views of `WORD`s on one CUDA device with innermost stride 1; no word twice.
-        sources: of the same shapes.
-        gpus: for each source, a number of the GPU on which it lies; (): all on the same one.
+        table: of the rows, see `row_table`; no word is written twice.
+        tiles: of the table, see `tile_table`.
+        gpus: for each entry of the table, a number of the GPU on which its source lies; (): all lie
+            on the same one.
     """
 
     def __init__(
         self,
+        table: npt.NDArray[np.int64],
+        tiles: npt.NDArray[np.int32],
+        device: torch.device,
+        gpus: Sequence[int] | npt.NDArray[np.int64] = (),
+    ) -> None:
+        if len(gpus):
+            tiles = tiles[mixed(np.asarray(gpus)[tiles[:, 0]])]
+        self._tiles = torch.from_numpy(tiles).to(device)
+        self._entries = torch.from_numpy(table).to(device)
+        self._kept: object = None
+
+    @classmethod
+    def of(
+        cls,
         targets: Sequence[torch.Tensor],
         sources: Sequence[torch.Tensor],
         gpus: Sequence[int] | npt.NDArray[np.int64] = (),
-    ) -> None:
-        device = targets[0].device
-        entries: list[Rows] = []
-        nums_entries: list[int] = []
-        for target, source in zip(targets, sources, strict=True):
-            found = list(rows_of(target, source)) if source.numel() else []
-            entries += found
-            nums_entries.append(len(found))
-        tiles = tile_table([num_tiles(rows) for rows in entries])
+    ) -> BatchedCopy:
+        """Of `sources[i]` to `targets[i]`, views of `WORD`s with innermost stride 1; keeps them
+        alive. `gpus`: by source.
+        """
+        pairs = zip(targets, sources, strict=True)
+        found = [list(rows_of(t, s)) if s.numel() else [] for t, s in pairs]
+        entries = [rows for of_pair in found for rows in of_pair]
         if len(gpus):
-            tiles = tiles[mixed(np.repeat(gpus, nums_entries)[tiles[:, 0]])]
-        self._kept = (targets, sources)
-        self._tiles = torch.from_numpy(tiles).to(device)
-        self._entries = torch.from_numpy(row_table(entries)).to(device)
+            gpus = np.repeat(gpus, [len(of_pair) for of_pair in found])
+        tiles = tile_table([num_tiles(rows) for rows in entries])
+        copies = cls(row_table(entries), tiles, targets[0].device, gpus)
+        copies._kept = targets, sources
+        return copies
 
     def run(self) -> None:
         """Copy, asynchronously; done when the current stream has come here."""
@@ -158,7 +172,7 @@ def is_available(device: torch.device) -> bool:
     try:
         source = torch.arange(8, dtype=WORD, device=device)
         target = torch.zeros_like(source)
-        BatchedCopy([target], [source]).run()
+        BatchedCopy.of([target], [source]).run()
         return torch.equal(target, source)
     except Exception as error:
         logger.warning("torch's copies instead of the Triton kernel: %r", error)

@@ -5,28 +5,43 @@ left. Launches work, never waits for it.
     executor.replay(0, BucketSource.flat(staging))      # on the current stream; the caller
     synchronises
 
-Binding (turning descriptors into tensors that view concrete memory) is done once per source, and
-lasts as long as that does: whoever lets go of a source lets go of its memory.
+Binding (turning descriptors into addresses of concrete memory) is done once per source, and lasts
+as long as that does: whoever lets go of a source lets go of its memory. Which bytes of which memory
+the copies read is found once per map of a bucket, however often that memory is another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import TypeAlias
+from functools import cached_property, partial
+from itertools import chain
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from sglang_loader.common.bucket_source import BucketSource
+from sglang_loader.common.bucket_source import BucketMap, BucketSource, CopyFrom
 from sglang_loader.common.copies import copy_views
-from sglang_loader.common.copy_kernel import WORD, BatchedCopy, is_available, mixed
+from sglang_loader.common.copy_kernel import (
+    WORD,
+    BatchedCopy,
+    is_available,
+    mixed,
+    num_tiles,
+    row_table,
+    rows_between,
+    tile_table,
+)
 from sglang_loader.common.regions.geometry import StridedCopy
 from sglang_loader.common.shared_memory import peer_of
 from sglang_loader.load_plan.destinations import Destinations
 from sglang_loader.load_plan.plan import BucketPlan, LoadPlan, LoadWeights
+
+SCRATCH = -1
+"""In a storage's place: what the loader is given."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +69,7 @@ class PlanExecutor:
     def __init__(self, plan: LoadPlan, load_weights: LoadWeights) -> None:
         self._plan = plan
         self._load_weights = load_weights
+        self._found: WeakKeyDictionary[BucketMap, _Copies] = WeakKeyDictionary()
         self._bound: WeakKeyDictionary[BucketSource, _Binding] = WeakKeyDictionary()
         self._scratch: WeakValueDictionary[torch.device, torch.Tensor] = WeakValueDictionary()
         rest = (bucket.rest_layout().nbytes for bucket in plan.buckets)
@@ -72,8 +88,11 @@ class PlanExecutor:
         plan = arranged or self._plan.buckets[index]
         binding = self._bound.get(source)
         if binding is None or binding.plan is not plan:
+            copies = self._found.get(source.map)
+            if copies is None or copies.plan is not plan:
+                copies = self._found[source.map] = _Copies(plan, source.map)
             scratch = self._scratch_on(source.device)
-            binding = self._bound[source] = _bind(plan, self._plan.destinations, source, scratch)
+            binding = self._bound[source] = copies.bind(self._plan.destinations, source, scratch)
         binding.run(self._load_weights)
 
     def _scratch_on(self, device: torch.device) -> torch.Tensor:
@@ -88,8 +107,8 @@ def replay_once(
     plan: BucketPlan, destinations: Destinations, load_weights: LoadWeights, buffer: torch.Tensor
 ) -> None:
     """`PlanExecutor.replay` of one bucket's plan; the binding is not kept."""
-    scratch = _empty(plan.rest_layout().nbytes, buffer.device)
-    _bind(plan, destinations, BucketSource.flat(buffer), scratch).run(load_weights)
+    scratch, source = _empty(plan.rest_layout().nbytes, buffer.device), BucketSource.flat(buffer)
+    _Copies(plan, source.map).bind(destinations, source, scratch).run(load_weights)
 
 
 def _empty(nbytes: int, device: torch.device) -> torch.Tensor:
@@ -97,47 +116,98 @@ def _empty(nbytes: int, device: torch.device) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
-def _bind(
-    plan: BucketPlan, destinations: Destinations, source: BucketSource, scratch: torch.Tensor
-) -> _Binding:
-    groups: _Groups = {}
-    rest = plan.rest_layout()
-    with torch.inference_mode(False), torch.no_grad():
-        for copy in plan.copies:
-            _add(groups, source, copy, destinations.memory[copy.storage])
-        for src, tensor in zip(plan.rest.values(), rest.tensors, strict=True):
-            if tensor.nbytes:
-                whole = StridedCopy(0, src, tensor.offset, (), tensor.nbytes)
-                _add(groups, source, whole, scratch)
-        copies = [_bind_copies(*group) for group in groups.values()]
-        return _Binding(plan, copies, rest.views(scratch), scratch)
-
-
-_Groups: TypeAlias = dict[object, tuple[list[torch.Tensor], list[torch.Tensor]]]
-"""Targets and sources of copies, grouped by how these are made."""
-
-
-def _add(groups: _Groups, source: BucketSource, copy: StridedCopy, base: torch.Tensor) -> None:
-    """A copy out of the bucket to `base`."""
-    for part, memory in source.copies(copy):
-        target, origin = copy_views(part, memory, base)
-        # torch's fused kernel takes a group only if all of it is dense.
-        words = target.dtype == origin.dtype == WORD and is_available(target.device)
-        is_dense = None if words else not part.dims
-        key = (target.dtype, origin.dtype, is_dense, target.device, origin.device)
-        targets, origins = groups.setdefault(key, ([], []))
-        targets.append(target)
-        origins.append(origin)
-
-
-def _bind_copies(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> Callable[[], object]:
-    """What makes all copies of a group: our kernel where it takes them, else torch's. Either reads
-    from all GPUs on which sources lie at the same time, see `copy_kernel`.
+class _Copies:
+    """A bucket's copies out of the memories that its map names, to storages or to the scratch: the
+    same wherever those memories are.
     """
-    devices = {targets[0].device, sources[0].device}
-    is_words = targets[0].dtype == sources[0].dtype == WORD
-    _, gpus = np.unique([peer_of(source) or "" for source in sources], return_inverse=True)
-    if is_words and len(devices) == 1 and is_available(targets[0].device):
-        return BatchedCopy(targets, sources, gpus).run
-    order = mixed(gpus)
-    return partial(torch._foreach_copy_, [targets[i] for i in order], [sources[i] for i in order])
+
+    def __init__(self, plan: BucketPlan, bucket_map: BucketMap) -> None:
+        self.plan = plan
+        self._rest = plan.rest_layout()
+        copies = list(plan.copies)
+        for src, tensor in zip(plan.rest.values(), self._rest.tensors, strict=True):
+            if tensor.nbytes:
+                copies.append(StridedCopy(SCRATCH, src, tensor.offset, (), tensor.nbytes))
+        self._storages = sorted({copy.storage for copy in copies})
+        self._all = [found for copy in copies for found in bucket_map.copies(copy)]
+
+    def bind(
+        self, destinations: Destinations, source: BucketSource, scratch: torch.Tensor
+    ) -> _Binding:
+        """The copies out of this memory, asynchronous on a GPU. Whichever way they are made, they
+        read from all GPUs on which memories lie at the same time, see `copy_kernel`.
+        """
+        targets, memories = (*destinations.memory, scratch), source.memories
+        _, gpus = np.unique([peer_of(memory) or "" for memory in memories], return_inverse=True)
+        everything = (*(targets[i] for i in self._storages), *memories)
+        is_near = all(memory.device == source.device for memory in everything)
+        is_aligned = all(memory.data_ptr() % WORD.itemsize == 0 for memory in everything)
+        groups: dict[object, tuple[list[torch.Tensor], list[torch.Tensor], list[int]]] = {}
+        made: list[Callable[[], object]] = []
+        with torch.inference_mode(False), torch.no_grad():
+            left = self._all
+            if is_near and is_aligned and is_available(source.device):
+                words, left = self._words
+                if len(words.table):
+                    made.append(words.copy(targets, memories, gpus, source.device).run)
+            for copy, number in left:
+                target, origin = copy_views(copy, memories[number], targets[copy.storage])
+                # torch's fused kernel takes a group only if all of it is dense.
+                key = (target.dtype, origin.dtype, not copy.dims, target.device, origin.device)
+                to, of, on = groups.setdefault(key, ([], [], []))
+                to.append(target)
+                of.append(origin)
+                on.append(int(gpus[number]))
+            for to, of, on in groups.values():
+                order = mixed(on)
+                ordered = [to[i] for i in order], [of[i] for i in order]
+                made.append(partial(torch._foreach_copy_, *ordered))
+            return _Binding(self.plan, made, self._rest.views(scratch), scratch)
+
+    @cached_property
+    def _words(self) -> tuple[_WordCopies, list[CopyFrom]]:
+        """Those that the copy kernel takes, wherever memory is aligned, and the others."""
+        kernel: list[CopyFrom] = []
+        others: list[CopyFrom] = []
+        for copy, number in self._all:
+            strides = chain.from_iterable(dim[1:] for dim in copy.dims)
+            aligned = math.gcd(WORD.itemsize, copy.src, copy.dst, copy.run, *strides)
+            takes = copy.unit.cast is None and aligned == WORD.itemsize
+            (kernel if takes else others).append((copy, number))
+        return _WordCopies.of(kernel), others
+
+
+@dataclass(frozen=True)
+class _WordCopies:
+    """Copies for the kernel: rows whose addresses count in a memory and a storage, by number."""
+
+    table: npt.NDArray[np.int64]
+    tiles: npt.NDArray[np.int32]
+    numbers: npt.NDArray[np.int64]
+    storages: npt.NDArray[np.int64]
+
+    @classmethod
+    def of(cls, copies: Sequence[CopyFrom]) -> _WordCopies:
+        entries, places = [], []
+        for copy, number in copies:
+            shape = *(count for count, _, _ in copy.dims), copy.run // WORD.itemsize
+            src = *(src // WORD.itemsize for _, src, _ in copy.dims), 1
+            dst = *(dst // WORD.itemsize for _, _, dst in copy.dims), 1
+            found = list(rows_between(copy.src, copy.dst, shape, src, dst)) if copy.run else []
+            entries += found
+            places += [(number, copy.storage)] * len(found)
+        numbers, storages = np.array(places, dtype=np.int64).reshape(-1, 2).T
+        tiles = tile_table([num_tiles(rows) for rows in entries])
+        return cls(row_table(entries), tiles, numbers, storages)
+
+    def copy(
+        self,
+        targets: Sequence[torch.Tensor],
+        memories: Sequence[torch.Tensor],
+        gpus: npt.NDArray[np.int64],
+        device: torch.device,
+    ) -> BatchedCopy:
+        table = self.table.copy()
+        table[:, 0] += np.array([memory.data_ptr() for memory in memories])[self.numbers]
+        table[:, 1] += np.array([target.data_ptr() for target in targets])[self.storages]
+        return BatchedCopy(table, self.tiles, device, gpus[self.numbers])

@@ -5,13 +5,15 @@ Mapped buffers outlive a session, so that a later one need not map them again.
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 
-from sglang_loader.common.bucket_source import BucketSource, Piece
+from sglang_loader.common.bucket_source import BucketMap, BucketSource, Piece
 from sglang_loader.common.copies import synchronize
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.regions.compose import ByteMap
@@ -83,17 +85,15 @@ class MappedMemory:
         self._mapped, self._kept, self._slots = kept, set(), {}
 
 
-_CachedSource = tuple[list[wire.BucketPiece], dict[int, torch.Tensor], BucketSource]
-"""The pieces of a message, the buffers that they lie in, and their memory."""
-
-
 class Sources:
     """The memory behind the last buckets: one may have thousands of pieces, and plans bind their
-    copies to it.
+    copies to it. Where only the memory is another, the map of the pieces is kept, and what plans
+    have found out of that.
     """
 
     def __init__(self) -> None:
-        self._cached: OrderedDict[tuple[int, int, bytes], _CachedSource] = OrderedDict()
+        self._maps: OrderedDict[_Key, _MapOfPieces] = OrderedDict()
+        self._sources: dict[_Key, BucketSource] = {}
 
     def of(
         self, message: wire.LoadBucket, slots: Mapping[int, torch.Tensor], nbytes: int
@@ -105,45 +105,78 @@ class Sources:
         """
         slot = message.pieces[0].slot if message.pieces else -1
         key = len(message.pieces), slot, message.layout
-        if (cached := self._cached.get(key)) is not None:
-            pieces, used, source = cached
-            is_there = all(slots.get(slot) is buffer for slot, buffer in used.items())
-            if is_there and pieces == message.pieces:
-                return source
-        used = {}
-        for piece in message.pieces:
-            for slot in (piece.slot, *(slot for slot, _, _ in piece.shards)):
-                if slot not in slots:
-                    raise SessionError(f"bucket {message.index} lies in slot {slot}: not mapped")
-                used[slot] = slots[slot]
-        found = [_piece(piece, used, nbytes, message.index) for piece in message.pieces]
-        self._cached[key] = message.pieces, used, BucketSource(found)
-        while len(self._cached) > MAX_SOURCES:
-            self._cached.popitem(last=False)
-        return self._cached[key][2]
+        found = self._maps.get(key)
+        if found is None or not found.is_of(message.pieces, slots):
+            self._sources.pop(key, None)
+            found = self._maps[key] = _MapOfPieces.of(message, slots, nbytes)
+            while len(self._maps) > MAX_SOURCES:
+                self._sources.pop(self._maps.popitem(last=False)[0], None)
+        memories = [slots[slot] for slot in found.slots]
+        source = self._sources.get(key)
+        if source is None or any(map(operator.is_not, source.memories, memories)):
+            source = self._sources[key] = BucketSource(found.map, memories)
+        return source
 
     def clear(self) -> None:
         """Let go of all memory."""
-        self._cached.clear()
+        self._sources.clear()
+
+
+_Key = tuple[int, int, bytes]
+
+
+@dataclass(frozen=True)
+class _MapOfPieces:
+    """The pieces of a message, the slots and lengths of the buffers that they lie in, and their map
+    in these.
+    """
+
+    pieces: list[wire.BucketPiece]
+    slots: dict[int, int]
+    map: BucketMap
+
+    @classmethod
+    def of(
+        cls, message: wire.LoadBucket, buffers: Mapping[int, torch.Tensor], nbytes: int
+    ) -> _MapOfPieces:
+        numbers: dict[int, int] = {}
+        for piece in message.pieces:
+            for slot in (piece.slot, *(slot for slot, _, _ in piece.shards)):
+                if slot not in buffers:
+                    raise SessionError(f"bucket {message.index} lies in slot {slot}: not mapped")
+                numbers.setdefault(slot, len(numbers))
+        sizes = {slot: buffers[slot].numel() for slot in numbers}
+        found = [_piece(piece, numbers, sizes, nbytes, message.index) for piece in message.pieces]
+        return cls(message.pieces, sizes, BucketMap(found))
+
+    def is_of(self, pieces: list[wire.BucketPiece], buffers: Mapping[int, torch.Tensor]) -> bool:
+        """True if these are the pieces, in buffers of the same lengths."""
+        fit = all(s in buffers and buffers[s].numel() == n for s, n in self.slots.items())
+        return fit and pieces == self.pieces
 
 
 def _piece(
-    piece: wire.BucketPiece, buffers: Mapping[int, torch.Tensor], bucket_nbytes: int, index: int
+    piece: wire.BucketPiece,
+    numbers: Mapping[int, int],
+    sizes: Mapping[int, int],
+    bucket_nbytes: int,
+    index: int,
 ) -> Piece:
-    def within(slot: int, offset: int, nbytes: int) -> torch.Tensor:
-        buffer = buffers[slot]
-        if not 0 <= offset <= offset + nbytes <= buffer.numel():
-            raise SessionError(f"a shard of bucket {index} leaves the buffer of {buffer.numel()}")
-        return buffer[offset : offset + nbytes]
-
     start, nbytes = piece.start, piece.nbytes
     if not 0 <= start <= start + nbytes <= bucket_nbytes:
         raise SessionError(
             f"a piece of bucket {index} at bytes {start}+{nbytes} leaves the bucket's "
             f"{bucket_nbytes}"
         )
-    shards = tuple(within(*shard) for shard in piece.shards) or (buffers[piece.slot],)
-    found = Piece(start, shards, ByteMap(piece.offset, piece.dims or ((nbytes, 1),)))
+    shards = piece.shards or ((piece.slot, 0, sizes[piece.slot]),)
+    for slot, offset, length in shards:
+        if not 0 <= offset <= offset + length <= sizes[slot]:
+            raise SessionError(f"a shard of bucket {index} leaves the buffer of {sizes[slot]}")
+    found = Piece(
+        start,
+        tuple((numbers[slot], offset, length) for slot, offset, length in shards),
+        ByteMap(piece.offset, piece.dims or ((nbytes, 1),)),
+    )
     if found.nbytes != nbytes or not found.is_within:
         raise SessionError(f"a piece of bucket {index} at byte {start} leaves its memory")
     return found

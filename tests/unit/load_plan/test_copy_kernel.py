@@ -51,11 +51,11 @@ def copies(device: str) -> tuple[list[torch.Tensor], list[torch.Tensor], list[to
 def check(device: str, num_gpus: int) -> None:
     """All is copied, and nothing else written."""
     targets, whole, sources = copies(device)
-    BatchedCopy(targets, sources, [i % num_gpus for i in range(len(sources))]).run()
+    BatchedCopy.of(targets, sources, [i % num_gpus for i in range(len(sources))]).run()
     for target, storage, source, (_, _, pad) in zip(targets, whole, sources, SHAPES, strict=True):
         assert torch.equal(target, source), source.shape
         assert bool((storage[..., :pad] == -1).all()), source.shape
-    BatchedCopy(targets[-1:], sources[-1:]).run()  # nothing to do
+    BatchedCopy.of(targets[-1:], sources[-1:]).run()  # nothing to do
 
 
 def test_the_kernel_copies_every_word_and_no_other() -> None:

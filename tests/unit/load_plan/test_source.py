@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from unittest import mock
 
 import pytest
 import torch
@@ -10,11 +11,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from sglang_loader.common.bucket_source import BucketSource, Piece
+from sglang_loader.common.bucket_source import BucketMap, BucketSource, Piece
+from sglang_loader.common.copy_kernel import BatchedCopy
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.regions.compose import ByteMap
 from sglang_loader.common.regions.geometry import Region, StridedCopy
-from sglang_loader.load_plan import PlanExecutor, compile_bucket, join_buckets, trace_bucket
+from sglang_loader.load_plan import (
+    PlanExecutor,
+    compile_bucket,
+    executor,
+    join_buckets,
+    trace_bucket,
+)
+from support.remote import run_interpreted
 
 SHAPES = [("q", (4, 8)), ("k", (2, 8)), ("v", (2, 8)), ("o", (8, 4)), ("n", (8,))]
 LAYOUT = BucketLayout.pack([(name, shape, torch.float32) for name, shape in SHAPES])
@@ -61,7 +70,13 @@ def in_pieces(tensors, cuts):
         view.copy_(tensor)
     ends = [0, *sorted(4 * cut for cut in cuts), LAYOUT.nbytes]
     pairs = itertools.pairwise(ends)
-    return BucketSource([Piece.flat(start, buffer[start:stop].clone()) for start, stop in pairs])
+    return source_of([(start, buffer[start:stop].clone()) for start, stop in pairs])
+
+
+def source_of(parts):
+    """Pieces that begin at these bytes, each all of a memory."""
+    pieces = [Piece.flat(start, i, memory.numel()) for i, (start, memory) in enumerate(parts)]
+    return BucketSource(BucketMap(pieces), [memory for _, memory in parts])
 
 
 @given(st.sets(st.integers(1, LAYOUT.nbytes // 4 - 1), max_size=9), st.integers(0, 1000))
@@ -108,19 +123,20 @@ def test_what_a_replay_changes_in_pieces_it_reads_changed(cut):
 
 def spread(tensors, axes):
     """Each tensor parted along an axis into two shards, in memory of their own; None: it is not."""
-    pieces = []
+    pieces, memories = [], []
     for entry, tensor, axis in zip(LAYOUT.tensors, tensors, axes, strict=True):
         if axis is None:
-            memory = tensor.clone().view(-1).view(torch.uint8)
-            pieces.append(Piece.flat(entry.offset, memory))
+            pieces.append(Piece.flat(entry.offset, len(memories), tensor.nbytes))
+            memories.append(tensor.clone().view(-1).view(torch.uint8))
             continue
         axis %= tensor.dim()
         halves = torch.stack(tensor.chunk(2, axis))  # the shards, one behind the other
         order = halves.movedim(0, axis)
         region = Region(0, tuple(order.shape), tuple(order.stride()), tensor.element_size())
-        shards = tuple(half.clone().view(-1).view(torch.uint8) for half in halves)
+        shards = tuple((len(memories) + i, 0, half.nbytes) for i, half in enumerate(halves))
         pieces.append(Piece(entry.offset, shards, ByteMap.of(region)))
-    return BucketSource(pieces)
+        memories += [half.clone().view(-1).view(torch.uint8) for half in halves]
+    return BucketSource(BucketMap(pieces), memories)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -140,14 +156,49 @@ def test_a_replay_from_shards_is_the_eager_load(dtype, axes, seed):
 
 
 def test_a_shard_of_a_row_parallel_weight_is_one_copy():
-    shards = tuple(torch.arange(64, dtype=torch.uint8) + 64 * i for i in range(2))
+    shards = (3, 0, 64), (1, 32, 64)
     piece = Piece(0, shards, ByteMap(0, ((16, 4), (2, 64), (4, 1))))  # [16, 8] bytes
-    parts = list(BucketSource([piece]).copies(StridedCopy(0, 0, 0, (), 128)))
-    assert [(copy.dims, copy.run, copy.src, copy.dst) for copy, _ in parts] == [
-        (((16, 4, 8),), 4, 0, 0),
-        (((16, 4, 8),), 4, 0, 4),
+    parts = list(BucketMap([piece]).copies(StridedCopy(0, 0, 0, (), 128)))
+    assert [(number, copy.dims, copy.run, copy.src, copy.dst) for copy, number in parts] == [
+        (3, ((16, 4, 8),), 4, 0, 0),
+        (1, ((16, 4, 8),), 4, 32, 4),
     ]
-    assert [memory.data_ptr() for _, memory in parts] == [shard.data_ptr() for shard in shards]
+
+
+def check_other_memory():
+    """Replays read what the memory has, wherever that is, and its map is gone through once."""
+    model, expected = Model(), Model()
+    executor, bucket_map, copies = executor_of(model), None, BucketMap.copies
+    for seed in range(3):
+        tensors = random_tensors(seed)
+        source = spread(tensors, [0, 1, None, 1, 0])
+        if bucket_map is None:
+            bucket_map = source.map
+        with mock.patch.object(BucketMap, "copies", autospec=True, side_effect=copies) as found:
+            executor.replay(0, BucketSource(bucket_map, source.memories))
+            assert found.called == (seed == 0)
+        expected.load_weights(zip([name for name, _ in SHAPES], tensors, strict=True))
+        for mine, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+            assert torch.equal(mine, theirs)
+
+
+def test_memory_may_be_another_in_each_replay():
+    check_other_memory()
+
+
+def check_kernel():
+    """As on a GPU: what is of whole words is copied by the kernel, the rest by torch."""
+    with (
+        mock.patch.object(executor, "is_available", return_value=True),
+        mock.patch.object(BatchedCopy, "run", autospec=True, side_effect=BatchedCopy.run) as run,
+    ):
+        check_other_memory()
+    assert run.call_count == 3
+
+
+def test_the_copy_kernel_reads_any_memory(tmp_path):
+    pytest.importorskip("triton")
+    run_interpreted(check_kernel, tmp_path / "log")
 
 
 class Ignores(nn.Module):
@@ -159,9 +210,9 @@ class Ignores(nn.Module):
 
 def test_of_a_bucket_of_which_nothing_is_read_nothing_need_come():
     model = Ignores()
-    executor_of(model).replay(0, BucketSource([]))
+    executor_of(model).replay(0, BucketSource(BucketMap([]), []))
     with pytest.raises(ValueError, match="no piece"):
-        executor_of(Model()).replay(0, BucketSource([]))
+        executor_of(Model()).replay(0, BucketSource(BucketMap([]), []))
 
 
 def test_one_buffer_is_not_copied():
@@ -171,8 +222,8 @@ def test_one_buffer_is_not_copied():
 
 def test_every_byte_of_a_tensor_must_lie_in_a_piece():
     memory = torch.zeros(LAYOUT.nbytes, dtype=torch.uint8)
-    torn = BucketSource([Piece.flat(0, memory[:64]), Piece.flat(68, memory[68:])])
-    for source in (torn, BucketSource([])):
+    torn = source_of([(0, memory[:64]), (68, memory[68:])])
+    for source in (torn, BucketSource(BucketMap([]), [])):
         with pytest.raises(ValueError, match="of the bucket are in no piece"):
             source.packed(LAYOUT)
         with pytest.raises(ValueError, match="of the bucket are in no piece"):
@@ -184,4 +235,4 @@ def test_every_byte_of_a_tensor_must_lie_in_a_piece():
 def test_pieces_must_be_in_order():
     memory = torch.zeros(64, dtype=torch.uint8)
     with pytest.raises(ValueError, match="starts at byte 32, the one before it ends at 64"):
-        BucketSource([Piece.flat(0, memory), Piece.flat(32, memory)])
+        source_of([(0, memory), (32, memory)])
