@@ -216,12 +216,9 @@ def _check(digest: str, arrangement: Arrangement, layouts: Mapping[str, BucketLa
     if not 0 < nbytes <= layout.nbytes:
         raise WireError(f"an arrangement of {nbytes} bytes, the bucket has {layout.nbytes}")
     for read in arrangement.reads:
-        if not 0 <= read.tensor < len(layout.tensors):
+        if read.tensor >= len(layout.tensors):
             raise WireError(f"a read of tensor {read.tensor} of {len(layout.tensors)}")
         tensor = layout.tensors[read.tensor]
-        smallest = min((read.offset, read.start, *(stride for _, stride in read.dims)))
-        if smallest < 0 or read.run < 1 or any(count < 1 for count, _ in read.dims):
-            raise WireError(f"{tensor.name!r}: a read of no bytes, or backwards: {read}")
         if read.stop > tensor.nbytes or read.start + read.nbytes > nbytes:
             raise WireError(
                 f"{tensor.name!r}: a read up to byte {read.stop} of {tensor.nbytes}, to byte "

@@ -132,20 +132,16 @@ def _piece(
 ) -> Piece:
     def within(slot: int, offset: int, nbytes: int) -> torch.Tensor:
         buffer = buffers[slot]
-        if not 0 <= offset <= offset + nbytes <= buffer.numel():
+        if offset + nbytes > buffer.numel():
             raise SessionError(f"a shard of bucket {index} leaves the buffer of {buffer.numel()}")
         return buffer[offset : offset + nbytes]
 
-    start, nbytes = piece.start, piece.nbytes
-    if not 0 <= start <= start + nbytes <= bucket_nbytes:
-        raise SessionError(
-            f"a piece of bucket {index} at bytes {start}+{nbytes} leaves the bucket's "
-            f"{bucket_nbytes}"
-        )
     shards = tuple(within(*shard) for shard in piece.shards) or (buffers[piece.slot],)
-    found = Piece(start, shards, ByteMap(piece.offset, piece.dims or ((nbytes, 1),)))
-    if found.nbytes != nbytes or not found.is_within:
-        raise SessionError(f"a piece of bucket {index} at byte {start} leaves its memory")
+    found = Piece(piece.start, shards, ByteMap(piece.offset, piece.dims or ((piece.nbytes, 1),)))
+    if found.nbytes != piece.nbytes or not found.is_within:
+        raise SessionError(f"a piece of bucket {index} at byte {piece.start} leaves its memory")
+    if piece.start + piece.nbytes > bucket_nbytes:
+        raise SessionError(f"a piece of bucket {index} leaves the bucket's {bucket_nbytes} bytes")
     return found
 
 

@@ -12,8 +12,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Annotated, TypeAlias
+
+import msgspec
 
 from sglang_loader.common.regions.geometry import StridedCopy
+
+Size: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
+"""A number, offset or stride: none that comes over the wire is negative."""
+
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
+"""Likewise, and at least 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +37,11 @@ class Read:
         start: first byte in the arranged buffer; dense from there, `dims` outermost first.
     """
 
-    tensor: int
-    offset: int
-    dims: tuple[tuple[int, int], ...]
-    run: int
-    start: int
+    tensor: Size
+    offset: Size
+    dims: tuple[tuple[Count, Size], ...]
+    run: Count
+    start: Size
 
     @property
     def nbytes(self) -> int:
