@@ -78,18 +78,17 @@ def test_arrangements_that_leave_their_bounds_are_refused(case):
 
 
 def test_a_trainer_learns_what_it_may_use(caplog):
-    assert EngineArrangements(is_wanted=True).known_digest([]) is None, "no bucket was sent yet"
-    assert EngineArrangements(is_wanted=False).known_digest(BUCKETS) is None
+    assert EngineArrangements(is_wanted=False).known_digest is None
     arrangements = EngineArrangements(is_wanted=True)
-    assert arrangements.known_digest(BUCKETS) == ""
+    assert arrangements.known_digest == ""
     offer = encode_arrangements(tuple((bucket.digest, HALF) for bucket in BUCKETS))
     arrangements.learn(offer, BUCKETS)
-    assert arrangements.known_digest(BUCKETS) == digest_of(offer)
+    assert arrangements.known_digest == digest_of(offer)
     assert arrangements.fitting(BUCKETS).digest == digest_of(offer)
     assert arrangements.fitting(BUCKETS[1:]) == NOTHING_KNOWN
     arrangements.forget()
-    assert arrangements.known_digest(BUCKETS) == ""
+    assert arrangements.known_digest == ""
     with caplog.at_level(logging.WARNING):
         arrangements.learn(b"noise", BUCKETS)
     assert "the engine's arrangements do not fit: not arrangements" in caplog.text
-    assert arrangements.known_digest(BUCKETS) is None, "asked for them no more"
+    assert arrangements.known_digest is None, "asked for them no more"
