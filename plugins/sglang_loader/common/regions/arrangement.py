@@ -11,6 +11,7 @@ place. The engine makes it from its plan; whoever sends fills the buffer:
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, TypeAlias
 
@@ -75,9 +76,10 @@ class Read:
         return cls(tensor, copy.src, dims, copy.run, copy.dst)
 
 
-@dataclass(frozen=True, slots=True)
-class Arrangement:
-    """What one rank reads of one bucket, no byte of the arranged buffer twice, and its size."""
+Arrangement: TypeAlias = tuple[Read, ...]
+"""What one rank reads of one bucket: no byte of the arranged buffer twice."""
 
-    reads: tuple[Read, ...]
-    nbytes: int
+
+def end_of(reads: Iterable[Read]) -> int:
+    """Size of the arranged buffer, in bytes."""
+    return max((read.start + read.nbytes for read in reads), default=0)
