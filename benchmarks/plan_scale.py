@@ -113,11 +113,11 @@ def measure(case: Case) -> dict[str, Any]:
     own = EngineRank(case, rank % case.engine)
     with timed(seconds, "engine plan"):
         made = [own.arranged(layout) for layout in layouts]
-    sizes["engine_reads"] = sum(len(arrangement.reads) for arrangement, _ in made)
+    sizes["engine_reads"] = sum(len(arrangement) for arrangement, _ in made)
     sizes["engine_copies"] = sum(copies for _, copies in made)
     engines = (EngineRank(case, each) for each in range(case.engine))
     arrangements = [[engine.listed(layout) for layout in layouts] for engine in engines]
-    assert sizes["engine_reads"] == sum(len(each.reads) for each in arrangements[0])
+    assert sizes["engine_reads"] == sum(len(each) for each in arrangements[0])
     arrangements[rank % case.engine] = [arrangement for arrangement, _ in made]
     encoded = [pickle.dumps(each) for each in arrangements]
     sizes["gathered_arrangement_bytes"] = sum(map(len, encoded))

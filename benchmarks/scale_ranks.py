@@ -178,7 +178,7 @@ class EngineRank:
             offset = copy.src - layout.tensors[tensor].offset
             reads.append(Read(tensor, offset, dims, copy.run, stop))
             stop += reads[-1].nbytes
-        return Arrangement(tuple(reads), stop)
+        return tuple(reads)
 
     def _copies(self, layout: BucketLayout) -> Iterator[StridedCopy]:
         """Out of a bucket into this rank's parameters; none of what it does not have."""

@@ -9,6 +9,7 @@ import torch
 
 from sglang_loader.common.bucket_source import BucketSource
 from sglang_loader.common.layout import BucketLayout, decode_arrangements, encode_arrangements
+from sglang_loader.common.regions.arrangement import end_of
 from sglang_loader.load_plan import (
     PlanExecutor,
     compile_bucket,
@@ -65,9 +66,9 @@ def prove_arranged(model, plan, before, buffers, expected):
         assert arranged is not None, bucket.layout
         arrangement, rebased = arranged
         encoded = encode_arrangements((("digest", arrangement),))
-        if arrangement.nbytes <= bucket.layout.nbytes:
+        if end_of(arrangement) <= bucket.layout.nbytes:
             assert decode_arrangements(encoded, {"digest": bucket.layout})[0][1] == arrangement
-        flat = torch.full((arrangement.nbytes,), 0x5A, dtype=torch.uint8)
+        flat = torch.full((end_of(arrangement),), 0x5A, dtype=torch.uint8)
         tensors = [tensor for _, tensor in bucket.layout.views(buffer)]
         ByteGather(arrangement, flat.device).run(tensors, flat)
         replay_once(rebased, plan.destinations, model.load_weights, flat)

@@ -164,8 +164,6 @@ MAPPED = wire.SharedBuffer(slot=0, name="b", handle=None, keep=False)
         (None, {"arranged": True}, "is not sent"),
         (None, {"receives": [[8, 0]]}, "is sent .*in no group here"),
         (TWO, {"receives": [[8, 0, 0]]}, "is sent .*in no group here"),
-        (TWO, {"receives": [[8, 0], [7, 0]]}, "is sent .*in parts of"),
-        (TWO, {"receives": [[16, -8]]}, "is sent .*in parts of"),
     ],
 )
 def test_what_comes_neither_by_broadcast_nor_in_the_groups_parts_is_not_received(

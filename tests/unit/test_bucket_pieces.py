@@ -68,7 +68,6 @@ def test_a_piece_may_be_strided_within_one_buffer():
         (BucketPiece(0, 1, 0, 32, ROWS, SHARDS), "leaves its memory"),
         (BucketPiece(0, 0, 0, 16, ROWS, SHARDS), "leaves its memory"),
         (BucketPiece(0, 33, 0, 32, ROWS), "leaves its memory"),
-        (BucketPiece(0, 31, 0, 32, ((32, -1),), SHARDS), "leaves its memory"),
     ],
 )
 def test_bytes_outside_of_what_is_mapped_are_refused(piece, reason):

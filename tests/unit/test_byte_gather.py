@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from sglang_loader.common.copies import gather_reads
 from sglang_loader.common.copy_kernel import TILE_WORDS
 from sglang_loader.common.layout import BucketLayout
-from sglang_loader.common.regions.arrangement import Arrangement, Read
+from sglang_loader.common.regions.arrangement import Read, end_of
 from support.remote import run_interpreted
 from verl_sglang_sync.routes.exchange import byte_gather
 from verl_sglang_sync.routes.exchange.byte_gather import WORD_BYTES, ByteGather, GatherTable
@@ -28,17 +28,17 @@ def laid_out(sizes):
     for tensor, offset, dims, run in sizes:
         reads.append(Read(tensor, offset, dims, run, stop))
         stop += -(-reads[-1].nbytes // 16) * 16 + 16
-    return Arrangement(tuple(reads), stop)
+    return tuple(reads)
 
 
 def check_packed(packing, flat, tensors):
     """The buffer holds what the reference gathers, and what lies between is untouched."""
-    arrangement = packing.arrangement
+    arrangement = packing._reads
     expected = gather_reads(arrangement, [tensor.cpu() for tensor in tensors], CPU)
     flat.fill_(FILL)
     packing.run(tensors, flat)
     covered = torch.zeros(flat.numel(), dtype=torch.bool)
-    for read in arrangement.reads:
+    for read in arrangement:
         covered[read.start : read.start + read.nbytes] = True
     assert torch.equal(flat.cpu()[covered], expected[: flat.numel()][covered])
     assert bool((flat.cpu()[~covered] == FILL).all())
@@ -73,7 +73,7 @@ def arrangements(draw):
 @settings(max_examples=200, deadline=None)
 def test_torch_packs_what_the_reference_gathers(case):
     arrangement, tensors = case
-    flat = torch.zeros(arrangement.nbytes, dtype=torch.uint8)
+    flat = torch.zeros(end_of(arrangement), dtype=torch.uint8)
     packing = ByteGather(arrangement, CPU)
     check_packed(packing, flat, tensors)
     check_packed(packing, torch.zeros_like(flat), [tensor + 1 for tensor in tensors])
@@ -84,14 +84,14 @@ def test_torch_packs_what_the_reference_gathers(case):
 def test_the_kernel_would_move_the_words_of_the_reads(case):
     """The tables alone, run without a GPU: sources count from each tensor's first byte."""
     arrangement, tensors = case
-    reads = [r for r in arrangement.reads if _in_words(r)]
+    reads = [r for r in arrangement if _in_words(r)]
     members = sorted({read.tensor for read in reads})
     table = GatherTable.of(reads, members)
     layout = BucketLayout.pack((str(i), t.shape, t.dtype) for i, t in enumerate(tensors))
     source = torch.zeros(layout.nbytes, dtype=torch.uint8)
     for (_, view), tensor in zip(layout.views(source), tensors, strict=True):
         view.copy_(tensor)
-    expected = gather_reads(Arrangement(tuple(reads), arrangement.nbytes), tensors, CPU)
+    expected = gather_reads(tuple(reads), tensors, CPU)
     found = torch.zeros_like(expected)
     for (src, dst, src_stride, dst_stride, run, rows), (place, target) in zip(
         table.rows.tolist(), table.places.tolist(), strict=True
@@ -112,8 +112,8 @@ def _in_words(read):
 
 def test_a_buffer_that_is_too_small_is_refused():
     packing = ByteGather(laid_out([(0, 0, (), 64)]), CPU)
-    with pytest.raises(ValueError, match="the arrangement needs 80 from byte 0"):
-        packing.run([torch.zeros(16)], torch.zeros(79, dtype=torch.uint8))
+    with pytest.raises(ValueError, match="the reads need 64 from byte 0"):
+        packing.run([torch.zeros(16)], torch.zeros(63, dtype=torch.uint8))
     with pytest.raises(ValueError, match="from byte 8"):
         packing.run([torch.zeros(16)], torch.zeros(96, dtype=torch.uint8)[8:])
 
@@ -142,7 +142,7 @@ def check_kernel(device):
     """The kernel and torch pack the same; so they do when the tensors have moved."""
     arrangement, tensors = mixed_case(device)
     for kernel in (True, False):
-        flat = torch.zeros(arrangement.nbytes, dtype=torch.uint8, device=device)
+        flat = torch.zeros(end_of(arrangement), dtype=torch.uint8, device=device)
         packing = ByteGather(arrangement, device, use_kernel=kernel)
         check_packed(packing, flat, tensors)
         check_packed(packing, flat, tensors)
@@ -168,7 +168,7 @@ def test_a_kernel_that_moves_other_bytes_is_not_believed(works, monkeypatch, cap
 
     monkeypatch.setattr(byte_gather, "launch", launch)
     packing = ByteGather(arrangement, CPU, use_kernel=True)
-    flat = torch.zeros(arrangement.nbytes, dtype=torch.uint8)
+    flat = torch.zeros(end_of(arrangement), dtype=torch.uint8)
     for _ in range(3):
         check_packed(packing, flat, tensors)
     assert len(launched) == (3 if works else 1)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_loader.common.regions.arrangement import Arrangement, Read
+from sglang_loader.common.regions.arrangement import Read, end_of
 from sglang_loader.common.regions.compose import ByteMap, compose_read
 from sglang_loader.common.regions.geometry import Region
 from verl_sglang_sync.routes.exchange import exchange_plan
@@ -122,8 +122,7 @@ def buckets(draw):
                     reads[rank].append(read)
                     ends[rank] = start + read.nbytes
     arrangements = [
-        Arrangement(tuple(draw(st.permutations(found))), end + 3)
-        for found, end in zip(reads, ends, strict=True)
+        tuple(draw(st.permutations(found))) for found, end in zip(reads, ends, strict=True)
     ]
     if draw(st.booleans()):  # engines that read the same share one
         arrangements[-1] = arrangements[0]
@@ -150,8 +149,8 @@ def shards_of(rank, owners, full):
 
 def arranged(arrangement, origins, full):
     """The arranged buffer of full parameters, by plain indexing."""
-    expected = np.zeros(arrangement.nbytes, dtype=np.int64)
-    for read in arrangement.reads:
+    expected = np.zeros(end_of(arrangement), dtype=np.int64)
+    for read in arrangement:
         origin = origins[read.tensor]
         tensor = full[origin.parameter][bytes_of(origin.bytes)]
         picked = tensor[indices(read.offset, read.dims, read.run)]
@@ -170,7 +169,7 @@ def test_every_reader_finds_what_it_reads_in_what_it_receives(bucket, apart, num
         first += held.nbytes
     num_trainers = len(reads)
     if apart:
-        reads = [Arrangement((), 0)] * num_trainers + [*reads, *reads][: num_trainers + apart - 1]
+        reads = [()] * num_trainers + [*reads, *reads][: num_trainers + apart - 1]
     plans = [plan_sends(rank, reads, origins, owners) for rank in range(num_trainers)]
     with mock.patch.object(exchange_plan, "CUT_BYTES", cut_bytes):
         pieces = [pieces_of(plan, num_pieces) for plan in plans]
@@ -187,8 +186,8 @@ def test_every_reader_finds_what_it_reads_in_what_it_receives(bucket, apart, num
             for reader, part in enumerate(np.split(scratch, np.cumsum(sent.nbytes)[:-1])):
                 arrived[reader].append(part)
     for read, its, came in zip(reads, found, map(np.concatenate, arrived), strict=True):
-        assert sum(its.payloads) == sum(each.nbytes for each in read.reads)
-        buffer, stop = np.zeros(read.nbytes, dtype=np.int64), 0
+        assert sum(its.payloads) == sum(each.nbytes for each in read)
+        buffer, stop = np.zeros(end_of(read), dtype=np.int64), 0
         for piece in its.pieces:
             assert piece.start >= stop, "no byte is there twice"
             stop = piece.start + piece.nbytes
@@ -219,7 +218,7 @@ def test_all_ranks_send_in_every_piece_and_words_stay_whole():
     world_size, experts, row = 4, 64, 1 << 14
     held = shards_of_rows(experts, row, range(world_size))
     origins = [Origin(0, ByteMap.of(Region(i * row, (row,), (1,), 1))) for i in range(experts)]
-    whole = Arrangement(tuple(Read(i, 0, (), row, i * row) for i in range(experts)), experts * row)
+    whole = tuple(Read(i, 0, (), row, i * row) for i in range(experts))
     plans = [plan_sends(rank, [whole] * 4, origins, [held]) for rank in range(world_size)]
     assert {num_read(itertools.chain(*plan)) for plan in plans} == {experts * row}
     for pieces in zip(*(pieces_of(plan, 3) for plan in plans), strict=True):
@@ -232,7 +231,7 @@ def test_all_ranks_send_in_every_piece_and_words_stay_whole():
 def test_a_strided_part_is_cut_between_its_rows():
     held = shards_of_rows(8, 8, range(2))
     origin = Origin(0, ByteMap.of(Region(0, (8, 8), (8, 1), 1)))
-    columns = [Arrangement((Read(0, 4 * rank, ((8, 8),), 4, 0),), 32) for rank in range(2)]
+    columns = [(Read(0, 4 * rank, ((8, 8),), 4, 0),) for rank in range(2)]
     first, second = pieces_of(plan_sends(0, columns, [origin], [held]), 2)
     assert first.reads == (Read(0, 0, ((2, 8),), 4, 0), Read(0, 4, ((2, 8),), 4, 8))
     assert second.reads == (Read(0, 16, ((2, 8),), 4, 0), Read(0, 20, ((2, 8),), 4, 8))
@@ -244,9 +243,9 @@ def test_a_rank_sends_nothing_that_nobody_reads():
         shards_of_rows(4, 8, range(2)),
         Origin(0, ByteMap.of(Region(0, (4, 8), (8, 1), 1))),
     )
-    rows = [Arrangement((Read(0, 16 * rank, (), 16, 0),), 16) for rank in range(2)]
+    rows = [(Read(0, 16 * rank, (), 16, 0),) for rank in range(2)]
     assert plan_sends(0, rows, [origin], [held]) == ((Read(0, 0, (), 16, 0),), ())
-    columns = [Arrangement((Read(0, 4 * rank, ((4, 8),), 4, 0),), 16) for rank in range(2)]
+    columns = [(Read(0, 4 * rank, ((4, 8),), 4, 0),) for rank in range(2)]
     own, other = (Read(0, 4 * rank, ((2, 8),), 4, 0) for rank in range(2))
     assert plan_sends(0, columns, [origin], [held]) == ((own,), (other,))
 
@@ -255,4 +254,4 @@ def test_what_is_read_into_the_same_byte_twice_is_refused():
     held, origin = shards_of_rows(4, 8, range(1)), Origin(0, ByteMap.of(Region(0, (32,), (1,), 1)))
     reads = (Read(0, 0, (), 8, 0), Read(0, 8, (), 8, 7))
     with pytest.raises(ValueError, match="bytes of the arranged buffer are filled twice"):
-        plan_reader(0, 1, Arrangement(reads, 16), [origin], [held])
+        plan_reader(0, 1, reads, [origin], [held])

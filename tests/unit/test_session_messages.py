@@ -79,6 +79,22 @@ def test_a_missing_an_unknown_and_a_mistyped_field_are_refused(message):
             wire.decode_from_trainer(msgspec.msgpack.encode(broken))
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("pieces", [[*[0] * i, -1, *[0] * (3 - i)]]) for i in range(4)),
+        ("pieces", [[0, 0, 0, 8, [[8, -1]]]]),
+        ("pieces", [[0, 0, 0, 8, [], [[0, -8, 8]]]]),
+        ("receives", [[8, 0], [7, 0]]),
+        ("receives", [[16, -8]]),
+    ],
+)
+def test_bytes_before_the_first_and_parts_of_words_are_refused(field, value):
+    fields = msgspec.msgpack.decode(wire.encode(FROM_TRAINER[1]))
+    with pytest.raises(SessionError, match=rf"Expected `int` .* at `\$\.{field}"):
+        wire.decode_from_trainer(msgspec.msgpack.encode({**fields, field: value}))
+
+
 DESCRIPTOR = wire.SessionDescriptor(
     version=wire.SESSION_VERSION,
     endpoint="ipc:///x",
@@ -110,7 +126,7 @@ def test_a_descriptor_round_trips(timeout_s):
     "timeout_s", ["0", "-1", str(wire.MAX_TIMEOUT_S + 1), "1e300", "NaN", "Infinity", "null"]
 )
 def test_an_engine_waits_for_a_bounded_time_whatever_a_descriptor_says(timeout_s):
-    with pytest.raises(SessionError, match=r"descriptor|timeout_s=.*: expected more than 0"):
+    with pytest.raises(SessionError, match="not a session descriptor"):
         wire.decode_descriptor(with_limit(timeout_s))
 
 

@@ -60,11 +60,9 @@ class Piece:
 
     @property
     def is_within(self) -> bool:
-        """True if the bytes are bytes of the shards."""
-        offset, dims = self.bytes.offset, self.bytes.dims
-        reach = offset + sum((count - 1) * stride for count, stride in dims)
-        is_forward = offset >= 0 and all(count >= 0 <= stride for count, stride in dims)
-        return is_forward and reach < sum(nbytes for _, _, nbytes in self.shards)
+        """True if the bytes, which begin behind no other and go forward, are in the shards."""
+        reach = self.bytes.offset + sum((count - 1) * stride for count, stride in self.bytes.dims)
+        return reach < sum(nbytes for _, _, nbytes in self.shards)
 
     def copies(self, copy: StridedCopy) -> Iterator[CopyFrom]:
         """A copy out of the piece, `src` counting from its first byte."""

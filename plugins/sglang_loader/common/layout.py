@@ -8,8 +8,8 @@ of these and of arrangements (what an engine rank reads of each bucket of a sync
 A load plan is compiled for an ordered list of layouts and holds for exactly those. On the wire a
 layout is `encode_layout(layout)`, and its name is the digest of that. The engine sends the
 arrangements of a sync once; from then on both sides speak of their digest. Nothing in them is
-believed: a read must lie in its tensor and in the arranged buffer; whoever plans to fill that makes
-sure that no two share a byte.
+believed: a read must lie in its tensor, and what is read be no more than the bucket; whoever plans
+to fill an arranged buffer makes sure that no two reads share a byte of it.
 """
 
 from __future__ import annotations
@@ -198,8 +198,7 @@ def decode_arrangements(encoded: bytes, layouts: Mapping[str, BucketLayout]) -> 
 
     Raises:
         WireError: not arrangements, bytes that `encode_arrangements` does not write, an unknown
-            layout, a read that leaves its tensor or the arranged buffer, or one larger than the
-            bucket.
+            layout, a read that leaves its tensor, or an arranged buffer larger than the bucket.
     """
     buckets: Arrangements = _decoded(_arrangements_decoder, encoded, "arrangements")
     for digest, arrangement in buckets:
@@ -212,18 +211,13 @@ def _check(digest: str, arrangement: Arrangement, layouts: Mapping[str, BucketLa
     layout = layouts.get(digest)
     if layout is None:
         raise WireError(f"an arrangement of a layout that was not sent: {digest}")
-    nbytes = arrangement.nbytes
-    if not 0 < nbytes <= layout.nbytes:
-        raise WireError(f"an arrangement of {nbytes} bytes, the bucket has {layout.nbytes}")
-    for read in arrangement.reads:
-        if not 0 <= read.tensor < len(layout.tensors):
+    for read in arrangement:
+        if read.tensor >= len(layout.tensors):
             raise WireError(f"a read of tensor {read.tensor} of {len(layout.tensors)}")
         tensor = layout.tensors[read.tensor]
-        smallest = min((read.offset, read.start, *(stride for _, stride in read.dims)))
-        if smallest < 0 or read.run < 1 or any(count < 1 for count, _ in read.dims):
-            raise WireError(f"{tensor.name!r}: a read of no bytes, or backwards: {read}")
-        if read.stop > tensor.nbytes or read.start + read.nbytes > nbytes:
+        end = read.start + read.nbytes
+        if read.stop > tensor.nbytes or end > layout.nbytes:
             raise WireError(
-                f"{tensor.name!r}: a read up to byte {read.stop} of {tensor.nbytes}, to byte "
-                f"{read.start + read.nbytes} of {nbytes} arranged ones"
+                f"{tensor.name!r}: a read up to byte {read.stop} of {tensor.nbytes}, to byte {end} "
+                f"of no more than the bucket's {layout.nbytes}"
             )

@@ -27,7 +27,7 @@ from sglang_loader.common.layout import (
     encode_arrangements,
     encode_layout,
 )
-from sglang_loader.common.regions.arrangement import Arrangement, Read
+from sglang_loader.common.regions.arrangement import Arrangement, Read, end_of
 from sglang_loader.common.regions.coalesce import coalesce
 from sglang_loader.common.regions.geometry import BYTES, StridedCopy, Unit, collapse, split_copy
 from sglang_loader.common.regions.intervals import Interval
@@ -81,7 +81,7 @@ ALL_WHOLE = ArrangedBuckets()
 def _worth_it(plan: BucketPlan) -> Arranged | None:
     limit = MAX_PART * sum(tensor.nbytes for tensor in plan.layout.tensors)
     arranged = arrange(plan) if num_bytes_read(plan) < limit else None
-    return arranged if arranged is not None and arranged[0].nbytes < limit else None
+    return arranged if arranged is not None and end_of(arranged[0]) < limit else None
 
 
 @collector_paused()
@@ -112,7 +112,7 @@ def arrange(plan: BucketPlan) -> Arranged | None:
         copies=tuple(coalesce(copies)),
         rest={tensor: placed[tensor] for tensor in plan.rest},
     )
-    return Arrangement(tuple(packing.reads), packing.nbytes), rebased
+    return tuple(packing.reads), rebased
 
 
 def num_bytes_read(plan: BucketPlan) -> int:
@@ -129,11 +129,6 @@ class _Packing:
         self._layout = layout
         self._stop = 0
         self._starts: dict[tuple[Read, Unit], int] = {}
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the buffer; never 0, so that there is memory to share."""
-        return max(_aligned(self._stop, ALIGNMENT_BYTES), ALIGNMENT_BYTES)
 
     def add_whole(self, tensor: int) -> int:
         """Send all of a tensor; returns where it starts."""

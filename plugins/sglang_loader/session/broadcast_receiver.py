@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from sglang_loader.common.broadcast.broadcast import (
-    WORD,
     Broadcast,
     BroadcastError,
     Transfer,
@@ -92,8 +91,6 @@ class BroadcastReceiver:
         group, receives = self._senders, message.receives
         if group is None or any(len(sizes) != group.size() for sizes in receives):
             raise SessionError(f"bucket {message.index} is sent by ranks that are in no group here")
-        if any(nbytes < 0 or nbytes % WORD.itemsize for sizes in receives for nbytes in sizes):
-            raise SessionError(f"bucket {message.index} is sent in parts of {receives} bytes")
         arriving = self._arrives(message, group, sum(map(sum, receives)))
         buffer, stop = arriving.buffer, 0
         for sizes in receives:

@@ -162,23 +162,19 @@ def _piece(
     bucket_nbytes: int,
     index: int,
 ) -> Piece:
-    start, nbytes = piece.start, piece.nbytes
-    if not 0 <= start <= start + nbytes <= bucket_nbytes:
-        raise SessionError(
-            f"a piece of bucket {index} at bytes {start}+{nbytes} leaves the bucket's "
-            f"{bucket_nbytes}"
-        )
     shards = piece.shards or ((piece.slot, 0, sizes[piece.slot]),)
     for slot, offset, length in shards:
-        if not 0 <= offset <= offset + length <= sizes[slot]:
+        if offset + length > sizes[slot]:
             raise SessionError(f"a shard of bucket {index} leaves the buffer of {sizes[slot]}")
     found = Piece(
-        start,
+        piece.start,
         tuple((numbers[slot], offset, length) for slot, offset, length in shards),
-        ByteMap(piece.offset, piece.dims or ((nbytes, 1),)),
+        ByteMap(piece.offset, piece.dims or ((piece.nbytes, 1),)),
     )
-    if found.nbytes != nbytes or not found.is_within:
-        raise SessionError(f"a piece of bucket {index} at byte {start} leaves its memory")
+    if found.nbytes != piece.nbytes or not found.is_within:
+        raise SessionError(f"a piece of bucket {index} at byte {piece.start} leaves its memory")
+    if piece.start + piece.nbytes > bucket_nbytes:
+        raise SessionError(f"a piece of bucket {index} leaves the bucket's {bucket_nbytes} bytes")
     return found
 
 

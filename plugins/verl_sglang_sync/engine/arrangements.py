@@ -7,7 +7,7 @@ sync that exports sends whole buckets.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from sglang_loader.common.layout import Arrangements, WireError, decode_arrangements, digest_of
@@ -30,15 +30,6 @@ class KnownArrangements:
     digest: str = ""
     buckets: Arrangements = ()
 
-    @classmethod
-    def of(cls, encoded: bytes, sent: Iterable[Bucket]) -> KnownArrangements:
-        """What the engine offers for buckets that were sent; `WireError` where it does not fit."""
-        layouts = {bucket.digest: bucket.layout for bucket in sent}
-        return cls(digest_of(encoded), decode_arrangements(encoded, layouts))
-
-    def fits(self, sent: Iterable[Bucket]) -> bool:
-        return [layout for layout, _ in self.buckets] == [bucket.digest for bucket in sent]
-
     def expected(self, index: int) -> Arrangement | None:
         return self.buckets[index][1] if index < len(self.buckets) else None
 
@@ -55,27 +46,31 @@ class EngineArrangements:
 
     def __init__(self, *, is_wanted: bool) -> None:
         self._is_wanted = is_wanted
-        self.known = NOTHING_KNOWN
+        self._known = NOTHING_KNOWN
 
-    def known_digest(self, sent: Sequence[Bucket]) -> str | None:
+    @property
+    def known_digest(self) -> str | None:
         """What the engine need not say again; None where it need not say anything."""
-        if not self._is_wanted or not sent:
-            return None
-        return self.known.digest
+        return self._known.digest if self._is_wanted else None
 
     def fitting(self, sent: Iterable[Bucket]) -> KnownArrangements:
         """What is known, if it speaks of these buckets; else nothing."""
-        return self.known if self.known.fits(sent) else NOTHING_KNOWN
+        layouts = [layout for layout, _ in self._known.buckets]
+        return self._known if layouts == [bucket.digest for bucket in sent] else NOTHING_KNOWN
 
     def learn(self, encoded: bytes, sent: Iterable[Bucket]) -> None:
+        """Take what the engine offers for the buckets that were sent."""
+        layouts = {bucket.digest: bucket.layout for bucket in sent}
         try:
-            self.known = KnownArrangements.of(encoded, sent)
+            buckets = decode_arrangements(encoded, layouts)
         except WireError as error:
             self._is_wanted = False
             logger.warning(
                 "buckets are sent whole, the engine's arrangements do not fit: %s", error
             )
+        else:
+            self._known = KnownArrangements(digest_of(encoded), buckets)
 
     def forget(self) -> None:
         """The next sync is made as the first one was."""
-        self.known = NOTHING_KNOWN
+        self._known = NOTHING_KNOWN

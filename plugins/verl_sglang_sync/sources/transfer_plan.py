@@ -151,10 +151,9 @@ class ShardRead:
 
 def whole_bucket(layout: BucketLayout) -> Arrangement:
     """Of a bucket that is not arranged: all of its tensors, where its layout has them."""
-    reads = tuple(
+    return tuple(
         Read(i, 0, (), tensor.nbytes, tensor.offset) for i, tensor in enumerate(layout.tensors)
     )
-    return Arrangement(reads, layout.nbytes)
 
 
 def shard_reads(
@@ -170,7 +169,7 @@ def shard_reads(
         owners: by parameter.
         only: leave out parameters of which this rank holds nothing.
     """
-    for read in arrangement.reads:
+    for read in arrangement:
         if not read.nbytes:
             continue
         origin = origins[read.tensor]

@@ -3,7 +3,7 @@
 run = SessionRun(opened, ranks, settings, report)   # the requests have left
 has_met = run.meet()                    # all ranks: every engine rank has joined
 run.send(source)                        # each rank at its own pace
-loaded = run.finish(buckets, is_packed=is_packed)   # its engine ranks have read all
+loaded = run.finish(is_packed=is_packed)   # its engine ranks have read all
 run.commit()                            # once all ranks have come so far
 run.end(defers_reply=True)              # all ranks leave together
 """
@@ -20,7 +20,6 @@ from verl_sglang_sync.engine.engine_ranks import EngineRank, OpeningRequest, eac
 from verl_sglang_sync.engine.session import EngineFailed
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.routes.route import SyncSource
-from verl_sglang_sync.sources.bucket_stream import Bucket
 from verl_sglang_sync.sync.engines import Opened
 from verl_sglang_sync.sync.ranks_in_step import RanksInStep
 
@@ -95,7 +94,7 @@ class SessionRun:
         if not self.ranks.num_buckets:
             raise ValueError("the trainer exported no tensor")
 
-    def finish(self, buckets: Sequence[Bucket], *, is_packed: bool) -> list[Loaded]:
+    def finish(self, *, is_packed: bool) -> list[Loaded]:
         """Have the engine ranks read to the end; how each has loaded the buckets.
 
         Args:
@@ -107,7 +106,7 @@ class SessionRun:
                 engine.session.finish(
                     num_buckets=ranks.num_buckets,
                     num_tensors=ranks.num_tensors,
-                    arrangements=engine.arrangements.known_digest(buckets) if is_packed else None,
+                    arrangements=engine.arrangements.known_digest if is_packed else None,
                 )
         limit_s = self._settings.request_timeout_s
         with self._report.stage("load"):

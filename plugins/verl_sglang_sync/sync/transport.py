@@ -190,8 +190,7 @@ class SessionTransport:
         ranks.run_if_ok(lambda: run.send(source))
         ranks.run_if_ok(source.confirm)
         source.drain()
-        buckets = self._stream.buckets
-        loaded = ranks.run_if_ok(lambda: run.finish(buckets, is_packed=source.is_packed))
+        loaded = ranks.run_if_ok(lambda: run.finish(is_packed=source.is_packed))
         if ranks.error is None and ranks.agree():
             ranks.run_if_ok(run.commit)
         return loaded

@@ -11,9 +11,19 @@ place. The engine makes it from its plan; whoever sends fills the buffer:
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Annotated, TypeAlias
+
+import msgspec
 
 from sglang_loader.common.regions.geometry import StridedCopy
+
+Size: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
+"""A number, offset or stride: none that comes over the wire is negative."""
+
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
+"""Likewise, and at least 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +38,11 @@ class Read:
         start: first byte in the arranged buffer; dense from there, `dims` outermost first.
     """
 
-    tensor: int
-    offset: int
-    dims: tuple[tuple[int, int], ...]
-    run: int
-    start: int
+    tensor: Size
+    offset: Size
+    dims: tuple[tuple[Count, Size], ...]
+    run: Count
+    start: Size
 
     @property
     def nbytes(self) -> int:
@@ -66,9 +76,10 @@ class Read:
         return cls(tensor, copy.src, dims, copy.run, copy.dst)
 
 
-@dataclass(frozen=True, slots=True)
-class Arrangement:
-    """What one rank reads of one bucket, no byte of the arranged buffer twice, and its size."""
+Arrangement: TypeAlias = tuple[Read, ...]
+"""What one rank reads of one bucket: no byte of the arranged buffer twice."""
 
-    reads: tuple[Read, ...]
-    nbytes: int
+
+def end_of(reads: Iterable[Read]) -> int:
+    """Size of the arranged buffer, in bytes."""
+    return max((read.start + read.nbytes for read in reads), default=0)

@@ -38,18 +38,20 @@ trainer's own host, it may map the trainer ranks' parameters instead. The descri
 what only the group's ranks know, so that an engine connects to nobody else.
 
 Every message carries the version and the session's token. msgspec rejects a missing field, a wrong
-type or an unknown one; nothing is unpickled. The version changes whenever a field does.
+type, a number out of its range or an unknown field; nothing is unpickled. The version changes
+whenever a field does.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
 
 from sglang_loader.common.check_remarks import ManifestCheck
+from sglang_loader.common.regions.arrangement import Size
 from sglang_loader.common.shared_memory import CpuHandle, CudaHandle
 
 SESSION_VERSION = 15
@@ -60,6 +62,10 @@ SESSION_FORMAT = "sglang_loader.session"
 MAX_TIMEOUT_S = 86_400.0
 """Longest silence that a descriptor may ask an engine to tolerate, in seconds: an engine that waits
 for a trainer serves nobody."""
+
+
+Words: TypeAlias = Annotated[int, msgspec.Meta(ge=0, multiple_of=8)]
+"""Bytes, as an all-to-all moves them."""
 
 
 class SessionError(RuntimeError):
@@ -73,8 +79,7 @@ class SessionDescriptor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         version: `SESSION_VERSION` of the trainer.
         endpoint: zmq address that the trainer rank has bound.
         token: random; each message must carry it.
-        timeout_s: longest silence that either side tolerates, in seconds; above 0, at most
-            `MAX_TIMEOUT_S`.
+        timeout_s: longest silence that either side tolerates, in seconds.
         uses_plan: replay a load plan, or make one; False: every bucket goes through the model's
             own loader.
         manifest_check: publish nothing ("error"), or say so ("warn"), if the tensors that came do
@@ -92,7 +97,7 @@ class SessionDescriptor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     version: int
     endpoint: str
     token: str
-    timeout_s: float
+    timeout_s: Annotated[float, msgspec.Meta(gt=0, le=MAX_TIMEOUT_S)]
     uses_plan: bool
     manifest_check: ManifestCheck
     recheck_every_n_syncs: int
@@ -155,12 +160,12 @@ class BucketPiece(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
             the first is in `slot`; (): they are in one buffer.
     """
 
-    slot: int
-    offset: int
-    start: int
-    nbytes: int
-    dims: tuple[tuple[int, int], ...] = ()
-    shards: tuple[tuple[int, int, int], ...] = ()
+    slot: Size
+    offset: Size
+    start: Size
+    nbytes: Size
+    dims: tuple[tuple[Size, Size], ...] = ()
+    shards: tuple[tuple[Size, Size, Size], ...] = ()
 
 
 class LoadBucket(_Message, frozen=True, kw_only=True):
@@ -187,7 +192,7 @@ class LoadBucket(_Message, frozen=True, kw_only=True):
     layout: bytes
     read_only: bool
     arranged: bool
-    receives: list[list[int]] = []
+    receives: list[list[Words]] = []
 
 
 class Finish(_Message, frozen=True, kw_only=True):
@@ -295,21 +300,14 @@ def encode_descriptor(descriptor: SessionDescriptor) -> bytes:
 
 
 def decode_descriptor(data: bytes) -> SessionDescriptor:
-    """Parse a descriptor. Its endpoint is checked by `channel.engine_end`, which connects to it.
-
-    Raises:
-        SessionError: not a descriptor, of another version, or with a time limit that is none.
+    """Parse a descriptor; SessionError is raised if it is none, or of another version. Its endpoint
+    is checked by `channel.engine_end`, which connects to it.
     """
     try:
         descriptor = _descriptor.decode(data)
     except msgspec.MsgspecError as error:
         raise SessionError(f"not a session descriptor: {error}; got {data[:120]!r}") from None
     check_version(descriptor.version)
-    if not 0 < descriptor.timeout_s <= MAX_TIMEOUT_S:
-        raise SessionError(
-            f"session descriptor with timeout_s={descriptor.timeout_s!r}: expected more than 0 and "
-            f"at most {MAX_TIMEOUT_S:g} seconds"
-        )
     return descriptor
 
 

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from sglang_loader.common.broadcast.broadcast import all_to_all
-from sglang_loader.common.regions.arrangement import Arrangement
 from verl_sglang_sync.routes.exchange.byte_gather import ByteGather
 from verl_sglang_sync.routes.exchange.exchange_plan import PieceSends
 
@@ -34,9 +33,7 @@ class AllToAll:
         self._device = device
         pieces = [piece for of_bucket in buckets for piece in of_bucket]
         self._sizes = [piece.nbytes for piece in pieces]
-        self._sends = [
-            ByteGather(Arrangement(piece.reads, sum(piece.nbytes)), device) for piece in pieces
-        ]
+        self._sends = [ByteGather(piece.reads, device) for piece in pieces]
         numbers = iter(range(len(pieces)))
         self._numbers = [list(islice(numbers, len(of_bucket))) for of_bucket in buckets]
         self._largest = max(map(sum, self._sizes), default=0)

@@ -1,6 +1,6 @@
 """Gathers bytes out of tensors into one buffer: packs what a rank sends, unpacks what has come.
 
-    gather = ByteGather(arrangement, device)      # tables, once per bucket
+    gather = ByteGather(reads, device)            # tables, once per bucket
     gather.run(tensors, buffer)                   # every sync; asynchronous on a GPU
 
 On a GPU one launch of the kernel of `common.copy_kernel` gathers all reads of whole words. Its
@@ -30,7 +30,7 @@ from sglang_loader.common.copy_kernel import (
     rows_between,
     tile_table,
 )
-from sglang_loader.common.regions.arrangement import Arrangement, Read
+from sglang_loader.common.regions.arrangement import Read, end_of
 
 logger = logging.getLogger(__name__)
 
@@ -40,16 +40,17 @@ Words = npt.NDArray[np.int64]
 
 
 class ByteGather:
-    """Gathers one arrangement's bytes, sync after sync; by the kernel where it is available."""
+    """Gathers the same reads, sync after sync; by the kernel where it is available."""
 
     def __init__(
-        self, arrangement: Arrangement, device: torch.device, *, use_kernel: bool | None = None
+        self, reads: Sequence[Read], device: torch.device, *, use_kernel: bool | None = None
     ) -> None:
-        self.arrangement = arrangement
+        self._reads = reads
+        self._nbytes = end_of(reads)
         self._device = device
-        self._members = sorted({read.tensor for read in arrangement.reads})
+        self._members = sorted({read.tensor for read in reads})
         kernel = is_available(device) if use_kernel is None else use_kernel
-        self._in_words, self._others = _divided(arrangement.reads) if kernel else ([], [])
+        self._in_words, self._others = _divided(reads) if kernel else ([], [])
         self._gather: _Gather | None = None
         self._is_proven = False
         if self._in_words:
@@ -60,18 +61,18 @@ class ByteGather:
 
         Args:
             tensors: of the bucket, in its order, of any device and stride.
-            buffer: flat uint8 from its storage's first byte on, as long as the arrangement; else
+            buffer: flat uint8 from its storage's first byte on, as long as the reads reach; else
                 `ValueError`.
         """
-        if buffer.numel() < self.arrangement.nbytes or buffer.storage_offset():
+        if buffer.numel() < self._nbytes or buffer.storage_offset():
             raise ValueError(
                 f"the buffer has {buffer.numel()} bytes from byte {buffer.storage_offset()} on, "
-                f"the arrangement needs {self.arrangement.nbytes} from byte 0"
+                f"the reads need {self._nbytes} from byte 0"
             )
         with torch.no_grad():
             dense = {i: _dense(tensors[i], buffer.device) for i in self._members}
             is_gathered = self._gather is not None and self._by_kernel(dense, buffer)
-            left = self._others if is_gathered else self.arrangement.reads
+            left = self._others if is_gathered else self._reads
             _copy_by_torch(left, dense, buffer)
 
     def _by_kernel(self, dense: dict[int, torch.Tensor], buffer: torch.Tensor) -> bool:
@@ -83,7 +84,7 @@ class ByteGather:
             return False
         self._gather.run(addresses)
         if not self._is_proven:
-            found = buffer[: self.arrangement.nbytes]
+            found = buffer[: self._nbytes]
             expected = found.clone()
             _copy_by_torch(self._in_words, dense, expected)
             self._is_proven = torch.equal(found, expected)

@@ -251,9 +251,9 @@ def num_read(reads: Iterable[Read]) -> int:
 
 def _check_filled_once(arrangement: Arrangement, filling: Sequence[Read]) -> None:
     """Conservation: what is read is filled, nothing twice, nothing else; else `ValueError`."""
-    wanted = merge((read.start, read.start + read.nbytes) for read in arrangement.reads)
+    wanted = merge((read.start, read.start + read.nbytes) for read in arrangement)
     filled = merge((read.start, read.start + read.nbytes) for read in filling)
-    if wanted != filled or (wanted and wanted[-1][1] > arrangement.nbytes):
+    if wanted != filled:
         missing = next((w for w, f in zip(wanted, [*filled, None], strict=False) if w != f), "more")
         raise ValueError(f"the shards do not fill bytes {missing} of the arranged buffer as read")
     if num_bytes(filled) != num_read(filling):

@@ -18,7 +18,7 @@ import torch
 
 from sglang_loader.common.copies import gather_reads
 from sglang_loader.common.layout import BucketLayout
-from sglang_loader.common.regions.arrangement import Arrangement
+from sglang_loader.common.regions.arrangement import Arrangement, end_of
 from sglang_loader.common.session.messages import BucketPiece
 from verl_sglang_sync.collective import own_rank, result_or_reason, world_size
 from verl_sglang_sync.report import SyncReport
@@ -136,7 +136,7 @@ class Receiving:
     def arranged(self, index: int, arrangement: Arrangement) -> torch.Tensor:
         """What has come of a bucket, as one buffer; zero where nothing is read."""
         memory = self._ring.buffer(index)
-        whole = torch.zeros(arrangement.nbytes, dtype=torch.uint8, device=memory.device)
+        whole = torch.zeros(end_of(arrangement), dtype=torch.uint8, device=memory.device)
         for piece in self._found[index].pieces:
             dims = piece.dims or ((piece.nbytes, 1),)
             sizes, strides = zip(*dims, strict=True)
@@ -185,7 +185,7 @@ class ExchangedBuckets(SyncSource):
                 storage=storage,
                 pieces=partial(self._pieces_in, index),
                 arranged=plan.is_arranged(own_rank(), index),
-                nbytes=plan.reads[index][own_rank()].nbytes,
+                nbytes=end_of(plan.reads[index][own_rank()]),
             )
 
     def drain(self) -> None:
@@ -213,5 +213,5 @@ def _first_difference(
     if torch.equal(expected, found):
         return None
     at = int((expected != found).nonzero()[0])
-    read = next(r for r in arrangement.reads if r.start <= at < r.start + r.nbytes)
+    read = next(r for r in arrangement if r.start <= at < r.start + r.nbytes)
     return f"{layout.tensors[read.tensor].name} differs from the full export"

@@ -45,7 +45,7 @@ from verl_sglang_sync.sources.export_trace import NotTraceable, TracedExport
 from verl_sglang_sync.sources.known_sources import SourcesChanged, locals_of
 from verl_sglang_sync.sources.transfer_plan import whole_bucket
 
-NOTHING = Arrangement((), 0)
+NOTHING: Arrangement = ()
 
 
 @dataclass(frozen=True)

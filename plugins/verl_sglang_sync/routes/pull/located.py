@@ -19,7 +19,6 @@ from itertools import accumulate
 import torch
 
 from sglang_loader.common.layout import BucketLayout
-from sglang_loader.common.regions.arrangement import Arrangement
 from sglang_loader.common.session.messages import BucketPiece
 from sglang_loader.common.shared_memory import BufferHandle
 from verl_sglang_sync.engine.engine_ranks import EngineRank
@@ -52,13 +51,12 @@ def bucket_reads(layout: BucketLayout, traced: TracedExport) -> list[ShardRead |
     """
     origins = traced.origins_of(layout)
     joined: list[ShardRead | SpreadRead] = []
-    for read in whole_bucket(layout).reads:
+    for read in whole_bucket(layout):
         origin = origins[read.tensor]
         if not origin.bytes.is_dense and read.nbytes:
             joined.append(SpreadRead(read.start, origin))
             continue
-        alone = Arrangement((read,), layout.nbytes)
-        for part in shard_reads(alone, origins, traced.owners):
+        for part in shard_reads((read,), origins, traced.owners):
             last = joined[-1] if joined else None
             if isinstance(last, ShardRead) and _continues(last, part):
                 run = part.read.start + part.read.run - last.read.start
