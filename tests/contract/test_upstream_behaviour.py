@@ -383,6 +383,6 @@ class TestMemory:
         for tag, backup in (("weights", True), ("weights", False), ("kv_cache", False)):
             with torch_memory_saver.region(tag, enable_cpu_backup=backup):
                 pass
-        assert allocations.nbytes_under(["weights"], 0) == 8
-        assert allocations.host_nbytes_under("weights", 0) == 4
+        assert allocations.nbytes_under("weights", 0) == 8
+        assert allocations.nbytes_under("weights", 0, on_host=True) == 4
         assert allocations.why_not_enumerable() is None

@@ -63,7 +63,7 @@ def look(model: Any, named_tensors: NamedTensors) -> None:
         "allocated": {
             "weights": [len(allocated.ranges), num_bytes(allocated.ranges)],
             "segments": {
-                tag: nbytes_under([tag], torch.cuda.current_device()) if is_on_gpu else 0
+                tag: nbytes_under(tag, torch.cuda.current_device()) if is_on_gpu else 0
                 for tag in ("weights", "kv_cache")
             },
         },

@@ -58,9 +58,8 @@ class Trainer:
 
     def send(self, names, step):
         format_ = SimpleNamespace(applied=lambda weights: weights)
-        keys = {"api_key": None, "admin_api_key": None}
-        server = {"settings": settings_of("compiled"), "format": format_, "num_ranks": 1, **keys}
-        servers = [SimpleNamespace(actor_name=name, **server) for name in names]
+        server = {"settings": settings_of("compiled"), "format": format_, "num_ranks": 1}
+        servers = [SimpleNamespace(actor_name=name, access={}, **server) for name in names]
         weights = Reexport(list, adapter=lambda: ([], {}))
         self._checkpoint_engine.init_process_group(servers)
         asyncio.run(self._checkpoint_engine.send_weights(weights, step))

@@ -243,7 +243,7 @@ def test_a_lack_of_gpu_memory_refuses_the_resume(updater, monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (3_000_000, 9_000_000))
-    monkeypatch.setattr(hooks, "nbytes_under", lambda tags, device: 5_000_000)
+    monkeypatch.setattr(hooks, "nbytes_under", lambda tag, device: 5_000_000)
     text = refusal(resume(updater, "weights"))
     assert "TP rank 0: resume of ['weights'] refused: it needs 5 MB" in text
     assert "2 MB more than are free" in text

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 
@@ -77,8 +78,7 @@ async def _ask(
         await original(manager, obj, request)
         return None
     manager.auto_create_handle_loop()
-    replies = await ask_until_idle(communicator, obj)
-    note_gate(manager, replies)  # where nothing was to be done they do not say anything
+    replies = await ask_until_idle(manager, communicator, obj)
     if refusals := [told(reply)["refusal"] for reply in replies if "refusal" in told(reply)]:
         raise MemoryRequestRefused("\n".join(refusals))
     costs = joined([told(reply).get("costs", {}) for reply in replies])
@@ -125,13 +125,14 @@ def note_gate(manager: Any, replies: Sequence[Any]) -> None:
 
 
 async def ask_until_idle(
-    communicator: Callable[[Any], Awaitable[Iterable[Any]]], request: Any
+    manager: Any, communicator: Callable[[Any], Awaitable[Iterable[Any]]], request: Any
 ) -> list[Any]:
     """Have the engine execute a request, and again while it is busy, `BUSY_WAIT_S` at most; its
-    last replies.
+    last replies. They may say whether its gate is closed; where nothing was to be done they do not.
 
     Requests that are answered may not be wound up yet in the scheduler, which then refuses before
-    it touches anything (`is_busy`).
+    it touches anything (`is_busy`). No new ones come meanwhile to an update: whoever makes it holds
+    the writer lock, or generation is paused.
     """
     accept_telling_replies()
     deadline = time.monotonic() + BUSY_WAIT_S
@@ -139,32 +140,18 @@ async def ask_until_idle(
         replies = list(await communicator(request))
         is_busy = any(told(reply).get("is_busy") for reply in replies)
         if not is_busy or time.monotonic() > deadline:
+            note_gate(manager, replies)
             return replies
         await asyncio.sleep(BUSY_POLL_S)
-
-
-class UpdateCommunicator:
-    """Stands in for SGLang's communicator of weight updates: asks a busy engine again. No new
-    requests come meanwhile: whoever calls this holds the writer lock, or generation is paused.
-    """
-
-    def __init__(self, manager: Any) -> None:
-        self._manager = manager
-        self._communicator = manager.update_weights_from_tensor_communicator
-
-    async def __call__(self, request: Any) -> list[Any]:
-        """Have the engine execute the request; its replies."""
-        replies = await ask_until_idle(self._communicator, request)
-        note_gate(self._manager, replies)
-        return replies
 
 
 async def update(original: Original, manager: Any, obj: Any, request: Any = None) -> Any:
     """AROUND `TokenizerControlMixin.update_weights_from_tensor`."""
     if is_ours(manager.server_args):
         communicator = manager.update_weights_from_tensor_communicator
-        if not isinstance(communicator, UpdateCommunicator):
-            manager.update_weights_from_tensor_communicator = UpdateCommunicator(manager)
+        if not isinstance(communicator, partial):  # ours, once
+            patient = partial(ask_until_idle, manager, communicator)
+            manager.update_weights_from_tensor_communicator = patient
         update_lock_of(manager)
     return await original(manager, obj, request)
 

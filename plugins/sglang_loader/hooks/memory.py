@@ -36,7 +36,6 @@ from sglang_loader.hooks.tp_ranks import TPRanks, attempt
 from sglang_loader.host_backup import arm, backup_of
 from sglang_loader.host_backup.allocations import (
     WEIGHTS_TAG,
-    host_nbytes_under,
     nbytes_in_pool,
     nbytes_under,
     under_weights_tag,
@@ -246,7 +245,7 @@ def _gpu_bytes(updater: Any, tag: str) -> int:
         return 0
     device = torch.cuda.current_device()
     if tag != CUDA_GRAPH_TAG:
-        return nbytes_under([tag], device)
+        return nbytes_under(tag, device)
     if not graphs_are_released_by_tag():
         return 0
     # The graphs' pool is torch's own; the memory saver marks what is allocated during a capture.
@@ -263,4 +262,4 @@ def _host_bytes(updater: Any, tag: str) -> int:
     ours = 0 if backup is None else backup.host_bytes
     if not torch.cuda.is_available() or tag not in updater.offload_tags:
         return ours
-    return ours + host_nbytes_under(tag, torch.cuda.current_device())
+    return ours + nbytes_under(tag, torch.cuda.current_device(), on_host=True)

@@ -65,14 +65,11 @@ def blocks_in_use(segments: Sequence[Mapping[str, Any]]) -> Iterator[Interval]:
                 yield block["address"], block["address"] + block["requested_size"]
 
 
-def nbytes_under(tags: Sequence[str], device_index: int) -> int:
-    """Device memory that mapping `tags` again takes; 0 where no memory saver runs."""
-    return sum(_nbytes_on(_segments(tag), device_index) for tag in tags)
-
-
-def host_nbytes_under(tag: str, device_index: int) -> int:
-    """Bytes of `tag` that torch_memory_saver copies to the host when they are released."""
-    return _nbytes_on(_segments(tag, on_host=True), device_index)
+def nbytes_under(tag: str, device_index: int, *, on_host: bool = False) -> int:
+    """Device memory that mapping `tag` again takes; 0 where no memory saver runs. `on_host`: of
+    that which torch_memory_saver copies to the host when it is released.
+    """
+    return _nbytes_on(_segments(tag, on_host=on_host), device_index)
 
 
 def nbytes_in_pool(pool_id: tuple[int, int], device_index: int) -> int:

@@ -6,7 +6,6 @@ Seconds are medians of host time with the device synchronised; sizes are bytes.
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
 import json
 import os
 import statistics
@@ -17,6 +16,8 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+
+from verl_sglang_sync.doctor.installation import installed_version
 
 PACKAGES = (
     *("verl", "sglang", "torch", "torch-memory-saver", "transformers", "ray"),
@@ -47,7 +48,7 @@ def write_results(path: Path, bench: str, rows: list[dict[str, Any]]) -> None:
         "hardware": hardware(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "commit": _commit(),
-        "versions": {name: _version(name) for name in PACKAGES},
+        "versions": {name: installed_version(name) or "not installed" for name in PACKAGES},
         "rows": rows,
     }
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -73,10 +74,3 @@ def _commit() -> str:
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
     )
     return done.stdout.strip() or "unknown"
-
-
-def _version(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"

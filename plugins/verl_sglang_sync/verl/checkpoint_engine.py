@@ -9,7 +9,7 @@ the trainer which server is its own.
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,14 +41,14 @@ class RolloutServer:
         actor_name: of the Ray actor around the replica's server.
         num_ranks: tensor-parallel ranks of the engine.
         format: in which the engine expects the weights.
+        access: arguments of the server's client (`SGLangServerClient`): limits and keys.
     """
 
     actor_name: str
     num_ranks: int
     settings: WeightSyncConfig
     format: EngineFormat
-    api_key: str | None
-    admin_api_key: str | None
+    access: Mapping[str, Any]
 
 
 @CheckpointEngineRegistry.register(BROADCAST_BACKEND)
@@ -225,14 +225,8 @@ def _identity(actor: Any) -> str:
 
 
 def _replica(server: RolloutServer, actor: Any, address: tuple[str, int]) -> Replica:
-    url, settings = server_url(*address), server.settings
-    client = SGLangServerClient(
-        url,
-        timeout_s=settings.request_timeout_s,
-        timeouts_s=settings.timeouts_s,
-        api_key=server.api_key,
-        admin_api_key=server.admin_api_key,
-    )
+    url = server_url(*address)
+    client = SGLangServerClient(url, **server.access)
     return Replica(
         identity=_identity(actor), base_url=url, client=client, num_ranks=server.num_ranks
     )

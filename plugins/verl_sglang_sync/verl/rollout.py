@@ -55,14 +55,12 @@ class WeightSyncServerAdapter(ServerAdapter):  # type: ignore[misc]
             )
         if self.rollout_rank != 0:
             return None
-        kwargs = _sglang_kwargs(self.config)
         return RolloutServer(
             actor_name=f"sglang_server_{self.replica_rank}_0",
             num_ranks=self.config.tensor_model_parallel_size * self.config.data_parallel_size,
             settings=self._settings,
             format=self._format,
-            api_key=kwargs.get("api_key"),
-            admin_api_key=kwargs.get("admin_api_key"),
+            access=self._access(self._settings),
         )
 
     async def resume(self, tags: list[str]) -> None:
@@ -166,20 +164,19 @@ class WeightSyncServerAdapter(ServerAdapter):  # type: ignore[misc]
         if self._engine is None:
             return None
         server = self._engine.server_args
-        kwargs = _sglang_kwargs(self.config)
         return SGLangServerClient(
             server_url(server.host, server.port),
-            timeout_s=settings.request_timeout_s,
-            timeouts_s=settings.timeouts_s,
-            api_key=kwargs.get("api_key"),
-            admin_api_key=kwargs.get("admin_api_key"),
+            **self._access(settings),
             rank=torch.distributed.get_rank(),
             replica=self.replica_rank,
         )
 
-
-def _sglang_kwargs(config: Any) -> dict[str, Any]:
-    return dict((config.get("engine_kwargs", None) or {}).get("sglang", None) or {})
+    def _access(self, settings: WeightSyncConfig) -> dict[str, Any]:
+        """See `RolloutServer`."""
+        kwargs = (self.config.get("engine_kwargs", None) or {}).get("sglang", None) or {}
+        keys = {key: kwargs.get(key) for key in ("api_key", "admin_api_key")}
+        limits = {"timeout_s": settings.request_timeout_s, "timeouts_s": settings.timeouts_s}
+        return keys | limits
 
 
 _adapter: weakref.ref[WeightSyncServerAdapter] | None = None
