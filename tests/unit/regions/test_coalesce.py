@@ -74,7 +74,7 @@ def test_experts_in_checkpoint_order_become_three_copies():
     """gate, up and down of 128 experts, as a bucket holds them, into w13 [e, 2 i, h] and w2 [e, h,
     i].
     """
-    copies, src, size = [], 0, 1024
+    copies, src, size = [], 0, 64
     for expert in range(128):
         for lane in ("gate", "up", "down"):
             dst = (2 * expert + (lane == "up")) * size if lane != "down" else expert * size
