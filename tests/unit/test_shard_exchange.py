@@ -94,34 +94,46 @@ def _broken_on_rank_3(weights):
         yield pair
 
 
+COMPUTES = "computes with what it gathered: aten."
 EXPORTS = {
-    "casts": _each(lambda tensor: tensor.to(torch.float16)),
-    "adds": _each(lambda tensor: tensor + 1),
-    "adds in place": _each(lambda tensor: tensor.add_(1)),
-    "reverses rows": _each(lambda tensor: tensor.flip(0)),
-    "reads values": _each(lambda tensor: tensor[: int(tensor.sum())]),
-    "communicates": _each(_reduced),
-    "brings its own": lambda weights: [("extra", torch.ones(2)), *weights],
-    "repeats a shape": _each(lambda tensor: torch.empty_like(tensor)),
-    "breaks on rank 3": _broken_on_rank_3,
+    "casts": (
+        _each(lambda tensor: tensor.to(torch.float16)),
+        "converts torch.float32 to torch.float16",
+    ),
+    "adds": (_each(lambda tensor: tensor + 1), f"{COMPUTES}add.Tensor"),
+    "adds in place": (_each(lambda tensor: tensor.add_(1)), f"{COMPUTES}add_.Tensor"),
+    "reverses rows": (_each(lambda tensor: tensor.flip(0)), f"{COMPUTES}flip.default"),
+    "reads values": (_each(lambda t: t[: int(t.sum())]), f"{COMPUTES}sum.default"),
+    "communicates": (_each(_reduced), "communicates: c10d.allreduce_.default"),
+    "brings its own": (
+        lambda weights: [("extra", torch.ones(2)), *weights],
+        "extra is computed by aten.ones.default",
+    ),
+    "repeats a shape": (_each(torch.empty_like), f"{COMPUTES}empty_like.default"),
+    "breaks on rank 3": (_broken_on_rank_3, "rank 3: the export failed while it was traced"),
+    "differs on rank 1": (_swapped_on_rank_1, "the ranks traced different exports"),
 }
+"""By what makes them untraceable: exports, and what is said."""
 
 
 def refused_exports():
-    """Each export that cannot be traced: why not."""
+    """Why each of them is not traced."""
     from verl_sglang_sync.sources.export import transformed
     from verl_sglang_sync.sources.source_map import SourceMap
 
     export, group = export_of(sharded("moe")), trainer_group(2)[0]
-    changes = {**EXPORTS, "differs on rank 1": _swapped_on_rank_1}
     return {
         name: SourceMap(group, CPU).trace(transformed(export, change))
-        for name, change in changes.items()
+        for name, (change, _) in EXPORTS.items()
     }
 
 
-def unsupported_parameters():
-    """Parameters whose bytes are not in rows on one line of ranks; by what is wrong with them."""
+def exported(tensor):
+    yield "w", tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def refuse_parameters():
+    """Those whose bytes are not in rows on one line of ranks; by what is said of them."""
     from torch.distributed.tensor import Shard
 
     from verl_sglang_sync.sources.export_trace import NotTraceable, trace_export
@@ -130,30 +142,24 @@ def unsupported_parameters():
     line = init_device_mesh("cpu", (world_size,))
     square = init_device_mesh("cpu", (2, world_size // 2))
     weight = torch.arange(48.0).view(8, 6)
-    cases = {
-        "columns": distribute_tensor(weight, line, [Shard(1)]),
-        "two dimensions": distribute_tensor(weight, square, [Replicate(), Shard(0)]),
-        "transposed": distribute_tensor(weight, line, [Replicate()]).t(),
-        "replicated": distribute_tensor(weight, line, [Replicate()]),
-        "plain": weight,
-        "on another device": weight.to("meta"),
-    }
-    reasons = {}
-    for name, tensor in cases.items():
-        state = {"w": tensor}
-
-        def export(state=state):
-            for key, value in state.items():
-                yield key, value.full_tensor() if isinstance(value, DTensor) else value
-
-        try:
+    replicated = distribute_tensor(weight, line, [Replicate()])
+    two_dimensional = distribute_tensor(weight, square, [Replicate(), Shard(0)])
+    for tensor, reason in (
+        (distribute_tensor(weight, line, [Shard(1)]), r"it is placed as S\(1\)"),
+        (two_dimensional, r"its mesh \(2, 2\) is not one line of all 4 ranks"),
+        (replicated.t(), r"its memory has strides \(1, 6\)"),
+        (replicated, None),
+        (weight, None),
+        (weight.to("meta"), "w is on meta, the engine on cpu"),
+    ):
+        expected = pytest.raises(NotTraceable, match=reason) if reason else nullcontext()
+        with expected:
             trace_export(
-                export(), sources=lambda state=state: state, world_size=world_size, device=CPU
+                exported(tensor),
+                sources=lambda tensor=tensor: {"w": tensor},
+                world_size=world_size,
+                device=CPU,
             )
-            reasons[name] = None
-        except NotTraceable as reason:
-            reasons[name] = str(reason)
-    return reasons
 
 
 def views_and_copies():
@@ -277,39 +283,14 @@ def test_a_rank_that_cannot_pack_ends_the_proof_on_all_ranks(pool):
 
 
 def test_an_export_that_computes_is_not_traced(pool):
-    words = {
-        "casts": "converts torch.float32 to torch.float16",
-        "adds": "computes with what it gathered: aten.add.Tensor",
-        "adds in place": "computes with what it gathered: aten.add_.Tensor",
-        "reverses rows": "computes with what it gathered: aten.flip.default",
-        "reads values": "computes with what it gathered: aten.sum.default",
-        "communicates": "communicates: c10d.allreduce_.default",
-        "brings its own": "extra is computed by aten.ones.default",
-        "repeats a shape": "computes with what it gathered: aten.empty_like.default",
-        "breaks on rank 3": "rank 3: the export failed while it was traced",
-        "differs on rank 1": "the ranks traced different exports",
-    }
     answers = pool.run(refused_exports)
     assert answers == [answers[0]] * NUM_RANKS
-    assert answers[0].keys() == words.keys()
-    for name, reason in answers[0].items():
-        assert words[name] in reason
+    for name, (_, reason) in EXPORTS.items():
+        assert reason in answers[0][name]
 
 
 def test_parameters_that_are_laid_out_otherwise_are_refused(pool):
-    words = {
-        "columns": "it is placed as S(1)",
-        "two dimensions": "its mesh (2, 2) is not one line of all 4 ranks",
-        "transposed": "its memory has strides (1, 6)",
-        "replicated": None,
-        "plain": None,
-        "on another device": "w is on meta, the engine on cpu",
-    }
-    for reasons in pool.run(unsupported_parameters):
-        assert reasons.keys() == words.keys()
-        for name, reason in reasons.items():
-            assert (reason is None) == (words[name] is None), (name, reason)
-            assert reason is None or words[name] in reason
+    pool.run(refuse_parameters)
 
 
 def test_views_and_copies_of_what_is_gathered_are_followed(pool):
