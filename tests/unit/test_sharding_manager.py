@@ -224,7 +224,7 @@ def test_a_failed_sync_writes_no_line_and_is_not_counted_in_the_next(tmp_path):
 
 
 def stages(tp, fails=(None, None), report_file=None):
-    """Wake, body, sleep on this rank: (events, error). `fails`: a leader, what its engine refuses."""
+    """Wake, body, sleep on this rank: (events, error). `fails`: (leader, what it cannot)."""
     from verl_sglang_sync.sync.sharding_manager import SGLangShardingManager
 
     group, is_leader = trainer_group(tp)
