@@ -21,14 +21,20 @@ from importlib.metadata import packages_distributions, requires
 from pathlib import Path
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from support.our_imports import PLUGINS, imports
-from support.processes import run_python
+from support.processes import DOCTOR, report_of, run_process, run_python
 from verl_sglang_sync.preflight import RecipeError, check_recipe
 
+HEALTHY = (
+    *("entry point verl.plugins", "entry point sglang.srt.plugins", "entry point hydra.plugins"),
+    *("verl plugin", "verl rollout class", "verl replica class", "recipe checks"),
+    *("SGLang plugin", "SGLang hooks", "Hydra config group"),
+)
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = "tests/support/environment.py"  # which `make` asks for the key of its cache
 BUILT_FROM = ("pyproject.toml", "README.md", "LICENSE", "Makefile", ENVIRONMENT)
@@ -42,54 +48,16 @@ from hydra import compose, initialize
 with initialize(version_base=None, config_path=None):
     config = compose(overrides=["+weight_sync=flattened"])
 """
-
 LOADED = (
     IN_HYDRA
     + """
 assert config.actor_rollout_ref.rollout.custom.weight_sync.mode == "flattened", config
 import sys
 assert "verl" not in sys.modules and "sglang" not in sys.modules
-import hydra_plugins.verl_sglang_sync.search_path as plugin
-print(plugin.__file__)
-
-import verl
-from verl.utils.config import validate_config
-from verl.workers.rollout import base, replica
-
-assert base._ROLLOUT_REGISTRY[("sglang", "async")] == (
-    "verl_sglang_sync.verl.rollout.WeightSyncServerAdapter"
-), base._ROLLOUT_REGISTRY
-assert replica.RolloutReplicaRegistry._registry["sglang"].__module__ == (
-    "verl_sglang_sync.verl_plugin"
-)
-assert validate_config.__module__ == "verl_sglang_sync.preflight"
-from verl.checkpoint_engine.base import CheckpointEngineRegistry
-assert CheckpointEngineRegistry.get("sglang_sync").__module__.startswith("verl_sglang_sync.")
-
-from importlib.metadata import distribution
-loaded = {entry.group: entry.load() for entry in distribution("verl-sglang-sync").entry_points}
-groups = {"console_scripts", "verl.plugins", "sglang.srt.plugins", "hydra.plugins"}
-assert loaded.keys() == groups, loaded
-print(loaded["verl.plugins"].__file__)
-
-from sglang.srt.plugins import load_plugins
-load_plugins()
-from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
-from sglang_loader.hooks import memory
-from sglang_loader.hooks import weights as hooks
-
-for method, hook in {
-    "update_weights_from_tensor": hooks.update_on_all_ranks,
-    "release_memory_occupation": memory.release_tags,
-    "resume_memory_occupation": memory.resume_tags,
-}.items():
-    wrapper = getattr(SchedulerWeightUpdaterManager, method)
-    cells = [cell.cell_contents for cell in wrapper.__closure__]
-    assert hook in cells and wrapper.__wrapped__ in cells, method
-print(hooks.__file__)
+import hydra_plugins.verl_sglang_sync.search_path as plugin, sglang_loader, verl_sglang_sync
+print(plugin.__file__, sglang_loader.__file__, verl_sglang_sync.__file__, sep="\\n")
 """
 )
-"""Hydra, verl and SGLang, one after the other; `test_doctor` has a process for each."""
 
 
 @dataclass(frozen=True)
@@ -258,18 +226,24 @@ def normalised(name):
 
 
 class TestLoaded:
-    def test_by_hydra_verl_and_sglang(self, installation, tmp_path):
+    def test_by_hydra_alone_from_where_it_is_installed(self, installation, tmp_path):
         printed = run("-c", LOADED, python=installation.python, cwd=tmp_path)
-        loaded = [line for line in printed.splitlines() if line.endswith(".py")]
-        assert len(loaded) == 3
-        assert all(Path(file).is_relative_to(installation.packages) for file in loaded)
+        files = printed.splitlines()
+        assert len(files) == 3
+        assert all(Path(file).is_relative_to(installation.packages) for file in files)
 
-    def test_console_script(self, installation, tmp_path):
+    def test_by_verl_and_sglang_as_the_doctor_sees_it(self, installation, tmp_path):
         script = installation.python.with_name("verl-sglang-sync")
-        for arguments, expected in ((["--help"], "doctor"), (["doctor", "--help"], "--json")):
-            assert expected in subprocess.check_output(
-                [script, *arguments], cwd=tmp_path, text=True
-            )
+        status, checks, overall = report_of(run_process(str(script), *DOCTOR, cwd=tmp_path))
+        assert not [check for check in checks.values() if check["status"] == "fail"]
+        assert status == 0
+        for name in HEALTHY:
+            assert checks[name]["status"] == "ok", checks[name]
+        assert "update_weights_from_tensor" in checks["SGLang hooks"]["detail"]
+        if not torch.cuda.is_available():
+            assert checks["GPU"]["status"] == "warn"
+            assert "VERL_PLATFORM=cpu" in checks["GPU"]["detail"]
+            assert overall == "warn"
 
     def test_without_the_project_there_is_no_preset(self, tmp_path):
         """Negative control: the environment alone does not provide it.

@@ -3,21 +3,14 @@
 The workers are SGLang's classes, without the models and GPUs that their constructors want.
 """
 
-import base64
 import importlib
 from types import SimpleNamespace
 
-import msgspec
 import pytest
 
 from contract.tiny_architectures import prepare_process
-from sglang_loader.common.session import messages as wire
-from sglang_loader.common.session.messages import SESSION_FORMAT
-from sglang_loader.hooks import weights as weight_updater_hooks
-from sglang_loader.hooks.tp_ranks import TPRanks
 from sglang_loader.hooks.weights import update_on_all_ranks
 from sglang_loader.upstream import SpeculationUnknown, runners_of
-from unit.test_session_messages import DESCRIPTOR
 
 prepare_process()
 pytest.importorskip("sglang", reason="needs the SGLang that the plugin supports")
@@ -105,28 +98,6 @@ def test_a_worker_whose_models_are_not_known_is_refused():
         with pytest.raises(SpeculationUnknown, match="MultiLayerEagleWorkerV2"):
             models_of(updater, syncs_draft=True)
     assert models_of(updater, syncs_draft=False) == [TARGET]
-
-
-def test_every_rank_serves_its_own_invitation(monkeypatch):
-    served = []
-
-    def serve(*arguments, **_):
-        served.append(arguments)
-        return served.append
-
-    monkeypatch.setattr(weight_updater_hooks, "serve_session", serve)
-    monkeypatch.setattr(TPRanks, "rank", 1)
-    nothing = dict.fromkeys(("flush", "loading", "loaded"))
-    update = SimpleNamespace(run=lambda load: load() or [], models=[TARGET], **nothing)
-    descriptors = [
-        msgspec.structs.replace(DESCRIPTOR, endpoint=f"ipc:///tmp/{rank}") for rank in range(2)
-    ]
-    handles = [base64.b64encode(wire.encode_descriptor(each)).decode() for each in descriptors]
-    request = request_with(load_format=SESSION_FORMAT, serialized_named_tensors=handles)
-    updater = SimpleNamespace(tp_cpu_group=None, tp_worker=Target())
-    assert weight_updater_hooks._serve_session(update, updater, request) == []
-    (served_descriptor, models, _), failures = served
-    assert (served_descriptor, models, failures) == (descriptors[1], [TARGET], [])
 
 
 def test_a_format_of_another_release_is_refused_by_name():

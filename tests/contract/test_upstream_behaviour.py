@@ -7,7 +7,6 @@ not here; names and signatures are in `test_upstream_surface`.
 
 import asyncio
 import contextlib
-import dataclasses
 import importlib
 import inspect
 import os
@@ -32,7 +31,6 @@ if not torch.cuda.is_available():
 
 MANAGERS = "sglang.srt.managers"
 IO = f"{MANAGERS}.io_struct"
-RECEIVER = f"{MANAGERS}.scheduler_components.request_receiver"
 TOKENIZER = f"{MANAGERS}.tokenizer_control_mixin:TokenizerControlMixin"
 RUNNER = "sglang.srt.model_executor.model_runner"
 
@@ -85,56 +83,7 @@ class TestVerl:
         assert steps == [False, ["weights"], "export", ["kv_cache"], True]
 
 
-class RecordingLock:
-    """In the place of SGLang's lock between requests and updates."""
-
-    held = ""
-    reader_lock = property(lambda self: self._hold("reader"))
-    writer_lock = property(lambda self: self._hold("writer"))
-
-    @contextlib.asynccontextmanager
-    async def _hold(self, kind):
-        self.held = kind
-        yield
-        self.held = ""
-
-
 class TestTokenizerProcess:
-    @pytest.mark.parametrize("success", [True, False])
-    def test_update(self, success):
-        """For `sglang_loader.hooks.http`:
-        holds the writer lock, asks a communicator that can be replaced, publishes the version
-        if that succeeded, and returns what the replies say."""
-        name, io = "update_weights_from_tensor", importlib.import_module(IO)
-        reply = io.UpdateWeightsFromTensorReqOutput(success=success, message="said")
-        lock, held = RecordingLock(), []
-        manager = MagicMock(is_pause=False, model_update_lock=lock)
-        manager.server_args.dp_size = 1
-        communicator = AsyncMock(side_effect=lambda _: held.append(lock.held) or [reply])
-        setattr(manager, f"{name}_communicator", communicator)
-        request = io.UpdateWeightsFromTensorReqInput(
-            serialized_named_tensors=[b""], weight_version="7"
-        )
-        outcome = asyncio.run(original(f"{TOKENIZER}.{name}")(manager, request))
-        assert (held, outcome[0], outcome[1][:4]) == (["writer"], success, "said")
-        publish = manager._update_weight_version_if_provided
-        assert [call.args for call in publish.mock_calls] == [("7",)] * success
-
-    def test_request_holds_the_reader_lock(self):
-        """For `sglang_loader.hooks.http`."""
-        lock, held = RecordingLock(), []
-        manager = MagicMock(is_pause=False, model_update_lock=lock)
-        manager.server_args.tokenizer_worker_num = 1
-        manager.is_pause_cond.wait_for = AsyncMock()
-        manager._validate_and_resolve_lora = AsyncMock(side_effect=lambda _: held.append(lock.held))
-        manager._handle_batch_request.return_value.__aiter__.return_value = ["answer"]
-
-        async def ask():
-            generate = original(f"{MANAGERS}.tokenizer_manager:TokenizerManager.generate_request")
-            return [each async for each in generate(manager, MagicMock(is_single=False))]
-
-        assert (asyncio.run(ask()), held) == (["answer"], ["reader"])
-
     @pytest.mark.parametrize("is_ours", [True, False])
     def test_pause_ends_what_runs(self, is_ours):
         """For `verl_sglang_sync.verl.upstream`: ours does what SGLang's does, without its wait."""
@@ -220,37 +169,6 @@ class TestTokenizerProcess:
 
 
 class TestScheduler:
-    @pytest.mark.parametrize(("rank", "sent"), [(0, ["let through"]), (1, None)])
-    def test_gate_comes_before_the_broadcast(self, rank, sent, monkeypatch):
-        """For `sglang_loader.hooks.request_gate`:
-        our hook decides on the rank that reads the sockets, for all of them."""
-        module = importlib.import_module(RECEIVER)
-        receiver_class = module.SchedulerRequestReceiver
-        pull = original(f"{RECEIVER}:SchedulerRequestReceiver._pull_raw_reqs")
-        gate = {"request": "let through"}
-
-        def pull_through_gate(receiver):
-            pulled = pull(receiver)
-            return pulled and [gate[each] for each in pulled]
-
-        broadcast = MagicMock(return_value=[])
-        monkeypatch.setattr(module, "broadcast_pyobj", broadcast)
-        monkeypatch.setattr(receiver_class, "_pull_raw_reqs", pull_through_gate)
-        fields = dict.fromkeys(field.name for field in dataclasses.fields(receiver_class))
-        group = SimpleNamespace(rank=rank, ranks=[0, 1], cpu_group=None)
-        place = SimpleNamespace(pp_rank=0, attn_tp_rank=rank, attn_cp_rank=0, tp_size=2)
-        if "ps" in fields:
-            fields["ps"], fields["tp_group"] = place, group
-        place.tp_group, place.enable_dp_attention, place.attn_dp_enabled = group, False, False
-        monkeypatch.setattr(module, "get_parallel", lambda: place, raising=False)
-        fields["server_args"] = SimpleNamespace(enable_dp_attention=False, language_only=False)
-        fields["max_recv_per_poll"] = -1
-        for socket, messages in (("recv_from_tokenizer", ["request"]), ("recv_from_rpc", [])):
-            fields[socket] = MagicMock()
-            fields[socket].recv_pyobj.side_effect = [*messages, module.zmq.ZMQError]
-        receiver_class(**fields).recv_requests()
-        assert broadcast.call_args.args[0] == sent
-
     @pytest.mark.parametrize(
         "abort", [{"rid": "a"}, {"rid": "ab"}, {"rid": "x", "abort_all": True}]
     )

@@ -1,5 +1,6 @@
 """Python processes for contract tests: started like a user's, optionally with broken imports."""
 
+import json
 import os
 import subprocess
 import sys
@@ -7,6 +8,7 @@ from pathlib import Path
 
 TIMEOUT_S = 300
 CPU_ENGINE = {"SGLANG_USE_CPU_ENGINE": "1"}
+DOCTOR = ("doctor", "--json")
 
 _BREAKER = '''
 import sys
@@ -30,23 +32,34 @@ def run_python(
     environment: dict[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run an interpreter with the CPU engine's environment, and wait for it."""
-    variables = {"PYTHONDONTWRITEBYTECODE": "1", **CPU_ENGINE, **(environment or {})}
+    variables = {"PYTHONDONTWRITEBYTECODE": "1", **(environment or {})}
     return run_process(str(python), *arguments, cwd=cwd, environment=variables)
 
 
 def run_process(
-    *command: str, cwd: Path, environment: dict[str, str]
+    *command: str, cwd: Path, environment: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Run a command, with `environment` beside this process's, and wait for it."""
     return subprocess.run(
         command,
-        env={**os.environ, **environment},
+        env={**os.environ, **CPU_ENGINE, **(environment or {})},
         cwd=cwd,
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,
         check=False,
     )
+
+
+def report_of(
+    doctor: subprocess.CompletedProcess[str],
+) -> tuple[int, dict[str, dict[str, str]], str]:
+    """Exit status, checks by name, and the worst status, of a command with the options `DOCTOR`."""
+    assert doctor.stdout, doctor.stderr[-4000:]
+    report = json.loads(doctor.stdout)
+    checks = {check["name"]: check for check in report["checks"]}
+    assert len(checks) == len(report["checks"]), "names of checks are unique"
+    return doctor.returncode, checks, report["status"]
 
 
 def break_imports(folder: Path, *modules: str) -> dict[str, str]:

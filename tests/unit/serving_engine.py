@@ -5,15 +5,11 @@ transport = colocated_transport(engine=engine, ...)
 engine.models[1].loaded             # what TP rank 1 got in the last sync, by name
 """
 
-from __future__ import annotations
-
 import base64
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
 
 import torch
 from torch import nn
@@ -24,7 +20,6 @@ from sglang_loader.session import serve as session
 from sglang_loader.session.broadcast_receiver import BroadcastReceiver
 from sglang_loader.session.state import MappedMemory
 from verl_sglang_sync.engine.server_client import operations
-from verl_sglang_sync.engine.server_client.operations import Call
 
 NO_STEPS = session.SessionSteps(
     once_joined=lambda: None, before_loading=lambda layout: None, once_loaded=lambda: None
@@ -36,20 +31,20 @@ _thread = threading.local()
 class _OfEachRank:
     """What is global in an engine's process, for threads that stand in for processes."""
 
-    def __init__(self, make: Callable[[], Any]) -> None:
+    def __init__(self, make):
         self._make, self._elsewhere = make, make()
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         state = getattr(_thread, "state", None)
         made = self._elsewhere if state is None else state.setdefault(self, self._make())
         return getattr(made, name)
 
 
-def _serve_in_threads() -> None:
+def _serve_in_threads():
     if isinstance(session.mapped, _OfEachRank):
         return
     engine_context, tp_rank = session.engine_context, session.tp_rank
-    module: Any = session
+    module = session
     module.mapped = _OfEachRank(MappedMemory)
     module.receiver = _OfEachRank(BroadcastReceiver)
     is_ours = lambda: hasattr(_thread, "rank")  # noqa: E731
@@ -67,18 +62,18 @@ class RecordingModel(nn.Module):
         load_takes_s: every call waits as long before it reads.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(1))
         self.load_takes_s = 0.0
-        self.fails_at: int | None = None
+        self.fails_at = None
         self.begin()
 
-    def begin(self) -> None:
-        self.loaded: dict[str, torch.Tensor] = {}
+    def begin(self):
+        self.loaded = {}
         self.num_loads = 0
 
-    def load_weights(self, weights: Any) -> None:
+    def load_weights(self, weights):
         if self.num_loads - 1 == self.fails_at:  # refused before, and tried again
             raise RuntimeError(f"the engine refused bucket {self.fails_at}")
         time.sleep(self.load_takes_s)
@@ -95,18 +90,18 @@ class RecordingModel(nn.Module):
 class ByName(nn.Module):
     """Has a parameter for each of these tensors, so that a load plan can be made, and no other."""
 
-    def __init__(self, weights: Sequence[tuple[str, torch.Tensor]]) -> None:
+    def __init__(self, weights):
         super().__init__()
         for name, tensor in weights:
             parameter = nn.Parameter(torch.zeros_like(tensor), requires_grad=False)
             self.register_parameter(name, parameter)
 
-    def load_weights(self, weights: Any) -> None:
+    def load_weights(self, weights):
         for name, tensor in weights:
             self.get_parameter(name).copy_(tensor)
 
 
-def _is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _is_equal(one, other):
     return torch.equal(*(t.contiguous().reshape(-1).view(torch.uint8) for t in (one, other)))
 
 
@@ -128,23 +123,21 @@ class ServingEngine:
         groups: the process group of each TP rank where buckets are broadcast; else none.
     """
 
-    def __init__(
-        self, events: list[Any] | None = None, fails: str | None = None, *, tp: int = 1
-    ) -> None:
+    def __init__(self, events=None, fails=None, *, tp=1):
         _serve_in_threads()
         self._events = [] if events is None else events
         self.fails = fails
-        self.refuses: str | None = None
+        self.refuses = None
         self.tells_late_s = 0.0
         self.remark = ""
-        self.checks: list[str] = []
-        self.models: list[Any] = [RecordingModel() for _ in range(tp)]
+        self.checks = []
+        self.models = [RecordingModel() for _ in range(tp)]
         self.num_published = 0
-        self.groups: list[Any] = []
-        self._states: list[dict[Any, Any]] = [{} for _ in range(tp)]
-        self._serving: dict[int, threading.Thread] = {}
+        self.groups = []
+        self._states = [{} for _ in range(tp)]
+        self._serving = {}
 
-    def leave_groups(self) -> None:
+    def leave_groups(self):
         """Have every rank let go of its process group; it may wait there for the trainer."""
         boxes = [[group] for group in self.groups]
         self.groups = []
@@ -155,14 +148,14 @@ class ServingEngine:
         for box in boxes:
             threading.Thread(target=box.clear, daemon=True).start()
 
-    def _record(self, operation: str, *details: Any) -> None:
+    def _record(self, operation, *details):
         self._events.append((operation, *details))
         if self.fails == operation:
             raise RuntimeError(f"the engine cannot {operation}")
 
-    def submit(self, call: Call) -> Future[Any]:
+    def submit(self, call):
         """Do as a server does with a request; an update's reply comes when its sessions end."""
-        reply: Future[Any] = Future()
+        reply = Future()
         fields = call.payload or {}
         try:
             if call.operation == operations.UPDATE:
@@ -180,13 +173,11 @@ class ServingEngine:
             reply.set_exception(error)
         return reply
 
-    def _update(
-        self, fields: Mapping[str, Any], sent: threading.Event | None, reply: Future[Any]
-    ) -> None:
+    def _update(self, fields, sent, reply):
         assert (fields["load_format"], fields["flush_cache"]) == (SESSION_FORMAT, True)
         handles = [base64.b64decode(text) for text in fields["serialized_named_tensors"]]
         assert len(handles) == len(self.models)
-        failures: list[str] = []
+        failures = []
         self.checks = [decode_descriptor(handle).manifest_check for handle in handles]
         agreed = threading.Barrier(len(handles), action=lambda: self._answer(reply, failures))
         for rank, handle in enumerate(handles):
@@ -197,14 +188,7 @@ class ServingEngine:
         if sent is not None:
             sent.set()
 
-    def _serve(
-        self,
-        rank: int,
-        handle: bytes,
-        failures: list[str],
-        agreed: threading.Barrier,
-        before: threading.Thread | None,
-    ) -> None:
+    def _serve(self, rank, handle, failures, agreed, before):
         if before is not None:  # a scheduler serves one request after the other
             before.join()
         _thread.state, _thread.rank = self._states[rank], rank
@@ -229,7 +213,7 @@ class ServingEngine:
         if served is not None:
             served(failures)
 
-    def _answer(self, reply: Future[Any], failures: list[str]) -> None:
+    def _answer(self, reply, failures):
         if reply.cancelled():
             return
         if failures:
@@ -239,6 +223,6 @@ class ServingEngine:
         reply.set_result({"success": True, "message": with_remark(self.remark)})
 
 
-def costs_of(tags: Sequence[str]) -> Any:
+def costs_of(tags):
     """What a stage costs in a `ServingEngine` of two ranks."""
     return {tag: {"seconds": [1, 2], "gpu_bytes": [5, 5], "host_bytes": [0, 3]} for tag in tags}

@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -163,18 +164,32 @@ def test_nobody_waits_where_nobody_has_a_task(pool):
 
 
 # Not rank 0 stopped: who asks a stopped process for torch's store waits for an answer.
-@pytest.mark.parametrize(
-    ("victim", "how"),
-    [(0, signal.SIGKILL), (2, signal.SIGKILL), (2, signal.SIGSTOP)],
-    ids=["killed with the store", "killed", "stopped"],
-)
-def test_a_rank_that_is_gone_is_named_in_time(victim, how, tmp_path):
-    pool = RankPool(tmp_path)  # its processes are of no use afterwards
-    try:
-        outcomes = pool.run(agree_without, victim, how, lost=(victim,))
-    finally:
-        pool.close()
-    for rank, errors in enumerate(outcomes):
+LOST = {
+    "killed with the store": (0, signal.SIGKILL),
+    "killed": (2, signal.SIGKILL),
+    "stopped": (2, signal.SIGSTOP),
+}
+
+
+@pytest.fixture(scope="module")
+def without(tmp_path_factory):
+    """What the others saw of each loss; at once, for they wait most of the time."""
+
+    def lose(victim, how):
+        pool = RankPool(tmp_path_factory.mktemp("lost"))  # of no use afterwards
+        try:
+            return pool.run(agree_without, victim, how, lost=(victim,))
+        finally:
+            pool.close()
+
+    with ThreadPoolExecutor(len(LOST)) as threads:
+        yield {name: threads.submit(lose, *case) for name, case in LOST.items()}
+
+
+@pytest.mark.parametrize("name", LOST)
+def test_a_rank_that_is_gone_is_named_in_time(name, without):
+    victim, _ = LOST[name]
+    for rank, errors in enumerate(without[name].result()):
         if rank == victim:
             continue
         assert len(errors) == 2

@@ -15,8 +15,6 @@ from support.reachable_memory import reachable
 from unit.released_memory import poison
 from unit.test_plan_store import NAMES, Model, check_loaded, sync
 
-Others = list[tuple[str | None, bool, bool]]
-
 
 def layouts(names):
     pairs = [names[i : i + 2] for i in range(0, len(names), 2)]

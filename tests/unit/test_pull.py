@@ -1,19 +1,18 @@
 """Engines read the trainer ranks' parameters: real FSDP2 and verl's export, four ranks on gloo."""
 
-from __future__ import annotations
-
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_loader.common.layout import BucketLayout, BucketTensor
 from sglang_loader.common.regions.compose import ByteMap
+from sglang_loader.session.state import MappedMemory
 from unit import route_ranks
-from unit.pull_ranks import PullRank
+from unit.route_ranks import TP, Rank
 from verl_sglang_sync.engine.session import EngineCannotMap
 from verl_sglang_sync.routes.pull import comparison
 from verl_sglang_sync.routes.pull.located import SpreadRead, bucket_reads
@@ -25,7 +24,48 @@ from verl_sglang_sync.sources.export_trace import (
 from verl_sglang_sync.sources.transfer_plan import Origin, Owners, everyone, shards_of_rows
 
 
-def play(pool: Any, *steps: Any, kind: str = "moe", **options: Any) -> Any:
+class PullRank(Rank):
+    """A rank whose parameters are pulled; `spoils`: the engines' loaders change what they load."""
+
+    def __init__(self, *, spoils=False, **options):
+        super().__init__("pull", **options)
+        for model in self.engine.models if spoils and self.engine is not None else ():
+            model.adds = 0
+
+    def sync_among_hosts(self, engines, trainers):
+        """A sync where hosts have these names, with the replica's number in them."""
+        with (
+            mock.patch("sglang_loader.session.serve.host_id", lambda: name_in(engines)),
+            mock.patch("verl_sglang_sync.routes.pull.route.host_id", lambda: name_in(trainers)),
+        ):
+            self.sync()
+
+    def unmap(self):
+        """The engines have nothing mapped any more, as after a restart; the handles are used."""
+        for state in self.engine._states if self.engine is not None else ():
+            for key, made in state.items():
+                state[key] = MappedMemory() if isinstance(made, MappedMemory) else made
+
+    def empty_storages(self):
+        """From now on offloaded parameters come back into the same storages, at the same addresses
+        perhaps.
+        """
+        self.export.sources.empties_storages = True
+
+    def untie(self):
+        """The head is a parameter of its own now, with other values."""
+        head = torch.nn.Parameter(self.model.model.embed_tokens.weight.detach().clone())
+        head.to_local().untyped_storage().share_memory_()
+        self.model.lm_head.weight = head
+        with torch.no_grad():
+            head.to_local().add_(1)
+
+
+def name_in(template):
+    return template.format(dist.get_rank() // TP)
+
+
+def play(pool, *steps, kind="moe", **options):
     """What each rank saw of its syncs, which were right; see `route_ranks.play`."""
     answers = pool.run(route_ranks.play, PullRank, {"kind": kind, **options}, *steps)
     for seen in answers:
@@ -47,7 +87,7 @@ def test_what_is_pulled_is_what_the_export_would_give(pool, kind):
 DELIVER = "verl_sglang_sync.routes.pull.located.PulledDelivery.deliver"
 MOVED_ON_0 = ("move", 0)
 FREED = ("sync_failing", None, DELIVER, EngineCannotMap("freed"))
-CHANGES: dict[str, tuple[dict[str, Any], list[Any], list[str], list[str]]] = {
+CHANGES = {
     "parameters come back elsewhere; from then on they are located before each sync": (
         {},
         ["sync", *["move", "step", "sync"] * 3],
@@ -120,7 +160,7 @@ def test_memory_that_was_offloaded_is_mapped_anew_for_each_sync(pool):
 
 
 SYNC_AMONG_HOSTS = ("sync_among_hosts", "node {}", "node {}")
-REFUSED: dict[str, tuple[dict[str, Any], list[Any], list[str], str]] = {
+REFUSED = {
     "private": ({"is_shared": False}, ["sync"], [], "cannot be mapped by other processes"),
     "several nodes": ({}, [SYNC_AMONG_HOSTS], [], "several nodes"),
     "a wrong trace": (
@@ -164,7 +204,7 @@ def test_other_failures_are_raised(pool):
 
 
 @st.composite
-def _sharded_exports(draw: st.DrawFn) -> tuple[BucketLayout, TracedExport, list[torch.Tensor]]:
+def _sharded_exports(draw):
     """Tensors that are parts of parameters, whose rows are spread over some ranks."""
     world = draw(st.integers(1, 5))
     parameters, full, tensors, traced = [], [], [], {}
@@ -261,7 +301,7 @@ def test_an_export_that_lacks_a_tensor_is_another():
         assert found.finish() == expected
 
 
-def _own_shards(owners: Owners) -> list[int]:
+def _own_shards(owners):
     """Those that rank 0 reads on its own behalf."""
     return [i for i in range(len(owners.starts)) if owners.owner_of(i, 0) == 0]
 

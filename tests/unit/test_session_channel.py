@@ -1,13 +1,10 @@
 """Both ends of a session's socket in one process: what comes first of two things at once."""
 
-from __future__ import annotations
-
 import gc
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 
@@ -15,7 +12,6 @@ from sglang_loader.common.session import channel as session_channel
 from sglang_loader.common.session import messages as wire
 from sglang_loader.common.session.channel import (
     GRACE_MS,
-    Channel,
     engine_end,
     trainer_end,
 )
@@ -33,7 +29,7 @@ class ReplyCame(RuntimeError):
 
 
 @pytest.fixture
-def ends(new_endpoint: NewEndpoint) -> Iterator[tuple[Channel[Any], Channel[Any]]]:
+def ends(new_endpoint):
     """The trainer's and the engine's; one message has passed."""
     endpoint = new_endpoint()
     trainer = trainer_end(endpoint)
@@ -50,7 +46,7 @@ def test_a_message_that_is_slower_than_the_reply_is_heard(ends):
     trainer, engine = ends
     late = threading.Timer(0.4, lambda: engine.send(wire.BucketDone, index=1))
 
-    def watch() -> None:
+    def watch():
         if not late.is_alive():
             late.start()
         raise ReplyCame
@@ -62,7 +58,7 @@ def test_a_message_that_is_slower_than_the_reply_is_heard(ends):
 def test_a_peer_that_says_nothing_ends_the_wait(ends):
     trainer, _ = ends
 
-    def watch() -> None:
+    def watch():
         raise ReplyCame
 
     started = time.monotonic()
@@ -71,7 +67,7 @@ def test_a_peer_that_says_nothing_ends_the_wait(ends):
     assert time.monotonic() - started < GRACE_MS / 1000 + 5
 
 
-def all_came(end: Channel[Any], num_messages: int) -> None:
+def all_came(end, num_messages):
     """Wait until as many messages lie at this end."""
     deadline = time.monotonic() + 10
     while not end.has_message() or len(end._received) < num_messages:
@@ -144,14 +140,14 @@ def test_channels_that_nobody_closed_do_not_block_the_others(new_endpoint):
             end.begin(TOKEN, timeout_s=10)
         engine.send(wire.BucketDone, index=0)
         assert trainer.receive().index == 0
-        loop: list[Any] = [trainer, engine]
+        loop = [trainer, engine]
         loop.append(loop)
         del trainer, engine, end, loop
         gc.collect()
     gc.unfreeze()
 
 
-def _is_gone(end: Channel[Any]) -> bool:
+def _is_gone(end):
     """Its peer has closed."""
     with pytest.raises(SessionError, match="is gone"):
         end.wait(10)

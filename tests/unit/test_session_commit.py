@@ -1,17 +1,12 @@
 """A whole session in one process: what it takes until an engine serves what was sent."""
 
-from __future__ import annotations
-
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import pytest
 import torch
 
-from sglang_loader.common.layout import BucketLayout
-from sglang_loader.common.session.messages import BucketPiece, Loaded, decode_descriptor
+from sglang_loader.common.session.messages import BucketPiece, decode_descriptor
 from sglang_loader.common.shared_memory import CpuHandle
 from sglang_loader.session import serve as session
 from sglang_loader.session import state as session_state
@@ -48,20 +43,20 @@ class Event:
 
     waited = False
 
-    def query(self) -> bool:
+    def query(self):
         return self.waited
 
 
 @pytest.fixture
-def event(monkeypatch: pytest.MonkeyPatch) -> Event:
+def event(monkeypatch):
     """An engine that launches without waiting, as on a GPU."""
     event = Event()
 
     class InFlight(session_state.InFlight):
-        def add(self, index: int, *, on_current_stream: bool) -> None:
+        def add(self, index, *, on_current_stream):
             self._launched.append((index, event))
 
-    def synchronize(device: torch.device) -> None:
+    def synchronize(device):
         event.waited = True
 
     monkeypatch.setattr(session, "InFlight", InFlight)
@@ -87,26 +82,21 @@ class Engine(threading.Thread):
     """
 
     def __init__(
-        self,
-        invitation: bytes,
-        model: ByName,
-        others: Sequence[str] = (),
-        once_joined: Callable[[], None] = lambda: None,
-        once_loaded: Callable[[], None] = lambda: None,
-    ) -> None:
+        self, invitation, model, others=(), once_joined=lambda: None, once_loaded=lambda: None
+    ):
         super().__init__()
         self._descriptor, self._model = decode_descriptor(invitation), model
         self._others = others
         self._steps = session.SessionSteps(
             once_joined=once_joined, before_loading=self.begin, once_loaded=once_loaded
         )
-        self.error: Exception | None = None
+        self.error = None
         self.has_begun = self.has_served = False
 
-    def begin(self, layout: BucketLayout) -> None:
+    def begin(self, layout):
         self.has_begun = True
 
-    def run(self) -> None:
+    def run(self):
         try:
             conclude = session.serve_session(self._descriptor, [self._model], self._steps)
         except Exception as error:
@@ -117,12 +107,12 @@ class Engine(threading.Thread):
 
 
 @pytest.fixture
-def trainer() -> Iterator[TrainerSession]:
+def trainer():
     with TrainerSession(SessionSockets(), SETTINGS, BlockNames()) as opened:
         yield opened
 
 
-def joined(trainer: TrainerSession, model: ByName, **options: Any) -> Engine:
+def joined(trainer, model, **options):
     """An engine that serves `model` and has met the trainer."""
     engine = Engine(trainer.invitation, model, **options)
     engine.start()
@@ -130,35 +120,35 @@ def joined(trainer: TrainerSession, model: ByName, **options: Any) -> Engine:
     return engine
 
 
-def meet(trainer: TrainerSession) -> None:
+def meet(trainer):
     while not trainer.greet(lambda: None, wait_s=0.1):
         pass
 
 
 @pytest.fixture
-def ring() -> StagingRing:
+def ring():
     """The trainer's buffers, which live until the engine has let go of them."""
     return StagingRing(CPU, num_buffers=2, bucket_bytes=SETTINGS.bucket_bytes)
 
 
-def wait_until_done(trainer: TrainerSession, index: int) -> None:
+def wait_until_done(trainer, index):
     """Wait until the engine has read bucket `index`."""
     wait_for([alone(trainer)], lambda session: session.num_done > index, 10)
 
 
-def wait_until_loaded(trainer: TrainerSession) -> Loaded:
+def wait_until_loaded(trainer):
     """Wait until the engine rank has read all."""
     wait_for([alone(trainer)], lambda session: session.loaded is not None, 10)
     assert trainer.loaded is not None
     return trainer.loaded
 
 
-def alone(trainer: TrainerSession) -> EngineRank:
+def alone(trainer):
     """The engine rank of a session that no request has opened."""
     return EngineRank("", trainer, OpeningRequest(None, None), EngineArrangements(is_wanted=False))
 
 
-def send_all(trainer: TrainerSession, ring: StagingRing, *, arranged: bool = False) -> None:
+def send_all(trainer, ring, *, arranged=False):
     """Both buckets, and that they are all, without a look at what the engine says."""
     report = SyncReport(mode="compiled", replica=0)
     export, stream = Export(list(WEIGHTS.items())), BucketStream(SETTINGS.bucket_bytes)
@@ -171,7 +161,7 @@ def send_all(trainer: TrainerSession, ring: StagingRing, *, arranged: bool = Fal
     trainer.finish(num_buckets=2, num_tensors=2, arrangements=None)
 
 
-def check_not_served(engine: Engine, *texts: str) -> None:
+def check_not_served(engine, *texts):
     engine.join(20)
     assert not engine.is_alive()
     assert not engine.has_served
@@ -208,11 +198,11 @@ def test_only_what_is_committed_and_not_given_up_is_served(
     model = model_of(WEIGHTS)
     load_weights = model.load_weights
 
-    def load_late(weights: Any) -> None:
+    def load_late(weights):
         assert held_up.wait(20)
         load_weights(weights)
 
-    model.load_weights = load_late  # type: ignore[method-assign]
+    model.load_weights = load_late
     engine = joined(trainer, model)
     send_all(trainer, ring)
     if has_committed:
@@ -282,7 +272,7 @@ def test_what_failed_on_another_tp_rank_is_heard_after_the_commit(event, trainer
 
 
 def test_what_must_be_done_before_ends_the_session_before_the_first_byte(event, trainer, ring):
-    def refuse() -> None:
+    def refuse():
         raise RuntimeError("requests are running")
 
     model = model_of(WEIGHTS)
@@ -323,7 +313,7 @@ def test_a_request_that_arrives_twice_is_refused_at_once_the_second_time(event, 
         serve_whole(following, ring, engine)
 
 
-def serve_whole(trainer: TrainerSession, ring: StagingRing, engine: Engine) -> None:
+def serve_whole(trainer, ring, engine):
     """A session that ends well."""
     send_all(trainer, ring)
     wait_until_done(trainer, 1)
@@ -354,7 +344,7 @@ def test_memory_that_the_engine_cannot_map_is_told_apart(event, trainer):
 Sent = tuple[int, int]
 """(index that is announced, which of the two buckets it is)."""
 
-WRONG_ORDERS: dict[str, tuple[list[Sent], tuple[int, int], str]] = {
+WRONG_ORDERS = {
     "starts late": ([(1, 1)], (1, 1), "got bucket 1, expected 0"),
     "gap": ([(0, 0), (2, 1)], (2, 2), "got bucket 2, expected 1"),
     "repeat": ([(0, 0), (0, 0)], (2, 2), "got bucket 0, expected 1"),

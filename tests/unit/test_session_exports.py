@@ -204,20 +204,6 @@ def test_no_more_than_a_bucket_and_the_next_tensor_is_held(mode, is_fused):
     assert max(alive) == (3 if is_fused else 5)  # four rows make a bucket, the fifth closes it
 
 
-@pytest.mark.parametrize("mode", ("compiled", *MODES))
-def test_only_compiled_makes_a_plan_and_all_modes_load_the_same(mode):
-    seen, trainer = [], Trainer(mode)
-    for seed in range(3):
-        weights = [(f"t{i}", filled((8, 16), torch.bfloat16, 10 * seed + i)) for i in range(9)]
-        if not seed:
-            trainer.engine.models = [ByName(weights)]
-        report = trainer.sync(weights)
-        seen.append((report.num_replayed, report.num_eager))
-        assert contents(trainer.engine.models[0].named_parameters()) == contents(weights)
-    replayed = [(0, 3), (3, 0), (3, 0)]
-    assert seen == (replayed if mode == "compiled" else [(0, 3)] * 3)
-
-
 def test_an_export_that_names_no_parameters_is_packed_and_the_trainer_says_so_once(caplog):
     warn_once.cache_clear()
     weights = [(f"t{i}", filled((8, 16), torch.bfloat16, i)) for i in range(9)]

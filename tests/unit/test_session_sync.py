@@ -1,8 +1,144 @@
 """One sync: it arrives bit by bit on every rank, or is published on none, and never hangs."""
 
-import pytest
+import asyncio
+import hashlib
+import time
+from dataclasses import dataclass, field
+from datetime import timedelta
 
-from unit.trainer_ranks import WORLD_SIZE, RanksHang, SyncCase, barrier_of, expected, sync
+import pytest
+import torch
+import torch.distributed as dist
+
+from support.settings import settings_of
+from unit.serving_engine import ServingEngine
+from unit.trainer_ranks import TIMEOUT_S, WORLD_SIZE, trainer_group
+from verl_sglang_sync import WeightSyncError
+from verl_sglang_sync.report import SyncReport
+from verl_sglang_sync.sync.transport import colocated_transport
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncCase:
+    """One sync: `num_tensors` tensors, four to a bucket.
+
+    Attributes:
+        load_fails: (leader's rank, TP rank, bucket): its engine refuses.
+        bad_tensor: (rank, tensor): one that cannot be packed is exported there.
+        export_fails: (rank, tensor) at which the trainer's generator raises; rank -1 is all.
+        num_tensors_on: ranks that export another number of tensors.
+        collective: gather each tensor's shards from all ranks, as FSDP's export does.
+        export_timeout_s: of the export's own collectives.
+        load_takes_s: how long the engine waits before it reads a bucket.
+    """
+
+    mode: str = "flattened"
+    tp: int = 2
+    num_tensors: int = 12
+    seed: int = 0
+    load_fails: tuple[int, int, int] | None = None
+    bad_tensor: tuple[int, int] | None = None
+    export_fails: tuple[int, int] | None = None
+    num_tensors_on: dict[int, int] = field(default_factory=dict)
+    collective: bool = True
+    export_timeout_s: float | None = None
+    load_takes_s: float = 0.0
+
+
+@dataclass
+class SyncOutcome:
+    """What one rank saw of a sync.
+
+    Attributes:
+        error: text of the `WeightSyncError`.
+        exported: tensors the generator gave.
+        drained: the generator was run to its end.
+        loaded: by TP rank: digest by name, on the leader; in loading order.
+        num_loads: buckets that reached each TP rank, refused ones included.
+        num_published: syncs that the leader's engine took as good.
+    """
+
+    error: str | None = None
+    exported: int = 0
+    drained: bool = False
+    loaded: list[dict[str, str]] = field(default_factory=list)
+    num_loads: list[int] = field(default_factory=list)
+    num_published: int = 0
+    seconds: float = 0.0
+
+
+def name_of(index):
+    return f"model.layers.{index}.mlp.down_proj.weight"
+
+
+def full_tensor(seed, index):
+    """256 bytes as float32, or 128 as bfloat16: one alignment unit each."""
+    generator = torch.Generator().manual_seed(1000 * seed + index)
+    full = torch.randn(WORLD_SIZE, 16, generator=generator)
+    return full.bfloat16() if index % 2 else full
+
+
+def digest(tensor):
+    raw = tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()
+    return f"{tensor.dtype} {tuple(tensor.shape)} {hashlib.sha256(raw).hexdigest()}"
+
+
+def expected(case):
+    """What every TP rank must have loaded."""
+    return {name_of(i): digest(full_tensor(case.seed, i)) for i in range(case.num_tensors)}
+
+
+def _export(case, outcome, group):
+    rank = dist.get_rank()
+    for index in range(case.num_tensors_on.get(rank, case.num_tensors)):
+        if case.export_fails in ((rank, index), (-1, index)):
+            raise RuntimeError(f"the export of {name_of(index)} broke")
+        tensor = full_tensor(case.seed, index)
+        if case.collective:
+            shards = [torch.empty_like(shard) for shard in tensor.chunk(WORLD_SIZE)]
+            dist.all_gather(shards, tensor.chunk(WORLD_SIZE)[rank].contiguous(), group=group)
+            tensor = torch.cat(shards)
+        if case.bad_tensor == (rank, index):
+            tensor = tensor.to("meta")
+        outcome.exported += 1
+        yield name_of(index), tensor
+    outcome.drained = True
+
+
+def sync(case):
+
+    group, is_leader = trainer_group(case.tp)
+    export_group = None
+    if case.export_timeout_s is not None:
+        export_group = dist.new_group(timeout=timedelta(seconds=case.export_timeout_s))
+    outcome, engine = SyncOutcome(), ServingEngine(tp=case.tp)
+    for model in engine.models:
+        model.load_takes_s = case.load_takes_s
+    if case.load_fails is not None and case.load_fails[0] == dist.get_rank():
+        engine.models[case.load_fails[1]].fails_at = case.load_fails[2]
+    limits = {"bucket_bytes": 4 * 256, "request_timeout_s": TIMEOUT_S}
+    settings = settings_of(case.mode, manifest_check="off", free_cache_engine=False, **limits)
+    transport = colocated_transport(
+        engine=engine if is_leader else None,
+        settings=settings.for_session(),
+        group=group,
+        device=torch.device("cpu"),
+    )
+    weights, report = _export(case, outcome, export_group), SyncReport(mode=case.mode, replica=0)
+    started = time.monotonic()
+    try:
+        asyncio.run(transport.sync(weights, version="1", report=report))
+    except WeightSyncError as error:
+        outcome.error = str(error)
+    outcome.seconds = time.monotonic() - started
+    if is_leader:
+        outcome.loaded = [
+            {name: digest(tensor) for name, tensor in model.loaded.items()}
+            for model in engine.models
+        ]
+        outcome.num_loads = [model.num_loads for model in engine.models]
+        outcome.num_published = engine.num_published
+    return outcome
 
 
 def check_arrived(case, outcomes):
@@ -93,9 +229,3 @@ def test_what_fails_on_a_rank_fails_on_all_and_is_published_nowhere(pool, case, 
             assert outcome.exported == case.num_tensors_on.get(rank, case.num_tensors)
     good = SyncCase(mode=case.mode, tp=case.tp, seed=1)
     check_arrived(good, pool.run(sync, good))
-
-
-def test_the_pool_sees_a_rank_that_hangs(pool):
-    with pytest.raises(RanksHang, match=r"ranks \[1, 2\] hang"):
-        pool.run(barrier_of, (1, 2), limit_s=2)
-    check_arrived(SyncCase(), pool.run(sync, SyncCase()))

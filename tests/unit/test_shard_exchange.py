@@ -1,11 +1,212 @@
 """Trainer ranks fill arranged buffers from their shards: real FSDP2 and verl's export, on gloo."""
 
-import pytest
+from contextlib import nullcontext
+from types import SimpleNamespace
+from unittest import mock
 
-from unit import exchange_ranks, route_ranks
-from unit.exchange_ranks import ExchangeRank
-from unit.route_ranks import BUCKET_BYTES
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+
+from unit import route_ranks
+from unit.route_ranks import (
+    BUCKET_BYTES,
+    CPU,
+    PIECE_BYTES,
+    Rank,
+    export_of,
+    sharded,
+    spoiled_origins,
+)
+from unit.trainer_ranks import trainer_group
+from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.sources.source_map import MAX_TRACES
+
+
+class ExchangeRank(Rank):
+    """A rank whose shards are exchanged."""
+
+    def __init__(self, **options):
+        super().__init__("exchange", **options)
+
+    def sync_without_room(self, piece):
+        """A sync in which the packing of one piece fails on rank 1."""
+        broken = self.route._plan.all_to_all._sends[piece]
+        fails = mock.Mock(side_effect=MemoryError("no room to pack"))
+        with mock.patch.object(broken, "run", fails if dist.get_rank() == 1 else broken.run):
+            self.sync()
+
+    def trace_anew(self):
+        """As another route might, before the exchange has looked at the parameters."""
+        assert self.route._source_map.trace(self.export) is None
+
+
+def prove_sending():
+    """Whether a sync would be sent to engines elsewhere, and why not: with right and wrong origins.
+
+    As far as what they would be sent is proven: they read what the colocated engines do.
+    """
+    from verl_sglang_sync.routes.route import RouteContext
+    from verl_sglang_sync.routes.send.route import Send
+
+    rank, found = ExchangeRank(kind="moe"), []
+    rank.sync()
+    readers = rank.transport._engines.readers
+    for origins in (nullcontext(), spoiled_origins()):
+        context = RouteContext(
+            rank.group, CPU, rank.settings, lambda: readers, dist.get_world_size()
+        )
+        context.stream = rank.transport._stream
+        route = Send(context, None)
+        route._piece_nbytes = PIECE_BYTES
+        with origins:
+            route.learn(rank.export, [SimpleNamespace(may_read_in_place=True, num_eager=0)])
+        report = SyncReport(mode="compiled", replica=0)
+        found.append((route.choose(rank.export, report) is not None, route.off))
+    return found
+
+
+def _each(change):
+    return lambda weights: ((name, change(tensor)) for name, tensor in weights)
+
+
+def _reduced(tensor):
+    dist.all_reduce(tensor)
+    return tensor
+
+
+def _swapped_on_rank_1(weights):
+    for name, tensor in weights:
+        swaps = {"gate_proj": "up_proj", "up_proj": "gate_proj"} if dist.get_rank() == 1 else {}
+        for old, new in swaps.items():
+            if f".{old}." in name:
+                name = name.replace(old, new)
+                break
+        yield name, tensor
+
+
+def _broken_on_rank_3(weights):
+    for i, pair in enumerate(weights):
+        if i == 4 and dist.get_rank() == 3:
+            raise RuntimeError("the export of rank 3 broke")
+        yield pair
+
+
+COMPUTES = "computes with what it gathered: aten."
+EXPORTS = {
+    "casts": (
+        _each(lambda tensor: tensor.to(torch.float16)),
+        "converts torch.float32 to torch.float16",
+    ),
+    "adds": (_each(lambda tensor: tensor + 1), f"{COMPUTES}add.Tensor"),
+    "adds in place": (_each(lambda tensor: tensor.add_(1)), f"{COMPUTES}add_.Tensor"),
+    "reverses rows": (_each(lambda tensor: tensor.flip(0)), f"{COMPUTES}flip.default"),
+    "reads values": (_each(lambda t: t[: int(t.sum())]), f"{COMPUTES}sum.default"),
+    "communicates": (_each(_reduced), "communicates: c10d.allreduce_.default"),
+    "brings its own": (
+        lambda weights: [("extra", torch.ones(2)), *weights],
+        "extra is computed by aten.ones.default",
+    ),
+    "repeats a shape": (_each(torch.empty_like), f"{COMPUTES}empty_like.default"),
+    "breaks on rank 3": (_broken_on_rank_3, "rank 3: the export failed while it was traced"),
+    "differs on rank 1": (_swapped_on_rank_1, "the ranks traced different exports"),
+}
+"""By what makes them untraceable: exports, and what is said."""
+
+
+def refused_exports():
+    """Why each of them is not traced."""
+    from verl_sglang_sync.sources.export import transformed
+    from verl_sglang_sync.sources.source_map import SourceMap
+
+    export, group = export_of(sharded("moe")), trainer_group(2)[0]
+    return {
+        name: SourceMap(group, CPU).trace(transformed(export, change))
+        for name, (change, _) in EXPORTS.items()
+    }
+
+
+def exported(tensor):
+    yield "w", tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def refuse_parameters():
+    """Those whose bytes are not in rows on one line of ranks; by what is said of them."""
+    from torch.distributed.tensor import Shard
+
+    from verl_sglang_sync.sources.export_trace import NotTraceable, trace_export
+
+    world_size = dist.get_world_size()
+    line = init_device_mesh("cpu", (world_size,))
+    square = init_device_mesh("cpu", (2, world_size // 2))
+    weight = torch.arange(48.0).view(8, 6)
+    replicated = distribute_tensor(weight, line, [Replicate()])
+    two_dimensional = distribute_tensor(weight, square, [Replicate(), Shard(0)])
+    for tensor, reason in (
+        (distribute_tensor(weight, line, [Shard(1)]), r"it is placed as S\(1\)"),
+        (two_dimensional, r"its mesh \(2, 2\) is not one line of all 4 ranks"),
+        (replicated.t(), r"its memory has strides \(1, 6\)"),
+        (replicated, None),
+        (weight, None),
+        (weight.to("meta"), "w is on meta, the engine on cpu"),
+    ):
+        expected = pytest.raises(NotTraceable, match=reason) if reason else nullcontext()
+        with expected:
+            trace_export(
+                exported(tensor),
+                sources=lambda tensor=tensor: {"w": tensor},
+                world_size=world_size,
+                device=CPU,
+            )
+
+
+def views_and_copies():
+    """Slices, transposes and copies of copies: each is found, or refused."""
+    from verl_sglang_sync.sources.export_trace import NotTraceable, trace_export
+
+    world_size = dist.get_world_size()
+    full = torch.arange(6 * 4 * 8, dtype=torch.float32).view(6, 4, 8)
+    weight = distribute_tensor(full, init_device_mesh("cpu", (world_size,)))
+    steps = {
+        "slice": lambda t: t[1:5, 2],
+        "chunk": lambda t: t.chunk(2, dim=1)[1],
+        "copied chunk": lambda t: t.chunk(2, dim=2)[1].contiguous(),
+        "transposed": lambda t: t.transpose(0, 2),
+        "transposed copy": lambda t: t.transpose(0, 2).contiguous(),
+        "kept order": lambda t: t.transpose(0, 2).clone(),
+        "view of a copy": lambda t: t[:, 1:3].contiguous()[2],
+        "flat view of a copy": lambda t: t[:, :, :4].contiguous().view(-1)[16:80],
+        "ragged view of a copy": lambda t: t[:, :, :4].contiguous().view(-1)[3:17],
+        "other dtype": lambda t: t[1].view(torch.int32),
+        "expanded": lambda t: t[:, :1, :1].expand(6, 2, 8),
+        "same device": lambda t: t.to("cpu", copy=True)[3],
+    }
+    found = {}
+    for name, step in steps.items():
+        try:
+            traced = trace_export(
+                ((n, step(w.full_tensor())) for n, w in [("w", weight)]),
+                sources=lambda: {"w": weight},
+                world_size=world_size,
+                device=CPU,
+            )
+        except NotTraceable as reason:
+            found[name] = str(reason)
+            continue
+        source = traced.tensors["w"].origin.bytes
+        expected = step(full).contiguous()
+        flat = full.view(torch.uint8).view(-1)
+        picked = flat.as_strided(
+            [count for count, _ in source.dims],
+            [stride for _, stride in source.dims],
+            source.offset,
+        )
+        same = torch.equal(picked.reshape(-1), expected.view(torch.uint8).view(-1))
+        found[name] = "found" if same else "wrong"
+    return found
+
 
 NUM_RANKS = 4
 DELIVER = "verl_sglang_sync.routes.mapped_delivery.MappedDelivery.deliver"
@@ -82,43 +283,18 @@ def test_a_rank_that_cannot_pack_ends_the_proof_on_all_ranks(pool):
 
 
 def test_an_export_that_computes_is_not_traced(pool):
-    words = {
-        "casts": "converts torch.float32 to torch.float16",
-        "adds": "computes with what it gathered: aten.add.Tensor",
-        "adds in place": "computes with what it gathered: aten.add_.Tensor",
-        "reverses rows": "computes with what it gathered: aten.flip.default",
-        "reads values": "computes with what it gathered: aten.sum.default",
-        "communicates": "communicates: c10d.allreduce_.default",
-        "brings its own": "extra is computed by aten.ones.default",
-        "repeats a shape": "computes with what it gathered: aten.empty_like.default",
-        "breaks on rank 3": "rank 3: the export failed while it was traced",
-        "differs on rank 1": "the ranks traced different exports",
-    }
-    answers = pool.run(exchange_ranks.refused_exports)
+    answers = pool.run(refused_exports)
     assert answers == [answers[0]] * NUM_RANKS
-    assert answers[0].keys() == words.keys()
-    for name, reason in answers[0].items():
-        assert words[name] in reason
+    for name, (_, reason) in EXPORTS.items():
+        assert reason in answers[0][name]
 
 
 def test_parameters_that_are_laid_out_otherwise_are_refused(pool):
-    words = {
-        "columns": "it is placed as S(1)",
-        "two dimensions": "its mesh (2, 2) is not one line of all 4 ranks",
-        "transposed": "its memory has strides (1, 6)",
-        "replicated": None,
-        "plain": None,
-        "on another device": "w is on meta, the engine on cpu",
-    }
-    for reasons in pool.run(exchange_ranks.unsupported_parameters):
-        assert reasons.keys() == words.keys()
-        for name, reason in reasons.items():
-            assert (reason is None) == (words[name] is None), (name, reason)
-            assert reason is None or words[name] in reason
+    pool.run(refuse_parameters)
 
 
 def test_views_and_copies_of_what_is_gathered_are_followed(pool):
-    for found in pool.run(exchange_ranks.views_and_copies):
+    for found in pool.run(views_and_copies):
         refused = found.pop("ragged view of a copy")
         assert "is a view of a copy that is no view of its parameter" in refused
         assert set(found.values()) == {"found"}, found
@@ -131,7 +307,7 @@ def test_a_wrong_origin_never_reaches_the_engine(pool):
 
 
 def test_what_would_be_sent_is_compared_before_it_is(pool):
-    for seen in pool.run(exchange_ranks.prove_sending):
+    for seen in pool.run(prove_sending):
         right, (is_sent, why) = seen
         assert right == (True, None)
         assert not is_sent and "differs from the full export" in why

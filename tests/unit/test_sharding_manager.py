@@ -6,11 +6,12 @@ import logging
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from support.settings import settings_of
 from unit.failed_replies import BAD, LOST, failed_request
 from unit.serving_engine import ServingEngine, costs_of
-from unit.trainer_ranks import WORLD_SIZE, StageCase, stages
+from unit.trainer_ranks import WORLD_SIZE, trainer_group
 from verl_sglang_sync import WeightSyncError
 from verl_sglang_sync.collective import TrainerGroup
 from verl_sglang_sync.report import SyncReport
@@ -222,6 +223,32 @@ def test_a_failed_sync_writes_no_line_and_is_not_counted_in_the_next(tmp_path):
     assert (line["num_tensors"], line["num_buckets"], line["payload_bytes"]) == (2, 2, 512)
 
 
+def stages(tp, fails=(None, None), report_file=None):
+    """Wake, body, sleep on this rank: (events, error). `fails`: (leader, what it cannot)."""
+    from verl_sglang_sync.sync.sharding_manager import SGLangShardingManager
+
+    group, is_leader = trainer_group(tp)
+    events = []
+    refuses = fails[1] if fails[0] == dist.get_rank() else None
+    manager = SGLangShardingManager(
+        engine=ServingEngine(events, refuses, tp=tp) if is_leader else None,
+        settings=settings_of("flattened", report_file=report_file, bucket_bytes=256),
+        group=group,
+        device=torch.device("cpu"),
+        replica=dist.get_rank() // tp,
+        export=two_tensors,
+        free_trainer=lambda: events.append(("free trainer",)),
+        barrier=lambda: (dist.barrier(), events.append(("barrier",))),
+    )
+    error = None
+    try:
+        with manager:
+            events.append(("body",))
+    except WeightSyncError as raised:
+        error = str(raised)
+    return events, error
+
+
 @pytest.mark.parametrize(
     ("tp", "leader", "operation"),
     (
@@ -234,7 +261,7 @@ def test_a_failed_sync_writes_no_line_and_is_not_counted_in_the_next(tmp_path):
     ),
 )
 def test_a_stage_that_fails_on_one_leader_fails_on_all_ranks(pool, tmp_path, tp, leader, operation):
-    outcomes = pool.run(stages, StageCase(tp=tp, fails=(leader, operation)))
+    outcomes = pool.run(stages, tp, (leader, operation))
     errors = {error for _, error in outcomes}
     assert len(errors) == 1
     (error,) = errors
@@ -245,7 +272,7 @@ def test_a_stage_that_fails_on_one_leader_fails_on_all_ranks(pool, tmp_path, tp,
         if rank % tp == 0 and operation != "release":
             assert events[-1][0] == operation  # no replica goes on to the next stage
     path = tmp_path / "report.jsonl"
-    good = pool.run(stages, StageCase(tp=tp, report_file=str(path)))
+    good = pool.run(stages, tp, (None, None), str(path))
     for rank, outcome in enumerate(good):
         wanted = STAGES["multi-stage"][1] if rank % tp == 0 else [*HANDOVER, ("body",)]
         assert outcome == (wanted, None)

@@ -1,11 +1,9 @@
 """The batched copy's kernel in Triton's interpreter, against torch; on a GPU compiled."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
-from pathlib import Path
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,6 +13,7 @@ from hypothesis import strategies as st
 
 from sglang_loader.common import copy_kernel
 from sglang_loader.common.copy_kernel import TILE_WORDS, BatchedCopy, mixed, rows_of
+from support.remote import run_interpreted
 
 pytest.importorskip("triton")
 
@@ -34,7 +33,7 @@ SHAPES = [
 ]
 
 
-def copies(device: str) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+def copies(device):
     """Targets in storages filled with -1, those storages, and sources."""
     targets, whole, sources = [], [], []
     for shape, src_pad, dst_pad in SHAPES:
@@ -48,7 +47,7 @@ def copies(device: str) -> tuple[list[torch.Tensor], list[torch.Tensor], list[to
     return targets, whole, sources
 
 
-def check(device: str, num_gpus: int) -> None:
+def check(device, num_gpus):
     """All is copied, and nothing else written."""
     targets, whole, sources = copies(device)
     BatchedCopy.of(targets, sources, [i % num_gpus for i in range(len(sources))]).run()
@@ -58,20 +57,20 @@ def check(device: str, num_gpus: int) -> None:
     BatchedCopy.of(targets[-1:], sources[-1:]).run()  # nothing to do
 
 
-def test_the_kernel_copies_every_word_and_no_other() -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    subprocess.run([sys.executable, __file__], env=environment, check=True, timeout=300)
+@pytest.mark.parametrize("num_gpus", [1, 3])
+def test_the_kernel_copies_every_word_and_no_other(num_gpus, tmp_path):
+    run_interpreted(partial(check, "cpu", num_gpus), tmp_path / "log")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_gpus", [1, 3])
-def test_the_compiled_kernel_copies_every_word_and_no_other(num_gpus: int) -> None:
+def test_the_compiled_kernel_copies_every_word_and_no_other(num_gpus):
     check("cuda", num_gpus)
 
 
 @given(st.lists(st.integers(0, 3), max_size=60))
-def test_at_any_time_all_gpus_are_read_from(gpus: list[int]) -> None:
+def test_at_any_time_all_gpus_are_read_from(gpus):
     order = mixed(gpus)
     assert sorted(order) == list(range(len(gpus)))
     for gpu in set(gpus):
@@ -82,7 +81,7 @@ def test_at_any_time_all_gpus_are_read_from(gpus: list[int]) -> None:
         assert np.abs(places - expected).max() < len(set(gpus)) + 0.5
 
 
-def test_a_copy_of_many_dimensions_becomes_rows() -> None:
+def test_a_copy_of_many_dimensions_becomes_rows():
     source = torch.zeros(2, 3, 4, 8, dtype=torch.int64)
     target = torch.zeros(2, 3, 4, 10, dtype=torch.int64)[..., :8]
     found = list(rows_of(target, source))
@@ -92,14 +91,8 @@ def test_a_copy_of_many_dimensions_becomes_rows() -> None:
     assert {(r.src_stride, r.dst_stride, r.run, r.rows) for r in found} == {(8, 10, 8, 4)}
 
 
-def test_there_is_none_on_a_cpu() -> None:
+def test_there_is_none_on_a_cpu():
     assert not copy_kernel.is_available(torch.device("cpu"))
-
-
-if __name__ == "__main__":
-    assert Path(__file__).exists()
-    check("cpu", 1)
-    check("cpu", 3)
 
 
 COMPILE = """
@@ -124,7 +117,7 @@ for kernel, signature, constants, warps in (
 """
 
 
-def test_the_kernels_compile_for_gpus_that_are_not_here() -> None:
+def test_the_kernels_compile_for_gpus_that_are_not_here():
     """The interpreter takes what the compiler refuses, such as a name of two types."""
     run = subprocess.run(
         [sys.executable, "-c", COMPILE],

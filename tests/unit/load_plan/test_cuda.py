@@ -2,10 +2,6 @@
 self-check, replay without waiting.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterable
-
 import pytest
 import torch
 from torch import nn
@@ -25,7 +21,7 @@ EXPERTS, HIDDEN, WIDTH = 16, 256, 128
 class Experts(nn.Module):
     """Fused gate and up, transposed down, a cast, a scalar, and a derived tensor."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         bf16 = {"dtype": torch.bfloat16, "device": "cuda"}
         self.w13 = nn.Parameter(torch.zeros(EXPERTS, 2 * WIDTH, HIDDEN, **bf16))
@@ -35,7 +31,7 @@ class Experts(nn.Module):
         self.derived = torch.zeros(HIDDEN, **bf16)
 
     @torch.no_grad()
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def load_weights(self, weights):
         for name, tensor in weights:
             kind, _, expert = name.partition(".")
             if kind in ("gate", "up"):
@@ -51,7 +47,7 @@ class Experts(nn.Module):
                 self.derived.copy_(tensor + 1)
 
 
-def pack(seed: int) -> tuple[BucketLayout, torch.Tensor]:
+def pack(seed):
     sources = [("bias", (EXPERTS,)), ("scale", ()), ("norm", (HIDDEN,))]
     for e in range(EXPERTS):
         sources += [(f"gate.{e}", (WIDTH, HIDDEN)), (f"up.{e}", (WIDTH, HIDDEN))]
@@ -65,7 +61,7 @@ def pack(seed: int) -> tuple[BucketLayout, torch.Tensor]:
 
 
 @pytest.mark.parametrize("inference", [False, True])
-def test_replay_is_byte_identical_on_a_gpu(inference: bool) -> None:
+def test_replay_is_byte_identical_on_a_gpu(inference):
     with torch.inference_mode(inference):
         model = Experts()
         layout, buffer = pack(0)
@@ -85,7 +81,7 @@ def test_replay_is_byte_identical_on_a_gpu(inference: bool) -> None:
         assert differing(plan.destinations, expected) == ()
 
 
-def test_replay_never_waits() -> None:
+def test_replay_never_waits():
     model = Experts()
     layout, buffer = pack(0)
     traced = trace_bucket(model, model.load_weights, layout, buffer)

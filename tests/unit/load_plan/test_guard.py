@@ -1,7 +1,5 @@
 """A plan is only used where it was made: layouts, context and destinations, each with a reason."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
@@ -30,24 +28,24 @@ CONTEXT = {"tp_rank": 0, "expert_map": ((2,), b"01"), "quantization": None}
         ),
     ],
 )
-def test_another_context_is_named(change: dict, reason: str | None) -> None:
+def test_another_context_is_named(change, reason):
     assert what_changed(CONTEXT, {**CONTEXT, **change}) == reason
 
 
-def test_a_context_that_lost_a_key_is_named() -> None:
+def test_a_context_that_lost_a_key_is_named():
     assert what_changed({"tp_rank": 1}, {}) == "tp_rank was 1, now None"
 
 
 CHANGED = "was rebound, or has another shape, stride or dtype"
 
 
-def test_moved_and_new_tensors_are_noticed() -> None:
+def test_moved_and_new_tensors_are_noticed():
     """A walk of all tensors sees new ones, too; the probe looks where they were."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     before = collect_destinations(model)
     probe = DestinationProbe(model, before)
 
-    def difference() -> str | None:
+    def difference():
         return first_difference(before, collect_destinations(model))
 
     with torch.no_grad():
@@ -64,7 +62,7 @@ def test_moved_and_new_tensors_are_noticed() -> None:
     assert probe.mismatch() == "module 1 was replaced"
 
 
-def test_the_probe_notices_what_is_gone_or_exchanged() -> None:
+def test_the_probe_notices_what_is_gone_or_exchanged():
     model = nn.Linear(2, 2)
     model.cache = [torch.zeros(2), torch.zeros(3)]
     probe = DestinationProbe(model, collect_destinations(model))
@@ -77,7 +75,7 @@ def test_the_probe_notices_what_is_gone_or_exchanged() -> None:
     assert probe.mismatch() == f"bias {CHANGED}"
 
 
-def from_another_storage(tensor: torch.Tensor) -> torch.Tensor:
+def from_another_storage(tensor):
     """The same memory as a storage of its own, in which the tensor begins at 0."""
     return torch.from_numpy(tensor.numpy())
 
@@ -94,7 +92,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_the_probe_notices_data_that_lies_otherwise(change: str) -> None:
+def test_the_probe_notices_data_that_lies_otherwise(change):
     """A plan writes bytes: it would fill the same memory in the wrong order or format. The weight
     is square: its transpose has the same address, shape and dtype.
     """
@@ -109,7 +107,7 @@ def test_the_probe_notices_data_that_lies_otherwise(change: str) -> None:
     assert probe.mismatch() is None
 
 
-def test_the_probe_notices_modules_and_what_is_registered_later() -> None:
+def test_the_probe_notices_modules_and_what_is_registered_later():
     """The old module's tensors are where they were: a plan would go on filling those."""
     model = nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2))
     probe = DestinationProbe(model, collect_destinations(model))
@@ -131,7 +129,7 @@ def test_the_probe_notices_modules_and_what_is_registered_later() -> None:
     assert probe.mismatch() == "1.scale is gone"
 
 
-def test_tied_and_viewed_tensors_are_one_destination() -> None:
+def test_tied_and_viewed_tensors_are_one_destination():
     model = nn.Linear(4, 4)
     model.tied = model.weight
     model.row = model.weight.data[2]
@@ -145,14 +143,14 @@ def test_tied_and_viewed_tensors_are_one_destination() -> None:
     assert (row.region.offset, row.region.shape) == (32, (4,))
 
 
-def test_addresses_lead_back_to_storages() -> None:
+def test_addresses_lead_back_to_storages():
     model = nn.Linear(4, 4)
     found = collect_destinations(model)
     assert found.find(model.weight.data[1].data_ptr()) == (0, 16)
     assert found.find(found.storages[0].data_ptr - 1) is None
 
 
-def test_known_storages_keep_their_numbers() -> None:
+def test_known_storages_keep_their_numbers():
     model = nn.Linear(4, 4)
     before = collect_destinations(model)
     model.weight_first = None

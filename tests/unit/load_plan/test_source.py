@@ -1,7 +1,5 @@
 """A bucket's bytes as pieces: the same replay as from one buffer, and what is refused."""
 
-from __future__ import annotations
-
 import itertools
 from unittest import mock
 
@@ -32,7 +30,7 @@ LAYOUT = BucketLayout.pack([(name, shape, torch.float32) for name, shape in SHAP
 class Model(nn.Module):
     """Fuses q, k, v, transposes o, and computes with n."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.qkv = nn.Parameter(torch.zeros(8, 8), requires_grad=False)
         self.o = nn.Parameter(torch.zeros(4, 8), requires_grad=False)
@@ -96,7 +94,7 @@ def test_a_replay_from_pieces_is_the_eager_load(cuts, seed):
 class Adds(nn.Module):
     """Changes a tensor in place, and then reads a part of it, too."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.n = nn.Parameter(torch.zeros(8), requires_grad=False)
         self.first = nn.Parameter(torch.zeros(4), requires_grad=False)

@@ -2,8 +2,6 @@
 cuts.
 """
 
-from __future__ import annotations
-
 import math
 
 from hypothesis import given, settings
@@ -16,13 +14,13 @@ from unit.strided_moves import moves
 SPACE = 512
 
 
-def ledger(copies: list[StridedCopy]) -> dict[tuple[int, int], int]:
+def ledger(copies):
     """Which source byte each destination byte gets, in order: later copies win."""
     return {place: src for copy in copies for place, (src, _) in moves(copy)}
 
 
 @st.composite
-def arbitrary_copies(draw: st.DrawFn) -> list[StridedCopy]:
+def arbitrary_copies(draw):
     """Up to a dozen strided copies with any overlaps between them (none within one)."""
     copies = []
     for _ in range(draw(st.integers(1, 12))):
@@ -39,7 +37,7 @@ def arbitrary_copies(draw: st.DrawFn) -> list[StridedCopy]:
     return copies
 
 
-def num_units(copy: StridedCopy) -> int:
+def num_units(copy):
     return copy.run * math.prod(count for count, _, _ in copy.dims)
 
 
@@ -55,7 +53,7 @@ def test_copies_without_overlap_coalesce_exactly(copies):
 @settings(max_examples=300)
 def test_every_overlap_is_found(copies):
     overlapping = find_overlapping(copies)
-    owner: dict[tuple[int, int], int] = {}
+    owner = {}
     for i, copy in enumerate(copies):
         for place, _ in moves(copy):
             first = owner.setdefault(place, i)
@@ -74,7 +72,7 @@ def test_experts_in_checkpoint_order_become_three_copies():
     """gate, up and down of 128 experts, as a bucket holds them, into w13 [e, 2 i, h] and w2 [e, h,
     i].
     """
-    copies, src, size = [], 0, 1024
+    copies, src, size = [], 0, 64
     for expert in range(128):
         for lane in ("gate", "up", "down"):
             dst = (2 * expert + (lane == "up")) * size if lane != "down" else expert * size

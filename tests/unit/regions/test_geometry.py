@@ -1,7 +1,5 @@
 """Strided copies against numpy: the same bytes move, whatever the description was collapsed to."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -22,7 +20,7 @@ from unit.strided_moves import moves
 ITEMSIZES = st.sampled_from([1, 2, 4, 8])
 
 
-def numpy_view(region: Region, data: np.ndarray) -> np.ndarray:
+def numpy_view(region, data):
     """`region` as a numpy view of bytes, with the element's bytes as the last dimension."""
     return np.lib.stride_tricks.as_strided(
         data[region.offset :],
@@ -32,12 +30,12 @@ def numpy_view(region: Region, data: np.ndarray) -> np.ndarray:
 
 
 @st.composite
-def region_pairs(draw: st.DrawFn) -> tuple[Region, Region]:
+def region_pairs(draw):
     """A source (broadcast, sliced, permuted) and a destination without internal overlap."""
     shape = tuple(draw(st.lists(st.integers(1, 4), min_size=0, max_size=4)))
     itemsize = draw(ITEMSIZES)
 
-    def dense(padding: st.SearchStrategy[int]) -> tuple[int, ...]:
+    def dense(padding):
         strides = [0] * len(shape)
         step = 1
         for axis in draw(st.permutations(range(len(shape)))):

@@ -1,7 +1,5 @@
 """Interval arithmetic against sets of bytes."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import numpy as np
@@ -9,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_loader.common.regions.intervals import (
-    Interval,
     contains,
     merge,
     merge_runs,
@@ -23,7 +20,7 @@ INTERVALS = st.lists(
 )
 
 
-def as_set(intervals: list[Interval]) -> set[int]:
+def as_set(intervals):
     return {byte for start, stop in intervals for byte in range(start, stop)}
 
 
