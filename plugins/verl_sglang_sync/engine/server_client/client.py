@@ -7,9 +7,10 @@ Every operation either succeeded on the server or raised a `ServerError`. Sent a
   because they may have been executed;
 - a reply, good or bad: nothing.
 
-So an operation ends within `ATTEMPTS` x its timeout, plus a few seconds for the connections. Each
-has a thread and a connection of its own: a trainer calls from short-lived event loops
-(`asyncio.run` for each stage), from one that it blocks meanwhile, and from threads without one.
+So an operation whose server is silent ends within `ATTEMPTS` x its timeout, plus a few seconds for
+the connections. Each has a thread and a connection of its own: a trainer calls from short-lived
+event loops (`asyncio.run` for each stage), from one that it blocks meanwhile, and from threads
+without one.
 """
 
 from __future__ import annotations
