@@ -30,8 +30,14 @@ class KnownArrangements:
     digest: str = ""
     buckets: Arrangements = ()
 
-    def expected(self, index: int) -> Arrangement | None:
-        return self.buckets[index][1] if index < len(self.buckets) else None
+    def is_arranged(self, index: int) -> bool:
+        """The rank gets what it reads of a bucket alone, which may be nothing."""
+        return index < len(self.buckets) and self.buckets[index][1] is not None
+
+    def expected(self, index: int, whole: Arrangement) -> Arrangement:
+        """What it is sent of a bucket; `whole`: all of that."""
+        found = self.buckets[index][1] if index < len(self.buckets) else None
+        return whole if found is None else found
 
 
 NOTHING_KNOWN = KnownArrangements()

@@ -74,7 +74,7 @@ class ShardPlan:
 
     def is_arranged(self, reader: int, index: int) -> bool:
         """An engine rank gets what it reads of a bucket alone; False: the bucket is whole."""
-        return self.known[reader].expected(index) is not None
+        return self.known[reader].is_arranged(index)
 
     def received_by(self, ranks: Sequence[int]) -> list[list[Received]]:
         """How ranks of the group find every bucket in what they receive, by bucket and rank. Pure.
@@ -165,7 +165,7 @@ class ShardRoute(Route):
         def draft() -> list[Sends]:
             for index, bucket in enumerate(buckets):
                 whole = whole_bucket(bucket.layout)  # where an engine rank has said nothing
-                of_readers = [each.expected(index) or whole for each in known]
+                of_readers = [each.expected(index, whole) for each in known]
                 reads.append([NOTHING] * self._first_reader + of_readers)
             origins = [traced.origins_of(bucket.layout) for bucket in buckets]
             pairs = zip(reads, origins, strict=True)
