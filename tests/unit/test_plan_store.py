@@ -1,6 +1,7 @@
 """One model's syncs: recorded, replayed, and eager again wherever the plan does not hold."""
 
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from sglang_loader.common.bucket_source import BucketSource
 from sglang_loader.common.layout import BucketLayout, decode_arrangements, digest_of, encode_layout
 from sglang_loader.common.regions.arrangement import Arrangement, end_of
 from sglang_loader.common.session.messages import SessionError
-from sglang_loader.load_plan.arrange import ALL_WHOLE
+from sglang_loader.load_plan.arrange import ALL_WHOLE, arrange
 from sglang_loader.session.model_loader import MAX_RECORDINGS, ModelLoader, SyncOutcome, loader_of
 from sglang_loader.session.serve import common_arrangements
 from support.plan_check import gather
@@ -284,6 +285,20 @@ def test_nothing_is_arranged_before_it_is_asked_for():
     loader.start(CONTEXT, recheck_every_n_syncs=0)
     assert loader.arranged is ALL_WHOLE
     assert loader.arrange() is loader.arranged is not ALL_WHOLE
+
+
+def test_whole_buckets_are_wanted_where_an_arranged_one_would_load_otherwise(caplog, monkeypatch):
+    loader = loader_of(Half())
+    sync_halves(loader, 1.0)
+
+    def misplaced(plan):
+        arrangement, rebased = arrange(plan)
+        copies = [replace(copy, src=copy.src + 8) for copy in rebased.copies[:-1]]
+        return arrangement, replace(rebased, copies=(*copies, rebased.copies[-1]))
+
+    monkeypatch.setattr("sglang_loader.load_plan.arrange.arrange", misplaced)
+    assert loader.arrange() is ALL_WHOLE
+    assert "whole buckets are wanted: number 1 arranged: it copies other bytes" in caplog.text
 
 
 def test_a_bucket_that_came_arranged_is_never_loaded_otherwise():

@@ -8,9 +8,8 @@
 The bytes stay in their order, without those between them. Tensors that the model's loader loads, or
 that are read more than once, come whole.
 
-Pure: reads a plan, runs nothing. The plan was proved; the same copies with other offsets are not
-proved again, `tests/contract` does that for every architecture. Nobody needs them before a trainer
-asks for them.
+Pure: reads a plan, runs nothing. Nobody needs an arrangement before a trainer asks for it; then
+`verify.why_misarranged` proves it.
 """
 
 from __future__ import annotations

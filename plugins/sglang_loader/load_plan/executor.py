@@ -92,7 +92,8 @@ class PlanExecutor:
             if copies is None or copies.plan is not plan:
                 copies = self._found[source.map] = _Copies(plan, source.map)
             scratch = self._scratch_on(source.device)
-            binding = self._bound[source] = copies.bind(self._plan.destinations, source, scratch)
+            memory = self._plan.destinations.memory
+            binding = self._bound[source] = copies.bind(memory, source, scratch)
         binding.run(self._load_weights)
 
     def _scratch_on(self, device: torch.device) -> torch.Tensor:
@@ -108,7 +109,22 @@ def replay_once(
 ) -> None:
     """`PlanExecutor.replay` of one bucket's plan; the binding is not kept."""
     scratch, source = _empty(plan.rest_layout().nbytes, buffer.device), BucketSource.flat(buffer)
-    _Copies(plan, source.map).bind(destinations, source, scratch).run(load_weights)
+    _Copies(plan, source.map).bind(destinations.memory, source, scratch).run(load_weights)
+
+
+def copied_apart(
+    plan: BucketPlan, memory: Sequence[torch.Tensor], buffer: torch.Tensor
+) -> dict[int, torch.Tensor]:
+    """What a plan copies out of a bucket, in memory of its own, zero where it writes nothing: by
+    storage, and as that of `SCRATCH` what the loader would be given. `memory`: the model's
+    storages, which stay as they are.
+    """
+    source, scratch = BucketSource.flat(buffer), _empty(plan.rest_layout().nbytes, buffer.device)
+    apart = {each: torch.zeros_like(memory[each]) for each in {c.storage for c in plan.copies}}
+    targets = [apart.get(storage, place) for storage, place in enumerate(memory)]
+    for copy in _Copies(plan, source.map).bind(targets, source, scratch.zero_()).copies:
+        copy()
+    return {**apart, SCRATCH: scratch}
 
 
 def _empty(nbytes: int, device: torch.device) -> torch.Tensor:
@@ -132,12 +148,12 @@ class _Copies:
         self._all = [found for copy in copies for found in bucket_map.copies(copy)]
 
     def bind(
-        self, destinations: Destinations, source: BucketSource, scratch: torch.Tensor
+        self, storages: Sequence[torch.Tensor], source: BucketSource, scratch: torch.Tensor
     ) -> _Binding:
         """The copies out of this memory, asynchronous on a GPU. Whichever way they are made, they
         read from all GPUs on which memories lie at the same time, see `copy_kernel`.
         """
-        targets, memories = (*destinations.memory, scratch), source.memories
+        targets, memories = (*storages, scratch), source.memories
         _, gpus = np.unique([peer_of(memory) or "" for memory in memories], return_inverse=True)
         everything = (*(targets[i] for i in self._storages), *memories)
         is_near = all(memory.device == source.device for memory in everything)

@@ -27,16 +27,18 @@ from itertools import groupby
 import torch
 from torch import nn
 
+from sglang_loader.common.copies import gather_reads
 from sglang_loader.common.digest import digests
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.regions.intervals import subtract
+from sglang_loader.load_plan.arrange import Arranged
 from sglang_loader.load_plan.destinations import (
     Destinations,
     StorageEntry,
     collect_destinations,
     first_difference,
 )
-from sglang_loader.load_plan.executor import replay_once
+from sglang_loader.load_plan.executor import copied_apart, replay_once
 from sglang_loader.load_plan.plan import BucketPlan, LoadWeights
 from sglang_loader.load_plan.trace import collector_paused
 
@@ -102,6 +104,30 @@ def check_bucket(
         known.storages = destinations.storages if reason is None else ()
         known.values = expected
     return reason
+
+
+def why_misarranged(
+    bucket: BucketPlan, arranged: Arranged, destinations: Destinations
+) -> str | None:
+    """Prove that the plan of an arranged bucket copies what the bucket's own plan does, which was
+    proved: random bytes, into memory of their own. What differs; None: nothing.
+    """
+    arrangement, rebased = arranged
+    devices = {destinations.memory[copy.storage].device for copy in bucket.copies}
+    device = next(iter(devices), torch.device("cpu"))
+    whole = torch.randint(256, (bucket.layout.nbytes,), dtype=torch.uint8, device=device)
+    tensors = [view for _, view in bucket.layout.views(whole)]
+    try:
+        expected = copied_apart(bucket, destinations.memory, whole)
+        found = copied_apart(
+            rebased, destinations.memory, gather_reads(arrangement, tensors, device)
+        )
+    except Exception as error:  # out of memory, say
+        return f"the check failed: {error!r}"
+    is_equal = expected.keys() == found.keys() and all(
+        torch.equal(each, found[storage]) for storage, each in expected.items()
+    )
+    return None if is_equal else "it copies other bytes than the whole one"
 
 
 def _expected(

@@ -37,6 +37,7 @@ from sglang_loader.load_plan import (
 )
 from sglang_loader.load_plan.arrange import ALL_WHOLE, ArrangedBuckets
 from sglang_loader.load_plan.guard import what_changed
+from sglang_loader.load_plan.verify import why_misarranged
 from sglang_loader.session.recording import Recorder
 
 logger = logging.getLogger(__name__)
@@ -161,11 +162,13 @@ class ModelLoader:
         return self._compiled.arranged or ALL_WHOLE
 
     def arrange(self) -> ArrangedBuckets:
-        """How buckets may come in later syncs, now that a trainer asks for it."""
+        """How buckets may come in later syncs, now that a trainer asks for it; all whole where the
+        plan of one that is arranged does not do what its own does.
+        """
         if self._compiled is None:
             return ALL_WHOLE
         if self._compiled.arranged is None:
-            self._compiled.arranged = ArrangedBuckets.of(self._compiled.plan.buckets)
+            self._compiled.arranged = _proved_arrangements(self._compiled.plan)
         return self._compiled.arranged
 
     def load(
@@ -354,6 +357,17 @@ class ModelLoader:
             logger.warning(
                 "%s: eager load_weights instead of the plan: %s", type(self._model).__name__, reason
             )
+
+
+def _proved_arrangements(plan: LoadPlan) -> ArrangedBuckets:
+    found = ArrangedBuckets.of(plan.buckets)
+    for index, arranged in enumerate(found.buckets):
+        if arranged is not None:
+            reason = why_misarranged(plan.buckets[index], arranged, plan.destinations)
+            if reason is not None:
+                logger.warning("whole buckets are wanted: number %d arranged: %s", index, reason)
+                return ALL_WHOLE
+    return found
 
 
 def loader_of(model: Any) -> ModelLoader:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import accumulate
 
 import numpy as np
@@ -20,6 +21,7 @@ from sglang_loader.load_plan.arrange import UNIT_ALIGNMENT, arrange, num_bytes_r
 from sglang_loader.load_plan.destinations import Destinations
 from sglang_loader.load_plan.executor import replay_once
 from sglang_loader.load_plan.plan import BucketPlan
+from sglang_loader.load_plan.verify import why_misarranged
 from support.plan_check import differing, gather, snapshot
 from unit.strided_moves import moves
 
@@ -282,6 +284,28 @@ def test_the_loader_gets_whole_tensors_of_the_arranged_buffer() -> None:
         assert differing(destinations, expected)
         replay_once(rebased, destinations, model.load_weights, gather(arrangement, LAYOUT, buffer))
         assert differing(destinations, expected) == ()
+
+
+def test_a_plan_that_reads_an_arranged_buffer_otherwise_is_found_out() -> None:
+    model, destinations, arrangement, rebased = arranged_half()
+    buffer = random_bucket(0)
+    plan = compile_bucket(trace_bucket(model, model.load_weights, LAYOUT, buffer))
+    before = snapshot(destinations)
+    assert why_misarranged(plan, (arrangement, rebased), destinations) is None
+    first, *others = rebased.copies
+    shifted = [replace(first, src=first.src + 8), *others]
+    a, b, *more = rebased.rest
+    swapped = {a: rebased.rest[b], b: rebased.rest[a], **{i: rebased.rest[i] for i in more}}
+    for wrong in (
+        replace(rebased, copies=tuple(shifted)),
+        replace(rebased, copies=tuple(others)),
+        replace(rebased, rest=swapped),
+    ):
+        assert why_misarranged(plan, (arrangement, wrong), destinations) is not None
+    far = replace(first, src=end_of(arrangement))
+    reason = why_misarranged(plan, (arrangement, replace(rebased, copies=(far,))), destinations)
+    assert reason is not None and "in no piece" in reason
+    assert differing(destinations, before) == (), "the model was written"
 
 
 def test_an_arranged_buffer_that_is_too_small_is_refused() -> None:
