@@ -2,7 +2,7 @@
 
     pytest -m gpu -rP tests/gpu/test_speculative_gpu.py     # prints the accept lengths
 
-Which models a sync is loaded into is shown on a CPU by `tests/contract/test_speculative_models.py`.
+`tests/e2e/test_speculative.py` runs the same on a CPU, where nothing is released.
 """
 
 import pytest

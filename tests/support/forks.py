@@ -32,7 +32,7 @@ CPU_ENVIRONMENT = {
     "SGLANG_NCCL_SO_PATH": "/nonexistent",
     "TORCHDYNAMO_DISABLE": "1",
     "OMP_NUM_THREADS": "1",
-    "TRITON_INTERPRET": "1",  # there is no GPU to compile kernels for
+    "TRITON_INTERPRET": "1",  # there is no GPU to compile kernels for: see `support.interpreted`
 }
 """What the libraries read when they are imported."""
 
