@@ -1,6 +1,6 @@
 """Real training by verl's own trainers on GPUs, a row a cell: the weights arrive at every step.
 
-    pytest -m gpu -rP -n 2 tests/gpu/test_training_gpu.py     # prints the seconds of each cell
+    pytest -m gpu -rP tests/gpu/test_training_gpu.py     # prints the seconds of each cell
 
 A cell takes two minutes, most of them imports; all but `QUICK` are marked slow.
 
