@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -299,6 +300,17 @@ def test_whole_buckets_are_wanted_where_an_arranged_one_would_load_otherwise(cap
     monkeypatch.setattr("sglang_loader.load_plan.arrange.arrange", misplaced)
     assert loader.arrange() is ALL_WHOLE
     assert "whole buckets are wanted: number 1 arranged: it copies other bytes" in caplog.text
+
+
+def test_what_cannot_be_proved_now_is_asked_again(caplog, monkeypatch):
+    loader = loader_of(Half())
+    sync_halves(loader, 1.0)
+    with monkeypatch.context() as patch:
+        for_lack = mock.Mock(side_effect=torch.OutOfMemoryError("no memory"))
+        patch.setattr("sglang_loader.session.model_loader.why_misarranged", for_lack)
+        assert loader.arrange() is ALL_WHOLE
+    assert "others cannot be proved: OutOfMemoryError('no memory')" in caplog.text
+    assert loader.arrange() is not ALL_WHOLE
 
 
 def test_a_bucket_that_came_arranged_is_never_loaded_otherwise():

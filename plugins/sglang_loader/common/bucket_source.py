@@ -66,6 +66,10 @@ class Piece:
 
     def copies(self, copy: StridedCopy) -> Iterator[CopyFrom]:
         """A copy out of the piece, `src` counting from its first byte."""
+        if self.bytes.is_dense and len(self.shards) == 1:  # most are: without a detour by shards
+            ((number, offset, _),) = self.shards
+            yield replace(copy, src=offset + self.bytes.offset + copy.src), number
+            return
         starts = list(accumulate((nbytes for _, _, nbytes in self.shards), initial=0))[:-1]
         for shard, part in shard_copies(self.bytes, starts, copy):
             number, offset, _ = self.shards[shard]

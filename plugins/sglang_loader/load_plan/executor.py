@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -113,18 +113,21 @@ def replay_once(
 
 
 def copied_apart(
-    plan: BucketPlan, memory: Sequence[torch.Tensor], buffer: torch.Tensor
-) -> dict[int, torch.Tensor]:
-    """What a plan copies out of a bucket, in memory of its own, zero where it writes nothing: by
-    storage, and as that of `SCRATCH` what the loader would be given. `memory`: the model's
-    storages, which stay as they are.
+    plan: BucketPlan, storage: int, memory: Sequence[torch.Tensor], buffer: torch.Tensor
+) -> torch.Tensor:
+    """What a plan copies out of a bucket to one storage, in memory of its own, which is zero where
+    it writes nothing; of `SCRATCH`: what the loader would be given. `memory`: the model's storages,
+    which stay as they are.
     """
+    is_scratch = storage == SCRATCH
+    copies = tuple(copy for copy in plan.copies if copy.storage == storage)
+    plan = replace(plan, copies=copies, rest=plan.rest if is_scratch else {})
     source, scratch = BucketSource.flat(buffer), _empty(plan.rest_layout().nbytes, buffer.device)
-    apart = {each: torch.zeros_like(memory[each]) for each in {c.storage for c in plan.copies}}
-    targets = [apart.get(storage, place) for storage, place in enumerate(memory)]
-    for copy in _Copies(plan, source.map).bind(targets, source, scratch.zero_()).copies:
+    apart = scratch.zero_() if is_scratch else torch.zeros_like(memory[storage])
+    targets = [apart if number == storage else other for number, other in enumerate(memory)]
+    for copy in _Copies(plan, source.map).bind(targets, source, scratch).copies:
         copy()
-    return {**apart, SCRATCH: scratch}
+    return apart
 
 
 def _empty(nbytes: int, device: torch.device) -> torch.Tensor:
@@ -146,6 +149,7 @@ class _Copies:
                 copies.append(StridedCopy(SCRATCH, src, tensor.offset, (), tensor.nbytes))
         self._storages = sorted({copy.storage for copy in copies})
         self._all = [found for copy in copies for found in bucket_map.copies(copy)]
+        self._found: dict[frozenset[int], tuple[_WordCopies, list[CopyFrom]]] = {}
 
     def bind(
         self, storages: Sequence[torch.Tensor], source: BucketSource, scratch: torch.Tensor
@@ -155,15 +159,16 @@ class _Copies:
         """
         targets, memories = (*storages, scratch), source.memories
         _, gpus = np.unique([peer_of(memory) or "" for memory in memories], return_inverse=True)
-        everything = (*(targets[i] for i in self._storages), *memories)
-        is_near = all(memory.device == source.device for memory in everything)
-        is_aligned = all(memory.data_ptr() % WORD.itemsize == 0 for memory in everything)
+
+        def takes(memory: torch.Tensor) -> bool:
+            return memory.device == source.device and memory.data_ptr() % WORD.itemsize == 0
+
         groups: dict[object, tuple[list[torch.Tensor], list[torch.Tensor], list[int]]] = {}
         made: list[Callable[[], object]] = []
         with torch.inference_mode(False), torch.no_grad():
             left = self._all
-            if is_near and is_aligned and is_available(source.device):
-                words, left = self._words
+            if is_available(source.device) and all(map(takes, memories)):
+                words, left = self._words(frozenset(i for i in self._storages if takes(targets[i])))
                 if len(words.table):
                     made.append(words.copy(targets, memories, gpus, source.device).run)
             for copy, number in left:
@@ -180,17 +185,19 @@ class _Copies:
                 made.append(partial(torch._foreach_copy_, *ordered))
             return _Binding(self.plan, made, self._rest.views(scratch), scratch)
 
-    @cached_property
-    def _words(self) -> tuple[_WordCopies, list[CopyFrom]]:
-        """Those that the copy kernel takes, wherever memory is aligned, and the others."""
-        kernel: list[CopyFrom] = []
-        others: list[CopyFrom] = []
-        for copy, number in self._all:
-            strides = chain.from_iterable(dim[1:] for dim in copy.dims)
-            aligned = math.gcd(WORD.itemsize, copy.src, copy.dst, copy.run, *strides)
-            takes = copy.unit.cast is None and aligned == WORD.itemsize
-            (kernel if takes else others).append((copy, number))
-        return _WordCopies.of(kernel), others
+    def _words(self, storages: frozenset[int]) -> tuple[_WordCopies, list[CopyFrom]]:
+        """Those that the copy kernel takes, to these storages, and the others."""
+        if storages not in self._found:
+            kernel: list[CopyFrom] = []
+            others: list[CopyFrom] = []
+            for copy, number in self._all:
+                strides = chain.from_iterable(dim[1:] for dim in copy.dims)
+                aligned = math.gcd(WORD.itemsize, copy.src, copy.dst, copy.run, *strides)
+                are_words = copy.unit.cast is None and aligned == WORD.itemsize
+                is_taken = are_words and copy.storage in storages
+                (kernel if is_taken else others).append((copy, number))
+            self._found[storages] = _WordCopies.of(kernel), others
+        return self._found[storages]
 
 
 @dataclass(frozen=True)

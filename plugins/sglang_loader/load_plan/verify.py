@@ -38,7 +38,7 @@ from sglang_loader.load_plan.destinations import (
     collect_destinations,
     first_difference,
 )
-from sglang_loader.load_plan.executor import copied_apart, replay_once
+from sglang_loader.load_plan.executor import SCRATCH, copied_apart, replay_once
 from sglang_loader.load_plan.plan import BucketPlan, LoadWeights
 from sglang_loader.load_plan.trace import collector_paused
 
@@ -110,24 +110,26 @@ def why_misarranged(
     bucket: BucketPlan, arranged: Arranged, destinations: Destinations
 ) -> str | None:
     """Prove that the plan of an arranged bucket copies what the bucket's own plan does, which was
-    proved: random bytes, into memory of their own. What differs; None: nothing.
+    proved: other bytes, into memory of their own, a storage at a time. What differs; None: nothing.
     """
     arrangement, rebased = arranged
-    devices = {destinations.memory[copy.storage].device for copy in bucket.copies}
-    device = next(iter(devices), torch.device("cpu"))
-    whole = torch.randint(256, (bucket.layout.nbytes,), dtype=torch.uint8, device=device)
+    storages = sorted({copy.storage for copy in (*bucket.copies, *rebased.copies)})
+    memory = destinations.memory
+    device = memory[storages[0]].device if storages else torch.device("cpu")
+    # Not by torch's own generator, of which all TP ranks sample in step. Small: finite numbers.
+    generator = torch.Generator(device).manual_seed(0)
+    nbytes = bucket.layout.nbytes
+    whole = torch.randint(64, (nbytes,), dtype=torch.uint8, device=device, generator=generator)
     tensors = [view for _, view in bucket.layout.views(whole)]
-    try:
-        expected = copied_apart(bucket, destinations.memory, whole)
-        found = copied_apart(
-            rebased, destinations.memory, gather_reads(arrangement, tensors, device)
-        )
-    except Exception as error:  # out of memory, say
-        return f"the check failed: {error!r}"
-    is_equal = expected.keys() == found.keys() and all(
-        torch.equal(each, found[storage]) for storage, each in expected.items()
-    )
-    return None if is_equal else "it copies other bytes than the whole one"
+    gathered = gather_reads(arrangement, tensors, device)
+    for storage in (*storages, SCRATCH):
+        expected = copied_apart(bucket, storage, memory, whole)
+        if not torch.equal(copied_apart(rebased, storage, memory, gathered), expected):
+            names = (
+                ("what its loader gets",) if storage == SCRATCH else destinations.names_of(storage)
+            )
+            return f"it copies other bytes than the whole one to {', '.join(names[:3])}"
+    return None
 
 
 def _expected(

@@ -168,7 +168,11 @@ class ModelLoader:
         if self._compiled is None:
             return ALL_WHOLE
         if self._compiled.arranged is None:
-            self._compiled.arranged = _proved_arrangements(self._compiled.plan)
+            try:
+                self._compiled.arranged = _proved_arrangements(self._compiled.plan)
+            except Exception as error:  # out of memory, say: another sync may have more
+                logger.error("whole buckets are wanted: others cannot be proved: %r", error)
+                return ALL_WHOLE
         return self._compiled.arranged
 
     def load(
@@ -365,7 +369,7 @@ def _proved_arrangements(plan: LoadPlan) -> ArrangedBuckets:
         if arranged is not None:
             reason = why_misarranged(plan.buckets[index], arranged, plan.destinations)
             if reason is not None:
-                logger.warning("whole buckets are wanted: number %d arranged: %s", index, reason)
+                logger.error("whole buckets are wanted: number %d arranged: %s", index, reason)
                 return ALL_WHOLE
     return found
 

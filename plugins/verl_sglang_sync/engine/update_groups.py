@@ -91,6 +91,7 @@ class UpdateGroups:
 
     Attributes:
         current: None where it was given up.
+        left: names of groups that the engines still know; they are told when the next one forms.
     """
 
     def __init__(
@@ -109,7 +110,7 @@ class UpdateGroups:
         self._rank, self._num_trainers = 0, 1
         if trainers is not None:
             self._rank, self._num_trainers = own_rank(), world_size()
-        self._left: list[str] = []  # names of groups that the engines still know
+        self.left: list[str] = []
 
     def with_replicas(self, replicas: Sequence[Replica] | None) -> UpdateGroup:
         """The group of exactly these replicas; collective.
@@ -145,7 +146,7 @@ class UpdateGroups:
         """Give up the group after a failure; the next sync forms another."""
         group, self.current = self.current, None
         if group is not None:
-            self._left.append(group.name)
+            self.left.append(group.name)
             leave(group.process_group, broken=True)
 
     def _opened(self, replicas: Sequence[Replica]) -> tuple[GroupPlace | str, MeetingPoint | None]:
@@ -163,7 +164,7 @@ class UpdateGroups:
             replica.client.run(operations.model_info())  # nobody waits for a server that is gone
         if self.current is not None:
             self._dissolve(self.current)
-        left, self._left = self._left, []
+        left, self.left = self.left, []
         _leave_servers(replicas, left)
         name = f"{GROUP_PREFIX}{secrets.token_hex(4)}"
         size = self._num_trainers + sum(replica.num_ranks for replica in replicas)
@@ -177,6 +178,7 @@ class UpdateGroups:
         try:
             return UpdateGroup(place.name, own.result(self._timeout_s))
         except Exception as error:
+            own.add_done_callback(_leave_late)
             raise UpdateGroupError(f"{place.name} was not formed: {error!r}") from None
 
     def _lead(
@@ -205,7 +207,7 @@ class UpdateGroups:
             rank_offset += replica.num_ranks
         wait([own, *joined], timeout=self._timeout_s, return_when=FIRST_EXCEPTION)
         if problem := _why_not_formed(replicas, joined, own, self._timeout_s):
-            self._left.append(place.name)  # some engine may have joined
+            self.left.append(place.name)  # some engine may have joined
             meeting.close()
             wait([own, *joined], LEAVE_S)
             own.add_done_callback(_leave_late)

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FakeWork, ProcessGroup
 
+from sglang_loader.common.digest import digests
 from sglang_loader.common.regions.compose import ByteMap
 from sglang_loader.common.regions.geometry import Region
 from verl_sglang_sync.sources.export import NamedTensor
@@ -81,12 +82,10 @@ def trace_conversions(
             codes = _Codes(parameter, rank, world_size)
             plain = _answered(conversion, codes, is_scrambled=False)
             kind = conversion.kind, parameter.shape, parameter.dtype
+            seen = _fingerprints(plain)
             example = examples.get(kind)
-            if example is None or not example.is_alike(plain):
-                origins = _origins(conversion, codes, plain)
-                example = _Example([tensor for _, tensor in plain], origins)
-                if parameter.numel() <= CHUNK:
-                    examples[kind] = example
+            if example is None or example.seen != seen:
+                example = examples[kind] = _Example(seen, _origins(conversion, codes, plain))
             for (name, tensor), (owners, bytes_) in zip(plain, example.origins, strict=True):
                 if name in tensors:
                     raise NotTraceable(f"{name} is made of two parameters")
@@ -100,17 +99,19 @@ def trace_conversions(
 
 @dataclass(frozen=True)
 class _Example:
-    """Codes of the tensors that a parameter became, and what was found out of them."""
+    """What a parameter became, as `_fingerprints`, and what was found out of that."""
 
-    tensors: list[torch.Tensor]
+    seen: list[object]
     origins: list[tuple[Owners, ByteMap]]
 
-    def is_alike(self, converted: Sequence[NamedTensor]) -> bool:
-        """True if these are the same codes, of tensors of other names."""
-        return len(converted) == len(self.tensors) and all(
-            tensor.dtype == own.dtype and torch.equal(tensor, own)
-            for (_, tensor), own in zip(converted, self.tensors, strict=True)
-        )
+
+def _fingerprints(converted: Sequence[NamedTensor]) -> list[object]:
+    """Equal for the same codes, whatever the names of the tensors."""
+    tensors = [tensor.contiguous() for _, tensor in converted]
+    if not tensors:
+        return []
+    sums = digests([tensor.reshape(-1).view(torch.uint8) for tensor in tensors]).tolist()
+    return [(t.shape, t.dtype, *values) for t, values in zip(tensors, sums, strict=True)]
 
 
 def _origins(

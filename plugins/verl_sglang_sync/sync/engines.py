@@ -134,8 +134,10 @@ class RemoteEngines:
     def _formed(self, groups: UpdateGroups, replicas: Sequence[Replica]) -> UpdateGroup:
         group = groups.with_replicas(replicas)
         if group.name != self._read_by:
-            if self._senders is not groups:  # of other engine ranks; the engines are told later
+            if self._senders is not groups:  # of other engine ranks, which are told with the next
                 self._senders.abandon()
+                groups.left += self._senders.left
+                self._senders.left = []
             engine_ranks = range(sum(replica.num_ranks for replica in replicas))
             is_wanted, self._read_by = self._settings.exchange_shards, group.name
             self.readers = [EngineArrangements(is_wanted=is_wanted) for _ in engine_ranks]
