@@ -249,7 +249,7 @@ def test_a_group_that_is_not_formed_in_time_is_an_error_and_left(monkeypatch):
     replica = Replica(identity="a", base_url="http://a", client=client, num_ranks=1)
     with pytest.raises(BroadcastError, match=r"was not formed: not all ranks came within 0\.05 s"):
         groups.with_replicas([replica])
-    assert len(groups._left) == 1  # the engines are told to leave it at the next sync
+    assert len(groups.left) == 1  # the engines are told to leave it at the next sync
     joined.set_result(GROUP)  # too late
     assert left == [(GROUP, True)]
 
