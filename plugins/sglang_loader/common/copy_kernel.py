@@ -110,6 +110,11 @@ def row_table(entries: Sequence[Rows]) -> npt.NDArray[np.int64]:
     return np.array(fields, dtype=np.int64).reshape(-1, 6)
 
 
+def tables_of(entries: Sequence[Rows]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
+    """What a kernel takes of rows: their `row_table`, and its `tile_table`; pure."""
+    return row_table(entries), tile_table([num_tiles(rows) for rows in entries])
+
+
 def launch(tiles: torch.Tensor, entries: torch.Tensor) -> None:
     """Run the kernel on the current stream; `tile_table` and `row_table` are on the device."""
     if len(tiles):
@@ -154,8 +159,7 @@ class BatchedCopy:
         entries = [rows for of_pair in found for rows in of_pair]
         if len(gpus):
             gpus = np.repeat(gpus, [len(of_pair) for of_pair in found])
-        tiles = tile_table([num_tiles(rows) for rows in entries])
-        copies = cls(row_table(entries), tiles, targets[0].device, gpus)
+        copies = cls(*tables_of(entries), targets[0].device, gpus)
         copies._kept = targets, sources
         return copies
 

@@ -30,10 +30,8 @@ from sglang_loader.common.copy_kernel import (
     BatchedCopy,
     is_available,
     mixed,
-    num_tiles,
-    row_table,
     rows_between,
-    tile_table,
+    tables_of,
 )
 from sglang_loader.common.regions.geometry import StridedCopy
 from sglang_loader.common.shared_memory import peer_of
@@ -220,8 +218,7 @@ class _WordCopies:
             entries += found
             places += [(number, copy.storage)] * len(found)
         numbers, storages = np.array(places, dtype=np.int64).reshape(-1, 2).T
-        tiles = tile_table([num_tiles(rows) for rows in entries])
-        return cls(row_table(entries), tiles, numbers, storages)
+        return cls(*tables_of(entries), numbers, storages)
 
     def copy(
         self,

@@ -29,13 +29,13 @@ Hello names the arrangements by which buckets may come in this sync (see `layout
 come whole. Loaded brings the trainer arrangements that it does not know.
 
 An engine on other devices has a session with the trainer's first rank, over TCP, and gets the bytes
-in an update group (`broadcast.update_group`): by broadcast, or
-from all trainer ranks, which send what it reads of their shards; a LoadBucket's pieces say where it
-is in what is received. It answers Receiving as soon as a buffer is free and it has begun to
-receive; when all engine ranks have, the trainer begins to send. So nothing that the trainer sends
-waits for an engine that has failed: gloo cannot abort that. If Loaded says that it is on the
-trainer's own host, it may map the trainer ranks' parameters instead. The descriptor is signed with
-what only the group's ranks know, so that an engine connects to nobody else.
+in an update group (`broadcast.update_group`): by broadcast, or from all trainer ranks, which send
+what it reads of their shards; a LoadBucket's pieces say where it is in what is received. It answers
+Receiving as soon as a buffer is free and it has begun to receive; when all engine ranks have, the
+trainer begins to send. So nothing that the trainer sends waits for an engine that has failed: gloo
+cannot abort that. If Loaded says that it is on the trainer's own host, it may map the trainer
+ranks' parameters instead. The descriptor is signed with what only the group's ranks know, so that
+an engine connects to nobody else.
 
 Every message carries the version and the session's token. msgspec rejects a missing field, a wrong
 type, a number out of its range or an unknown field; nothing is unpickled. The version changes

@@ -45,8 +45,8 @@ class Worker(msgspec.Struct, frozen=True):
 
 
 class RouterClient:
-    """Client of one router; `timeout_s`, in seconds, limits a request, and the wait
-    until a server is taken.
+    """Client of one router; `timeout_s`, in seconds, limits a request, and the wait until a
+    server is taken.
     """
 
     def __init__(self, url: str, *, timeout_s: float, api_key: str | None = None) -> None:

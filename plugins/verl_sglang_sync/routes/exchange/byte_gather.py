@@ -25,10 +25,8 @@ from sglang_loader.common.copy_kernel import (
     Rows,
     is_available,
     launch,
-    num_tiles,
-    row_table,
     rows_between,
-    tile_table,
+    tables_of,
 )
 from sglang_loader.common.regions.arrangement import Read, end_of
 
@@ -116,11 +114,9 @@ class GatherTable:
         """Of reads of whole words; the addresses of `members`, in that order, will be given."""
         place = {tensor: i for i, tensor in enumerate(members, start=1)}
         entries = [(rows, place[read.tensor]) for read in reads for rows in _rows(read)]
-        return cls(
-            row_table([rows for rows, _ in entries]),
-            np.array([(member, 0) for _, member in entries], dtype=np.int64).reshape(-1, 2),
-            tile_table([num_tiles(rows) for rows, _ in entries]),
-        )
+        places = np.array([(member, 0) for _, member in entries], dtype=np.int64).reshape(-1, 2)
+        rows, tiles = tables_of([rows for rows, _ in entries])
+        return cls(rows, places, tiles)
 
 
 class _Gather:
