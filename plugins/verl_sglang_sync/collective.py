@@ -10,7 +10,6 @@ the store numbers: a rank that has missed some finds the others again.
 from __future__ import annotations
 
 import asyncio
-import pickle
 import time
 import traceback
 from collections.abc import Callable, Coroutine
@@ -25,6 +24,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
 from torch.distributed.distributed_c10d import _get_default_store
 
+from sglang_loader.common.object_gather import gather_objects
 from sglang_loader.common.threads import in_thread
 
 Result = TypeVar("Result")
@@ -36,7 +36,6 @@ MARGIN_S = 2.0
 ROLL_CALL_S = 2.0
 """How long the survivors of a failed collective wait for each other's sign of life."""
 STORE_LOST = "the rank that serves torch's store (rank 0 as a rule)"
-STATE_WAITING, STATE_READY, STATE_FAILED = range(3)
 
 
 class WeightSyncError(RuntimeError):
@@ -97,15 +96,17 @@ class TrainerGroup:
         Raises:
             RankLost: a rank is gone, or did not come within the limit.
         """
-        failures = (f"rank 0: {failure}",) if failure else ()
-        return Agreement(failures, is_ready and not failures, (signature,))
+        told = self.all_gather((failure, is_ready, signature))
+        texts, ready, signatures = zip(*told, strict=True)
+        failures = tuple(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
+        return Agreement(failures, not failures and all(ready), signatures)
 
     def gather(self, item: bytes) -> list[bytes] | None:
         """Collect one item of each TP rank of this replica on its leader; None elsewhere."""
         return [item]
 
     def all_gather(self, item: Any) -> list[Any]:
-        """Every rank's item, by rank, on all of them."""
+        """Every rank's item, by rank, on all of them. Raises as `agree`."""
         return [item]
 
 
@@ -129,37 +130,16 @@ class TorchTrainerGroup(TrainerGroup):
         self._number = 0
         self._roll_call: Future[list[int]] | None = None
 
-    def agree(
-        self, failure: str | None = None, *, is_ready: bool = True, signature: int = 0
-    ) -> Agreement:
-        """See `TrainerGroup`; messages travel only where a rank failed."""
-        state = STATE_READY if is_ready else STATE_WAITING
-        rows = torch.zeros(dist.get_world_size(), 2, dtype=torch.int64)
-        rows[dist.get_rank()] = torch.tensor([STATE_FAILED if failure else state, signature])
-        self._run(lambda group: group.allreduce([rows]).wait())
-        states, signatures = rows[:, 0].tolist(), tuple(rows[:, 1].tolist())
-        if STATE_FAILED not in states:
-            return Agreement((), STATE_WAITING not in states, signatures)
-        messages = enumerate(self.all_gather(failure))
-        failures = tuple(f"rank {rank}: {text}" for rank, text in messages if text)
-        return Agreement(failures, False, signatures)
-
     def gather(self, item: bytes) -> list[bytes] | None:
         items = self.all_gather(item)
         is_leader = dist.get_rank() == self._tp_ranks[0]
         return [items[rank] for rank in self._tp_ranks] if is_leader else None
 
     def all_gather(self, item: Any) -> list[Any]:
-        own = torch.frombuffer(bytearray(pickle.dumps(item)), dtype=torch.uint8)
-        sizes = torch.zeros(dist.get_world_size(), dtype=torch.int64)
-        sizes[dist.get_rank()] = own.numel()
-        self._run(lambda group: group.allreduce([sizes]).wait())
-        padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
-        padded[: own.numel()] = own
-        items = [torch.zeros_like(padded) for _ in sizes]
-        self._run(lambda group: group.allgather([items], [padded]).wait())
-        pairs = zip(items, sizes.tolist(), strict=True)
-        return [pickle.loads(data[:size].numpy().tobytes()) for data, size in pairs]
+        def all_gather(rows: list[torch.Tensor], own: torch.Tensor) -> None:
+            self._run(lambda group: group.allgather([rows], [own]).wait())
+
+        return gather_objects(item, dist.get_world_size(), all_gather)
 
     def _run(self, collective: Callable[[Any], object]) -> None:
         if self._roll_call is not None and not self._roll_call.done():

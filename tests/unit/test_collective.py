@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from sglang_loader.common.broadcast.broadcast import all_to_all
 from sglang_loader.common.broadcast.update_group import leave
+from sglang_loader.common.object_gather import HEADER_NBYTES, SHORT_NBYTES
 from unit.trainer_ranks import WORLD_SIZE, RankPool, trainer_group
 from verl_sglang_sync import WeightSyncError
 from verl_sglang_sync.collective import (
@@ -27,6 +28,10 @@ from verl_sglang_sync.collective import (
 TIMEOUT_S = 2.0
 
 
+LENGTHS = (0, 3, SHORT_NBYTES - HEADER_NBYTES, 5 * SHORT_NBYTES)
+"""Of what four ranks tell each other: what fits into the first collective, and what does not."""
+
+
 def each_agrees(failures, waiting):
     rank = dist.get_rank()
     group = trainer_group(2)[0]
@@ -38,6 +43,7 @@ def each_asks():
     return (
         group.gather(bytes([rank])),
         group.all_gather({"rank": rank}),
+        [len(text) for text in group.all_gather("x" * LENGTHS[rank])],
         [holds_everywhere(group, rank != absent) for absent in (2, None)],
         [
             common_reason(group, None),
@@ -140,7 +146,8 @@ def test_items_reach_the_leader_or_everyone(pool):
     everyone = [{"rank": rank} for rank in range(WORLD_SIZE)]
     gathered = [[b"\0", b"\1"], None, [b"\2", b"\3"], None]
     reasons = [None, "rank 3: slow", "the ranks traced different exports"]
-    assert pool.run(each_asks) == [(items, everyone, [False, True], reasons) for items in gathered]
+    told = everyone, list(LENGTHS), [False, True], reasons
+    assert pool.run(each_asks) == [(items, *told) for items in gathered]
 
 
 def test_all_ranks_wait_for_the_last_task(pool):

@@ -13,9 +13,12 @@ from __future__ import annotations
 import logging
 import traceback
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
+
+from sglang_loader.common.object_gather import gather_objects
 
 logger = logging.getLogger(__name__)
 
@@ -35,10 +38,11 @@ class TPRanks:
 
     def gather(self, item: Result) -> list[Result]:
         """Every rank's `item`, by rank, on all of them."""
-        items: list[Any] = [item] * torch.distributed.get_world_size(group=self._group)
-        if len(items) > 1:
-            torch.distributed.all_gather_object(items, item, group=self._group)
-        return items
+        num_ranks = torch.distributed.get_world_size(group=self._group)
+        if num_ranks == 1:
+            return [item]
+        all_gather = partial(torch.distributed.all_gather, group=self._group)
+        return gather_objects(item, num_ranks, all_gather)
 
     def failures(self, failure: str | None) -> list[str]:
         """What went wrong on any rank, each with its rank; None: nothing did here."""

@@ -86,11 +86,11 @@ def test_replay_never_waits():
     layout, buffer = pack(0)
     traced = trace_bucket(model, model.load_weights, layout, buffer)
     plan = join_buckets([compile_bucket(traced)], traced.destinations, {})
-    executor = PlanExecutor(plan, model.load_weights)
-    executor.replay(0, BucketSource.flat(buffer))
+    executor, source = PlanExecutor(plan, model.load_weights), BucketSource.flat(buffer)
+    executor.replay(0, source)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        executor.replay(0, BucketSource.flat(buffer))
+        executor.replay(0, source)
     finally:
         torch.cuda.set_sync_debug_mode("default")
