@@ -8,6 +8,7 @@ import math
 import torch
 
 from sglang_loader.common.bucket_source import BucketSource
+from sglang_loader.common.copies import gather_reads
 from sglang_loader.common.layout import BucketLayout, decode_arrangements, encode_arrangements
 from sglang_loader.common.regions.arrangement import end_of
 from sglang_loader.load_plan import (
@@ -21,7 +22,6 @@ from sglang_loader.load_plan.destinations import collect_destinations, first_dif
 from sglang_loader.load_plan.executor import replay_once
 from sglang_loader.upstream import engine_context
 from support.plan_check import differing, self_check, snapshot
-from verl_sglang_sync.routes.exchange.byte_gather import ByteGather
 
 LAYOUTS = ("many", "cut")
 
@@ -68,9 +68,8 @@ def prove_arranged(model, plan, before, buffers, expected):
         encoded = encode_arrangements((("digest", arrangement),))
         if end_of(arrangement) <= bucket.layout.nbytes:
             assert decode_arrangements(encoded, {"digest": bucket.layout})[0][1] == arrangement
-        flat = torch.full((end_of(arrangement),), 0x5A, dtype=torch.uint8)
         tensors = [tensor for _, tensor in bucket.layout.views(buffer)]
-        ByteGather(arrangement, flat.device).run(tensors, flat)
+        flat = gather_reads(arrangement, tensors, buffer.device)
         replay_once(rebased, plan.destinations, model.load_weights, flat)
     assert differing(plan.destinations, expected) == ()
 

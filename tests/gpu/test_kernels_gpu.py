@@ -5,8 +5,8 @@ import torch
 from sglang_loader.common import digest as module
 from sglang_loader.common.copy_kernel import is_available
 from sglang_loader.common.digest import digests
-from unit.test_byte_gather import check_kernel
 from unit.test_digest import check, random_bytes
+from unit.test_fused_copies import check_kernel
 
 
 def test_the_compiled_kernel_finds_what_torch_does():
@@ -38,7 +38,7 @@ def test_a_kernel_that_finds_anything_else_is_not_used(monkeypatch, caplog):
         module._kernel_works.cache_clear()
 
 
-def test_the_compiled_kernel_gathers_an_arrangement_as_torch_does():
+def test_the_compiled_kernel_copies_as_torch_does():
     device = torch.device("cuda", torch.cuda.current_device())
     assert is_available(device)
     check_kernel(device)

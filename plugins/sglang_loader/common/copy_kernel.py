@@ -4,8 +4,8 @@
 gives; a strided copy is a launch of its own. Here the copies of a bucket are cut into tiles of up
 to `TILE_WORDS` 64-bit words, each a part of a row or a few rows, and one launch moves them all:
 
-    copies = BatchedCopy.of(targets, sources)  # builds its tables on the device, once
-    copies.run()                               # asynchronous, on the current stream
+    copy = batched_copy(targets, sources)      # builds its tables on the device, once
+    copy()                                     # asynchronous, on the current stream
 
 Where sources lie on several GPUs, the tiles of all of them are mixed: each reader then reads from
 all of them at any time, and no GPU has to serve all readers at once while the others serve none.
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -121,51 +121,33 @@ def launch(tiles: torch.Tensor, entries: torch.Tensor) -> None:
         _copy_tiles[(len(tiles),)](tiles, entries, TILE=TILE_WORDS, num_warps=8)
 
 
-class BatchedCopy:
-    """Copies rows of words on one CUDA device, all in one launch.
+def in_mixed_order(
+    tiles: npt.NDArray[np.int32], gpus: Sequence[int] | npt.NDArray[np.int64]
+) -> npt.NDArray[np.int32]:
+    """A `tile_table`, given a number of the GPU on which each entry's source lies; pure."""
+    return tiles[mixed(np.asarray(gpus)[tiles[:, 0]])]
 
-    Args:
-        table: of the rows, see `row_table`; no word is written twice.
-        tiles: of the table, see `tile_table`.
-        gpus: for each entry of the table, a number of the GPU on which its source lies; (): all lie
-            on the same one.
+
+def batched_copy(
+    targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], gpus: Sequence[int] = ()
+) -> Callable[[], None]:
+    """Launches copies of `sources[i]` to `targets[i]`, views of `WORD`s with innermost stride 1, on
+    the current stream; no word is written twice. `gpus`: see `in_mixed_order`, by source.
     """
+    pairs = zip(targets, sources, strict=True)
+    found = [list(rows_of(t, s)) if s.numel() else [] for t, s in pairs]
+    rows, tiles = tables_of([rows for of_pair in found for rows in of_pair])
+    if len(gpus):
+        tiles = in_mixed_order(tiles, np.repeat(gpus, [len(of_pair) for of_pair in found]))
+    device = targets[0].device
+    tables = torch.from_numpy(tiles).to(device), torch.from_numpy(rows).to(device)
+    kept = targets, sources
 
-    def __init__(
-        self,
-        table: npt.NDArray[np.int64],
-        tiles: npt.NDArray[np.int32],
-        device: torch.device,
-        gpus: Sequence[int] | npt.NDArray[np.int64] = (),
-    ) -> None:
-        if len(gpus):
-            tiles = tiles[mixed(np.asarray(gpus)[tiles[:, 0]])]
-        self._tiles = torch.from_numpy(tiles).to(device)
-        self._entries = torch.from_numpy(table).to(device)
-        self._kept: object = None
+    def run() -> None:
+        launch(*tables)
+        assert kept, "views live as long as what copies them"
 
-    @classmethod
-    def of(
-        cls,
-        targets: Sequence[torch.Tensor],
-        sources: Sequence[torch.Tensor],
-        gpus: Sequence[int] | npt.NDArray[np.int64] = (),
-    ) -> BatchedCopy:
-        """Of `sources[i]` to `targets[i]`, views of `WORD`s with innermost stride 1; keeps them
-        alive. `gpus`: by source.
-        """
-        pairs = zip(targets, sources, strict=True)
-        found = [list(rows_of(t, s)) if s.numel() else [] for t, s in pairs]
-        entries = [rows for of_pair in found for rows in of_pair]
-        if len(gpus):
-            gpus = np.repeat(gpus, [len(of_pair) for of_pair in found])
-        copies = cls(*tables_of(entries), targets[0].device, gpus)
-        copies._kept = targets, sources
-        return copies
-
-    def run(self) -> None:
-        """Copy, asynchronously; done when the current stream has come here."""
-        launch(self._tiles, self._entries)
+    return run
 
 
 @cache
@@ -176,7 +158,7 @@ def is_available(device: torch.device) -> bool:
     try:
         source = torch.arange(8, dtype=WORD, device=device)
         target = torch.zeros_like(source)
-        BatchedCopy.of([target], [source]).run()
+        batched_copy([target], [source])()
         return torch.equal(target, source)
     except Exception as error:
         logger.warning("torch's copies instead of the Triton kernel: %r", error)

@@ -12,29 +12,15 @@ the copies read is found once per map of a bucket, however often that memory is 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import chain
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
-from sglang_loader.common.bucket_source import BucketMap, BucketSource, CopyFrom
-from sglang_loader.common.copies import copy_views
-from sglang_loader.common.copy_kernel import (
-    WORD,
-    BatchedCopy,
-    is_available,
-    mixed,
-    rows_between,
-    tables_of,
-)
+from sglang_loader.common.bucket_source import BucketMap, BucketSource
+from sglang_loader.common.fused_copies import FusedCopies
 from sglang_loader.common.regions.geometry import StridedCopy
-from sglang_loader.common.shared_memory import peer_of
 from sglang_loader.load_plan.destinations import Destinations
 from sglang_loader.load_plan.plan import BucketPlan, LoadPlan, LoadWeights
 
@@ -145,89 +131,13 @@ class _Copies:
         for src, tensor in zip(plan.rest.values(), self._rest.tensors, strict=True):
             if tensor.nbytes:
                 copies.append(StridedCopy(SCRATCH, src, tensor.offset, (), tensor.nbytes))
-        self._storages = sorted({copy.storage for copy in copies})
-        self._all = [found for copy in copies for found in bucket_map.copies(copy)]
-        self._found: dict[frozenset[int], tuple[_WordCopies, list[CopyFrom]]] = {}
+        self._fused = FusedCopies([found for copy in copies for found in bucket_map.copies(copy)])
 
     def bind(
         self, storages: Sequence[torch.Tensor], source: BucketSource, scratch: torch.Tensor
     ) -> _Binding:
-        """The copies out of this memory, asynchronous on a GPU. Whichever way they are made, they
-        read from all GPUs on which memories lie at the same time, see `copy_kernel`.
-        """
-        targets, memories = (*storages, scratch), source.memories
-        _, gpus = np.unique([peer_of(memory) or "" for memory in memories], return_inverse=True)
-
-        def takes(memory: torch.Tensor) -> bool:
-            return memory.device == source.device and memory.data_ptr() % WORD.itemsize == 0
-
-        groups: dict[object, tuple[list[torch.Tensor], list[torch.Tensor], list[int]]] = {}
-        made: list[Callable[[], object]] = []
+        """The copies out of this memory, asynchronous on a GPU."""
+        targets = *storages, scratch
+        copies = self._fused.between(source.memories, targets, source.device)
         with torch.inference_mode(False), torch.no_grad():
-            left = self._all
-            if is_available(source.device) and all(map(takes, memories)):
-                words, left = self._words(frozenset(i for i in self._storages if takes(targets[i])))
-                if len(words.table):
-                    made.append(words.copy(targets, memories, gpus, source.device).run)
-            for copy, number in left:
-                target, origin = copy_views(copy, memories[number], targets[copy.storage])
-                # torch's fused kernel takes a group only if all of it is dense.
-                key = (target.dtype, origin.dtype, not copy.dims, target.device, origin.device)
-                to, of, on = groups.setdefault(key, ([], [], []))
-                to.append(target)
-                of.append(origin)
-                on.append(int(gpus[number]))
-            for to, of, on in groups.values():
-                order = mixed(on)
-                ordered = [to[i] for i in order], [of[i] for i in order]
-                made.append(partial(torch._foreach_copy_, *ordered))
-            return _Binding(self.plan, made, self._rest.views(scratch), scratch)
-
-    def _words(self, storages: frozenset[int]) -> tuple[_WordCopies, list[CopyFrom]]:
-        """Those that the copy kernel takes, to these storages, and the others."""
-        if storages not in self._found:
-            kernel: list[CopyFrom] = []
-            others: list[CopyFrom] = []
-            for copy, number in self._all:
-                strides = chain.from_iterable(dim[1:] for dim in copy.dims)
-                aligned = math.gcd(WORD.itemsize, copy.src, copy.dst, copy.run, *strides)
-                are_words = copy.unit.cast is None and aligned == WORD.itemsize
-                is_taken = are_words and copy.storage in storages
-                (kernel if is_taken else others).append((copy, number))
-            self._found[storages] = _WordCopies.of(kernel), others
-        return self._found[storages]
-
-
-@dataclass(frozen=True)
-class _WordCopies:
-    """Copies for the kernel: rows whose addresses count in a memory and a storage, by number."""
-
-    table: npt.NDArray[np.int64]
-    tiles: npt.NDArray[np.int32]
-    numbers: npt.NDArray[np.int64]
-    storages: npt.NDArray[np.int64]
-
-    @classmethod
-    def of(cls, copies: Sequence[CopyFrom]) -> _WordCopies:
-        entries, places = [], []
-        for copy, number in copies:
-            shape = *(count for count, _, _ in copy.dims), copy.run // WORD.itemsize
-            src = *(src // WORD.itemsize for _, src, _ in copy.dims), 1
-            dst = *(dst // WORD.itemsize for _, _, dst in copy.dims), 1
-            found = list(rows_between(copy.src, copy.dst, shape, src, dst)) if copy.run else []
-            entries += found
-            places += [(number, copy.storage)] * len(found)
-        numbers, storages = np.array(places, dtype=np.int64).reshape(-1, 2).T
-        return cls(*tables_of(entries), numbers, storages)
-
-    def copy(
-        self,
-        targets: Sequence[torch.Tensor],
-        memories: Sequence[torch.Tensor],
-        gpus: npt.NDArray[np.int64],
-        device: torch.device,
-    ) -> BatchedCopy:
-        table = self.table.copy()
-        table[:, 0] += np.array([memory.data_ptr() for memory in memories])[self.numbers]
-        table[:, 1] += np.array([target.data_ptr() for target in targets])[self.storages]
-        return BatchedCopy(table, self.tiles, device, gpus[self.numbers])
+            return _Binding(self.plan, copies, self._rest.views(scratch), scratch)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_loader.common import copy_kernel
-from sglang_loader.common.copy_kernel import TILE_WORDS, BatchedCopy, mixed, rows_of
+from sglang_loader.common.copy_kernel import TILE_WORDS, batched_copy, mixed, rows_of
 from support.remote import run_interpreted
 
 pytest.importorskip("triton")
@@ -50,11 +50,11 @@ def copies(device):
 def check(device, num_gpus):
     """All is copied, and nothing else written."""
     targets, whole, sources = copies(device)
-    BatchedCopy.of(targets, sources, [i % num_gpus for i in range(len(sources))]).run()
+    batched_copy(targets, sources, [i % num_gpus for i in range(len(sources))])()
     for target, storage, source, (_, _, pad) in zip(targets, whole, sources, SHAPES, strict=True):
         assert torch.equal(target, source), source.shape
         assert bool((storage[..., :pad] == -1).all()), source.shape
-    BatchedCopy.of(targets[-1:], sources[-1:]).run()  # nothing to do
+    batched_copy(targets[-1:], sources[-1:])()  # nothing to do
 
 
 @pytest.mark.parametrize("num_gpus", [1, 3])

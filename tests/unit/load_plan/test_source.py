@@ -9,15 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from sglang_loader.common import fused_copies
 from sglang_loader.common.bucket_source import BucketMap, BucketSource, Piece
-from sglang_loader.common.copy_kernel import BatchedCopy
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.regions.compose import ByteMap
 from sglang_loader.common.regions.geometry import Region, StridedCopy
 from sglang_loader.load_plan import (
     PlanExecutor,
     compile_bucket,
-    executor,
     join_buckets,
     trace_bucket,
 )
@@ -187,11 +186,11 @@ def test_memory_may_be_another_in_each_replay():
 def check_kernel():
     """As on a GPU: what is of whole words is copied by the kernel, the rest by torch."""
     with (
-        mock.patch.object(executor, "is_available", return_value=True),
-        mock.patch.object(BatchedCopy, "run", autospec=True, side_effect=BatchedCopy.run) as run,
+        mock.patch.object(fused_copies, "is_available", return_value=True),
+        mock.patch.object(fused_copies, "launch", side_effect=fused_copies.launch) as launch,
     ):
         check_other_memory()
-    assert run.call_count == 3
+    assert launch.call_count == 3
 
 
 def test_the_copy_kernel_reads_any_memory(tmp_path):

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from sglang_loader.common.broadcast.broadcast import all_to_all
-from verl_sglang_sync.routes.exchange.byte_gather import ByteGather
+from sglang_loader.common.fused_copies import FusedCopies
 from verl_sglang_sync.routes.exchange.exchange_plan import PieceSends
 
 NUM_TRAVELLING = 2
@@ -33,12 +33,14 @@ class AllToAll:
         self._device = device
         pieces = [piece for of_bucket in buckets for piece in of_bucket]
         self._sizes = [piece.nbytes for piece in pieces]
-        self._sends = [ByteGather(piece.reads, device) for piece in pieces]
+        self._sends = [
+            FusedCopies([(read.as_copy(), read.tensor) for read in piece.reads]) for piece in pieces
+        ]
         numbers = iter(range(len(pieces)))
         self._numbers = [list(islice(numbers, len(of_bucket))) for of_bucket in buckets]
         self._largest = max(map(sum, self._sizes), default=0)
         self._scratch: list[torch.Tensor] = []
-        self._shards: Sequence[torch.Tensor] = ()
+        self._memories: list[torch.Tensor] = []
 
     @property
     def nbytes(self) -> int:
@@ -46,14 +48,15 @@ class AllToAll:
         return sum(scratch.numel() for scratch in self._scratch)
 
     def begin(self, shards: Sequence[torch.Tensor]) -> None:
-        """Take this rank's contiguous shards; scratch is allocated now, lest a collective fail."""
+        """Take this rank's shards; scratch is allocated now, lest a collective fail."""
         while len(self._scratch) < NUM_TRAVELLING:
             self._scratch.append(torch.empty(self._largest, dtype=torch.uint8, device=self._device))
-        self._shards = shards
+        with torch.no_grad():
+            self._memories = [each.contiguous().view(-1).view(torch.uint8) for each in shards]
 
     def end(self) -> None:
         """Give the scratch back and let go of the shards; what is queued must be done."""
-        self._shards = ()
+        self._memories.clear()
         self._scratch.clear()
 
     def numbers_of(self, index: int) -> list[int]:
@@ -65,7 +68,9 @@ class AllToAll:
         bytes by destination.
         """
         sent = self._scratch_of(number)
-        self._sends[number].run(self._shards, sent)
+        with torch.no_grad():
+            for launch in self._sends[number].between(self._memories, [sent], self._device):
+                launch()
         return sent, self._sizes[number]
 
     def launch(
