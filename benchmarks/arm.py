@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from benchmarks.arrival import difference
-from benchmarks.gpu_memory import used_bytes, watching
+from benchmarks.gpu_memory import MemoryPeaks, used_bytes
 from verl_sglang_sync.bench.results_file import medians
 
 Seconds = Mapping[str, float]
@@ -151,7 +151,7 @@ def measure_arm(
         advance()
         measured.append(dict(sync()))
     advance()
-    with watching(setting.gpus) as watch:
+    with MemoryPeaks(setting.gpus) as watch:
         sync()
     _check(arm, "last", trainer_checksums(), held_by_engines())
     extra = [peak - start for peak, start in zip(watch.peaks, before, strict=True)]

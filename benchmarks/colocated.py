@@ -1,7 +1,7 @@
 """Seconds of a colocated weight sync and of its memory stages, every arm against a real SGLang.
 
     python benchmarks/colocated.py --models qwen3-8b qwen3-30b-a3b --runs 5 --json FILE
-    python benchmarks/colocated.py --models qwen3-30b-a3b --gpus 4 --tp 4      # see fsdp_sync
+    python benchmarks/colocated.py --models qwen3-30b-a3b --gpus 4 --tp 4      # see ranks
     python benchmarks/colocated.py --models tiny --device cpu
 
 See `verl_sglang_sync.bench`: `colocated` says what is measured, `arms` what each arm is.
@@ -23,21 +23,18 @@ sys.path[:0] = PATHS
 
 import torch  # noqa: E402
 
-from benchmarks.fsdp_rank import GATHERED, LIMITS, PRESETS  # noqa: E402
-from benchmarks.fsdp_sync import measure_on_gpus  # noqa: E402
+from benchmarks import ranks  # noqa: E402
 from verl_sglang_sync.bench.arms import ARMS, COPY_LIMIT, SYNC_STAGES  # noqa: E402
 from verl_sglang_sync.bench.colocated import STAGES, Runs, measure  # noqa: E402
-from verl_sglang_sync.bench.model_shapes import MODELS  # noqa: E402
-from verl_sglang_sync.bench.results_file import (  # noqa: E402
-    hardware,
-    print_table,
-    write_results,
-)
+from verl_sglang_sync.bench.model_shapes import MODELS, write_config  # noqa: E402
+from verl_sglang_sync.bench.results_file import hardware, print_table, write_results  # noqa: E402
+from verl_sglang_sync.bench.trainers import ShardedModel  # noqa: E402
 
 
 def main() -> None:
     """Run all arms of all models; see the module docstring."""
-    names, on_gpus = [*ARMS, COPY_LIMIT], ["native", *PRESETS, GATHERED, *LIMITS]
+    names = [*ARMS, COPY_LIMIT]
+    on_gpus = [ranks.NATIVE, *ranks.OURS, ranks.EXPORT_ONLY, *ranks.LIMITS]
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["qwen3-8b"])
     parser.add_argument("--arms", nargs="+", help=f"default: all of {names}, or {on_gpus}")
@@ -63,7 +60,17 @@ def main() -> None:
     if args.gpus > 1:
         os.environ["PYTHONPATH"] = os.pathsep.join([*PATHS, os.environ.get("PYTHONPATH", "")])
         for model in args.models:
-            rows += measure_on_gpus(model, arms, args.gpus, args.tp, args.runs, args.device, folder)
+            rows += ranks.measure(
+                lambda rank, model=model: ShardedModel(model, rank.device).reexport,
+                arms,
+                model=model,
+                config=write_config(folder / model, model),
+                ranks=args.gpus,
+                tp=args.tp,
+                runs=args.runs,
+                device=args.device,
+                folder=folder,
+            )
             write_results(path, "colocated", rows)
         print_table(rows, ("sync", *(f"sync_{stage}" for stage in SYNC_STAGES)))
         missing = {(model, arm) for model in args.models for arm in arms} - {

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Self
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Self
 
-INTERVAL_S = 0.005
-SAMPLE_S = 0.02
+PEAKS_INTERVAL_S = 0.005
+SAMPLES_INTERVAL_S = 0.02
 
 
 def used_bytes(gpus: Sequence[int]) -> list[int]:
@@ -25,61 +22,62 @@ def used_bytes(gpus: Sequence[int]) -> list[int]:
     return [int(pynvml.nvmlDeviceGetMemoryInfo(handle).used) for handle in handles]
 
 
-@dataclass
-class Watch:
-    """What `watching` saw.
+class _Watch:
+    """Calls `look` in a thread for as long as the body runs. A context manager."""
 
-    Attributes:
-        peaks: highest use of each GPU, in bytes.
-    """
+    def __init__(self, interval_s: float) -> None:
+        self._interval_s, self._stop = interval_s, threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
 
-    peaks: list[int] = field(default_factory=list)
+    def look(self) -> None:
+        raise NotImplementedError
 
+    def _run(self) -> None:
+        while not self._stop.wait(self._interval_s):
+            self.look()
 
-@contextmanager
-def watching(gpus: Sequence[int]) -> Iterator[Watch]:
-    """Sample the use of the GPUs in a thread while the body runs."""
-    watch, stop = Watch(used_bytes(gpus)), threading.Event()
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
 
-    def sample() -> None:
-        while not stop.wait(INTERVAL_S):
-            pairs = zip(watch.peaks, used_bytes(gpus), strict=True)
-            watch.peaks = [max(pair) for pair in pairs]
-
-    thread = threading.Thread(target=sample, daemon=True)
-    if gpus:
-        thread.start()
-    try:
-        yield watch
-    finally:
-        stop.set()
-        if gpus:
-            thread.join()
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
 
 
-@dataclass(frozen=True)
-class Sample:
-    """Attributes: seconds since an arbitrary start, bytes in use, what `progress` returned."""
+class MemoryPeaks(_Watch):
+    """Highest use of each GPU, in bytes: `peaks`."""
+
+    def __init__(self, gpus: Sequence[int]) -> None:
+        super().__init__(PEAKS_INTERVAL_S)
+        self._gpus, self.peaks = gpus, used_bytes(gpus)
+
+    def look(self) -> None:
+        self.peaks = list(map(max, self.peaks, used_bytes(self._gpus)))
+
+
+class Sample(NamedTuple):
+    """Seconds since an arbitrary start, bytes in use, what `progress` returned."""
 
     seconds: float
     used: int
     progress: int
 
 
-class MemorySamples:
-    """Use of one GPU over time, sampled in the background. A context manager.
+class MemorySamples(_Watch):
+    """Use of the first GPU over time.
 
     Args:
         progress: called with every sample, such as the number of steps that are done.
-        gpu: which one.
     """
 
-    def __init__(self, progress: Callable[[], int], gpu: int = 0) -> None:
+    def __init__(self, progress: Callable[[], int]) -> None:
+        super().__init__(SAMPLES_INTERVAL_S)
         self._progress = progress
-        self._gpu = gpu
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._sample, daemon=True)
         self._samples: list[Sample] = []
+
+    def look(self) -> None:
+        self._samples.append(Sample(time.monotonic(), used_bytes([0])[0], self._progress()))
 
     def of(self, progress: int) -> dict[str, list[float]]:
         """The samples with this progress, as columns; seconds from the first of them."""
@@ -88,21 +86,3 @@ class MemorySamples:
             "seconds": [round(sample.seconds - chosen[0].seconds, 3) for sample in chosen],
             "megabytes": [sample.used // 1_000_000 for sample in chosen],
         }
-
-    def _sample(self) -> None:
-        while not self._stop.wait(SAMPLE_S):
-            [used] = used_bytes([self._gpu])
-            self._samples.append(Sample(time.monotonic(), used, self._progress()))
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc_value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._stop.set()
-        self._thread.join()

@@ -6,9 +6,7 @@
 
 The trainer is verl's `MegatronEngine` with megatron-core and Megatron-Bridge, verl's default, or
 `--mbridge` (of Transformer Engine's layers only the parameters), one process per rank and GPU; its
-ranks are those of one real SGLang engine, or of several. Weights are random. Arms: `export_only`
-runs the bridge's export to its end and sends nothing; `per_tensor` sends one request per tensor;
-the others are the presets. All arms in one run, one after the other.
+ranks are those of one real SGLang engine, or of several. Weights are random. The arms: `ranks`.
 """
 
 from __future__ import annotations
@@ -29,14 +27,13 @@ sys.path[:0] = PATHS
 import msgspec  # noqa: E402
 import torch  # noqa: E402
 
-from benchmarks.fsdp_sync import engines_on  # noqa: E402
-from benchmarks.megatron_rank import ARMS, EXPORT_ONLY, STAGES, measure_rank  # noqa: E402
-from support.megatron_trainer import ENVIRONMENT, Layout  # noqa: E402
-from support.trainer import Ranks  # noqa: E402
+from benchmarks import ranks  # noqa: E402
+from support.megatron_trainer import ENVIRONMENT, Layout, MegatronActor  # noqa: E402
 from verl_sglang_sync.bench.model_shapes import MODELS, tensor_shapes, write_config  # noqa: E402
-from verl_sglang_sync.bench.results_file import hardware, medians, print_table, write_results  # noqa: E402
+from verl_sglang_sync.bench.results_file import hardware, print_table, write_results  # noqa: E402
 
-TIMEOUT_S = 1500
+ARMS = (ranks.EXPORT_ONLY, "per_tensor", "bucketed", "flattened", "compiled")
+STAGES = ("confirm", "export", "gather", "pack", "load")
 
 
 def make_checkpoint(folder: Path, model: str) -> Path:
@@ -56,7 +53,7 @@ def make_checkpoint(folder: Path, model: str) -> Path:
 
 
 def measure(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """Start the engine and the trainer; a row for each arm."""
+    """Start the engines and the trainer; a row for each arm."""
     checkpoint = make_checkpoint(folder / args.model, args.model)
     layout = Layout(
         tp=args.tp,
@@ -66,58 +63,28 @@ def measure(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
         offload=args.offload,
         ddp=not args.no_gradients,
     )
-    ranks, tp = args.ranks, args.engine_tp
-    where = {
-        "device": args.device,
-        "environment": ENVIRONMENT if args.device == "cpu" else None,
-        "backend": "gloo" if args.device == "cpu" else "cpu:gloo,cuda:nccl",
-    }
-    with (
-        engines_on(checkpoint, args.model, ranks, tp, args.device, folder) as urls,
-        Ranks(folder, urls, tp=tp, **where) as trainer,
-    ):
-        outcomes = trainer.attempt(
-            measure_rank,
-            str(checkpoint),
-            msgspec.structs.asdict(layout),
-            args.arms,
-            args.runs,
-            args.bucket_mb << 20,
-            limit_s=TIMEOUT_S,
-        )
-    for outcome in outcomes:
-        if outcome.error is not None:
-            raise RuntimeError(outcome.error)
-    leader = outcomes[0].result
-    return [row_of(args, layout, name, leader[name]) for name in args.arms]
-
-
-def row_of(
-    args: argparse.Namespace, layout: Layout, name: str, seen: dict[str, Any]
-) -> dict[str, Any]:
-    """One arm, as the leader saw it."""
-    bucket_bytes = None
-    if name != EXPORT_ONLY:
-        bucket_bytes = ARMS[name].bucket_bytes or args.bucket_mb << 20
-    return {
-        "arm": name,
-        "model": args.model,
-        "gpus": args.ranks if args.device == "cuda" else 0,
-        "tp": args.engine_tp,
-        "trainer": msgspec.structs.asdict(layout),
-        "bucket_bytes": bucket_bytes,
-        "runs": len(seen["runs_s"]),
-        "median_s": medians(seen["runs_s"]),
-        **seen,
-    }
+    rows = ranks.measure(
+        lambda _: MegatronActor(checkpoint, layout, random=True).export,
+        args.arms,
+        model=args.model,
+        config=checkpoint,
+        ranks=args.ranks,
+        tp=args.engine_tp,
+        runs=args.runs,
+        device=args.device,
+        folder=folder,
+        bucket_bytes=args.bucket_mb << 20,
+        environment=ENVIRONMENT if args.device == "cpu" else None,
+    )
+    trainer = {"trainer": msgspec.structs.asdict(layout), "bucket_bytes": args.bucket_mb << 20}
+    return [row | trainer for row in rows]
 
 
 def main() -> None:
     """Run all arms; see the module docstring."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    names = [EXPORT_ONLY, *ARMS]
     parser.add_argument("--model", choices=MODELS, default="small-moe")
-    parser.add_argument("--arms", nargs="+", choices=names, default=names)
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--tp", type=int, default=1, help="of the trainer; likewise pp and ep")
     parser.add_argument("--pp", type=int, default=1)
@@ -149,7 +116,9 @@ def main() -> None:
         "megatron_sync",
         rows,
     )
-    print_table(rows, ("sync", *STAGES))
+    print_table(rows, ("sync", *(f"sync_{stage}" for stage in STAGES)))
+    if len(rows) < len(args.arms):
+        parser.exit(1, f"not measured: {args.arms[len(rows) :]}\n")
 
 
 if __name__ == "__main__":

@@ -10,9 +10,9 @@ that the preset's mode obeys: an unknown key, or one of another mode, is an erro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal, get_args
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Meta
@@ -39,87 +39,22 @@ BACKEND_KEY = f"{ROLLOUT}.checkpoint_engine.backend"
 BROADCAST_BACKEND = "sglang_sync"
 BUCKET_KEY = f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes"
 MAX_COUNT = (1 << 31) - 1
-VERL_SWITCHES = ("multi_stage_wake_up", "free_cache_engine")
 
-
-Check = Callable[[str, Any], Any]
-"""Given a whole key and what the user wrote: returns the setting, or raises `ValueError`, naming
-key, value and what is allowed."""
-
-
-def _of(kind: Any, allowed: str) -> Check:
-    """A check for the values of a type, as msgspec reads them."""
-
-    def check(key: str, value: Any) -> Any:
-        try:
-            return msgspec.convert(value, kind)
-        except msgspec.ValidationError:
-            raise ValueError(f"{key}={value!r}: {allowed}") from None
-
-    return check
-
-
-def _one_of(words: Any, yaml: Mapping[bool, str] | None = None) -> Check:
-    """A check for the words of a `Literal`; `yaml` are those that YAML 1.1 reads as true, false."""
-    check = _of(words, f"allowed: {', '.join(get_args(words))}")
-
-    def check_meant(key: str, value: Any) -> Any:
-        return check(key, (yaml or {}).get(value, value) if isinstance(value, bool) else value)
-
-    return check_meant
-
-
-_seconds = _of(  # an engine accepts no longer limit
-    Annotated[float, Meta(gt=0, le=MAX_TIMEOUT_S)],
-    f"expected a number greater than 0 and at most {MAX_TIMEOUT_S:g}",
-)
-_count = _of(
-    Annotated[int, Meta(ge=0, le=MAX_COUNT)], f"expected a whole number from 0 to {MAX_COUNT}"
-)
-_mebibytes = _of(Annotated[int, Meta(ge=1)], "expected a whole number of MiB, at least 1")
-_switch = _of(bool, "allowed: true, false")
-_file = _of(Annotated[str, Meta(min_length=1)] | None, "expected a file path or null")
-
-
-def _limits(key: str, section: Any) -> dict[str, float]:
-    if section is None:
-        return {}
-    if not isinstance(section, Mapping):
-        raise ValueError(f"{key}={section!r}: expected seconds by operation: {', '.join(LIMITS)}")
-    for name, value in section.items():
-        if name not in LIMITS:
-            raise ValueError(
-                f"{key}.{name}={value!r}: unknown operation; allowed: {', '.join(LIMITS)}"
-            )
-    given = {name: value for name, value in section.items() if value is not None}
-    return {name: _seconds(f"{key}.{name}", value) for name, value in given.items()}
-
-
-def _url(key: str, value: Any) -> str | None:
-    return None if value is None else checked_base_url(key, value)
-
-
-PRESET_KEYS: dict[str, Check] = {
-    "mode": _one_of(Mode),
-    "request_timeout_s": _seconds,
-    "timeouts_s": _limits,
-    "report_file": _file,
-    "host_backup": _one_of(HostBackup, yaml={True: "on", False: "off"}),
-    "sleep_order": lambda key, value: value,  # both together: `StageOrder.of`
-    "wake_order": lambda key, value: value,
-    "stale_requests": _one_of(StaleRequests),
-    "stale_requests_timeout_s": _seconds,
-    "router_url": _url,
-    "manifest_check": _one_of(ManifestCheck, yaml={False: "off"}),
-    "draft_weights": _one_of(DraftWeights),
-}
-COMPILED_KEYS: dict[str, Check] = {
-    "recheck_every_n_syncs": _count,
-    "keep_staging_buffers": _switch,
-    "read_in_place": _switch,
-    "exchange_shards": _switch,
-}
-"""Keys that only mode "compiled" obeys."""
+Seconds = Annotated[
+    float,  # an engine accepts no longer limit
+    Meta(
+        gt=0,
+        le=MAX_TIMEOUT_S,
+        description=f"expected a number greater than 0 and at most {MAX_TIMEOUT_S:g}",
+    ),
+]
+Count = Annotated[
+    int, Meta(ge=0, le=MAX_COUNT, description=f"expected a whole number from 0 to {MAX_COUNT}")
+]
+Mebibytes = Annotated[int, Meta(ge=1, description="expected a whole number of MiB, at least 1")]
+FilePath = Annotated[
+    Annotated[str, Meta(min_length=1)] | None, Meta(description="expected a file path or null")
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,21 +74,21 @@ class WeightSyncConfig:
     """
 
     mode: Mode
-    request_timeout_s: float = 600.0
+    request_timeout_s: Seconds = 600.0
     timeouts_s: Mapping[str, float] = field(default_factory=dict)
-    report_file: str | None = None
-    recheck_every_n_syncs: int = 0
-    keep_staging_buffers: bool = False
-    read_in_place: bool = True
-    exchange_shards: bool = True
+    report_file: FilePath = None
     host_backup: HostBackup = "auto"
     sleep_order: tuple[str, ...] = SLEEP_ORDER
     wake_order: tuple[str, ...] = WAKE_ORDER
     stale_requests: StaleRequests = "wait"
-    stale_requests_timeout_s: float = 600.0
+    stale_requests_timeout_s: Seconds = 600.0
     router_url: str | None = None
     manifest_check: ManifestCheck = "error"
     draft_weights: DraftWeights = "auto"
+    recheck_every_n_syncs: Count = 0
+    keep_staging_buffers: bool = False
+    read_in_place: bool = True
+    exchange_shards: bool = True
     exports_draft: bool = False
     bucket_bytes: int
     multi_stage_wake_up: bool
@@ -218,17 +153,65 @@ class WeightSyncConfig:
         keys: dict[str, Any] = {"mode": None, "sleep_order": SLEEP_ORDER, "wake_order": WAKE_ORDER}
         known = _known_keys(section)
         keys |= {key: known.get(key) for key in known}  # None for what Hydra wants and nobody gave
-        checks = PRESET_KEYS | COMPILED_KEYS
-        found = {key: checks[key](f"{SECTION}.{key}", value) for key, value in keys.items()}
+        stages = StageOrder.of(SECTION, keys.pop("sleep_order"), keys.pop("wake_order"))
         megabytes = _get(_get(rollout, "checkpoint_engine"), "update_weights_bucket_megabytes")
-        stages = StageOrder.of(SECTION, found["sleep_order"], found["wake_order"])
-        found |= {"sleep_order": stages.sleep, "wake_order": stages.wake}
+        switches = {key: _get(rollout, key) for key in ("multi_stage_wake_up", "free_cache_engine")}
         return cls(
-            **found,
+            **{key: _setting(SECTION, key, value) for key, value in keys.items()},
+            sleep_order=stages.sleep,
+            wake_order=stages.wake,
             exports_draft=bool(_get(_get(rollout, "mtp"), "enable", False)),
-            bucket_bytes=_mebibytes(BUCKET_KEY, megabytes) << 20,
-            **{key: _switch(f"{ROLLOUT}.{key}", _get(rollout, key)) for key in VERL_SWITCHES},
+            bucket_bytes=_read(BUCKET_KEY, megabytes, Mebibytes) << 20,
+            **{key: _setting(ROLLOUT, key, value) for key, value in switches.items()},
         )
+
+
+_NAMES = [each.name for each in fields(WeightSyncConfig)]
+COMPILED_KEYS = _NAMES[_NAMES.index("recheck_every_n_syncs") : _NAMES.index("exports_draft")]
+"""Keys of a preset that only mode "compiled" obeys."""
+PRESET_KEYS = _NAMES[: _NAMES.index(COMPILED_KEYS[0])]
+_TYPES = get_type_hints(WeightSyncConfig, include_extras=True)
+_YAML_WORDS = {"host_backup": {True: "on", False: "off"}, "manifest_check": {False: "off"}}
+"""What YAML 1.1 reads as true and false."""
+
+
+def _read(key: str, value: Any, kind: Any) -> Any:
+    """A value as msgspec reads it; `ValueError` names the whole key, value and what is allowed."""
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError:
+        if get_origin(kind) is Annotated:
+            allowed = kind.__metadata__[0].description
+        else:
+            words = ("true", "false") if kind is bool else get_args(kind)
+            allowed = f"allowed: {', '.join(words)}"
+        raise ValueError(f"{key}={value!r}: {allowed}") from None
+
+
+def _setting(section: str, key: str, value: Any) -> Any:
+    """One of the settings, as the user wrote it there."""
+    name = f"{section}.{key}"
+    if key == "timeouts_s":
+        return _limits(name, value)
+    if key == "router_url":
+        return None if value is None else checked_base_url(name, value)
+    if isinstance(value, bool):
+        value = _YAML_WORDS.get(key, {}).get(value, value)
+    return _read(name, value, _TYPES[key])
+
+
+def _limits(key: str, section: Any) -> dict[str, float]:
+    if section is None:
+        return {}
+    if not isinstance(section, Mapping):
+        raise ValueError(f"{key}={section!r}: expected seconds by operation: {', '.join(LIMITS)}")
+    for name, value in section.items():
+        if name not in LIMITS:
+            raise ValueError(
+                f"{key}.{name}={value!r}: unknown operation; allowed: {', '.join(LIMITS)}"
+            )
+    given = {name: value for name, value in section.items() if value is not None}
+    return {name: _read(f"{key}.{name}", value, Seconds) for name, value in given.items()}
 
 
 def _get(node: Any, key: str, default: Any = None) -> Any:

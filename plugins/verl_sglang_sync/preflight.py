@@ -6,9 +6,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
-from itertools import chain
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -24,7 +23,7 @@ from verl_sglang_sync.config import (
 logger = logging.getLogger(__name__)
 
 MODEL = "actor_rollout_ref.model"
-CHECKPOINT_BACKENDS_REFUSED = ("delta_sharded",)
+ENGINE = f"{ROLLOUT}.engine_kwargs.sglang"
 NEVER_SYNCED = ("NGRAM", "DFLASH")
 """Algorithms of speculative decoding of which SGLang updates the target alone."""
 
@@ -33,55 +32,37 @@ class RecipeError(ValueError):
     """The recipe asks for something that the weight sync cannot do; lists every problem found."""
 
 
-@dataclass(frozen=True)
-class Findings:
-    """What the checks say of a recipe.
+def examine(config: DictConfig) -> tuple[WeightSyncConfig | None, list[str]]:
+    """Look at a composed recipe; its settings, if it has a preset, and what the user should know
+    though nothing is wrong: flags without effect, a draft model that is not synced.
 
-    Attributes:
-        settings: the effective settings, or None where no preset was chosen.
-        problems: by what was looked at; no line where all is well.
-        remarks: what the user should know though nothing is wrong: flags that will have no effect,
-            and a draft model that is not synced.
+    Raises:
+        RecipeError: with one line per problem: key, value, and what is allowed.
     """
-
-    settings: WeightSyncConfig | None
-    problems: Mapping[str, Sequence[str]]
-    remarks: Sequence[str]
-
-
-def examine(config: DictConfig) -> Findings:
-    """Look at a composed recipe; `RecipeError`: a preset was lost, or has unreadable settings."""
     rollout = OmegaConf.select(config, ROLLOUT)
     if rollout is None:
-        return Findings(None, {}, ())
+        return None, []
     try:
         settings = WeightSyncConfig.from_rollout(rollout)
     except ValueError as error:
         raise RecipeError(str(error)) from None
     if settings is None:
-        return _without_preset(config, rollout)
-    problems = {name: tuple(check(config, settings)) for name, check in _CHECKS.items()}
-    return Findings(settings, problems, tuple(_remarks(config, settings)))
+        return None, list(_without_preset(config, rollout))
+    if problems := [problem for check in _CHECKS for problem in check(config, settings)]:
+        lines = "\n".join(f"  - {problem}" for problem in problems)
+        raise RecipeError(f"+weight_sync={settings.mode} cannot run with this recipe:\n{lines}")
+    return settings, list(_remarks(config, settings))
 
 
 def check_recipe(config: DictConfig) -> WeightSyncConfig | None:
-    """Validate a composed recipe, and log what is remarkable; the settings, if there is a preset.
-
-    Raises:
-        RecipeError: with one line per problem: key, value, and what is allowed.
-    """
-    findings = examine(config)
-    if problems := list(chain.from_iterable(findings.problems.values())):
-        assert findings.settings is not None
-        lines = "\n".join(f"  - {problem}" for problem in problems)
-        mode = findings.settings.mode
-        raise RecipeError(f"+weight_sync={mode} cannot run with this recipe:\n{lines}")
-    for remark in findings.remarks:
+    """`examine`, and log what is remarkable."""
+    settings, remarks = examine(config)
+    for remark in remarks:
         logger.warning("%s", remark)
-    return findings.settings
+    return settings
 
 
-def _without_preset(config: DictConfig, rollout: DictConfig) -> Findings:
+def _without_preset(config: DictConfig, rollout: DictConfig) -> Iterator[str]:
     """Refuse what stands for a preset and is none; remark on what only a preset obeys."""
     value = OmegaConf.select(config, "weight_sync")
     if value is not None:  # where Hydra does not find our config group
@@ -93,12 +74,11 @@ def _without_preset(config: DictConfig, rollout: DictConfig) -> Findings:
         raise RecipeError(
             f"{BACKEND_KEY}={BROADCAST_BACKEND!r} needs its preset: +weight_sync=disaggregated"
         )
-    remark = (
-        f"{ROLLOUT}.multi_stage_wake_up=True is read by verl-sglang-sync only together with "
-        "+weight_sync=<preset>; without it verl's own wake-up order applies"
-    )
-    is_read = rollout.get("multi_stage_wake_up") and rollout.get("name") == "sglang"
-    return Findings(None, {}, (remark,) if is_read else ())
+    if rollout.get("multi_stage_wake_up") and rollout.get("name") == "sglang":
+        yield (
+            f"{ROLLOUT}.multi_stage_wake_up=True is read by verl-sglang-sync only together with "
+            "+weight_sync=<preset>; without it verl's own wake-up order applies"
+        )
 
 
 def _remarks(config: DictConfig, settings: WeightSyncConfig) -> Iterator[str]:
@@ -118,7 +98,7 @@ def _remarks(config: DictConfig, settings: WeightSyncConfig) -> Iterator[str]:
 
 def _drafts_by(config: DictConfig) -> str | None:
     """The algorithm of speculative decoding, where it has a draft model that can be synced."""
-    algorithm = OmegaConf.select(config, f"{ROLLOUT}.engine_kwargs.sglang.speculative_algorithm")
+    algorithm = OmegaConf.select(config, f"{ENGINE}.speculative_algorithm")
     if OmegaConf.select(config, f"{MODEL}.mtp.enable_rollout"):
         algorithm = OmegaConf.select(config, f"{MODEL}.mtp.speculative_algorithm")
     has_draft = algorithm is not None and str(algorithm).upper() not in NEVER_SYNCED
@@ -134,6 +114,18 @@ def _check_engine(config: DictConfig, settings: WeightSyncConfig) -> Iterator[st
             f"{ROLLOUT}.disaggregation.enabled=True: allowed: False (prefill/decode servers "
             "keep verl's own replica)"
         )
+    if OmegaConf.select(config, BACKEND_KEY) == "delta_sharded":
+        yield (
+            f"{BACKEND_KEY}='delta_sharded': it sends deltas in a wire format of "
+            f"its own; allowed: 'naive', {BROADCAST_BACKEND!r}, or a backend that delivers full "
+            "tensors, with which verl's own update is used"
+        )
+    quantization = OmegaConf.select(config, f"{ROLLOUT}.quantization")
+    if quantization not in (None, "fp8"):
+        yield f"{ROLLOUT}.quantization={quantization!r}: allowed: null, 'fp8'"
+    loaders = OmegaConf.select(config, f"{ENGINE}.custom_weight_loader")
+    if loaders is not None and not OmegaConf.is_list(loaders):
+        yield f"{ENGINE}.custom_weight_loader={loaders!r}: expected a list of dotted paths"
     size = OmegaConf.select(config, f"{ROLLOUT}.data_parallel_size")
     if size in (None, 1):
         return
@@ -142,7 +134,7 @@ def _check_engine(config: DictConfig, settings: WeightSyncConfig) -> Iterator[st
             f"{ROLLOUT}.data_parallel_size={size} with a LoRA served as an adapter: allowed: 1 "
             f"(SGLang loads no adapters with data parallelism), or {MODEL}.lora.merge=True"
         )
-    attention = f"{ROLLOUT}.engine_kwargs.sglang.enable_dp_attention"
+    attention = f"{ENGINE}.enable_dp_attention"
     if not OmegaConf.select(config, attention):
         yield (
             f"{ROLLOUT}.data_parallel_size={size}: allowed: 1, or {attention}=True (SGLang updates "
@@ -155,16 +147,6 @@ def _serves_adapter(config: DictConfig) -> bool:
         return False
     ranks = (OmegaConf.select(config, f"{MODEL}.{key}") for key in ("lora_rank", "lora.rank"))
     return any(rank and rank > 0 for rank in ranks)
-
-
-def _check_checkpoint_engine(config: DictConfig, settings: WeightSyncConfig) -> Iterator[str]:
-    backend = OmegaConf.select(config, f"{ROLLOUT}.checkpoint_engine.backend")
-    if backend in CHECKPOINT_BACKENDS_REFUSED:
-        yield (
-            f"{ROLLOUT}.checkpoint_engine.backend={backend!r}: it sends deltas in a wire format of "
-            f"its own; allowed: 'naive', {BROADCAST_BACKEND!r}, or a backend that delivers full "
-            "tensors, with which verl's own update is used"
-        )
 
 
 def _check_broadcast(config: DictConfig, settings: WeightSyncConfig) -> Iterator[str]:
@@ -193,23 +175,15 @@ def _check_broadcast(config: DictConfig, settings: WeightSyncConfig) -> Iterator
         )
 
 
-def _check_engine_kwargs(config: DictConfig, settings: WeightSyncConfig) -> Iterator[str]:
-    key = f"{ROLLOUT}.engine_kwargs.sglang.custom_weight_loader"
-    loaders = OmegaConf.select(config, key)
-    if loaders is not None and not OmegaConf.is_list(loaders):
-        yield f"{key}={loaders!r}: expected a list of dotted paths"
-
-
 def _check_graphs(config: DictConfig, settings: WeightSyncConfig) -> Iterator[str]:
     if not settings.stages.releases_graphs:
         return
     asks = f"{SECTION}.sleep_order has 'cuda_graph'"
     if OmegaConf.select(config, f"{ROLLOUT}.enforce_eager"):
         yield f"{ROLLOUT}.enforce_eager=True, but {asks}: there will be no CUDA graphs to release"
-    kwargs = f"{ROLLOUT}.engine_kwargs.sglang"
     for key, value in _NO_GRAPHS_TO_RELEASE:
-        if OmegaConf.select(config, f"{kwargs}.{key}") == value:
-            yield f"{kwargs}.{key}={value}, but {asks}: SGLang makes no graphs that can be released"
+        if OmegaConf.select(config, f"{ENGINE}.{key}") == value:
+            yield f"{ENGINE}.{key}={value}, but {asks}: SGLang makes no graphs that can be released"
 
 
 _NO_GRAPHS_TO_RELEASE = (
@@ -220,12 +194,6 @@ _NO_GRAPHS_TO_RELEASE = (
     ("cuda_graph_backend_decode", "breakable"),
     ("cuda_graph_backend_prefill", "breakable"),
 )
-
-
-def _check_quantization(config: DictConfig, settings: WeightSyncConfig) -> Iterator[str]:
-    quantization = OmegaConf.select(config, f"{ROLLOUT}.quantization")
-    if quantization not in (None, "fp8"):
-        yield f"{ROLLOUT}.quantization={quantization!r}: allowed: null, 'fp8'"
 
 
 COLOCATED_KEYS = ("keep_staging_buffers",)
@@ -270,16 +238,12 @@ def _check_keys(config: DictConfig, settings: WeightSyncConfig) -> Iterator[str]
                 yield f"{SECTION}.{key}={value!r} has no effect, {why}; allowed: {defaults[key]!r}"
 
 
-Check = Callable[[DictConfig, WeightSyncConfig], Iterator[str]]
-_CHECKS: dict[str, Check] = {
-    "engine": _check_engine,
-    "checkpoint engine": _check_checkpoint_engine,
-    "broadcast": _check_broadcast,
-    "keys without effect": _check_keys,
-    "engine_kwargs": _check_engine_kwargs,
-    "CUDA graphs": _check_graphs,
-    "quantization": _check_quantization,
-}
+_CHECKS: tuple[Callable[[DictConfig, WeightSyncConfig], Iterator[str]], ...] = (
+    _check_engine,
+    _check_broadcast,
+    _check_keys,
+    _check_graphs,
+)
 
 
 def checking(validate_config: Callable[..., Any]) -> Callable[..., Any]:

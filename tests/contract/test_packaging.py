@@ -31,7 +31,6 @@ from support.processes import DOCTOR, report_of, run_process, run_python
 from verl_sglang_sync.preflight import RecipeError, check_recipe
 
 HEALTHY = (
-    *("entry point verl.plugins", "entry point sglang.srt.plugins", "entry point hydra.plugins"),
     *("verl plugin", "verl rollout class", "verl replica class", "recipe checks"),
     *("SGLang plugin", "SGLang hooks", "Hydra config group"),
 )

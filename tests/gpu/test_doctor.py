@@ -1,13 +1,14 @@
 """The doctor's probes that need a GPU."""
 
 from verl_sglang_sync.doctor import Status, hardware
+from verl_sglang_sync.doctor.check import run_probe
 
 
 def test_cuda_ipc_and_memory_saver_really_work():
     gpus = hardware.visible_gpus()
     for check in (
         hardware.gpu_check(gpus),
-        hardware.cuda_ipc_check(gpus, hardware.find_failed_reads(gpus)),
+        hardware.cuda_ipc_check(gpus, run_probe(hardware.look_at_cuda_ipc)),
         hardware.memory_saver_check(gpus),
         hardware.nccl_check(gpus),
     ):

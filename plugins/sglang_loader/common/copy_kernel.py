@@ -9,7 +9,7 @@ to `TILE_WORDS` 64-bit words, each a part of a row or a few rows, and one launch
 
 Where sources lie on several GPUs, the tiles of all of them are mixed: each reader then reads from
 all of them at any time, and no GPU has to serve all readers at once while the others serve none.
-Measured: `benchmarks/copy_kernels.py`, beside torch's own ways, and `benchmarks/many_readers.py`.
+Measured, in `benchmarks/results/`: `copy_kernels`, beside torch's own ways, and `many_readers`.
 """
 
 from __future__ import annotations

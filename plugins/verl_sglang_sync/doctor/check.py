@@ -9,17 +9,14 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TypeVar, get_type_hints
-
-import msgspec
+from typing import TypeVar
 
 PROBE_TIMEOUT_S = 300.0
 STDERR_CHARS = 4000
 RUN_PROBE = """
-import importlib, pickle, sys, msgspec
-probe = getattr(importlib.import_module(sys.argv[1]), sys.argv[2])
-facts = probe(*pickle.loads(bytes.fromhex(sys.argv[3])))
-sys.stdout.write("\\n" + msgspec.json.encode(facts).decode() + "\\n")
+import pickle, sys
+probe, arguments = pickle.loads(bytes.fromhex(sys.argv[1]))
+sys.stdout.write("\\n" + pickle.dumps(probe(*arguments)).hex() + "\\n")
 """
 
 Facts = TypeVar("Facts")
@@ -61,16 +58,15 @@ def run_probe(
     timeout_s: float = PROBE_TIMEOUT_S,
 ) -> Facts:
     """Call a module's function in a new process that has this interpreter and the user's
-    environment; msgspec must be able to decode its annotated result from JSON.
+    environment; arguments and result are pickled.
 
     Raises:
-        ProbeError: the process failed, hung, or returned something else.
+        ProbeError: the process failed or hung.
     """
     name = f"{probe.__module__}.{probe.__name__}"
-    command = [sys.executable, "-c", RUN_PROBE, probe.__module__, probe.__name__]
     try:
         result = subprocess.run(
-            [*command, pickle.dumps(arguments).hex()],
+            [sys.executable, "-c", RUN_PROBE, pickle.dumps((probe, arguments)).hex()],
             env={**os.environ, **(environment or {})},
             capture_output=True,
             text=True,
@@ -83,14 +79,10 @@ def run_probe(
     if result.returncode != 0 or not lines:
         stderr = result.stderr.strip()[-STDERR_CHARS:]
         raise ProbeError(f"{name}: exit status {result.returncode}\n{stderr}")
-    try:
-        facts: Facts = msgspec.json.decode(lines[-1], type=get_type_hints(probe)["return"])
-        return facts
-    except msgspec.MsgspecError as error:
-        raise ProbeError(f"{name}: {error}; got {lines[-1][:200]!r}") from None
+    facts: Facts = pickle.loads(bytes.fromhex(lines[-1]))
+    return facts
 
 
 def last_line(text: str) -> str:
     """The last non-empty line of a traceback or a log."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1] if lines else "no output"
+    return ([line.strip() for line in text.splitlines() if line.strip()] or ["no output"])[-1]

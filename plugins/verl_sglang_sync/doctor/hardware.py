@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import resource
 import shutil
-import subprocess
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -18,7 +17,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from verl_sglang_sync.doctor.check import FAIL, OK, WARN, Check, ProbeError, last_line, run_probe
+from verl_sglang_sync.doctor.check import FAIL, OK, WARN, Check, last_line, run_probe
 
 SHM = Path("/dev/shm")
 SHM_WANTED_BYTES = 2 << 30
@@ -57,17 +56,7 @@ def gpu_check(gpus: Sequence[str]) -> Check:
     import torch
 
     names = ", ".join(f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus))
-    driver = _driver_version() or "unknown"
-    return Check("GPU", OK, f"{names}; driver {driver}, CUDA {torch.version.cuda}")
-
-
-def _driver_version() -> str | None:
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
-    except (subprocess.SubprocessError, OSError):
-        return None
-    return result.stdout.split("\n", 1)[0].strip() or None
+    return Check("GPU", OK, f"{names}; CUDA {torch.version.cuda}")
 
 
 class FailedRead(NamedTuple):
@@ -126,17 +115,6 @@ def sum_of(handle: Any) -> int:
     return int(map_buffer(handle, torch.device("cuda", 0)).sum())
 
 
-def find_failed_reads(gpus: Sequence[str]) -> list[FailedRead]:
-    """What `look_at_cuda_ipc` finds; where it dies no GPU can be relied on."""
-    if not gpus:
-        return []
-    try:
-        return run_probe(look_at_cuda_ipc)
-    except ProbeError as error:
-        reason = last_line(str(error))
-        return [FailedRead(owner=gpu, reader=gpu, reason=reason) for gpu in range(len(gpus))]
-
-
 def cuda_ipc_check(gpus: Sequence[str], failed: Sequence[FailedRead]) -> Check:
     """Memory shared between processes: on one GPU all weights travel so, else those in place."""
     title = "CUDA IPC"
@@ -152,19 +130,14 @@ def cuda_ipc_check(gpus: Sequence[str], failed: Sequence[FailedRead]) -> Check:
 
 def memory_saver_check(gpus: Sequence[str]) -> Check:
     """Release and resume a region: staged sleep and wake-up of the engine need it."""
+    import torch_memory_saver
+
     title = "torch_memory_saver"
-    try:
-        import torch_memory_saver
-    except ImportError as error:
-        return Check(title, FAIL, f"cannot be imported: {error}", "pip install torch-memory-saver")
     if not gpus:
         detail = "can be imported; the CPU engine keeps its memory and does without it"
         return Check(title, OK, detail)
-    try:
-        with torch_memory_saver.configure_subprocess():  # preloads its library
-            freed_bytes, usable = run_probe(release_and_resume)
-    except ProbeError as error:
-        return Check(title, FAIL, last_line(str(error)), f"{SAVER_ADVICE}\n{error}")
+    with torch_memory_saver.configure_subprocess():  # preloads its library
+        freed_bytes, usable = run_probe(release_and_resume)
     if freed_bytes < REGION_BYTES // 2 or not usable:
         detail = f"releasing {REGION_BYTES >> 20} MiB freed {freed_bytes >> 20} MiB, "
         return Check(title, FAIL, f"{detail}usable afterwards: {usable}", SAVER_ADVICE)
@@ -191,25 +164,21 @@ def nccl_check(gpus: Sequence[str]) -> Check:
     """NCCL's version, with which trainers on several GPUs gather their shards, and its memory."""
     import torch
 
-    title, cumem = "NCCL", os.environ.get("NCCL_CUMEM_ENABLE")
-    if not torch.distributed.is_nccl_available():
-        if gpus:
-            return Check(title, FAIL, "torch was built without it", "install a CUDA build of torch")
-        return Check(title, OK, "not in this torch; the CPU platform uses gloo")
-    found = ".".join(map(str, torch.cuda.nccl.version()))
-    found += f"; NCCL_CUMEM_ENABLE {'is not set' if cumem is None else f'= {cumem!r}'}"
-    if cumem not in (None, "0"):
+    cumem, found = os.environ.get("NCCL_CUMEM_ENABLE", "not set"), "not in this torch"
+    if torch.distributed.is_nccl_available():
+        found = ".".join(map(str, torch.cuda.nccl.version()))
+    elif gpus:
+        return Check("NCCL", FAIL, found, "install a CUDA build of torch")
+    detail = f"{found}; NCCL_CUMEM_ENABLE: {cumem}" + "; the CPU platform uses gloo" * (not gpus)
+    if cumem not in ("not set", "0"):
         advice = "unset it: verl sets 0 for SGLang, and NCCL fails between processes that differ"
-        return Check(title, WARN, found, advice)
-    return Check(title, OK, found if gpus else f"{found}; the CPU platform uses gloo")
+        return Check("NCCL", WARN, detail, advice)
+    return Check("NCCL", OK, detail)
 
 
 def shared_memory_check() -> Check:
     """Size of /dev/shm: NCCL, Ray and, on a CPU, the buckets themselves live there."""
-    title = str(SHM)
-    if not SHM.is_dir():
-        return Check(title, WARN, "does not exist", DOCKER_SHM)
-    usage = shutil.disk_usage(SHM)
+    title, usage = str(SHM), shutil.disk_usage(SHM)
     detail = f"{usage.free / 2**30:.1f} of {usage.total / 2**30:.1f} GiB free"
     if usage.free < SHM_WANTED_BYTES:
         return Check(title, WARN, f"{detail}; {SHM_WANTED_BYTES >> 30} GiB wanted", DOCKER_SHM)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import platform
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, requires, version
+from typing import Any
 
 from packaging.requirements import Requirement
 from packaging.version import Version
@@ -37,13 +38,10 @@ TESTED_WITH_MEGATRON = {
 TESTED_PYTHONS = ("3.11", "3.12")
 
 NAME = "verl_sglang_sync"
-ENTRY_POINT_GROUPS = ("verl.plugins", "sglang.srt.plugins", "hydra.plugins")
 REINSTALL = "reinstall, in a clone of verl-sglang-sync: pip install --no-deps -e ."
 REPLACED = "another plugin replaced ours, or ours did not load"
 
-# Kept as strings: importing these classes means importing verl and sglang.
-ROLLOUT_CLASS = "verl_sglang_sync.verl.rollout.WeightSyncServerAdapter"
-REPLICA_CLASS = "verl_sglang_sync.verl.replica.WeightSyncReplica"
+Installed = Callable[[str], str | None]
 
 
 def installed_version(name: str) -> str | None:
@@ -53,23 +51,26 @@ def installed_version(name: str) -> str | None:
         return None
 
 
-def version_checks(installed: Callable[[str], str | None] = installed_version) -> list[Check]:
-    """Compare Python and every package that the weight sync depends on with the tested versions."""
-    declared = map(Requirement, requires(DISTRIBUTION) or ())
-    allowed = {
-        requirement.name.lower(): requirement
-        for requirement in declared
-        if requirement.marker is None or requirement.marker.evaluate({"extra": ""})
-    }
-    checks = [python_check(platform.python_version()), requirements_check(installed)]
-    for name, tested in (tested_beside(installed("sglang")) | TESTED_WITH_MEGATRON).items():
-        found = installed(name)
-        if found is None and name in TESTED_WITH_MEGATRON:
+def version_checks(installed: Installed = installed_version) -> list[Check]:
+    """Compare Python and every package that the weight sync depends on with the tested versions;
+    what is not installed is named by `requirements_check`.
+    """
+    python = platform.python_version()
+    is_tested = python.rpartition(".")[0] in TESTED_PYTHONS
+    detail = f"{python}; tested with {', '.join(TESTED_PYTHONS)}"
+    tested = tested_beside(installed("sglang"))
+    checks = [
+        Check("version of Python", OK if is_tested else WARN, detail),
+        requirements_check(tested, installed),
+    ]
+    allowed = {each.name.lower(): each for each in _requirements(DISTRIBUTION)}
+    for name, wanted in (tested | TESTED_WITH_MEGATRON).items():
+        if found := installed(name):
+            checks.append(version_check(name, wanted, found, allowed.get(name.lower())))
+        elif name in TESTED_WITH_MEGATRON:
             alone = "--no-deps " * (name == "megatron-bridge")  # it wants transformers < 5
-            detail = f"not installed; for Megatron trainers: pip install {alone}{name}=={tested}"
+            detail = f"not installed; for Megatron trainers: pip install {alone}{name}=={wanted}"
             checks.append(Check(f"version of {name}", OK, detail))
-        else:
-            checks.append(version_check(name, tested, found, allowed.get(name.lower())))
     return checks
 
 
@@ -80,66 +81,44 @@ def tested_beside(sglang: str | None) -> dict[str, str]:
     return TESTED | {"sglang": release} | TESTED_SGLANG[release]
 
 
-def requirements_check(installed: Callable[[str], str | None] = installed_version) -> Check:
+def _requirements(distribution: str) -> list[Requirement]:
+    """What a distribution needs here, without its extras; nothing where it is not installed."""
+    try:
+        declared = map(Requirement, requires(distribution) or ())
+    except PackageNotFoundError:
+        return []
+    return [r for r in declared if r.marker is None or r.marker.evaluate({"extra": ""})]
+
+
+def requirements_check(tested: dict[str, str], installed: Installed = installed_version) -> Check:
     """Is everything installed that verl, SGLang and we require? Whoever installed one of them with
     `--no-deps`, as newer SGLangs need it for verl, may have left something out.
     """
-    title, missing = "requirements", {}
-    for name in ("verl", "sglang", DISTRIBUTION):
-        try:
-            found = [Requirement(each) for each in requires(name) or ()]
-        except PackageNotFoundError:
-            continue  # the check of its version says so
-        for each in found:
-            is_needed = each.marker is None or each.marker.evaluate({"extra": ""})
-            if is_needed and installed(each.name) is None:
-                missing[each.name] = name
+    missing = {
+        each.name: owner
+        for owner in ("verl", "sglang", DISTRIBUTION)
+        for each in _requirements(owner)
+        if installed(each.name) is None
+    }
     if not missing:
-        return Check(title, OK, "all of verl's, SGLang's and ours are installed")
+        return Check("requirements", OK, "all of verl's, SGLang's and ours are installed")
     detail = ", ".join(f"{name} (of {owner})" for name, owner in sorted(missing.items()))
-    return Check(
-        title, FAIL, f"not installed: {detail}", f"pip install {' '.join(sorted(missing))}"
-    )
+    wanted = [f'"{name}=={tested[name]}"' if name in tested else name for name in sorted(missing)]
+    advice = f"pip install {' '.join(wanted)}"
+    return Check("requirements", FAIL, f"not installed: {detail}", advice)
 
 
-def python_check(found: str) -> Check:
-    if found.rpartition(".")[0] in TESTED_PYTHONS:
-        return Check("version of Python", OK, f"{found}, as tested")
-    return Check("version of Python", WARN, f"{found}; tested with {', '.join(TESTED_PYTHONS)}")
-
-
-def version_check(
-    name: str, tested: str, found: str | None, allowed: Requirement | None = None
-) -> Check:
+def version_check(name: str, tested: str, found: str, allowed: Requirement | None) -> Check:
     """Judge one package: an untested version that our requirements allow is a warning; a local
     suffix such as "+cu130" makes no difference.
     """
     title, install = f"version of {name}", f'pip install "{name}=={tested}"'
-    if found is None:
-        return Check(title, FAIL, f"not installed; tested with {tested}", install)
     if Version(found).public == Version(tested).public:
         return Check(title, OK, f"{found}, as tested")
     if allowed is not None and not allowed.specifier.contains(found, prereleases=True):
         return Check(title, FAIL, f"{found}; allowed: {allowed.specifier}", install)
     others = ", ".join(TESTED_SGLANG) if name == "sglang" else tested
     return Check(title, WARN, f"{found}; tested with {others}", install)
-
-
-def entry_point_checks() -> list[Check]:
-    groups = ENTRY_POINT_GROUPS
-    return [entry_point_check(group, entry_points(group=group, name=NAME)) for group in groups]
-
-
-def entry_point_check(group: str, found: Iterable[EntryPoint]) -> Check:
-    """Judge what one group holds under our name: one target, from one installation."""
-    title = f"entry point {group}"
-    values = sorted({entry_point.value for entry_point in found})
-    if not values:
-        return Check(title, FAIL, f"no entry {NAME!r} in the installed metadata", REINSTALL)
-    if len(values) > 1:
-        several = f"several targets: {', '.join(values)}"
-        return Check(title, WARN, several, "remove the old installation")
-    return Check(title, OK, values[0])
 
 
 def look_at_verl() -> list[Check]:
@@ -149,70 +128,81 @@ def look_at_verl() -> list[Check]:
 
     variable = "VERL_USE_EXTERNAL_PLUGINS"
     policy = os.environ.get(variable, "auto")
-    errors, replica_class, import_error = [], None, None
+    entries = entry_points(group="verl.plugins", name=NAME)
+    errors = []
     if policy.strip().lower() != "none":
         try:  # again: a module that failed to import fails in the same way
-            for entry_point in entry_points(group="verl.plugins", name=NAME):
+            for entry_point in entries:
                 entry_point.load()
         except Exception:
             errors.append(traceback.format_exc())  # verl hides it
-    try:
-        base.get_rollout_class("sglang", "async")
-        found = replica.RolloutReplicaRegistry.get("sglang")
-        replica_class = f"{found.__module__}.{found.__qualname__}"
-    except Exception:
-        import_error = traceback.format_exc()
-    rollout_class = base._ROLLOUT_REGISTRY[("sglang", "async")]
-    recipes = Check("recipe checks", OK, "verl's validate_config runs our checks before Ray starts")
-    if verl.utils.config.validate_config.__module__ != f"{NAME}.preflight":
-        detail = "verl's validate_config does not run our checks"
-        recipes = Check("recipe checks", FAIL, detail, REPLACED)
     is_all = policy.strip().lower() == "auto"
     return [
-        plugin_check("verl", errors, variable, policy, is_all=is_all),
-        class_check("verl rollout class", rollout_class, ROLLOUT_CLASS, import_error),
-        class_check("verl replica class", replica_class, REPLICA_CLASS, import_error),
-        recipes,
+        plugin_check("verl", entries, errors, variable, policy, is_all=is_all),
+        ours_check(
+            "verl rollout class",
+            lambda: base.get_rollout_class("sglang", "async"),
+            f"{NAME}.verl.rollout.WeightSyncServerAdapter",
+        ),
+        ours_check(
+            "verl replica class",
+            lambda: replica.RolloutReplicaRegistry.get("sglang"),
+            f"{NAME}.verl.replica.WeightSyncReplica",
+        ),
+        ours_check(  # before Ray starts
+            "recipe checks",
+            lambda: verl.utils.config.validate_config,
+            f"{NAME}.preflight.checking.<locals>.validate",
+        ),
     ]
 
 
 def sglang_checks(facts: SGLangFacts) -> list[Check]:
-    errors, is_all = facts.load_errors, not facts.policy
-    return [
-        plugin_check("SGLang", errors, "SGLANG_PLUGINS", facts.policy, is_all=is_all),
-        hooks_check(facts.hooks),
-    ]
+    entries, policy = entry_points(group="sglang.srt.plugins", name=NAME), facts.policy
+    missing = sorted(path for path, applied in facts.hooks.items() if not applied)
+    in_place = sorted(path.rpartition(".")[2] for path in facts.hooks)
+    hooks = Check("SGLang hooks", OK, f"in place: {', '.join(in_place)}")
+    if missing or not in_place:
+        detail = f"not applied: {', '.join(missing) or 'none is registered'}"
+        hooks = Check("SGLang hooks", FAIL, detail, "see the SGLang plugin's error")
+    plugin = plugin_check(
+        "SGLang", entries, facts.load_errors, "SGLANG_PLUGINS", policy, is_all=not policy
+    )
+    return [plugin, hooks]
 
 
 def plugin_check(
-    who: str, load_errors: Sequence[str], variable: str, policy: str, *, is_all: bool
+    who: str,
+    entries: Iterable[EntryPoint],
+    load_errors: Sequence[str],
+    variable: str,
+    policy: str,
+    *,
+    is_all: bool,
 ) -> Check:
     """Does upstream load our entry point, by a policy that is all (`is_all`), or a list?"""
-    title = f"{who} plugin"
+    title, targets = f"{who} plugin", sorted({entry_point.value for entry_point in entries})
+    if not targets:
+        return Check(title, FAIL, f"no entry {NAME!r} in the installed metadata", REINSTALL)
     if load_errors:
         return Check(title, FAIL, last_line(load_errors[0]), "\n".join(load_errors))
     if not is_all and NAME not in {name.strip() for name in policy.split(",")}:
         detail = f"{variable}={policy!r} keeps {who} from loading it"
         return Check(title, FAIL, detail, f"unset it, or add {NAME} to the list")
-    return Check(title, OK, f"{who} loads it")
+    if len(targets) > 1:
+        several = f"several targets: {', '.join(targets)}"
+        return Check(title, WARN, several, "remove the old installation")
+    return Check(title, OK, f"{who} loads {targets[0]}")
 
 
-def class_check(title: str, found: str | None, ours: str, import_error: str | None) -> Check:
-    """Is the class in verl's registry ours, and can it be imported?"""
-    if found is None or (import_error is not None and found == ours):
-        error = import_error or "nothing registered"
+def ours_check(title: str, look: Callable[[], Any], ours: str) -> Check:
+    """Can what verl has be imported, and is it ours?"""
+    try:
+        found = look()
+    except Exception:
+        error = traceback.format_exc()
         return Check(title, FAIL, last_line(error), error)
-    if found != ours:
-        return Check(title, FAIL, f"verl's registry holds {found}, not {ours}", REPLACED)
-    return Check(title, OK, found)
-
-
-def hooks_check(hooks: Mapping[str, bool]) -> Check:
-    title, advice = "SGLang hooks", "see the SGLang plugin's error"
-    found = sorted((path.rpartition(".")[2], applied) for path, applied in hooks.items())
-    missing = [method for method, applied in found if not applied]
-    if missing:
-        return Check(title, FAIL, f"not applied: {', '.join(missing)}", advice)
-    if not found:
-        return Check(title, FAIL, "none registered", advice)
-    return Check(title, OK, f"in place: {', '.join(method for method, _ in found)}")
+    name = f"{found.__module__}.{found.__qualname__}"
+    if name != ours:
+        return Check(title, FAIL, f"verl has {name}, not {ours}", REPLACED)
+    return Check(title, OK, name)

@@ -1,4 +1,4 @@
-"""Checks of recipes: do they compose, does the preflight pass them, and what would they do here?
+"""Checks of recipes: does the preflight pass them, and what would they do here?
 
 A recipe is a list of Hydra overrides of verl's `ppo_trainer`: the user's own, or for each preset a
 usual one. What it would do is put together from the composed config, the settings that the
@@ -8,23 +8,23 @@ preflight read in it, and what was found out about this machine.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_sglang_sync.config import BACKEND_KEY, BROADCAST_BACKEND, PRESETS, WeightSyncConfig
+from verl_sglang_sync.config import (
+    BACKEND_KEY,
+    BROADCAST_BACKEND,
+    PRESETS,
+    ROLLOUT,
+    WeightSyncConfig,
+)
 from verl_sglang_sync.doctor.check import FAIL, OK, WARN, Check
 from verl_sglang_sync.doctor.installation import REINSTALL
-from verl_sglang_sync.stages import StageOrder
-
-if TYPE_CHECKING:
-    from verl_sglang_sync.preflight import Findings
 
 PLUGIN = "hydra_plugins.verl_sglang_sync.search_path.WeightSyncSearchPathPlugin"
-ROLLOUT = "actor_rollout_ref.rollout"
 USUAL = (
     f"{ROLLOUT}.name=sglang",
     f"{ROLLOUT}.tensor_model_parallel_size=1",
@@ -76,47 +76,37 @@ def preset_checks(machine: Machine) -> Iterator[Check]:
     for preset in PRESETS:
         flag = f"+weight_sync={preset}"
         more = SEPARATE if preset == "disaggregated" else ()
-        checks = list(recipe_checks([*USUAL, *more, flag], machine, title=flag))
-        problems = [check.detail for check in checks if check.status is FAIL]
-        yield Check(flag, FAIL, "\n".join(problems)) if problems else checks[-1]
+        num_gpus = f"trainer.n_gpus_per_node={machine.num_gpus or 8}"
+        *_, last = recipe_checks([*USUAL, *more, num_gpus, flag], machine)
+        yield replace(last, name=flag)
 
 
-def recipe_checks(
-    overrides: Sequence[str], machine: Machine, *, title: str = "recipe: what it does"
-) -> Iterator[Check]:
+def recipe_checks(overrides: Sequence[str], machine: Machine) -> Iterator[Check]:
     """What the preflight says of a recipe before Ray starts, and what the sync would do in it."""
-    from verl_sglang_sync.preflight import RecipeError, examine  # may be what is broken here
+    from verl_sglang_sync.preflight import examine  # may be what is broken here
 
     try:
         config = compose(overrides)
+        settings, remarks = examine(config)
     except Exception as error:
-        yield Check("recipe: config", FAIL, str(error), "Hydra does not compose these overrides")
+        yield Check("recipe: preflight", FAIL, str(error), "no run would start")
         return
-    try:
-        findings = examine(config)
-    except RecipeError as error:
-        yield Check("recipe: settings", FAIL, str(error))
-        return
-    for name, problems in findings.problems.items():
-        detail = "\n".join(problems) or "passes"
-        yield Check(f"recipe: {name}", FAIL if problems else OK, detail)
-    for remark in findings.remarks:
+    yield Check("recipe: preflight", OK, "passes")
+    for remark in remarks:
         yield Check("recipe: remark", WARN, remark)
-    if not any(findings.problems.values()):
-        yield _outcome(title, config, findings, machine)
-
-
-def _outcome(title: str, config: DictConfig, findings: Findings, machine: Machine) -> Check:
-    if findings.settings is None:
-        return Check(title, WARN, "verl's own weight sync: no +weight_sync=<preset> is chosen")
-    detail = ". ".join(sentences(config, findings.settings, machine))
-    wanted = config.trainer.n_gpus_per_node
+    title, wanted = "recipe: what it does", config.trainer.n_gpus_per_node
+    if settings is None:
+        detail = "verl's own weight sync: no +weight_sync=<preset> is chosen"
+        yield Check(title, WARN, detail)
+        return
+    detail = ". ".join(sentences(config, settings, machine))
     if not machine.num_gpus:
-        return Check(title, WARN, detail, "for development only: no GPU here")
-    if title.startswith("recipe") and wanted > machine.num_gpus:
+        yield Check(title, WARN, detail, "for development only: no GPU here")
+    elif wanted > machine.num_gpus:
         few = f"trainer.n_gpus_per_node={wanted}, but {machine.num_gpus} GPUs are visible here"
-        return Check(title, WARN, detail, few)
-    return Check(title, OK, detail)
+        yield Check(title, WARN, detail, few)
+    else:
+        yield Check(title, OK, detail)
 
 
 def sentences(config: DictConfig, settings: WeightSyncConfig, machine: Machine) -> Iterator[str]:
@@ -146,22 +136,27 @@ def sentences(config: DictConfig, settings: WeightSyncConfig, machine: Machine) 
     elif not machine.num_gpus:
         yield "Nothing sleeps: the CPU engine keeps its memory"
     elif config.actor_rollout_ref.hybrid_engine:
-        yield _sleep(settings, settings.stages)
+        yield _sleep(settings)
 
 
 def _later_route(config: DictConfig, settings: WeightSyncConfig, machine: Machine) -> str:
     """How the syncs after the first get the weights, as far as the config tells."""
     is_elsewhere = OmegaConf.select(config, BACKEND_KEY) == BROADCAST_BACKEND
     num_ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
-    ways, reasons = [], list(_computed_exports(config))
+    computed, ways = list(_computed_exports(config)), []
+    out_of_reach = {
+        "read_in_place=False": not settings.read_in_place,
+        f"trainer.nnodes={config.trainer.nnodes}": config.trainer.nnodes > 1,
+        "CUDA IPC fails between GPUs": not machine.reads_other_gpus,
+    }
+    reasons = computed or [reason for reason, holds in out_of_reach.items() if holds]
     if not reasons:
-        reasons += _out_of_reach(config, settings, machine)
-        if not reasons:
-            nearby = ", if all engines are on its node" * is_elsewhere
-            ways.append(f"read the trainer's parameters in place{nearby}")
-        if settings.exchange_shards and is_elsewhere:
+        nearby = ", if all engines are on its node" * is_elsewhere
+        ways.append(f"read the trainer's parameters in place{nearby}")
+    if settings.exchange_shards and not computed:
+        if is_elsewhere:
             ways.append("have every rank send the engines its shards")
-        elif settings.exchange_shards and num_ranks > 1:
+        elif num_ranks > 1:
             ways.append("exchange the trainer ranks' shards")
     why = f" (not in place: {', '.join(reasons)})" * bool(reasons)
     if not ways:
@@ -171,30 +166,19 @@ def _later_route(config: DictConfig, settings: WeightSyncConfig, machine: Machin
 
 def _computed_exports(config: DictConfig) -> Iterator[str]:
     """Why the export is not in the trainer's parameters as it is."""
-    strategy = OmegaConf.select(config, "actor_rollout_ref.actor.strategy")
+    actor_rollout = config.actor_rollout_ref
+    strategy = actor_rollout.actor.strategy
     if strategy not in ("fsdp2", "megatron"):
         yield f"actor.strategy={strategy}: neither fsdp2 nor megatron"
-    mbridge = OmegaConf.select(config, "actor_rollout_ref.actor.megatron.vanilla_mbridge")
-    if strategy == "megatron" and mbridge:
+    if strategy == "megatron" and actor_rollout.actor.megatron.vanilla_mbridge:
         yield "actor.megatron.vanilla_mbridge=True: mbridge does not say what it exports"
     for key in ("model.lora_rank", "model.lora.rank", "rollout.quantization"):
-        if value := OmegaConf.select(config, f"actor_rollout_ref.{key}"):
+        if value := OmegaConf.select(actor_rollout, key):
             yield f"{key}={value}"
 
 
-def _out_of_reach(
-    config: DictConfig, settings: WeightSyncConfig, machine: Machine
-) -> Iterator[str]:
-    """Why engines cannot read the parameters of all ranks."""
-    if not settings.read_in_place:
-        yield "read_in_place=False"
-    if config.trainer.nnodes > 1:
-        yield f"trainer.nnodes={config.trainer.nnodes}"
-    if not machine.reads_other_gpus:
-        yield "CUDA IPC fails between GPUs"
-
-
-def _sleep(settings: WeightSyncConfig, order: StageOrder) -> str:
+def _sleep(settings: WeightSyncConfig) -> str:
+    order = settings.stages
     staged = settings.multi_stage_wake_up
     wake = order.wake if staged else (*order.before_sync, *order.after_sync, "sync")
     host = ON_THE_HOST[settings.effective_host_backup]

@@ -30,17 +30,17 @@ def diagnose(overrides: Sequence[str] = ()) -> list[Check]:
     with ThreadPoolExecutor(max_workers=3) as pool:
         verl = pool.submit(run_probe, installation.look_at_verl, environment)
         sglang = pool.submit(run_probe, look_at_sglang, environment)
-        reads = pool.submit(hardware.find_failed_reads, gpus)
+        reads = pool.submit(run_probe, hardware.look_at_cuda_ipc)
 
         def recipes() -> list[Check]:
-            machine = presets.Machine(len(gpus), reads_other_gpus=not reads.result())
+            all_read = not gpus or (reads.exception() is None and not reads.result())
+            machine = presets.Machine(len(gpus), reads_other_gpus=all_read)
             if overrides:
                 return list(presets.recipe_checks(overrides, machine))
             return list(presets.preset_checks(machine))
 
         checks: tuple[tuple[str, Callable[[], Check | list[Check]]], ...] = (
             ("versions", installation.version_checks),
-            ("entry points", installation.entry_point_checks),
             ("verl plugin", verl.result),
             ("SGLang plugin", lambda: installation.sglang_checks(sglang.result())),
             ("Hydra config group", presets.hydra_check),
@@ -76,26 +76,18 @@ def as_json(checks: Sequence[Check]) -> str:
 
 
 def as_table(checks: Sequence[Check]) -> Table:
-    """A row per check; advice stands below the detail it belongs to."""
-    table = Table(title="verl-sglang-sync doctor", title_justify="left")
+    """A row per check, with its advice below, and how many came out how."""
+    table = Table(title="verl-sglang-sync doctor", title_justify="left", caption_justify="left")
     table.add_column("check", no_wrap=True)
     table.add_column("", no_wrap=True)
     table.add_column("found", overflow="fold")
     for check in checks:
-        style = STYLES[check.status]
-        detail = escape(check.detail)
-        if check.advice:
-            detail += f"\n[dim]{escape(check.advice)}[/]"
-        table.add_row(escape(check.name), f"[{style}]{check.status}[/]", detail)
+        advice = f"\n[dim]{escape(check.advice)}[/]" if check.advice else ""
+        table.add_row(escape(check.name), _styled(check.status), escape(check.detail) + advice)
+    counts = {status: [check.status for check in checks].count(status) for status in Status}
+    table.caption = ", ".join(_styled(s, f"{num} {s}") for s, num in counts.items() if num)
     return table
 
 
-def summary(checks: Sequence[Check]) -> str:
-    """One line: how many checks came out how, as rich markup."""
-    counts = {status: sum(check.status is status for check in checks) for status in Status}
-    parts = [f"[{STYLES[status]}]{count} {status}[/]" for status, count in counts.items() if count]
-    return ", ".join(parts)
-
-
-def exit_status(checks: Sequence[Check]) -> int:
-    return 1 if worst(checks) is FAIL else 0
+def _styled(status: Status, text: str = "") -> str:
+    return f"[{STYLES[status]}]{text or status}[/]"

@@ -1,0 +1,235 @@
+"""A trainer of several ranks and engines on the same GPUs: for `colocated` and `megatron_sync`.
+
+N trainer ranks, N / T engines of T ranks each. All arms run in one run, one after the other; the
+sync's seconds include the export. Arms besides `native`, which is verl's own, and the presets:
+`per_tensor` makes a bucket, and a request, of every tensor; `compiled_gathered` gathers all weights
+on every rank where `compiled` exchanges shards; `export_only` runs the export to its end and sends
+nothing; `all_gather_limit` gathers the same bytes in flat pieces, and `all_to_all_limit` gives each
+rank only its part of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from support.trainer import Ranks, TrainerRank
+from verl_sglang_sync.bench.arms import (
+    BUCKET_BYTES,
+    counts_of,
+    native_engine,
+    native_sync,
+    seconds_of,
+    synchronize,
+)
+from verl_sglang_sync.bench.engine_server import engine_server, wait_until_healthy
+from verl_sglang_sync.bench.model_shapes import MODELS
+from verl_sglang_sync.bench.results_file import medians
+
+OURS: dict[str, dict[str, Any]] = {
+    "per_tensor": {"mode": "bucketed", "bucket_bytes": 1},
+    **{preset: {"mode": preset} for preset in ("bucketed", "flattened", "compiled")},
+    "compiled_gathered": {"mode": "compiled", "exchange_shards": False},
+}
+NATIVE, EXPORT_ONLY = "native", "export_only"
+LIMITS = ("all_gather_limit", "all_to_all_limit")
+NUM_WARM_UPS = 5  # ours: a plan, an arrangement, an exchange are each learned and proven in a sync
+ENVIRONMENTS = {
+    "cuda": {"NCCL_CUMEM_ENABLE": "0"},  # SGLang's own; a mixture fails in CUDA
+    "cpu": {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"},
+}
+TIMEOUT_S = 1500
+
+Step = Callable[[], dict[str, Any]]
+Export = Callable[[], Iterable[tuple[str, torch.Tensor]]]
+"""A rank's weights, as verl's engine hands them to a rollout."""
+
+
+def measure(
+    make_export: Callable[[TrainerRank], Export],
+    arms: list[str],
+    *,
+    model: str,
+    config: Path,
+    ranks: int,
+    tp: int,
+    runs: int,
+    device: str,
+    folder: Path,
+    bucket_bytes: int = BUCKET_BYTES,
+    environment: Mapping[str, str] | None = None,
+) -> list[dict[str, Any]]:
+    """A row for each arm, up to one that fails.
+
+    Args:
+        make_export: makes a rank's model, in its process.
+        config: folder of the engines' model.
+        ranks: of the trainer, in all.
+        tp: ranks of each engine.
+        environment: of the ranks' processes, beside this one's.
+    """
+    lines = folder / f"arms-{model}-{ranks}-{tp}.jsonl"
+    lines.write_text("")
+    backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
+    where = {"tp": tp, "device": device, "backend": backend, "environment": environment}
+    with (
+        _engines(config, model, ranks, tp, device, folder) as urls,
+        Ranks(folder, urls, **where) as trainers,
+    ):
+        args = make_export, arms, str(config), runs, bucket_bytes, lines
+        for outcome in trainers.attempt(_measure_rank, *args, limit_s=TIMEOUT_S):
+            if outcome.error is not None:
+                print(outcome.error, file=sys.stderr)  # the arms before it have been measured
+    row = {"model": model, "gpus": ranks if device == "cuda" else 0, "tp": tp, "host_bytes": 0}
+    return [row | json.loads(line) for line in lines.read_text().splitlines()]
+
+
+@contextmanager
+def _engines(
+    config: Path, model: str, ranks: int, tp: int, device: str, folder: Path
+) -> Iterator[list[str]]:
+    """Engines of `tp` ranks each, one behind the other on the trainer ranks' GPUs: their URLs."""
+    os.environ.update(ENVIRONMENTS[device])
+    logs = {first: folder / f"server-{model}-tp{tp}-{first}.log" for first in range(0, ranks, tp)}
+    with ExitStack() as stack:
+        urls = [
+            stack.enter_context(
+                engine_server(
+                    config,
+                    device=device,
+                    host_backup="auto",
+                    is_moe="num_experts" in MODELS[model],
+                    log=log,
+                    tp=tp,
+                    first_gpu=first,
+                    wait=False,
+                )
+            )
+            for first, log in logs.items()
+        ]
+        for url, log in zip(urls, logs.values(), strict=True):
+            wait_until_healthy(url, log)
+        yield urls
+
+
+def _measure_rank(
+    rank: TrainerRank,
+    make_export: Callable[[TrainerRank], Export],
+    arms: list[str],
+    config: str,
+    runs: int,
+    bucket_bytes: int,
+    lines: Path,
+) -> None:
+    """Measure every arm; rank 0 appends what it saw to `lines`, one arm after the other."""
+    export = make_export(rank)
+    for arm in arms:
+        print(arm, flush=True)
+        step = _step(arm, rank, export, config, bucket_bytes)
+        seen = _measure_arm(step, rank.device, NUM_WARM_UPS if arm in OURS else 1, runs)
+        if rank.rank == 0:
+            with lines.open("a") as file:
+                file.write(json.dumps({"arm": arm, **seen}) + "\n")
+
+
+def _measure_arm(step: Step, device: torch.device, warm_ups: int, runs: int) -> dict[str, Any]:
+    measured: list[dict[str, float]] = []
+    notes: dict[str, Any] = {}
+    for i in range(warm_ups + runs):
+        if i == warm_ups and device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        dist.barrier()
+        synchronize(device)
+        started = time.perf_counter()
+        notes = step()
+        synchronize(device)
+        seconds = {"sync": time.perf_counter() - started}
+        notes.pop("close", lambda: None)()
+        print(f"step {i}: {seconds['sync']:.4f} s", flush=True)
+        measured.append(seconds | {f"sync_{k}": v for k, v in notes.pop("seconds", {}).items()})
+    if device.type == "cuda":
+        notes["peak_gpu_bytes"] = torch.cuda.max_memory_allocated()
+    timed = measured[warm_ups:]
+    return {
+        "runs": runs,
+        "median_s": medians(timed),
+        "warm_up_s": [seconds["sync"] for seconds in measured[:warm_ups]],
+        "runs_s": timed,
+        **notes,
+    }
+
+
+def _step(arm: str, rank: TrainerRank, export: Export, config: str, bucket_bytes: int) -> Step:
+    if arm in OURS:
+        settings = {"bucket_bytes": bucket_bytes, **OURS[arm]}
+        return _ours(rank.manager(settings.pop("mode"), timeout_s=600, **settings), export)
+    if arm == NATIVE:
+        return _native(rank, export, config)
+    if arm == EXPORT_ONLY:
+        return lambda: _drain(export)
+    return _collective(arm, rank, _drain(export)["bytes"] // dist.get_world_size())
+
+
+def _ours(manager: Any, export: Export) -> Step:
+    def run() -> dict[str, Any]:
+        asyncio.run(manager.sync(export(), version="0"))
+        report = manager.report
+        return {
+            # resident already, and no part of the sync
+            "close": lambda: asyncio.run(manager.resume(("kv_cache",))),
+            "seconds": seconds_of(report),
+            "num_tensors": report.num_tensors,
+            "bytes": report.payload_bytes,
+            **counts_of(report),
+        }
+
+    return run
+
+
+def _native(rank: TrainerRank, export: Export, config: str) -> Step:
+    engine = native_engine(rank.url, config) if rank.is_leader else None
+    if rank.device.type == "cpu":
+        from verl_sglang_sync.verl.cpu_platform import _share_tensors_by_name
+
+        _share_tensors_by_name()
+
+    def run() -> dict[str, Any]:
+        asyncio.run(native_sync(engine, rank.mesh, export()))
+        dist.barrier()
+        return {}
+
+    return run
+
+
+def _drain(export: Export) -> dict[str, Any]:
+    sizes = [tensor.nbytes for _, tensor in export()]
+    return {"num_tensors": len(sizes), "bytes": sum(sizes)}
+
+
+def _collective(arm: str, rank: TrainerRank, nbytes: int) -> Step:
+    """The bare collective that any sync needs: every byte to every rank, or each rank its part."""
+    world = dist.get_world_size()
+    chunk = min(nbytes, BUCKET_BYTES // world) // world * world
+    rounds = -(-nbytes // chunk)
+    local = torch.empty(chunk, dtype=torch.uint8, device=rank.device)
+    all_of_it = torch.empty(chunk * world, dtype=torch.uint8, device=rank.device)
+
+    def run() -> dict[str, Any]:
+        for _ in range(rounds):
+            if arm == "all_gather_limit":
+                dist.all_gather_into_tensor(all_of_it, local)
+            else:
+                dist.all_to_all_single(all_of_it[:chunk], local)
+        return {"bytes": rounds * chunk * world}
+
+    return run
