@@ -2,10 +2,8 @@
 
 `_foreach_copy_` fuses copies only where both sides are dense, and reaches 70 % of what the memory
 gives; a strided copy is a launch of its own. Here the copies of a bucket are cut into tiles of up
-to `TILE_WORDS` 64-bit words, each a part of a row or a few rows, and one launch moves them all:
-
-    copy = batched_copy(targets, sources)      # builds its tables on the device, once
-    copy()                                     # asynchronous, on the current stream
+to `TILE_WORDS` 64-bit words, each a part of a row or a few rows, and one launch moves them all
+(`fused_copies` makes the tables of them).
 
 Where sources lie on several GPUs, the tiles of all of them are mixed: each reader then reads from
 all of them at any time, and no GPU has to serve all readers at once while the others serve none.
@@ -16,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -55,13 +53,6 @@ def num_tiles(rows: Rows) -> int:
     return -(-rows.rows // (TILE_WORDS // rows.run))
 
 
-def rows_of(target: torch.Tensor, source: torch.Tensor) -> Iterator[Rows]:
-    """One copy as sets of rows at one distance; views of `WORD`s whose innermost stride is 1."""
-    return rows_between(
-        source.data_ptr(), target.data_ptr(), source.shape, source.stride(), target.stride()
-    )
-
-
 def rows_between(
     source: int,
     target: int,
@@ -69,7 +60,9 @@ def rows_between(
     src_strides: Sequence[int],
     dst_strides: Sequence[int],
 ) -> Iterator[Rows]:
-    """`rows_of` for addresses in bytes, and a shape and strides in words; pure."""
+    """One copy as sets of rows at one distance: addresses in bytes, shape and strides in words, the
+    innermost of which is 1; pure.
+    """
     size = WORD.itemsize
     if len(shape) == 1:
         shape, src_strides, dst_strides = [1, *shape], (0, 1), (0, 1)
@@ -128,28 +121,6 @@ def in_mixed_order(
     return tiles[mixed(np.asarray(gpus)[tiles[:, 0]])]
 
 
-def batched_copy(
-    targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], gpus: Sequence[int] = ()
-) -> Callable[[], None]:
-    """Launches copies of `sources[i]` to `targets[i]`, views of `WORD`s with innermost stride 1, on
-    the current stream; no word is written twice. `gpus`: see `in_mixed_order`, by source.
-    """
-    pairs = zip(targets, sources, strict=True)
-    found = [list(rows_of(t, s)) if s.numel() else [] for t, s in pairs]
-    rows, tiles = tables_of([rows for of_pair in found for rows in of_pair])
-    if len(gpus):
-        tiles = in_mixed_order(tiles, np.repeat(gpus, [len(of_pair) for of_pair in found]))
-    device = targets[0].device
-    tables = torch.from_numpy(tiles).to(device), torch.from_numpy(rows).to(device)
-    kept = targets, sources
-
-    def run() -> None:
-        launch(*tables)
-        assert kept, "views live as long as what copies them"
-
-    return run
-
-
 @cache
 def is_available(device: torch.device) -> bool:
     """True if the kernel works there; tried once, since Triton compiles it with what it finds."""
@@ -158,7 +129,8 @@ def is_available(device: torch.device) -> bool:
     try:
         source = torch.arange(8, dtype=WORD, device=device)
         target = torch.zeros_like(source)
-        batched_copy([target], [source])()
+        rows, tiles = tables_of([Rows(source.data_ptr(), target.data_ptr(), 0, 0, 8, 1)])
+        launch(torch.from_numpy(tiles).to(device), torch.from_numpy(rows).to(device))
         return torch.equal(target, source)
     except Exception as error:
         logger.warning("torch's copies instead of the Triton kernel: %r", error)
