@@ -69,7 +69,7 @@ class AllToAll:
         """
         sent = self._scratch_of(number)
         with torch.no_grad():
-            for launch in self._sends[number].between(self._memories, [sent], self._device):
+            for launch in self._sends[number].between(self._memories, [sent], sent.device):
                 launch()
         return sent, self._sizes[number]
 
