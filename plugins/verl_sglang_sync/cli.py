@@ -53,7 +53,8 @@ def bench(
     results: Annotated[Path | None, typer.Option("--json", help="File for all figures.")] = None,
 ) -> None:
     """Measure sleep, wake-up and sync of a random model: verl's own, ours, and the copy limit."""
-    from verl_sglang_sync.bench.colocated import BadChoice, run
+    from verl_sglang_sync.bench.colocated import run
+    from verl_sglang_sync.bench.model_shapes import BadChoice
 
     try:
         run(model, [arm.strip() for arm in arms.split(",")], runs, device, results, Console())
