@@ -98,12 +98,3 @@ def _refuse(problem: str) -> NoReturn:
     """End with status 2, as typer does where an argument is wrong."""
     typer.echo(f"error: {problem}", err=True)
     raise typer.Exit(2)
-
-
-def main() -> None:
-    """Entry point of the console script."""
-    app()
-
-
-if __name__ == "__main__":
-    main()
