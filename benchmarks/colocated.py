@@ -25,7 +25,7 @@ import torch  # noqa: E402
 
 from benchmarks import ranks  # noqa: E402
 from verl_sglang_sync.bench.arms import ARMS, COPY_LIMIT, SYNC_STAGES  # noqa: E402
-from verl_sglang_sync.bench.colocated import STAGES, Runs, measure  # noqa: E402
+from verl_sglang_sync.bench.colocated import ASLEEP_S, STAGES, measure  # noqa: E402
 from verl_sglang_sync.bench.model_shapes import MODELS, write_config  # noqa: E402
 from verl_sglang_sync.bench.results_file import hardware, print_table, write_results  # noqa: E402
 from verl_sglang_sync.bench.trainers import ShardedModel  # noqa: E402
@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, default=1, help="trainer ranks; more than 1: FSDP2")
     parser.add_argument("--tp", type=int, default=1, help="of each engine")
     parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--asleep-s", type=float, default=0.5, help="one GPU: see `Runs`")
+    parser.add_argument("--asleep-s", type=float, default=ASLEEP_S, help="one GPU")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--folder", type=Path, help="server logs; default: a temporary folder")
     parser.add_argument("--json", type=Path)
@@ -81,7 +81,7 @@ def main() -> None:
         return
     for model in args.models:
         started = time.perf_counter()
-        for row in measure(model, arms, device, Runs(args.runs, args.asleep_s), folder):
+        for row in measure(model, arms, device, args.runs, folder, args.asleep_s):
             print(f"{model} {row['arm']}: {time.perf_counter() - started:.0f} s", flush=True)
             started = time.perf_counter()
             rows.append(row)

@@ -29,7 +29,7 @@ from verl_sglang_sync.bench.colocated import prepare  # noqa: E402
 from verl_sglang_sync.bench.engine_server import engine_server  # noqa: E402
 from verl_sglang_sync.bench.model_shapes import MODELS, write_config  # noqa: E402
 from verl_sglang_sync.bench.results_file import hardware, write_results  # noqa: E402
-from verl_sglang_sync.bench.trainers import make_trainer, size_of  # noqa: E402
+from verl_sglang_sync.bench.trainers import ShardedModel, dtype_on, size_of  # noqa: E402
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -59,8 +59,7 @@ def run(model: str, arm: str, syncs: int, device: torch.device, folder: Path) ->
     config = write_config(folder / model, model)
     is_moe = "num_experts" in MODELS[model]
     log = folder / f"server-{model}-{arm}.log"
-    weights = make_trainer(ARMS[arm].trainer, model, device)
-    num_tensors, num_bytes = size_of(model, device)
+    weights = ShardedModel(model, device, ARMS[arm].dtype).reexport()
 
     async def cycle(sync: OurSync) -> None:
         await sync.release()
@@ -82,8 +81,7 @@ def run(model: str, arm: str, syncs: int, device: torch.device, folder: Path) ->
     return {
         "arm": arm,
         "model": model,
-        "num_tensors": num_tensors,
-        "bytes": num_bytes,
+        **size_of(model, ARMS[arm].dtype or dtype_on(device)),
         "gpus": 1 if device.type == "cuda" else 0,
         "tp": 1,
         "runs": syncs,

@@ -76,8 +76,7 @@ def measure(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
         bucket_bytes=args.bucket_mb << 20,
         environment=ENVIRONMENT if args.device == "cpu" else None,
     )
-    trainer = {"trainer": msgspec.structs.asdict(layout), "bucket_bytes": args.bucket_mb << 20}
-    return [row | trainer for row in rows]
+    return [row | {"trainer": msgspec.structs.asdict(layout)} for row in rows]
 
 
 def main() -> None:

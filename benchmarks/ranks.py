@@ -2,10 +2,10 @@
 
 N trainer ranks, N / T engines of T ranks each. All arms run in one run, one after the other; the
 sync's seconds include the export. Arms besides `native`, which is verl's own, and the presets:
-`per_tensor` makes a bucket, and a request, of every tensor; `compiled_gathered` gathers all weights
-on every rank where `compiled` exchanges shards; `export_only` runs the export to its end and sends
-nothing; `all_gather_limit` gathers the same bytes in flat pieces, and `all_to_all_limit` gives each
-rank only its part of them.
+`per_tensor` makes a bucket, and a request, of every tensor; where `compiled` reads in place,
+`compiled_exchanged` exchanges shards and `compiled_gathered` gathers all weights on every rank;
+`export_only` runs the export to its end and sends nothing; `all_gather_limit` gathers the same
+bytes in flat pieces, and `all_to_all_limit` gives each rank only its part of them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ from verl_sglang_sync.bench.results_file import medians
 OURS: dict[str, dict[str, Any]] = {
     "per_tensor": {"mode": "bucketed", "bucket_bytes": 1},
     **{preset: {"mode": preset} for preset in ("bucketed", "flattened", "compiled")},
-    "compiled_gathered": {"mode": "compiled", "exchange_shards": False},
+    "compiled_exchanged": {"mode": "compiled", "read_in_place": False},
+    "compiled_gathered": {"mode": "compiled", "read_in_place": False, "exchange_shards": False},
 }
 NATIVE, EXPORT_ONLY = "native", "export_only"
 LIMITS = ("all_gather_limit", "all_to_all_limit")
@@ -135,11 +136,15 @@ def _measure_rank(
     export = make_export(rank)
     for arm in arms:
         print(arm, flush=True)
-        step = _step(arm, rank, export, config, bucket_bytes)
+        settings = {"bucket_bytes": bucket_bytes, **OURS.get(arm, {})}
+        step = _step(arm, rank, export, config, settings)
         seen = _measure_arm(step, rank.device, NUM_WARM_UPS if arm in OURS else 1, runs)
         if rank.rank == 0:
             with lines.open("a") as file:
-                file.write(json.dumps({"arm": arm, **seen}) + "\n")
+                file.write(
+                    json.dumps({"arm": arm, **seen, "bucket_bytes": settings["bucket_bytes"]})
+                    + "\n"
+                )
 
 
 def _measure_arm(step: Step, device: torch.device, warm_ups: int, runs: int) -> dict[str, Any]:
@@ -169,10 +174,11 @@ def _measure_arm(step: Step, device: torch.device, warm_ups: int, runs: int) -> 
     }
 
 
-def _step(arm: str, rank: TrainerRank, export: Export, config: str, bucket_bytes: int) -> Step:
+def _step(
+    arm: str, rank: TrainerRank, export: Export, config: str, settings: dict[str, Any]
+) -> Step:
     if arm in OURS:
-        settings = {"bucket_bytes": bucket_bytes, **OURS[arm]}
-        return _ours(rank.manager(settings.pop("mode"), timeout_s=600, **settings), export)
+        return _ours(rank.manager(timeout_s=600, **settings), export)
     if arm == NATIVE:
         return _native(rank, export, config)
     if arm == EXPORT_ONLY:

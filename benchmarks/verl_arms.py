@@ -275,14 +275,14 @@ def _trainer_class() -> type[Any]:
         def __init__(self, setting: Setting) -> None:
             super().__init__()
             import verl_sglang_sync.verl_plugin  # noqa: F401
-            from verl_sglang_sync.bench.trainers import ShardedModel, size_of
+            from verl_sglang_sync.bench.trainers import ShardedModel, dtype_on, size_of
 
             on_gpu = setting.device == "cuda"
             torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
             self._device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
             torch.manual_seed(self.rank)  # else equal shards hold equal weights
             self._model = ShardedModel(setting.model, self._device)
-            self._size = size_of(setting.model, self._device)
+            self._size = size_of(setting.model, dtype_on(self._device))
             self._engine: Any = None
             self._seconds = 0.0
 
@@ -326,8 +326,7 @@ def _trainer_class() -> type[Any]:
             return checksums(self._model.export())
 
         def sizes(self) -> dict[str, int]:
-            num_tensors, num_bytes = self._size
-            return {"num_tensors": num_tensors, "bytes": num_bytes}
+            return self._size
 
     return Trainer
 

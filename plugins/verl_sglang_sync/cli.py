@@ -53,7 +53,8 @@ def bench(
     results: Annotated[Path | None, typer.Option("--json", help="File for all figures.")] = None,
 ) -> None:
     """Measure sleep, wake-up and sync of a random model: verl's own, ours, and the copy limit."""
-    from verl_sglang_sync.bench.colocated import BadChoice, run
+    from verl_sglang_sync.bench.colocated import run
+    from verl_sglang_sync.bench.model_shapes import BadChoice
 
     try:
         run(model, [arm.strip() for arm in arms.split(",")], runs, device, results, Console())
@@ -97,12 +98,3 @@ def _refuse(problem: str) -> NoReturn:
     """End with status 2, as typer does where an argument is wrong."""
     typer.echo(f"error: {problem}", err=True)
     raise typer.Exit(2)
-
-
-def main() -> None:
-    """Entry point of the console script."""
-    app()
-
-
-if __name__ == "__main__":
-    main()

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from verl_sglang_sync.bench.trainers import Kind, NamedTensor
+from verl_sglang_sync.bench.trainers import NamedTensor
 from verl_sglang_sync.collective import TrainerGroup
 from verl_sglang_sync.config import WeightSyncConfig
 from verl_sglang_sync.engine.server_client import SGLangServerClient
@@ -38,11 +38,12 @@ class Arm:
         mode: preset, None for verl's own code.
         host_backup: the engine saves all weights on release, as verl launches it; else
             `host_backup=auto`: only what the load plan does not rewrite.
+        dtype: of the trainer's weights; None: the engine's.
     """
 
     mode: str | None
     host_backup: bool = False
-    trainer: Kind = "fsdp2"
+    dtype: torch.dtype | None = None
     settings: dict[str, Any] = field(default_factory=dict)
 
 
@@ -54,8 +55,8 @@ ARMS = {
     "compiled": Arm("compiled"),
     "compiled_packed": Arm("compiled", settings={**PACKED, "keep_staging_buffers": True}),
     "compiled_packed_freed": Arm("compiled", settings=PACKED),
-    "native_float32": Arm(None, host_backup=True, trainer="fsdp2_float32"),
-    "compiled_float32": Arm("compiled", trainer="fsdp2_float32"),
+    "native_float32": Arm(None, host_backup=True, dtype=torch.float32),
+    "compiled_float32": Arm("compiled", dtype=torch.float32),
 }
 COPY_LIMIT = "copy_limit"
 

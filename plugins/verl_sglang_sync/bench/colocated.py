@@ -17,7 +17,6 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -28,28 +27,33 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from torch._C._distributed_c10d import HashStore
 
-from verl_sglang_sync.bench.arms import ARMS, COPY_LIMIT, NativeSync, OurSync, synchronize
+from verl_sglang_sync.bench.arms import (
+    ARMS,
+    COPY_LIMIT,
+    Arm,
+    NativeSync,
+    OurSync,
+    synchronize,
+)
 from verl_sglang_sync.bench.engine_server import engine_server, wait_until_healthy
-from verl_sglang_sync.bench.model_shapes import FOR_A_CPU, MODELS, largest_that_fits, write_config
+from verl_sglang_sync.bench.model_shapes import (
+    FOR_A_CPU,
+    MODELS,
+    BadChoice,
+    largest_that_fits,
+    tensor_shapes,
+    write_config,
+)
 from verl_sglang_sync.bench.results_file import medians, print_table, write_results
-from verl_sglang_sync.bench.trainers import Kind, make_trainer, make_weights, size_of
+from verl_sglang_sync.bench.trainers import ShardedModel, dtype_on, size_of
 
 NUM_WARM_UPS = 4  # compiled: one records, one replays in place, one keeps what it maps, one more
 STAGES = ("release", "resume_weights", "sync", "resume_kv", "cycle")
 
 
-@dataclass(frozen=True)
-class Runs:
-    """How an arm is measured: in `num` cycles, each with all its stages.
-
-    Attributes:
-        asleep_s: seconds between release and resume, in which a trainer makes its step. The driver
-            cleans released memory in the background, 61 GB in 0.3 s; a resume that comes before
-            waits for it.
-    """
-
-    num: int
-    asleep_s: float
+ASLEEP_S = 0.5
+"""Seconds between release and resume, in which a trainer makes its step. The driver cleans released
+memory in the background, 61 GB in 0.3 s; a resume that comes before waits for it."""
 
 
 @contextmanager
@@ -63,12 +67,11 @@ def timed(times: dict[str, float], stage: str, device: torch.device) -> Iterator
 
 
 def run_arm(
-    name: str, url: str, config: Path, model: str, device: torch.device, runs: Runs
+    arm: Arm, url: str, config: Path, model: str, device: torch.device, runs: int, asleep_s: float
 ) -> dict[str, Any]:
-    arm = ARMS[name]
-    weights = make_trainer(arm.trainer, model, device)
+    dtype = arm.dtype or dtype_on(device)
+    weights = ShardedModel(model, device, dtype).reexport()
     sync = NativeSync(url, config) if arm.mode is None else OurSync(url, arm, device)
-    measured: list[dict[str, float]] = []
     notes: dict[str, Any] = {}
     host_bytes = 0
 
@@ -80,7 +83,7 @@ def run_arm(
             with timed(times, "release", device):
                 await sync.release()
             host_bytes = max(host_bytes, before - psutil.virtual_memory().available)
-            await asyncio.sleep(runs.asleep_s)
+            await asyncio.sleep(asleep_s)
             with timed(times, "resume_weights", device):
                 await sync.resume("weights")
         with timed(times, "sync", device):
@@ -96,71 +99,53 @@ def run_arm(
         asyncio.run(cycle(stages=not arm.host_backup))
         for _ in range(1 if arm.mode is None else NUM_WARM_UPS)
     ]
-    allocated = 0
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-        _, allocated = size_of(model, device, arm.trainer)
     host_bytes = 0
-    for _ in range(runs.num):
-        measured.append(asyncio.run(cycle(stages=True)))
-    peak = torch.cuda.max_memory_allocated(device) - allocated if device.type == "cuda" else 0
-    row = row_of(name, model, device, measured, arm.trainer)
-    row.update(
-        trainer=arm.trainer,
-        warm_up_s=[times["sync"] for times in warm_ups],
-        host_backup=arm.host_backup,
-        asleep_s=runs.asleep_s,
-        host_bytes=host_bytes,
-        peak_extra_gpu_bytes=max(peak, 0),
-        **notes.get("counts", {}),
-    )
-    return row
-
-
-def row_of(
-    name: str,
-    model: str,
-    device: torch.device,
-    measured: list[dict[str, float]],
-    kind: Kind = "fsdp2",
-) -> dict[str, Any]:
-    num_tensors, num_bytes = size_of(model, device, kind)
+    size = size_of(model, dtype)
+    measured = [asyncio.run(cycle(stages=True)) for _ in range(runs)]
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
     return {
-        "arm": name,
-        "model": model,
-        "num_tensors": num_tensors,
-        "bytes": num_bytes,
-        "gpus": 1,
-        "tp": 1,
-        "runs": len(measured),
-        "median_s": medians(measured),
+        **size,
         "runs_s": measured,
-        "host_bytes": 0,
-        "peak_extra_gpu_bytes": 0,
+        "dtype": str(dtype),
+        "warm_up_s": [times["sync"] for times in warm_ups],
+        "host_backup": arm.host_backup,
+        "asleep_s": asleep_s,
+        "host_bytes": host_bytes,
+        "peak_extra_gpu_bytes": max(peak - size["bytes"], 0),
+        **notes.get("counts", {}),
     }
 
 
 def copy_limit(model: str, device: torch.device, runs: int) -> dict[str, Any]:
     """`_foreach_copy_` of all tensors within the device."""
-    weights = make_weights(model, device)
-    sources = [tensor for _, tensor in weights]
+    shapes, dtype = [shape for _, shape in tensor_shapes(MODELS[model])], dtype_on(device)
+    sources = [torch.ones(shape, dtype=dtype, device=device) for shape in shapes]
     targets = [torch.empty_like(tensor) for tensor in sources]
-    measured: list[dict[str, float]] = []
-    for _ in range(1 + runs):
-        times: dict[str, float] = {}
+    measured: list[dict[str, float]] = [{} for _ in range(1 + runs)]
+    for times in measured:
         with timed(times, "sync", device):
             torch._foreach_copy_(targets, sources)
-        measured.append(times)
-    return row_of(COPY_LIMIT, model, device, measured[1:])
+    return {**size_of(model, dtype), "runs_s": measured[1:]}
 
 
 def measure(
-    model: str, arms: list[str], device: torch.device, runs: Runs, folder: Path
+    model: str,
+    arms: Sequence[str],
+    device: torch.device,
+    runs: int,
+    folder: Path,
+    asleep_s: float = ASLEEP_S,
 ) -> Iterator[dict[str, Any]]:
+    """A row for each arm, which has a server and a process of its own, with logs in `folder`."""
     for name in arms:
         log = folder / f"trainer-{model}-{name}.log"
         with ProcessPoolExecutor(1, get_context("spawn"), _print_into, (log,)) as pool:
-            yield pool.submit(measure_arm, model, name, device, runs, folder).result()
+            args = model, name, device, runs, folder, asleep_s
+            seen = pool.submit(_measure_arm, *args).result()
+        where = {"arm": name, "model": model, "gpus": 1, "tp": 1, "runs": runs}
+        yield {**where, "median_s": medians(seen["runs_s"]), **seen}
 
 
 def _print_into(log: Path) -> None:
@@ -170,12 +155,12 @@ def _print_into(log: Path) -> None:
             os.dup2(file.fileno(), stream.fileno())
 
 
-def measure_arm(
-    model: str, name: str, device: torch.device, runs: Runs, folder: Path
+def _measure_arm(
+    model: str, name: str, device: torch.device, runs: int, folder: Path, asleep_s: float
 ) -> dict[str, Any]:
     prepare(device)
     if name == COPY_LIMIT:
-        return copy_limit(model, device, runs.num)
+        return copy_limit(model, device, runs)
     arm = ARMS[name]
     config, log = write_config(folder / model, model), folder / f"server-{model}-{name}.log"
     with engine_server(
@@ -189,7 +174,7 @@ def measure_arm(
         import verl.workers.engine  # noqa: F401  (slow, and the server starts meanwhile)
 
         wait_until_healthy(url, log)
-        return run_arm(name, url, config, model, device, runs)
+        return run_arm(arm, url, config, model, device, runs, asleep_s)
 
 
 def prepare(device: torch.device) -> None:
@@ -207,13 +192,6 @@ def prepare(device: torch.device) -> None:
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
 
 
-ASLEEP_S = 0.5
-
-
-class BadChoice(ValueError):
-    """An option that cannot be; the text says what is allowed."""
-
-
 def run(
     model: str | None,
     arms: Sequence[str],
@@ -223,43 +201,30 @@ def run(
     console: Console,
 ) -> None:
     """Measure the arms and print their medians, see `cli.bench`; `BadChoice` before any starts."""
-    on = _device(device)
-    name = _model(model, on)
-    allowed = [*ARMS, COPY_LIMIT]
-    if wrong := [arm for arm in arms if arm not in allowed]:
-        raise BadChoice(f"--arms {','.join(wrong)}: allowed: {', '.join(allowed)}")
+    has_gpu = torch.cuda.is_available()
+    kind = device or ("cuda" if has_gpu else "cpu")
+    for option, chosen, allowed in (
+        ("device", [kind], ("cuda", "cpu")),
+        ("model", [model or FOR_A_CPU], MODELS),
+        ("arms", arms, (*ARMS, COPY_LIMIT)),
+    ):
+        if wrong := [each for each in chosen if each not in allowed]:
+            raise BadChoice(f"--{option} {','.join(wrong)}: allowed: {', '.join(allowed)}")
+    if kind == "cuda" and not has_gpu:
+        raise BadChoice("--device cuda: torch finds no GPU here; allowed: cpu")
+    on = torch.device("cuda", 0) if kind == "cuda" else torch.device("cpu")
+    if model is None and kind == "cuda":
+        model = largest_that_fits(torch.cuda.get_device_properties(on).total_memory)
+    model = model or FOR_A_CPU
     folder = Path(tempfile.mkdtemp(prefix="weight-sync-bench-"))
-    console.print(f"{name} on {on}; logs of servers and trainers in {folder}")
+    console.print(f"{model} on {on}; logs of servers and trainers in {folder}")
     rows: list[dict[str, Any]] = []
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
         for arm in arms:
             task = progress.add_task(f"{arm}: a server starts, {runs} cycles", total=1)
-            rows += measure(name, [arm], on, Runs(runs, ASLEEP_S), folder)
+            rows += measure(model, [arm], on, runs, folder)
             progress.update(task, completed=1, description=arm)
             if json is not None:
                 write_results(json, "colocated", rows)
     print_table(rows, STAGES)
-
-
-def _device(asked: str | None) -> torch.device:
-    has_gpu = torch.cuda.is_available()
-    kind = asked or ("cuda" if has_gpu else "cpu")
-    if kind not in ("cuda", "cpu"):
-        raise BadChoice(f"--device {kind}: allowed: cuda, cpu")
-    if kind == "cuda" and not has_gpu:
-        raise BadChoice("--device cuda: torch finds no GPU here; allowed: cpu")
-    return torch.device(kind, 0) if kind == "cuda" else torch.device(kind)
-
-
-def _model(asked: str | None, device: torch.device) -> str:
-    if asked is not None and asked not in MODELS:
-        raise BadChoice(f"--model {asked}: allowed: {', '.join(MODELS)}")
-    if asked is not None:
-        return asked
-    if device.type == "cpu":
-        return FOR_A_CPU
-    try:
-        return largest_that_fits(torch.cuda.get_device_properties(device).total_memory)
-    except ValueError as error:
-        raise BadChoice(str(error)) from None

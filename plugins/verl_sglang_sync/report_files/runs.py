@@ -29,21 +29,8 @@ import msgspec
 from verl_sglang_sync.report import SyncReport
 
 STAGES = (
-    "release",
-    "resume_weights",
-    "resume_weights_and_kv_cache",
-    "open",
-    "export",
-    "pack",
-    "gather",
-    "send",
-    "confirm",
-    "load",
-    "commit",
-    "publish",
-    "reply",
-    "learn",
-    "other",
+    *("release", "resume_weights", "resume_weights_and_kv_cache", "open", "export", "pack"),
+    *("gather", "send", "confirm", "load", "commit", "publish", "reply", "learn", "other"),
     "resume_kv_cache",
 )
 """In the order in which they are shown; "other" is what the stages inside of "sync" leave of it."""
@@ -117,21 +104,18 @@ class Run:
 
 def read_run(path: Path) -> Run:
     """Read one file; `ReportFileError` where it holds no sync, or something else."""
+    lines = []
     try:
-        texts = path.read_bytes().splitlines()
+        for text in path.read_bytes().splitlines():
+            lines.append(msgspec.json.decode(text, type=ReplicaSync))
     except OSError as error:
         raise ReportFileError(f"{path}: {error.strerror}") from None
-    lines = tuple(_line(f"{path}, line {n}", text) for n, text in enumerate(texts, 1))
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        where = f"{path}, line {len(lines) + 1}"
+        raise ReportFileError(f"{where}: not a line of a report file: {error}") from None
     if not lines:
         raise ReportFileError(f"{path}: holds no sync")
-    return Run(str(path), lines)
-
-
-def _line(where: str, text: bytes) -> ReplicaSync:
-    try:
-        return msgspec.json.decode(text, type=ReplicaSync)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise ReportFileError(f"{where}: not a line of a report file: {error}") from None
+    return Run(str(path), tuple(lines))
 
 
 def stage_position(name: str) -> int:
@@ -141,32 +125,24 @@ def stage_position(name: str) -> int:
 
 def trace_of(runs: Sequence[Run]) -> dict[str, Any]:
     """The JSON object of a trace; times are Unix time, in microseconds."""
-    events = [event for number, run in enumerate(runs) for event in _events(number, run)]
+    events: list[dict[str, Any]] = []
+    for process, run in enumerate(runs):
+        named = [("process_name", run.name, 0)]
+        for replica in dict.fromkeys(line.replica for line in run.lines):
+            name = "all replicas" if replica is None else f"replica {replica}"
+            named.append(("thread_name", name, replica or 0))
+        for kind, name, thread in named:
+            ids = {"pid": process, "tid": thread}
+            events.append({"name": kind, "ph": "M", "args": {"name": name}, **ids})
+        for number, line in enumerate(run.lines, 1):
+            if not line.started_at:
+                raise ReportFileError(f"{run.name}, line {number}: started_at is empty: no trace")
+            ids = {"pid": process, "tid": line.replica or 0}
+            args = {"weight_version": line.weight_version, "mode": line.mode}
+            for stage, start, spent in spans(line):
+                times = {"ts": start * 1e6, "dur": spent * 1e6}
+                events.append({"name": stage, "ph": "X", **times, **ids, "args": args})
     return {"traceEvents": events, "displayTimeUnit": "ms"}
-
-
-def _events(process: int, run: Run) -> Iterator[dict[str, Any]]:
-    yield _named("process_name", run.name, pid=process)
-    for replica in dict.fromkeys(line.replica for line in run.lines):
-        name = "all replicas" if replica is None else f"replica {replica}"
-        yield _named("thread_name", name, pid=process, tid=replica or 0)
-    for number, line in enumerate(run.lines, 1):
-        if not line.started_at:
-            raise ReportFileError(f"{run.name}, line {number}: started_at is empty: no trace")
-        for stage, start, seconds in spans(line):
-            yield {
-                "name": stage,
-                "ph": "X",
-                "ts": start * 1e6,
-                "dur": seconds * 1e6,
-                "pid": process,
-                "tid": line.replica or 0,
-                "args": {"weight_version": line.weight_version, "mode": line.mode},
-            }
-
-
-def _named(kind: str, name: str, **ids: int) -> dict[str, Any]:
-    return {"name": kind, "ph": "M", "args": {"name": name}, **ids}
 
 
 def spans(line: ReplicaSync) -> Iterator[tuple[str, float, float]]:

@@ -18,14 +18,15 @@ TOTALS: tuple[Row, ...] = (
     ("GB of weights", lambda sync: f"{sync.payload_bytes / 1e9:.3g}"),
     ("GB/s in the sync", lambda sync: _rate(sync)),
 )
-BUCKETS: tuple[Row, ...] = (
-    ("read in place", lambda sync: _count(sync.num_pulled)),
-    ("exchanged", lambda sync: _count(sync.num_exchanged)),
-    ("sent by all ranks", lambda sync: _count(sync.num_sent)),
-    ("exported in full", lambda sync: _count(sync.num_exported)),
-    ("by the load plan", lambda sync: _count(sync.num_replayed)),
-    ("by load_weights", lambda sync: _count(sync.num_eager)),
-)
+BUCKETS = {
+    "buckets": "num_buckets",
+    "read in place": "num_pulled",
+    "exchanged": "num_exchanged",
+    "sent by all ranks": "num_sent",
+    "exported in full": "num_exported",
+    "by the load plan": "num_replayed",
+    "by load_weights": "num_eager",
+}
 
 
 def table_of(runs: Sequence[Run]) -> Table:
@@ -47,9 +48,9 @@ def table_of(runs: Sequence[Run]) -> Table:
     for label, show in TOTALS:
         table.add_row(label, *map(show, columns))
     table.add_section()
-    table.add_row("buckets", *(str(sync.num_buckets) for sync in columns), style="bold")
-    for label, show in BUCKETS:
-        table.add_row(label, *map(show, columns))
+    for label, count in BUCKETS.items():
+        style = "bold" if label == "buckets" else None
+        table.add_row(label, *(str(getattr(sync, count) or "") for sync in columns), style=style)
     return table
 
 
@@ -72,7 +73,3 @@ def _rate(sync: ReplicaSync) -> str:
         return ""
     rate = sync.payload_bytes / 1e9 / sync.sync_seconds
     return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
-
-
-def _count(number: int) -> str:
-    return str(number) if number else ""
