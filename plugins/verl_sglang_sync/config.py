@@ -166,10 +166,18 @@ class WeightSyncConfig:
         )
 
 
-_NAMES = [each.name for each in fields(WeightSyncConfig)]
-COMPILED_KEYS = _NAMES[_NAMES.index("recheck_every_n_syncs") : _NAMES.index("exports_draft")]
+COMPILED_KEYS = (
+    "recheck_every_n_syncs",
+    "keep_staging_buffers",
+    "read_in_place",
+    "exchange_shards",
+)
 """Keys of a preset that only mode "compiled" obeys."""
-PRESET_KEYS = _NAMES[: _NAMES.index(COMPILED_KEYS[0])]
+OF_VERL = ("exports_draft", "bucket_bytes", "multi_stage_wake_up", "free_cache_engine")
+"""Settings that verl has keys for."""
+PRESET_KEYS = [
+    each.name for each in fields(WeightSyncConfig) if each.name not in (*COMPILED_KEYS, *OF_VERL)
+]
 _TYPES = get_type_hints(WeightSyncConfig, include_extras=True)
 _YAML_WORDS = {"host_backup": {True: "on", False: "off"}, "manifest_check": {False: "off"}}
 """What YAML 1.1 reads as true and false."""
