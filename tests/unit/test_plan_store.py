@@ -10,10 +10,10 @@ from torch import nn
 
 from sglang_loader.common.bucket_source import BucketSource
 from sglang_loader.common.layout import BucketLayout, decode_arrangements, digest_of, encode_layout
-from sglang_loader.common.regions.arrangement import Arrangement, end_of
+from sglang_loader.common.regions.arrangement import end_of
 from sglang_loader.common.session.messages import SessionError
 from sglang_loader.load_plan.arrange import ALL_WHOLE, arrange
-from sglang_loader.session.model_loader import MAX_RECORDINGS, ModelLoader, SyncOutcome, loader_of
+from sglang_loader.session.model_loader import MAX_RECORDINGS, loader_of
 from sglang_loader.session.serve import common_arrangements
 from support.plan_check import gather
 
@@ -202,14 +202,14 @@ class Half(Model):
         super().load_weights((name, tensor[: WIDTH // 2]) for name, tensor in weights)
 
 
-def bucket_of(layout: BucketLayout, value: float) -> torch.Tensor:
+def bucket_of(layout, value):
     buffer = torch.zeros(layout.nbytes, dtype=torch.uint8)
     for _, view in layout.views(buffer):
         view.copy_(torch.arange(WIDTH) + value)
     return buffer
 
 
-def arrangements_of(loader: ModelLoader) -> list[Arrangement | None]:
+def arrangements_of(loader):
     """What a trainer learns from the offer."""
     layouts = {digest_of(encode_layout(layout)): layout for layout in LAYOUTS}
     arranged = loader.arrange()
@@ -219,15 +219,11 @@ def arrangements_of(loader: ModelLoader) -> list[Arrangement | None]:
     return [arrangement for _, arrangement in buckets]
 
 
-def load_arranged(
-    loader: ModelLoader, index: int, layout: BucketLayout, source: BucketSource
-) -> None:
+def load_arranged(loader, index, layout, source):
     assert loader.load(index, layout, source, read_only=False, arranged=True)
 
 
-def sync_halves(
-    loader: ModelLoader, value: float, *, arranged: bool = False, recheck: int = 0
-) -> SyncOutcome:
+def sync_halves(loader, value, *, arranged=False, recheck=0):
     loader.start(CONTEXT, recheck_every_n_syncs=recheck)
     for index, layout in enumerate(LAYOUTS):
         buffer = bucket_of(layout, value)
@@ -240,7 +236,7 @@ def sync_halves(
     return loader.finish()
 
 
-def check_halves(model: Half, value: float) -> None:
+def check_halves(model, value):
     for tensor in (*model.fused, model.c, model.d):
         assert torch.equal(tensor, torch.arange(WIDTH // 2) + value)
 
