@@ -5,7 +5,6 @@ other weights B (the hash must change), and is synced back to A (the reference m
 """
 
 import json
-import logging
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -17,7 +16,6 @@ from support.http_requests import greedy, post
 from support.sender import Senders
 from support.served import Served, served
 from support.sync_checks import (
-    LOST,
     MODES,
     RECHECKED,
     SCALES,
@@ -28,7 +26,7 @@ from support.sync_checks import (
     check_pulled,
     of_ranks,
 )
-from support.trainer import Hashes, Ranks, sync_error
+from support.trainer import Hashes, Ranks
 
 pytestmark = pytest.mark.e2e
 
@@ -67,26 +65,6 @@ def case(request, tmp_path_factory):
 def test_sync_is_bit_exact_also_after_one_that_is_refused_by_name(case, mode):
     check_mode(case.engine, case.ranks, mode)
     assert case.engine.hashes() == case.reference
-
-
-def warned(rank):
-    """With `manifest_check="warn"`: errors of two syncs that lack a tensor, and what is logged."""
-    said = []
-    handler, logger = logging.Handler(logging.WARNING), logging.getLogger("verl_sglang_sync")
-    handler.emit = lambda record: said.append(record.getMessage())
-    manager, good = rank.manager("flattened", manifest_check="warn"), rank.weights()
-    logger.addHandler(handler)
-    less = [(name, tensor) for name, tensor in good if name != LOST]
-    errors = [sync_error(manager, less) for _ in range(2)]
-    logger.removeHandler(handler)
-    assert sync_error(manager, good) is None
-    return errors, [text for text in said if "manifest check" in text]
-
-
-def test_a_warning_lets_the_sync_go_on_and_is_logged_once(case):
-    (errors, said), *others = case.ranks.run(warned)
-    assert errors == [None, None] and others == [(errors, [])] * (case.engine.tp - 1)
-    assert len(said) == 1 and f"1 missing: {LOST}" in said[0]
 
 
 def test_every_way_of_a_sync_leaves_what_the_eager_loader_does(case):
