@@ -6,9 +6,7 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
-import torch
 
-from sglang_loader.common.layout import BucketLayout
 from sglang_loader.hooks import weights
 from sglang_loader.hooks.tp_ranks import TPRanks
 from sglang_loader.host_backup import arm
@@ -17,12 +15,7 @@ from sglang_loader.session.model_loader import loader_of
 from sglang_loader.upstream import UpdateFrame
 from support.reachable_memory import reachable
 from unit.released_memory import poison
-from unit.test_plan_store import NAMES, Model, check_loaded, sync
-
-
-def layouts(names):
-    pairs = [names[i : i + 2] for i in range(0, len(names), 2)]
-    return [BucketLayout.pack([(n, (8,), torch.float32) for n in pair]) for pair in pairs]
+from unit.test_plan_store import NAMES, Model, check_loaded, layouts_of, sync
 
 
 class Runner:
@@ -86,11 +79,11 @@ class Engine:
         def load(update):
             update.manifest_check = check
             update.flush()
-            for layout in layouts(names):
+            for layout in layouts_of(names):
                 update.loading(layout)
                 if fails is not None:
                     raise RuntimeError(fails)
-            sync(self.loader, value, names=names)
+            sync(self.loader, value, layouts=layouts_of(names))
 
         return self.update(load)
 
@@ -179,7 +172,7 @@ def test_a_sync_that_leaves_bytes_undefined_is_not_served(engine):
     engine.backup.withdraw("the plan does not hold")
 
     def load(update):  # without a plan nobody knows what that writes
-        for layout in layouts(NAMES):
+        for layout in layouts_of():
             update.loading(layout)
 
     [failure] = engine.update(load)
