@@ -30,7 +30,7 @@ from support.trainer import Hashes, Ranks
 
 pytestmark = pytest.mark.e2e
 
-EVERY, EVERY_OTHER = [False, True, True, True], [False, True, False, True]
+EVERY = [False, True, True, True]
 
 
 @dataclass(frozen=True)
@@ -78,13 +78,8 @@ def test_every_way_of_a_sync_leaves_what_the_eager_loader_does(case):
     for reports in of_ranks(syncs(**STAGED, **RECHECKED))[:1]:
         due = ["due for a check" in (report["eager_reason"] or "") for report in reports]
         assert due == [True, False, True, False]  # the syncs before were replayed without one
-    for way, pulled in (
-        (syncs("kept"), EVERY),
-        (syncs("kept", **RECHECKED), EVERY_OTHER),
-        (syncs.pulled[0], EVERY),
-        (syncs.pulled[1], EVERY_OTHER),
-    ):
-        check_pulled(way, pulled)
+    for way in (syncs("kept"), syncs.pulled):
+        check_pulled(way, EVERY)
     for export in ("kept", "mapped"):
         moved = syncs(export, moves_after=2)
         for reports in of_ranks(moved):
@@ -92,9 +87,9 @@ def test_every_way_of_a_sync_leaves_what_the_eager_loader_does(case):
             assert reports[2]["seconds"]["confirm"] > 0, "it is noticed before the commit"
     if is_sharded:  # no rank gathers a weight once the exchange is proven
         check_exchanged(syncs.sharded[0], EVERY)
-        check_exchanged(syncs.sharded[1], EVERY_OTHER)  # a check needs the full export
         failed = syncs("sharded", fails_before=2, **STAGED)
-        check_exchanged(failed, EVERY_OTHER)  # what was prepared for a failed sync is forgotten
+        # What was prepared for a failed sync is forgotten.
+        check_exchanged(failed, [False, True, False, True])
         for reports in of_ranks(syncs.sharded[0]):
             for report in reports[1:]:
                 assert report["num_arranged"] > 0.8 * report["num_buckets"]
@@ -113,12 +108,11 @@ def test_two_ranks_exchange_whole_buckets_for_two_engines(tmp_path):
         engines = [stack.enter_context(served(tmp_path / f"{i}", model=model)) for i in range(2)]
         ranks = stack.enter_context(Ranks(tmp_path, [engine.url for engine in engines]))
         syncs = Syncs(engines, ranks)
-    check_pulled(syncs.pulled[0], [False, True, True, True])
-    plain, rechecked = syncs.sharded
+    check_pulled(syncs.pulled, EVERY)
+    (way,) = syncs.sharded
     # The first sync is recorded: an engine that has a plan and says nothing reads all.
-    check_exchanged(plain, [False, True, True, True])
-    check_exchanged(rechecked, [False, True, False, True])  # a check needs the full export
-    for reports in of_ranks(plain):
+    check_exchanged(way, EVERY)
+    for reports in of_ranks(way):
         for report in reports[1:]:
             assert report["num_arranged"] == 0
             assert report["sent_bytes"] == report["payload_bytes"]
