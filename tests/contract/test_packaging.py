@@ -27,7 +27,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from support.our_imports import PLUGINS, imports
-from support.processes import DOCTOR, report_of, run_process, run_python
+from support.processes import DOCTOR, report_of, run_process
 from verl_sglang_sync.preflight import RecipeError, check_recipe
 
 HEALTHY = (
@@ -166,7 +166,7 @@ def site_packages(python):
 
 def run(*arguments, cwd, python=sys.executable):
     """Run an interpreter that must succeed; return what it printed."""
-    result = run_python(*arguments, python=python, cwd=cwd)
+    result = run_process(str(python), *arguments, cwd=cwd)
     assert result.returncode == 0, (result.stdout + result.stderr)[-4000:]
     return result.stdout
 
