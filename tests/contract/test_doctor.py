@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from support.processes import DOCTOR, break_imports, report_of, run_python
+from support.processes import DOCTOR, break_imports, report_of, run_process
 
 COMMAND = (str(Path(sys.executable).with_name("verl-sglang-sync")), *DOCTOR)
 IMPORTS = (
@@ -26,7 +26,7 @@ def processes(tmp_path_factory):
     broken = break_imports(folder / "site", *BROKEN)
     with ThreadPoolExecutor(2) as pool:
         yield {
-            name: pool.submit(run_python, *command, cwd=folder, environment=broken)
+            name: pool.submit(run_process, sys.executable, *command, cwd=folder, environment=broken)
             for name, command in (("doctor", COMMAND), ("imports", ("-c", IMPORTS)))
         }
 

@@ -5,10 +5,8 @@ by good syncs, so that they can run in any order, or alone.
 """
 
 import contextlib
-import json
 import os
 import signal
-import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -16,19 +14,15 @@ from functools import partial
 
 import psutil
 import pytest
-import zmq
 
 from sglang_loader.common.engine_settings import STALE_REQUESTS_VARIABLE
 from sglang_loader.common.session.messages import SESSION_FORMAT
 from support.engine_loaders import STOP_LOADER
 from support.exports import KeptExport, calling_at, doubled
-from support.fault_proxy import FaultProxy
 from support.http_requests import paused_generation, post, status_of_request
 from support.served import served
 from support.storm_checks import Stream, num_equal
-from support.storm_wire import with_descriptors
 from support.trainer import sync_error
-from verl_sglang_sync.bench.engine_server import free_port
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -218,57 +212,3 @@ def test_after_a_sync_that_broke_off_only_a_whole_one_is_served(
     assert sync_error(manager, iter(whole), "whole") is None
     assert (status_of_request(engine.url), engine.version) == (200, "whole")
     assert engine.hashes() == before
-
-
-# Sessions that name another endpoint than the one on which the trainer listens.
-
-FORGED_TIMEOUT_S = 20.0
-
-
-@refusing
-def test_a_session_at_an_endpoint_of_another_kind_is_refused_at_once(engine, trainer):
-    """The engine goes on serving what it had; nothing is connected to."""
-    weights = trainer.weights()
-    assert sync_error(trainer.manager("compiled"), weights, "before") is None
-    before = engine.hashes()
-    settings = {"read_in_place": False, "manifest_check": "off"}
-    with (
-        socket.create_server(("127.0.0.1", 0)) as silent,
-        zmq.Context() as context,
-        context.socket(zmq.PAIR) as other,
-    ):
-        other.bind(f"ipc://{engine.folder / 'foreign'}")
-        silent.settimeout(0.5)
-        port = silent.getsockname()[1]
-        for limit_s, forge in (
-            (2, lambda _: f"tcp://127.0.0.1:{free_port()}"),  # where nobody listens
-            (2, lambda _: f"tcp://127.0.0.1:{port}"),
-            (2, lambda _: "tcp://localhost:1"),  # a name that is looked up
-            (2, lambda _: f"ipc://{engine.folder / 'foreign'}"),  # another process's socket
-            (5, lambda real: f"{real.rpartition('/')[0]}/999"),  # nobody, in our folder
-        ):
-            with FaultProxy(engine.url, partial(forged_body, forge)) as proxy:
-                trainer.use_client(proxy.url, timeout_s=60)
-                manager = trainer.manager("compiled", timeout_s=FORGED_TIMEOUT_S, **settings)
-                started = time.monotonic()
-                assert sync_error(manager, weights, "forged") is not None
-                assert proxy.num_updates == 1
-            assert time.monotonic() - started < limit_s + MARGIN_S
-            assert (status_of_request(engine.url), engine.version) == (200, "before")
-            assert time.monotonic() - started < limit_s + 2 * MARGIN_S
-            assert engine.hashes() == before
-        with pytest.raises(TimeoutError):
-            silent.accept()
-    trainer.use_client(engine.url, timeout_s=60)
-    assert sync_error(trainer.manager("compiled"), weights, "next") is None
-
-
-def forged_body(forge, path, body):
-    """A session's request with another endpoint; others as they are."""
-    if not path.endswith("update_weights_from_tensor"):
-        return body
-    forged = with_descriptors(
-        json.loads(body), lambda told: {**told, "endpoint": forge(told["endpoint"])}
-    )
-    assert forged is not None
-    return forged

@@ -17,31 +17,19 @@ import torch
 
 HASH_LOADER = "support.engine_loaders.write_hashes"
 STOP_LOADER = "support.engine_loaders.stop_in_next_load"
-MODELS_LOADER = "support.engine_loaders.add_hashes"
 COUNT_LOADER = "support.engine_loaders.count_loads"
 
 NamedTensors = list[tuple[str, torch.Tensor]]
 
 
 def write_hashes(model: Any, named_tensors: NamedTensors) -> None:
-    """Write `{tensor name: sha256}`, of what the engine really computes with, to `rank<n>.json` in
-    the folder that is named.
+    """Add a line `{tensor name: sha256}`, of what the engine really computes with, to the file
+    `rank<n>.json` of the folder that is named: of a draft, and then of the target.
     """
-    folder = Path(named_tensors[0][0])
     rank = torch.distributed.get_rank()
-    (folder / f"rank{rank}.json").write_text(_hashes_of(model))
-
-
-def add_hashes(model: Any, named_tensors: NamedTensors) -> None:
-    """Add a line to the file that is named, for each model that SGLang updates: a draft, and then
-    the target. As `write_hashes`.
-    """
-    with Path(named_tensors[0][0]).open("a") as file:
-        file.write(_hashes_of(model) + "\n")
-
-
-def _hashes_of(model: Any) -> str:
-    return json.dumps({name: hash_of(tensor) for name, tensor in model.state_dict().items()})
+    hashes = {name: hash_of(tensor) for name, tensor in model.state_dict().items()}
+    with Path(named_tensors[0][0], f"rank{rank}.json").open("a") as file:
+        file.write(json.dumps(hashes) + "\n")
 
 
 def hash_of(tensor: torch.Tensor) -> str:

@@ -3,11 +3,10 @@
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 TIMEOUT_S = 300
-CPU_ENGINE = {"SGLANG_USE_CPU_ENGINE": "1"}
+CPU_ENGINE = {"SGLANG_USE_CPU_ENGINE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
 DOCTOR = ("doctor", "--json")
 
 _BREAKER = '''
@@ -25,21 +24,10 @@ sys.meta_path.insert(0, Breaker())
 '''
 
 
-def run_python(
-    *arguments: str,
-    python: Path | str = sys.executable,
-    cwd: Path,
-    environment: dict[str, str] | None = None,
-) -> subprocess.CompletedProcess[str]:
-    """Run an interpreter with the CPU engine's environment, and wait for it."""
-    variables = {"PYTHONDONTWRITEBYTECODE": "1", **(environment or {})}
-    return run_process(str(python), *arguments, cwd=cwd, environment=variables)
-
-
 def run_process(
     *command: str, cwd: Path, environment: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command, with `environment` beside this process's, and wait for it."""
+    """Run a command, with `environment` and the CPU engine's beside this process's, and wait."""
     return subprocess.run(
         command,
         env={**os.environ, **CPU_ENGINE, **(environment or {})},

@@ -127,10 +127,11 @@ class Router:
 
 
 @contextlib.asynccontextmanager
-async def serving(router: Router, host: str = "127.0.0.1") -> AsyncIterator[Router]:
+async def serving(router: Any, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[Any]:
+    """Serve the application of a router, or of anything that has one, and tell it its `url`."""
     runner = web.AppRunner(router.application())
     await runner.setup()
-    await web.TCPSite(runner, host, 0, shutdown_timeout=0.1).start()
+    await web.TCPSite(runner, host, port, shutdown_timeout=0.1).start()
     try:
         router.url = server_url(host, runner.addresses[0][1])
         yield router

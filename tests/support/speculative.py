@@ -20,11 +20,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_assets import byte_tokenizer
 
-from support.engine_loaders import MODELS_LOADER
 from support.exports import weights_of
 from support.http_requests import greedy, post
 from support.served import Served, served
-from support.trainer import Hashes, TrainerRank, report_of_cycle
+from support.trainer import Hashes, TrainerRank, hashes_of_models, report_of_cycle
 
 TARGET, OTHER, DRAFT = "model", "other", "draft"
 NUM_STEPS = 3
@@ -142,7 +141,7 @@ def check_accept_lengths(
     """
     extra, syncs = (*make_models(algorithm, folder), *extra), SYNCS[algorithm]
     with (
-        served(folder, extra=extra, loaders=(MODELS_LOADER,), **server) as engine,
+        served(folder, extra=extra, **server) as engine,
         engine.ranks(**ranks_on or {}) as ranks,
     ):
         hashes, reports = [_hashes_of_models(engine, algorithm)], []
@@ -182,10 +181,8 @@ def _hashes_of_models(engine: Served, algorithm: str) -> Hashes:
     """Of EAGLE's draft, and of its target."""
     if algorithm != "EAGLE":
         return []
-    path = engine.folder / "models.jsonl"
-    path.unlink(missing_ok=True)
-    engine.ask(MODELS_LOADER, str(path))
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    engine.hashes()
+    return hashes_of_models(engine.server.log.parent)
 
 
 def _accept_length(url: str, num_tokens: int) -> float:

@@ -88,11 +88,10 @@ class Syncs:
         """What the engines had after each sync of the eager loader."""
         self._run("flattened")
         assert len({str(hashes) for hashes in self.eager}) == len(SCALES)
-        self.pulled = [self("mapped"), self("mapped", **RECHECKED)]
+        self.pulled = self("mapped")
         self.sharded: list[Way] = []
         if len(ranks.processes) > 1:
-            kept = {**STAGED, "keep_staging_buffers": True}
-            self.sharded = [self("sharded", **kept), self("sharded", **STAGED, **RECHECKED)]
+            self.sharded = [self("sharded", **STAGED, keep_staging_buffers=True)]
 
     def __call__(self, export: str | None = None, **how: Any) -> Way:
         """Of an export that is kept, or of plain lists; arguments as for `_run`."""

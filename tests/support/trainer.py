@@ -167,8 +167,13 @@ def run_loader(client: Any, tp: int, loader: str, argument: str) -> None:
 
 
 def read_hashes(folder: Path, tp: int) -> Hashes:
-    """What `HASH_LOADER` has written there."""
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(tp)]
+    """What `HASH_LOADER` has written there last."""
+    return [hashes_of_models(folder, rank)[-1] for rank in range(tp)]
+
+
+def hashes_of_models(folder: Path, rank: int = 0) -> Hashes:
+    """The same, of all models of one rank, the target after its draft."""
+    return [json.loads(line) for line in (folder / f"rank{rank}.json").read_text().splitlines()]
 
 
 class Ranks:

@@ -307,14 +307,24 @@ def spoiled_origins():
         yield
 
 
-def play(kind, options, *steps):
-    """Run a rank through steps; what it saw.
+def play(pool, kind, options, *steps):
+    """Run ranks through steps; what each saw of its syncs, which were right, and of which none
+    without an export gathered.
 
     Args:
-        kind: class of the rank.
+        pool: of the ranks.
+        kind: class of a rank.
         options: of its constructor.
         steps: names of methods, or names with arguments.
     """
+    answers = pool.run(_play, kind, options, *steps)
+    for seen in answers:
+        assert not any(seen["wrong"])
+        assert seen["num_gathers"] == 0
+    return answers
+
+
+def _play(kind, options, *steps):
     rank = kind(**options)
     for step in steps:
         name, *arguments = (step,) if isinstance(step, str) else step

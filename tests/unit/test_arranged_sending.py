@@ -1,7 +1,5 @@
 """What travels about arrangements, and what a trainer learns of it."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import asdict
 
@@ -31,7 +29,7 @@ BUCKETS = [Bucket.of(BucketLayout.pack([(n, (256,), torch.uint8)]), is_last=Fals
 HALF = (Read(0, 128, (), 128, 0),)
 
 
-def encoded(*reads: Read, layout: str = "d") -> bytes:
+def encoded(*reads, layout="d"):
     return encode_arrangements(((layout, reads),))
 
 

@@ -8,7 +8,6 @@ import os
 import socket
 import threading
 import weakref
-from concurrent.futures import Future
 from types import SimpleNamespace
 
 import msgspec
@@ -26,8 +25,6 @@ from sglang_loader.hooks import update_groups as group_hooks
 from sglang_loader.session import broadcast_receiver
 from sglang_loader.session.broadcast_receiver import BroadcastReceiver
 from unit.test_session_messages import DESCRIPTOR as OF_NO_GROUP
-from verl_sglang_sync.engine import update_groups
-from verl_sglang_sync.engine.update_groups import Replica, UpdateGroups
 
 CPU = torch.device("cpu")
 GROUP = object()
@@ -233,25 +230,6 @@ def test_a_session_is_served_in_the_group_of_its_trainer_alone(work, joined):
     group_hooks.receiver.let_go()  # of a session that failed
     with pytest.raises(SessionError, match="a sync in weight_sync_a has failed"):
         group_hooks.groups_of(joined, DESCRIPTOR)
-
-
-def test_a_group_that_is_not_formed_in_time_is_an_error_and_left(monkeypatch):
-    """NCCL waits for a rank that never comes without a limit."""
-    monkeypatch.setattr(update_groups, "LEAVE_S", 0.0)
-    joined = Future()
-    monkeypatch.setattr(update_groups, "in_thread", lambda *_: joined)
-    left = []
-    monkeypatch.setattr(update_groups, "leave", lambda group, broken: left.append((group, broken)))
-    replied = Future()
-    replied.set_result(None)
-    client = SimpleNamespace(run=lambda call: None, submit=lambda call: replied)
-    groups = UpdateGroups(address="127.0.0.1", device=CPU, timeout_s=0.05)
-    replica = Replica(identity="a", base_url="http://a", client=client, num_ranks=1)
-    with pytest.raises(BroadcastError, match=r"was not formed: not all ranks came within 0\.05 s"):
-        groups.with_replicas([replica])
-    assert len(groups.left) == 1  # the engines are told to leave it at the next sync
-    joined.set_result(GROUP)  # too late
-    assert left == [(GROUP, True)]
 
 
 class Runner:

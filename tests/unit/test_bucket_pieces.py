@@ -1,11 +1,8 @@
 """Where a message says that a bucket's bytes are: what is mapped, and what is refused."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
-from sglang_loader.common.bucket_source import BucketSource
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.session.messages import (
     BucketPiece,
@@ -23,7 +20,7 @@ ROWS = ((4, 4), (2, 16), (4, 1))
 SHARDS = ((0, 16, 16), (1, 32, 16))
 
 
-def source_of(*pieces: BucketPiece) -> BucketSource:
+def source_of(*pieces):
     torch.multiprocessing.set_sharing_strategy("file_system")
     shared = {slot: buffer.clone().share_memory_() for slot, buffer in BUFFERS.items()}
     buffers = [

@@ -226,10 +226,6 @@ def test_a_limit_below_one_is_refused(limit):
 LIMIT = 1024
 
 
-def weights(sizes, dtype=torch.float32):
-    return [(f"t{i}", torch.full((size,), float(i), dtype=dtype)) for i, size in enumerate(sizes)]
-
-
 def batches(stream, named):
     report = SyncReport(mode="compiled", replica=0)
     result = list(stream.batches(iter(named), report))
@@ -237,70 +233,56 @@ def batches(stream, named):
     return result
 
 
-def described(result):
-    return [
-        [
-            (entry.name, entry.shape, entry.dtype, entry.offset, tensor.tolist())
-            for entry, tensor in zip(batch.bucket.layout.tensors, batch.tensors, strict=True)
-        ]
-        for batch in result
-    ]
+CHANGES = {  # of an export, at a place in it
+    "none": lambda named, at: named,
+    "name": lambda named, at: [*named[:at], ("other", named[at][1]), *named[at + 1 :]],
+    "shape": lambda named, at: changed(named, at, lambda tensor: tensor[None]),
+    "dtype": lambda named, at: changed(named, at, torch.Tensor.double),
+    "less": lambda named, at: [*named[:at], *named[at + 1 :]],
+    "more": lambda named, at: [*named[:at], ("more", torch.ones(3)), *named[at:]],
+    "order": lambda named, at: [*named[at:], *named[:at]],
+    "a part": lambda named, at: named[: at + 1],
+}
 
 
-@given(st.lists(st.integers(0, 400), min_size=1, max_size=30))
-def test_a_known_stream_is_cut_as_the_planner_cuts_it(sizes):
-    stream, named = BucketStream(LIMIT), weights(sizes)
+def changed(named, at, change):
+    name, tensor = named[at]
+    return [*named[:at], (name, change(tensor)), *named[at + 1 :]]
+
+
+@settings(max_examples=200)
+@given(
+    st.lists(st.integers(0, 400), min_size=2, max_size=30),
+    st.sampled_from(list(CHANGES)),
+    st.data(),
+)
+def test_a_known_stream_is_cut_as_the_planner_cuts_it_and_a_changed_one_loses_nothing(
+    sizes, change, data
+):
+    """Whoever sends the last bucket does not wait for its staging buffer; another one, called the
+    last, would overwrite it.
+    """
+    named = [(f"t{i}", torch.ones(size)) for i, size in enumerate(sizes)]
     for place, fused in ((1, Q_A), (3, KV_A)):
         named[place : place + 1] = [(fused, tensor) for _, tensor in named[place : place + 1]]
-    first, again = batches(stream, named), batches(stream, named)
-    specs = [(name, tensor.shape, tensor.dtype) for name, tensor in named]
-    planned = plan_buckets(specs, bucket_bytes=LIMIT)
-    for result in (first, again):
-        assert [batch.bucket.layout for batch in result] == planned
-        assert [batch.index for batch in result] == list(range(len(planned)))
-        assert [batch.bucket.is_last for batch in result] == [False] * (len(planned) - 1) + [True]
-    assert described(first) == described(again)
-    assert all(a.bucket is b.bucket for a, b in zip(first, again, strict=True))
-
-
-def change(named, kind):
-    changed = list(named)
-    name, tensor = changed[5]
-    if kind == "name":
-        changed[5] = ("other", tensor)
-    elif kind == "shape":
-        changed[5] = (name, tensor.reshape(2, -1))
-    elif kind == "dtype":
-        changed[5] = (name, tensor.double())
-    elif kind == "one less":
-        del changed[-1]
-    elif kind == "one more":
-        changed.append(("more", torch.ones(3)))
-    elif kind == "order":
-        changed[5], changed[6] = changed[6], changed[5]
-    return changed
-
-
-@pytest.mark.parametrize("kind", ("name", "shape", "dtype", "one less", "one more", "order"))
-def test_a_changed_stream_is_planned_anew_and_loses_nothing(kind):
-    stream = BucketStream(LIMIT)
-    named = weights([100] * 12)
-    batches(stream, named)
-    changed = change(named, kind)
-    for _ in range(3):
-        result = batches(stream, changed)
-        sent = [entry.name for batch in result for entry in batch.bucket.layout.tensors]
-        assert sent == [name for name, _ in changed]
-        for batch in result:
-            for entry, tensor in zip(batch.bucket.layout.tensors, batch.tensors, strict=True):
-                assert tensor is dict(changed)[entry.name]
-
-
-@given(st.lists(st.integers(0, 400), min_size=2, max_size=30), st.data())
-def test_no_bucket_but_the_last_is_called_the_last(sizes, data):
-    """Whoever sends it does not wait for its staging buffer; another bucket would overwrite it."""
-    named = weights(sizes)
-    stream = BucketStream(LIMIT)
-    batches(stream, named[: data.draw(st.integers(1, len(named)))])
-    result = batches(stream, named)
-    assert not [batch.index for batch in result[:-1] if batch.bucket.is_last]
+    other = CHANGES[change](named, data.draw(st.integers(0, len(named) - 1)))
+    stream, found = BucketStream(LIMIT), []
+    exports = [named, named, other, other, other]
+    for export in exports:
+        found.append(batches(stream, export))
+        sent = [
+            (entry.name, tensor)
+            for batch in found[-1]
+            for entry, tensor in zip(batch.bucket.layout.tensors, batch.tensors, strict=True)
+        ]
+        assert len(dict(sent)) == len(sent) == len(export)
+        assert all(tensor is dict(export)[name] for name, tensor in sent)
+        assert not [batch.index for batch in found[-1][:-1] if batch.bucket.is_last]
+    for first, again in ((0, 1), (3, 4)):
+        specs = [(name, tensor.shape, tensor.dtype) for name, tensor in exports[first]]
+        planned = plan_buckets(specs, bucket_bytes=LIMIT)
+        for result in (found[first], found[again]):
+            assert [batch.bucket.layout for batch in result] == planned
+            assert [batch.index for batch in result] == list(range(len(planned)))
+            assert result[-1].bucket.is_last
+        assert all(a.bucket is b.bucket for a, b in zip(found[first], found[again], strict=True))

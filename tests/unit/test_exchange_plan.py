@@ -176,6 +176,8 @@ def test_every_reader_finds_what_it_reads_in_what_it_receives(bucket, apart, num
         parts = [plan_reader(r, len(reads), reads[r], origins, owners) for r in range(len(reads))]
         found = [received(each, num_pieces) for each in parts]
     arrived = [[] for _ in reads]
+    parts_sent = [part for piece in pieces for sent in piece for part in sent.reads]
+    assert num_read(parts_sent) == sum(sum(its.payloads) for its in found), "nothing else is sent"
     for number in range(num_pieces):
         for rank, sent in enumerate(piece[number] for piece in pieces):
             assert list(sent.nbytes) == [each.sizes[number][rank] for each in found], (
@@ -235,19 +237,6 @@ def test_a_strided_part_is_cut_between_its_rows():
     first, second = pieces_of(plan_sends(0, columns, [origin], [held]), 2)
     assert first.reads == (Read(0, 0, ((2, 8),), 4, 0), Read(0, 4, ((2, 8),), 4, 8))
     assert second.reads == (Read(0, 16, ((2, 8),), 4, 0), Read(0, 20, ((2, 8),), 4, 8))
-
-
-def test_a_rank_sends_nothing_that_nobody_reads():
-    """Two ranks, [4, 8] bytes: column-parallel reads fit the shards, row-parallel ones do not."""
-    held, origin = (
-        shards_of_rows(4, 8, range(2)),
-        Origin(0, ByteMap.of(Region(0, (4, 8), (8, 1), 1))),
-    )
-    rows = [(Read(0, 16 * rank, (), 16, 0),) for rank in range(2)]
-    assert plan_sends(0, rows, [origin], [held]) == ((Read(0, 0, (), 16, 0),), ())
-    columns = [(Read(0, 4 * rank, ((4, 8),), 4, 0),) for rank in range(2)]
-    own, other = (Read(0, 4 * rank, ((2, 8),), 4, 0) for rank in range(2))
-    assert plan_sends(0, columns, [origin], [held]) == ((own,), (other,))
 
 
 def test_what_is_read_into_the_same_byte_twice_is_refused():

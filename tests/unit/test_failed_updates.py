@@ -1,24 +1,39 @@
-"""What an engine's rank is left with after an update that failed, and how the next one mends it."""
+"""What an update leaves on an engine's rank: one that failed, and how the next one mends it; and
+that each begins and ends SGLang's own, where there is one (from 0.5.21 on), and obeys its guards.
+"""
 
 from types import SimpleNamespace
 
+import msgspec
 import pytest
-import torch
 
-from sglang_loader.common.layout import BucketLayout
 from sglang_loader.hooks import weights
 from sglang_loader.hooks.tp_ranks import TPRanks
 from sglang_loader.host_backup import arm
 from sglang_loader.session.findings import Verdict
 from sglang_loader.session.model_loader import loader_of
+from sglang_loader.upstream import UpdateFrame
 from support.reachable_memory import reachable
 from unit.released_memory import poison
-from unit.test_plan_store import NAMES, Model, check_loaded, sync
+from unit.test_plan_store import NAMES, Model, check_loaded, layouts_of, sync
 
 
-def layouts(names):
-    pairs = [names[i : i + 2] for i in range(0, len(names), 2)]
-    return [BucketLayout.pack([(n, (8,), torch.float32) for n in pair]) for pair in pairs]
+class Runner:
+    """SGLang's model runner, and its weight updater, which notes what it is asked for, and fails at
+    the step that begins so.
+    """
+
+    def __init__(self, model=None):
+        self.model, self.steps, self.fails = model, [], ""
+        self.weight_updater = SimpleNamespace(
+            begin_weight_update=lambda: self._note("begin"),
+            end_weight_update=lambda run_post_load: self._note(f"end {run_post_load}"),
+        )
+
+    def _note(self, step):
+        self.steps.append(step)
+        if self.fails and step.startswith(self.fails):
+            raise RuntimeError(f"{step} failed")
 
 
 class Engine:
@@ -33,6 +48,7 @@ class Engine:
         gate: what the gate was set to, in order.
         is_busy: requests are running.
         num_flushes: of the prefix cache.
+        recorded: versions that SGLang was told.
     """
 
     def __init__(self):
@@ -46,9 +62,12 @@ class Engine:
         self.gate = []
         self.is_busy = False
         self.num_flushes = 0
+        self.runner, self.recorded = Runner(self.model), []
         self._updater = SimpleNamespace(
-            tp_worker=SimpleNamespace(model_runner=SimpleNamespace(model=self.model)),
+            tp_worker=SimpleNamespace(model_runner=self.runner),
             draft_worker=None,
+            _session=None,
+            record_weight_version_after_update=self.recorded.append,
             flush_cache=self._flush,
             offload_tags=set(),
             tp_cpu_group=None,
@@ -60,16 +79,16 @@ class Engine:
         def load(update):
             update.manifest_check = check
             update.flush()
-            for layout in layouts(names):
+            for layout in layouts_of(names):
                 update.loading(layout)
                 if fails is not None:
                     raise RuntimeError(fails)
-            sync(self.loader, value, names=names)
+            sync(self.loader, value, layouts=layouts_of(names))
 
         return self.update(load)
 
     def update(self, load):
-        request = SimpleNamespace(torch_empty_cache=False, disable_draft_model=False)
+        request = SimpleNamespace(torch_empty_cache=False, weight_version="7")
         self.last = weights.WeightUpdate(self._updater, request)
         return self.last.run(lambda: load(self.last))
 
@@ -153,7 +172,7 @@ def test_a_sync_that_leaves_bytes_undefined_is_not_served(engine):
     engine.backup.withdraw("the plan does not hold")
 
     def load(update):  # without a plan nobody knows what that writes
-        for layout in layouts(NAMES):
+        for layout in layouts_of():
             update.loading(layout)
 
     [failure] = engine.update(load)
@@ -256,3 +275,62 @@ def test_a_set_of_tensors_is_not_looked_at_where_the_check_is_off_or_it_is_known
     engine.known = Verdict()
     assert engine.session(3.0, check="error") == []
     assert engine.num_looked_at == 0
+
+
+# SGLang's own update.
+
+
+def test_all_models_are_begun_before_and_ended_after():
+    runners = Runner(), Runner()
+    frame = UpdateFrame(SimpleNamespace(_session=None), runners)
+    frame.begin()
+    assert frame.is_open
+    frame.end()
+    assert not frame.is_open
+    assert [each.steps for each in runners] == [["begin", "end False"]] * 2
+
+
+class Session(msgspec.Struct, frozen=True):
+    loaded_weights: bool = False
+
+
+def test_a_session_that_the_client_has_begun_is_ended_by_the_client():
+    runner, updater = Runner(), SimpleNamespace(_session=Session())
+    frame = UpdateFrame(updater, [runner])
+    frame.begin()
+    frame.end()
+    assert not runner.steps
+    assert updater._session.loaded_weights, "SGLang must not derive anything anew"
+    frame = UpdateFrame(SimpleNamespace(), [SimpleNamespace(model=None)])  # an older release's
+    frame.begin()
+    frame.end()
+    assert not frame.is_open
+
+
+def test_sglangs_guard_keeps_every_model_as_it_is():
+    def refuse(operation):
+        raise RuntimeError(f"{operation}: the weights are shared with the daemon")
+
+    runners = Runner(), Runner()
+    runners[1].weight_updater._assert_weight_cache_inactive = refuse
+    frame = UpdateFrame(SimpleNamespace(_session=None), runners)
+    with pytest.raises(RuntimeError, match="shared with the daemon"):
+        frame.begin()
+    assert not frame.is_open
+    assert [each.steps for each in runners] == [[], []]
+
+
+@pytest.mark.parametrize("fails", ["", "load", "begin", "end"])
+def test_a_sync_loads_in_between_and_has_its_version_recorded_if_it_is_good(engine, fails):
+    runner = engine.runner
+    for found in (runner.steps, engine.recorded, engine.gate):
+        found.clear()
+    runner.fails = fails
+    failures = engine.update(lambda _: runner._note("load"))
+    assert [f"{fails}" in text for text in failures] == [True] * bool(fails)
+    assert engine.recorded == ([] if fails else ["7"])
+    steps = ["begin", "load", "end False"]
+    assert runner.steps == (steps[:1] if fails == "begin" else steps)
+    is_doubtful = fails in ("begin", "end")  # else nothing was loaded, and all is as it was
+    incomplete = "the weights are not complete: the last sync was not complete"
+    assert engine.gate == [incomplete] * is_doubtful

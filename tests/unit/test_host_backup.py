@@ -49,14 +49,6 @@ def release_and_resume(model, backup):
     backup.restore()
 
 
-def test_what_is_allocated_under_the_tag_later_is_saved(model):
-    backup = arm(model, "auto", reachable)
-    release_and_resume(model, backup)
-    model.stray = torch.ones(1000)
-    release_and_resume(model, backup)
-    assert model.stray.eq(1).all()
-
-
 def test_only_the_residue_is_kept_and_returns(model):
     backup = arm(model, "auto", reachable)
     destinations = collect_destinations(model)

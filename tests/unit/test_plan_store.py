@@ -10,10 +10,10 @@ from torch import nn
 
 from sglang_loader.common.bucket_source import BucketSource
 from sglang_loader.common.layout import BucketLayout, decode_arrangements, digest_of, encode_layout
-from sglang_loader.common.regions.arrangement import Arrangement, end_of
+from sglang_loader.common.regions.arrangement import end_of
 from sglang_loader.common.session.messages import SessionError
 from sglang_loader.load_plan.arrange import ALL_WHOLE, arrange
-from sglang_loader.session.model_loader import MAX_RECORDINGS, ModelLoader, SyncOutcome, loader_of
+from sglang_loader.session.model_loader import MAX_RECORDINGS, loader_of
 from sglang_loader.session.serve import common_arrangements
 from support.plan_check import gather
 
@@ -58,24 +58,34 @@ class Overlaps(Model):
         self.other = torch.from_numpy(self.c.numpy())
 
 
-def sync(loader, value, *, names=NAMES, context=CONTEXT, recheck=0, read_only=False, shift=0):
-    """Two tensors to a bucket, all elements `value`; returns the outcome."""
+def layouts_of(names=NAMES, width=8):
+    """Two tensors to a bucket."""
+    pairs = (names[i : i + 2] for i in range(0, len(names), 2))
+    return [BucketLayout.pack([(n, (width,), torch.float32) for n in pair]) for pair in pairs]
+
+
+def bucket_of(layout, value):
+    """Each tensor counts from `value` on."""
+    buffer = torch.zeros(layout.nbytes, dtype=torch.uint8)
+    for _, view in layout.views(buffer):
+        view.copy_(torch.arange(view.numel()) + value)
+    return buffer
+
+
+def sync(loader, value, *, layouts=None, context=CONTEXT, recheck=0, read_only=False):
+    """By whole buckets; returns the outcome."""
     loader.start(context, recheck_every_n_syncs=recheck)
-    for index in range(0, len(names), 2):
-        layout = BucketLayout.pack([(n, (8,), torch.float32) for n in names[index : index + 2]])
-        layout = BucketLayout(layout.tensors, layout.nbytes + shift)
-        buffer = torch.zeros(layout.nbytes, dtype=torch.uint8)
-        for _, view in layout.views(buffer):
-            view.fill_(value)
+    for index, layout in enumerate(layouts_of() if layouts is None else layouts):
+        buffer = bucket_of(layout, value)
         before = buffer.clone()
-        loader.load(index // 2, layout, BucketSource.flat(buffer), read_only=read_only)
+        loader.load(index, layout, BucketSource.flat(buffer), read_only=read_only)
         assert not read_only or torch.equal(buffer, before)
     return loader.finish()
 
 
 def check_loaded(model, value):
-    for tensor in (model.fused, model.c, model.d):
-        assert torch.equal(tensor, torch.full_like(tensor, value))
+    for tensor in (*model.fused, model.c, model.d):
+        assert torch.equal(tensor, torch.arange(tensor.numel()) + value)
 
 
 def test_the_first_sync_records_and_later_ones_replay():
@@ -102,10 +112,14 @@ CHANGES = {
     "context": (None, {"context": {**CONTEXT, "tp_rank": 1}}, "tp_rank was 0, now 1"),
     "expert map": (None, {"context": {**CONTEXT, "expert_map": b"1111"}}, "expert_map was"),
     "moved parameter": (move_a_parameter, {}, "c was rebound"),
-    "order": (None, {"names": ("b", "a", "c", "d")}, "bucket 0 has another layout"),
-    "second bucket": (None, {"names": ("a", "b", "d", "c")}, "bucket 1 has another layout"),
-    "more": (None, {"names": (*NAMES, "c", "d")}, "the plan has 2 buckets"),
-    "size": (None, {"shift": 256}, "bucket 0 has another layout"),
+    "order": (None, {"layouts": layouts_of("bacd")}, "bucket 0 has another layout"),
+    "second bucket": (None, {"layouts": layouts_of("abdc")}, "bucket 1 has another layout"),
+    "more": (None, {"layouts": layouts_of((*NAMES, "c", "d"))}, "the plan has 2 buckets"),
+    "size": (
+        None,
+        {"layouts": [BucketLayout(each.tensors, each.nbytes + 256) for each in layouts_of()]},
+        "bucket 0 has another layout",
+    ),
 }
 
 
@@ -135,8 +149,7 @@ def test_a_reason_is_logged_once(caplog):
     loader = loader_of(model)
     with caplog.at_level(logging.WARNING):
         for value in range(2 * MAX_RECORDINGS + 4):
-            order = NAMES if value % 2 else ("b", "a", "c", "d")
-            sync(loader, float(value), names=order)
+            sync(loader, float(value), layouts=layouts_of(NAMES if value % 2 else "bacd"))
             check_loaded(model, float(value))
     assert caplog.text.count("bucket 0 has another layout") == 1
     assert caplog.text.count("did not last for one sync") == 1
@@ -184,9 +197,7 @@ def test_a_recheck_finds_a_loader_that_changed_its_mind(caplog):
 # Buckets that come arranged: a rank of two reads half of every tensor.
 
 WIDTH = 256
-LAYOUTS = [
-    BucketLayout.pack([(name, (WIDTH,), torch.float32) for name in names]) for names in ("ab", "cd")
-]
+LAYOUTS = layouts_of(width=WIDTH)
 
 
 class Half(Model):
@@ -202,14 +213,7 @@ class Half(Model):
         super().load_weights((name, tensor[: WIDTH // 2]) for name, tensor in weights)
 
 
-def bucket_of(layout: BucketLayout, value: float) -> torch.Tensor:
-    buffer = torch.zeros(layout.nbytes, dtype=torch.uint8)
-    for _, view in layout.views(buffer):
-        view.copy_(torch.arange(WIDTH) + value)
-    return buffer
-
-
-def arrangements_of(loader: ModelLoader) -> list[Arrangement | None]:
+def arrangements_of(loader):
     """What a trainer learns from the offer."""
     layouts = {digest_of(encode_layout(layout)): layout for layout in LAYOUTS}
     arranged = loader.arrange()
@@ -219,30 +223,20 @@ def arrangements_of(loader: ModelLoader) -> list[Arrangement | None]:
     return [arrangement for _, arrangement in buckets]
 
 
-def load_arranged(
-    loader: ModelLoader, index: int, layout: BucketLayout, source: BucketSource
-) -> None:
+def load_arranged(loader, index, layout, source):
     assert loader.load(index, layout, source, read_only=False, arranged=True)
 
 
-def sync_halves(
-    loader: ModelLoader, value: float, *, arranged: bool = False, recheck: int = 0
-) -> SyncOutcome:
-    loader.start(CONTEXT, recheck_every_n_syncs=recheck)
+def sync_halves(loader, value, *, recheck=0):
+    return sync(loader, value, layouts=LAYOUTS, recheck=recheck)
+
+
+def sync_arranged(loader, value):
+    loader.start(CONTEXT, recheck_every_n_syncs=0)
     for index, layout in enumerate(LAYOUTS):
-        buffer = bucket_of(layout, value)
-        if arranged:
-            arrangement = arrangements_of(loader)[index]
-            source = BucketSource.flat(gather(arrangement, layout, buffer))
-            load_arranged(loader, index, layout, source)
-        else:
-            loader.load(index, layout, BucketSource.flat(buffer), read_only=False)
+        gathered = gather(arrangements_of(loader)[index], layout, bucket_of(layout, value))
+        load_arranged(loader, index, layout, BucketSource.flat(gathered))
     return loader.finish()
-
-
-def check_halves(model: Half, value: float) -> None:
-    for tensor in (*model.fused, model.c, model.d):
-        assert torch.equal(tensor, torch.arange(WIDTH // 2) + value)
 
 
 def test_an_arranged_sync_is_the_same_sync():
@@ -254,10 +248,10 @@ def test_an_arranged_sync_is_the_same_sync():
     sync_halves(loader, 1.0)
     assert [end_of(a) for a in arrangements_of(loader)] == [1024, 1024]
     calls = model.calls
-    for value, arranged in ((2.0, True), (3.0, False), (4.0, True)):
-        outcome = sync_halves(loader, value, arranged=arranged)
+    for value, sync_by in ((2.0, sync_arranged), (3.0, sync_halves), (4.0, sync_arranged)):
+        outcome = sync_by(loader, value)
         assert (outcome.num_replayed, outcome.num_eager) == (2, 0)
-        check_halves(model, value)
+        check_loaded(model, value)
     assert model.calls == calls
 
 
@@ -347,7 +341,7 @@ def test_a_bucket_that_came_arranged_is_never_loaded_otherwise():
     with pytest.raises(ValueError, match="in no piece"):
         load_arranged(loader, 0, LAYOUTS[0], small)
     assert sync_halves(loader, 5.0).num_replayed == 2
-    check_halves(model, 5.0)
+    check_loaded(model, 5.0)
 
 
 @pytest.mark.parametrize("second", ["as planned", "another layout"])
@@ -358,7 +352,7 @@ def test_whole_buckets_may_follow_arranged_ones(second):
     arrangement = arrangements_of(loader)[0]
     layout = LAYOUTS[1]
     if second == "another layout":
-        layout = BucketLayout.pack([(name, (WIDTH,), torch.float32) for name in "dc"])
+        (layout,) = layouts_of("dc", WIDTH)
     loader.start(CONTEXT, recheck_every_n_syncs=0)
     first = gather(arrangement, LAYOUTS[0], bucket_of(LAYOUTS[0], 2.0))
     load_arranged(loader, 0, LAYOUTS[0], BucketSource.flat(first))
@@ -367,7 +361,7 @@ def test_whole_buckets_may_follow_arranged_ones(second):
     assert replayed == (second == "as planned")
     outcome = loader.finish()
     assert (outcome.num_replayed, outcome.num_eager) == ((2, 0) if replayed else (1, 1))
-    check_halves(model, 2.0)
+    check_loaded(model, 2.0)
 
 
 def test_two_models_with_plans_of_their_own_get_whole_buckets():
@@ -387,15 +381,12 @@ def test_two_models_with_plans_of_their_own_get_whole_buckets():
 def test_two_models_that_change_their_sources_get_the_same_weights():
     models = [AddsToItsSources(), AddsToItsSources()]
     loaders = [loader_of(model) for model in models]
-    layouts = [BucketLayout.pack([(n, (8,), torch.float32) for n in pair]) for pair in ("ab", "cd")]
+    layouts = layouts_of()
     for value in (1.0, 2.0, 3.0):
         for loader in loaders:
             loader.start(CONTEXT, recheck_every_n_syncs=0)
         for index, layout in enumerate(layouts):
-            buffer = torch.zeros(layout.nbytes, dtype=torch.uint8)
-            for _, view in layout.views(buffer):
-                view.fill_(value)
-            source = BucketSource.flat(buffer)
+            source = BucketSource.flat(bucket_of(layout, value))
             for loader in loaders:
                 loader.load(index, layout, source, read_only=loader is not loaders[-1])
         outcomes = [loader.finish() for loader in loaders]

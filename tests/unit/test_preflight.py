@@ -290,7 +290,8 @@ def test_a_key_that_does_nothing_is_refused(recipe, name, key):
         elif key in without_effect:
             problem = f"{key}={setting_of(OTHER_VALUES[key])!r} has no effect, "
         else:
-            check_recipe(recipe(mode, changes))
+            settings = check_recipe(recipe(mode, changes))
+            assert getattr(settings, key) == setting_of(OTHER_VALUES[key]), "as the recipe says"
             continue
         with pytest.raises(RecipeError) as error:
             check_recipe(recipe(mode, changes))

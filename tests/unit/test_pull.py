@@ -66,12 +66,7 @@ def name_in(template):
 
 
 def play(pool, *steps, kind="moe", **options):
-    """What each rank saw of its syncs, which were right; see `route_ranks.play`."""
-    answers = pool.run(route_ranks.play, PullRank, {"kind": kind, **options}, *steps)
-    for seen in answers:
-        assert not any(seen["wrong"])
-        assert seen["num_gathers"] == 0
-    return answers
+    return route_ranks.play(pool, PullRank, {"kind": kind, **options}, *steps)
 
 
 @pytest.mark.parametrize("kind", ["dense", "tied", "moe", "vl"])

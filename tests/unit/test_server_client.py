@@ -9,6 +9,7 @@ import socket
 import pytest
 from aiohttp import web
 
+from support.router import serving
 from verl_sglang_sync.engine.server_client import (
     NotAuthorized,
     ReplyLost,
@@ -33,6 +34,11 @@ class Server:
         self.requests = []
         self.url = ""
 
+    def application(self):
+        application = web.Application(client_max_size=1 << 30)
+        application.router.add_route("*", "/{endpoint}", self.answer)
+        return application
+
     async def answer(self, request):
         payload = await request.json() if request.can_read_body else None
         self.requests.append((request.method, request.path_qs, dict(request.headers), payload))
@@ -44,22 +50,6 @@ class Server:
     def only_request(self):
         (request,) = self.requests
         return request
-
-
-@contextlib.asynccontextmanager
-async def serving(server, host="127.0.0.1", port=0):
-    application = web.Application(client_max_size=1 << 30)
-    application.router.add_route("*", "/{endpoint}", server.answer)
-    runner = web.AppRunner(application)
-    await runner.setup()
-    site = web.TCPSite(runner, host, port, shutdown_timeout=0.1)
-    await site.start()
-    try:
-        port = runner.addresses[0][1]
-        server.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-        yield server
-    finally:
-        await runner.cleanup()
 
 
 def talk(server, call, *, timeout_s=5.0, host="127.0.0.1", base="{url}", **access):

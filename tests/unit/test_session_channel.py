@@ -171,38 +171,43 @@ def test_an_engine_that_was_left_does_not_take_the_place_of_another(ends):
 SETTINGS = settings_of("compiled", request_timeout_s=20.0, manifest_check="off")
 
 
-def test_an_engine_that_joins_after_a_failure_is_told():
+HELLO = {"buffers": [], "arrangements": ""}
+
+
+@pytest.fixture
+def invited():
+    """A trainer's session, the engine's end of its socket, and the token to begin with."""
     with TrainerSession(SessionSockets(), SETTINGS, BlockNames()) as session:
         descriptor = wire.decode_descriptor(session.invitation)
-        engine = engine_end(descriptor.endpoint)
-        engine.begin(descriptor.token, timeout_s=20)
-        hello = {"buffers": [], "arrangements": ""}
-        joins = threading.Timer(0.3, lambda: engine.send(wire.Hello, **hello))
-        joins.start()
-        session.abort("the export failed", lambda: None)
-        joins.join()
-        with engine:
-            assert engine.receive().reason == "the export failed"
+        with engine_end(descriptor.endpoint) as engine:
+            yield session, engine, descriptor.token
 
 
-def test_an_engine_whose_greeting_is_refused_is_told_at_once():
-    with TrainerSession(SessionSockets(), SETTINGS, BlockNames()) as session:
-        descriptor = wire.decode_descriptor(session.invitation)
-        engine = engine_end(descriptor.endpoint)
-        engine.begin("0" * 32, timeout_s=20)
-        engine.send(wire.Hello, buffers=[], arrangements="")
-        with pytest.raises(SessionError, match="wrong token"):
-            session.greet(lambda: None, wait_s=5)
-        started = time.monotonic()
-        session.abort("the greeting was refused", lambda: None)
-        assert time.monotonic() - started < 1
-        engine.begin(descriptor.token, timeout_s=20)
-        with engine:
-            assert engine.receive().reason == "the greeting was refused"
+def test_an_engine_that_joins_after_a_failure_is_told(invited):
+    session, engine, token = invited
+    engine.begin(token, timeout_s=20)
+    joins = threading.Timer(0.3, lambda: engine.send(wire.Hello, **HELLO))
+    joins.start()
+    session.abort("the export failed", lambda: None)
+    joins.join()
+    assert engine.receive().reason == "the export failed"
 
 
-def test_nobody_is_waited_for_who_was_not_asked():
-    with TrainerSession(SessionSockets(), SETTINGS, BlockNames()) as session:
-        started = time.monotonic()
-        session.abort("the request was never sent", None)
-        assert time.monotonic() - started < 1
+def test_an_engine_whose_greeting_is_refused_is_told_at_once(invited):
+    session, engine, token = invited
+    engine.begin("0" * 32, timeout_s=20)
+    engine.send(wire.Hello, **HELLO)
+    with pytest.raises(SessionError, match="wrong token"):
+        session.greet(lambda: None, wait_s=5)
+    started = time.monotonic()
+    session.abort("the greeting was refused", lambda: None)
+    assert time.monotonic() - started < 1
+    engine.begin(token, timeout_s=20)
+    assert engine.receive().reason == "the greeting was refused"
+
+
+def test_nobody_is_waited_for_who_was_not_asked(invited):
+    session, _, _ = invited
+    started = time.monotonic()
+    session.abort("the request was never sent", None)
+    assert time.monotonic() - started < 1

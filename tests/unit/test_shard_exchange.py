@@ -214,12 +214,7 @@ DELIVER = "verl_sglang_sync.routes.mapped_delivery.MappedDelivery.deliver"
 
 
 def play(pool, *steps, **options):
-    """What each rank saw of its syncs, which were right; see `route_ranks.play`."""
-    answers = pool.run(route_ranks.play, ExchangeRank, options, *steps)
-    for seen in answers:
-        assert not any(seen["wrong"])
-        assert seen["num_gathers"] == 0
-    return answers
+    return route_ranks.play(pool, ExchangeRank, options, *steps)
 
 
 @pytest.mark.parametrize(
@@ -239,7 +234,6 @@ def test_the_buffers_are_those_of_the_full_export(pool, kind, dtype):
 def test_a_shard_that_moves_on_one_rank_is_sent_from_where_it_is(pool):
     for seen in play(pool, "sync", *["step", ("move", 2, 0), "sync"] * 2, kind="dense"):
         assert seen["routes"] == ["export", "exchange", "exchange"]
-        assert not any(seen["wrong"])
 
 
 def test_other_parameters_are_exported_and_traced_again_a_few_times(pool):
@@ -261,7 +255,6 @@ def test_the_comparison_is_repeated_when_it_is_due(pool):
     steps = [*["sync"] * 4, ("move", 2, 0, 1), *["sync"] * 2]
     for seen in play(pool, *steps, kind="tied", recheck=2):
         assert seen["routes"] == ["export", "exchange", "export", "exchange", "export", "export"]
-        assert not any(seen["wrong"])
         assert seen["off"] is None
 
 

@@ -1,48 +1,32 @@
 """Forming an update group: whoever waits for a rank that does not come is sent away."""
 
-import asyncio
-import contextlib
-import re
 import threading
 import time
+from concurrent.futures import Future
 from datetime import timedelta
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
-from aiohttp import web
 from torch._C._distributed_c10d import TCPStore
 
 from sglang_loader.common.broadcast import update_group
-from sglang_loader.common.broadcast.update_group import MeetingPoint
+from sglang_loader.common.broadcast.update_group import GroupPlace, MeetingPoint, join
+from sglang_loader.common.threads import in_thread
 from verl_sglang_sync.engine import update_groups
-from verl_sglang_sync.engine.server_client import SGLangServerClient
+from verl_sglang_sync.engine.server_client import RequestFailed
 from verl_sglang_sync.engine.update_groups import Replica, UpdateGroupError, UpdateGroups
 
 LIMIT_S = 60
 CPU = torch.device("cpu")
+NO_ROOM = RequestFailed("no room", endpoint="http://1/init", status=400)
 
 
 def connected(port):
     """A rank's connection to a meeting point of three."""
     limit = timedelta(seconds=LIMIT_S)
     return TCPStore("127.0.0.1", port, 3, wait_for_workers=False, timeout=limit)
-
-
-class Rank(threading.Thread):
-    """Connects as an engine's rank does, and waits for one that never comes."""
-
-    def __init__(self, port):
-        super().__init__(daemon=True)
-        self.port, self.error = port, None
-        self.start()
-
-    def run(self):
-        try:
-            update_group.check_reachable("127.0.0.1", self.port)
-            connected(self.port).wait(["nobody"])
-        except Exception as error:
-            self.error = error
 
 
 def test_a_connection_of_its_own_does_not_keep_it_open():
@@ -81,117 +65,67 @@ def test_ranks_meet_in_the_store_before_any_collective(num_coming, monkeypatch):
     assert ended == (["met"] * 2 if num_coming == 2 else ["DistNetworkError"])
 
 
-# The whole of it, with servers whose ranks join as an engine's do.
+class Engine:
+    """A server's client: its one rank joins as an engine's does, or has this answer.
+
+    Attributes:
+        joined: that its rank has, or how it ended.
+    """
+
+    def __init__(self, answer=None, delay_s=0.0):
+        self.joined = Future() if answer is None else answer
+        self._joins, self._delay_s = answer is None, delay_s
+
+    def run(self, call):
+        """It is there."""
+
+    def submit(self, call):
+        if self._joins:
+            self.joined = in_thread(partial(self._join, call.payload), "engine")
+        return self.joined
+
+    def _join(self, told, _):
+        time.sleep(self._delay_s)
+        names = ("group_name", "master_address", "master_port", "world_size")
+        return join(GroupPlace(*(told[name] for name in names)), told["rank_offset"], CPU)
 
 
-class Server:
-    """Joins after `delay_s`, by waiting at the meeting point; or refuses, or never answers."""
-
-    def __init__(self, behaviour, delay_s=0.0):
-        self.behaviour, self.delay_s = behaviour, delay_s
-        self.url, self.num_waiting, self.left = "", 0, []
-
-    async def info(self, request):
-        return web.json_response({})
-
-    async def init(self, request):
-        payload = await request.json()
-        if self.behaviour == "refuses":
-            return web.json_response({"success": False, "message": "no room"}, status=400)
-        await asyncio.sleep(self.delay_s)
-        self.num_waiting += 1
-        rank = Rank(payload["master_port"])
-        await asyncio.to_thread(rank.join, LIMIT_S)
-        self.left.append(rank.error)
-        return web.json_response({"success": False, "message": f"{rank.error}"}, status=400)
-
-    async def destroy(self, request):
-        return web.json_response({"success": True})
+def form(*engines, timeout_s=LIMIT_S):
+    """Have a trainer of one rank form a group with these engines, which fails: the groups."""
+    groups = UpdateGroups(address="127.0.0.1", device=CPU, timeout_s=timeout_s)
+    replicas = [
+        Replica(identity=f"{i}", base_url=f"http://{i}", client=engine, num_ranks=1)
+        for i, engine in enumerate(engines)
+    ]
+    with pytest.raises(UpdateGroupError, match="was not formed: ") as error:
+        groups.with_replicas(replicas)
+    assert len(groups.left) == 1, "the engines are told to leave it at the next sync"
+    return str(error.value).partition(" was not formed: ")[2]
 
 
-@contextlib.contextmanager
-def serving(*servers):
-    started, stopped = threading.Event(), threading.Event()
-
-    async def serve():
-        runners = []
-        for server in servers:
-            application = web.Application()
-            application.router.add_get("/model_info", server.info)
-            application.router.add_post("/init_weights_update_group", server.init)
-            application.router.add_post("/destroy_weights_update_group", server.destroy)
-            runners.append(web.AppRunner(application, shutdown_timeout=0.1))
-            await runners[-1].setup()
-            await web.TCPSite(runners[-1], "127.0.0.1", 0).start()
-            server.url = f"http://127.0.0.1:{runners[-1].addresses[0][1]}"
-        started.set()
-        await asyncio.to_thread(stopped.wait)
-        for runner in runners:
-            await runner.cleanup()
-
-    thread = threading.Thread(target=asyncio.run, args=(serve(),))
-    thread.start()
-    assert started.wait(10)
-    try:
-        yield [
-            Replica(
-                identity=s.url,
-                base_url=s.url,
-                client=SGLangServerClient(s.url, timeout_s=LIMIT_S),
-                num_ranks=1,
-            )
-            for s in servers
-        ]
-    finally:
-        stopped.set()
-        thread.join()
+def test_the_replica_that_refuses_is_named_and_all_others_leave():
+    refused = Future()
+    refused.set_exception(NO_ROOM)
+    early, late = Engine(), Engine(delay_s=1.5)
+    started = time.monotonic()
+    told = form(early, Engine(refused), late)
+    assert told == f"replica 1 (http://1) did not join the update group: {NO_ROOM}"
+    for engine in (early, late):
+        assert engine.joined.exception(0) is not None
+    assert time.monotonic() - started < 20
 
 
-@pytest.fixture
-def own_join(monkeypatch):
-    """Rank 0, which waits for the others as gloo does; how it ended."""
-    ended = []
-
-    def join(place, *_):
-        store = connected(place.port)
-        try:
-            store.set("rank 0", "is here")
-            store.wait(["nobody"])
-        except Exception as error:
-            ended.append(error)
-            raise
-
-    monkeypatch.setattr(update_groups, "join", join)
-    return ended
-
-
-def test_the_replica_that_refuses_is_named_and_all_others_leave(own_join):
-    early, refusing, late = Server("joins"), Server("refuses"), Server("joins", delay_s=1.5)
-    with serving(early, refusing, late) as replicas:
-        groups = UpdateGroups(address="127.0.0.1", device=CPU, timeout_s=LIMIT_S)
-        started = time.monotonic()
-        with pytest.raises(UpdateGroupError) as error:
-            groups.with_replicas(replicas)
-        assert time.monotonic() - started < 20
-        assert (
-            str(error.value)
-            .partition(" was not formed: ")[2]
-            .startswith(
-                f"replica 1 ({refusing.url}) did not join the update group: "
-                f"{refusing.url}/init_weights_update_group: HTTP 400: "
-            )
-        )
-        assert "no room" in str(error.value)
-        assert [len(server.left) for server in (early, late)] == [1, 1]
-        assert early.left[0] is not None and late.left[0] is not None
-        assert len(own_join) == 1
-
-
-def test_who_never_answers_is_named(own_join, monkeypatch):
-    monkeypatch.setattr(update_groups, "LEAVE_S", 3.0)
-    monkeypatch.setattr(update_groups, "REPLY_S", 0.1)
-    silent = Server("joins", delay_s=8.0)
-    with serving(silent) as replicas:
-        groups = UpdateGroups(address="127.0.0.1", device=CPU, timeout_s=2)
-        with pytest.raises(UpdateGroupError, match=re.escape(silent.url)):
-            groups.with_replicas(replicas)
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_group_that_is_not_formed_in_time_names_who_is_silent_and_is_left(answers, monkeypatch):
+    """NCCL waits for a rank that never comes without a limit."""
+    own, replied, left = Future(), Future(), []
+    if answers:
+        replied.set_result(None)
+    monkeypatch.setattr(update_groups, "LEAVE_S", 0.0)
+    monkeypatch.setattr(update_groups, "in_thread", lambda *_: own)
+    monkeypatch.setattr(update_groups, "leave", lambda group, broken: left.append((group, broken)))
+    told = form(Engine(replied), timeout_s=0.05)
+    silent = "nobody" if answers else "http://0"
+    assert told == f"not all ranks came within 0.05 s; no word of: {silent}"
+    own.set_result("the group")  # too late
+    assert left == [("the group", True)]

@@ -1,7 +1,5 @@
 """Arrangements against a byte-level reference, and on modules against their own loaders."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import accumulate
 
@@ -13,12 +11,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from sglang_loader.common.layout import BucketLayout, BucketTensor
-from sglang_loader.common.regions.arrangement import Arrangement, end_of
+from sglang_loader.common.regions.arrangement import end_of
 from sglang_loader.common.regions.coalesce import coalesce, find_overlapping
 from sglang_loader.common.regions.geometry import BYTES, StridedCopy, Unit
 from sglang_loader.load_plan import check_bucket, compile_bucket, trace_bucket
 from sglang_loader.load_plan.arrange import UNIT_ALIGNMENT, arrange, num_bytes_read
-from sglang_loader.load_plan.destinations import Destinations
 from sglang_loader.load_plan.executor import replay_once
 from sglang_loader.load_plan.plan import BucketPlan
 from sglang_loader.load_plan.verify import why_misarranged
@@ -28,7 +25,7 @@ from unit.strided_moves import moves
 CAST = Unit(4, 2, (torch.float32, torch.bfloat16))
 
 
-def plan_of(layout: BucketLayout, copies: list[StridedCopy]) -> BucketPlan:
+def plan_of(layout, copies):
     """A plan of copies alone."""
     return BucketPlan(
         layout=layout,
@@ -41,9 +38,9 @@ def plan_of(layout: BucketLayout, copies: list[StridedCopy]) -> BucketPlan:
     )
 
 
-def origins(arrangement: Arrangement, layout: BucketLayout) -> dict[int, int]:
+def origins(arrangement, layout):
     """For every byte of the arranged buffer, the byte of the bucket that it holds."""
-    found: dict[int, int] = {}
+    found = {}
     for read in arrangement:
         tensor = layout.tensors[read.tensor]
         at = read.start
@@ -59,7 +56,7 @@ def origins(arrangement: Arrangement, layout: BucketLayout) -> dict[int, int]:
     return found
 
 
-def check_plan(plan: BucketPlan) -> tuple[Arrangement, BucketPlan]:
+def check_plan(plan):
     """The arranged plan moves the same units from the same bytes of the bucket."""
     arranged = arrange(plan)
     assert arranged is not None
@@ -79,7 +76,7 @@ def check_plan(plan: BucketPlan) -> tuple[Arrangement, BucketPlan]:
 
 
 @st.composite
-def buckets(draw: st.DrawFn) -> BucketPlan:
+def buckets(draw):
     """Tensors of float32 and strided, cast, transposed, repeating copies out of them."""
     sizes = draw(st.lists(st.sampled_from([0, 4, 12, 32, 64]), min_size=1, max_size=6))
     step = draw(st.sampled_from([4, 16, 256]))
@@ -87,7 +84,7 @@ def buckets(draw: st.DrawFn) -> BucketPlan:
     shapes = [(f"t{i}", (size,), torch.float32) for i, size in enumerate(sizes)]
     placed = [BucketTensor(*shape, at) for shape, at in zip(shapes, offsets, strict=False)]
     layout = BucketLayout(tuple(placed), placed[-1].offset + -(-placed[-1].nbytes // step) * step)
-    copies: list[StridedCopy] = []
+    copies = []
     dst = [0, 0]
     for _ in range(draw(st.integers(0, 12))):
         tensor = draw(st.sampled_from(layout.tensors))
@@ -129,7 +126,7 @@ def buckets(draw: st.DrawFn) -> BucketPlan:
 
 @given(buckets())
 @settings(max_examples=200, deadline=None)
-def test_an_arranged_plan_moves_the_same_bytes(plan: BucketPlan) -> None:
+def test_an_arranged_plan_moves_the_same_bytes(plan):
     assert not find_overlapping(plan.copies)
     arrangement, _ = check_plan(plan)
     buffer = torch.randint(0, 256, (plan.layout.nbytes,), dtype=torch.uint8)
@@ -138,7 +135,7 @@ def test_an_arranged_plan_moves_the_same_bytes(plan: BucketPlan) -> None:
         assert gathered[at] == buffer[origin]
 
 
-def experts(num: int, *, ranks: int) -> BucketPlan:
+def experts(num, *, ranks):
     """Rank 0's share of gate, up [i, h] and down [h, i] for w13 [e, 2 i, h] and w2 [e, h, i]."""
     i, h, size = 8 * ranks, 16, 2
     names = [(f"{lane}{e}", e, lane) for e in range(num) for lane in ("gate", "up", "down")]
@@ -156,7 +153,7 @@ def experts(num: int, *, ranks: int) -> BucketPlan:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_the_experts_of_a_rank_become_few_copies(ranks: int) -> None:
+def test_the_experts_of_a_rank_become_few_copies(ranks):
     plan = experts(32, ranks=ranks)
     arrangement, rebased = check_plan(plan)
     part = 8 * 16 * 2  # of gate, up and down alike: its rows are dense, gate and up adjoin
@@ -168,7 +165,7 @@ def test_the_experts_of_a_rank_become_few_copies(ranks: int) -> None:
     assert num_bytes_read(plan) * ranks == sum(t.nbytes for t in plan.layout.tensors)
 
 
-def test_words_stay_words() -> None:
+def test_words_stay_words():
     """A destination at an odd place is read from one that is as odd."""
     layout = BucketLayout.pack([("a", (64,), torch.uint8), ("b", (64,), torch.uint8)])
     copies = [StridedCopy(0, 0, 8, (), 24), StridedCopy(0, 256, 35, (), 9)]
@@ -177,34 +174,26 @@ def test_words_stay_words() -> None:
         assert copy.src % UNIT_ALIGNMENT == copy.dst % UNIT_ALIGNMENT
 
 
-def test_a_transposed_tensor_is_sent_as_it_lies() -> None:
-    layout = BucketLayout.pack([("t", (8, 32), torch.bfloat16)])
-    copy = StridedCopy(0, 0, 0, ((16, 2, 16), (8, 64, 2)), 2)
-    arrangement, rebased = check_plan(plan_of(layout, [copy]))
-    (read,) = arrangement
-    assert (read.dims, read.run) == (((8, 64),), 32)
-    assert rebased.copies[0].dims == ((16, 2, 16), (8, 32, 2))
+T = BucketLayout.pack([("t", (16, 16), torch.float32)])
+READ_ONCE = {  # copies of that tensor; what is read of it (offset, dims, run)
+    "twice": ([StridedCopy(i, 0, 0, (), 512) for i in range(2)], [(0, (), 512)]),
+    "in parts that overlap": (
+        [StridedCopy(0, 0, 0, (), 768), StridedCopy(1, 256, 0, (), 768)],
+        [(0, (), 1024)],
+    ),
+    "again and again": ([StridedCopy(0, 0, 0, ((3, 0, 16),), 16)], [(0, (), 16)]),
+    "transposed": ([StridedCopy(0, 0, 0, ((16, 2, 16), (8, 64, 2)), 2)], [(0, ((8, 64),), 32)]),
+}
 
 
-def test_what_is_read_twice_is_sent_once() -> None:
-    layout = BucketLayout.pack([("t", (16, 16), torch.float32)])
-    half = [StridedCopy(i, 0, 0, (), 512) for i in range(2)]
-    arrangement, _ = check_plan(plan_of(layout, half))
-    assert len(arrangement) == 1
-    overlapping = [StridedCopy(0, 0, 0, (), 768), StridedCopy(1, 256, 0, (), 768)]
-    arrangement, _ = check_plan(plan_of(layout, overlapping))
-    assert [(read.offset, read.run) for read in arrangement] == [(0, 1024)]
+@pytest.mark.parametrize(("copies", "reads"), READ_ONCE.values(), ids=READ_ONCE)
+def test_what_is_read_is_sent_once_and_as_it_lies(copies, reads):
+    arrangement, rebased = check_plan(plan_of(T, copies))
+    assert [(read.offset, read.dims, read.run) for read in arrangement] == reads
+    assert len(rebased.copies) == len(copies)
 
 
-def test_a_repeated_source_is_sent_once() -> None:
-    layout = BucketLayout.pack([("t", (4,), torch.float32)])
-    copy = StridedCopy(0, 0, 0, ((3, 0, 16),), 16)
-    arrangement, rebased = check_plan(plan_of(layout, [copy]))
-    assert [read.nbytes for read in arrangement] == [16]
-    assert rebased.copies[0].dims == ((3, 0, 16),)
-
-
-def test_what_is_read_across_the_bounds_of_a_tensor_is_not_arranged() -> None:
+def test_what_is_read_across_the_bounds_of_a_tensor_is_not_arranged():
     layout = BucketLayout.pack([("a", (64,), torch.float32), ("b", (64,), torch.float32)])
     assert arrange(plan_of(layout, [StridedCopy(0, 0, 0, (), 512)])) is not None
     layout = BucketLayout.pack([("a", (63,), torch.float32), ("b", (64,), torch.float32)])
@@ -227,7 +216,7 @@ LAYOUT = BucketLayout.pack(SOURCES)
 class Half(nn.Module):
     """Rank 0 of 2: slices, a transpose, casts, `n + 1`, `cat`, and a source changed in place."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.w = nn.Parameter(torch.zeros(4, 16), requires_grad=False)
         self.wt = nn.Parameter(torch.zeros(16, 4), requires_grad=False)
@@ -237,8 +226,8 @@ class Half(nn.Module):
         self.qk = nn.Parameter(torch.zeros(8, 16), requires_grad=False)
         self.total = nn.Parameter(torch.zeros(1), requires_grad=False)
 
-    def load_weights(self, weights: object) -> None:
-        given = dict(weights)  # type: ignore[call-overload]
+    def load_weights(self, weights):
+        given = dict(weights)
         if "w" in given:
             self.w.copy_(given["w"][:4])
             self.wt.copy_(given["w"][4:].t())
@@ -253,7 +242,7 @@ class Half(nn.Module):
             self.total.add_(self.qk.sum())
 
 
-def random_bucket(seed: int) -> torch.Tensor:
+def random_bucket(seed):
     buffer = torch.zeros(LAYOUT.nbytes, dtype=torch.uint8)
     generator = torch.Generator().manual_seed(seed)
     for _, view in LAYOUT.views(buffer):
@@ -261,7 +250,7 @@ def random_bucket(seed: int) -> torch.Tensor:
     return buffer
 
 
-def arranged_half() -> tuple[Half, Destinations, Arrangement, BucketPlan]:
+def arranged_half():
     model, buffer = Half(), random_bucket(0)
     traced = trace_bucket(model, model.load_weights, LAYOUT, buffer)
     plan = compile_bucket(traced)
@@ -272,7 +261,7 @@ def arranged_half() -> tuple[Half, Destinations, Arrangement, BucketPlan]:
     return model, traced.destinations, *arranged
 
 
-def test_the_loader_gets_whole_tensors_of_the_arranged_buffer() -> None:
+def test_the_loader_gets_whole_tensors_of_the_arranged_buffer():
     model, destinations, arrangement, rebased = arranged_half()
     assert end_of(arrangement) < LAYOUT.nbytes
     assert 5 not in {read.tensor for read in arrangement}, "nobody reads that one"
@@ -286,7 +275,7 @@ def test_the_loader_gets_whole_tensors_of_the_arranged_buffer() -> None:
         assert differing(destinations, expected) == ()
 
 
-def test_a_plan_that_reads_an_arranged_buffer_otherwise_is_found_out() -> None:
+def test_a_plan_that_reads_an_arranged_buffer_otherwise_is_found_out():
     model, destinations, arrangement, rebased = arranged_half()
     buffer = random_bucket(0)
     plan = compile_bucket(trace_bucket(model, model.load_weights, LAYOUT, buffer))
@@ -309,7 +298,7 @@ def test_a_plan_that_reads_an_arranged_buffer_otherwise_is_found_out() -> None:
     assert torch.equal(torch.get_rng_state(), random_state), "ranks would sample other tokens"
 
 
-def test_an_arranged_buffer_that_is_too_small_is_refused() -> None:
+def test_an_arranged_buffer_that_is_too_small_is_refused():
     model, destinations, arrangement, rebased = arranged_half()
     small = torch.zeros(end_of(arrangement) - 1, dtype=torch.uint8)
     with pytest.raises(ValueError, match="in no piece"):

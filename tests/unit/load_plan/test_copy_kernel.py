@@ -12,7 +12,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_loader.common import copy_kernel
 from sglang_loader.common.copy_kernel import (
     TILE_WORDS,
     in_mixed_order,
@@ -80,9 +79,8 @@ def check(device, num_gpus):
     run(targets[-1:], sources[-1:])  # nothing to do
 
 
-@pytest.mark.parametrize("num_gpus", [1, 3])
-def test_the_kernel_copies_every_word_and_no_other(num_gpus, tmp_path):
-    run_interpreted(partial(check, "cpu", num_gpus), tmp_path / "log")
+def test_the_kernel_copies_every_word_and_no_other(tmp_path):
+    run_interpreted(partial(check, "cpu", 3), tmp_path / "log")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
@@ -112,10 +110,6 @@ def test_a_copy_of_many_dimensions_becomes_rows():
         (i * 4 * 8 * 8, i * 4 * 10 * 8) for i in range(6)
     ]
     assert {(r.src_stride, r.dst_stride, r.run, r.rows) for r in found} == {(8, 10, 8, 4)}
-
-
-def test_there_is_none_on_a_cpu():
-    assert not copy_kernel.is_available(torch.device("cpu"))
 
 
 COMPILE = """

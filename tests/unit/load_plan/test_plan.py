@@ -102,17 +102,6 @@ def test_plain_copies_leave_nothing_to_the_loader():
     assert set(uncovered(plan)) == {"buffer", "derived", "listed[0]", "listed[1]['deep']"}
 
 
-def test_derived_tensors_are_replayed_after_what_they_derive_from():
-    def load_one(model, name, tensor):
-        plain(model, name, tensor)
-        if name == "w":
-            model.derived.copy_(model.weight[:6] @ torch.eye(8) + 1)
-
-    plan = assert_replays(load_one)
-    assert (plan.num_copies, list(plan.buckets[0].rest)) == (2, [0])
-    assert "derived" in plan.coverage
-
-
 def doing(load):
     """A loader that does this with the first tensor, and nothing with the others."""
     return lambda model, name, tensor: load(model, tensor) if name == "w" else None
@@ -189,13 +178,30 @@ def test_sources_changed_in_place_keep_the_order_and_the_buffer():
     assert torch.equal(buffer, before)
 
 
-def test_the_later_of_two_writes_wins():
-    def load_one(model, name, tensor):
-        if name in "wv":
-            model.buffer[: 6 if name == "w" else 3].copy_(tensor[: 6 if name == "w" else 3])
+def derive(model, name, tensor):
+    plain(model, name, tensor)
+    if name == "w":
+        model.derived.copy_(model.weight[:6] @ torch.eye(8) + 1)
 
+
+def write_one_after_the_other(model, name, tensor):
+    if name in "wv":
+        model.buffer[: 6 if name == "w" else 3].copy_(tensor[: 6 if name == "w" else 3])
+
+
+def in_a_thread_pool(model, name, tensor):
+    with ThreadPoolExecutor() as pool:
+        pool.submit(plain, model, name, tensor).result()
+
+
+@pytest.mark.parametrize(
+    ("load_one", "num_copies", "rest"),
+    [(derive, 2, [0]), (write_one_after_the_other, 0, [0, 1]), (in_a_thread_pool, 2, [])],
+)
+def test_what_is_done_with_several_tensors_is_replayed_in_order(load_one, num_copies, rest):
     plan = assert_replays(load_one)
-    assert (plan.num_copies, plan.num_rest) == (0, 2)
+    assert (plan.num_copies, list(plan.buckets[0].rest)) == (num_copies, rest)
+    assert ("derived" in plan.coverage) == (load_one is derive)
 
 
 def test_a_copy_stays_behind_a_step_that_reads_its_target():
@@ -215,14 +221,6 @@ def test_a_copy_stays_behind_a_step_that_reads_its_target():
     # `buffer` is written, but an update also needs what was there: it is not covered.
     assert "buffer" not in plan.coverage
     assert self_check(model, plan, model.load_weights, [buffer]) is not None
-
-
-def test_thread_pools_run_inline_while_tracing():
-    def load_one(model, name, tensor):
-        with ThreadPoolExecutor() as pool:
-            pool.submit(plain, model, name, tensor).result()
-
-    assert assert_replays(load_one).num_rest == 0, "what the pool did was seen"
 
 
 def test_buckets_are_planned_one_by_one():

@@ -60,6 +60,11 @@ def executor_of(model):
     return PlanExecutor(plan, model.load_weights)
 
 
+def check_equal(model, expected):
+    for mine, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
 def in_pieces(tensors, cuts):
     """The bucket, parted before any of its elements, each part in memory of its own."""
     buffer = torch.zeros(LAYOUT.nbytes, dtype=torch.uint8)
@@ -74,20 +79,6 @@ def source_of(parts):
     """Pieces that begin at these bytes, each all of a memory."""
     pieces = [Piece.flat(start, i, memory.numel()) for i, (start, memory) in enumerate(parts)]
     return BucketSource(BucketMap(pieces), [memory for _, memory in parts])
-
-
-@given(st.sets(st.integers(1, LAYOUT.nbytes // 4 - 1), max_size=9), st.integers(0, 1000))
-def test_a_replay_from_pieces_is_the_eager_load(cuts, seed):
-    model, expected = Model(), Model()
-    executor = executor_of(model)
-    tensors = random_tensors(seed)
-    source = in_pieces(tensors, cuts)
-    executor.replay(0, source)
-    expected.load_weights(zip([name for name, _ in SHAPES], tensors, strict=True))
-    for mine, theirs in zip(model.parameters(), expected.parameters(), strict=True):
-        assert torch.equal(mine, theirs)
-    views = LAYOUT.views(source.packed(LAYOUT))
-    assert all(torch.equal(view, t) for (_, view), t in zip(views, tensors, strict=True))
 
 
 class Adds(nn.Module):
@@ -114,8 +105,7 @@ def test_what_a_replay_changes_in_pieces_it_reads_changed(cut):
     for _ in range(2):  # what was joined for a replay is joined anew for the next
         executor.replay(0, in_pieces(tensors, {start + cut}))
         expected.load_weights([("n", tensors[-1].clone())])
-        for mine, theirs in zip(model.parameters(), expected.parameters(), strict=True):
-            assert torch.equal(mine, theirs)
+        check_equal(model, expected)
 
 
 def spread(tensors, axes):
@@ -136,18 +126,21 @@ def spread(tensors, axes):
     return BucketSource(BucketMap(pieces), memories)
 
 
+CUTS = st.sets(st.integers(1, LAYOUT.nbytes // 4 - 1), max_size=9)
+AXES = st.tuples(*[st.sampled_from([None, 0, 1])] * len(SHAPES))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@given(st.tuples(*[st.sampled_from([None, 0, 1])] * len(SHAPES)), st.integers(0, 1000))
-def test_a_replay_from_shards_is_the_eager_load(dtype, axes, seed):
+@given(CUTS | AXES, st.integers(0, 1000))
+def test_a_replay_from_pieces_or_shards_is_the_eager_load(dtype, parts, seed):
     """Row-parallel weights among them; also where the model has another dtype."""
     model, expected = Model().to(dtype), Model().to(dtype)
     executor = executor_of(model)
     tensors = random_tensors(seed)
-    source = spread(tensors, axes)
+    source = (in_pieces if isinstance(parts, set) else spread)(tensors, parts)
     executor.replay(0, source)
     expected.load_weights(zip([name for name, _ in SHAPES], tensors, strict=True))
-    for mine, theirs in zip(model.parameters(), expected.parameters(), strict=True):
-        assert torch.equal(mine, theirs)
+    check_equal(model, expected)
     views = LAYOUT.views(source.packed(LAYOUT))
     assert all(torch.equal(view, t) for (_, view), t in zip(views, tensors, strict=True))
 
@@ -175,8 +168,7 @@ def check_other_memory():
             executor.replay(0, BucketSource(bucket_map, source.memories))
             assert found.called == (seed == 0)
         expected.load_weights(zip([name for name, _ in SHAPES], tensors, strict=True))
-        for mine, theirs in zip(model.parameters(), expected.parameters(), strict=True):
-            assert torch.equal(mine, theirs)
+        check_equal(model, expected)
 
 
 def test_memory_may_be_another_in_each_replay():

@@ -68,21 +68,6 @@ def test_interleaved_columns_do_not_overlap():
     assert find_overlapping([left, StridedCopy(0, 256, 3, ((64, 4, 8),), 4)]) == {0, 1}
 
 
-def test_experts_in_checkpoint_order_become_three_copies():
-    """gate, up and down of 128 experts, as a bucket holds them, into w13 [e, 2 i, h] and w2 [e, h,
-    i].
-    """
-    copies, src, size = [], 0, 64
-    for expert in range(128):
-        for lane in ("gate", "up", "down"):
-            dst = (2 * expert + (lane == "up")) * size if lane != "down" else expert * size
-            copies.append(StridedCopy(int(lane == "down"), src, dst, (), size))
-            src += size
-    folded = coalesce(copies)
-    assert len(folded) == 2
-    assert ledger(folded) == ledger(copies)
-
-
 def test_casts_and_copies_are_never_joined():
     cast = Unit(4, 2, ("float32", "bfloat16"))
     copies = [StridedCopy(0, 0, 0, (), 4, cast), StridedCopy(0, 16, 8, (), 8, BYTES)]
