@@ -26,10 +26,9 @@ import torch.distributed as dist
 from support.trainer import Ranks, TrainerRank
 from verl_sglang_sync.bench.arms import (
     BUCKET_BYTES,
-    counts_of,
     native_engine,
     native_sync,
-    seconds_of,
+    notes_of,
     synchronize,
 )
 from verl_sglang_sync.bench.engine_server import engine_server, wait_until_healthy
@@ -161,7 +160,7 @@ def _measure_arm(step: Step, device: torch.device, warm_ups: int, runs: int) -> 
         seconds = {"sync": time.perf_counter() - started}
         notes.pop("close", lambda: None)()
         print(f"step {i}: {seconds['sync']:.4f} s", flush=True)
-        measured.append(seconds | {f"sync_{k}": v for k, v in notes.pop("seconds", {}).items()})
+        measured.append(seconds | notes.pop("seconds", {}))
     if device.type == "cuda":
         notes["peak_gpu_bytes"] = torch.cuda.max_memory_allocated()
     timed = measured[warm_ups:]
@@ -193,10 +192,9 @@ def _ours(manager: Any, export: Export) -> Step:
         return {
             # resident already, and no part of the sync
             "close": lambda: asyncio.run(manager.resume(("kv_cache",))),
-            "seconds": seconds_of(report),
             "num_tensors": report.num_tensors,
             "bytes": report.payload_bytes,
-            **counts_of(report),
+            **notes_of(report),
         }
 
     return run

@@ -30,7 +30,7 @@ from support.processes import DOCTOR, report_of, run_process
 
 HEALTHY = (
     *("verl plugin", "verl rollout class", "verl replica class", "recipe checks"),
-    *("SGLang plugin", "SGLang hooks", "Hydra config group"),
+    *("SGLang plugin", "SGLang hooks"),
 )
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = "tests/support/environment.py"  # which `make` asks for the key of its cache

@@ -20,6 +20,7 @@ from verl_sglang_sync.bench.trainers import NamedTensor
 from verl_sglang_sync.collective import TrainerGroup
 from verl_sglang_sync.config import WeightSyncConfig
 from verl_sglang_sync.engine.server_client import SGLangServerClient
+from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.sync.sharding_manager import SGLangShardingManager
 
 BUCKET_BYTES = 2048 << 20
@@ -105,12 +106,7 @@ class OurSync:
 
     async def sync(self, weights: Iterable[NamedTensor]) -> dict[str, Any]:
         await self._manager.sync(weights, version="0")
-        report = self._manager.report
-        seconds = {f"sync_{stage}": spent for stage, spent in seconds_of(report).items()}
-        for stage, costs in report.stages.items():  # the engine's own part of sleep and wake-up
-            for tag, cost in costs.items():
-                seconds[f"engine_{stage}_{tag}"] = max(cost["seconds"])
-        return {"seconds": seconds, "counts": counts_of(report)}
+        return notes_of(self._manager.report)
 
 
 def native_engine(url: str, config: Path | str) -> Any:
@@ -142,15 +138,15 @@ async def native_sync(
         await engine.flush_cache()
 
 
-def seconds_of(report: Any) -> dict[str, float]:
-    """Seconds of a sync's stages, and of the engine meanwhile."""
-    seconds = {stage: report.seconds.get(stage, 0.0) for stage in SYNC_STAGES}
-    return seconds | {f"engine_{what}": spent for what, spent in report.engine_seconds.items()}
-
-
-def counts_of(report: Any) -> dict[str, Any]:
-    """How a sync was sent and loaded."""
-    return {name: getattr(report, name) for name in COUNTS}
+def notes_of(report: SyncReport) -> dict[str, Any]:
+    """Seconds of a sync's stages, of the engine meanwhile, and of the engine's part of sleep and
+    wake-up: `seconds`; and how it was sent and loaded.
+    """
+    seconds = {f"sync_{stage}": report.seconds.get(stage, 0.0) for stage in SYNC_STAGES}
+    seconds |= {f"sync_engine_{what}": spent for what, spent in report.engine_seconds.items()}
+    for stage, costs in report.stages.items():
+        seconds |= {f"engine_{stage}_{tag}": max(cost["seconds"]) for tag, cost in costs.items()}
+    return {"seconds": seconds, **{name: getattr(report, name) for name in COUNTS}}
 
 
 def synchronize(device: torch.device) -> None:

@@ -24,7 +24,6 @@ from typing import Any
 import psutil
 import torch
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from torch._C._distributed_c10d import HashStore
 
 from verl_sglang_sync.bench.arms import (
@@ -88,11 +87,11 @@ def run_arm(
                 await sync.resume("weights")
         with timed(times, "sync", device):
             notes = await sync.sync(weights)
+        stages_of_sync: dict[str, float] = notes.pop("seconds", {})
         if stages:
             with timed(times, "resume_kv", device):
                 await sync.resume("kv_cache")
             times["cycle"] = sum(times.values())
-        stages_of_sync: dict[str, float] = notes.get("seconds", {})
         return times | stages_of_sync
 
     warm_ups = [
@@ -114,7 +113,7 @@ def run_arm(
         "asleep_s": asleep_s,
         "host_bytes": host_bytes,
         "peak_extra_gpu_bytes": max(peak - size["bytes"], 0),
-        **notes.get("counts", {}),
+        **notes,
     }
 
 
@@ -219,12 +218,9 @@ def run(
     folder = Path(tempfile.mkdtemp(prefix="weight-sync-bench-"))
     console.print(f"{model} on {on}; logs of servers and trainers in {folder}")
     rows: list[dict[str, Any]] = []
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress:
-        for arm in arms:
-            task = progress.add_task(f"{arm}: a server starts, {runs} cycles", total=1)
+    for arm in arms:
+        with console.status(f"{arm}: a server starts, {runs} cycles"):
             rows += measure(model, [arm], on, runs, folder)
-            progress.update(task, completed=1, description=arm)
-            if json is not None:
-                write_results(json, "colocated", rows)
+        if json is not None:
+            write_results(json, "colocated", rows)
     print_table(rows, STAGES)

@@ -14,7 +14,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 from sglang_loader.common.engine_settings import HOST_BACKUP_VARIABLE, HostBackup
 from sglang_loader.common.session.messages import SESSION_FORMAT
@@ -33,23 +33,16 @@ CPU = (
 GPU = (
     *("--dtype", "bfloat16", "--attention-backend", "triton", "--enable-memory-saver"),
     *("--cuda-graph-max-bs", "4"),
+    "--enable-weights-cpu-backup",  # as verl launches it
     "--disable-prefill-cuda-graph",  # capturing it takes a minute, and no prefill is timed here
 )
 
 
-class Process(Protocol):
-    """What of `subprocess.Popen` is used here."""
-
-    pid: int
-
-    def poll(self) -> int | None:
-        """The exit code, or None while it runs."""
-
-    def wait(self) -> int:
-        """The exit code when it has ended."""
+Start = Callable[[list[str], Mapping[str, str], Path], Any]
+"""Given arguments, environment and log: starts a server; returns what is like a `Popen`."""
 
 
-def launch(arguments: list[str], environment: Mapping[str, str], log: Path) -> Process:
+def launch(arguments: list[str], environment: Mapping[str, str], log: Path) -> Any:
     """`python -m sglang.launch_server` in a process group of its own."""
     with log.open("wb") as output:
         return subprocess.Popen(
@@ -78,7 +71,7 @@ def engine_server(
     wait: bool = True,
     host: str = "127.0.0.1",
     extra: tuple[str, ...] = DUMMY,
-    start: Callable[[list[str], Mapping[str, str], Path], Process] = launch,
+    start: Start = launch,
 ) -> Iterator[str]:
     """Serve the model of the folder `config`; yields the server's URL.
 
@@ -92,19 +85,17 @@ def engine_server(
         wait: False yields while the server still starts; see `wait_until_healthy`.
         host: address that it listens at.
         extra: more of SGLang's arguments.
-        start: starts the process; as `launch`.
     """
     port, is_on_gpu = free_port(), device != "cpu"
     arguments = [
         *("--model-path", str(config), "--host", host, "--port", str(port), "--tp-size", str(tp)),
         *("--skip-server-warmup", "--sampling-backend", "pytorch", *(GPU if is_on_gpu else CPU)),
-        *(("--mem-fraction-static", str(gpu_share)) if is_on_gpu else ()),
-        *(("--base-gpu-id", str(first_gpu)) if is_on_gpu else ()),
-        *(("--moe-runner-backend", "triton") if is_moe and is_on_gpu else ()),
-        *(("--enable-weights-cpu-backup",) if is_on_gpu else ()),  # as verl launches it
         *("--custom-weight-loader", SESSION_FORMAT, *loaders),
         *extra,
     ]
+    if is_on_gpu:
+        arguments += ["--mem-fraction-static", str(gpu_share), "--base-gpu-id", str(first_gpu)]
+        arguments += ["--moe-runner-backend", "triton"] if is_moe else []
     common = {**os.environ, "HF_HUB_OFFLINE": "1", HOST_BACKUP_VARIABLE: host_backup}
     if not is_on_gpu:
         cores = "|".join(str(rank) for rank in range(tp))

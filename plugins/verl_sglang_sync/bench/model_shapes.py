@@ -94,27 +94,23 @@ def tensor_shapes(config: Config) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield f"{prefix}.self_attn.o_proj.weight", (hidden, q)
         yield f"{prefix}.self_attn.q_norm.weight", (head_dim,)
         yield f"{prefix}.self_attn.k_norm.weight", (head_dim,)
-        yield from _mlp(config, prefix)
+        yield from _mlp(config, f"{prefix}.mlp", hidden)
         yield f"{prefix}.input_layernorm.weight", (hidden,)
         yield f"{prefix}.post_attention_layernorm.weight", (hidden,)
     yield "model.norm.weight", (hidden,)
     yield "lm_head.weight", (vocab, hidden)
 
 
-def _mlp(config: Config, prefix: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-    hidden = config["hidden_size"]
-    if "num_experts" not in config:
-        yield from _gated(f"{prefix}.mlp", hidden, config["intermediate_size"])
-        return
-    yield f"{prefix}.mlp.gate.weight", (config["num_experts"], hidden)
-    for expert in range(config["num_experts"]):
-        yield from _gated(f"{prefix}.mlp.experts.{expert}", hidden, config["moe_intermediate_size"])
-
-
-def _gated(prefix: str, hidden: int, inter: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    yield f"{prefix}.gate_proj.weight", (inter, hidden)
-    yield f"{prefix}.up_proj.weight", (inter, hidden)
-    yield f"{prefix}.down_proj.weight", (hidden, inter)
+def _mlp(config: Config, prefix: str, hidden: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    mlps = [(prefix, config["intermediate_size"])]
+    if num_experts := config.get("num_experts"):
+        yield f"{prefix}.gate.weight", (num_experts, hidden)
+        inter = config["moe_intermediate_size"]
+        mlps = [(f"{prefix}.experts.{expert}", inter) for expert in range(num_experts)]
+    for name, inter in mlps:
+        yield f"{name}.gate_proj.weight", (inter, hidden)
+        yield f"{name}.up_proj.weight", (inter, hidden)
+        yield f"{name}.down_proj.weight", (hidden, inter)
 
 
 def weights_bytes(model: str, itemsize: int) -> int:

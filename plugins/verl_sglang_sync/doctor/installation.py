@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, requires, version
@@ -35,7 +34,6 @@ TESTED_WITH_MEGATRON = {
     "megatron-bridge": "0.3.1",
     "mbridge": "0.15.1",
 }
-TESTED_PYTHONS = ("3.11", "3.12")
 
 NAME = "verl_sglang_sync"
 REINSTALL = "reinstall, in a clone of verl-sglang-sync: pip install --no-deps -e ."
@@ -52,17 +50,11 @@ def installed_version(name: str) -> str | None:
 
 
 def version_checks(installed: Installed = installed_version) -> list[Check]:
-    """Compare Python and every package that the weight sync depends on with the tested versions;
-    what is not installed is named by `requirements_check`.
+    """Compare every package that the weight sync depends on with the tested versions; what is not
+    installed is named by `requirements_check`, and pip refuses other Pythons.
     """
-    python = platform.python_version()
-    is_tested = python.rpartition(".")[0] in TESTED_PYTHONS
-    detail = f"{python}; tested with {', '.join(TESTED_PYTHONS)}"
     tested = tested_beside(installed("sglang"))
-    checks = [
-        Check("version of Python", OK if is_tested else WARN, detail),
-        requirements_check(tested, installed),
-    ]
+    checks = [requirements_check(tested, installed)]
     allowed = {each.name.lower(): each for each in _requirements(DISTRIBUTION)}
     for name, wanted in (tested | TESTED_WITH_MEGATRON).items():
         if found := installed(name):

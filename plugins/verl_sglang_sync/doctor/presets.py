@@ -24,7 +24,6 @@ from verl_sglang_sync.config import (
 from verl_sglang_sync.doctor.check import FAIL, OK, WARN, Check
 from verl_sglang_sync.doctor.installation import REINSTALL
 
-PLUGIN = "hydra_plugins.verl_sglang_sync.search_path.WeightSyncSearchPathPlugin"
 USUAL = (
     f"{ROLLOUT}.name=sglang",
     f"{ROLLOUT}.tensor_model_parallel_size=1",
@@ -60,17 +59,6 @@ def compose(overrides: Sequence[str]) -> DictConfig:
         return hydra_compose("ppo_trainer", list(overrides))
 
 
-def hydra_check() -> Check:
-    from hydra.core.plugins import Plugins
-    from hydra.plugins.search_path_plugin import SearchPathPlugin
-
-    found = Plugins.instance().discover(SearchPathPlugin)
-    if PLUGIN in {f"{cls.__module__}.{cls.__qualname__}" for cls in found}:
-        return Check("Hydra config group", OK, "Hydra finds the presets")
-    detail = "Hydra did not find the search-path plugin"
-    return Check("Hydra config group", FAIL, detail, REINSTALL)
-
-
 def preset_checks(machine: Machine) -> Iterator[Check]:
     """What every preset would do in a usual recipe: FSDP2 and TP 1, on one node."""
     for preset in PRESETS:
@@ -78,7 +66,7 @@ def preset_checks(machine: Machine) -> Iterator[Check]:
         more = SEPARATE if preset == "disaggregated" else ()
         num_gpus = f"trainer.n_gpus_per_node={machine.num_gpus or 8}"
         *_, last = recipe_checks([*USUAL, *more, num_gpus, flag], machine)
-        yield replace(last, name=flag)
+        yield replace(last, name=flag, advice=REINSTALL if last.status is FAIL else last.advice)
 
 
 def recipe_checks(overrides: Sequence[str], machine: Machine) -> Iterator[Check]:

@@ -43,7 +43,6 @@ def diagnose(overrides: Sequence[str] = ()) -> list[Check]:
             ("versions", installation.version_checks),
             ("verl plugin", verl.result),
             ("SGLang plugin", lambda: installation.sglang_checks(sglang.result())),
-            ("Hydra config group", presets.hydra_check),
             ("GPU", lambda: hardware.gpu_check(gpus)),
             ("CUDA IPC", lambda: hardware.cuda_ipc_check(gpus, reads.result())),
             ("torch_memory_saver", lambda: hardware.memory_saver_check(gpus)),
