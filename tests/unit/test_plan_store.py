@@ -130,6 +130,19 @@ def test_a_plan_that_does_not_hold_is_not_used(change, caplog):
     assert last.num_eager == 0
 
 
+def test_no_plan_is_kept_by_a_sync_without_one():
+    model = Model()
+    loader = loader_of(model)
+    sync(loader, 1.0)
+    recorded = list(loader.uses)
+    assert sync(loader, 2.0).num_replayed == 2
+    assert loader.uses == recorded, "what became of the tensors is known of replayed buckets, too"
+    loader.start(CONTEXT, recheck_every_n_syncs=0, uses_plan=False)
+    assert loader.plan is None
+    assert sync(loader, 3.0).num_eager == 2
+    check_loaded(model, 3.0)
+
+
 def test_a_reason_is_logged_once(caplog):
     model = Model()
     loader = loader_of(model)

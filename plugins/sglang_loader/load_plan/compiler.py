@@ -212,16 +212,11 @@ def _effects(
     return {key: tuple(ranges) for key, ranges in written.items()}, exposed
 
 
-def join_buckets(
-    buckets: Sequence[BucketPlan],
-    destinations: Destinations,
-    context: Mapping[str, object],
-) -> LoadPlan:
+def join_buckets(buckets: Sequence[BucketPlan], destinations: Destinations) -> LoadPlan:
     """The plan of a whole sync, out of those of its buckets in order, and what the sync covers.
 
     Args:
         destinations: of the last bucket's trace, which has those of all.
-        context: what else the plan depends on, as plain values; see `guard`.
 
     Raises:
         PlanRefused: Python reads the data of a tensor that the sync writes.
@@ -236,7 +231,6 @@ def join_buckets(
     left = {i: subtract(written[i], exposed.get(i, ())) for i in sorted(written)}
     return LoadPlan(
         buckets=tuple(buckets),
-        context=context,
         coverage={storages[i].name: tuple(ranges) for i, ranges in left.items() if ranges},
         destinations=destinations,
     )
