@@ -22,7 +22,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from sglang_loader.common.stage_costs import StageCosts, joined
-from sglang_loader.upstream import accept_telling_replies, is_ours, told
+from sglang_loader.upstream import is_ours, told
 
 HTTP_SERVER = "sglang.srt.entrypoints.http_server"
 BUSY_WAIT_S = 5.0
@@ -134,7 +134,6 @@ async def ask_until_idle(
     it touches anything (`is_busy`). No new ones come meanwhile to an update: whoever makes it holds
     the writer lock, or generation is paused.
     """
-    accept_telling_replies()
     deadline = time.monotonic() + BUSY_WAIT_S
     while True:
         replies = list(await communicator(request))
