@@ -58,7 +58,7 @@ class Overlaps(Model):
         self.other = torch.from_numpy(self.c.numpy())
 
 
-def sync(loader, value, *, names=NAMES, context=CONTEXT, recheck=0, read_only=False, shift=0):
+def sync(loader, value, *, names=NAMES, context=CONTEXT, recheck=0, shift=0):
     """Two tensors to a bucket, all elements `value`; returns the outcome."""
     loader.start(context, recheck_every_n_syncs=recheck)
     for index in range(0, len(names), 2):
@@ -68,8 +68,8 @@ def sync(loader, value, *, names=NAMES, context=CONTEXT, recheck=0, read_only=Fa
         for _, view in layout.views(buffer):
             view.fill_(value)
         before = buffer.clone()
-        loader.load(index // 2, layout, BucketSource.flat(buffer), read_only=read_only)
-        assert not read_only or torch.equal(buffer, before)
+        loader.load(index // 2, layout, BucketSource.flat(buffer))
+        assert torch.equal(buffer, before)
     return loader.finish()
 
 
@@ -170,11 +170,11 @@ def test_a_model_that_has_no_plan_stays_eager_and_is_not_traced_again(kind, capl
     assert caplog.text.count("eager load_weights instead of the plan") == 1
 
 
-def test_a_read_only_source_is_never_changed():
+def test_a_source_is_never_changed():
     model = AddsToItsSources()
     loader = loader_of(model)
     for value, num_replayed in ((1.0, 0), (2.0, 2), (3.0, 2)):
-        outcome = sync(loader, value, read_only=True)
+        outcome = sync(loader, value)
         assert outcome.may_read_in_place
         assert outcome.num_replayed == num_replayed
         check_loaded(model, value + 1)
@@ -235,7 +235,7 @@ def arrangements_of(loader: ModelLoader) -> list[Arrangement | None]:
 def load_arranged(
     loader: ModelLoader, index: int, layout: BucketLayout, source: BucketSource
 ) -> None:
-    assert loader.load(index, layout, source, read_only=False, arranged=True)
+    assert loader.load(index, layout, source, arranged=True)
 
 
 def sync_halves(
@@ -249,7 +249,7 @@ def sync_halves(
             source = BucketSource.flat(gather(arrangement, layout, buffer))
             load_arranged(loader, index, layout, source)
         else:
-            loader.load(index, layout, BucketSource.flat(buffer), read_only=False)
+            loader.load(index, layout, BucketSource.flat(buffer))
     return loader.finish()
 
 
@@ -376,7 +376,7 @@ def test_whole_buckets_may_follow_arranged_ones(second):
     first = gather(arrangement, LAYOUTS[0], bucket_of(LAYOUTS[0], 2.0))
     load_arranged(loader, 0, LAYOUTS[0], BucketSource.flat(first))
     whole = BucketSource.flat(bucket_of(layout, 2.0))
-    replayed = loader.load(1, layout, whole, read_only=False)
+    replayed = loader.load(1, layout, whole)
     assert replayed == (second == "as planned")
     outcome = loader.finish()
     assert (outcome.num_replayed, outcome.num_eager) == ((2, 0) if replayed else (1, 1))
@@ -410,7 +410,7 @@ def test_two_models_that_change_their_sources_get_the_same_weights():
                 view.fill_(value)
             source = BucketSource.flat(buffer)
             for loader in loaders:
-                loader.load(index, layout, source, read_only=loader is not loaders[-1])
+                loader.load(index, layout, source)
         outcomes = [loader.finish() for loader in loaders]
         for model in models:
             check_loaded(model, value + 1)
