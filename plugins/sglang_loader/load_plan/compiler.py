@@ -25,7 +25,6 @@ from sglang_loader.common.regions.geometry import (
     StridedCopy,
     Unit,
     describe_copy,
-    region_runs,
 )
 from sglang_loader.common.regions.intervals import (
     Interval,
@@ -202,11 +201,11 @@ def _effects(
         for ref in step.reads:
             if ref.space is Space.DESTINATION:
                 here = written.get(ref.index, [])
-                runs = merge_runs([region_runs(ref.region)])
+                runs = merge_runs([ref.region.runs()])
                 live_in[ref.index].extend(run for run in runs if not contains(here, run))
         for ref in step.writes if step.traits.overwrites else ():
             if ref.space is Space.DESTINATION:
-                runs = merge_runs([region_runs(ref.region)])
+                runs = merge_runs([ref.region.runs()])
                 written[ref.index] = merge([*written.get(ref.index, []), *runs])
     exposed = {key: tuple(merge(ranges)) for key, ranges in live_in.items() if ranges}
     return {key: tuple(ranges) for key, ranges in written.items()}, exposed

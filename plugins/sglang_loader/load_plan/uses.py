@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from sglang_loader.common.layout import BucketLayout, BucketTensor
-from sglang_loader.common.regions.geometry import Region, region_runs
+from sglang_loader.common.regions.geometry import Region
 from sglang_loader.common.regions.intervals import Interval, merge_runs
 from sglang_loader.load_plan.host_reads import MEMORY_GIVEN_AWAY
 from sglang_loader.load_plan.trace import (
@@ -109,7 +109,7 @@ def uses_of(traced: TracedBucket) -> BucketUses:
     return BucketUses(
         layout,
         {layout.tensors[number].name: use for number, use in uses.items()},
-        {storages[i].name: merge_runs(map(region_runs, found)) for i, found in written.items()},
+        {storages[i].name: merge_runs(map(Region.runs, found)) for i, found in written.items()},
         next(iter(problems), None),
     )
 
