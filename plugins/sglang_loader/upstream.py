@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import base64
 import inspect
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -37,56 +37,18 @@ def handle_of(entry: Any) -> bytes:
 
 
 def tell(reply: Any, **facts: Any) -> Any:
-    """The reply, with facts that it has no field for; it is pickled with them.
-
-    `told` reads them in the process that serves HTTP.
+    """The reply, with facts that it has no field for: JSON in its `rid`, which has a meaning only
+    in requests that generate and in the answers to these. `told` reads them in the process that
+    serves HTTP.
     """
-    facts = {**told(reply), **facts}
-    if not isinstance(reply, msgspec.Struct):
-        reply.told = facts
-        return reply
-    kind = type(reply) if hasattr(reply, "told") else _telling(type(reply))
-    fields = {name: getattr(reply, name) for name in reply.__struct_fields__}
-    return kind(**{**fields, "told": facts})
+    reply.rid = json.dumps({**told(reply), **facts})
+    return reply
 
 
 def told(reply: Any) -> dict[str, Any]:
     """What `tell` added to a reply; empty for SGLang's own."""
-    facts: dict[str, Any] = getattr(reply, "told", {})
+    facts: dict[str, Any] = json.loads(getattr(reply, "rid", None) or "{}")
     return facts
-
-
-@cache
-def _telling(kind: type[msgspec.Struct]) -> type[msgspec.Struct]:
-    """A struct has no room for attributes: a subclass that has the field."""
-
-    def reduce(reply: Any) -> Any:
-        return _rebuild, (kind, {name: getattr(reply, name) for name in reply.__struct_fields__})
-
-    return msgspec.defstruct(
-        f"Telling{kind.__name__}",
-        [("told", dict[str, Any], msgspec.field(default_factory=dict))],
-        bases=(kind,),
-        namespace={"__reduce__": reduce},
-        kw_only=True,
-    )
-
-
-def _rebuild(kind: type[msgspec.Struct], fields: dict[str, Any]) -> msgspec.Struct:
-    return _telling(kind)(**fields)
-
-
-@cache
-def accept_telling_replies() -> None:
-    """Where `SGLANG_USE_PICKLE_IPC=0`, SGLang must know the classes of all messages."""
-    io = io_struct()
-    if hasattr(io, "hook_custom_types"):
-        replies = (
-            io.UpdateWeightsFromTensorReqOutput,
-            io.ReleaseMemoryOccupationReqOutput,
-            io.ResumeMemoryOccupationReqOutput,
-        )
-        io.hook_custom_types(*map(_telling, replies))
 
 
 def is_health_probe(request: Any) -> bool:

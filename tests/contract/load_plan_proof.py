@@ -34,7 +34,7 @@ def prove(model, first, second, how):
     buckets = [pack(bucket) for bucket in split(first, how)]
     traces = [trace_bucket(model, model.load_weights, *bucket) for bucket in buckets]
     plans = [compile_bucket(traced) for traced in traces]
-    plan = join_buckets(plans, traces[-1].destinations, {"layout": how})
+    plan = join_buckets(plans, traces[-1].destinations)
     reason = self_check(model, plan, model.load_weights, [buffer for _, buffer in buckets])
     assert reason is None, reason
 

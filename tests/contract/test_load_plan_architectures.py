@@ -89,12 +89,12 @@ def test_a_boundary_between_two_halves_is_reported(rendezvous, tmp_path):
     rest = [item for item in built.first if item[0].endswith(halves[1])]
     load_weights = built.model.load_weights
     traces = [trace_bucket(built.model, load_weights, *pack(bucket)) for bucket in (parted, rest)]
-    plan = join_buckets([compile_bucket(t) for t in traces], traces[-1].destinations, {})
+    plan = join_buckets([compile_bucket(t) for t in traces], traces[-1].destinations)
     assert sorted(name for traced in traces for name in uses_of(traced).idle) == sorted(names)
     fused = [n for n in uncovered(plan, "parameter") if "fused_qkv_a_proj_with_mqa" in n]
     assert len(fused) == 2
     traced = trace_bucket(built.model, load_weights, *pack(built.first))
-    whole = join_buckets([compile_bucket(traced)], traced.destinations, {})
+    whole = join_buckets([compile_bucket(traced)], traced.destinations)
     padded = {"model.embed_tokens.weight", "lm_head.weight"}  # by rows that the loader sets to 0
     assert set(uncovered(whole, "parameter")) <= padded
 

@@ -20,7 +20,7 @@ from unittest.mock import AsyncMock, MagicMock
 import pytest
 import torch
 
-from sglang_loader.upstream import accept_telling_replies, tell, told, without_cpu_backup
+from sglang_loader.upstream import tell, told, without_cpu_backup
 from support.messages import message
 from verl_sglang_sync.verl.upstream import (
     pause_by_aborting,
@@ -223,7 +223,6 @@ class TestScheduler:
             (sent,) = socket.send_pyobj.call_args.args
             received = pickle.loads(pickle.dumps(sent))
         else:
-            accept_telling_replies()
             received = io.msgpack_decode(socket.send.call_args.args[0])
         assert told(received) == {"closed": None, "refusal": "why"}
         assert isinstance(received, getattr(io, f"{kind}ReqOutput"))

@@ -22,13 +22,12 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from sglang_loader.common.stage_costs import StageCosts, joined
-from sglang_loader.upstream import accept_telling_replies, is_ours, told
+from sglang_loader.upstream import is_ours, told
 
 HTTP_SERVER = "sglang.srt.entrypoints.http_server"
 BUSY_WAIT_S = 5.0
 BUSY_POLL_S = 0.005
 
-PATHS = ("/release_memory_occupation", "/resume_memory_occupation")
 _SCOPE_KEY = "verl_sglang_sync.stage_costs"
 
 Original = Callable[..., Any]
@@ -46,44 +45,38 @@ def launch_with_middleware(original: Original, cls: Any, *args: Any, **kwargs: A
     """
     arguments = kwargs["server_args"] if "server_args" in kwargs else args[0]
     if is_ours(arguments) and HTTP_SERVER in sys.modules:
-        install_middleware(sys.modules[HTTP_SERVER].app)
+        app = sys.modules[HTTP_SERVER].app
+        if not any(entry.cls is StageReplyMiddleware for entry in app.user_middleware):
+            app.add_middleware(StageReplyMiddleware)
     return original(cls, *args, **kwargs)
 
 
-async def release_or_raise(original: Original, manager: Any, obj: Any, request: Any = None) -> Any:
-    """AROUND `TokenizerControlMixin.release_memory_occupation`: see `_ask`."""
-    communicator = manager.release_memory_occupation_communicator
-    return await _ask(original, manager, communicator, obj, request)
-
-
-async def resume_or_raise(original: Original, manager: Any, obj: Any, request: Any = None) -> Any:
-    """AROUND `TokenizerControlMixin.resume_memory_occupation`: see `_ask`."""
-    communicator = manager.resume_memory_occupation_communicator
-    return await _ask(original, manager, communicator, obj, request)
-
-
-async def _ask(
-    original: Original,
-    manager: Any,
-    communicator: Callable[[Any], Awaitable[Iterable[Any]]],
-    obj: Any,
-    request: Any,
-) -> StageCosts | None:
-    """As the original, but for what the stage cost; the reply to `request` carries that too.
-
-    Raises:
-        MemoryRequestRefused: what the engine refused, and why.
+def _costs_or_raise(stage: str) -> Callable[..., Awaitable[StageCosts | None]]:
+    """AROUND this method of `TokenizerControlMixin`: as the original, but for what the stage cost;
+    the reply to `request` carries that too. MemoryRequestRefused is raised with what the engine
+    refused, and why.
     """
-    if not is_ours(manager.server_args):
-        await original(manager, obj, request)
-        return None
-    manager.auto_create_handle_loop()
-    replies = await ask_until_idle(manager, communicator, obj)
-    if refusals := [told(reply)["refusal"] for reply in replies if "refusal" in told(reply)]:
-        raise MemoryRequestRefused("\n".join(refusals))
-    costs = joined([told(reply).get("costs", {}) for reply in replies])
-    leave_costs(request, costs)
-    return costs
+
+    async def hook(
+        original: Original, manager: Any, obj: Any, request: Any = None
+    ) -> StageCosts | None:
+        if not is_ours(manager.server_args):
+            await original(manager, obj, request)
+            return None
+        manager.auto_create_handle_loop()
+        replies = await ask_until_idle(manager, getattr(manager, f"{stage}_communicator"), obj)
+        if refusals := [told(reply)["refusal"] for reply in replies if "refusal" in told(reply)]:
+            raise MemoryRequestRefused("\n".join(refusals))
+        costs = joined([told(reply).get("costs", {}) for reply in replies])
+        # There may be no request, or no middleware.
+        getattr(request, "scope", {}).get(_SCOPE_KEY, {}).update(costs)
+        return costs
+
+    return hook
+
+
+RELEASE, RESUME = "release_memory_occupation", "resume_memory_occupation"
+release_or_raise, resume_or_raise = _costs_or_raise(RELEASE), _costs_or_raise(RESUME)
 
 
 class UpdateLock:
@@ -134,7 +127,6 @@ async def ask_until_idle(
     it touches anything (`is_busy`). No new ones come meanwhile to an update: whoever makes it holds
     the writer lock, or generation is paused.
     """
-    accept_telling_replies()
     deadline = time.monotonic() + BUSY_WAIT_S
     while True:
         replies = list(await communicator(request))
@@ -156,19 +148,6 @@ async def update(original: Original, manager: Any, obj: Any, request: Any = None
     return await original(manager, obj, request)
 
 
-def install_middleware(app: Any) -> None:
-    """Add the middleware to a Starlette application that does not serve yet; once."""
-    if not any(entry.cls is StageReplyMiddleware for entry in app.user_middleware):
-        app.add_middleware(StageReplyMiddleware)
-
-
-def leave_costs(request: Any, costs: StageCosts) -> None:
-    """Leave the costs for the reply to `request`; no-op where there is none, or no middleware."""
-    scope = getattr(request, "scope", None)
-    if scope is not None and costs:
-        scope.get(_SCOPE_KEY, {}).update(costs)
-
-
 class StageReplyMiddleware(BaseHTTPMiddleware):
     """SGLang's endpoints answer `null`. What the engine told of costs is left in the request's
     scope by the hook that asked it, and becomes the body: `{"stages": {"weights": {"seconds":
@@ -177,7 +156,7 @@ class StageReplyMiddleware(BaseHTTPMiddleware):
     """
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"].endswith(PATHS):
+        if scope["type"] == "http" and scope["path"].endswith((f"/{RELEASE}", f"/{RESUME}")):
             await super().__call__(scope, receive, send)
         else:
             await self.app(scope, receive, send)

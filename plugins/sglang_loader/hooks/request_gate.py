@@ -61,6 +61,7 @@ class RequestGate:
             io.UpdateWeightsFromTensorReqInput,
         )
         self._policy = policy
+        self._limit_s = policy.timeout_s if policy.kind == "wait" else 0.0
         self._channels = channels
         self._clock = clock
         self._held: deque[_Held] = deque()
@@ -87,7 +88,10 @@ class RequestGate:
         A request behind a message that may close the gate waits for the next round: only then is
         it known what has become of that message.
         """
-        passed = self._due()
+        passed: list[Any] = []
+        if self.reason is None:
+            passed += [held.request for held in self._held]
+            self._held.clear()
         is_uncertain = False
         for message in messages:
             is_batch = isinstance(message, self._batch)
@@ -100,31 +104,20 @@ class RequestGate:
                 passed.append(message)
             else:
                 for request in message.batch if is_batch else [message]:
-                    self._stop(request)
+                    self._hold(request)
+        while self.reason is not None and self._held and self._held[0].deadline <= self._clock():
+            self._refuse(self._held.popleft().request)
         return passed
 
-    def _due(self) -> list[Any]:
-        """What was held and goes now; what has waited too long, or may not wait, is refused."""
-        if self.reason is None:
-            due = [held.request for held in self._held]
-            self._held.clear()
-            return due
-        now = self._clock()
-        while self._held and (self._policy.kind == "refuse" or self._held[0].deadline <= now):
-            self._refuse(self._held.popleft().request)
-        return []
-
-    def _stop(self, request: Any) -> None:
+    def _hold(self, request: Any) -> None:
         if is_health_probe(request):
             self._answer(request, self._io.HealthCheckOutput())
-        elif self.reason is not None and self._policy.kind == "refuse":
-            self._refuse(request)
         else:
-            self._held.append(_Held(request, self._clock() + self._policy.timeout_s))
+            self._held.append(_Held(request, self._clock() + self._limit_s))
 
     def _refuse(self, request: Any) -> None:
         """Answer with HTTP 503 and the reason."""
-        waited = f" for {self._policy.timeout_s:g} s" if self._policy.kind == "wait" else ""
+        waited = f" for {self._limit_s:g} s" if self._limit_s else ""
         reason = {
             "type": "abort",
             "message": f"not served{waited}: {self.reason}",

@@ -20,16 +20,20 @@ class Completeness:
     """Of one model; see the module.
 
     Attributes:
-        is_half_written: a sync has begun that is not complete.
         is_broken: a sync has failed since the last complete one.
         has_completed: there was a complete sync.
     """
 
     def __init__(self) -> None:
-        self.is_half_written = self.is_broken = self.has_completed = False
+        self.is_broken = self.has_completed = False
         self._layouts: list[BucketLayout] = []  # of the sync in progress
         self._complete: list[BucketLayout] = []  # of the last complete one
         self._required: set[str] = set()
+
+    @property
+    def is_half_written(self) -> bool:
+        """A sync has begun that is not complete."""
+        return self.is_broken or bool(self._layouts)
 
     @property
     def layouts(self) -> tuple[BucketLayout, ...]:
@@ -38,12 +42,11 @@ class Completeness:
 
     def loading(self, layout: BucketLayout) -> None:
         """A bucket is about to be loaded."""
-        self.is_half_written = True
         self._layouts.append(layout)
 
     def fail(self) -> None:
         """The sync in progress will not be completed."""
-        self.is_half_written = self.is_broken = True
+        self.is_broken = True
         self._required |= _names(self._layouts)
         self._layouts = []
 
@@ -54,13 +57,11 @@ class Completeness:
     def complete(self) -> None:
         """The sync in progress has brought all."""
         if self.is_broken:
-            self._required = set()
-        # The same buckets sync after sync: 18,867 names are gathered once.
-        if self.is_broken or self._layouts != self._complete:
+            self._required, self._complete = set(), []
+        if self._layouts != self._complete:  # rarely: 18,867 names are gathered once
             self._required |= _names(self._layouts)
         self._complete, self._layouts = self._layouts, []
-        self.is_half_written = self.is_broken = False
-        self.has_completed = True
+        self.is_broken, self.has_completed = False, True
 
 
 def _names(layouts: Iterable[BucketLayout]) -> set[str]:

@@ -9,14 +9,13 @@ recorded.
     for layout, buffer in first_sync:            # loads it
         traced = trace_bucket(model, model.load_weights, layout, buffer)
         buckets.append(compile_bucket(traced))   # PlanRefused: says why; go on with load_weights
-    plan = join_buckets(buckets, traced.destinations, {"tp_rank": 0, "quantization": None})
-    executor = PlanExecutor(plan)
+    plan = join_buckets(buckets, traced.destinations)
+    executor = PlanExecutor(plan, model.load_weights)
     for i, buffer in enumerate(later_sync):
         executor.replay(i, BucketSource.flat(buffer))
 
 A plan is used only after `check_bucket` has proved it bit for bit against the eager loader, and
-only while `plan.context` and `DestinationProbe` find nothing changed. Nothing here imports
-sglang.
+only while `guard` finds nothing changed. Nothing here imports sglang.
 """
 
 from sglang_loader.load_plan.compiler import compile_bucket, join_buckets

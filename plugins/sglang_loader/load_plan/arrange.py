@@ -15,8 +15,10 @@ Pure: reads a plan, runs nothing. Nobody needs an arrangement before a trainer a
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TypeAlias
 
 from sglang_loader.common.layout import (
@@ -29,7 +31,6 @@ from sglang_loader.common.layout import (
 from sglang_loader.common.regions.arrangement import Arrangement, Read, end_of
 from sglang_loader.common.regions.coalesce import coalesce
 from sglang_loader.common.regions.geometry import BYTES, StridedCopy, Unit, collapse, split_copy
-from sglang_loader.common.regions.intervals import Interval
 from sglang_loader.load_plan.plan import BucketPlan
 from sglang_loader.load_plan.trace import collector_paused
 
@@ -91,16 +92,19 @@ def arrange(plan: BucketPlan) -> Arranged | None:
         None where that cannot be said: something is read across the bounds of a tensor.
     """
     layout = plan.layout
-    pieces = [piece for copy in plan.copies for piece in split_copy(copy, layout.starts)]
-    members = _members(layout, [piece.src_bounds() for piece in pieces])
-    if members is None:
-        return None
-    whole = set(plan.rest) | _read_more_than_once(pieces, members, layout)
+    pieces: list[tuple[int, StridedCopy]] = []
+    read: Counter[int] = Counter()
+    for piece in chain.from_iterable(split_copy(copy, layout.starts) for copy in plan.copies):
+        tensor = layout.holding(*piece.src_bounds())
+        if tensor is None:
+            return None
+        pieces.append((tensor, piece))
+        read[tensor] += _nbytes_read(piece)
+    repeated = {tensor for tensor, nbytes in read.items() if nbytes > layout.tensors[tensor].nbytes}
     packing = _Packing(layout)
-    placed = {tensor: packing.add_whole(tensor) for tensor in sorted(whole)}
+    placed = {tensor: packing.add_whole(tensor) for tensor in sorted({*plan.rest, *repeated})}
     copies = []
-    by_source = sorted(zip(pieces, members, strict=True), key=lambda pair: pair[0].src)
-    for piece, tensor in by_source:
+    for tensor, piece in sorted(pieces, key=lambda pair: pair[1].src):
         if tensor in placed:
             src = placed[tensor] + piece.src - layout.tensors[tensor].offset
             copies.append(replace(piece, src=src))
@@ -132,7 +136,7 @@ class _Packing:
     def add_whole(self, tensor: int) -> int:
         """Send all of a tensor; returns where it starts."""
         entry = self._layout.tensors[tensor]
-        start = _aligned(self._stop, ALIGNMENT_BYTES) + entry.offset % UNIT_ALIGNMENT
+        start = self._stop + -self._stop % ALIGNMENT_BYTES + entry.offset % UNIT_ALIGNMENT
         self.reads.append(Read(tensor, 0, (), entry.nbytes, start))
         self._stop = start + entry.nbytes
         return start
@@ -161,28 +165,7 @@ class _Packing:
         return StridedCopy(piece.storage, start, piece.dst, moved, units, piece.unit)
 
 
-def _members(layout: BucketLayout, bounds: Sequence[Interval]) -> list[int] | None:
-    """The tensor within which each range lies; None if one does not lie within one."""
-    found = [layout.holding(start, stop) for start, stop in bounds]
-    members = [tensor for tensor in found if tensor is not None]
-    return members if len(members) == len(found) else None
-
-
-def _read_more_than_once(
-    pieces: Sequence[StridedCopy], members: Sequence[int], layout: BucketLayout
-) -> set[int]:
-    """Tensors of which the pieces together read more bytes than there are."""
-    read: dict[int, int] = {}
-    for piece, tensor in zip(pieces, members, strict=True):
-        read[tensor] = read.get(tensor, 0) + _nbytes_read(piece)
-    return {tensor for tensor, nbytes in read.items() if nbytes > layout.tensors[tensor].nbytes}
-
-
 def _nbytes_read(copy: StridedCopy) -> int:
     """Bytes of the source; what is repeated counts once."""
     moving = (count for count, src_stride, _ in copy.dims if src_stride)
     return copy.run * copy.unit.src_bytes * math.prod(moving)
-
-
-def _aligned(nbytes: int, alignment: int) -> int:
-    return -(-nbytes // alignment) * alignment

@@ -18,8 +18,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-import torch
-
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.regions.coalesce import coalesce, find_overlapping
 from sglang_loader.common.regions.geometry import (
@@ -27,7 +25,6 @@ from sglang_loader.common.regions.geometry import (
     StridedCopy,
     Unit,
     describe_copy,
-    region_runs,
 )
 from sglang_loader.common.regions.intervals import (
     Interval,
@@ -39,10 +36,8 @@ from sglang_loader.common.regions.intervals import (
 from sglang_loader.load_plan.destinations import Destinations
 from sglang_loader.load_plan.plan import BucketPlan, LoadPlan, PlanRefused
 from sglang_loader.load_plan.trace import (
-    Origins,
     Space,
     Step,
-    TensorRef,
     TracedBucket,
     collector_paused,
 )
@@ -83,14 +78,9 @@ def _judge_host_reads(traced: TracedBucket) -> tuple[tuple[str, int, Interval], 
     Raises:
         PlanRefused: data of the bucket, or made of it, reached Python: that cannot be replayed.
     """
-    if not traced.host_reads:
-        return ()
-    origins = Origins()
-    for step in traced.steps:
-        origins.follow(step)
     reads: dict[tuple[str, int, Interval], None] = {}
     for read in traced.host_reads:
-        for origin in origins.of(read.tensor):
+        for origin in traced.origins.of(read.tensor):
             if origin.space is Space.BUCKET:
                 name = traced.layout.tensors[traced.layout.tensor_at(origin.region.offset)].name
                 raise PlanRefused(f"Python reads the data of {name} ({read.what})")
@@ -104,12 +94,11 @@ def _live_steps(steps: Sequence[Step]) -> list[Step]:
     live: list[Step] = []
     for step in reversed(steps):
         targets = {w.index for w in step.writes if w.space is Space.SLOT}
-        targets.update(slot for slot in step.outputs if slot is not None)
         escapes = any(w.space is not Space.SLOT and 0 not in w.region.shape for w in step.writes)
         if escapes or needed & targets:
             live.append(step)
+            needed |= targets
             needed.update(r.index for r in step.reads if r.space is Space.SLOT)
-            needed.update(w.index for w in step.writes if w.space is Space.SLOT)
     return live[::-1]
 
 
@@ -124,12 +113,11 @@ def _refuse_unsafe(steps: Iterable[Step]) -> None:
 
 def _needed(steps: Sequence[Step], layout: BucketLayout) -> Iterator[tuple[Step, frozenset[int]]]:
     """Each step with the tensors that it changes, or needs, also by way of the model."""
-    origins = Origins()
     written: dict[tuple[Space, int], list[tuple[Interval, frozenset[int]]]] = defaultdict(list)
     for step in steps:
         found: set[int] = set()
         changed = [ref for ref in step.writes if ref.space is Space.BUCKET]
-        for origin in (*origins.follow(step), *changed):
+        for origin in (*step.origins, *changed):
             bounds = origin.region.bounds()
             if origin.space is Space.BUCKET:
                 found.add(layout.tensor_at(bounds[0]))
@@ -178,12 +166,15 @@ def _divided(
 
 def _as_copy(step: Step) -> StridedCopy | None:
     """The step as a copy from the bucket into a destination, or None where it is something else."""
-    if step.op is not torch.ops.aten.copy_.default:
+    if step.copied is None:
         return None
-    dst, src = step.args[0], step.args[1]
-    if not isinstance(src, TensorRef) or src.space is not Space.BUCKET:
-        return None
-    if dst.space is not Space.DESTINATION or src.dtype.is_complex or dst.dtype.is_complex:
+    src, dst = step.copied
+    if (
+        src.space is not Space.BUCKET
+        or dst.space is not Space.DESTINATION
+        or src.dtype.is_complex
+        or dst.dtype.is_complex
+    ):
         return None
     unit = BYTES
     if src.dtype != dst.dtype:
@@ -210,26 +201,21 @@ def _effects(
         for ref in step.reads:
             if ref.space is Space.DESTINATION:
                 here = written.get(ref.index, [])
-                runs = merge_runs([region_runs(ref.region)])
+                runs = merge_runs([ref.region.runs()])
                 live_in[ref.index].extend(run for run in runs if not contains(here, run))
         for ref in step.writes if step.traits.overwrites else ():
             if ref.space is Space.DESTINATION:
-                runs = merge_runs([region_runs(ref.region)])
+                runs = merge_runs([ref.region.runs()])
                 written[ref.index] = merge([*written.get(ref.index, []), *runs])
     exposed = {key: tuple(merge(ranges)) for key, ranges in live_in.items() if ranges}
     return {key: tuple(ranges) for key, ranges in written.items()}, exposed
 
 
-def join_buckets(
-    buckets: Sequence[BucketPlan],
-    destinations: Destinations,
-    context: Mapping[str, object],
-) -> LoadPlan:
+def join_buckets(buckets: Sequence[BucketPlan], destinations: Destinations) -> LoadPlan:
     """The plan of a whole sync, out of those of its buckets in order, and what the sync covers.
 
     Args:
         destinations: of the last bucket's trace, which has those of all.
-        context: what else the plan depends on, as plain values; see `guard`.
 
     Raises:
         PlanRefused: Python reads the data of a tensor that the sync writes.
@@ -244,7 +230,6 @@ def join_buckets(
     left = {i: subtract(written[i], exposed.get(i, ())) for i in sorted(written)}
     return LoadPlan(
         buckets=tuple(buckets),
-        context=context,
         coverage={storages[i].name: tuple(ranges) for i, ranges in left.items() if ranges},
         destinations=destinations,
     )

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from sglang_loader.common.regions.geometry import Region, region_runs
+from sglang_loader.common.regions.geometry import Region
 from sglang_loader.common.regions.intervals import Interval, contains, merge_runs
 
 MAX_CONTAINER_DEPTH = 4
@@ -48,7 +48,7 @@ class TensorEntry:
         """Whether all of its bytes are among sorted, disjoint byte ranges of its storage."""
         if contains(ranges, self.region.bounds()):
             return True
-        return all(contains(ranges, run) for run in merge_runs([region_runs(self.region)]))
+        return all(contains(ranges, run) for run in merge_runs([self.region.runs()]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,14 +168,11 @@ def first_difference(
 ) -> str | None:
     """Which tensor was added, removed or moved between two collections of one model, or None."""
     old, new = _places(before), _places(after)
-    for name, place in old.items():
-        if name not in new:
-            return f"{name} is gone"
-        if new[name] != place:
-            return f"{name} was rebound: {place} became {new[name]}"
-    for name in new:
-        if name not in old and not new_allowed:
-            return f"{name} is new"
+    for name in old if new_allowed else {**old, **new}:
+        if name not in new or name not in old:
+            return f"{name} is {'gone' if name in old else 'new'}"
+        if new[name] != old[name]:
+            return f"{name} was rebound: {old[name]} became {new[name]}"
     return None
 
 

@@ -8,7 +8,8 @@ the model's modules and tensors are where they were: under 1 ms for 30 B.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from operator import attrgetter, is_
+from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,14 +30,18 @@ class DestinationProbe:
 
     def __init__(self, model: nn.Module, destinations: Destinations) -> None:
         known = {tensor.name for tensor in destinations.tensors}
-        self._places = [place for place in iterate_tensors(model) if place.name in known]
-        self._tensors = [place.tensor for place in self._places]
-        self._geometry = _geometry_of(self._tensors)
-        self._modules = [
-            (f"{path}.{name}".lstrip("."), module._modules, name, child)
+        tensors = [place for place in iterate_tensors(model) if place.name in known]
+        self._places: list[tuple[str, Any, Any, object]] = [
+            (f"module {path}.{name}".replace(" .", " "), module._modules, name, child)
             for path, module in model.named_modules()
             for name, child in module._modules.items()
         ]
+        self._places += [
+            (place.name, place.container, place.key, place.tensor) for place in tensors
+        ]
+        self._names = [place.name for place in tensors]
+        self._tensors = [place.tensor for place in tensors]
+        self._geometry = _geometry_of(self._tensors)
         self._registries = [
             registry
             for module in model.modules()
@@ -49,29 +54,20 @@ class DestinationProbe:
 
         Blind to a tensor in a new attribute that is neither parameter nor buffer.
         """
-        for path, siblings, name, module in self._modules:
-            if siblings.get(name) is not module:
-                return f"module {path} was replaced"
-        now = []
-        for place in self._places:
+        for name, container, key, known in self._places:
             try:
-                now.append(place.container[place.key])
+                if container[key] is not known:
+                    return f"{name} was rebound"
             except (KeyError, IndexError):
-                return f"{place.name} is gone"
-        if not all(map(is_, now, self._tensors)) or _geometry_of(now) != self._geometry:
-            return self._difference(now)
+                return f"{name} is gone"
+        if (now := _geometry_of(self._tensors)) != self._geometry:
+            before = zip(*self._geometry, strict=True)
+            places = zip(self._names, before, zip(*now, strict=True), strict=True)
+            name = next(name for name, known, found in places if known != found)
+            return f"{name} was rebound, or has another shape, stride or dtype"
         if list(map(len, self._registries)) != self._sizes:
             return "a module, parameter or buffer was added or is gone"
         return None
-
-    def _difference(self, now: Sequence[torch.Tensor]) -> str:
-        """Which of the tensors is not what or where it was."""
-        geometry = zip(*_geometry_of(now), strict=True)
-        known = zip(*self._geometry, strict=True)
-        for place, tensor, found, before in zip(self._places, now, geometry, known, strict=True):
-            if tensor is not place.tensor or found != before:
-                return f"{place.name} was rebound, or has another shape, stride or dtype"
-        raise AssertionError("tensors differ, yet none does")
 
 
 def _geometry_of(tensors: Sequence[torch.Tensor]) -> tuple[list[object], ...]:

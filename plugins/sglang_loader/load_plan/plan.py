@@ -68,13 +68,11 @@ class LoadPlan:
     """The plans of all buckets of a sync, in order, and what holds for the sync as a whole.
 
     Attributes:
-        context: what of the engine it holds for, see `guard`.
         coverage: by storage (the first path that reaches it) the sorted byte ranges that a sync
             writes without needing what was there.
     """
 
     buckets: tuple[BucketPlan, ...]
-    context: Mapping[str, object]
     coverage: Mapping[str, tuple[Interval, ...]]
     destinations: Destinations = field(repr=False)
 

@@ -6,7 +6,7 @@ The nouns between `tracer` (which records them) and `compiler` (which turns them
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
@@ -77,19 +77,52 @@ def collector_paused() -> Iterator[None]:
             gc.enable()
 
 
+_MEMORY = (Space.BUCKET, Space.DESTINATION)
+
+
+class Origins:
+    """What data was made of, bytes of the bucket and of the model: follows a load in order."""
+
+    def __init__(self) -> None:
+        self._made_of: dict[tuple[Space, int], tuple[TensorRef, ...]] = {}
+
+    def of(self, ref: TensorRef) -> tuple[TensorRef, ...]:
+        """Parts of the bucket and of the model that went into a tensor."""
+        if ref.space in _MEMORY:
+            return (ref,)
+        return self._made_of.get((ref.space, ref.index), ())
+
+    def follow(
+        self, reads: Sequence[TensorRef], writes: Sequence[TensorRef]
+    ) -> tuple[TensorRef, ...]:
+        """The next step; returns the origins of all that it reads."""
+        found = tuple([origin for ref in reads for origin in self.of(ref)])
+        for key in [(ref.space, ref.index) for ref in writes if ref.space not in _MEMORY]:
+            self._made_of[key] = tuple(dict.fromkeys((*self._made_of.get(key, ()), *found)))
+        return found
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One recorded operator call. Tensors in `args`, the positional ones, are `TensorRef`s;
-    `outputs` numbers the slots that its flattened outputs created (None for outputs that alias
-    something known).
+    """One recorded operator call.
+
+    Attributes:
+        writes: the temporaries that it made, too.
+        origins: parts of the bucket and of the model that went into what it reads, also by way of
+            temporaries.
     """
 
     op: torch._ops.OpOverload
     traits: OpTraits
-    args: tuple[Any, ...]
     reads: tuple[TensorRef, ...]
     writes: tuple[TensorRef, ...]
-    outputs: tuple[int | None, ...]
+    origins: tuple[TensorRef, ...]
+
+    @property
+    def copied(self) -> tuple[TensorRef, TensorRef] | None:
+        """(source, target) of a copy; None where it is something else."""
+        is_copy = self.op is torch.ops.aten.copy_.default
+        return (self.reads[0], self.writes[0]) if is_copy else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,36 +140,13 @@ class TracedBucket:
     Attributes:
         destinations: the model's storages at that time.
         steps: in order.
+        origins: of the temporaries, after the last step.
         problems: why that is not all, or cannot be planned.
     """
 
     layout: BucketLayout
     destinations: Destinations
     steps: list[Step] = field(default_factory=list)
+    origins: Origins = field(default_factory=Origins)
     host_reads: list[HostRead] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
-
-
-_MEMORY = (Space.BUCKET, Space.DESTINATION)
-
-
-class Origins:
-    """What data was made of, bytes of the bucket and of the model: follows a trace in order."""
-
-    def __init__(self) -> None:
-        self._made_of: dict[tuple[Space, int], tuple[TensorRef, ...]] = {}
-
-    def of(self, ref: TensorRef) -> tuple[TensorRef, ...]:
-        """Parts of the bucket and of the model that went into a tensor."""
-        if ref.space in _MEMORY:
-            return (ref,)
-        return self._made_of.get((ref.space, ref.index), ())
-
-    def follow(self, step: Step) -> tuple[TensorRef, ...]:
-        """The next step; returns the origins of all that it reads."""
-        found = tuple(origin for ref in step.reads for origin in self.of(ref))
-        made = [(w.space, w.index) for w in step.writes if w.space not in _MEMORY]
-        made += [(Space.SLOT, slot) for slot in step.outputs if slot is not None]
-        for key in made:
-            self._made_of[key] = tuple(dict.fromkeys((*self._made_of.get(key, ()), *found)))
-        return found

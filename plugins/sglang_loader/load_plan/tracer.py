@@ -201,21 +201,17 @@ class _Recorder(TorchDispatchMode):
     def _append(
         self, op: Any, traits: OpTraits, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
     ) -> None:
-        outputs = tuple(
-            [
-                self._new_slot(leaf) if isinstance(leaf, torch.Tensor) else None
-                for leaf in leaves(out)
-            ]
-        )
         written = traits.written_in(args, kwargs)
         writes = [ref for ref in leaves(written) if isinstance(ref, TensorRef)]
-        if not writes and all(slot is None for slot in outputs):
+        made = [leaf for leaf in leaves(out) if isinstance(leaf, torch.Tensor)]
+        writes += [self._ref(tensor) for tensor in made if self._is_new_slot(tensor)]
+        if not writes:
             return
         reads = [ref for ref in leaves((args, kwargs)) if isinstance(ref, TensorRef)]
         if traits.overwrites:
             reads = [ref for ref in reads if not any(ref is target for target in writes)]
-        step = Step(op, traits, args, tuple(reads), tuple(writes), outputs)
-        self.trace.steps.append(step)
+        origins = self.trace.origins.follow(reads, writes)
+        self.trace.steps.append(Step(op, traits, tuple(reads), tuple(writes), origins))
 
     def _note_host_reads(
         self, traits: OpTraits, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -268,10 +264,10 @@ class _Recorder(TorchDispatchMode):
             self.trace.problems.append(f"a {tensor.layout} tensor on {tensor.device} was used")
         return Space.CONSTANT, next(self._numbers), 0
 
-    def _new_slot(self, out: torch.Tensor) -> int | None:
+    def _is_new_slot(self, out: torch.Tensor) -> bool:
         storage = out.untyped_storage()
         if storage._cdata in self._places:
-            return None
+            return False
         place = self._place(storage)
         if place is None:
             place = Space.SLOT, next(self._numbers), 0
@@ -279,4 +275,4 @@ class _Recorder(TorchDispatchMode):
         else:
             self._held.append(storage)
         self._places[storage._cdata] = place
-        return place[1] if place[0] is Space.SLOT else None
+        return place[0] is Space.SLOT

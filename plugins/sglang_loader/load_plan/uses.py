@@ -15,20 +15,17 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from sglang_loader.common.layout import BucketLayout
-from sglang_loader.common.regions.geometry import Region, region_runs
+from sglang_loader.common.layout import BucketLayout, BucketTensor
+from sglang_loader.common.regions.geometry import Region
 from sglang_loader.common.regions.intervals import Interval, merge_runs
 from sglang_loader.load_plan.host_reads import MEMORY_GIVEN_AWAY
 from sglang_loader.load_plan.trace import (
-    Origins,
     Space,
     Step,
     TensorRef,
     TracedBucket,
     collector_paused,
 )
-
-_COPY = torch.ops.aten.copy_.default
 
 
 @dataclass
@@ -81,75 +78,48 @@ class BucketUses:
 @collector_paused()
 def uses_of(traced: TracedBucket) -> BucketUses:
     """The uses of a bucket's tensors in one traced load."""
-    reading = _Reading(traced.layout)
+    layout, storages = traced.layout, traced.destinations.storages
+    uses: defaultdict[int, TensorUse] = defaultdict(TensorUse)  # by position in the layout
+    written: defaultdict[int, set[Region]] = defaultdict(set)  # of each destination storage
+
+    def uses_among(origins: Sequence[TensorRef]) -> list[TensorUse]:
+        places = (origin.region.offset for origin in origins if origin.space is Space.BUCKET)
+        return [uses[number] for number in set(map(layout.tensor_at, places))]
+
     for step in traced.steps:
-        reading.follow(step)
+        for ref in step.reads:
+            if ref.space is Space.BUCKET:
+                number = layout.tensor_at(ref.region.offset)
+                uses[number].parts.add(_part_of(layout.tensors[number], ref.region))
+        targets = [ref for ref in step.writes if ref.space is Space.DESTINATION]
+        targets = [ref for ref in targets if 0 not in ref.region.shape]
+        for ref in targets:
+            written[ref.index].add(ref.region)
+        for use in uses_among(step.origins) if targets else ():
+            use.is_applied = True
+            use.dtypes.update(ref.dtype for ref in targets)
+            use.is_broadcast = use.is_broadcast or _is_broadcast(step)
     problems = list(traced.problems)
-    storages = traced.destinations.storages
     for read in traced.host_reads:  # Python may write it back as a number
-        reading.note_applied(read.tensor)
+        for use in uses_among(traced.origins.of(read.tensor)):
+            use.is_applied = True
         if read.tensor.space is Space.DESTINATION and read.what in MEMORY_GIVEN_AWAY:
             name = storages[read.tensor.index].name
             problems.append(f"{name} may be written through its {read.what}, unseen")
     return BucketUses(
-        traced.layout,
-        {traced.layout.tensors[number].name: use for number, use in reading.uses.items()},
-        {
-            storages[storage].name: merge_runs(map(region_runs, regions))
-            for storage, regions in reading.written.items()
-        },
+        layout,
+        {layout.tensors[number].name: use for number, use in uses.items()},
+        {storages[i].name: merge_runs(map(Region.runs, found)) for i, found in written.items()},
         next(iter(problems), None),
     )
 
 
-class _Reading:
-    """Goes through a trace once, step by step.
-
-    Attributes:
-        uses: by the tensor's position in the layout.
-        written: regions of each destination storage.
-    """
-
-    def __init__(self, layout: BucketLayout) -> None:
-        self.uses: defaultdict[int, TensorUse] = defaultdict(TensorUse)
-        self.written: defaultdict[int, set[Region]] = defaultdict(set)
-        self._layout = layout
-        self._origins = Origins()
-
-    def follow(self, step: Step) -> None:
-        for ref in step.reads:
-            if ref.space is Space.BUCKET:
-                self._note_read(ref)
-        used = self._uses_among(self._origins.follow(step))
-        if step.op is _COPY and _is_broadcast(*step.args[:2]):
-            for use in used:
-                use.is_broadcast = True
-        for ref in step.writes:
-            if ref.space is Space.DESTINATION and 0 not in ref.region.shape:
-                self.written[ref.index].add(ref.region)
-                for use in used:
-                    use.is_applied = True
-                    use.dtypes.add(ref.dtype)
-
-    def note_applied(self, ref: TensorRef) -> None:
-        """Something that is not seen is made of it."""
-        for use in self._uses_among(self._origins.of(ref)):
-            use.is_applied = True
-
-    def _uses_among(self, origins: Sequence[TensorRef]) -> list[TensorUse]:
-        places = (origin.region.offset for origin in origins if origin.space is Space.BUCKET)
-        return [self.uses[number] for number in set(map(self._layout.tensor_at, places))]
-
-    def _note_read(self, ref: TensorRef) -> None:
-        number, region = self._layout.tensor_at(ref.region.offset), ref.region
-        tensor = self._layout.tensors[number]
-        is_whole = math.prod(region.shape) * region.itemsize >= tensor.nbytes
-        within = None if is_whole else replace(region, offset=region.offset - tensor.offset)
-        self.uses[number].parts.add(within)
+def _part_of(tensor: BucketTensor, read: Region) -> Region | None:
+    """What is read of a tensor, from its first byte on; None: all of it."""
+    is_whole = math.prod(read.shape) * read.itemsize >= tensor.nbytes
+    return None if is_whole else replace(read, offset=read.offset - tensor.offset)
 
 
-def _is_broadcast(target: TensorRef, source: object) -> bool:
-    """True if a copy into the model repeats its source."""
-    if not isinstance(source, TensorRef) or target.space is not Space.DESTINATION:
-        return False
-    return math.prod(target.region.shape) != math.prod(source.region.shape)
+def _is_broadcast(step: Step) -> bool:
+    """True for a copy that repeats its source."""
+    return step.copied is not None and len({math.prod(x.region.shape) for x in step.copied}) > 1

@@ -44,11 +44,11 @@ class RankView:
     Attributes:
         idle: tensors that this rank makes nothing of.
         partial: of the others, what was read, where that is not all.
-        clashes: tensors of another kind of number than their destination, with the reason.
+        clashes: tensors of another kind of number than their destination, with the reason; where
+            this rank cannot tell more, of those alone that are in fp8 on one side.
         missing: what nothing in the sync writes on this rank.
         doubtful: parameters that are not written, where it is unknown whether they should be.
         unknown: why this rank cannot tell all that; None: it can.
-        unscaled: of a quantised model, tensors in fp8 on one side alone, with the reason.
     """
 
     idle: frozenset[str] = frozenset()
@@ -57,7 +57,6 @@ class RankView:
     missing: tuple[str, ...] = ()
     doubtful: tuple[str, ...] = ()
     unknown: str | None = None
-    unscaled: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,18 +103,51 @@ class Verdict:
         return " ".join("; ".join(filter(None, parts)).split())
 
 
+def _may_become(source: torch.dtype, target: torch.dtype) -> bool:
+    """Whether a cast keeps the meaning: floats become floats, but 8-bit ones have a scale."""
+    if source == target:
+        return True
+    if "float8" in str(source) or "float4" in str(source):
+        return False
+    if source.is_complex or target.is_complex:
+        return source.is_complex and target.is_complex
+    return source.is_floating_point == target.is_floating_point
+
+
+def _both_scaled(source: torch.dtype, target: torch.dtype) -> bool:
+    """Whether both, or neither, are numbers that mean nothing without a scale."""
+    return (source in _SCALED) == (target in _SCALED)
+
+
 def view_of(uses: Sequence[BucketUses]) -> RankView:
     """One rank's view, but for what is missing."""
     partial, clashes = {}, {}
     for tensor, use in _used(uses):
         if use.is_applied and use.parts and None not in use.parts:
             partial[tensor.name] = frozenset(part for part in use.parts if part is not None)
-        if clash := _clash(tensor.dtype, use, _may_become):
-            clashes[tensor.name] = clash
-        elif use.is_broadcast:
+        if use.is_broadcast:
             clashes[tensor.name] = "smaller than what it would fill"
     idle = frozenset(name for bucket in uses for name in bucket.idle)
-    return RankView(idle=idle, partial=partial, clashes=clashes)
+    return RankView(idle=idle, partial=partial, clashes={**clashes, **clashes_of(uses)})
+
+
+def clashes_of(
+    uses: Sequence[BucketUses], agree: Callable[[torch.dtype, torch.dtype], bool] = _may_become
+) -> dict[str, str]:
+    """Tensors whose dtype does not agree with one that their data went to, in words."""
+    return {
+        tensor.name: f"{_short(tensor.dtype)}, the engine has {_short(target)}"
+        for tensor, use in _used(uses)
+        for target in use.dtypes
+        if not agree(tensor.dtype, target)
+    }
+
+
+def blind_view_of(uses: Sequence[BucketUses], unknown: str) -> RankView:
+    """Of a quantised model, whose loader may arrange anything: a cast between fp8 and others takes
+    the number for the value, or loses its scale.
+    """
+    return RankView(unknown=unknown, clashes=clashes_of(uses, _both_scaled))
 
 
 def _used(uses: Sequence[BucketUses]) -> Iterator[tuple[BucketTensor, TensorUse]]:
@@ -190,25 +222,14 @@ def _from_layer(name: str) -> list[str]:
     return parts[-2:] if number is None else parts[max(0, number - 1) :]
 
 
-def unscaled_tensors(uses: Sequence[BucketUses]) -> tuple[str, ...]:
-    """Tensors in fp8 on one side alone: a cast takes the number for the value, or loses its scale.
-
-    The one thing that can be told of a quantised model, whatever its loader arranges.
-    """
-    return tuple(
-        _described((tensor.name, tensor.dtype, tensor.shape), clash, None)
-        for tensor, use in _used(uses)
-        if (clash := _clash(tensor.dtype, use, _both_scaled))
-    )
-
-
 def judge(specs: Sequence[Spec], views: Sequence[RankView], published: Published | None) -> Verdict:
     """All ranks' views as one verdict; the same on every rank."""
-    if unscaled := _union(view.unscaled for view in views):
-        return Verdict(mismatched=unscaled)
-    unknown = next((view.unknown for view in views if view.unknown is not None), None)
-    if unknown is not None:
-        return Verdict(not_checked=unknown)
+    if blind := [view for view in views if view.unknown is not None]:
+        clashes = {name: reason for view in blind for name, reason in view.clashes.items()}
+        unscaled = (_described(s, clashes[s[0]], None) for s in specs if s[0] in clashes)
+        return Verdict(
+            not_checked=blind[0].unknown if not clashes else None, mismatched=tuple(unscaled)
+        )
     normal = {spec[0] for spec in specs if published and _is_normal(spec, published)}
     embeddings = {shape for name, _, shape in specs if name.endswith(_EMBEDDING)}
     mismatched: list[str] = []
@@ -253,30 +274,6 @@ def _mismatch(spec: Spec, views: Sequence[RankView], known: Spec | None) -> str 
 def _may_be_dropped(name: str, shape: tuple[int, ...], embeddings: set[tuple[int, ...]]) -> bool:
     """An output layer tied to the embedding comes under both names; rotary tables are computed."""
     return name.endswith(_ROTARY) or (name.endswith(_TIED_HEAD) and shape in embeddings)
-
-
-def _may_become(source: torch.dtype, target: torch.dtype) -> bool:
-    """Whether a cast keeps the meaning: floats become floats, but 8-bit ones have a scale."""
-    if source == target:
-        return True
-    if "float8" in str(source) or "float4" in str(source):
-        return False
-    if source.is_complex or target.is_complex:
-        return source.is_complex and target.is_complex
-    return source.is_floating_point == target.is_floating_point
-
-
-def _both_scaled(source: torch.dtype, target: torch.dtype) -> bool:
-    """Whether both, or neither, are numbers that mean nothing without a scale."""
-    return (source in _SCALED) == (target in _SCALED)
-
-
-def _clash(
-    dtype: torch.dtype, use: TensorUse, agree: Callable[[torch.dtype, torch.dtype], bool]
-) -> str | None:
-    """The first destination of a tensor with which its dtype does not agree, in words."""
-    clash = next((target for target in use.dtypes if not agree(dtype, target)), None)
-    return None if clash is None else f"{_short(dtype)}, the engine has {_short(clash)}"
 
 
 def _unread_bytes(spec: Spec, views: Sequence[RankView]) -> int:

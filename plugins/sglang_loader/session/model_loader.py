@@ -74,12 +74,11 @@ class _LoadMode(Enum):
 
 @dataclass
 class _Compiled:
-    """A plan that was checked, with what runs and guards it; `uses`: of its buckets' tensors;
-    `arranged`: once a trainer has asked for it.
+    """A plan that was checked, with what runs and guards it; `arranged`: once a trainer has asked
+    for it.
     """
 
     plan: LoadPlan
-    uses: list[BucketUses]
     executor: PlanExecutor
     probe: DestinationProbe
     arranged: ArrangedBuckets | None = None
@@ -99,11 +98,11 @@ class ModelLoader:
         self._context: Mapping[str, object] = {}
         self._reason: str | None = None
         self._logged: set[str] = set()
-        self._unfit: tuple[BucketLayout, Mapping[str, object], str] | None = None
+        self._unfit: tuple[BucketLayout, str] | None = None
         self._num_recordings = 0
         self._syncs_since_check = 0
         self._num_replayed = 0
-        self._eager_uses: dict[int, BucketUses] = {}
+        self._known_uses: dict[int, BucketUses] = {}  # by bucket; of all buckets of a plan
         self._addresses_checked = False
 
     def start(
@@ -114,26 +113,25 @@ class ModelLoader:
         Args:
             recheck_every_n_syncs: check the plan against `load_weights` in every n-th sync that it
                 serves; 0: never again after it was made.
-            uses_plan: False: every bucket goes through `load_weights`, whatever plan there is.
+            uses_plan: False: every bucket goes through `load_weights`, and no plan is kept.
         """
-        if context != self._context:
-            self._eager_uses = {}
+        changed = what_changed(self._context, context)
         self._context, self._reason = context, None
         self._num_replayed, self.uses = 0, []
         self._recorder.restart()
-        self._addresses_checked = not uses_plan
-        self._load_mode = _LoadMode.EAGER
+        self._addresses_checked = False
+        if changed is not None:
+            self._known_uses, self._unfit = {}, None
+        if self._compiled is not None and (changed is not None or not uses_plan):
+            self._drop_plan(changed or "this sync is to be loaded without a plan")
         if not uses_plan:
-            return
-        plan = self.plan
-        if plan is not None and (changed := what_changed(plan.context, context)):
-            self._drop_plan(changed)
-        if self._compiled is None:
-            self._start_recording()
-            return
-        self._syncs_since_check += 1
-        due = recheck_every_n_syncs and self._syncs_since_check >= recheck_every_n_syncs
-        self._load_mode = _LoadMode.CHECK if due else _LoadMode.REPLAY
+            self._load_mode = _LoadMode.EAGER
+        elif self._compiled is None:
+            self._load_mode = _LoadMode.RECORD
+        else:
+            self._syncs_since_check += 1
+            due = recheck_every_n_syncs and self._syncs_since_check >= recheck_every_n_syncs
+            self._load_mode = _LoadMode.CHECK if due else _LoadMode.REPLAY
         if self.arranged.digest:
             self.check_addresses()
 
@@ -146,8 +144,8 @@ class ModelLoader:
             return
         self._addresses_checked = True
         if self._compiled is not None and (mismatch := self._compiled.probe.mismatch()):
+            self._known_uses = {}
             self._drop_plan(mismatch)
-            self._start_recording()
 
     @property
     def plan(self) -> LoadPlan | None:
@@ -201,20 +199,20 @@ class ModelLoader:
         """
         self.check_addresses()
         is_planned = self._load_mode in (_LoadMode.REPLAY, _LoadMode.CHECK)
-        if is_planned and not self._fits(index, layout):
-            self._load_mode = _LoadMode.EAGER
-            if index == 0 and self._compiled is None:  # nothing is lost: a plan for the new layout
-                self._start_recording()
+        if is_planned and (reason := self._why_not_planned(index, layout)):
+            self._drop_plan(reason)
         rebased = self._rebased(index) if arranged else None
-        if index == 0 and self._load_mode is _LoadMode.RECORD and self._is_unfit(layout):
-            self._load_mode = _LoadMode.EAGER
         if self._load_mode is _LoadMode.REPLAY and self._replay(index, source, rebased):
             return self.plan is not None and not self.plan.buckets[index].rest
+        is_first = index == 0 and self._load_mode is _LoadMode.RECORD
+        if is_first and (reason := self._why_not_recorded(layout)):
+            self._note(reason)
+            self._load_mode = _LoadMode.EAGER
         buffer = source.packed(layout)
         if self._load_mode is _LoadMode.CHECK:
             self._check(index, buffer)
         elif self._load_mode is _LoadMode.RECORD:
-            self._record(layout, buffer)
+            self._record(index, layout, buffer)
         else:
             self._load_eagerly(index, layout, buffer, read_only)
         return False
@@ -252,28 +250,23 @@ class ModelLoader:
         """True if this sync has written what the plan writes, by the plan or proven to be it."""
         return self._load_mode is not _LoadMode.EAGER and len(self.uses) == len(plan.buckets)
 
-    def _start_recording(self) -> None:
+    def _why_not_recorded(self, first: BucketLayout) -> str | None:
+        """Why no plan is made of a sync that begins with this bucket."""
         if self._num_recordings >= MAX_RECORDINGS:
-            self._load_mode = _LoadMode.EAGER
-            self._note(f"{MAX_RECORDINGS} plans in a row did not last for one sync")
-            return
-        self._load_mode = _LoadMode.RECORD
+            return f"{MAX_RECORDINGS} plans in a row did not last for one sync"
+        if self._unfit is None or self._unfit[0] != first:
+            return None
+        return self._unfit[1]
 
-    def _is_unfit(self, first: BucketLayout) -> bool:
-        """True if this kind of sync was refused a plan before."""
-        if self._unfit is None or self._unfit[:2] != (first, self._context):
-            return False
-        self._note(self._unfit[2], log=False)
-        return True
-
-    def _fits(self, index: int, layout: BucketLayout) -> bool:
+    def _why_not_planned(self, index: int, layout: BucketLayout) -> str | None:
+        """Why a bucket is not the plan's."""
         assert self._compiled is not None
         buckets = self._compiled.plan.buckets
         if index >= len(buckets):
-            self._drop_plan(f"the plan has {len(buckets)} buckets, the sync more")
-        elif buckets[index].layout is not layout and buckets[index].layout != layout:
-            self._drop_plan(f"bucket {index} has another layout than the plan's")
-        return self._compiled is not None
+            return f"the plan has {len(buckets)} buckets, the sync more"
+        if buckets[index].layout is not layout and buckets[index].layout != layout:
+            return f"bucket {index} has another layout than the plan's"
+        return None
 
     def _replay(self, index: int, source: BucketSource, rebased: BucketPlan | None) -> bool:
         """False if it failed: load the bucket, and the rest of the sync, eagerly."""
@@ -284,9 +277,10 @@ class ModelLoader:
             if rebased is not None:
                 raise  # the other bytes are not there
             self._drop_plan(f"the replay of bucket {index} failed: {error!r}")
+            self._load_mode = _LoadMode.EAGER  # a recording needs more memory, and may fail, too
             return False
         self._num_replayed += 1
-        self.uses.append(self._compiled.uses[index])
+        self.uses.append(self._known_uses[index])
         return True
 
     def _check(self, index: int, buffer: torch.Tensor) -> None:
@@ -297,24 +291,23 @@ class ModelLoader:
             self.uses.append(BucketUses(plan.buckets[index].layout, problem=reason))
             self._drop_plan(f"bucket {index}: {reason}")
             return
-        self.uses.append(self._compiled.uses[index])
+        self.uses.append(self._known_uses[index])
 
-    def _record(self, layout: BucketLayout, buffer: torch.Tensor) -> None:
+    def _record(self, index: int, layout: BucketLayout, buffer: torch.Tensor) -> None:
         uses, reason = self._recorder.record(layout, buffer)
+        self._known_uses[index] = uses
         self.uses.append(uses)
         if reason is not None:
             self._refuse(reason)
 
     def _compile(self) -> None:
         try:
-            plan = self._recorder.finish(self._context)
+            plan = self._recorder.finish()
         except PlanRefused as refused:
             self._refuse(str(refused))
             return
-        probe = DestinationProbe(self._model, plan.destinations)
-        self._compiled = _Compiled(
-            plan, list(self.uses), PlanExecutor(plan, self._recorder.load_weights), probe
-        )
+        executor = PlanExecutor(plan, self._recorder.load_weights)
+        self._compiled = _Compiled(plan, executor, DestinationProbe(self._model, plan.destinations))
         self._num_recordings += 1
         self._syncs_since_check = 0
         self._unfit = None
@@ -332,25 +325,27 @@ class ModelLoader:
     def _load_eagerly(
         self, index: int, layout: BucketLayout, buffer: torch.Tensor, read_only: bool
     ) -> None:
-        seen = self._eager_uses.get(index)
+        seen = self._known_uses.get(index)
         if seen is None or seen.layout != layout:
-            _, self._eager_uses[index] = self._recorder.trace(layout, buffer)
-            self.uses.append(self._eager_uses[index])
-            return
-        self.uses.append(seen)
-        source = buffer[: layout.nbytes].clone() if read_only else buffer
-        self._recorder.load_weights(layout.views(source))
+            _, self._known_uses[index] = self._recorder.trace(layout, buffer)
+        else:
+            source = buffer[: layout.nbytes].clone() if read_only else buffer
+            self._recorder.load_weights(layout.views(source))
+        self.uses.append(self._known_uses[index])
 
     def _refuse(self, reason: str) -> None:
         """No plan for syncs like this one: the rest of it, and the next ones, are eager."""
         self._note(reason)
-        self._unfit = self.uses[0].layout, self._context, reason
+        self._unfit = self.uses[0].layout, reason
         self._load_mode = _LoadMode.EAGER
 
     def _drop_plan(self, reason: str) -> None:
-        """The rest of the sync is eager, unless another plan can be recorded."""
+        """Another plan is made of this sync, if nothing of it is loaded yet; else the rest of it is
+        eager.
+        """
         self._note(reason)
-        self._compiled, self._load_mode = None, _LoadMode.EAGER
+        self._compiled = None
+        self._load_mode = _LoadMode.EAGER if self.uses else _LoadMode.RECORD
         if (backup := backup_of(self._model)) is not None:
             backup.withdraw(reason)
 

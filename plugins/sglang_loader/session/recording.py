@@ -6,7 +6,7 @@ A bucket that has not come before is traced also where no plan is wanted, or pos
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from traceback import walk_tb
 from typing import Any
@@ -87,12 +87,12 @@ class Recorder:
         self._buckets.append(bucket)
         return uses, None
 
-    def finish(self, context: Mapping[str, object]) -> LoadPlan:
+    def finish(self) -> LoadPlan:
         """The plan of the sync, all of whose buckets were recorded; raises PlanRefused if there is
         none.
         """
         assert self._destinations is not None, "a plan needs at least one bucket"
-        return join_buckets(self._buckets, self._destinations, context)
+        return join_buckets(self._buckets, self._destinations)
 
 
 NamedTensor = tuple[str, torch.Tensor]

@@ -92,8 +92,7 @@ class Sources:
     """
 
     def __init__(self) -> None:
-        self._maps: OrderedDict[_Key, _MapOfPieces] = OrderedDict()
-        self._sources: dict[_Key, BucketSource] = {}
+        self._known: OrderedDict[tuple[int, int, bytes], _KnownPieces] = OrderedDict()
 
     def of(
         self, message: wire.LoadBucket, slots: Mapping[int, torch.Tensor], nbytes: int
@@ -105,40 +104,38 @@ class Sources:
         """
         slot = message.pieces[0].slot if message.pieces else -1
         key = len(message.pieces), slot, message.layout
-        found = self._maps.get(key)
+        found = self._known.get(key)
         if found is None or not found.is_of(message.pieces, slots):
-            self._sources.pop(key, None)
-            found = self._maps[key] = _MapOfPieces.of(message, slots, nbytes)
-            while len(self._maps) > MAX_SOURCES:
-                self._sources.pop(self._maps.popitem(last=False)[0], None)
+            found = self._known[key] = _KnownPieces.of(message, slots, nbytes)
+            while len(self._known) > MAX_SOURCES:
+                self._known.popitem(last=False)
         memories = [slots[slot] for slot in found.slots]
-        source = self._sources.get(key)
+        source = found.source
         if source is None or any(map(operator.is_not, source.memories, memories)):
-            source = self._sources[key] = BucketSource(found.map, memories)
+            source = found.source = BucketSource(found.map, memories)
         return source
 
     def clear(self) -> None:
         """Let go of all memory."""
-        self._sources.clear()
+        for known in self._known.values():
+            known.source = None
 
 
-_Key = tuple[int, int, bytes]
-
-
-@dataclass(frozen=True)
-class _MapOfPieces:
-    """The pieces of a message, the slots and lengths of the buffers that they lie in, and their map
-    in these.
+@dataclass
+class _KnownPieces:
+    """The pieces of a message, the slots and lengths of the buffers that they lie in, their map in
+    these, and the buffers that were the last.
     """
 
     pieces: list[wire.BucketPiece]
     slots: dict[int, int]
     map: BucketMap
+    source: BucketSource | None = None
 
     @classmethod
     def of(
         cls, message: wire.LoadBucket, buffers: Mapping[int, torch.Tensor], nbytes: int
-    ) -> _MapOfPieces:
+    ) -> _KnownPieces:
         numbers: dict[int, int] = {}
         for piece in message.pieces:
             for slot in (piece.slot, *(slot for slot, _, _ in piece.shards)):

@@ -34,9 +34,9 @@ from sglang_loader.session.findings import (
     RankView,
     Spec,
     Verdict,
+    blind_view_of,
     judge,
     missing_tensors,
-    unscaled_tensors,
     view_of,
 )
 from sglang_loader.session.model_loader import loader_of
@@ -120,7 +120,7 @@ def _view(
     uses = loader_of(model).uses
     if getattr(model, "quant_config", None) is not None:  # by SGLang, or its checkpoint is
         unknown = f"a quantised model ({context['quantization']}), but for which weights are in fp8"
-        return RankView(unknown=unknown, unscaled=unscaled_tensors(uses))
+        return blind_view_of(uses, unknown)
     if context["pp_size"] != 1:
         return RankView(unknown=f"pipeline parallel, {context['pp_size']} stages")
     if problem := next((bucket.problem for bucket in uses if bucket.problem is not None), None):

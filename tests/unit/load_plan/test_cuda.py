@@ -66,7 +66,7 @@ def test_replay_is_byte_identical_on_a_gpu(inference):
         model = Experts()
         layout, buffer = pack(0)
         traced = trace_bucket(model, model.load_weights, layout, buffer)
-        plan = join_buckets([compile_bucket(traced)], traced.destinations, {})
+        plan = join_buckets([compile_bucket(traced)], traced.destinations)
         assert plan.num_rest == 1
         reason = self_check(model, plan, model.load_weights, [buffer])
         assert reason is None, reason
@@ -85,7 +85,7 @@ def test_replay_never_waits():
     model = Experts()
     layout, buffer = pack(0)
     traced = trace_bucket(model, model.load_weights, layout, buffer)
-    plan = join_buckets([compile_bucket(traced)], traced.destinations, {})
+    plan = join_buckets([compile_bucket(traced)], traced.destinations)
     executor, source = PlanExecutor(plan, model.load_weights), BucketSource.flat(buffer)
     executor.replay(0, source)
     torch.cuda.synchronize()

@@ -59,7 +59,7 @@ def test_moved_and_new_tensors_are_noticed():
     assert probe.mismatch() == f"1.weight {CHANGED}"
     model[1] = nn.Identity()
     assert difference() == "1.weight is gone"
-    assert probe.mismatch() == "module 1 was replaced"
+    assert probe.mismatch() == "module 1 was rebound"
 
 
 def test_the_probe_notices_what_is_gone_or_exchanged():
@@ -72,7 +72,7 @@ def test_the_probe_notices_what_is_gone_or_exchanged():
     model.cache.append(last)
     assert probe.mismatch() is None
     model.bias = nn.Parameter(model.bias.data)
-    assert probe.mismatch() == f"bias {CHANGED}"
+    assert probe.mismatch() == "bias was rebound"
 
 
 def from_another_storage(tensor):
@@ -112,7 +112,7 @@ def test_the_probe_notices_modules_and_what_is_registered_later():
     model = nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2))
     probe = DestinationProbe(model, collect_destinations(model))
     old, model[0][0] = model[0][0], nn.Linear(2, 2)
-    assert probe.mismatch() == "module 0.0 was replaced"
+    assert probe.mismatch() == "module 0.0 was rebound"
     model[0][0] = old
     assert probe.mismatch() is None
     for add in (

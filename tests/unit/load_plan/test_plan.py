@@ -64,7 +64,7 @@ def compile_for(model, *buckets):
         found = traced.destinations
         plans.append(compile_bucket(traced))
     assert found is not None
-    return join_buckets(plans, found, {"tp_rank": 0})
+    return join_buckets(plans, found)
 
 
 def assert_replays(load_one):

@@ -56,7 +56,7 @@ def executor_of(model):
     """Replays what the model does with the bucket."""
     zeros = torch.zeros(LAYOUT.nbytes, dtype=torch.uint8)
     traced = trace_bucket(model, model.load_weights, LAYOUT, zeros)
-    plan = join_buckets([compile_bucket(traced)], traced.destinations, {})
+    plan = join_buckets([compile_bucket(traced)], traced.destinations)
     return PlanExecutor(plan, model.load_weights)
 
 

@@ -13,7 +13,6 @@ from sglang_loader.common.regions.geometry import (
     Unit,
     broadcast_to,
     describe_copy,
-    region_runs,
 )
 from unit.strided_moves import moves
 
@@ -75,7 +74,7 @@ def test_bounds_and_runs_enclose_exactly_what_is_written(pair):
     touched = np.zeros(dst_region.bounds()[1], dtype=bool)
     numpy_view(dst_region, touched)[...] = True
     copy = describe_copy(0, src_region, dst_region, BYTES)
-    for starts, length in (copy.dst_runs(), region_runs(dst_region)):
+    for starts, length in (copy.dst_runs(), dst_region.runs()):
         rebuilt = np.zeros_like(touched)
         for start in starts:
             assert not rebuilt[start : start + length].any()
@@ -110,6 +109,6 @@ def test_broadcast_rejects_shapes_that_do_not_fit():
 def test_an_empty_region_is_no_copy():
     empty = Region(8, (0, 3), (3, 1), 2)
     assert empty.bounds() == (8, 8)
-    assert len(region_runs(empty)[0]) == 0
+    assert len(empty.runs()[0]) == 0
     with pytest.raises(ValueError, match="empty"):
         describe_copy(0, empty, empty, BYTES)

@@ -142,21 +142,18 @@ def _fold(first: StridedCopy, second: StridedCopy, repeats: int) -> StridedCopy:
     return StridedCopy(first.storage, first.src, first.dst, dims, run, first.unit)
 
 
-def _clusters(copies: Sequence[StridedCopy]) -> Iterator[list[int]]:
+def _clusters(copies: Sequence[StridedCopy]) -> list[list[int]]:
     """Indices of copies whose enclosing destination ranges form one connected range."""
-    bounds = [copy.dst_bounds() for copy in copies]
-    order = sorted(range(len(copies)), key=lambda i: (copies[i].storage, bounds[i]))
-    cluster: list[int] = []
-    storage, reach = -1, 0
-    for i in order:
-        if cluster and (copies[i].storage != storage or bounds[i][0] >= reach):
-            yield cluster
-            cluster = []
-        reach = max(reach, bounds[i][1]) if cluster else bounds[i][1]
-        storage = copies[i].storage
-        cluster.append(i)
-    if cluster:
-        yield cluster
+    clusters: list[list[int]] = []
+    ranges = [(copy.storage, *copy.dst_bounds()) for copy in copies]
+    reach = -1, 0
+    for i in sorted(range(len(copies)), key=ranges.__getitem__):
+        storage, start, stop = ranges[i]
+        if (storage, start) >= reach:
+            clusters.append([])
+        clusters[-1].append(i)
+        reach = max(reach, (storage, stop))
+    return clusters
 
 
 def _really_overlap(copies: Sequence[StridedCopy]) -> bool:

@@ -25,6 +25,9 @@ import numpy.typing as npt
 Dim: TypeAlias = tuple[int, int, int]
 """(count, source stride in bytes, destination stride in bytes)."""
 
+Runs: TypeAlias = tuple[npt.NDArray[np.int64], int]
+"""Starts (ascending) and length, in bytes, of runs of consecutive bytes."""
+
 
 @dataclass(frozen=True, slots=True)
 class Unit:
@@ -58,6 +61,13 @@ class Region:
         last = sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))
         return self.offset, self.offset + (last + 1) * self.itemsize
 
+    def runs(self) -> Runs:
+        """Where its bytes are; no runs at all where it is empty."""
+        if 0 in self.shape:
+            return np.empty(0, dtype=np.int64), 0
+        strides = [stride * self.itemsize for stride in self.stride]
+        return _expanded(self.offset, *_one_side(self.shape, strides, self.itemsize))
+
 
 @dataclass(frozen=True, slots=True)
 class StridedCopy:
@@ -80,17 +90,17 @@ class StridedCopy:
         last = sum((count - 1) * src_stride for count, src_stride, _ in self.dims)
         return self.src, self.src + last + self.run * self.unit.src_bytes
 
-    def dst_runs(self) -> tuple[npt.NDArray[np.int64], int]:
-        """Starts (ascending) and length of the runs written in the destination, in bytes."""
-        return expand_runs(self.dst, self._dst_dims(), self.run * self.unit.dst_bytes)
+    def dst_runs(self) -> Runs:
+        """Where it writes in the destination."""
+        return _expanded(self.dst, *self._dst_side())
 
     def num_dst_runs(self) -> int:
         """How many runs `dst_runs` would return, without making them."""
-        dims, _ = collapse_one_side(self._dst_dims(), self.run * self.unit.dst_bytes)
-        return math.prod(count for count, _ in dims)
+        return math.prod(count for count, _, _ in self._dst_side()[0])
 
-    def _dst_dims(self) -> list[tuple[int, int]]:
-        return [(count, dst_stride) for count, _, dst_stride in self.dims]
+    def _dst_side(self) -> tuple[tuple[Dim, ...], int]:
+        counts, strides = [dim[0] for dim in self.dims], [dim[2] for dim in self.dims]
+        return _one_side(counts, strides, self.run * self.unit.dst_bytes)
 
 
 def collapse(dims: Iterable[Dim], run: int, unit: Unit) -> tuple[tuple[Dim, ...], int]:
@@ -137,35 +147,19 @@ def describe_copy(storage: int, src: Region, dst: Region, unit: Unit) -> Strided
     return StridedCopy(storage, src.offset, dst.offset, dims, run, unit)
 
 
-def expand_runs(
-    start: int, dims: Sequence[tuple[int, int]], run: int
-) -> tuple[npt.NDArray[np.int64], int]:
-    """Starts (ascending) and length of the contiguous byte runs of a one-sided strided region; its
-    `(count, stride in bytes)` are collapsed first: a dense region is one run.
-    """
-    collapsed, run = collapse_one_side(dims, run)
+def _one_side(
+    counts: Iterable[int], strides: Iterable[int], run: int
+) -> tuple[tuple[Dim, ...], int]:
+    """`collapse` for one side of a copy: `strides` and `run` in bytes; what is dense is one run."""
+    return collapse(((n, s, s) for n, s in zip(counts, strides, strict=True)), run, BYTES)
+
+
+def _expanded(start: int, dims: Iterable[Dim], run: int) -> Runs:
     starts = np.array([start], dtype=np.int64)
-    for count, stride in collapsed:
+    for count, stride, _ in dims:
         starts = (starts[:, None] + np.arange(count, dtype=np.int64) * stride).ravel()
     starts.sort()
     return starts, run
-
-
-def collapse_one_side(
-    dims: Sequence[tuple[int, int]], run: int
-) -> tuple[list[tuple[int, int]], int]:
-    """`collapse` for one side of a copy: `dims` as `(count, byte stride)`, `run` in bytes."""
-    collapsed, run = collapse(((n, stride, stride) for n, stride in dims), run, BYTES)
-    return [(n, stride) for n, stride, _ in collapsed], run
-
-
-def region_runs(region: Region) -> tuple[npt.NDArray[np.int64], int]:
-    """`expand_runs` of a tensor region; no runs at all where it is empty."""
-    if 0 in region.shape:
-        return np.empty(0, dtype=np.int64), 0
-    pairs = zip(region.shape, region.stride, strict=True)
-    dims = [(n, s * region.itemsize) for n, s in pairs]
-    return expand_runs(region.offset, dims, region.itemsize)
 
 
 def split_copy(copy: StridedCopy, starts: Sequence[int]) -> Iterator[StridedCopy]:
