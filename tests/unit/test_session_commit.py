@@ -2,6 +2,7 @@
 
 import threading
 import time
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -32,6 +33,10 @@ from verl_sglang_sync.sources.memory_blocks import BlockNames
 CPU = torch.device("cpu")
 SETTINGS = settings_of("compiled", bucket_bytes=256, request_timeout_s=10)
 WEIGHTS = {name: torch.arange(60.0) + i for i, name in enumerate(("first", "second"))}
+
+
+def refusing(text):
+    return Mock(side_effect=RuntimeError(text))
 
 
 def model_of(names):
@@ -229,16 +234,12 @@ def test_only_what_is_committed_and_not_given_up_is_served(
         )
 
 
-def refuse():
-    raise RuntimeError("1 missing: third")
-
-
 @pytest.mark.parametrize(
     ("known", "once_loaded", "arranged", "reason"),
     [
         (("first",), None, False, "second"),
         (("third",), None, False, "first"),
-        (WEIGHTS, refuse, False, "1 missing: third"),
+        (WEIGHTS, refusing("1 missing: third"), False, "1 missing: third"),
         (WEIGHTS, None, True, "bucket 0 came arranged: it must be whole"),
     ],
     ids=["the last bucket", "the first", "what was loaded", "arranged otherwise"],
@@ -268,9 +269,7 @@ def test_what_failed_on_another_tp_rank_is_heard_after_the_commit(event, trainer
 
 
 def test_what_must_be_done_before_ends_the_session_before_the_first_byte(event, trainer, ring):
-    def refuse():
-        raise RuntimeError("requests are running")
-
+    refuse = refusing("requests are running")
     engine = Engine(trainer.invitation, model_of(WEIGHTS), once_joined=refuse)
     engine.start()
     engine.join()  # the trainer greets too late: what was said is heard all the same
