@@ -8,13 +8,18 @@ Move = tuple[tuple[int, int], tuple[int, Unit]]
 """((storage, first byte), (first byte in the bucket, unit))."""
 
 
+def indices(offset, dims):
+    """Every place of a strided set of `(count, stride)`, in order."""
+    found = np.array([offset])
+    for count, stride in dims:
+        found = (found[:, None] + np.arange(count) * stride).ravel()
+    return found
+
+
 def moves(copy):
     """Every unit that the copy moves, by the definition of a strided copy."""
-    found = []
-    for index in np.ndindex(*[count for count, _, _ in copy.dims], copy.run):
-        *outer, i = (int(n) for n in index)
-        src = copy.src + sum(n * d[1] for n, d in zip(outer, copy.dims, strict=True))
-        dst = copy.dst + sum(n * d[2] for n, d in zip(outer, copy.dims, strict=True))
-        place = copy.storage, dst + i * copy.unit.dst_bytes
-        found.append((place, (src + i * copy.unit.src_bytes, copy.unit)))
-    return found
+    unit, dims = copy.unit, copy.dims
+    src = indices(copy.src, [*((n, step) for n, step, _ in dims), (copy.run, unit.src_bytes)])
+    dst = indices(copy.dst, [*((n, step) for n, _, step in dims), (copy.run, unit.dst_bytes)])
+    pairs = zip(src.tolist(), dst.tolist(), strict=True)
+    return [((copy.storage, to), (at, unit)) for at, to in pairs]

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from sglang_loader.common.regions.arrangement import Read, end_of
 from sglang_loader.common.regions.compose import ByteMap, compose_read
 from sglang_loader.common.regions.geometry import Region
+from unit.strided_moves import indices
 from verl_sglang_sync.routes.exchange import exchange_plan
 from verl_sglang_sync.routes.exchange.exchange_plan import (
     num_read,
@@ -24,16 +25,12 @@ from verl_sglang_sync.routes.exchange.exchange_plan import (
 from verl_sglang_sync.sources.transfer_plan import Origin, everyone, nearest, shards_of_rows
 
 
-def indices(offset, dims, run):
-    """Every byte of a strided set, in order."""
-    found = np.array([offset])
-    for count, stride in (*dims, (run, 1)):
-        found = (found[:, None] + np.arange(count) * stride).ravel()
-    return found
-
-
 def bytes_of(source):
-    return indices(source.offset, source.dims, 1)
+    return indices(source.offset, source.dims)
+
+
+def bytes_read(read):
+    return indices(read.offset, [*read.dims, (read.run, 1)])
 
 
 @st.composite
@@ -131,7 +128,7 @@ def buckets(draw):
 
 def copied(reads, memories, target):
     for read in reads:
-        picked = memories[read.tensor][indices(read.offset, read.dims, read.run)]
+        picked = memories[read.tensor][bytes_read(read)]
         assert not target[read.start : read.start + read.nbytes].any(), "filled twice"
         target[read.start : read.start + read.nbytes] = picked
 
@@ -153,7 +150,7 @@ def arranged(arrangement, origins, full):
     for read in arrangement:
         origin = origins[read.tensor]
         tensor = full[origin.parameter][bytes_of(origin.bytes)]
-        picked = tensor[indices(read.offset, read.dims, read.run)]
+        picked = tensor[bytes_read(read)]
         expected[read.start : read.start + read.nbytes] = picked
     return expected
 
@@ -194,7 +191,7 @@ def test_every_reader_finds_what_it_reads_in_what_it_receives(bucket, apart, num
             assert piece.start >= stop, "no byte is there twice"
             stop = piece.start + piece.nbytes
             dims = piece.dims or ((piece.nbytes, 1),)
-            buffer[piece.start : stop] = came[indices(piece.offset, dims, 1)]
+            buffer[piece.start : stop] = came[indices(piece.offset, dims)]
         assert np.array_equal(buffer, arranged(read, origins, full)), "0 where nothing is read"
 
 

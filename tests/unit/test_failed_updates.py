@@ -3,6 +3,7 @@ that each begins and ends SGLang's own, where there is one (from 0.5.21 on), and
 """
 
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -16,6 +17,8 @@ from sglang_loader.upstream import UpdateFrame
 from support.reachable_memory import reachable
 from unit.released_memory import poison
 from unit.test_plan_store import NAMES, Model, check_loaded, layouts_of, sync
+
+NOT_INVITED = Mock(side_effect=ValueError("not an invitation"))
 
 
 class Runner:
@@ -157,10 +160,7 @@ def test_a_session_that_running_requests_refuse_changes_nothing(engine):
 def test_a_rank_that_has_not_begun_is_stale_where_another_has(engine):
     engine.others = [("TP rank 1: no memory", True, False)]
 
-    def load(_):
-        raise ValueError("not an invitation")
-
-    mine, theirs = engine.update(load)
+    mine, theirs = engine.update(NOT_INVITED)
     assert "not an invitation" in mine
     assert theirs == "TP rank 1: no memory"
     assert engine.backup.stale == "the last sync was not complete"
@@ -187,12 +187,8 @@ def test_the_prefix_cache_is_dropped_once_whatever_happens(engine):
         before = engine.num_flushes
         engine.session(3.0, fails=fails)
         assert engine.num_flushes == before + 1
-
-    def load(_):
-        raise ValueError("not an invitation")
-
     before = engine.num_flushes
-    engine.update(load)
+    engine.update(NOT_INVITED)
     assert engine.num_flushes == before + 1, "other TP ranks may have come to it"
 
 
@@ -308,9 +304,7 @@ def test_a_session_that_the_client_has_begun_is_ended_by_the_client():
 
 
 def test_sglangs_guard_keeps_every_model_as_it_is():
-    def refuse(operation):
-        raise RuntimeError(f"{operation}: the weights are shared with the daemon")
-
+    refuse = Mock(side_effect=RuntimeError("the weights are shared with the daemon"))
     runners = Runner(), Runner()
     runners[1].weight_updater._assert_weight_cache_inactive = refuse
     frame = UpdateFrame(SimpleNamespace(_session=None), runners)

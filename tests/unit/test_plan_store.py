@@ -239,6 +239,14 @@ def sync_arranged(loader, value):
     return loader.finish()
 
 
+@pytest.fixture
+def loader():
+    """Of a model that was synced once, and has a plan."""
+    made = loader_of(Half())
+    sync_halves(made, 1.0)
+    return made
+
+
 def test_an_arranged_sync_is_the_same_sync():
     model = Half()
     loader = loader_of(model)
@@ -274,17 +282,15 @@ def test_a_check_needs_whole_buckets():
     assert loader.arranged is arranged
 
 
-def test_nothing_is_arranged_before_it_is_asked_for():
-    loader = loader_of(Half())
-    sync_halves(loader, 1.0)
+def test_nothing_is_arranged_before_it_is_asked_for(loader):
     loader.start(CONTEXT, recheck_every_n_syncs=0)
     assert loader.arranged is ALL_WHOLE
     assert loader.arrange() is loader.arranged is not ALL_WHOLE
 
 
-def test_whole_buckets_are_wanted_where_an_arranged_one_would_load_otherwise(caplog, monkeypatch):
-    loader = loader_of(Half())
-    sync_halves(loader, 1.0)
+def test_whole_buckets_are_wanted_where_an_arranged_one_would_load_otherwise(
+    loader, caplog, monkeypatch
+):
 
     def misplaced(plan):
         arrangement, rebased = arrange(plan)
@@ -296,9 +302,7 @@ def test_whole_buckets_are_wanted_where_an_arranged_one_would_load_otherwise(cap
     assert "whole buckets are wanted: number 1 arranged: it copies other bytes" in caplog.text
 
 
-def test_what_cannot_be_proved_now_is_asked_again(caplog, monkeypatch):
-    loader = loader_of(Half())
-    sync_halves(loader, 1.0)
+def test_what_cannot_be_proved_now_is_asked_again(loader, caplog, monkeypatch):
     with monkeypatch.context() as patch:
         for_lack = mock.Mock(side_effect=torch.OutOfMemoryError("no memory"))
         patch.setattr("sglang_loader.session.model_loader.why_misarranged", for_lack)

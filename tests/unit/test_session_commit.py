@@ -2,6 +2,7 @@
 
 import threading
 import time
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -32,6 +33,10 @@ from verl_sglang_sync.sources.memory_blocks import BlockNames
 CPU = torch.device("cpu")
 SETTINGS = settings_of("compiled", bucket_bytes=256, request_timeout_s=10)
 WEIGHTS = {name: torch.arange(60.0) + i for i, name in enumerate(("first", "second"))}
+
+
+def refusing(text):
+    return Mock(side_effect=RuntimeError(text))
 
 
 def model_of(names):
@@ -85,7 +90,7 @@ class Engine(threading.Thread):
         self, invitation, model, others=(), once_joined=lambda: None, once_loaded=lambda: None
     ):
         super().__init__()
-        self._descriptor, self._model = decode_descriptor(invitation), model
+        self._descriptor, self.model = decode_descriptor(invitation), model
         self._others = others
         self._steps = session.SessionSteps(
             once_joined=once_joined, before_loading=self.begin, once_loaded=once_loaded
@@ -98,7 +103,7 @@ class Engine(threading.Thread):
 
     def run(self):
         try:
-            conclude = session.serve_session(self._descriptor, [self._model], self._steps)
+            conclude = session.serve_session(self._descriptor, [self.model], self._steps)
         except Exception as error:
             self.error = error
             return
@@ -112,9 +117,9 @@ def trainer():
         yield opened
 
 
-def joined(trainer, model, **options):
-    """An engine that serves `model` and has met the trainer."""
-    engine = Engine(trainer.invitation, model, **options)
+def joined(trainer, model=None, **options):
+    """An engine that serves the model, or one of all weights, and has met the trainer."""
+    engine = Engine(trainer.invitation, model or model_of(WEIGHTS), **options)
     engine.start()
     meet(trainer)
     return engine
@@ -137,7 +142,8 @@ def wait_until_done(trainer, index):
 
 
 def wait_until_loaded(trainer):
-    """Wait until the engine rank has read all."""
+    """Wait until the engine rank has read all of both buckets."""
+    wait_until_done(trainer, 1)
     wait_for([alone(trainer)], lambda session: session.loaded is not None, 10)
     assert trainer.loaded is not None
     return trainer.loaded
@@ -170,8 +176,7 @@ def check_not_served(engine, *texts):
 
 
 def test_what_was_committed_is_published(event, trainer, ring):
-    model = model_of(WEIGHTS)
-    engine = joined(trainer, model)
+    engine = joined(trainer)
     send_all(trainer, ring)
     wait_until_done(trainer, 1)
     assert event.waited, "told to be done while the device was at it"
@@ -185,7 +190,7 @@ def test_what_was_committed_is_published(event, trainer, ring):
     assert outcome.num_replayed + outcome.num_eager == 2
     assert not trainer._channel.has_message(), "the next session would read it"
     for name, tensor in WEIGHTS.items():
-        assert torch.equal(model.get_parameter(name).detach(), tensor)
+        assert torch.equal(engine.model.get_parameter(name).detach(), tensor)
 
 
 @pytest.mark.parametrize("has_committed", [False, True])
@@ -229,16 +234,12 @@ def test_only_what_is_committed_and_not_given_up_is_served(
         )
 
 
-def refuse():
-    raise RuntimeError("1 missing: third")
-
-
 @pytest.mark.parametrize(
     ("known", "once_loaded", "arranged", "reason"),
     [
         (("first",), None, False, "second"),
         (("third",), None, False, "first"),
-        (WEIGHTS, refuse, False, "1 missing: third"),
+        (WEIGHTS, refusing("1 missing: third"), False, "1 missing: third"),
         (WEIGHTS, None, True, "bucket 0 came arranged: it must be whole"),
     ],
     ids=["the last bucket", "the first", "what was loaded", "arranged otherwise"],
@@ -246,24 +247,20 @@ def refuse():
 def test_an_engine_that_refuses_after_all_was_sent_is_heard(
     event, trainer, ring, known, once_loaded, arranged, reason
 ):
-    model = model_of(known)
-    engine = joined(trainer, model, once_loaded=once_loaded or (lambda: None))
+    engine = joined(trainer, model_of(known), once_loaded=once_loaded or (lambda: None))
     with pytest.raises(EngineFailed, match=reason):
         send_all(trainer, ring, arranged=arranged)
-        wait_until_done(trainer, 1)
         wait_until_loaded(trainer)
     check_not_served(engine)
     if arranged:
-        assert not any(parameter.any() for parameter in model.parameters()), "read otherwise"
+        assert not any(each.any() for each in engine.model.parameters()), "read otherwise"
     else:
         assert event.waited, "unmapped while the device may read what it was launched for"
 
 
 def test_what_failed_on_another_tp_rank_is_heard_after_the_commit(event, trainer, ring):
-    model = model_of(WEIGHTS)
-    engine = joined(trainer, model, others=["TP rank 1: no memory"])
+    engine = joined(trainer, others=["TP rank 1: no memory"])
     send_all(trainer, ring)
-    wait_until_done(trainer, 1)
     wait_until_loaded(trainer)
     trainer.commit(lambda: None)
     with pytest.raises(EngineFailed, match="TP rank 1: no memory"):
@@ -272,11 +269,8 @@ def test_what_failed_on_another_tp_rank_is_heard_after_the_commit(event, trainer
 
 
 def test_what_must_be_done_before_ends_the_session_before_the_first_byte(event, trainer, ring):
-    def refuse():
-        raise RuntimeError("requests are running")
-
-    model = model_of(WEIGHTS)
-    engine = Engine(trainer.invitation, model, once_joined=refuse)
+    refuse = refusing("requests are running")
+    engine = Engine(trainer.invitation, model_of(WEIGHTS), once_joined=refuse)
     engine.start()
     engine.join()  # the trainer greets too late: what was said is heard all the same
     with pytest.raises(EngineFailed, match="requests are running"):
@@ -285,7 +279,7 @@ def test_what_must_be_done_before_ends_the_session_before_the_first_byte(event, 
         wait_until_done(trainer, 1)
     check_not_served(engine, "requests are running")
     assert not engine.has_begun
-    assert not any(parameter.any() for parameter in model.parameters())
+    assert not any(parameter.any() for parameter in engine.model.parameters())
 
 
 @pytest.mark.parametrize("ended", ["well", "badly"])
@@ -316,7 +310,6 @@ def test_a_request_that_arrives_twice_is_refused_at_once_the_second_time(event, 
 def serve_whole(trainer, ring, engine):
     """A session that ends well."""
     send_all(trainer, ring)
-    wait_until_done(trainer, 1)
     wait_until_loaded(trainer)
     trainer.commit(lambda: None)
     trainer.wait_until_published()
@@ -325,26 +318,19 @@ def serve_whole(trainer, ring, engine):
 
 
 def test_memory_that_the_engine_cannot_map_is_told_apart(event, trainer):
-    engine = joined(trainer, model_of(WEIGHTS))
+    engine = joined(trainer)
     gone = CpuHandle(nbytes=64, name="/torch_nobody_has_this")
     trainer.map_blocks([SharedBlock("gone", gone)], keep=True)
-    [bucket] = [
-        batch.bucket
-        for batch in BucketStream(1 << 20).batches(
-            list(WEIGHTS.items()), SyncReport(mode="compiled", replica=0)
-        )
-    ]
-    trainer.load(0, bucket, [BucketPiece(0, 0, 0, 64)], read_only=True)
+    report = SyncReport(mode="compiled", replica=0)
+    [batch] = BucketStream(1 << 20).batches(list(WEIGHTS.items()), report)
+    trainer.load(0, batch.bucket, [BucketPiece(0, 0, 0, 64)], read_only=True)
     with pytest.raises(EngineCannotMap, match="64 bytes of the CPU cannot be mapped"):
         wait_until_done(trainer, 0)
     check_not_served(engine, "cannot be mapped")
     assert not engine.has_begun
 
 
-Sent = tuple[int, int]
-"""(index that is announced, which of the two buckets it is)."""
-
-WRONG_ORDERS = {
+WRONG_ORDERS = {  # what is announced as which of the two buckets, how many of what, what is said
     "starts late": ([(1, 1)], (1, 1), "got bucket 1, expected 0"),
     "gap": ([(0, 0), (2, 1)], (2, 2), "got bucket 2, expected 1"),
     "repeat": ([(0, 0), (0, 0)], (2, 2), "got bucket 0, expected 1"),
@@ -359,7 +345,7 @@ WRONG_ORDERS = {
 def test_every_bucket_and_tensor_comes_once_in_order_and_none_is_left_out(
     event, trainer, ring, sent, counts, reason
 ):
-    engine = joined(trainer, model_of(WEIGHTS))
+    engine = joined(trainer)
     report = SyncReport(mode="compiled", replica=0)
     batches = BucketStream(SETTINGS.bucket_bytes).batches(Export(list(WEIGHTS.items())), report)
     packed = [(batch.bucket, ring.pack(batch)) for batch in batches]

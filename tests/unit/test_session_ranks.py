@@ -4,6 +4,7 @@ import asyncio
 import re
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -76,28 +77,22 @@ def test_an_engine_whose_reply_was_lost_may_still_join():
     [(False, "weights may be incomplete"), (True, "may serve the new weights already")],
 )
 def test_a_failure_says_what_the_engine_may_serve(may_be_served, text):
-    def fail():
-        raise ValueError("too late")
-
     ranks = RanksInStep(TrainerGroup())
     ranks.may_be_served = may_be_served
-    ranks.run_if_ok(fail)
+    ranks.run_if_ok(Mock(side_effect=ValueError("too late")))
     assert not ranks.agree()
     with pytest.raises(WeightSyncError, match=text):
         ranks.raise_error()
 
 
 def test_the_first_failure_is_kept():
-    def fail(text):
-        raise ValueError(text)
-
     ranks = RanksInStep(TrainerGroup())
     assert ranks.run_always(lambda: 1) == ranks.run_if_ok(lambda: 1) == 1
-    ranks.run_if_ok(lambda: fail("the first"))
+    ranks.run_if_ok(Mock(side_effect=ValueError("the first")))
     assert str(ranks.cause) == "the first"
     assert ranks.run_if_ok(lambda: 1) is None
     assert ranks.run_always(lambda: 1) == 1
-    ranks.run_always(lambda: fail("the second"))
+    ranks.run_always(Mock(side_effect=ValueError("the second")))
     assert not ranks.agree()
     assert "the first" in str(ranks.error)
     assert "the second" not in str(ranks.error)
@@ -114,11 +109,7 @@ def test_a_server_that_died_is_named_though_another_engine_told_of_its_failure_f
     run = SessionRun(
         Opened(engines, MappedDelivery(engines, SETTINGS, report)), ranks, SETTINGS, report
     )
-
-    def fail():
-        raise EngineFailed("Connection reset by peer")
-
-    ranks.run_if_ok(fail)
+    ranks.run_if_ok(Mock(side_effect=EngineFailed("Connection reset by peer")))
     assert not ranks.agree()
     with pytest.raises(WeightSyncError) as raised:
         run.end(defers_reply=False)

@@ -3,7 +3,6 @@
 from dataclasses import replace
 from itertools import accumulate
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -20,7 +19,7 @@ from sglang_loader.load_plan.executor import replay_once
 from sglang_loader.load_plan.plan import BucketPlan
 from sglang_loader.load_plan.verify import why_misarranged
 from support.plan_check import differing, gather, snapshot
-from unit.strided_moves import moves
+from unit.strided_moves import indices, moves
 
 CAST = Unit(4, 2, (torch.float32, torch.bfloat16))
 
@@ -43,16 +42,12 @@ def origins(arrangement, layout):
     found = {}
     for read in arrangement:
         tensor = layout.tensors[read.tensor]
-        at = read.start
-        for index in np.ndindex(*[count for count, _ in read.dims], read.run):
-            *outer, i = (int(n) for n in index)
-            offset = read.offset + i
-            offset += sum(n * stride for n, (_, stride) in zip(outer, read.dims, strict=True))
-            assert 0 <= offset < tensor.nbytes, "a read leaves its tensor"
-            assert at not in found, "two reads share a byte of the arranged buffer"
-            found[at] = tensor.offset + offset
-            at += 1
-        assert at == read.start + read.nbytes <= end_of(arrangement)
+        places = range(read.start, read.start + read.nbytes)
+        offsets = indices(read.offset, [*read.dims, (read.run, 1)]).tolist()
+        assert max(offsets) < tensor.nbytes, "a read leaves its tensor"
+        assert not found.keys() & places, "two reads share a byte of the arranged buffer"
+        found |= zip(places, (tensor.offset + offset for offset in offsets), strict=True)
+    assert max(found, default=-1) < end_of(arrangement)
     return found
 
 
