@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -229,13 +228,14 @@ def _check_keys(config: DictConfig, settings: WeightSyncConfig) -> Iterator[str]
     if settings.stale_requests != "wait":
         why = f"stale_requests={settings.stale_requests!r}: no request waits"
         without_effect.append((why, ("stale_requests_timeout_s",)))
-    defaults = {field.name: field.default for field in fields(WeightSyncConfig)}
-    defaults["timeouts_s"] = {}  # made by a factory
+    default = WeightSyncConfig(
+        mode=settings.mode, bucket_bytes=1, multi_stage_wake_up=True, free_cache_engine=True
+    )
     for why, keys in without_effect:
         for key in keys:
-            value = getattr(settings, key)
-            if value != defaults[key]:
-                yield f"{SECTION}.{key}={value!r} has no effect, {why}; allowed: {defaults[key]!r}"
+            value, allowed = getattr(settings, key), getattr(default, key)
+            if value != allowed:
+                yield f"{SECTION}.{key}={value!r} has no effect, {why}; allowed: {allowed!r}"
 
 
 _CHECKS: tuple[Callable[[DictConfig, WeightSyncConfig], Iterator[str]], ...] = (
