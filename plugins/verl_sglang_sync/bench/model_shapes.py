@@ -16,10 +16,6 @@ ROOM = 1.2
 """What a GPU needs beside two copies of the weights: KV cache, graphs, libraries."""
 
 
-class BadChoice(ValueError):
-    """An option that cannot be; the text says what is allowed."""
-
-
 def _dense(hidden: int, inter: int, layers: int, heads: int, tied: bool) -> Config:
     return {
         "architectures": ["Qwen3ForCausalLM"],
@@ -120,12 +116,12 @@ def weights_bytes(model: str, itemsize: int) -> int:
 
 def largest_that_fits(gpu_bytes: int) -> str:
     """The largest of `FOR_GPUS` of which trainer and engine have bfloat16 weights on one GPU;
-    `BadChoice` where the smallest does not fit.
+    `ValueError` where the smallest does not fit.
     """
     for model in FOR_GPUS:
         if gpu_bytes >= ROOM * 2 * weights_bytes(model, 2):
             return model
-    raise BadChoice(
+    raise ValueError(
         f"a GPU with {gpu_bytes / 1e9:.1f} GB: the smallest model, {FOR_GPUS[-1]}, needs "
         f"{ROOM * 2 * weights_bytes(FOR_GPUS[-1], 2) / 1e9:.1f} GB"
     )
