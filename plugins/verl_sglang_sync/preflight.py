@@ -195,9 +195,6 @@ _NO_GRAPHS_TO_RELEASE = (
 )
 
 
-COLOCATED_KEYS = ("keep_staging_buffers",)
-"""Keys of syncs to engines on the trainer's GPUs alone."""
-
 SLEEP_KEYS = ("host_backup", "sleep_order", "wake_order")
 """Keys of engines whose weights sleep."""
 
@@ -217,7 +214,7 @@ def _check_keys(config: DictConfig, settings: WeightSyncConfig) -> Iterator[str]
     if backend not in (None, "naive") and not has_hybrid:
         others = () if backend == BROADCAST_BACKEND else SYNC_KEYS
         why = f"{BACKEND_KEY}={backend!r} with hybrid_engine=False"
-        without_effect.append((why, (*COLOCATED_KEYS, *SLEEP_KEYS, *others)))
+        without_effect.append((why, ("keep_staging_buffers", *SLEEP_KEYS, *others)))
     elif not settings.free_cache_engine:
         without_effect.append(("free_cache_engine=False: nothing sleeps", SLEEP_KEYS))
     elif _serves_adapter(config):

@@ -39,7 +39,7 @@ def version(found):
 
 def beside(sglang, **others):
     """The versions of an installation that is the tested one, but for these."""
-    tested = installation.tested_beside(sglang) | installation.TESTED_WITH_MEGATRON
+    tested = installation.tested_beside(sglang)
     return installation.version_checks((tested | {"sglang": sglang} | others).get)
 
 
@@ -52,10 +52,7 @@ ENTRY = EntryPoint("verl_sglang_sync", "a:b", "verl.plugins")
 
 
 def verl(policy="auto", entries=(ENTRY,)):
-    is_all = policy == "auto"
-    return [
-        installation.plugin_check("verl", entries, [], "EXTERNAL_PLUGINS", policy, is_all=is_all)
-    ]
+    return [installation.plugin_check("verl", entries, [], "EXTERNAL_PLUGINS", policy)]
 
 
 def of_verl(look, ours="unit.test_doctor.Ours"):
@@ -87,7 +84,6 @@ FACTS = [  # what is looked at, the check, how it is judged, and what is said
         for found, status in (("0.5.15", WARN), ("0.5.16.post1", WARN), ("0.5.18", FAIL))
     ),
     (partial(beside, "0.5.24"), "version of torch", OK, "as tested"),
-    (partial(beside, "0.5.14", mbridge=None), "version of mbridge", OK, "for Megatron"),
     (
         partial(without, "codetiming", "cachetools"),
         *("requirements", FAIL),
