@@ -28,12 +28,9 @@ def _dense(hidden: int, inter: int, layers: int, heads: int, tied: bool) -> Conf
         "head_dim": 128,
         "vocab_size": 151936,
         "max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-6,
         "rope_theta": 1e6,
         "tie_word_embeddings": tied,
         "torch_dtype": "bfloat16",
-        "hidden_act": "silu",
-        "attention_bias": False,
         "bos_token_id": 1,
         "eos_token_id": 2,
     }
@@ -49,8 +46,6 @@ def _moe(dense: Config, experts: int, per_token: int, expert_inter: int) -> Conf
         "num_experts": experts,
         "num_experts_per_tok": per_token,
         "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
     }
 
 
