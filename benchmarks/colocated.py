@@ -10,6 +10,7 @@ See `verl_sglang_sync.bench`: `colocated` says what is measured, `arms` what eac
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import sys
 import tempfile
@@ -79,13 +80,11 @@ def main() -> None:
         if missing:
             parser.exit(1, f"not measured: {sorted(missing)}\n")
         return
-    for model in args.models:
+    for model, arm in itertools.product(args.models, arms):
         started = time.perf_counter()
-        for row in measure(model, arms, device, args.runs, folder, args.asleep_s):
-            print(f"{model} {row['arm']}: {time.perf_counter() - started:.0f} s", flush=True)
-            started = time.perf_counter()
-            rows.append(row)
-            write_results(path, "colocated", rows)  # a run that is cut short leaves what it has
+        rows.append(measure(model, arm, device, args.runs, folder, args.asleep_s))
+        print(f"{model} {arm}: {time.perf_counter() - started:.0f} s", flush=True)
+        write_results(path, "colocated", rows)  # a run that is cut short leaves what it has
     print_table(rows, STAGES)
 
 

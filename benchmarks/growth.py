@@ -24,7 +24,7 @@ sys.path[:0] = [str(path) for path in (ROOT, ROOT / "plugins")]
 import psutil  # noqa: E402
 import torch  # noqa: E402
 
-from verl_sglang_sync.bench.arms import ARMS, OurSync  # noqa: E402
+from verl_sglang_sync.bench.arms import ARMS, manager_of  # noqa: E402
 from verl_sglang_sync.bench.colocated import prepare  # noqa: E402
 from verl_sglang_sync.bench.engine_server import engine_server  # noqa: E402
 from verl_sglang_sync.bench.model_shapes import MODELS, write_config  # noqa: E402
@@ -61,20 +61,20 @@ def run(model: str, arm: str, syncs: int, device: torch.device, folder: Path) ->
     log = folder / f"server-{model}-{arm}.log"
     weights = ShardedModel(model, device, ARMS[arm].dtype).reexport()
 
-    async def cycle(sync: OurSync) -> None:
-        await sync.release()
-        await sync.resume("weights")
-        await sync.sync(weights)
-        await sync.resume("kv_cache")
+    async def cycle(manager: Any) -> None:
+        await manager.release()
+        await manager.resume(("weights",))
+        await manager.sync(weights, version="0")
+        await manager.resume(("kv_cache",))
 
     samples: list[dict[str, int]] = []
     tenth = max(syncs // 10, 5)
     with engine_server(
         config, device=device.type, host_backup="auto", is_moe=is_moe, log=log
     ) as url:
-        sync = OurSync(url, ARMS[arm], device)
+        manager = manager_of(ARMS[arm], url, config, device)
         for i in range(syncs):
-            asyncio.run(cycle(sync))
+            asyncio.run(cycle(manager))
             if (i + 1) % tenth == 0 or i + 1 == syncs:
                 samples.append({"num_syncs": i + 1, **held(device)})
     early, middle, late = samples[0], samples[(len(samples) - 1) // 2], samples[-1]

@@ -24,13 +24,7 @@ import torch
 import torch.distributed as dist
 
 from support.trainer import Ranks, TrainerRank
-from verl_sglang_sync.bench.arms import (
-    BUCKET_BYTES,
-    native_engine,
-    native_sync,
-    notes_of,
-    synchronize,
-)
+from verl_sglang_sync.bench.arms import BUCKET_BYTES, NativeManager, notes_of, synchronize
 from verl_sglang_sync.bench.engine_server import engine_server, wait_until_healthy
 from verl_sglang_sync.bench.model_shapes import MODELS
 from verl_sglang_sync.bench.results_file import medians
@@ -177,40 +171,24 @@ def _step(
     arm: str, rank: TrainerRank, export: Export, config: str, settings: dict[str, Any]
 ) -> Step:
     if arm in OURS:
-        return _ours(rank.manager(timeout_s=600, **settings), export)
+        return _syncing(rank.manager(timeout_s=600, **settings), export)
     if arm == NATIVE:
-        return _native(rank, export, config)
+        url = rank.url if rank.is_leader else None
+        return _syncing(NativeManager(url, Path(config), rank.mesh), export)
     if arm == EXPORT_ONLY:
         return lambda: _drain(export)
     return _collective(arm, rank, _drain(export)["bytes"] // dist.get_world_size())
 
 
-def _ours(manager: Any, export: Export) -> Step:
+def _syncing(manager: Any, export: Export) -> Step:
     def run() -> dict[str, Any]:
         asyncio.run(manager.sync(export(), version="0"))
-        report = manager.report
-        return {
-            # resident already, and no part of the sync
-            "close": lambda: asyncio.run(manager.resume(("kv_cache",))),
-            "num_tensors": report.num_tensors,
-            "bytes": report.payload_bytes,
-            **notes_of(report),
-        }
-
-    return run
-
-
-def _native(rank: TrainerRank, export: Export, config: str) -> Step:
-    engine = native_engine(rank.url, config) if rank.is_leader else None
-    if rank.device.type == "cpu":
-        from verl_sglang_sync.verl.cpu_platform import _share_tensors_by_name
-
-        _share_tensors_by_name()
-
-    def run() -> dict[str, Any]:
-        asyncio.run(native_sync(engine, rank.mesh, export()))
-        dist.barrier()
-        return {}
+        # resident already, and no part of the sync
+        close = lambda: asyncio.run(manager.resume(("kv_cache",)))  # noqa: E731
+        if manager.report is None:
+            return {}
+        size = {"num_tensors": manager.report.num_tensors, "bytes": manager.report.payload_bytes}
+        return {"close": close, **size, **notes_of(manager.report)}
 
     return run
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -53,13 +54,38 @@ def bench(
     results: Annotated[Path | None, typer.Option("--json", help="File for all figures.")] = None,
 ) -> None:
     """Measure sleep, wake-up and sync of a random model: verl's own, ours, and the copy limit."""
-    from verl_sglang_sync.bench.colocated import run
-    from verl_sglang_sync.bench.model_shapes import BadChoice
+    import torch
 
-    try:
-        run(model, [arm.strip() for arm in arms.split(",")], runs, device, results, Console())
-    except BadChoice as error:
-        _refuse(str(error))
+    from verl_sglang_sync.bench.arms import ARMS, COPY_LIMIT
+    from verl_sglang_sync.bench.colocated import STAGES, measure
+    from verl_sglang_sync.bench.model_shapes import FOR_A_CPU, MODELS, largest_that_fits
+    from verl_sglang_sync.bench.results_file import print_table, write_results
+
+    has_gpu = torch.cuda.is_available()
+    device, names = device or ("cuda" if has_gpu else "cpu"), [a.strip() for a in arms.split(",")]
+    for option, chosen, allowed in (
+        ("device", [device], ("cuda", "cpu") if has_gpu else ("cpu",)),
+        ("model", [model or FOR_A_CPU], MODELS),
+        ("arms", names, (*ARMS, COPY_LIMIT)),
+    ):
+        if wrong := [each for each in chosen if each not in allowed]:
+            _refuse(f"--{option} {','.join(wrong)}: allowed: {', '.join(allowed)}")
+    on = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
+    if model is None and device == "cuda":
+        try:
+            model = largest_that_fits(torch.cuda.get_device_properties(on).total_memory)
+        except ValueError as error:
+            _refuse(str(error))
+    model, console = model or FOR_A_CPU, Console()
+    rows: list[dict[str, object]] = []
+    folder = Path(tempfile.mkdtemp(prefix="weight-sync-bench-"))
+    console.print(f"{model} on {on}; logs of servers and trainers in {folder}")
+    for arm in names:
+        with console.status(f"{arm}: a server starts, {runs} cycles"):
+            rows.append(measure(model, arm, on, runs, folder))
+        if results is not None:
+            write_results(results, "colocated", rows)
+    print_table(rows, STAGES)
 
 
 @app.command()

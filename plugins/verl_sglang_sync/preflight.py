@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -196,9 +195,6 @@ _NO_GRAPHS_TO_RELEASE = (
 )
 
 
-COLOCATED_KEYS = ("keep_staging_buffers",)
-"""Keys of syncs to engines on the trainer's GPUs alone."""
-
 SLEEP_KEYS = ("host_backup", "sleep_order", "wake_order")
 """Keys of engines whose weights sleep."""
 
@@ -218,7 +214,7 @@ def _check_keys(config: DictConfig, settings: WeightSyncConfig) -> Iterator[str]
     if backend not in (None, "naive") and not has_hybrid:
         others = () if backend == BROADCAST_BACKEND else SYNC_KEYS
         why = f"{BACKEND_KEY}={backend!r} with hybrid_engine=False"
-        without_effect.append((why, (*COLOCATED_KEYS, *SLEEP_KEYS, *others)))
+        without_effect.append((why, ("keep_staging_buffers", *SLEEP_KEYS, *others)))
     elif not settings.free_cache_engine:
         without_effect.append(("free_cache_engine=False: nothing sleeps", SLEEP_KEYS))
     elif _serves_adapter(config):
@@ -229,13 +225,14 @@ def _check_keys(config: DictConfig, settings: WeightSyncConfig) -> Iterator[str]
     if settings.stale_requests != "wait":
         why = f"stale_requests={settings.stale_requests!r}: no request waits"
         without_effect.append((why, ("stale_requests_timeout_s",)))
-    defaults = {field.name: field.default for field in fields(WeightSyncConfig)}
-    defaults["timeouts_s"] = {}  # made by a factory
+    default = WeightSyncConfig(
+        mode=settings.mode, bucket_bytes=1, multi_stage_wake_up=True, free_cache_engine=True
+    )
     for why, keys in without_effect:
         for key in keys:
-            value = getattr(settings, key)
-            if value != defaults[key]:
-                yield f"{SECTION}.{key}={value!r} has no effect, {why}; allowed: {defaults[key]!r}"
+            value, allowed = getattr(settings, key), getattr(default, key)
+            if value != allowed:
+                yield f"{SECTION}.{key}={value!r} has no effect, {why}; allowed: {allowed!r}"
 
 
 _CHECKS: tuple[Callable[[DictConfig, WeightSyncConfig], Iterator[str]], ...] = (

@@ -22,7 +22,7 @@ from sglang_loader.probe import SGLangFacts
 from verl_sglang_sync import cli, doctor
 from verl_sglang_sync.doctor import Check, Status, hardware, installation, presets, report
 from verl_sglang_sync.doctor.check import ProbeError, run_probe
-from verl_sglang_sync.doctor.hardware import FailedRead, cuda_ipc_check
+from verl_sglang_sync.doctor.hardware import cuda_ipc_check
 
 OK, WARN, FAIL = Status.OK, Status.WARN, Status.FAIL
 CPU, GPU = (), ("H200", "H200")
@@ -39,7 +39,7 @@ def version(found):
 
 def beside(sglang, **others):
     """The versions of an installation that is the tested one, but for these."""
-    tested = installation.tested_beside(sglang) | installation.TESTED_WITH_MEGATRON
+    tested = installation.tested_beside(sglang)
     return installation.version_checks((tested | {"sglang": sglang} | others).get)
 
 
@@ -52,10 +52,7 @@ ENTRY = EntryPoint("verl_sglang_sync", "a:b", "verl.plugins")
 
 
 def verl(policy="auto", entries=(ENTRY,)):
-    is_all = policy == "auto"
-    return [
-        installation.plugin_check("verl", entries, [], "EXTERNAL_PLUGINS", policy, is_all=is_all)
-    ]
+    return [installation.plugin_check("verl", entries, [], "EXTERNAL_PLUGINS", policy)]
 
 
 def of_verl(look, ours="unit.test_doctor.Ours"):
@@ -73,7 +70,7 @@ def sglang(**changes):
 
 
 def ipc(gpus, *failed):
-    return [cuda_ipc_check(gpus, [FailedRead(*each) for each in failed])]
+    return [cuda_ipc_check(gpus, {(owner, reader): why for owner, reader, why in failed})]
 
 
 FACTS = [  # what is looked at, the check, how it is judged, and what is said
@@ -87,7 +84,6 @@ FACTS = [  # what is looked at, the check, how it is judged, and what is said
         for found, status in (("0.5.15", WARN), ("0.5.16.post1", WARN), ("0.5.18", FAIL))
     ),
     (partial(beside, "0.5.24"), "version of torch", OK, "as tested"),
-    (partial(beside, "0.5.14", mbridge=None), "version of mbridge", OK, "for Megatron"),
     (
         partial(without, "codetiming", "cachetools"),
         *("requirements", FAIL),
@@ -183,8 +179,7 @@ def test_every_pair_of_gpus_is_tried():
 
     failed = hardware.failed_reads(4, read)
     assert sorted(tried) == [(owner, reader) for owner in range(4) for reader in range(4)]
-    assert [(pair.owner, pair.reader) for pair in failed] == [(0, 2), (3, 1)]
-    assert failed[0].reason == "RuntimeError: peer access is not supported"
+    assert failed == dict.fromkeys([(0, 2), (3, 1)], "RuntimeError: peer access is not supported")
 
 
 def test_another_process_reads_what_is_there(monkeypatch):

@@ -9,7 +9,8 @@ parameters in place. `compiled_packed` packs, as a trainer must that gathers its
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -62,86 +63,81 @@ ARMS = {
 COPY_LIMIT = "copy_limit"
 
 
-class NativeSync:
-    def __init__(self, url: str, config: Path) -> None:
-        from torch.distributed.device_mesh import init_device_mesh
+class NativeManager:
+    """What verl 0.9.1 does: `ServerAdapter` without its worker around it; called as the sharding
+    manager is.
 
-        self._engine = native_engine(url, config)
-        self._mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("infer_tp",))
+    Args:
+        url: of the replica's server, on its leader; None: another rank.
+        config: folder of the engine's model.
+        mesh: with the dimension "infer_tp"; None: of this rank alone.
+    """
+
+    report = None
+
+    def __init__(self, url: str | None, config: Path, mesh: Any = None) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from verl.workers.rollout.sglang_rollout.http_server_engine import AsyncHttpServerAdapter
+
+        if os.environ.get("SGLANG_USE_CPU_ENGINE"):
+            from verl_sglang_sync.verl.cpu_platform import _share_tensors_by_name
+
+            _share_tensors_by_name()
+        self._mesh = mesh or init_device_mesh("cpu", (1,), mesh_dim_names=("infer_tp",))
+        self._engine: Any = None
+        if url is not None:
+            host, port = url.removeprefix("http://").split(":")
+            self._engine = AsyncHttpServerAdapter(
+                model_path=str(config), host=host, port=int(port), launch_server=False, timeout=600
+            )
 
     async def release(self) -> None:
         await self._engine.release_memory_occupation(tags=["kv_cache", "weights"])
 
-    async def resume(self, tag: str) -> None:
-        await self._engine.resume_memory_occupation(tags=[tag])
+    async def resume(self, tags: Sequence[str]) -> None:
+        await self._engine.resume_memory_occupation(tags=list(tags))
 
-    async def sync(self, weights: Iterable[NamedTensor]) -> dict[str, Any]:
-        await native_sync(self._engine, self._mesh, weights)
-        return {}
+    async def sync(self, weights: Iterable[NamedTensor], *, version: str) -> None:
+        from sglang.srt.weight_sync.utils import update_weights
+        from verl.workers.rollout.sglang_rollout.utils import get_named_tensor_buckets
 
-
-class OurSync:
-    """The sharding manager, stage by stage as verl drives it."""
-
-    def __init__(self, url: str, arm: Arm, device: torch.device) -> None:
-        self._manager = SGLangShardingManager(
-            engine=SGLangServerClient(url, timeout_s=600),
-            settings=WeightSyncConfig(
-                mode=arm.mode,  # type: ignore[arg-type]
-                bucket_bytes=BUCKET_BYTES,
-                multi_stage_wake_up=True,
-                free_cache_engine=True,
-                **arm.settings,
-            ),
-            group=TrainerGroup(),
-            device=device,
-            replica=0,
-        )
-
-    async def release(self) -> None:
-        await self._manager.release()
-
-    async def resume(self, tag: str) -> None:
-        await self._manager.resume((tag,))
-
-    async def sync(self, weights: Iterable[NamedTensor]) -> dict[str, Any]:
-        await self._manager.sync(weights, version="0")
-        return notes_of(self._manager.report)
+        async for batch in get_named_tensor_buckets(iter(weights), BUCKET_BYTES):
+            await update_weights(
+                engine=self._engine,
+                params_batch=batch,
+                device_mesh_key="infer_tp",
+                device_mesh=self._mesh,
+            )
+        if self._engine is not None:
+            await self._engine.flush_cache()
+        torch.distributed.barrier()
 
 
-def native_engine(url: str, config: Path | str) -> Any:
-    from verl.workers.rollout.sglang_rollout.http_server_engine import AsyncHttpServerAdapter
-
-    host, port = url.removeprefix("http://").split(":")
-    return AsyncHttpServerAdapter(
-        model_path=str(config), host=host, port=int(port), launch_server=False, timeout=600
+def manager_of(arm: Arm, url: str, config: Path, device: torch.device) -> Any:
+    """The sharding manager, or verl's own code, of one rank."""
+    if arm.mode is None:
+        return NativeManager(url, config)
+    return SGLangShardingManager(
+        engine=SGLangServerClient(url, timeout_s=600),
+        settings=WeightSyncConfig(
+            mode=arm.mode,  # type: ignore[arg-type]
+            bucket_bytes=BUCKET_BYTES,
+            multi_stage_wake_up=True,
+            free_cache_engine=True,
+            **arm.settings,
+        ),
+        group=TrainerGroup(),
+        device=device,
+        replica=0,
     )
 
 
-async def native_sync(
-    engine: Any | None, mesh: Any, weights: Iterable[tuple[str, torch.Tensor]]
-) -> None:
-    """What verl 0.9.1 does: `ServerAdapter.update_weights` without its worker around it. `engine`:
-    see `native_engine`, on the replica's leader; `mesh` has the dimension "infer_tp".
-    """
-    from sglang.srt.weight_sync.utils import update_weights
-    from verl.workers.rollout.sglang_rollout.utils import get_named_tensor_buckets
-
-    async for batch in get_named_tensor_buckets(iter(weights), BUCKET_BYTES):
-        await update_weights(
-            engine=engine,
-            params_batch=batch,
-            device_mesh_key="infer_tp",
-            device_mesh=mesh,
-        )
-    if engine is not None:
-        await engine.flush_cache()
-
-
-def notes_of(report: SyncReport) -> dict[str, Any]:
+def notes_of(report: SyncReport | None) -> dict[str, Any]:
     """Seconds of a sync's stages, of the engine meanwhile, and of the engine's part of sleep and
-    wake-up: `seconds`; and how it was sent and loaded.
+    wake-up: `seconds`; and how it was sent and loaded. None: verl tells nothing.
     """
+    if report is None:
+        return {"seconds": {}}
     seconds = {f"sync_{stage}": report.seconds.get(stage, 0.0) for stage in SYNC_STAGES}
     seconds |= {f"sync_engine_{what}": spent for what, spent in report.engine_seconds.items()}
     for stage, costs in report.stages.items():

@@ -4,7 +4,7 @@ One process stands for the trainer: by default with an FSDP2 model of one rank o
 device, exported as verl does; the export is part of each sync. Each run goes through release,
 resume weights, sync, resume kv, as a training step does. Every arm has a server and a trainer
 process of its own: an engine keeps the trainer's memory mapped between syncs, so the arms of one
-process would pay for each other's weights. `run` is `verl-sglang-sync bench`.
+process would pay for each other's weights.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from multiprocessing import get_context
@@ -23,27 +22,23 @@ from typing import Any
 
 import psutil
 import torch
-from rich.console import Console
 from torch._C._distributed_c10d import HashStore
 
 from verl_sglang_sync.bench.arms import (
     ARMS,
     COPY_LIMIT,
     Arm,
-    NativeSync,
-    OurSync,
+    manager_of,
+    notes_of,
     synchronize,
 )
 from verl_sglang_sync.bench.engine_server import engine_server, wait_until_healthy
 from verl_sglang_sync.bench.model_shapes import (
-    FOR_A_CPU,
     MODELS,
-    BadChoice,
-    largest_that_fits,
     tensor_shapes,
     write_config,
 )
-from verl_sglang_sync.bench.results_file import medians, print_table, write_results
+from verl_sglang_sync.bench.results_file import medians
 from verl_sglang_sync.bench.trainers import ShardedModel, dtype_on, size_of
 
 NUM_WARM_UPS = 4  # compiled: one records, one replays in place, one keeps what it maps, one more
@@ -70,7 +65,7 @@ def run_arm(
 ) -> dict[str, Any]:
     dtype = arm.dtype or dtype_on(device)
     weights = ShardedModel(model, device, dtype).reexport()
-    sync = NativeSync(url, config) if arm.mode is None else OurSync(url, arm, device)
+    manager = manager_of(arm, url, config, device)
     notes: dict[str, Any] = {}
     host_bytes = 0
 
@@ -80,17 +75,18 @@ def run_arm(
         if stages:
             before = psutil.virtual_memory().available
             with timed(times, "release", device):
-                await sync.release()
+                await manager.release()
             host_bytes = max(host_bytes, before - psutil.virtual_memory().available)
             await asyncio.sleep(asleep_s)
             with timed(times, "resume_weights", device):
-                await sync.resume("weights")
+                await manager.resume(("weights",))
         with timed(times, "sync", device):
-            notes = await sync.sync(weights)
-        stages_of_sync: dict[str, float] = notes.pop("seconds", {})
+            await manager.sync(weights, version="0")
+        notes = notes_of(manager.report)
+        stages_of_sync: dict[str, float] = notes.pop("seconds")
         if stages:
             with timed(times, "resume_kv", device):
-                await sync.resume("kv_cache")
+                await manager.resume(("kv_cache",))
             times["cycle"] = sum(times.values())
         return times | stages_of_sync
 
@@ -131,20 +127,19 @@ def copy_limit(model: str, device: torch.device, runs: int) -> dict[str, Any]:
 
 def measure(
     model: str,
-    arms: Sequence[str],
+    name: str,
     device: torch.device,
     runs: int,
     folder: Path,
     asleep_s: float = ASLEEP_S,
-) -> Iterator[dict[str, Any]]:
-    """A row for each arm, which has a server and a process of its own, with logs in `folder`."""
-    for name in arms:
-        log = folder / f"trainer-{model}-{name}.log"
-        with ProcessPoolExecutor(1, get_context("spawn"), _print_into, (log,)) as pool:
-            args = model, name, device, runs, folder, asleep_s
-            seen = pool.submit(_measure_arm, *args).result()
-        where = {"arm": name, "model": model, "gpus": 1, "tp": 1, "runs": runs}
-        yield {**where, "median_s": medians(seen["runs_s"]), **seen}
+) -> dict[str, Any]:
+    """The row of an arm, which has a server and a process of its own, with logs in `folder`."""
+    log = folder / f"trainer-{model}-{name}.log"
+    with ProcessPoolExecutor(1, get_context("spawn"), _print_into, (log,)) as pool:
+        args = model, name, device, runs, folder, asleep_s
+        seen = pool.submit(_measure_arm, *args).result()
+    where = {"arm": name, "model": model, "gpus": 1, "tp": 1, "runs": runs}
+    return {**where, "median_s": medians(seen["runs_s"]), **seen}
 
 
 def _print_into(log: Path) -> None:
@@ -182,45 +177,7 @@ def prepare(device: torch.device) -> None:
     if device.type == "cpu":
         os.environ.update(SGLANG_USE_CPU_ENGINE="1", TORCHDYNAMO_DISABLE="1")
         os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "0")
-        from verl_sglang_sync.verl.cpu_platform import _share_tensors_by_name
-
-        _share_tensors_by_name()
     else:
         torch.cuda.set_device(device)
     store = HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-
-
-def run(
-    model: str | None,
-    arms: Sequence[str],
-    runs: int,
-    device: str | None,
-    json: Path | None,
-    console: Console,
-) -> None:
-    """Measure the arms and print their medians, see `cli.bench`; `BadChoice` before any starts."""
-    has_gpu = torch.cuda.is_available()
-    kind = device or ("cuda" if has_gpu else "cpu")
-    for option, chosen, allowed in (
-        ("device", [kind], ("cuda", "cpu")),
-        ("model", [model or FOR_A_CPU], MODELS),
-        ("arms", arms, (*ARMS, COPY_LIMIT)),
-    ):
-        if wrong := [each for each in chosen if each not in allowed]:
-            raise BadChoice(f"--{option} {','.join(wrong)}: allowed: {', '.join(allowed)}")
-    if kind == "cuda" and not has_gpu:
-        raise BadChoice("--device cuda: torch finds no GPU here; allowed: cpu")
-    on = torch.device("cuda", 0) if kind == "cuda" else torch.device("cpu")
-    if model is None and kind == "cuda":
-        model = largest_that_fits(torch.cuda.get_device_properties(on).total_memory)
-    model = model or FOR_A_CPU
-    folder = Path(tempfile.mkdtemp(prefix="weight-sync-bench-"))
-    console.print(f"{model} on {on}; logs of servers and trainers in {folder}")
-    rows: list[dict[str, Any]] = []
-    for arm in arms:
-        with console.status(f"{arm}: a server starts, {runs} cycles"):
-            rows += measure(model, [arm], on, runs, folder)
-        if json is not None:
-            write_results(json, "colocated", rows)
-    print_table(rows, STAGES)

@@ -16,10 +16,6 @@ ROOM = 1.2
 """What a GPU needs beside two copies of the weights: KV cache, graphs, libraries."""
 
 
-class BadChoice(ValueError):
-    """An option that cannot be; the text says what is allowed."""
-
-
 def _dense(hidden: int, inter: int, layers: int, heads: int, tied: bool) -> Config:
     return {
         "architectures": ["Qwen3ForCausalLM"],
@@ -32,12 +28,9 @@ def _dense(hidden: int, inter: int, layers: int, heads: int, tied: bool) -> Conf
         "head_dim": 128,
         "vocab_size": 151936,
         "max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-6,
         "rope_theta": 1e6,
         "tie_word_embeddings": tied,
         "torch_dtype": "bfloat16",
-        "hidden_act": "silu",
-        "attention_bias": False,
         "bos_token_id": 1,
         "eos_token_id": 2,
     }
@@ -53,8 +46,6 @@ def _moe(dense: Config, experts: int, per_token: int, expert_inter: int) -> Conf
         "num_experts": experts,
         "num_experts_per_tok": per_token,
         "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
     }
 
 
@@ -120,12 +111,12 @@ def weights_bytes(model: str, itemsize: int) -> int:
 
 def largest_that_fits(gpu_bytes: int) -> str:
     """The largest of `FOR_GPUS` of which trainer and engine have bfloat16 weights on one GPU;
-    `BadChoice` where the smallest does not fit.
+    `ValueError` where the smallest does not fit.
     """
     for model in FOR_GPUS:
         if gpu_bytes >= ROOM * 2 * weights_bytes(model, 2):
             return model
-    raise BadChoice(
+    raise ValueError(
         f"a GPU with {gpu_bytes / 1e9:.1f} GB: the smallest model, {FOR_GPUS[-1]}, needs "
         f"{ROOM * 2 * weights_bytes(FOR_GPUS[-1], 2) / 1e9:.1f} GB"
     )

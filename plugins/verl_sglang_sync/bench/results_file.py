@@ -17,12 +17,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from verl_sglang_sync.doctor.installation import installed_version
-
-PACKAGES = (
-    *("verl", "sglang", "torch", "torch-memory-saver", "transformers", "ray"),
-    *("megatron-core", "megatron-bridge", "mbridge"),
-)
+from verl_sglang_sync.doctor.installation import installed_version, tested_beside
 
 
 def medians(runs: Iterable[Mapping[str, float]]) -> dict[str, float]:
@@ -48,7 +43,9 @@ def write_results(path: Path, bench: str, rows: list[dict[str, Any]]) -> None:
         "hardware": hardware(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "commit": _commit(),
-        "versions": {name: installed_version(name) or "not installed" for name in PACKAGES},
+        "versions": {
+            name: installed_version(name) or "not installed" for name in tested_beside(None)
+        },
         "rows": rows,
     }
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -11,9 +11,8 @@ import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 
@@ -21,15 +20,10 @@ from verl_sglang_sync.doctor.check import FAIL, OK, WARN, Check, last_line, run_
 
 SHM = Path("/dev/shm")
 SHM_WANTED_BYTES = 2 << 30
-DOCKER_SHM = "in a container: docker run --shm-size=16g, or --ipc=host"
-IPC_ADVICE = "in a container: --ipc=host (or a large --shm-size) and a shared PID namespace"
 IPC_BYTES = 1 << 20
-IPC_TIMEOUT_S = 120.0
-READS_AT_A_TIME = 8
 OPEN_FILES_WANTED = 8192  # Ray's own warning
 INFINIBAND = Path("/dev/infiniband")
 REGION_BYTES = 256 << 20
-SAVER_ADVICE = "the engine could not sleep: actor_rollout_ref.rollout.free_cache_engine=False"
 
 
 def visible_gpus() -> tuple[str, ...]:
@@ -59,29 +53,29 @@ def gpu_check(gpus: Sequence[str]) -> Check:
     return Check("GPU", OK, f"{names}; CUDA {torch.version.cuda}")
 
 
-class FailedRead(NamedTuple):
-    owner: int
-    reader: int
-    reason: str
+FailedReads = dict[tuple[int, int], str]
+"""Why a GPU's memory cannot be read by another, or by itself: by owner and reader."""
 
 
-def failed_reads(num_gpus: int, read: Callable[[int, int], None]) -> list[FailedRead]:
+def failed_reads(num_gpus: int, read: Callable[[int, int], None]) -> FailedReads:
     """Try every pair of GPUs, each with itself too, several at a time; `read`, given owner and
     reader, raises where the reader cannot read.
     """
 
-    def attempt(pair: tuple[int, int]) -> FailedRead | None:
+    def attempt(pair: tuple[int, int]) -> str:
         try:
             read(*pair)
         except Exception as error:
-            return FailedRead(*pair, last_line(f"{type(error).__name__}: {error}"))
-        return None
+            return last_line(f"{type(error).__name__}: {error}")
+        return ""
 
-    with ThreadPoolExecutor(READS_AT_A_TIME) as pool:
-        return list(filter(None, pool.map(attempt, product(range(num_gpus), repeat=2))))
+    pairs = [(owner, reader) for owner in range(num_gpus) for reader in range(num_gpus)]
+    with ThreadPoolExecutor(max_workers=8) as pool:
+        reasons = zip(pairs, pool.map(attempt, pairs), strict=True)
+        return {pair: reason for pair, reason in reasons if reason}
 
 
-def look_at_cuda_ipc() -> list[FailedRead]:
+def look_at_cuda_ipc() -> FailedReads:
     """Probe: which pairs of GPUs do not share memory between processes?"""
     import torch
 
@@ -101,7 +95,7 @@ def read_from_another_process(owner: int, reader: int) -> None:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     only = {"CUDA_VISIBLE_DEVICES": visible.split(",")[reader] if visible else str(reader)}
     handle = share_storage(tensor.untyped_storage())
-    received = run_probe(sum_of, only, handle, timeout_s=IPC_TIMEOUT_S)
+    received = run_probe(sum_of, only, handle, timeout_s=120)
     if received != expected:
         raise RuntimeError(f"read {received}, expected {expected}")
 
@@ -115,33 +109,34 @@ def sum_of(handle: Any) -> int:
     return int(map_buffer(handle, torch.device("cuda", 0)).sum())
 
 
-def cuda_ipc_check(gpus: Sequence[str], failed: Sequence[FailedRead]) -> Check:
+def cuda_ipc_check(gpus: Sequence[str], failed: FailedReads) -> Check:
     """Memory shared between processes: on one GPU all weights travel so, else those in place."""
-    title = "CUDA IPC"
-    if not gpus:
-        return Check(title, OK, "no GPU: not tried")
     if not failed:
-        return Check(title, OK, f"processes read memory of each other, {len(gpus) ** 2} pairs")
-    lines = "\n".join(f"GPU {f.reader} cannot read GPU {f.owner}: {f.reason}" for f in failed)
-    if any(pair.owner == pair.reader for pair in failed):
-        return Check(title, FAIL, lines, IPC_ADVICE)
-    return Check(title, WARN, lines, "weights of other GPUs are exchanged, not read in place")
+        tried = f"processes read memory of each other, {len(gpus) ** 2} pairs"
+        return Check("CUDA IPC", OK, tried if gpus else "no GPU: not tried")
+    lines = "\n".join(f"GPU {r} cannot read GPU {o}: {why}" for (o, r), why in failed.items())
+    if any(owner == reader for owner, reader in failed):
+        advice = "in a container: --ipc=host (or a large --shm-size) and a shared PID namespace"
+        return Check("CUDA IPC", FAIL, lines, advice)
+    advice = "weights of other GPUs are exchanged, not read in place"
+    return Check("CUDA IPC", WARN, lines, advice)
 
 
 def memory_saver_check(gpus: Sequence[str]) -> Check:
     """Release and resume a region: staged sleep and wake-up of the engine need it."""
     import torch_memory_saver
 
-    title = "torch_memory_saver"
+    title, mebibytes = "torch_memory_saver", REGION_BYTES >> 20
     if not gpus:
         detail = "can be imported; the CPU engine keeps its memory and does without it"
         return Check(title, OK, detail)
     with torch_memory_saver.configure_subprocess():  # preloads its library
         freed_bytes, usable = run_probe(release_and_resume)
     if freed_bytes < REGION_BYTES // 2 or not usable:
-        detail = f"releasing {REGION_BYTES >> 20} MiB freed {freed_bytes >> 20} MiB, "
-        return Check(title, FAIL, f"{detail}usable afterwards: {usable}", SAVER_ADVICE)
-    return Check(title, OK, f"released and resumed {REGION_BYTES >> 20} MiB")
+        detail = f"releasing {mebibytes} MiB freed {freed_bytes >> 20} MiB, usable afterwards: "
+        advice = "the engine could not sleep: actor_rollout_ref.rollout.free_cache_engine=False"
+        return Check(title, FAIL, f"{detail}{usable}", advice)
+    return Check(title, OK, f"released and resumed {mebibytes} MiB")
 
 
 def release_and_resume() -> tuple[int, bool]:
@@ -178,11 +173,12 @@ def nccl_check(gpus: Sequence[str]) -> Check:
 
 def shared_memory_check() -> Check:
     """Size of /dev/shm: NCCL, Ray and, on a CPU, the buckets themselves live there."""
-    title, usage = str(SHM), shutil.disk_usage(SHM)
+    usage = shutil.disk_usage(SHM)
     detail = f"{usage.free / 2**30:.1f} of {usage.total / 2**30:.1f} GiB free"
-    if usage.free < SHM_WANTED_BYTES:
-        return Check(title, WARN, f"{detail}; {SHM_WANTED_BYTES >> 30} GiB wanted", DOCKER_SHM)
-    return Check(title, OK, detail)
+    if usage.free >= SHM_WANTED_BYTES:
+        return Check(str(SHM), OK, detail)
+    advice = "in a container: docker run --shm-size=16g, or --ipc=host"
+    return Check(str(SHM), WARN, f"{detail}; {SHM_WANTED_BYTES >> 30} GiB wanted", advice)
 
 
 def limits_check() -> Check:

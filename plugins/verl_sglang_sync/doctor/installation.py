@@ -21,6 +21,10 @@ TESTED = {
     "ray": "2.60.0",
     "hydra-core": "1.3.8",
     "TransferQueue": "0.1.11",
+    # Of Megatron trainers; where they are not installed nothing is said of them.
+    "megatron-core": "0.16.1",
+    "megatron-bridge": "0.3.1",
+    "mbridge": "0.15.1",
 }
 TESTED_SGLANG = {
     "0.5.14": {"torch": "2.11.0", "transformers": "5.8.1"},
@@ -29,11 +33,6 @@ TESTED_SGLANG = {
 }
 """With which releases of SGLang, and what each came with; the first is what pip resolves."""
 DEFAULT_SGLANG = next(iter(TESTED_SGLANG))
-TESTED_WITH_MEGATRON = {
-    "megatron-core": "0.16.1",
-    "megatron-bridge": "0.3.1",
-    "mbridge": "0.15.1",
-}
 
 NAME = "verl_sglang_sync"
 REINSTALL = "reinstall, in a clone of verl-sglang-sync: pip install --no-deps -e ."
@@ -56,13 +55,9 @@ def version_checks(installed: Installed = installed_version) -> list[Check]:
     tested = tested_beside(installed("sglang"))
     checks = [requirements_check(tested, installed)]
     allowed = {each.name.lower(): each for each in _requirements(DISTRIBUTION)}
-    for name, wanted in (tested | TESTED_WITH_MEGATRON).items():
+    for name, wanted in tested.items():
         if found := installed(name):
             checks.append(version_check(name, wanted, found, allowed.get(name.lower())))
-        elif name in TESTED_WITH_MEGATRON:
-            alone = "--no-deps " * (name == "megatron-bridge")  # it wants transformers < 5
-            detail = f"not installed; for Megatron trainers: pip install {alone}{name}=={wanted}"
-            checks.append(Check(f"version of {name}", OK, detail))
     return checks
 
 
@@ -128,9 +123,8 @@ def look_at_verl() -> list[Check]:
                 entry_point.load()
         except Exception:
             errors.append(traceback.format_exc())  # verl hides it
-    is_all = policy.strip().lower() == "auto"
     return [
-        plugin_check("verl", entries, errors, variable, policy, is_all=is_all),
+        plugin_check("verl", entries, errors, variable, policy),
         ours_check(
             "verl rollout class",
             lambda: base.get_rollout_class("sglang", "async"),
@@ -150,35 +144,29 @@ def look_at_verl() -> list[Check]:
 
 
 def sglang_checks(facts: SGLangFacts) -> list[Check]:
-    entries, policy = entry_points(group="sglang.srt.plugins", name=NAME), facts.policy
+    entries = entry_points(group="sglang.srt.plugins", name=NAME)
     missing = sorted(path for path, applied in facts.hooks.items() if not applied)
     in_place = sorted(path.rpartition(".")[2] for path in facts.hooks)
     hooks = Check("SGLang hooks", OK, f"in place: {', '.join(in_place)}")
     if missing or not in_place:
         detail = f"not applied: {', '.join(missing) or 'none is registered'}"
         hooks = Check("SGLang hooks", FAIL, detail, "see the SGLang plugin's error")
-    plugin = plugin_check(
-        "SGLang", entries, facts.load_errors, "SGLANG_PLUGINS", policy, is_all=not policy
-    )
-    return [plugin, hooks]
+    errors, policy = facts.load_errors, facts.policy
+    return [plugin_check("SGLang", entries, errors, "SGLANG_PLUGINS", policy), hooks]
 
 
 def plugin_check(
-    who: str,
-    entries: Iterable[EntryPoint],
-    load_errors: Sequence[str],
-    variable: str,
-    policy: str,
-    *,
-    is_all: bool,
+    who: str, entries: Iterable[EntryPoint], load_errors: Sequence[str], variable: str, policy: str
 ) -> Check:
-    """Does upstream load our entry point, by a policy that is all (`is_all`), or a list?"""
+    """Does upstream load our entry point, by a policy that is all, or a list of plugins?"""
     title, targets = f"{who} plugin", sorted({entry_point.value for entry_point in entries})
     if not targets:
         return Check(title, FAIL, f"no entry {NAME!r} in the installed metadata", REINSTALL)
     if load_errors:
         return Check(title, FAIL, last_line(load_errors[0]), "\n".join(load_errors))
-    if not is_all and NAME not in {name.strip() for name in policy.split(",")}:
+    if policy.strip().lower() not in ("", "auto") and NAME not in {
+        name.strip() for name in policy.split(",")
+    }:
         detail = f"{variable}={policy!r} keeps {who} from loading it"
         return Check(title, FAIL, detail, f"unset it, or add {NAME} to the list")
     if len(targets) > 1:

@@ -82,19 +82,17 @@ def recipe_checks(overrides: Sequence[str], machine: Machine) -> Iterator[Check]
     yield Check("recipe: preflight", OK, "passes")
     for remark in remarks:
         yield Check("recipe: remark", WARN, remark)
-    title, wanted = "recipe: what it does", config.trainer.n_gpus_per_node
+    title, wanted, advice = "recipe: what it does", config.trainer.n_gpus_per_node, ""
     if settings is None:
         detail = "verl's own weight sync: no +weight_sync=<preset> is chosen"
         yield Check(title, WARN, detail)
         return
-    detail = ". ".join(sentences(config, settings, machine))
     if not machine.num_gpus:
-        yield Check(title, WARN, detail, "for development only: no GPU here")
+        advice = "for development only: no GPU here"
     elif wanted > machine.num_gpus:
-        few = f"trainer.n_gpus_per_node={wanted}, but {machine.num_gpus} GPUs are visible here"
-        yield Check(title, WARN, detail, few)
-    else:
-        yield Check(title, OK, detail)
+        advice = f"trainer.n_gpus_per_node={wanted}, but {machine.num_gpus} GPUs are visible here"
+    detail = ". ".join(sentences(config, settings, machine))
+    yield Check(title, WARN if advice else OK, detail, advice)
 
 
 def sentences(config: DictConfig, settings: WeightSyncConfig, machine: Machine) -> Iterator[str]:
@@ -124,7 +122,11 @@ def sentences(config: DictConfig, settings: WeightSyncConfig, machine: Machine) 
     elif not machine.num_gpus:
         yield "Nothing sleeps: the CPU engine keeps its memory"
     elif config.actor_rollout_ref.hybrid_engine:
-        yield _sleep(settings)
+        order, staged = settings.stages, settings.multi_stage_wake_up
+        host = ON_THE_HOST[settings.effective_host_backup]
+        yield f"Sleep releases {', '.join(order.sleep)}, and the host keeps {host}"
+        wake = order.wake if staged else (*order.before_sync, *order.after_sync, "sync")
+        yield f"Wake-up: {', '.join(wake)}"
 
 
 def _later_route(config: DictConfig, settings: WeightSyncConfig, machine: Machine) -> str:
@@ -163,14 +165,3 @@ def _computed_exports(config: DictConfig) -> Iterator[str]:
     for key in ("model.lora_rank", "model.lora.rank", "rollout.quantization"):
         if value := OmegaConf.select(actor_rollout, key):
             yield f"{key}={value}"
-
-
-def _sleep(settings: WeightSyncConfig) -> str:
-    order = settings.stages
-    staged = settings.multi_stage_wake_up
-    wake = order.wake if staged else (*order.before_sync, *order.after_sync, "sync")
-    host = ON_THE_HOST[settings.effective_host_backup]
-    return (
-        f"Sleep releases {', '.join(order.sleep)}, and the host keeps {host}; "
-        f"wake-up: {', '.join(wake)}"
-    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 
@@ -64,14 +64,10 @@ def guarded(name: str, check: Callable[[], Check | list[Check]]) -> list[Check]:
     return [results] if isinstance(results, Check) else results
 
 
-def worst(checks: Iterable[Check]) -> Status:
-    return max((check.status for check in checks), key=list(Status).index, default=OK)
-
-
 def as_json(checks: Sequence[Check]) -> str:
     """`{"status": worst, "checks": [{"name", "status", "detail", "advice"}, ...]}`."""
-    report = {"status": worst(checks), "checks": [asdict(check) for check in checks]}
-    return json.dumps(report, indent=2)
+    worst = max((check.status for check in checks), key=list(Status).index, default=OK)
+    return json.dumps({"status": worst, "checks": [asdict(check) for check in checks]}, indent=2)
 
 
 def as_table(checks: Sequence[Check]) -> Table:

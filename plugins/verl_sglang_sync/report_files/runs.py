@@ -7,10 +7,9 @@
 All replicas sync at the same time, so a sync is shown as its slowest replica went through it. The
 median is one real sync, so that its stages add up to its seconds.
 
-`trace_of` is for Perfetto and chrome://tracing: a process per file, a thread per replica. A report
-has the seconds of a stage and when it first began, not each of its parts: a stage is drawn in one
-piece, from when it began or from the end of the one before, whichever is later. A stage without a
-beginning, the sleep in the server's process, is drawn right before the next one. Source: the Trace
+`trace_of` is for Perfetto and chrome://tracing: a process per file, a thread per replica. A stage
+is drawn in one piece, from when it first began or the one before ended, whichever is later; one
+without a beginning, the sleep in the server's process, right before the next one. Source: the Trace
 Event Format, https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
 
