@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from weakref import WeakKeyDictionary
 
 from torch import nn
@@ -22,7 +22,7 @@ from sglang_loader.common.regions.intervals import Interval, contains, merge, nu
 from sglang_loader.host_backup.allocations import Allocations
 from sglang_loader.host_backup.completeness import Completeness
 from sglang_loader.host_backup.saved_bytes import SavedBytes, synchronize
-from sglang_loader.load_plan.destinations import Destinations
+from sglang_loader.load_plan.plan import LoadPlan
 
 logger = logging.getLogger(__name__)
 
@@ -45,8 +45,7 @@ class WeightsBackup:
     def __init__(self, policy: HostBackup, allocations: Callable[[nn.Module], Allocations]) -> None:
         self.policy = policy
         self._allocations = allocations
-        self._destinations: Destinations | None = None
-        self._written: Mapping[str, Iterable[Interval]] | None = None
+        self._plan: LoadPlan | None = None
         self._covered: list[Interval] = []
         self._saved: SavedBytes | None = None
         self._released = False
@@ -125,24 +124,24 @@ class WeightsBackup:
         )
         self._free_if_defined()
 
-    def publish(
-        self, destinations: Destinations, written: Mapping[str, Iterable[Interval]]
-    ) -> None:
-        """From the next release on, save only what `written` leaves out: `LoadPlan.coverage`, by
-        names of storages of `LoadPlan.destinations`. Does nothing where it is published already.
+    def publish(self, plan: LoadPlan) -> None:
+        """From the next release on, save only what the plan's coverage leaves out. Does nothing
+        where it is published already.
 
         To be called on every TP rank when a sync has written all of it and it is proven that each
         later one will, for as long as the plan's guard holds.
         """
-        if self._written is written and self._destinations is destinations:
+        if self._plan is plan:
             return
-        bases = {entry.name: entry.data_ptr for entry in destinations.storages}
-        covered = merge(
-            (bases[name] + start, bases[name] + stop)
-            for name, ranges in written.items()
-            for start, stop in ranges
+        bases = {entry.name: entry.data_ptr for entry in plan.destinations.storages}
+        self._plan, self._covered = (
+            plan,
+            merge(
+                (bases[name] + start, bases[name] + stop)
+                for name, ranges in plan.coverage.items()
+                for start, stop in ranges
+            ),
         )
-        self._destinations, self._written, self._covered = destinations, written, covered
         self._undefined = subtract(self._undefined, self._covered)
         self._free_if_defined()
 
@@ -150,9 +149,9 @@ class WeightsBackup:
         """The plan does not hold any more: everything is saved again; what is undefined stays so.
         `reason` goes to the log.
         """
-        if self._destinations is not None:
+        if self._plan is not None:
             logger.warning("weights backup: all weights are saved again: %s", reason)
-        self._destinations, self._written, self._covered = None, None, []
+        self._plan, self._covered = None, []
 
     def sync_failed(self, reason: str) -> None:
         """The weights are half written, and the coverage is not to be trusted."""
@@ -170,11 +169,11 @@ class WeightsBackup:
 
     def _left_undefined(self) -> list[Interval]:
         """What no complete sync is known to write."""
-        trusted = self.policy == "off" and self._destinations is None
+        trusted = self.policy == "off" and self._plan is None
         return [] if trusted else subtract(self._undefined, self._covered)
 
     def _worth_saving(self, allocated: tuple[Interval, ...]) -> list[Interval]:
-        if self.policy == "off" and self._destinations is None:
+        if self.policy == "off" and self._plan is None:
             return []
         left = subtract(allocated, [*self._covered, *self._undefined])
         return bridged(left, allocated)
