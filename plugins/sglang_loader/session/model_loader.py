@@ -229,7 +229,7 @@ class ModelLoader:
         """End a sync whose buckets all came."""
         if self._load_mode is _LoadMode.RECORD:
             self._compile()
-            self._note("the plan is being made", log=False)  # unless there is a worse reason
+            self._reason = self._reason or "the plan is being made"
         elif self._load_mode is _LoadMode.CHECK:
             self._syncs_since_check = 0
             self._note("the plan was due for a check")
@@ -348,9 +348,9 @@ class ModelLoader:
         if (backup := backup_of(self._model)) is not None:
             backup.withdraw(reason)
 
-    def _note(self, reason: str, *, log: bool = True) -> None:
+    def _note(self, reason: str) -> None:
         self._reason = self._reason or reason
-        if log and reason not in self._logged:
+        if reason not in self._logged:
             self._logged.add(reason)
             logger.warning(
                 "%s: eager load_weights instead of the plan: %s", type(self._model).__name__, reason
