@@ -1,6 +1,6 @@
 """What a model holds, where no memory saver knows it."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from torch import nn
 
@@ -8,6 +8,7 @@ from sglang_loader.common.regions.intervals import Interval, merge
 from sglang_loader.host_backup import backup_of
 from sglang_loader.host_backup.allocations import Allocations
 from sglang_loader.load_plan.destinations import collect_destinations
+from sglang_loader.load_plan.plan import LoadPlan
 
 
 def reachable(model: nn.Module) -> Allocations:
@@ -18,8 +19,8 @@ def reachable(model: nn.Module) -> Allocations:
     return Allocations(device, tuple(merge(spans)))
 
 
-def publish_coverage(model: nn.Module, written: Mapping[str, Iterable[Interval]]) -> None:
+def publish_coverage(model: nn.Module, written: Mapping[str, tuple[Interval, ...]]) -> None:
     """As a plan that writes these bytes of the model would, once it is proven."""
     backup = backup_of(model)
     assert backup is not None
-    backup.publish(collect_destinations(model), written)
+    backup.publish(LoadPlan((), written, collect_destinations(model)))

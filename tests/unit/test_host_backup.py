@@ -19,6 +19,7 @@ from sglang_loader.host_backup.allocations import (
 from sglang_loader.host_backup.backup import BRIDGED_BYTES, bridged
 from sglang_loader.host_backup.saved_bytes import CHUNK_BYTES
 from sglang_loader.load_plan.destinations import collect_destinations
+from sglang_loader.load_plan.plan import LoadPlan
 from support.reachable_memory import publish_coverage, reachable
 from unit.released_memory import POISON, Residue, contents, overwrite, poison, size_of, whole
 
@@ -189,7 +190,8 @@ def test_any_coverage_any_cycles_the_weights_are_right_after_a_sync(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sglang_loader.host_backup.backup.BRIDGED_BYTES", bridge)
         patch.setattr("sglang_loader.host_backup.saved_bytes.CHUNK_BYTES", chunk)
-        backup.publish(destinations, covered)
+        plan = LoadPlan((), covered, destinations)
+        backup.publish(plan)
         for failed in [*fails, False]:
             with torch.inference_mode(inference):
                 release_and_resume(model, backup)
@@ -204,7 +206,7 @@ def test_any_coverage_any_cycles_the_weights_are_right_after_a_sync(
                 assert backup.stale
                 continue
             overwrite(destinations, covered)
-            backup.publish(destinations, covered)
+            backup.publish(plan)
             assert sync_completed(model) is None
     assert contents(destinations) == expected
     assert backup.host_bytes == 0

@@ -6,7 +6,7 @@ they are resumed (61 GB: 17 s and 5 s), although a sync overwrites nearly all of
     backup = arm(model, policy, allocations)  # once, after the model is loaded
     backup.save(model)                        # before the memory is released
     backup.restore()                          # after it is mapped again
-    backup.publish(plan.destinations, plan.coverage)    # now only the residue is saved
+    backup.publish(plan)                      # now only the residue is saved
     backup.withdraw("why")                    # the plan's guard failed: everything again
     backup.sync_completed()                   # every byte of the coverage was written
 

@@ -11,8 +11,9 @@ can be handed out to another tensor.
 from __future__ import annotations
 
 import logging
+import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from weakref import WeakKeyDictionary
 
 from torch import nn
@@ -22,7 +23,7 @@ from sglang_loader.common.regions.intervals import Interval, contains, merge, nu
 from sglang_loader.host_backup.allocations import Allocations
 from sglang_loader.host_backup.completeness import Completeness
 from sglang_loader.host_backup.saved_bytes import SavedBytes, synchronize
-from sglang_loader.load_plan.destinations import Destinations
+from sglang_loader.load_plan.plan import LoadPlan
 
 logger = logging.getLogger(__name__)
 
@@ -45,27 +46,24 @@ class WeightsBackup:
     def __init__(self, policy: HostBackup, allocations: Callable[[nn.Module], Allocations]) -> None:
         self.policy = policy
         self._allocations = allocations
-        self._destinations: Destinations | None = None
-        self._written: Mapping[str, Iterable[Interval]] | None = None
-        self._covered: list[Interval] = []
+        self._plan: LoadPlan | None = None
+        # With "off" the user says that every sync writes everything, as long as no plan says more.
+        self._covered = self._unproven = [(0, sys.maxsize)] if policy == "off" else []
         self._saved: SavedBytes | None = None
-        self._released = False
-        self._lost: list[Interval] = []  # by the release under way
+        self._lost: list[Interval] | None = None  # by the release under way
         self._undefined: list[Interval] = []
         self.sync = Completeness()
 
     @property
     def stale(self) -> str | None:
         """Why the engine must not compute with its weights, or None."""
-        if self._undefined:
-            return _undefined_text(self._undefined)
-        return "the last sync was not complete" if self.sync.is_half_written else None
+        half_written = "the last sync was not complete" if self.sync.is_half_written else None
+        return _undefined_text(self._undefined) or half_written
 
     @property
     def stale_once_synced(self) -> str | None:
         """What `stale` will be after `sync_completed`."""
-        left = self._left_undefined()
-        return _undefined_text(left) if left else None
+        return _undefined_text(subtract(self._undefined, self._covered))
 
     @property
     def host_bytes(self) -> int:
@@ -85,14 +83,14 @@ class WeightsBackup:
             return
         started = time.perf_counter()
         now = self._allocations(model)
-        wanted = self._worth_saving(now.ranges)
+        left = subtract(now.ranges, [*self._covered, *self._undefined])
+        wanted = bridged(left, now.ranges)
         kept = self._saved
         if kept is None or not all(contains(kept.ranges, piece) for piece in wanted):
             self._saved = kept = None  # before the next one is made
             synchronize(now.device)
             self._saved = kept = SavedBytes(now.device, wanted)
         self._lost = subtract(now.ranges, kept.ranges)
-        self._released = True
         logger.info(
             "weights backup: saved %.1f MB in %.3f s (residue %.1f MB of %.1f MB)",
             kept.nbytes / 1e6,
@@ -103,8 +101,7 @@ class WeightsBackup:
 
     def release_refused(self) -> None:
         """The release for which `save` was called does not happen: nothing was lost."""
-        self._released = False
-        self._lost = []
+        self._lost = None
         self._free_if_defined()
 
     def restore(self) -> None:
@@ -112,9 +109,9 @@ class WeightsBackup:
         if self._saved is None:
             return
         started = time.perf_counter()
-        undefined = merge([*self._undefined, *self._lost])
+        undefined = merge([*self._undefined, *(self._lost or ())])
         self._undefined = merge([*undefined, *self._saved.ranges])
-        self._released, self._lost = False, []
+        self._lost = None
         self._saved.restore()  # where this raises, nothing is defined
         self._undefined = undefined
         logger.info(
@@ -125,24 +122,22 @@ class WeightsBackup:
         )
         self._free_if_defined()
 
-    def publish(
-        self, destinations: Destinations, written: Mapping[str, Iterable[Interval]]
-    ) -> None:
-        """From the next release on, save only what `written` leaves out: `LoadPlan.coverage`, by
-        names of storages of `LoadPlan.destinations`. Does nothing where it is published already.
+    def publish(self, plan: LoadPlan) -> None:
+        """From the next release on, save only what the plan's coverage leaves out. Does nothing
+        where it is published already.
 
         To be called on every TP rank when a sync has written all of it and it is proven that each
         later one will, for as long as the plan's guard holds.
         """
-        if self._written is written and self._destinations is destinations:
+        if self._plan is plan:
             return
-        bases = {entry.name: entry.data_ptr for entry in destinations.storages}
-        covered = merge(
+        bases = {entry.name: entry.data_ptr for entry in plan.destinations.storages}
+        self._plan = plan
+        self._covered = merge(
             (bases[name] + start, bases[name] + stop)
-            for name, ranges in written.items()
+            for name, ranges in plan.coverage.items()
             for start, stop in ranges
         )
-        self._destinations, self._written, self._covered = destinations, written, covered
         self._undefined = subtract(self._undefined, self._covered)
         self._free_if_defined()
 
@@ -150,9 +145,9 @@ class WeightsBackup:
         """The plan does not hold any more: everything is saved again; what is undefined stays so.
         `reason` goes to the log.
         """
-        if self._destinations is not None:
+        if self._plan is not None:
             logger.warning("weights backup: all weights are saved again: %s", reason)
-        self._destinations, self._written, self._covered = None, None, []
+        self._plan, self._covered = None, self._unproven
 
     def sync_failed(self, reason: str) -> None:
         """The weights are half written, and the coverage is not to be trusted."""
@@ -165,26 +160,17 @@ class WeightsBackup:
         Without a proven coverage that proves nothing under "auto"; "off" takes it as it is.
         """
         self.sync.complete()
-        self._undefined = self._left_undefined()
+        self._undefined = subtract(self._undefined, self._covered)
         self._free_if_defined()
 
-    def _left_undefined(self) -> list[Interval]:
-        """What no complete sync is known to write."""
-        trusted = self.policy == "off" and self._destinations is None
-        return [] if trusted else subtract(self._undefined, self._covered)
-
-    def _worth_saving(self, allocated: tuple[Interval, ...]) -> list[Interval]:
-        if self.policy == "off" and self._destinations is None:
-            return []
-        left = subtract(allocated, [*self._covered, *self._undefined])
-        return bridged(left, allocated)
-
     def _free_if_defined(self) -> None:
-        if not self._undefined and not self._released:
+        if not self._undefined and self._lost is None:
             self._saved = None
 
 
-def _undefined_text(ranges: list[Interval]) -> str:
+def _undefined_text(ranges: list[Interval]) -> str | None:
+    if not ranges:
+        return None
     return f"{num_bytes(ranges)} bytes of the weights are undefined since the last resume"
 
 

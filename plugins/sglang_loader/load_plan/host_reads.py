@@ -4,12 +4,14 @@
 plan if the data is data of a sync. `item` is different: SGLang's default loader writes scalars as
 `param.fill_(loaded.item())`. While tracing, `item` returns a stand-in; `fill_` with a stand-in
 becomes the copy that it is, and any other use of it reports a host read and yields the number.
+One that outlives the load, in an attribute say, would be used later, unseen.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import ref
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -35,6 +37,12 @@ class HostReadWatch(TorchFunctionMode):
     def __init__(self, report: Report) -> None:
         super().__init__()
         self._report = report
+        self._stand_ins: list[ref[DeferredScalar]] = []
+
+    @property
+    def keeps_numbers(self) -> bool:
+        """True if somebody still has a stand-in."""
+        return any(stand_in() is not None for stand_in in self._stand_ins)
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -45,7 +53,9 @@ class HostReadWatch(TorchFunctionMode):
         if func in _WATCHED and args and isinstance(args[0], torch.Tensor):
             tensor, name = args[0], func.__name__
             if name == "item" and tensor.numel() == 1 and not tensor.is_complex():
-                return DeferredScalar(tensor, self._report)
+                stand_in = DeferredScalar(tensor, self._report)
+                self._stand_ins.append(ref(stand_in))
+                return stand_in
             if name in UNDISPATCHED_READS:
                 self._report(name, tensor)
         return func(*args, **kwargs)

@@ -109,8 +109,11 @@ def _trace_once(
     traced = TracedBucket(layout, before)
     views = layout.views(scratch)  # made here, so that the recorder does not see them made
     recorder = _Recorder(traced, scratch)
-    with inline_thread_pools(), recorder, HostReadWatch(recorder.note_host_read):
+    watch = HostReadWatch(recorder.note_host_read)
+    with inline_thread_pools(), recorder, watch:
         load_weights(iter(views))
+    if watch.keeps_numbers:
+        raise PlanRefused("load_weights keeps a number that it has read of a tensor")
     moved = first_difference(before, _collect(model, before))
     if moved is None and earlier is not None:  # what was bound since is new to the plan
         moved = first_difference(earlier, before, new_allowed=True)

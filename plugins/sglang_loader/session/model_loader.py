@@ -229,26 +229,24 @@ class ModelLoader:
         """End a sync whose buckets all came."""
         if self._load_mode is _LoadMode.RECORD:
             self._compile()
-            self._note("the plan is being made", log=False)  # unless there is a worse reason
+            self._reason = self._reason or "the plan is being made"
         elif self._load_mode is _LoadMode.CHECK:
             self._syncs_since_check = 0
             self._note("the plan was due for a check")
         elif self._load_mode is _LoadMode.REPLAY:
             self._num_recordings = 0
         plan, backup = self.plan, backup_of(self._model)
-        if plan is not None and backup is not None and self._has_loaded_all(plan):
-            # Also after a failed sync, which withdrew it.
-            backup.publish(plan.destinations, plan.coverage)
+        is_whole = plan is not None and len(self.uses) == len(plan.buckets)
+        if plan is not None and backup is not None and is_whole:
+            # It has written all of it, or what was loaded is proven to be that. Also after a failed
+            # sync, which withdrew it.
+            backup.publish(plan)
         return SyncOutcome(
             num_replayed=self._num_replayed,
             num_eager=len(self.uses) - self._num_replayed,
             reason=self._reason,
             may_read_in_place=plan is not None,
         )
-
-    def _has_loaded_all(self, plan: LoadPlan) -> bool:
-        """True if this sync has written what the plan writes, by the plan or proven to be it."""
-        return self._load_mode is not _LoadMode.EAGER and len(self.uses) == len(plan.buckets)
 
     def _why_not_recorded(self, first: BucketLayout) -> str | None:
         """Why no plan is made of a sync that begins with this bucket."""
@@ -289,6 +287,7 @@ class ModelLoader:
         reason = self._recorder.why_unproven(plan.buckets[index], plan.destinations, buffer)
         if reason is not None:
             self.uses.append(BucketUses(plan.buckets[index].layout, problem=reason))
+            self._known_uses = {}
             self._drop_plan(f"bucket {index}: {reason}")
             return
         self.uses.append(self._known_uses[index])
@@ -349,9 +348,9 @@ class ModelLoader:
         if (backup := backup_of(self._model)) is not None:
             backup.withdraw(reason)
 
-    def _note(self, reason: str, *, log: bool = True) -> None:
+    def _note(self, reason: str) -> None:
         self._reason = self._reason or reason
-        if log and reason not in self._logged:
+        if reason not in self._logged:
             self._logged.add(reason)
             logger.warning(
                 "%s: eager load_weights instead of the plan: %s", type(self._model).__name__, reason

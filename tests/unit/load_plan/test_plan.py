@@ -312,6 +312,13 @@ def test_refuses_host_reads_of_sources(look):
     assert "Python reads the data of w" in refusal(load_one)
 
 
+def test_refuses_a_loader_that_keeps_a_number():
+    """Copies would not bring the next sync's."""
+    held = {}
+    assert "keeps a number" in refusal(doing(lambda _, w: held.update(scale=w[0, 1].item())))
+    assert isinstance(held["scale"], float), "loaded all the same"
+
+
 def test_refuses_host_reads_of_written_destinations_only():
     def load_one(model, name, tensor):
         plain(model, name, tensor)

@@ -144,17 +144,9 @@ def _cut(source: ByteMap, copy: StridedCopy) -> list[StridedCopy]:
         (count, src, dst), *inner = copy.dims
         row = replace(copy, dims=tuple(inner))
         return [replace(row, src=copy.src + i * src, dst=copy.dst + i * dst) for i in range(count)]
-    row_units = source.dims[-1][0] // unit.src_bytes
-    head = min(copy.run, -(copy.src // unit.src_bytes) % row_units or row_units)
-    if head == row_units and copy.run > row_units:
-        head = copy.run - copy.run % row_units
-    rest = replace(
-        copy,
-        src=copy.src + head * unit.src_bytes,
-        dst=copy.dst + head * unit.dst_bytes,
-        run=copy.run - head,
-    )
-    return [replace(copy, run=head), *([rest] if rest.run else [])]
+    length, (start, stop) = source.dims[-1][0], copy.src_bounds()
+    ends = {-(-start // length) * length, stop // length * length}
+    return list(split_copy(copy, sorted(ends)))
 
 
 def _factored(source: ByteMap, offset: int, dims: tuple[Dim, ...]) -> tuple[Dim, ...] | None:
