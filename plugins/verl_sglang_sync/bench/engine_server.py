@@ -91,11 +91,11 @@ def engine_server(
         *("--model-path", str(config), "--host", host, "--port", str(port), "--tp-size", str(tp)),
         *("--skip-server-warmup", "--sampling-backend", "pytorch", *(GPU if is_on_gpu else CPU)),
         *("--custom-weight-loader", SESSION_FORMAT, *loaders),
-        *extra,
     ]
     if is_on_gpu:
         arguments += ["--mem-fraction-static", str(gpu_share), "--base-gpu-id", str(first_gpu)]
         arguments += ["--moe-runner-backend", "triton"] if is_moe else []
+    arguments += extra  # the last word
     common = {**os.environ, "HF_HUB_OFFLINE": "1", HOST_BACKUP_VARIABLE: host_backup}
     if not is_on_gpu:
         cores = "|".join(str(rank) for rank in range(tp))
