@@ -59,10 +59,6 @@ def updater_with(module, name, draft=None):
     return updater
 
 
-def request_with(**fields):
-    return IO.UpdateWeightsFromTensorReqInput(**{"serialized_named_tensors": [], **fields})
-
-
 def models_of(updater, *, syncs_draft):
     return [runner.model for runner in runners_of(updater, syncs_draft=syncs_draft)]
 
@@ -112,7 +108,8 @@ def test_a_format_of_another_release_is_refused_by_name():
 
 @pytest.mark.parametrize("load_format", [None, "flattened_bucket", "users.own.loader"])
 def test_what_is_not_ours_is_left_to_sglang(load_format):
-    request = request_with(load_format=load_format)
+    fields = {"serialized_named_tensors": [], "load_format": load_format}
+    request = IO.UpdateWeightsFromTensorReqInput(**fields)
     worker = SimpleNamespace(server_args=SimpleNamespace(custom_weight_loader=None))
     updater = SimpleNamespace(tp_worker=worker)
     assert update_on_all_ranks(lambda *_: "sglang's", updater, request) == "sglang's"

@@ -35,7 +35,7 @@ class RankPool:
         if not self._ranks:
             self._start()
         for rank in self._ranks:
-            rank.begin(_call, function, args)
+            rank.begin(lambda _: function(*args))
         awaited = [rank for rank in range(WORLD_SIZE) if rank not in lost]
         outcomes = finish([self._ranks[rank] for rank in awaited], limit_s)
         if None in outcomes:
@@ -63,10 +63,6 @@ def _join(rank, rendezvous):
     torch.set_num_threads(1)
     torch.multiprocessing.set_sharing_strategy("file_system")
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=WORLD_SIZE)
-
-
-def _call(_, function, args):
-    return function(*args)
 
 
 _groups = {}

@@ -75,17 +75,12 @@ def test_the_probe_notices_what_is_gone_or_exchanged():
     assert probe.mismatch() == "bias was rebound"
 
 
-def from_another_storage(tensor):
-    """The same memory as a storage of its own, in which the tensor begins at 0."""
-    return torch.from_numpy(tensor.numpy())
-
-
 CHANGES = {
     "transposed": lambda data: data.t(),
     "dtype": lambda data: data.view(torch.int32),
     "shape": lambda data: data.view(2, 8),
     "stride": lambda data: data.as_strided((4, 4), (2, 1)),
-    "storage offset": from_another_storage,
+    "storage offset": lambda data: torch.from_numpy(data.numpy()),  # the same memory, from 0 on
     "memory": lambda data: data.clone(),
     "memory and offset": lambda data: torch.cat([data, data])[1:5],
 }
