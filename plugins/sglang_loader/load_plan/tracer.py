@@ -206,8 +206,11 @@ class _Recorder(TorchDispatchMode):
     ) -> None:
         written = traits.written_in(args, kwargs)
         writes = [ref for ref in leaves(written) if isinstance(ref, TensorRef)]
-        made = [leaf for leaf in leaves(out) if isinstance(leaf, torch.Tensor)]
-        writes += [self._ref(tensor) for tensor in made if self._is_new_slot(tensor)]
+        for made in leaves(out):
+            if isinstance(made, torch.Tensor) and made.untyped_storage()._cdata not in self._places:
+                ref = self._ref(made, Space.SLOT)
+                if ref.space is Space.SLOT:
+                    writes.append(ref)
         if not writes:
             return
         reads = [ref for ref in leaves((args, kwargs)) if isinstance(ref, TensorRef)]
@@ -233,8 +236,18 @@ class _Recorder(TorchDispatchMode):
     def _ref_or_value(self, value: Any) -> Any:
         return self._ref(value) if isinstance(value, torch.Tensor) else value
 
-    def _ref(self, tensor: torch.Tensor) -> TensorRef:
-        space, index, delta = self._locate(tensor)
+    def _ref(self, tensor: torch.Tensor, unknown: Space = Space.CONSTANT) -> TensorRef:
+        """Where a tensor is; `unknown`: the space of memory that is neither known nor found."""
+        storage = tensor.untyped_storage()
+        place = self._places.get(storage._cdata)
+        if place is None:
+            place = self._find(storage) or (unknown, next(self._numbers), 0)
+            self._places[storage._cdata] = place
+            self._held.append(StorageWeakRef(storage) if place[0] is Space.SLOT else storage)
+            is_plain = tensor.layout == torch.strided and tensor.device.type != "meta"
+            if place[0] is Space.CONSTANT and not is_plain:
+                self.trace.problems.append(f"a {tensor.layout} tensor on {tensor.device} was used")
+        space, index, delta = place
         if tensor.dtype.is_complex and (tensor.is_conj() or tensor.is_neg()):
             self.trace.problems.append("a lazily conjugated tensor was used")
         region = region_of(tensor)
@@ -242,16 +255,7 @@ class _Recorder(TorchDispatchMode):
             region = replace(region, offset=region.offset + delta)
         return TensorRef(space, index, tensor.dtype, region)
 
-    def _locate(self, tensor: torch.Tensor) -> tuple[Space, int, int]:
-        storage = tensor.untyped_storage()
-        known = self._places.get(storage._cdata)
-        if known is None:
-            known = self._place(storage) or self._new_constant(tensor)
-            self._places[storage._cdata] = known
-            self._held.append(storage)
-        return known
-
-    def _place(self, storage: torch.UntypedStorage) -> tuple[Space, int, int] | None:
+    def _find(self, storage: torch.UntypedStorage) -> tuple[Space, int, int] | None:
         """The bucket or destination that this storage is, by address, and its offset there."""
         address = storage.data_ptr()
         if address == 0 or storage.nbytes() == 0:
@@ -261,21 +265,3 @@ class _Recorder(TorchDispatchMode):
             return Space.DESTINATION, found[0], found[1]
         overlaps = address < self._bucket_stop and self._bucket_start < address + storage.nbytes()
         return (Space.BUCKET, 0, address - self._bucket_start) if overlaps else None
-
-    def _new_constant(self, tensor: torch.Tensor) -> tuple[Space, int, int]:
-        if tensor.layout != torch.strided or tensor.device.type == "meta":
-            self.trace.problems.append(f"a {tensor.layout} tensor on {tensor.device} was used")
-        return Space.CONSTANT, next(self._numbers), 0
-
-    def _is_new_slot(self, out: torch.Tensor) -> bool:
-        storage = out.untyped_storage()
-        if storage._cdata in self._places:
-            return False
-        place = self._place(storage)
-        if place is None:
-            place = Space.SLOT, next(self._numbers), 0
-            self._held.append(StorageWeakRef(storage))
-        else:
-            self._held.append(storage)
-        self._places[storage._cdata] = place
-        return place[0] is Space.SLOT
