@@ -87,8 +87,6 @@ sglang.srt.managers.io_struct:
     AbortReq(abort_all, finished_reason); HealthCheckOutput; TokenizedGenerateReqInput
     TokenizedEmbeddingReqInput; BatchTokenizedGenerateReqInput(batch)
     BatchTokenizedEmbeddingReqInput(batch); LoadLoRAAdapterFromTensorsReqInput
-sglang.srt.managers.io_struct [from 0.5.15]:
-    hook_custom_types
 sglang.srt.managers.io_struct [from 0.5.21]:
     UpdateWeightsFromTensorReqInput(selector); BeginWeightUpdateReqInput(selector)
     EndWeightUpdateReqInput
