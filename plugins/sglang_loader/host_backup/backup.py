@@ -83,8 +83,7 @@ class WeightsBackup:
             return
         started = time.perf_counter()
         now = self._allocations(model)
-        left = subtract(now.ranges, [*self._covered, *self._undefined])
-        wanted = bridged(left, now.ranges)
+        wanted = self._worth_saving(now.ranges)
         kept = self._saved
         if kept is None or not all(contains(kept.ranges, piece) for piece in wanted):
             self._saved = kept = None  # before the next one is made
@@ -162,6 +161,10 @@ class WeightsBackup:
         self.sync.complete()
         self._undefined = subtract(self._undefined, self._covered)
         self._free_if_defined()
+
+    def _worth_saving(self, allocated: tuple[Interval, ...]) -> list[Interval]:
+        left = subtract(allocated, [*self._covered, *self._undefined])
+        return bridged(left, allocated)
 
     def _free_if_defined(self) -> None:
         if not self._undefined and self._lost is None:
