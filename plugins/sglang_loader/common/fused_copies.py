@@ -38,9 +38,10 @@ class FusedCopies:
     """See the module. No byte is written twice."""
 
     def __init__(self, copies: Sequence[CopyFrom]) -> None:
-        self._copies = copies
-        self._targets = sorted({copy.storage for copy, _ in copies})
+        self._targets = {copy.storage for copy, _ in copies}
         self._numbers = sorted({number for _, number in copies})
+        place = {number: i for i, number in enumerate(self._numbers)}
+        self._copies = [(copy, place[number]) for copy, number in copies]
         self._divided: dict[object, tuple[_WordCopies, list[CopyFrom]]] = {}
 
     def between(
@@ -52,10 +53,11 @@ class FusedCopies:
         """The launches, which do not keep what the kernel reads and writes alive.
 
         Args:
-            memories: flat contiguous uint8.
+            memories: flat contiguous uint8; only those that are read are looked at.
             targets: flat uint8, each at the beginning of its storage.
             device: on which the kernel runs.
         """
+        memories = [memories[number] for number in self._numbers]
         _, gpus = np.unique([peer_of(memory) or "" for memory in memories], return_inverse=True)
 
         def takes(tensor: torch.Tensor) -> bool:
@@ -66,7 +68,7 @@ class FusedCopies:
         with torch.inference_mode(False), torch.no_grad():
             if is_available(device):
                 to = frozenset(number for number in self._targets if takes(targets[number]))
-                of = frozenset(number for number in self._numbers if takes(memories[number]))
+                of = frozenset(i for i, memory in enumerate(memories) if takes(memory))
                 words, left = self._divide(to, of)
                 if len(words.rows):
                     found.append(words.between(memories, targets, gpus, device))
@@ -117,8 +119,8 @@ class _WordCopies:
             places += [(number, copy.storage)] * len(found)
         self.rows, self._tiles = tables_of(entries)
         self._numbers, self._targets = np.array(places, dtype=np.int64).reshape(-1, 2).T
-        self._read_from = self._numbers  # the tiles on the device are in the order for these GPUs
-        self._on_device: torch.Tensor | None = None
+        # By GPU of each memory: the tiles on the device, in the order for these GPUs.
+        self._on_device: tuple[list[int], torch.Tensor] | None = None
 
     def between(
         self,
@@ -128,11 +130,11 @@ class _WordCopies:
         device: torch.device,
     ) -> Callable[[], object]:
         """See `FusedCopies`; `gpus`: by memory, a number of the GPU on which it lies."""
-        read_from = gpus[self._numbers]
-        if self._on_device is None or not np.array_equal(read_from, self._read_from):
-            tiles = in_mixed_order(self._tiles, read_from)
-            self._read_from, self._on_device = read_from, torch.from_numpy(tiles).to(device)
+        read_from = gpus.tolist()
+        if self._on_device is None or self._on_device[0] != read_from:
+            tiles = in_mixed_order(self._tiles, gpus[self._numbers])
+            self._on_device = read_from, torch.from_numpy(tiles).to(device)
         rows = self.rows.copy()
         rows[:, 0] += np.array([memory.data_ptr() for memory in memories])[self._numbers]
         rows[:, 1] += np.array([target.data_ptr() for target in targets])[self._targets]
-        return partial(launch, self._on_device, torch.from_numpy(rows).to(device))
+        return partial(launch, self._on_device[1], torch.from_numpy(rows).to(device))
