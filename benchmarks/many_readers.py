@@ -21,25 +21,18 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "plugins")]
+sys.path[:0] = [str(ROOT), str(ROOT / "plugins"), str(ROOT / "tests")]
 
-import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-from sglang_loader.common.copy_kernel import (  # noqa: E402
-    WORD,
-    in_mixed_order,
-    launch,
-    rows_between,
-    tables_of,
-)
+from sglang_loader.common.copy_kernel import WORD  # noqa: E402
 from sglang_loader.common.shared_memory import map_buffer, share_storage  # noqa: E402
+from support.kernel_copies import launcher  # noqa: E402
 from verl_sglang_sync.bench.results_file import write_results  # noqa: E402
 
 EXPERTS, INTERMEDIATE, HIDDEN = 128, 768, 2048  # of Qwen3-30B-A3B
@@ -67,20 +60,6 @@ def cases(num_gpus: int) -> list[Case]:
 
 Bucket = tuple[list[torch.Tensor], list[torch.Tensor], list[int]]
 """Targets, sources and, by source, which owner has it; views of `WORD`s."""
-
-
-def launcher(
-    targets: list[torch.Tensor], sources: list[torch.Tensor], owners: list[int], is_mixed: bool
-) -> Callable[[], None]:
-    """Copies all, in one launch."""
-    pairs = list(zip(targets, sources, strict=True))
-    places = [(s.data_ptr(), t.data_ptr(), s.shape, s.stride(), t.stride()) for t, s in pairs]
-    found = [list(rows_between(*place)) for place in places]
-    rows, tiles = tables_of([each for of_pair in found for each in of_pair])
-    if is_mixed:
-        tiles = in_mixed_order(tiles, np.repeat(owners, [len(of_pair) for of_pair in found]))
-    device = targets[0].device
-    return partial(launch, torch.from_numpy(tiles).to(device), torch.from_numpy(rows).to(device))
 
 
 class Rank:
@@ -114,9 +93,11 @@ class Rank:
         buckets = []
         if 0 <= reader < case.readers:
             buckets = [self._bucket(case, mapped, reader, layer) for layer in range(NUM_LAYERS)]
+        in_order = [launcher(targets, sources) for targets, sources, _ in buckets]
+        mixed = [launcher(*bucket) for bucket in buckets]
         return [
-            self._measure(case, arm, buckets, [launcher(*bucket, is_mixed) for bucket in buckets])
-            for arm, is_mixed in (("in order", False), ("mixed", True))
+            self._measure(case, arm, buckets, launches)
+            for arm, launches in (("in order", in_order), ("mixed", mixed))
         ]
 
     def _make_layers(self, num_experts: int) -> list[torch.Tensor]:

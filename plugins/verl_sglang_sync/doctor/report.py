@@ -30,10 +30,10 @@ def diagnose(overrides: Sequence[str] = ()) -> list[Check]:
     with ThreadPoolExecutor(max_workers=3) as pool:
         verl = pool.submit(run_probe, installation.look_at_verl, environment)
         sglang = pool.submit(run_probe, look_at_sglang, environment)
-        reads = pool.submit(run_probe, hardware.look_at_cuda_ipc)
+        reads = pool.submit(lambda: run_probe(hardware.look_at_cuda_ipc) if gpus else {})
 
         def recipes() -> list[Check]:
-            all_read = not gpus or (reads.exception() is None and not reads.result())
+            all_read = reads.exception() is None and not reads.result()
             machine = presets.Machine(len(gpus), reads_other_gpus=all_read)
             if overrides:
                 return list(presets.recipe_checks(overrides, machine))

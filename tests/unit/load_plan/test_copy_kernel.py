@@ -1,6 +1,5 @@
 """The batched copy's kernel in Triton's interpreter, against torch; on a GPU compiled."""
 
-import itertools
 import os
 import subprocess
 import sys
@@ -14,12 +13,9 @@ from hypothesis import strategies as st
 
 from sglang_loader.common.copy_kernel import (
     TILE_WORDS,
-    in_mixed_order,
-    launch,
     mixed,
-    rows_between,
-    tables_of,
 )
+from support.kernel_copies import launcher, rows_of
 from support.remote import run_interpreted
 
 pytest.importorskip("triton")
@@ -54,29 +50,14 @@ def copies(device):
     return targets, whole, sources
 
 
-def rows_of(target, source):
-    """One copy of views as sets of rows."""
-    places = source.data_ptr(), target.data_ptr()
-    return list(rows_between(*places, source.shape, source.stride(), target.stride()))
-
-
-def run(targets, sources, num_gpus=1):
-    found = [rows_of(t, s) if s.numel() else [] for t, s in zip(targets, sources, strict=True)]
-    gpus = [i % num_gpus for i, of_pair in enumerate(found) for _ in of_pair]
-    rows, tiles = tables_of(list(itertools.chain(*found)))
-    if gpus:
-        tiles = in_mixed_order(tiles, gpus)
-    launch(*(torch.from_numpy(table).to(targets[0].device) for table in (tiles, rows)))
-
-
 def check(device, num_gpus):
     """All is copied, and nothing else written."""
     targets, whole, sources = copies(device)
-    run(targets, sources, num_gpus)
+    launcher(targets, sources, [i % num_gpus for i in range(len(sources))])()
     for target, storage, source, (_, _, pad) in zip(targets, whole, sources, SHAPES, strict=True):
         assert torch.equal(target, source), source.shape
         assert bool((storage[..., :pad] == -1).all()), source.shape
-    run(targets[-1:], sources[-1:])  # nothing to do
+    launcher(targets[-1:], sources[-1:])()  # nothing to do
 
 
 def test_the_kernel_copies_every_word_and_no_other(tmp_path):
