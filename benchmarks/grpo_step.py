@@ -3,8 +3,8 @@
     python benchmarks/grpo_step.py --model qwen3-4b --steps 3 --json benchmarks/results/....json
 
 Every arm is a full run of `recipes/grpo_fsdp_gpu.sh`, or of the recipe that `--recipe` names: same
-data and seed. Megatron trains with a stand-in of plain torch where Transformer Engine is not
-installed (`tests/support/transformer_engine.py`); the row says so.
+data and seed. Without Transformer Engine Megatron trains with one of plain torch, and without
+flash-attn critics use torch's attention (`STAND_INS`); the row says so.
 """
 
 from __future__ import annotations
@@ -35,7 +35,11 @@ LOG_TAIL = 20_000  # characters
 ONE_GPU = {"GPUS": 1, "ROLLOUT_TP": 1}
 TIMERS = ("step", "gen", "update_weights", "update_actor", "old_log_prob")
 FSDP_RECIPE, MEGATRON_RECIPE = "grpo_fsdp_gpu.sh", "grpo_megatron_gpu.sh"
-SEPARATE_RECIPE = "grpo_separate_async_gpu.sh"
+SEPARATE_RECIPE, PPO_RECIPE = "grpo_separate_async_gpu.sh", "ppo_fsdp_gpu.sh"
+STAND_INS = {  # by recipe: a package that it needs, and what is imported where it is missing
+    MEGATRON_RECIPE: ("transformer_engine", "support.megatron_stand_ins"),
+    PPO_RECIPE: ("flash_attn", "support.sdpa_critic"),
+}
 FSDP_OVERRIDES = (
     "actor_rollout_ref.model.use_remove_padding=False",
     "actor_rollout_ref.model.enable_gradient_checkpointing=True",
@@ -43,6 +47,19 @@ FSDP_OVERRIDES = (
     "actor_rollout_ref.actor.fsdp_config.optimizer_offload=False",
     "actor_rollout_ref.actor.use_torch_compile=False",
 )
+CRITIC_OVERRIDES = (
+    "critic.use_dynamic_bsz=False",
+    "critic.ppo_mini_batch_size=16",
+    "critic.ppo_micro_batch_size_per_gpu=4",
+    "critic.model.use_remove_padding=False",
+    "+critic.model.override_config.attn_implementation=sdpa",
+)
+OVERRIDES_BY_RECIPE = {
+    FSDP_RECIPE: FSDP_OVERRIDES,
+    SEPARATE_RECIPE: FSDP_OVERRIDES,
+    PPO_RECIPE: (*FSDP_OVERRIDES, *CRITIC_OVERRIDES),
+    MEGATRON_RECIPE: (),
+}
 OVERRIDES = (
     "actor_rollout_ref.actor.use_dynamic_bsz=False",
     "actor_rollout_ref.actor.ppo_mini_batch_size=16",
@@ -94,9 +111,10 @@ def make_model(folder: Path, model: str) -> None:
     torch.cuda.empty_cache()  # the arms are other processes on the same GPU
 
 
-def stands_in(recipe: str) -> bool:
-    """True where the recipe trains with the stand-in for Transformer Engine."""
-    return recipe == MEGATRON_RECIPE and find_spec("transformer_engine") is None
+def stand_in(recipe: str) -> str | None:
+    """What the recipe is run with because a package that it needs is not installed."""
+    package, module = STAND_INS.get(recipe, (None, None))
+    return module if package and find_spec(package) is None else None
 
 
 def run_arm(
@@ -138,13 +156,13 @@ def run_arm(
         "RAY_USAGE_STATS_ENABLED": "0",
         "HF_HUB_OFFLINE": "1",
     }
-    if stands_in(recipe):
+    if module := stand_in(recipe):
         found = (str(ROOT / "tests"), os.environ.get("PYTHONPATH"))
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, found))
-        environment["VERL_USE_EXTERNAL_MODULES"] = "support.megatron_stand_ins"
+        environment["VERL_USE_EXTERNAL_MODULES"] = module
     report = "actor_rollout_ref.rollout.custom.weight_sync.report_file"
-    of_trainer = () if recipe == MEGATRON_RECIPE else FSDP_OVERRIDES
-    overrides = [*OVERRIDES, *of_trainer, f"trainer.total_training_steps={steps}", *more]
+    total = f"trainer.total_training_steps={steps}"
+    overrides = [*OVERRIDES, *OVERRIDES_BY_RECIPE[recipe], total, *more]
     if ARMS[arm]:
         overrides.append(f"{report}={folder}/syncs-{arm}.jsonl")
     command = ["bash", str(ROOT / "recipes" / recipe), *overrides]
@@ -196,8 +214,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--tp", type=int, default=1, help="of each engine, and of Megatron")
-    recipes = (FSDP_RECIPE, MEGATRON_RECIPE, SEPARATE_RECIPE)
-    parser.add_argument("--recipe", choices=recipes, default=FSDP_RECIPE)
+    parser.add_argument("--recipe", choices=OVERRIDES_BY_RECIPE, default=FSDP_RECIPE)
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=COLOCATED)
     parser.add_argument("--folder", type=Path, default=Path("outputs/grpo_step"))
     parser.add_argument("--json", type=Path)
@@ -214,8 +231,7 @@ def main() -> None:
         steps, memory = run_arm(arm, folder, args.steps, args.overrides, args.recipe, sizes)
         row = row_of(arm, args.model, steps, stage_medians(folder, arm))
         row["recipe"] = args.recipe
-        if args.recipe == MEGATRON_RECIPE:
-            row["transformer_engine"] = not stands_in(args.recipe)
+        row["stand_in"] = stand_in(args.recipe)
         rows.append({**row, "gpus": args.gpus, "tp": args.tp, "memory": memory})
         path = args.json or Path(f"benchmarks/results/grpo_step-{hardware()}.json")
         write_results(path, "grpo_step", rows)

@@ -10,7 +10,6 @@ percent; weights that did not arrive leave a correlation of about a half.
 
 import json
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 
 import pytest
 from benchmarks import grpo_step
@@ -37,13 +36,6 @@ FSDP1 = ("actor_rollout_ref.actor.strategy=fsdp",)
 OFFLOAD = ("actor_rollout_ref.actor.fsdp_config.param_offload=True",)
 ONE_STAGE = ("actor_rollout_ref.rollout.multi_stage_wake_up=False",)
 FP8 = ("actor_rollout_ref.rollout.quantization=fp8",)
-CRITIC = (
-    "critic.use_dynamic_bsz=False",
-    "critic.ppo_mini_batch_size=16",
-    "critic.ppo_micro_batch_size_per_gpu=8",
-    "critic.model.use_remove_padding=False",
-    "+critic.model.override_config.attn_implementation=sdpa",
-)
 LORA = (
     "actor_rollout_ref.model.lora_rank=8",
     "actor_rollout_ref.model.lora_alpha=32",
@@ -62,7 +54,7 @@ SENT = ("+actor_rollout_ref.rollout.custom.weight_sync.read_in_place=False",)
 APART = {
     "tp": 1,
     "preset": "disaggregated",
-    "recipe": "grpo_separate_async_gpu.sh",
+    "recipe": grpo_step.SEPARATE_RECIPE,
     "sizes": {"TRAINER_GPUS": 1, "ROLLOUT_GPUS": 1, "SYNC_EVERY": 1},
 }
 
@@ -112,7 +104,7 @@ CELLS = {
     "fsdp1-tp2": Cell(FSDP1, route="num_replayed"),
     "fsdp1-tp1x2-one-stage": Cell((*FSDP1, *ONE_STAGE), tp=1, route="num_replayed"),
     "fsdp1-offload-tp2": Cell((*FSDP1, *OFFLOAD), route="num_replayed"),
-    "ppo-tp2": Cell(CRITIC, recipe="ppo_fsdp_gpu.sh"),
+    "ppo-tp2": Cell(recipe=grpo_step.PPO_RECIPE),
     "merged-lora-tp2": Cell(MERGED, route=None),
     "adapter-tp2": Cell(LORA, route=None),
     "moe-tp2": Cell(architecture="qwen3_moe"),
@@ -145,8 +137,6 @@ def marks(name):
 @pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in CELLS])
 def test_the_weights_arrive(name, tmp_path):
     cell = CELLS[name]
-    if cell.recipe == "ppo_fsdp_gpu.sh" and find_spec("flash_attn") is None:
-        pytest.skip("verl loads every critic with flash_attention_2: needs flash-attn")
     steps, reports = train(cell, tmp_path)
     print_row(name, steps, reports)
     for step in steps:

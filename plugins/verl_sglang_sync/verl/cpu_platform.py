@@ -120,7 +120,7 @@ def install() -> None:
         os.environ.setdefault(name, value)
     PlatformRegistry.register(platform="cpu")(CpuPlatform)
     _use_plain_gloo()
-    _load_value_heads_without_flash_attention()
+    load_critics_without_flash_attention()
     _share_tensors_by_name()
 
 
@@ -136,7 +136,7 @@ def _use_plain_gloo() -> None:
     distributed.initialize_global_process_group_ray = initialize
 
 
-def _load_value_heads_without_flash_attention() -> None:
+def load_critics_without_flash_attention() -> None:
     """verl loads every critic with flash_attention_2, a GPU kernel; sdpa computes the same."""
     import verl.utils.model
 
