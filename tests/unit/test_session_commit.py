@@ -158,7 +158,7 @@ def send_all(trainer, ring, *, arranged=False):
     """Both buckets, and that they are all, without a look at what the engine says."""
     report = SyncReport(mode="compiled", replica=0)
     export, stream = Export(list(WEIGHTS.items())), BucketStream(SETTINGS.bucket_bytes)
-    for ready in ExportedBuckets(export, stream, ring, report):
+    for ready in ExportedBuckets(export, stream, ring, report, asks_for_reads=True):
         assert ready.storage is not None
         slot = trainer.map_buffer(ready.storage, keep=True)
         pieces = [BucketPiece(slot, 0, 0, ready.nbytes)]

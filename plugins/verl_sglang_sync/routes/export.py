@@ -21,8 +21,15 @@ class ExportedBuckets(SyncSource):
     """
 
     def __init__(
-        self, export: Export, stream: BucketStream, ring: StagingRing | None, report: SyncReport
+        self,
+        export: Export,
+        stream: BucketStream,
+        ring: StagingRing | None,
+        report: SyncReport,
+        *,
+        asks_for_reads: bool,
     ) -> None:
+        self.asks_for_reads = asks_for_reads
         self._export = export
         self._ring = ring
         self._report = report

@@ -86,12 +86,12 @@ class SyncSource:
     """The buckets of one sync of one trainer rank; see the module. By default a step does nothing.
 
     Attributes:
-        is_packed: buckets lie in staging buffers, and may hold only what the engine reads.
+        asks_for_reads: each engine is asked what it reads of the buckets: later it gets that alone.
         needs_arrangements: digest of those that each engine rank of this rank must hold; None: none
             must.
     """
 
-    is_packed = True
+    asks_for_reads = True
     needs_arrangements: Sequence[str] | None = None
 
     def start(self) -> None:
@@ -187,7 +187,7 @@ class Route:
         self._read_by: object = None
         self._recheck_every_n_syncs = context.settings.recheck_every_n_syncs
         self._is_wanted = is_wanted
-        self._num_syncs = 0
+        self._num_syncs = 0  # since it was proven
         self.is_proven = False
 
     def choose(self, weights: Iterable[NamedTensor], report: SyncReport) -> SyncSource | None:
@@ -229,7 +229,7 @@ class Route:
 
     def _conclude(self, reason: str | None) -> bool:
         """End `learn`: the route is proven, or never taken again, for a reason that is logged."""
-        self.is_proven = reason is None
+        self.is_proven, self._num_syncs = reason is None, 0
         if reason is not None:
             self.forget()
             self.off = reason

@@ -3,7 +3,7 @@
 run = SessionRun(opened, ranks, settings, report)   # the requests have left
 has_met = run.meet()                    # all ranks: every engine rank has joined
 run.send(source)                        # each rank at its own pace
-loaded = run.finish(is_packed=is_packed)   # its engine ranks have read all
+loaded = run.finish(asks_for_reads=False)  # its engine ranks have read all
 run.commit()                            # once all ranks have come so far
 run.end(defers_reply=True)              # all ranks leave together
 """
@@ -94,11 +94,11 @@ class SessionRun:
         if not self.ranks.num_buckets:
             raise ValueError("the trainer exported no tensor")
 
-    def finish(self, *, is_packed: bool) -> list[Loaded]:
+    def finish(self, *, asks_for_reads: bool) -> list[Loaded]:
         """Have the engine ranks read to the end; how each has loaded the buckets.
 
         Args:
-            is_packed: the engines are asked what they read of them.
+            asks_for_reads: each is asked what it reads of the buckets.
         """
         ranks = self.ranks
         for engine in self.engines:
@@ -106,7 +106,7 @@ class SessionRun:
                 engine.session.finish(
                     num_buckets=ranks.num_buckets,
                     num_tensors=ranks.num_tensors,
-                    arrangements=engine.arrangements.known_digest if is_packed else None,
+                    arrangements=engine.arrangements.known_digest if asks_for_reads else None,
                 )
         limit_s = self._settings.request_timeout_s
         with self._report.stage("load"):

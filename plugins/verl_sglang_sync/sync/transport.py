@@ -76,6 +76,7 @@ class SessionTransport:
         # A stage of the engine follows each sync: `check_reply` is called after it.
         self._defers_reply = context.is_colocated and self._settings.free_cache_engine
         self._unanswered: list[OpeningRequest] = []
+        self._is_packed_for_good = False  # an exported sync has shown no way without packing
 
     async def sync(
         self,
@@ -153,7 +154,8 @@ class SessionTransport:
         source.end()
         self._was_loaded(run, loaded, report)
         if isinstance(source, ExportedBuckets):
-            self._learn_routes(weights, loaded, report)
+            routes = self._routes if source.asks_for_reads else self._routes[:1]
+            self._learn_routes(routes, weights, loaded, report)
 
     def _choose(
         self, weights: Iterable[NamedTensor], routes: Sequence[Route], report: SyncReport
@@ -166,7 +168,11 @@ class SessionTransport:
         return self._exported(weights, report)
 
     def _exported(self, weights: Iterable[NamedTensor], report: SyncReport) -> ExportedBuckets:
-        return ExportedBuckets(Export(weights), self._stream, self._ring, report)
+        # To find out what they read takes the engines a second, in vain where they can read the
+        # parameters in place from the next sync on.
+        asks = self._is_packed_for_good or not self._routes[0].can_learn(weights)
+        export = Export(weights)
+        return ExportedBuckets(export, self._stream, self._ring, report, asks_for_reads=asks)
 
     def _after_joining(
         self, run: SessionRun, source: SyncSource, exported: Callable[[], SyncSource]
@@ -180,6 +186,8 @@ class SessionTransport:
         if needed is not None and not run.ranks.agree(is_ready=held == list(needed)):
             if run.ranks.error is None:
                 warn_once(OTHER_BYTES)
+            if self._route is not None:
+                self._route.is_proven = False  # the engine may be checking its plan: so does this
             source, self._route = exported(), None
         run.ranks.run_if_ok(source.engines_joined)
         return source
@@ -190,7 +198,7 @@ class SessionTransport:
         ranks.run_if_ok(lambda: run.send(source))
         ranks.run_if_ok(source.confirm)
         source.drain()
-        loaded = ranks.run_if_ok(lambda: run.finish(is_packed=source.is_packed))
+        loaded = ranks.run_if_ok(lambda: run.finish(asks_for_reads=source.asks_for_reads))
         if ranks.error is None and ranks.agree():
             ranks.run_if_ok(run.commit)
         return loaded
@@ -205,10 +213,14 @@ class SessionTransport:
                 engine.arrangements.learn(outcome.arrangements, self._stream.buckets)
 
     def _learn_routes(
-        self, weights: Iterable[NamedTensor], loaded: Sequence[Loaded], report: SyncReport
+        self,
+        routes: Sequence[Route],
+        weights: Iterable[NamedTensor],
+        loaded: Sequence[Loaded],
+        report: SyncReport,
     ) -> None:
         """After a good sync by export: can the next ones do without it?"""
-        for number, route in enumerate(self._routes, start=1):
+        for number, route in enumerate(routes, start=1):
             if route.can_learn(weights):
                 with report.stage("learn"):
                     needs_no_staging = route.learn(weights, loaded)
@@ -218,6 +230,7 @@ class SessionTransport:
                     for worse in self._routes[number:]:
                         worse.forget()
                     return
+        self._is_packed_for_good = True
 
     def _rest(self, ranks: RanksInStep) -> None:
         for route in self._routes:

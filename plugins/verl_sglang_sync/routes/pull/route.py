@@ -263,7 +263,7 @@ class PulledBuckets(SyncSource):
     `was_read` is told after a good sync.
     """
 
-    is_packed = False
+    asks_for_reads = False
 
     _buckets: Sequence[Bucket]
     _located: Located
