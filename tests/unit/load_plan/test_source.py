@@ -13,7 +13,7 @@ from sglang_loader.common import fused_copies
 from sglang_loader.common.bucket_source import BucketMap, BucketSource, Piece
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.regions.compose import ByteMap
-from sglang_loader.common.regions.geometry import Region, StridedCopy
+from sglang_loader.common.regions.geometry import Region, StridedCopy, Unit
 from sglang_loader.load_plan import (
     PlanExecutor,
     compile_bucket,
@@ -172,6 +172,13 @@ def test_a_shard_of_a_row_parallel_weight_is_one_copy():
         (3, ((16, 4, 8),), 4, 0, 0),
         (1, ((16, 4, 8),), 4, 32, 4),
     ]
+
+
+def test_no_element_is_parted_by_the_end_of_a_shard():
+    widened = StridedCopy(0, 0, 0, (), 4, Unit(4, 8, (torch.float32, torch.float64)))
+    piece = Piece(0, ((0, 0, 6), (1, 0, 10)), ByteMap(0, ((16, 1),)))
+    with pytest.raises(ValueError, match="a shard of 6 bytes ends within"):
+        list(BucketMap([piece]).copies(widened))
 
 
 def check_other_memory():
