@@ -136,19 +136,19 @@ class TorchTrainerGroup(TrainerGroup):
         return [items[rank] for rank in self._tp_ranks] if is_leader else None
 
     def all_gather(self, item: Any) -> list[Any]:
-        def all_gather(rows: list[torch.Tensor], own: torch.Tensor) -> None:
-            self._run(lambda group: group.allgather([rows], [own]).wait())
-
-        return gather_objects(item, dist.get_world_size(), all_gather)
-
-    def _run(self, collective: Callable[[Any], object]) -> None:
         if self._roll_call is not None and not self._roll_call.done():
             raise RankLost(f"weight sync failed: {STORE_LOST} still does not answer")
+
+        def all_gather(rows: list[torch.Tensor], own: torch.Tensor) -> None:
+            self._group.allgather([rows], [own]).wait()
+
         try:
             if self._group is None:
                 self._group = self._formed()
-            collective(self._group)
-        except RuntimeError as error:  # torch's own errors, of gloo and of the store, are such
+            return gather_objects(item, dist.get_world_size(), all_gather)
+        # Torch's own, of gloo and of the store, are RuntimeErrors. Without memory for what comes
+        # this rank leaves, too: its next collective is not the one in which the others are.
+        except (RuntimeError, MemoryError) as error:
             self._group = None
             lost = self._missing_ranks() or "a rank that has come back since"
             raise RankLost(

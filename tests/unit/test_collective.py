@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import pytest
 import torch
@@ -99,6 +100,22 @@ def come_late(victim):
         except RankLost as error:
             ends.append(str(error))
     return ends
+
+
+def run_out_of_memory(victim):
+    """The victim has no memory for what the others say at length; how that and the next one end."""
+    group, zeros, sizes = TorchTrainerGroup(timeout_s=TIMEOUT_S), torch.zeros, []
+
+    def no_memory(nbytes, **how):
+        sizes.append(nbytes)
+        if nbytes > SHORT_NBYTES and dist.get_rank() == victim:
+            raise RuntimeError("not enough memory")
+        return zeros(nbytes, **how)
+
+    with mock.patch.object(torch, "zeros", no_memory), pytest.raises(RankLost) as lost:
+        group.all_gather("x" * LENGTHS[-1])
+    assert len(sizes) == 2
+    return str(lost.value), group.agree().is_ready
 
 
 def leaves_amid_an_exchange():
@@ -212,6 +229,12 @@ def test_ranks_that_all_live_agree_again_after_a_failure(pool):
         assert lost is not None
         assert "a rank that has come back since did not answer" in lost
         assert later == [None, None]
+
+
+def test_ranks_leave_together_where_one_fails_between_the_collectives_of_an_exchange(pool):
+    texts, ready = zip(*pool.run(run_out_of_memory, 1), strict=True)
+    assert "rank 1: not enough memory" in texts[1]
+    assert all(ready)
 
 
 def test_a_rank_leaves_a_group_at_once_in_which_others_stay(pool):

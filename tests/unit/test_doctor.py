@@ -52,7 +52,8 @@ ENTRY = EntryPoint("verl_sglang_sync", "a:b", "verl.plugins")
 
 
 def verl(policy="auto", entries=(ENTRY,)):
-    return [installation.plugin_check("verl", entries, [], "EXTERNAL_PLUGINS", policy)]
+    look = installation.plugin_check
+    return [look("verl", entries, [], "EXTERNAL_PLUGINS", policy, everything="auto")]
 
 
 def of_verl(look, ours="unit.test_doctor.Ours"):
@@ -100,7 +101,7 @@ FACTS = [  # what is looked at, the check, how it is judged, and what is said
     ),
     *(
         (partial(verl, policy), "verl plugin", FAIL, f"EXTERNAL_PLUGINS={policy!r}")
-        for policy in ("none", "another,plugin")
+        for policy in ("none", "another,plugin", "")
     ),
     (partial(verl, "other, verl_sglang_sync"), "verl plugin", OK, ""),
     (partial(of_verl, lambda: Ours), "verl class", OK, "Ours"),
@@ -109,7 +110,11 @@ FACTS = [  # what is looked at, the check, how it is judged, and what is said
     (partial(sglang, hooks={"a.B.resume": False}), "SGLang hooks", FAIL, "resume"),
     (partial(sglang, hooks={}), "SGLang hooks", FAIL, "none is registered"),
     (partial(sglang, load_errors=[TRACEBACK]), "SGLang plugin", FAIL, TRACEBACK),
-    (partial(sglang, policy="another"), "SGLang plugin", FAIL, "SGLANG_PLUGINS='another'"),
+    (partial(sglang), "SGLang plugin", OK, "SGLang loads"),
+    *(
+        (partial(sglang, policy=policy), "SGLang plugin", FAIL, f"SGLANG_PLUGINS={policy!r}")
+        for policy in ("another", "auto")
+    ),
     (lambda: [hardware.gpu_check(GPU)], "GPU", OK, "2 x H200; CUDA "),
     (partial(ipc, CPU), "CUDA IPC", OK, "no GPU: not tried"),
     (partial(ipc, GPU), "CUDA IPC", OK, "4 pairs"),

@@ -65,14 +65,18 @@ class Piece:
         return reach < sum(nbytes for _, _, nbytes in self.shards)
 
     def copies(self, copy: StridedCopy) -> Iterator[CopyFrom]:
-        """A copy out of the piece, `src` counting from its first byte."""
+        """A copy out of the piece, `src` counting from its first byte; ValueError is raised where a
+        unit of it is parted by the end of a shard.
+        """
         if self.bytes.is_dense and len(self.shards) == 1:  # most are: without a detour by shards
             ((number, offset, _),) = self.shards
             yield replace(copy, src=offset + self.bytes.offset + copy.src), number
             return
         starts = list(accumulate((nbytes for _, _, nbytes in self.shards), initial=0))[:-1]
         for shard, part in shard_copies(self.bytes, starts, copy):
-            number, offset, _ = self.shards[shard]
+            number, offset, nbytes = self.shards[shard]
+            if part.src_bounds()[1] > nbytes:
+                raise ValueError(f"a shard of {nbytes} bytes ends within {copy.unit}")
             yield (replace(part, src=offset + part.src) if offset else part), number
 
 

@@ -17,7 +17,8 @@ def copy_views(
     copy: StridedCopy, buffer: torch.Tensor, base: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The destination and source of one copy as tensors of the widest word that fits both sides:
-    from `buffer` to `base`, both flat uint8, `base` at the beginning of its storage.
+    from `buffer` to `base`, both flat uint8, `base` at the beginning of its storage. ValueError is
+    raised where elements that are cast do not lie at multiples of their size.
     """
     src_start, dst_start = int(buffer.storage_offset()) + copy.src, copy.dst
     counts = [count for count, _, _ in copy.dims]
@@ -43,6 +44,8 @@ def _strided(
 ) -> torch.Tensor:
     """A view of `base`'s storage; `start` and `strides` but for the innermost, 1, in bytes."""
     size = dtype.itemsize
+    if any(number % size for number in (start, *strides)):
+        raise ValueError(f"{dtype} at byte {start}, at distances of {strides} bytes")
     view = torch.empty(0, dtype=dtype, device=base.device)
     steps = (*(s // size for s in strides), 1)
     return view.set_(base.untyped_storage(), start // size, shape, steps)

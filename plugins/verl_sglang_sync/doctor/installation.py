@@ -114,17 +114,17 @@ def look_at_verl() -> list[Check]:
     from verl.workers.rollout import base, replica
 
     variable = "VERL_USE_EXTERNAL_PLUGINS"
-    policy = os.environ.get(variable, "auto")
+    policy = os.environ.get(variable, "auto").strip().lower()
     entries = entry_points(group="verl.plugins", name=NAME)
     errors = []
-    if policy.strip().lower() != "none":
+    if policy != "none":
         try:  # again: a module that failed to import fails in the same way
             for entry_point in entries:
                 entry_point.load()
         except Exception:
             errors.append(traceback.format_exc())  # verl hides it
     return [
-        plugin_check("verl", entries, errors, variable, policy),
+        plugin_check("verl", entries, errors, variable, policy, everything="auto"),
         ours_check(
             "verl rollout class",
             lambda: base.get_rollout_class("sglang", "async"),
@@ -151,22 +151,28 @@ def sglang_checks(facts: SGLangFacts) -> list[Check]:
     if missing or not in_place:
         detail = f"not applied: {', '.join(missing) or 'none is registered'}"
         hooks = Check("SGLang hooks", FAIL, detail, "see the SGLang plugin's error")
-    errors, policy = facts.load_errors, facts.policy
-    return [plugin_check("SGLang", entries, errors, "SGLANG_PLUGINS", policy), hooks]
+    loaded = entries, facts.load_errors, "SGLANG_PLUGINS", facts.policy
+    return [plugin_check("SGLang", *loaded, everything=""), hooks]
 
 
 def plugin_check(
-    who: str, entries: Iterable[EntryPoint], load_errors: Sequence[str], variable: str, policy: str
+    who: str,
+    entries: Iterable[EntryPoint],
+    load_errors: Sequence[str],
+    variable: str,
+    policy: str,
+    *,
+    everything: str,
 ) -> Check:
-    """Does upstream load our entry point, by a policy that is all, or a list of plugins?"""
+    """Does upstream load our entry point, by a policy that is `everything`, or a list of plugins?
+    What says so to verl loads nothing in SGLang, and the other way round.
+    """
     title, targets = f"{who} plugin", sorted({entry_point.value for entry_point in entries})
     if not targets:
         return Check(title, FAIL, f"no entry {NAME!r} in the installed metadata", REINSTALL)
     if load_errors:
         return Check(title, FAIL, last_line(load_errors[0]), "\n".join(load_errors))
-    if policy.strip().lower() not in ("", "auto") and NAME not in {
-        name.strip() for name in policy.split(",")
-    }:
+    if policy != everything and NAME not in map(str.strip, policy.split(",")):
         detail = f"{variable}={policy!r} keeps {who} from loading it"
         return Check(title, FAIL, detail, f"unset it, or add {NAME} to the list")
     if len(targets) > 1:

@@ -13,7 +13,7 @@ from sglang_loader.common import fused_copies
 from sglang_loader.common.bucket_source import BucketMap, BucketSource, Piece
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.regions.compose import ByteMap
-from sglang_loader.common.regions.geometry import Region, StridedCopy
+from sglang_loader.common.regions.geometry import Region, StridedCopy, Unit
 from sglang_loader.load_plan import (
     PlanExecutor,
     compile_bucket,
@@ -145,6 +145,25 @@ def test_a_replay_from_pieces_or_shards_is_the_eager_load(dtype, parts, seed):
     assert all(torch.equal(view, t) for (_, view), t in zip(views, tensors, strict=True))
 
 
+@pytest.mark.parametrize("odd", [0, 1, 2, 4])
+def test_memory_in_which_elements_lie_askew_is_copied_right_or_refused(odd):
+    """Words may be as narrow as it takes; what is cast has elements."""
+    tensors = random_tensors(1)
+    memory = torch.zeros(odd + LAYOUT.nbytes, dtype=torch.uint8)[odd:]
+    for (_, view), tensor in zip(LAYOUT.views(whole := memory.clone()), tensors, strict=True):
+        view.copy_(tensor)
+    source = source_of([(0, memory.copy_(whole))])
+    for dtype in (torch.float32, torch.float64):
+        model, expected = Model().to(dtype), Model().to(dtype)
+        if dtype is not torch.float32 and odd % 4:
+            with pytest.raises(ValueError, match="float32 at byte"):
+                executor_of(model).replay(0, source)
+            continue
+        executor_of(model).replay(0, source)
+        expected.load_weights(zip([name for name, _ in SHAPES], tensors, strict=True))
+        check_equal(model, expected)
+
+
 def test_a_shard_of_a_row_parallel_weight_is_one_copy():
     shards = (3, 0, 64), (1, 32, 64)
     piece = Piece(0, shards, ByteMap(0, ((16, 4), (2, 64), (4, 1))))  # [16, 8] bytes
@@ -153,6 +172,13 @@ def test_a_shard_of_a_row_parallel_weight_is_one_copy():
         (3, ((16, 4, 8),), 4, 0, 0),
         (1, ((16, 4, 8),), 4, 32, 4),
     ]
+
+
+def test_no_element_is_parted_by_the_end_of_a_shard():
+    widened = StridedCopy(0, 0, 0, (), 4, Unit(4, 8, (torch.float32, torch.float64)))
+    piece = Piece(0, ((0, 0, 6), (1, 0, 10)), ByteMap(0, ((16, 1),)))
+    with pytest.raises(ValueError, match="a shard of 6 bytes ends within"):
+        list(BucketMap([piece]).copies(widened))
 
 
 def check_other_memory():

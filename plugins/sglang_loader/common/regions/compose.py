@@ -144,7 +144,9 @@ def _cut(source: ByteMap, copy: StridedCopy) -> list[StridedCopy]:
         (count, src, dst), *inner = copy.dims
         row = replace(copy, dims=tuple(inner))
         return [replace(row, src=copy.src + i * src, dst=copy.dst + i * dst) for i in range(count)]
-    length, (start, stop) = source.dims[-1][0], copy.src_bounds()
+    # A row: what the run's units can go through before another digit counts on.
+    length = min((w for w in source.weights if w > unit.src_bytes), default=source.nbytes)
+    start, stop = copy.src_bounds()
     ends = {-(-start // length) * length, stop // length * length}
     return list(split_copy(copy, sorted(ends)))
 
