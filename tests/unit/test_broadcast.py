@@ -83,7 +83,7 @@ def test_on_a_gpu_only_the_event_says_that_the_bytes_are_there(work, monkeypatch
         started.wait(1, "it")
 
 
-TWO, PIECES = SimpleNamespace(size=lambda: 2), [wire.BucketPiece(0, 0, 0, 8)]
+TWO, PIECES = SimpleNamespace(size=lambda: 2), wire.encode_pieces([wire.BucketPiece(0, 0, 0, 8)])
 EIGHT_BYTES = BucketLayout.pack([("t", (8,), torch.int8)])
 
 
@@ -144,7 +144,7 @@ def test_a_bucket_of_which_nothing_is_read_has_no_pieces(receiver, monkeypatch):
     receiver.begin_session(GROUP, TWO, CPU, 1)
     sizes = []
     monkeypatch.setattr(broadcast_receiver, "all_to_all", lambda *args: sizes.append(args[3]))
-    empty = bucket(0, pieces=[], receives=[[0, 0]], arranged=True)
+    empty = bucket(0, pieces=wire.encode_pieces([]), receives=[[0, 0]], arranged=True)
     receiver.begin(empty, EIGHT_BYTES)
     assert sizes == [[0, 0]] and receiver.has_come()
     with pytest.raises(ValueError, match="in no piece"):
@@ -177,7 +177,7 @@ def test_pieces_elsewhere_than_in_what_was_received_are_refused(work, receiver, 
     work.completed = True
     begin(receiver, 1)
     with pytest.raises(SessionError, match=r"not mapped|leaves the b|leaves its m"):
-        receiver.source(bucket(0, pieces=[wire.BucketPiece(*piece)]), 8)
+        receiver.source(bucket(0, pieces=wire.encode_pieces([wire.BucketPiece(*piece)])), 8)
 
 
 SECRET = b"of the group"

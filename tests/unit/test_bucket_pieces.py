@@ -9,6 +9,7 @@ from sglang_loader.common.session.messages import (
     LoadBucket,
     SessionError,
     SharedBuffer,
+    encode_pieces,
 )
 from sglang_loader.common.shared_memory import share_storage
 from sglang_loader.session.state import MappedMemory, Sources
@@ -30,7 +31,7 @@ def source_of(*pieces):
         for slot, buffer in shared.items()
     ]
     message = LoadBucket(
-        index=3, buffers=buffers, pieces=list(pieces), layout=b"", read_only=True,
+        index=3, buffers=buffers, pieces=encode_pieces(pieces), layout=b"", read_only=True,
         arranged=False,
     )  # fmt: skip
     memory = MappedMemory().begin_session(torch.device("cpu"))
@@ -77,7 +78,12 @@ PIECES = [BucketPiece(3, 0, 0, 16), BucketPiece(1, 8, 16, 8)]
 
 def message(pieces=PIECES):
     return LoadBucket(
-        index=0, layout=b"layout", pieces=pieces, buffers=[], read_only=True, arranged=False
+        index=0,
+        layout=b"layout",
+        pieces=encode_pieces(pieces),
+        buffers=[],
+        read_only=True,
+        arranged=False,
     )
 
 

@@ -7,7 +7,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from sglang_loader.common.session.messages import BucketPiece, decode_descriptor
+from sglang_loader.common.session.messages import BucketPiece, decode_descriptor, encode_pieces
 from sglang_loader.common.shared_memory import CpuHandle
 from sglang_loader.session import serve as session
 from sglang_loader.session import state as session_state
@@ -161,7 +161,7 @@ def send_all(trainer, ring, *, arranged=False):
     for ready in ExportedBuckets(export, stream, ring, report, asks_for_reads=True):
         assert ready.storage is not None
         slot = trainer.map_buffer(ready.storage, keep=True)
-        pieces = [BucketPiece(slot, 0, 0, ready.nbytes)]
+        pieces = encode_pieces([BucketPiece(slot, 0, 0, ready.nbytes)])
         trainer.load(ready.index, ready.bucket, pieces, read_only=False, arranged=arranged)
     assert report.num_buckets == 2
     trainer.finish(num_buckets=2, num_tensors=2, arrangements=None)
@@ -323,7 +323,7 @@ def test_memory_that_the_engine_cannot_map_is_told_apart(event, trainer):
     trainer.map_blocks([SharedBlock("gone", gone)], keep=True)
     report = SyncReport(mode="compiled", replica=0)
     [batch] = BucketStream(1 << 20).batches(list(WEIGHTS.items()), report)
-    trainer.load(0, batch.bucket, [BucketPiece(0, 0, 0, 64)], read_only=True)
+    trainer.load(0, batch.bucket, encode_pieces([BucketPiece(0, 0, 0, 64)]), read_only=True)
     with pytest.raises(EngineCannotMap, match="64 bytes of the CPU cannot be mapped"):
         wait_until_done(trainer, 0)
     check_not_served(engine, "cannot be mapped")
@@ -352,9 +352,8 @@ def test_every_bucket_and_tensor_comes_once_in_order_and_none_is_left_out(
     with pytest.raises(EngineFailed, match=reason):
         for index, which in sent:
             bucket, storage = packed[which]
-            pieces = [
-                BucketPiece(trainer.map_buffer(storage, keep=True), 0, 0, bucket.layout.nbytes)
-            ]
+            slot = trainer.map_buffer(storage, keep=True)
+            pieces = encode_pieces([BucketPiece(slot, 0, 0, bucket.layout.nbytes)])
             trainer.load(index, bucket, pieces, read_only=False)
         trainer.finish(num_buckets=counts[0], num_tensors=counts[1], arrangements=None)
         wait_until_done(trainer, len(sent))

@@ -20,7 +20,7 @@ FROM_TRAINER = [
             wire.SharedBuffer(slot=0, name="b", handle=HANDLE, keep=True),
             wire.SharedBuffer(slot=1, name="c", handle=None, keep=False),
         ],
-        pieces=[wire.BucketPiece(0, 256, 0, 64), wire.BucketPiece(1, 0, 64, 8)],
+        pieces=wire.encode_pieces([wire.BucketPiece(0, 256, 0, 64), wire.BucketPiece(1, 0, 64, 8)]),
         layout=b"x",
         read_only=True,
         arranged=True,
@@ -80,19 +80,23 @@ def test_a_missing_an_unknown_and_a_mistyped_field_are_refused(message):
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
+    "piece",
     [
-        *(("pieces", [[*[0] * i, -1, *[0] * (3 - i)]]) for i in range(4)),
-        ("pieces", [[0, 0, 0, 8, [[8, -1]]]]),
-        ("pieces", [[0, 0, 0, 8, [], [[0, -8, 8]]]]),
-        ("receives", [[8, 0], [7, 0]]),
-        ("receives", [[16, -8]]),
+        *([*[0] * i, -1, *[0] * (3 - i)] for i in range(4)),
+        [0, 0, 0, 8, [[8, -1]]],
+        [0, 0, 0, 8, [], [[0, -8, 8]]],
     ],
 )
-def test_bytes_before_the_first_and_parts_of_words_are_refused(field, value):
+def test_bytes_before_the_first_are_refused(piece):
+    with pytest.raises(SessionError, match="Expected `int` >= 0"):
+        wire.decode_pieces(msgspec.msgpack.encode([piece]))
+
+
+@pytest.mark.parametrize("receives", [[[8, 0], [7, 0]], [[16, -8]]])
+def test_parts_of_words_are_refused(receives):
     fields = msgspec.msgpack.decode(wire.encode(FROM_TRAINER[1]))
-    with pytest.raises(SessionError, match=rf"Expected `int` .* at `\$\.{field}"):
-        wire.decode_from_trainer(msgspec.msgpack.encode({**fields, field: value}))
+    with pytest.raises(SessionError, match=r"Expected `int` .* at `\$\.receives"):
+        wire.decode_from_trainer(msgspec.msgpack.encode({**fields, "receives": receives}))
 
 
 DESCRIPTOR = wire.SessionDescriptor(

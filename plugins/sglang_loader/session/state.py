@@ -92,7 +92,7 @@ class Sources:
     """
 
     def __init__(self) -> None:
-        self._known: OrderedDict[tuple[int, int, bytes], _KnownPieces] = OrderedDict()
+        self._known: OrderedDict[tuple[bytes, bytes], _KnownPieces] = OrderedDict()
 
     def of(
         self, message: wire.LoadBucket, slots: Mapping[int, torch.Tensor], nbytes: int
@@ -102,10 +102,9 @@ class Sources:
         Raises:
             SessionError: a piece lies in no buffer, or leaves it or the bucket.
         """
-        slot = message.pieces[0].slot if message.pieces else -1
-        key = len(message.pieces), slot, message.layout
+        key = message.layout, message.pieces
         found = self._known.get(key)
-        if found is None or not found.is_of(message.pieces, slots):
+        if found is None or not found.fits(slots):
             found = self._known[key] = _KnownPieces.of(message, slots, nbytes)
             while len(self._known) > MAX_SOURCES:
                 self._known.popitem(last=False)
@@ -123,11 +122,10 @@ class Sources:
 
 @dataclass
 class _KnownPieces:
-    """The pieces of a message, the slots and lengths of the buffers that they lie in, their map in
-    these, and the buffers that were the last.
+    """Of a message's pieces: slots and lengths of the buffers that they lie in, their map in these,
+    and the buffers that were the last.
     """
 
-    pieces: list[wire.BucketPiece]
     slots: dict[int, int]
     map: BucketMap
     source: BucketSource | None = None
@@ -136,20 +134,19 @@ class _KnownPieces:
     def of(
         cls, message: wire.LoadBucket, buffers: Mapping[int, torch.Tensor], nbytes: int
     ) -> _KnownPieces:
-        numbers: dict[int, int] = {}
-        for piece in message.pieces:
+        pieces, numbers = wire.decode_pieces(message.pieces), dict[int, int]()
+        for piece in pieces:
             for slot in (piece.slot, *(slot for slot, _, _ in piece.shards)):
                 if slot not in buffers:
                     raise SessionError(f"bucket {message.index} lies in slot {slot}: not mapped")
                 numbers.setdefault(slot, len(numbers))
         sizes = {slot: buffers[slot].numel() for slot in numbers}
-        found = [_piece(piece, numbers, sizes, nbytes, message.index) for piece in message.pieces]
-        return cls(message.pieces, sizes, BucketMap(found))
+        found = [_piece(piece, numbers, sizes, nbytes, message.index) for piece in pieces]
+        return cls(sizes, BucketMap(found))
 
-    def is_of(self, pieces: list[wire.BucketPiece], buffers: Mapping[int, torch.Tensor]) -> bool:
-        """True if these are the pieces, in buffers of the same lengths."""
-        fit = all(s in buffers and buffers[s].numel() == n for s, n in self.slots.items())
-        return fit and pieces == self.pieces
+    def fits(self, buffers: Mapping[int, torch.Tensor]) -> bool:
+        """True if the buffers are of the same lengths."""
+        return all(s in buffers and buffers[s].numel() == n for s, n in self.slots.items())
 
 
 def _piece(

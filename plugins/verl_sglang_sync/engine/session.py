@@ -4,7 +4,7 @@ with TrainerSession(sockets, settings, names) as session:
     ...                                   # session.invitation travels with the HTTP request
     while not session.greet(watch, wait_s=1): ...
     slot = session.map_buffer(storage, keep=False)
-    session.load(0, bucket, [BucketPiece(slot, 0, 0, nbytes)], read_only=False)
+    session.load(0, bucket, encode_pieces([BucketPiece(slot, 0, 0, nbytes)]), read_only=False)
     session.finish(num_buckets=1, num_tensors=3, arrangements=None)
     ...                                   # until session.loaded, see `engine_ranks.wait_for`
     session.commit()                      # once all ranks have come so far
@@ -191,7 +191,7 @@ class TrainerSession:
         self,
         index: int,
         bucket: Bucket,
-        pieces: list[wire.BucketPiece],
+        pieces: bytes,
         *,
         read_only: bool,
         arranged: bool = False,

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 import torch
 
 from sglang_loader.common.broadcast.broadcast import POLL_S, Broadcast, BroadcastError, Transfer
-from sglang_loader.common.session.messages import BucketPiece, SessionError
+from sglang_loader.common.session.messages import BucketPiece, SessionError, encode_pieces
 from verl_sglang_sync.collective import STEP_S
 from verl_sglang_sync.engine.engine_ranks import EngineRank, each, look_at
 from verl_sglang_sync.report import SyncReport
@@ -118,7 +118,7 @@ class BroadcastDelivery(GroupDelivery):
     def deliver(self, ready: ReadyBucket) -> bool:
         """Announce a bucket, and broadcast it as soon as all engines receive it."""
         index, bucket = ready.index, ready.bucket
-        pieces = [BucketPiece(0, 0, 0, ready.nbytes)]
+        pieces = encode_pieces([BucketPiece(0, 0, 0, ready.nbytes)])
         each(self._engines, lambda e: e.session.load(index, bucket, pieces, read_only=False))
         with self._report.stage("load"):
             self._wait(index + 1)

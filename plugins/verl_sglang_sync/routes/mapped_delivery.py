@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from sglang_loader.common.session.messages import BucketPiece
+from sglang_loader.common.session.messages import BucketPiece, encode_pieces
 from verl_sglang_sync.config import WeightSyncConfig
 from verl_sglang_sync.engine.engine_ranks import EngineRank, wait_for
 from verl_sglang_sync.report import SyncReport
@@ -29,9 +29,10 @@ class MappedDelivery:
         for session in (engine.session for engine in self._engines):
             assert ready.storage is not None, "a rank with an engine packs"
             slot = session.map_buffer(ready.storage, keep=self._settings.keep_staging_buffers)
-            pieces = [BucketPiece(slot, 0, 0, ready.nbytes)]
             if ready.pieces is not None:
                 pieces = ready.pieces(slot)
+            else:
+                pieces = encode_pieces([BucketPiece(slot, 0, 0, ready.nbytes)])
             session.load(
                 ready.index, ready.bucket, pieces, read_only=False, arranged=ready.arranged
             )

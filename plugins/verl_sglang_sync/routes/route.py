@@ -25,7 +25,7 @@ from typing import ClassVar, Protocol, TypeAlias
 
 import torch
 
-from sglang_loader.common.session.messages import BucketPiece, Loaded
+from sglang_loader.common.session.messages import Loaded
 from verl_sglang_sync.collective import TrainerGroup
 from verl_sglang_sync.config import WeightSyncConfig
 from verl_sglang_sync.engine.arrangements import EngineArrangements
@@ -51,7 +51,7 @@ class ReadyBucket:
     Attributes:
         index: position in the sync, from 0.
         storage: the staging buffer that holds it; None where it is pulled, or sent.
-        pieces: where in that buffer its bytes are, given the buffer's slot in a session; None: from
+        pieces: where in that buffer its bytes are, encoded, given its slot in a session; None: from
             the first byte on.
         arranged: it has what the engine rank reads alone.
         nbytes: as it is arranged.
@@ -60,7 +60,7 @@ class ReadyBucket:
     index: int
     bucket: Bucket
     storage: torch.UntypedStorage | None = None
-    pieces: Callable[[int], list[BucketPiece]] | None = None
+    pieces: Callable[[int], bytes] | None = None
     arranged: bool = False
     nbytes: int = 0
 

@@ -46,6 +46,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+from collections.abc import Sequence
 from typing import Annotated, Any, TypeAlias
 
 import msgspec
@@ -54,7 +55,7 @@ from sglang_loader.common.check_remarks import ManifestCheck
 from sglang_loader.common.regions.arrangement import Size
 from sglang_loader.common.shared_memory import CpuHandle, CudaHandle
 
-SESSION_VERSION = 15
+SESSION_VERSION = 16
 SESSION_FORMAT = "sglang_loader.session"
 """`load_format` of the request that opens a session: one descriptor for each TP rank."""
 
@@ -176,8 +177,8 @@ class LoadBucket(_Message, frozen=True, kw_only=True):
         buffers: those that its pieces are the first to lie in.
         pieces: where its bytes are, by ascending `start`: one piece where it was packed, several
             where it is exchanged or pulled; of one that is broadcast or sent, in what is
-            received, as slot 0.
-        layout: encoded, see `layout`.
+            received, as slot 0. Encoded, see `encode_pieces`: they are the same in most syncs.
+        layout: encoded, see `layout`; likewise.
         read_only: the pieces are trainer ranks' own memory, which the engine maps also in a session
             with a group, and may part a tensor anywhere.
         arranged: the bytes are those that the engine reads, as its Hello names them; False: as the
@@ -188,7 +189,7 @@ class LoadBucket(_Message, frozen=True, kw_only=True):
 
     index: int
     buffers: list[SharedBuffer]
-    pieces: list[BucketPiece]
+    pieces: bytes
     layout: bytes
     read_only: bool
     arranged: bool
@@ -276,12 +277,23 @@ FromEngine = Hello | Receiving | BucketDone | Loaded | Published | Failed
 _encoder = msgspec.msgpack.Encoder()
 _from_trainer = msgspec.msgpack.Decoder(FromTrainer)
 _from_engine = msgspec.msgpack.Decoder(FromEngine)
+_pieces = msgspec.msgpack.Decoder(list[BucketPiece])
 _descriptor = msgspec.json.Decoder(SessionDescriptor)
 
 
 def encode(message: FromTrainer | FromEngine) -> bytes:
     """Serialise a message."""
     return _encoder.encode(message)
+
+
+def encode_pieces(pieces: Sequence[BucketPiece]) -> bytes:
+    """Serialise where a bucket's bytes are; `decode_pieces` gives the list back."""
+    return _encoder.encode(pieces)
+
+
+def decode_pieces(data: bytes) -> list[BucketPiece]:
+    """Parse what `encode_pieces` wrote; SessionError is raised if it is something else."""
+    return _decode(_pieces, data)  # type: ignore[no-any-return]
 
 
 def decode_from_trainer(data: bytes) -> FromTrainer:

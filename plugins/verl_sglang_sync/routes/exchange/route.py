@@ -19,7 +19,7 @@ import torch
 from sglang_loader.common.copies import gather_reads
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.regions.arrangement import Arrangement, end_of
-from sglang_loader.common.session.messages import BucketPiece
+from sglang_loader.common.session.messages import encode_pieces
 from verl_sglang_sync.collective import own_rank, result_or_reason, world_size
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.routes.exchange.all_to_all import NUM_TRAVELLING
@@ -49,7 +49,7 @@ class Exchange(ShardRoute):
         super().__init__(context, context.settings.bucket_bytes // PIECES_PER_BUCKET)
         self._ring = ring
         self._found: list[Received] = []
-        self._pieces_in: Callable[[int, int], list[BucketPiece]]
+        self._pieces_in: Callable[[int, int], bytes]
 
     def can_learn(self, weights: Iterable[NamedTensor]) -> bool:
         return super().can_learn(weights) and world_size() > 1
@@ -57,8 +57,9 @@ class Exchange(ShardRoute):
     def _planned(self, plan: ShardPlan) -> None:
         found = [found for (found,) in plan.received_by([own_rank()])]
 
-        def pieces_in(index: int, slot: int) -> list[BucketPiece]:
-            return [msgspec.structs.replace(each, slot=slot) for each in found[index].pieces]
+        def pieces_in(index: int, slot: int) -> bytes:
+            pieces = found[index].pieces
+            return encode_pieces([msgspec.structs.replace(each, slot=slot) for each in pieces])
 
         self._found, self._pieces_in = found, cache(pieces_in)
 
@@ -157,7 +158,7 @@ class ExchangedBuckets(SyncSource):
         self,
         plan: ShardPlan,
         receiving: Receiving,
-        pieces_in: Callable[[int, int], list[BucketPiece]],
+        pieces_in: Callable[[int, int], bytes],
         report: SyncReport,
     ) -> None:
         self.needs_arrangements = [known.digest for known in plan.own]

@@ -19,7 +19,7 @@ from itertools import accumulate
 import torch
 
 from sglang_loader.common.layout import BucketLayout
-from sglang_loader.common.session.messages import BucketPiece
+from sglang_loader.common.session.messages import BucketPiece, encode_pieces
 from sglang_loader.common.shared_memory import BufferHandle
 from verl_sglang_sync.engine.engine_ranks import EngineRank
 from verl_sglang_sync.engine.session import SharedBlock
@@ -161,11 +161,11 @@ class Reader:
 
     Attributes:
         blocks: of all trainer ranks; the engine maps them with the first bucket.
-        pieces: by bucket; a slot is a position in `blocks`.
+        pieces: by bucket, encoded; a slot is a position in `blocks`.
     """
 
     blocks: tuple[SharedBlock, ...]
-    pieces: tuple[list[BucketPiece], ...]
+    pieces: tuple[bytes, ...]
 
     @classmethod
     def of(cls, plan: PullPlan, tables: Sequence[MemoryTable], handle: int, number: int) -> Reader:
@@ -196,7 +196,8 @@ class Reader:
                 slot, source.offset, part.start, source.nbytes, source.dims, tuple(shards)
             )
 
-        return cls(tuple(blocks), tuple([piece(part) for part in parts] for parts in plan.reads))
+        pieces = [encode_pieces([piece(part) for part in parts]) for parts in plan.reads]
+        return cls(tuple(blocks), tuple(pieces))
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from sglang_loader.common.broadcast.broadcast import Transfer
+from sglang_loader.common.session.messages import encode_pieces
 from verl_sglang_sync.engine.engine_ranks import EngineRank
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.routes.broadcast import GroupDelivery
@@ -57,7 +58,7 @@ class SendDelivery(GroupDelivery):
                 engine.session.load(
                     ready.index,
                     ready.bucket,
-                    found.pieces,
+                    encode_pieces(found.pieces),
                     read_only=False,
                     arranged=self._plan.is_arranged(reader, ready.index),
                     receives=found.sizes,
