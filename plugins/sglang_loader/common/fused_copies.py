@@ -119,8 +119,10 @@ class _WordCopies:
             places += [(number, copy.storage)] * len(found)
         self.rows, self._tiles = tables_of(entries)
         self._numbers, self._targets = np.array(places, dtype=np.int64).reshape(-1, 2).T
-        # By GPU of each memory: the tiles on the device, in the order for these GPUs.
-        self._on_device: tuple[list[int], torch.Tensor] | None = None
+        # By GPU of each memory: the tiles on the device, in the order for these GPUs; and by
+        # addresses the rows: to bring either there waits for what the stream has still to do.
+        self._tiles_there: tuple[list[int], torch.Tensor] | None = None
+        self._rows_there: tuple[list[int], torch.Tensor] | None = None
 
     def between(
         self,
@@ -131,10 +133,13 @@ class _WordCopies:
     ) -> Callable[[], object]:
         """See `FusedCopies`; `gpus`: by memory, a number of the GPU on which it lies."""
         read_from = gpus.tolist()
-        if self._on_device is None or self._on_device[0] != read_from:
+        if self._tiles_there is None or self._tiles_there[0] != read_from:
             tiles = in_mixed_order(self._tiles, gpus[self._numbers])
-            self._on_device = read_from, torch.from_numpy(tiles).to(device)
-        rows = self.rows.copy()
-        rows[:, 0] += np.array([memory.data_ptr() for memory in memories])[self._numbers]
-        rows[:, 1] += np.array([target.data_ptr() for target in targets])[self._targets]
-        return partial(launch, self._on_device[1], torch.from_numpy(rows).to(device))
+            self._tiles_there = read_from, torch.from_numpy(tiles).to(device)
+        addresses = [tensor.data_ptr() for tensor in (*memories, *targets)]
+        if self._rows_there is None or self._rows_there[0] != addresses:
+            rows = self.rows.copy()
+            rows[:, 0] += np.array(addresses[: len(memories)])[self._numbers]
+            rows[:, 1] += np.array(addresses[len(memories) :])[self._targets]
+            self._rows_there = addresses, torch.from_numpy(rows).to(device)
+        return partial(launch, self._tiles_there[1], self._rows_there[1])
