@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TypeAlias
 
+from sglang_loader.common.collector import collector_paused
 from sglang_loader.common.layout import (
     ALIGNMENT_BYTES,
     BucketLayout,
@@ -32,7 +33,6 @@ from sglang_loader.common.regions.arrangement import Arrangement, Read, end_of
 from sglang_loader.common.regions.coalesce import coalesce
 from sglang_loader.common.regions.geometry import BYTES, StridedCopy, Unit, collapse, split_copy
 from sglang_loader.load_plan.plan import BucketPlan
-from sglang_loader.load_plan.trace import collector_paused
 
 UNIT_ALIGNMENT = 16
 """No dtype is wider: a copy whose two sides agree modulo this moves words, or whole elements."""

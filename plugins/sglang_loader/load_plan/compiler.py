@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from sglang_loader.common.collector import collector_paused
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.regions.coalesce import coalesce, find_overlapping
 from sglang_loader.common.regions.geometry import (
@@ -39,7 +40,6 @@ from sglang_loader.load_plan.trace import (
     Space,
     Step,
     TracedBucket,
-    collector_paused,
 )
 
 

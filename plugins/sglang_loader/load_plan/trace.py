@@ -5,9 +5,7 @@ The nouns between `tracer` (which records them) and `compiler` (which turns them
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -61,20 +59,6 @@ def leaves(value: Any) -> list[Any]:
         else:
             found.append(item)
     return found
-
-
-@contextmanager
-def collector_paused() -> Iterator[None]:
-    """No garbage collections: a trace is a million small objects without cycles, as is what is made
-    of it. They would take a third of the tracing and a fifth of the proof.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 _MEMORY = (Space.BUCKET, Space.DESTINATION)

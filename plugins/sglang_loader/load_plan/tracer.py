@@ -30,6 +30,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from sglang_loader.common.collector import collector_paused
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.op_traits import OpTraits, read_traits
 from sglang_loader.load_plan.destinations import (
@@ -46,7 +47,6 @@ from sglang_loader.load_plan.trace import (
     Step,
     TensorRef,
     TracedBucket,
-    collector_paused,
     leaves,
     map_leaves,
 )

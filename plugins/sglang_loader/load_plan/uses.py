@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from sglang_loader.common.collector import collector_paused
 from sglang_loader.common.layout import BucketLayout, BucketTensor
 from sglang_loader.common.regions.geometry import Region
 from sglang_loader.common.regions.intervals import Interval, merge_runs
@@ -24,7 +25,6 @@ from sglang_loader.load_plan.trace import (
     Step,
     TensorRef,
     TracedBucket,
-    collector_paused,
 )
 
 

@@ -27,6 +27,7 @@ from itertools import groupby
 import torch
 from torch import nn
 
+from sglang_loader.common.collector import collector_paused
 from sglang_loader.common.copies import gather_reads
 from sglang_loader.common.digest import digests
 from sglang_loader.common.layout import BucketLayout
@@ -40,7 +41,6 @@ from sglang_loader.load_plan.destinations import (
 )
 from sglang_loader.load_plan.executor import SCRATCH, copied_apart, replay_once
 from sglang_loader.load_plan.plan import BucketPlan, LoadWeights
-from sglang_loader.load_plan.trace import collector_paused
 
 POISON = 0xA5
 _FLIPPED_BITS = {

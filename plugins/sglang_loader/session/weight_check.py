@@ -27,9 +27,9 @@ from weakref import WeakKeyDictionary
 import torch
 from safetensors import SafetensorError, safe_open
 
+from sglang_loader.common.collector import collector_paused
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.load_plan.destinations import collect_destinations
-from sglang_loader.load_plan.trace import collector_paused
 from sglang_loader.session.findings import (
     Published,
     RankView,
