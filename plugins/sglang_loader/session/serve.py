@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 HANDSHAKE_TIMEOUT_S = 120.0  # all replicas of the trainer have to be asked
 POLL_S = 0.0001
 LATER_S = 5.0
-"""How much longer an engine waits for bytes than its trainer for an engine, which it can name."""
+"""How much longer an engine of several waits than the trainer does for one, which it can name."""
 NUM_TRAINERS = 4
 """So many have update groups here."""
 NUM_INVITATIONS = 1024
@@ -126,9 +126,10 @@ class _Session:
         self._device = device = device_of(models[0])
         self._mapped = mapped.begin_session(device)
         self._received: BroadcastReceiver | None = None
+        self._limit_s = descriptor.timeout_s
         if group is not None:
-            limit_s = descriptor.timeout_s + LATER_S
-            self._received = receiver.begin_session(group, senders, device, limit_s)
+            self._limit_s += LATER_S
+            self._received = receiver.begin_session(group, senders, device, self._limit_s)
         self._loaded: list[BucketLayout] = []
         self._announced: deque[tuple[wire.LoadBucket, BucketLayout]] = deque()  # not yet begun
         self._begun: deque[tuple[wire.LoadBucket, BucketLayout]] = deque()  # not yet launched
@@ -141,7 +142,7 @@ class _Session:
         """Serve until commit; tell the trainer of a failure before raising it."""
         is_signed = bool(self._descriptor.group)
         channel = engine_end(self._descriptor.endpoint, is_signed=is_signed)
-        channel.begin(self._descriptor.token, timeout_s=self._descriptor.timeout_s)
+        channel.begin(self._descriptor.token, timeout_s=self._limit_s)
         try:
             self._serve(channel)
         except Exception as error:
