@@ -119,6 +119,12 @@ CHANGES = {
         ["export", "export"],
         [],
     ),
+    "the trainer is on several nodes": (
+        {},
+        [("sync_among_hosts", "node {}", "node {}"), "sync"],
+        ["export", "export"],
+        [],
+    ),
     "a loader changes a copy of what it loads": (
         {"spoils": True},
         ["sync", "step", "sync"],
@@ -154,10 +160,8 @@ def test_memory_that_was_offloaded_is_mapped_anew_for_each_sync(pool):
         assert handles == [i * handles[1] for i in range(4)] != [0] * 4, "new ones for each sync"
 
 
-SYNC_AMONG_HOSTS = ("sync_among_hosts", "node {}", "node {}")
 REFUSED = {
     "private": ({"is_shared": False}, ["sync"], [], "cannot be mapped by other processes"),
-    "several nodes": ({}, [SYNC_AMONG_HOSTS], [], "several nodes"),
     "a wrong trace": (
         {},
         ["sync_with_spoiled_origins"],

@@ -48,9 +48,15 @@ class EngineArrangements:
 
     Args:
         is_wanted: False: the engine is not asked.
+        replica: number of its replica, of those that this trainer rank has sessions with.
+
+    Attributes:
+        reads_in_place: it reads the trainer's parameters, and is sent nothing.
     """
 
-    def __init__(self, *, is_wanted: bool) -> None:
+    def __init__(self, *, is_wanted: bool, replica: int = 0) -> None:
+        self.replica = replica
+        self.reads_in_place = False
         self._is_wanted = is_wanted
         self._known = NOTHING_KNOWN
 

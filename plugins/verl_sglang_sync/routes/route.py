@@ -128,8 +128,8 @@ class RouteContext:
 
     Args:
         device: of the parameters on this rank, and of what is made of them.
-        readers: what this rank's engine ranks have said that they read; the same object for as long
-            as they are the same engine ranks.
+        readers: what this rank's engine ranks have said that they read; the same objects for as
+            long as they are the same engine ranks.
         first_reader: engine ranks are numbered from here on. 0: each shares the device of the
             trainer rank of its number; else they have devices of their own, and come and go.
     """
@@ -184,7 +184,7 @@ class Route:
         self._stream = context.stream
         self._readers = context.readers
         self._first_reader = context.first_reader
-        self._read_by: object = None
+        self._read_by: Sequence[EngineArrangements] = ()
         self._recheck_every_n_syncs = context.settings.recheck_every_n_syncs
         self._is_wanted = is_wanted
         self._num_syncs = 0  # since it was proven
@@ -225,7 +225,7 @@ class Route:
 
     def _have_changed(self) -> bool:
         """True if this rank's engine ranks are not those that this route was prepared for."""
-        return self._readers() is not self._read_by
+        return list(self._readers()) != list(self._read_by)
 
     def _conclude(self, reason: str | None) -> bool:
         """End `learn`: the route is proven, or never taken again, for a reason that is logged."""

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 
 import torch
 
@@ -110,15 +111,33 @@ class Pull(Route):
         )
 
     def learn(self, weights: Iterable[NamedTensor], loaded: Sequence[Loaded]) -> bool:
-        hosts = self._learn_readers(loaded)
-        if not holds_everywhere(self._group, {each.host for each in loaded} <= {host_id()}):
-            warn_once(f"{NOT_IN_PLACE}: an engine is on another node")
-            return False
-        if len(hosts) > 1:
-            return self._conclude("the trainer's ranks are on several nodes")
-        if not holds_everywhere(self._group, all(each.may_read_in_place for each in loaded)):
-            warn_once(f"{NOT_IN_PLACE}: an engine has no load plan that leaves them as they are")
-            return False
+        self.forget()
+        reasons = self.why_not(loaded)
+        for reason in filter(None, dict.fromkeys(reasons)):
+            num = f"{reasons.count(reason)} of {len(reasons)} engine ranks"
+            warn_once(f"{num} cannot read the trainer's parameters in place: {reason}")
+        return not any(reasons) and self.prove(weights, loaded)
+
+    def why_not(self, loaded: Sequence[Loaded]) -> list[str | None]:
+        """By engine rank of all trainer ranks: why its replica cannot read in place; collective."""
+        readers, reasons = self._readers(), dict[int, str]()
+        for reader, outcome in zip(readers, loaded, strict=True):
+            if outcome.host != host_id():
+                reasons[reader.replica] = "an engine is on another node"
+            elif not outcome.may_read_in_place:
+                no_plan = "an engine has no load plan that leaves them as they are"
+                reasons.setdefault(reader.replica, no_plan)
+        own = [reasons.get(reader.replica) for reader in readers]
+        hosts, of_ranks = zip(*self._group.all_gather((host_id(), own)), strict=True)
+        several = "the trainer's ranks are on several nodes" if len(set(hosts)) > 1 else None
+        return [reason or several for reason in chain(*of_ranks)]
+
+    def prove(self, weights: Iterable[NamedTensor], loaded: Sequence[Loaded]) -> bool:
+        """`learn`, after `forget`, for engine ranks that can read in place."""
+        nums = self._group.all_gather(len(loaded))
+        first = sum(nums[: own_rank()])
+        self._num_readers, self._own_readers = sum(nums), range(first, first + len(loaded))
+        self._read_by = self._readers()
         # A handle that no engine uses keeps memory alive: others may take part in the next sync.
         comes_back = empties_storages(weights) or self._have_left_unmapped
         may_share = self._is_colocated and not comes_back
@@ -149,15 +168,6 @@ class Pull(Route):
         """See `Route`; what the engines have mapped is not known any more."""
         super().forget()
         self._located, self._mapped = None, frozenset()
-
-    def _learn_readers(self, loaded: Sequence[Loaded]) -> set[str]:
-        """Note the engine ranks, which have nothing mapped; returns the trainer's hosts."""
-        self.forget()
-        nums, hosts = zip(*self._group.all_gather((len(loaded), host_id())), strict=True)
-        first = sum(nums[: own_rank()])
-        self._num_readers, self._own_readers = sum(nums), range(first, first + len(loaded))
-        self._read_by = self._readers()
-        return set(hosts)
 
     def _was_read(self, located: Located, keeps: bool) -> None:
         """After a good sync: the engines have mapped what they were to map."""
