@@ -11,8 +11,9 @@ import json
 import os
 import signal
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,6 +21,7 @@ from unittest import mock
 import pytest
 from tiny_assets import make_assets
 
+from support.engine_loaders import HOST_LOADER
 from support.exports import calling_at
 from support.http_requests import post
 from support.sender import Senders
@@ -27,7 +29,9 @@ from support.served import Served, served
 from support.sglang_server import loopback
 from support.trainer import Ranks
 from verl_sglang_sync.engine.server_client import operations
+from verl_sglang_sync.engine.session import EngineCannotMap
 from verl_sglang_sync.routes.exchange.all_to_all import AllToAll
+from verl_sglang_sync.routes.pull.located import PulledDelivery
 from verl_sglang_sync.routes.pull.route import PulledBuckets
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -58,6 +62,15 @@ class Engines:
         """Trainer ranks, whose group is their own."""
         return Ranks(self.folder, [self.servers[0].url] * world_size)
 
+    @contextmanager
+    def elsewhere(self, member):
+        """One of them is on another host than the trainer, as far as it knows."""
+        self.servers[member].ask(HOST_LOADER, "another host")
+        try:
+            yield
+        finally:
+            self.servers[member].ask(HOST_LOADER, "here")
+
     def check(self):
         """Each has the weights that it got last, and no other scale's."""
         for place in enumerate(self.scales):
@@ -85,7 +98,13 @@ def engines(tmp_path_factory):
     with ExitStack() as stack:
         one, two = (
             stack.enter_context(
-                served(folder / f"tp{tp}", model=folder / "model", tp=tp, host=host)
+                served(
+                    folder / f"tp{tp}",
+                    model=folder / "model",
+                    tp=tp,
+                    host=host,
+                    loaders=(HOST_LOADER,),
+                )
             )
             for tp, host in ((1, loopback()), (2, "127.0.0.1"))
         )
@@ -146,11 +165,40 @@ def test_engines_on_the_trainers_host_read_every_rank_s_shards_where_they_are(en
             assert (report["num_sent"], report["num_eager"], report["staging_bytes"]) == (0, 0, 0)
 
 
-def test_what_is_sent_is_compared_with_the_export_again_in_every_second_sync(engines):
+@pytest.mark.parametrize(("far", "world_size"), [(0, 2), (1, 2), (1, 1)])
+def test_engines_on_the_trainers_host_read_in_place_while_others_are_sent_to(
+    engines, far, world_size
+):
+    """As each replica alone, as both, and after one has left and joined again."""
+    near = 1 - far
+    with engines.elsewhere(far), engines.ranks(world_size) as ranks:
+        reports = engines.syncs(Senders(ranks, engines.targets, shards="mapped"), SENDS)
+    for members, report in {who: r for (*_, who), r in zip(SENDS, reports, strict=True)}.items():
+        num, payload = report["num_buckets"], report["payload_bytes"]
+        assert report["num_pulled"] == (num if near in members else 0)
+        assert report["num_sent"] == (num if far in members else 0)
+        assert (report["num_replayed"], report["num_eager"]) == (num, 0)
+        if far in members:
+            needed = [sum(sent) for sent in zip(*report["pair_bytes"], strict=True)]
+            assert len(report["pair_bytes"]) == world_size
+            assert report["sent_bytes"] == sum(needed), "to the others nothing was sent"
+            assert len(needed) == engines.servers[far].tp
+            assert all(payload / 2 < nbytes < 0.6 * payload for nbytes in needed) or far == 0
+            assert needed == [payload] or far == 1
+    exported = [report for report in reports if not report["num_sent"] + report["num_pulled"]]
+    assert len(exported) <= 6 and exported[0] is reports[0], "one or two after each change"
+
+
+@pytest.mark.parametrize("shards", ["sent", "mapped"])
+def test_what_is_sent_is_compared_with_the_export_again_in_every_second_sync(engines, shards):
+    """Also where one engine is sent to, and the other reads in place what can be mapped."""
     sends = [(scale, "compiled", BOTH) for scale in (0.5, 2.0, 4.0, 0.5, 2.0, 4.0, 0.5, 1.0)]
-    with engines.ranks(2) as ranks:
-        senders = Senders(ranks, engines.targets, shards="sent", recheck_every_n_syncs=2)
-        is_sent = [bool(report["num_sent"]) for report in engines.syncs(senders, sends)]
+    with engines.elsewhere(1), engines.ranks(2) as ranks:
+        senders = Senders(ranks, engines.targets, shards=shards, recheck_every_n_syncs=2)
+        reports = engines.syncs(senders, sends)
+    is_sent = [bool(report["num_sent"]) for report in reports]
+    is_pulled = [bool(report["num_pulled"]) for report in reports]
+    assert is_pulled == (is_sent if shards == "mapped" else [False] * len(sends))
     assert is_sent[-4:] in ([True, False, True, False], [False, True, False, True])
 
 
@@ -192,6 +240,11 @@ def stop(rank):
         os.kill(os.getpid(), signal.SIGSTOP)
 
 
+def stop_engine(rank, pid, by=signal.SIGSTOP):
+    if rank.rank == 0:
+        os.killpg(pid, by)
+
+
 def die(rank, *_):
     if rank.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -199,17 +252,13 @@ def die(rank, *_):
 
 def test_whoever_fails_amid_sending_is_named_and_the_next_sync_is_right(engines):
     pid, url = engines.pids[1], engines.servers[1].url
-
-    def stop_engine(rank):
-        if rank.rank == 0:
-            os.killpg(pid, signal.SIGSTOP)
-
+    stop_it = partial(stop_engine, pid=pid)
     silent = f"no message from the engine within {LIMIT_S:g} s"
     with engines.ranks(2) as ranks:
         senders = senders_that_fail(engines, ranks)
         for act, texts in (
             (refuse, ("rank 1: Traceback", "no room to pack")),
-            (stop_engine, (f"{url}, TP rank ", silent)),
+            (stop_it, (f"{url}, TP rank ", silent)),
             (stop, ("rank 1 did not answer the other trainer ranks",)),
         ):
             assert senders.until_sent()
@@ -226,6 +275,35 @@ def test_whoever_fails_amid_sending_is_named_and_the_next_sync_is_right(engines)
             assert second.result["error"] != "no error"
             assert senders.until_sent(), "it is sent again"
             engines.check()
+
+
+def cannot_map(rank):
+    """A sync in which the near engine cannot map the shards."""
+    fails = mock.patch.object(PulledDelivery, "deliver", side_effect=EngineCannotMap("no access"))
+    with fails if rank.rank == 0 else nullcontext():
+        return rank.kept["sender"].sync(rank.kept["export"].reexport(), "compiled")
+
+
+def test_whoever_fails_while_some_engines_read_and_others_are_sent_to_is_named(engines):
+    """Also the near one, for which no transfer waits. Where it cannot map, all are sent to."""
+    with engines.elsewhere(1), engines.ranks(2) as ranks:
+        senders = senders_that_fail(engines, ranks, shards="mapped")
+        for failing in BOTH:
+            assert senders.until_sent() and senders.sync(mode="compiled")["num_pulled"]
+            pid = engines.pids[failing]
+            seen = ranks.run(fail_amid_sending, partial(stop_engine, pid=pid))
+            os.killpg(pid, signal.SIGCONT)
+            (error,) = {rank["error"] for rank in seen}
+            assert f"{engines.servers[failing].url}, TP rank " in error
+            assert f"no message from the engine within {LIMIT_S:g} s" in error
+            assert seen[0]["seconds"] < LIMIT_S + 15
+            assert senders.until_sent(), "it is sent again"
+            engines.check()
+        exported = ranks.run(cannot_map)[0]
+        assert (exported["num_pulled"], exported["num_sent"]) == (0, 0)
+        assert senders.until_sent()
+        assert senders.sync(mode="compiled")["num_pulled"] == 0
+        engines.check()
 
 
 def read_shards(rank):
@@ -298,6 +376,26 @@ def test_what_others_send_with_the_trainers_group_is_refused_before_anything_is_
         assert post(url, "destroy_weights_update_group", leave).status == 200
         assert senders.sync()["num_formed"] == 2
     engines.check()
+
+
+def test_a_server_that_dies_as_it_reads_in_place_is_named_and_the_others_are_sent_to(
+    engines, tmp_path
+):
+    with (
+        served(tmp_path / "near", model=engines.folder / "model") as near,
+        engines.elsewhere(1),
+        engines.ranks(2) as ranks,
+    ):
+        targets = [engines.targets[1], (near.url, near.tp)]
+        senders = Senders(ranks, targets, shards="mapped", timeout_s=20)
+        assert senders.until_sent() and senders.sync(mode="compiled")["num_pulled"]
+        pid = near.server.process.pid
+        seen = ranks.run(fail_amid_sending, partial(stop_engine, pid=pid, by=signal.SIGKILL))
+        (error,) = {rank["error"] for rank in seen}
+        assert near.url.removeprefix("http://") in error
+        assert seen[0]["seconds"] < 25
+        assert senders.sync(mode="compiled", members=(0,))["num_buckets"]
+        engines.check()
 
 
 def test_a_server_that_dies_mid_sync_is_named_in_time(engines):

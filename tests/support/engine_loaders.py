@@ -18,6 +18,7 @@ import torch
 HASH_LOADER = "support.engine_loaders.write_hashes"
 STOP_LOADER = "support.engine_loaders.stop_in_next_load"
 COUNT_LOADER = "support.engine_loaders.count_loads"
+HOST_LOADER = "support.engine_loaders.live_on"
 
 NamedTensors = list[tuple[str, torch.Tensor]]
 
@@ -57,6 +58,15 @@ def stop_in_next_load(model: Any, _: NamedTensors) -> None:
 
 
 _loads = {"begun": 0, "done": 0, "nth": 0, "seconds": 0.0}
+
+
+def live_on(_: Any, named_tensors: NamedTensors) -> None:
+    """Take this process to be on the host that is named, "here": where it is."""
+    from sglang_loader.common.shared_memory import host_id
+    from sglang_loader.session import serve
+
+    host = named_tensors[0][0]
+    serve.host_id = host_id if host == "here" else lambda: host
 
 
 def count_loads(model: Any, named_tensors: NamedTensors) -> None:

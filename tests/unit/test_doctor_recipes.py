@@ -63,7 +63,7 @@ class TestRecipe:
             ((*COMPILED, f"{ROLLOUT}.checkpoint_engine.backend=nccl"), "backend='nccl' brings the"),
             ((*presets.USUAL, "+weight_sync=bucketed"), "through 1 staging buffer, shared by CUDA"),
             (DISAGGREGATED, "over NCCL"),
-            ((*DISAGGREGATED, f"{SECTION}.mode=compiled"), f"{IN_PLACE}, if all engines"),
+            ((*DISAGGREGATED, f"{SECTION}.mode=compiled"), f"{IN_PLACE}, where engines"),
             (
                 (*DISAGGREGATED, f"{SECTION}.mode=compiled", "trainer.nnodes=2"),
                 "Later syncs have every rank send the engines its shards, where these prove",

@@ -141,7 +141,7 @@ def _later_route(config: DictConfig, settings: WeightSyncConfig, machine: Machin
     }
     reasons = computed or [reason for reason, holds in out_of_reach.items() if holds]
     if not reasons:
-        nearby = ", if all engines are on its node" * is_elsewhere
+        nearby = ", where engines are on its node" * is_elsewhere
         ways.append(f"read the trainer's parameters in place{nearby}")
     if settings.exchange_shards and not computed:
         if is_elsewhere:

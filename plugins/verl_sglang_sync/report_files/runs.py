@@ -70,7 +70,8 @@ class ReplicaSync(SyncReport):
     @property
     def num_exported(self) -> int:
         """Buckets that came through the full export."""
-        return self.num_buckets - self.num_pulled - self.num_exchanged - self.num_sent
+        spared = self.num_pulled + self.num_exchanged + self.num_sent  # one may count twice
+        return max(0, self.num_buckets - spared)
 
 
 @dataclass(frozen=True)

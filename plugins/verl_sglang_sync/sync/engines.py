@@ -7,8 +7,8 @@
 
 `ColocatedEngine`: every trainer rank has a session with the engine rank on its own device, which
 maps its staging buffers. `RemoteEngines` (disaggregated): the first trainer rank has the sessions
-of all engine ranks. It broadcasts to them, or all trainer ranks send, or they map the ranks'
-parameters.
+of all engine ranks. It broadcasts to them; or some map the ranks' parameters, and all trainer ranks
+send to the others.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from sglang_loader.common.session.folder import remove_orphans
-from verl_sglang_sync.collective import TrainerGroup
+from verl_sglang_sync.collective import TrainerGroup, world_size
 from verl_sglang_sync.config import WeightSyncConfig
 from verl_sglang_sync.engine.arrangements import EngineArrangements
 from verl_sglang_sync.engine.engine_ranks import Engine, EngineRank, OpeningRequest
@@ -90,11 +90,13 @@ class RemoteEngines:
 
     Args:
         groups: of the trainer's first rank; None on the others, which have no sessions.
-        senders: of all trainer ranks, which may send, too, where `may_send` says so.
+        senders: of all trainer ranks, which may send, too, where `may_send` says so, to replicas
+            that do not read in place.
 
     Attributes:
-        readers: what the engine ranks have said that they read, on the first rank; a new list for
+        readers: what the engine ranks have said that they read, on the first rank; new ones for
             other engine ranks.
+        sending: the group in which all trainer ranks send, in a sync in which they do.
     """
 
     def __init__(
@@ -106,6 +108,7 @@ class RemoteEngines:
     ) -> None:
         remove_orphans()  # as a session's trainer does when it makes a folder of its own
         self.readers: Sequence[EngineArrangements] = ()
+        self.sending: UpdateGroup | None = None
         self._sockets: list[SessionSockets] = []  # of the same engine ranks
         self._read_by = ""  # name of the group of those
         self._groups = groups
@@ -122,8 +125,8 @@ class RemoteEngines:
             group = ranks.run_if_ok(lambda: self._formed(groups, task.replicas))
         senders: str | None = ""
         if self._may_send():
-            replicas = None if group is None else task.replicas
-            senders = ranks.run_always(lambda: self._senders.with_replicas(replicas).name)
+            self.sending = ranks.run_always(lambda: self._formed_to_send(group))
+            senders = None if self.sending is None else self.sending.name
         if group is None or senders is None:
             return Opened((), MappedDelivery((), settings, task.report))
         ranks.run_if_ok(lambda: self._ask(group, senders, stack, task.version, engines))
@@ -134,15 +137,28 @@ class RemoteEngines:
     def _formed(self, groups: UpdateGroups, replicas: Sequence[Replica]) -> UpdateGroup:
         group = groups.with_replicas(replicas)
         if group.name != self._read_by:
-            if self._senders is not groups:  # of other engine ranks, which are told with the next
-                self._senders.abandon()
-                groups.left += self._senders.left
-                self._senders.left = []
-            engine_ranks = range(sum(replica.num_ranks for replica in replicas))
+            self._senders.abandon()  # of other engine ranks, which are told with the next
+            groups.left += self._senders.left
+            self._senders.left = []
             is_wanted, self._read_by = self._settings.exchange_shards, group.name
-            self.readers = [EngineArrangements(is_wanted=is_wanted) for _ in engine_ranks]
-            self._sockets = [SessionSockets(groups.address) for _ in engine_ranks]
+            self.readers = [
+                EngineArrangements(is_wanted=is_wanted, replica=number)
+                for number, replica in enumerate(replicas)
+                for _ in range(replica.num_ranks)
+            ]
+            self._sockets = [SessionSockets(groups.address) for _ in self.readers]
         return group
+
+    def _formed_to_send(self, group: UpdateGroup | None) -> UpdateGroup:
+        """That of all trainer ranks and the replicas that are sent to; collective. `group`: of the
+        first rank and all replicas, may be the same; None: it has failed, or this is another rank.
+        """
+        if group is None:
+            return self._senders.with_replicas(None)
+        far = {reader.replica for reader in self.readers if not reader.reads_in_place}
+        sent_to = [replica for number, replica in enumerate(group.replicas) if number in far]
+        is_same = world_size() == 1 and len(sent_to) == len(group.replicas)
+        return group if is_same else self._senders.with_replicas(sent_to)
 
     def _ask(
         self,
@@ -166,7 +182,7 @@ class RemoteEngines:
                     self._settings,
                     BlockNames(),
                     group=group.name,
-                    senders=senders,
+                    senders="" if arrangements.reads_in_place else senders,
                     secret=group.secret,
                 )
                 stack.enter_context(session)
@@ -177,5 +193,5 @@ class RemoteEngines:
 
     def abandon(self) -> None:
         """A collective may be outstanding in a group."""
-        for groups in filter(None, {self._senders, self._groups}):
+        for groups in filter(None, (self._senders, self._groups)):
             groups.abandon()

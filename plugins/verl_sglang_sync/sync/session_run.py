@@ -46,8 +46,11 @@ class SessionRun:
 
     @property
     def held_arrangements(self) -> list[str]:
-        """By engine rank, once they have met: digest of those that it holds for this sync."""
-        return [engine.session.arrangements for engine in self.engines]
+        """By engine rank, once they have met: digest of those that it holds for this sync; without
+        those that read in place.
+        """
+        far = [engine for engine in self.engines if not engine.arrangements.reads_in_place]
+        return [engine.session.arrangements for engine in far]
 
     @property
     def requests(self) -> list[OpeningRequest]:

@@ -30,9 +30,9 @@ from verl_sglang_sync.report import SyncReport, warn_once
 from verl_sglang_sync.routes.exchange.all_to_all import NUM_TRAVELLING
 from verl_sglang_sync.routes.exchange.route import Exchange
 from verl_sglang_sync.routes.export import ExportedBuckets
+from verl_sglang_sync.routes.near_and_far import SendToFar
 from verl_sglang_sync.routes.pull.route import Pull
 from verl_sglang_sync.routes.route import Recovery, Route, RouteContext, SyncSource
-from verl_sglang_sync.routes.send.route import Send
 from verl_sglang_sync.routes.staging_ring import StagingRing
 from verl_sglang_sync.sources.export import Export, NamedTensor
 from verl_sglang_sync.sync.engines import ColocatedEngine, RemoteEngines, SyncTask
@@ -286,17 +286,11 @@ def disaggregated_transport(
     if groups is not None:
         ring = StagingRing(device, num_buffers=NUM_TRAVELLING, bucket_bytes=settings.bucket_bytes)
     limit_s = settings.timeouts_s.get("group", settings.request_timeout_s)
-    senders = groups
-    if senders is None or world_size() > 1:
-        address = "" if groups is None else groups.address
-        senders = UpdateGroups(address=address, device=device, timeout_s=limit_s, trainers=group)
+    address = "" if groups is None else groups.address
+    senders = UpdateGroups(address=address, device=device, timeout_s=limit_s, trainers=group)
     engines = RemoteEngines(groups, senders, lambda: send.is_proven, settings)
     context = RouteContext(group, device, settings, lambda: engines.readers, world_size())
     folder = cache(SessionFolder)  # made when there is memory that engines map, which it lists
-    pull, send = Pull(context, lambda handle: folder().record(handle)), Send(context, senders)
-    return SessionTransport(
-        context,
-        engines=engines,
-        routes=(pull, send),
-        ring=ring,
-    )
+    pull, near = (Pull(context, lambda handle: folder().record(handle)) for _ in range(2))
+    send = SendToFar(context, near, lambda: engines.sending and engines.sending.process_group)
+    return SessionTransport(context, engines=engines, routes=(pull, send), ring=ring)

@@ -16,12 +16,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
 from sglang_loader.common.copies import gather_reads
 from verl_sglang_sync.engine.engine_ranks import EngineRank
-from verl_sglang_sync.engine.update_groups import UpdateGroups
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.routes.exchange.exchange_plan import Received, received
 from verl_sglang_sync.routes.exchange.shard_route import (
@@ -35,13 +35,13 @@ from verl_sglang_sync.sources.bucket_stream import Batch
 
 
 class Send(ShardRoute):
-    """See `ShardRoute`; in the process group of all trainer ranks and engine ranks."""
+    """See `ShardRoute`; `process_group`: that of all trainer ranks and engine ranks, in a sync."""
 
     not_taken = "the first trainer rank gathers all weights and broadcasts them to all engines"
 
-    def __init__(self, context: RouteContext, senders: UpdateGroups) -> None:
+    def __init__(self, context: RouteContext, process_group: Callable[[], Any]) -> None:
         super().__init__(context, context.settings.bucket_bytes)
-        self._senders = senders
+        self._process_group = process_group
         self._limit_s = context.settings.request_timeout_s
         self._found: list[list[Received]] = []
         self._pair_bytes: list[list[int]] = []
@@ -57,8 +57,7 @@ class Send(ShardRoute):
 
     def _sent(self, plan: ShardPlan, report: SyncReport) -> SyncSource:
         def delivery(engines: Sequence[EngineRank], in_step: InStep) -> Delivery:
-            assert self._senders.current is not None, "formed before the sessions were opened"
-            group = self._senders.current.process_group
+            group = self._process_group()
             return SendDelivery(
                 plan, self._found, engines, group, self._device, self._limit_s, in_step, report
             )

@@ -1,0 +1,124 @@
+"""Route "send" where some engines are near the trainer: those read its parameters in place.
+
+Once an exported sync has told where the engine ranks are, `SendToFar` decides for each replica: one
+of which all ranks can read in place is served as by `Pull`, the others by `Send`, and each bucket
+comes both ways in one sync. The near are not in the group in which the trainer ranks send: nobody
+waits for the engines of the other kind before all have read everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import copy
+from dataclasses import dataclass
+from itertools import compress
+from typing import Any
+
+from sglang_loader.common.session.messages import Loaded
+from verl_sglang_sync.engine.engine_ranks import EngineRank
+from verl_sglang_sync.report import SyncReport
+from verl_sglang_sync.routes.pull.route import Pull
+from verl_sglang_sync.routes.route import (
+    Delivery,
+    InStep,
+    ReadyBucket,
+    Recovery,
+    RouteContext,
+    SyncSource,
+)
+from verl_sglang_sync.routes.send.route import Send
+from verl_sglang_sync.sources.export import NamedTensor
+
+
+class SendToFar(Send):
+    """See `Send`; `pull` is for this one alone, and proven where some engines read in place."""
+
+    def __init__(self, context: RouteContext, pull: Pull, process_group: Callable[[], Any]) -> None:
+        far, self._everyone, self._pull = copy(context), context.readers, pull
+        far.readers = lambda: [each for each in context.readers() if not each.reads_in_place]
+        super().__init__(far, process_group)
+
+    def _source(self, weights: Iterable[NamedTensor], report: SyncReport) -> SyncSource | None:
+        sent = super()._source(weights, report)
+        if sent is None or not self._pull.is_proven:
+            return sent
+        pulled = self._pull._source(weights, report)
+        return pulled and PulledAndSent(pulled, sent, report)
+
+    def learn(self, weights: Iterable[NamedTensor], loaded: Sequence[Loaded]) -> bool:
+        near = self._near(weights, loaded)
+        super().learn(weights, list(compress(loaded, [not each for each in near])))
+        has_near = self.is_proven and any(near)
+        if has_near and not self._pull.prove(weights, list(compress(loaded, near))):
+            return self.learn(weights, loaded)  # again, without `Pull`: it is off
+        return False
+
+    def _near(self, weights: Iterable[NamedTensor], loaded: Sequence[Loaded]) -> list[bool]:
+        """Note, and return, by engine rank: is it to read in place? Collective. None is where all
+        could: another route has found that they cannot.
+        """
+        self._pull.forget()
+        reasons = self._pull.why_not(loaded)
+        may_pull = any(reasons) and self._pull.can_learn(weights)
+        near = [may_pull and reason is None for reason in reasons]
+        for reader, is_near in zip(self._everyone(), near, strict=False):
+            reader.reads_in_place = is_near
+        return near
+
+    def recover(self, cause: Exception | None, weights: Iterable[NamedTensor]) -> Recovery:
+        self.is_proven = False
+        if not self._pull.is_proven:
+            return super().recover(cause, weights)
+        return self._pull.recover(cause, weights)
+
+    def forget(self) -> None:
+        super().forget()
+        self._pull.forget()
+
+
+@dataclass(eq=False)
+class PulledAndSent(SyncSource):
+    """The buckets of one sync, which some engine ranks read in place while others are sent them."""
+
+    _pulled: SyncSource
+    _sent: SyncSource
+    _report: SyncReport
+
+    def __post_init__(self) -> None:
+        self.needs_arrangements = self._sent.needs_arrangements
+
+    def start(self) -> None:
+        self._pulled.start()
+
+    def delivery(self, engines: Sequence[EngineRank], in_step: InStep) -> Delivery:
+        near = [each for each in engines if each.arrangements.reads_in_place]
+        far = [each for each in engines if not each.arrangements.reads_in_place]
+        pulled, sent = self._pulled.delivery(near, in_step), self._sent.delivery(far, in_step)
+        assert pulled is not None and sent is not None
+        return TwoDeliveries(pulled, sent)
+
+    def __iter__(self) -> Iterator[ReadyBucket]:
+        for ready in self._sent:
+            self._report.num_pulled += 1
+            yield ready
+
+    def confirm(self) -> None:
+        self._pulled.confirm()
+
+    def end(self) -> None:
+        self._pulled.end()
+        self._sent.end()
+
+
+@dataclass(eq=False)
+class TwoDeliveries:
+    """See `Delivery`; engine ranks that read in place are not waited for."""
+
+    _pulled: Delivery
+    _sent: Delivery
+
+    def deliver(self, ready: ReadyBucket) -> bool:
+        return self._pulled.deliver(ready) and self._sent.deliver(ready)
+
+    def make_room(self) -> None:
+        self._sent.make_room()
