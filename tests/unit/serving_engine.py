@@ -17,12 +17,12 @@ from torch import nn
 from sglang_loader.common.check_remarks import with_remark
 from sglang_loader.common.session.messages import SESSION_FORMAT, decode_descriptor
 from sglang_loader.session import serve as session
-from sglang_loader.session.broadcast_receiver import BroadcastReceiver
+from sglang_loader.session.group_receiver import GroupReceiver
 from sglang_loader.session.state import MappedMemory
 from verl_sglang_sync.engine.server_client import operations
 
 NO_STEPS = session.SessionSteps(
-    once_joined=lambda: None, before_loading=lambda layout: None, once_loaded=lambda: None
+    after_join=lambda: None, before_loading=lambda layout: None, after_load=lambda: None
 )
 
 _thread = threading.local()
@@ -46,7 +46,7 @@ def _serve_in_threads():
     engine_context, tp_rank = session.engine_context, session.tp_rank
     module = session
     module.mapped = _OfEachRank(MappedMemory)
-    module.receiver = _OfEachRank(BroadcastReceiver)
+    module.receiver = _OfEachRank(GroupReceiver)
     is_ours = lambda: hasattr(_thread, "rank")  # noqa: E731
     module.engine_context = lambda model: {} if is_ours() else engine_context(model)
     module.tp_rank = lambda: _thread.rank if is_ours() else tp_rank()
@@ -143,8 +143,8 @@ class ServingEngine:
         self.groups = []
         for box, state in zip(boxes, self._states, strict=False):
             for made in state.values():
-                if isinstance(made, BroadcastReceiver):
-                    made.left(box[0])
+                if isinstance(made, GroupReceiver):
+                    made.drop_group(box[0])
         for box in boxes:
             threading.Thread(target=box.clear, daemon=True).start()
 

@@ -22,8 +22,8 @@ from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.session import messages as wire
 from sglang_loader.common.session.messages import SessionError
 from sglang_loader.hooks import update_groups as group_hooks
-from sglang_loader.session import broadcast_receiver
-from sglang_loader.session.broadcast_receiver import BroadcastReceiver
+from sglang_loader.session import group_receiver
+from sglang_loader.session.group_receiver import GroupReceiver
 from unit.test_session_messages import DESCRIPTOR as OF_NO_GROUP
 
 CPU = torch.device("cpu")
@@ -94,7 +94,7 @@ def bucket(index, **changes):
 
 @pytest.fixture
 def receiver():
-    return BroadcastReceiver()
+    return GroupReceiver()
 
 
 def begin(receiver, num_buckets):
@@ -110,13 +110,13 @@ def test_a_receiver_still_waits_after_its_session_failed(work, receiver):
         while not receiver.has_come():
             pass
     unsafe = receiver._buffers[0]
-    receiver.let_go()
+    receiver.release()
     assert receiver.is_waiting_in(GROUP)
     assert receiver._buffers[0] is not unsafe  # bytes may still come into it
     work.completed = True
     begin(receiver, 1)  # of another trainer
     assert receiver.has_come() and receiver._buffers[0].numel()
-    receiver.left(GROUP)
+    receiver.drop_group(GROUP)
     assert not receiver.is_waiting_in(GROUP)
 
 
@@ -124,7 +124,7 @@ def test_buffers_are_kept_from_session_to_session_and_given_back_with_the_group(
     work.completed = True
     begin(receiver, 2)
     sources = [receiver.source(bucket(i, layout=bytes([i])), 8) for i in range(2)]
-    receiver.let_go()
+    receiver.release()
     kept = list(receiver._buffers)
     begin(receiver, 2)
     assert all(map(operator.is_, receiver._buffers, kept))
@@ -133,9 +133,9 @@ def test_buffers_are_kept_from_session_to_session_and_given_back_with_the_group(
     ends = [weakref.finalize(source, lambda: None) for source in sources]
     del sources, again
     begin(receiver, 2)
-    receiver.let_go()  # though all had come
+    receiver.release()  # though all had come
     assert all(end.alive for end in ends)
-    receiver.left(GROUP)
+    receiver.drop_group(GROUP)
     assert [buffer.numel() for buffer in receiver._buffers] == [0, 0]
     assert not any(end.alive for end in ends)
 
@@ -143,7 +143,7 @@ def test_buffers_are_kept_from_session_to_session_and_given_back_with_the_group(
 def test_a_bucket_of_which_nothing_is_read_has_no_pieces(receiver, monkeypatch):
     receiver.begin_session(GROUP, TWO, CPU, 1)
     sizes = []
-    monkeypatch.setattr(broadcast_receiver, "all_to_all", lambda *args: sizes.append(args[3]))
+    monkeypatch.setattr(group_receiver, "all_to_all", lambda *args: sizes.append(args[3]))
     empty = bucket(0, pieces=wire.encode_pieces([]), receives=[[0, 0]], arranged=True)
     receiver.begin(empty, EIGHT_BYTES)
     assert sizes == [[0, 0]] and receiver.has_come()
@@ -214,7 +214,7 @@ def joined(monkeypatch):
     runner = Runner()
     runner._model_update_group["weight_sync_a"] = GROUP
     monkeypatch.setitem(group_hooks._secrets, "weight_sync_a", SECRET)
-    monkeypatch.setattr(group_hooks, "receiver", BroadcastReceiver())
+    monkeypatch.setattr(group_hooks, "receiver", GroupReceiver())
     return runner
 
 
@@ -227,7 +227,7 @@ def test_a_session_is_served_in_the_group_of_its_trainer_alone(work, joined):
     with pytest.raises(SessionError, match="'weight_sync_b' was never formed; known: weight_sync_"):
         group_hooks.groups_of(joined, unknown)
     begin(group_hooks.receiver, 1)
-    group_hooks.receiver.let_go()  # of a session that failed
+    group_hooks.receiver.release()  # of a session that failed
     with pytest.raises(SessionError, match="a sync in weight_sync_a has failed"):
         group_hooks.groups_of(joined, DESCRIPTOR)
 
@@ -315,7 +315,7 @@ def test_a_group_is_aborted_only_if_a_broadcast_is_outstanding(work, left, joine
     receiver = group_hooks.receiver
     work.completed = arrived
     begin(receiver, 2)
-    receiver.let_go()
+    receiver.release()
     assert group_hooks.leave_group(None, joined, "weight_sync_a")[0]
     assert left == [(GROUP, not arrived)]
     assert not joined._model_update_group

@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import ProcessGroup, ProcessGroupGloo
 from torch.distributed.distributed_c10d import _world
 
 from sglang_loader.common.broadcast.broadcast import Broadcast
-from sglang_loader.session.broadcast_receiver import BroadcastReceiver
+from sglang_loader.session.group_receiver import GroupReceiver
 from support.settings import settings_of
 from unit.serving_engine import ServingEngine
 from verl_sglang_sync import WeightSyncError
@@ -169,14 +169,14 @@ def test_no_broadcast_begins_before_all_engines_receive_it(groups, monkeypatch, 
             log.append(("broadcast", next(started)))
             super().__init__(flat, group)
 
-    begin = BroadcastReceiver.begin
+    begin = GroupReceiver.begin
 
     def logged(self, message, layout):
         begin(self, message, layout)
         log.append(("receive", message.index))
 
     monkeypatch.setattr(route, "Broadcast", Logged)
-    monkeypatch.setattr(BroadcastReceiver, "begin", logged)
+    monkeypatch.setattr(GroupReceiver, "begin", logged)
     transport(groups)(weights(num_buckets))
     assert len(log) == num_buckets * (1 + sum(TPS))
     for i in range(num_buckets):

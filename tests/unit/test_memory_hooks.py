@@ -68,7 +68,7 @@ class Worker:
         return [("target", self.model_runner)]
 
     def serve_session(self, descriptor, models, steps):
-        steps.once_joined()
+        steps.after_join()
         steps.before_loading(LAYOUT)
         self.update()
         return lambda failures: None

@@ -78,7 +78,7 @@ class Engine(threading.Thread):
         invitation: the trainer's.
         model: to be loaded.
         others: what went wrong on other TP ranks.
-        once_joined: as for `serve_session`; `once_loaded` likewise.
+        after_join: as for `serve_session`; `after_load` likewise.
 
     Attributes:
         error: what it raised.
@@ -87,13 +87,13 @@ class Engine(threading.Thread):
     """
 
     def __init__(
-        self, invitation, model, others=(), once_joined=lambda: None, once_loaded=lambda: None
+        self, invitation, model, others=(), after_join=lambda: None, after_load=lambda: None
     ):
         super().__init__()
         self._descriptor, self.model = decode_descriptor(invitation), model
         self._others = others
         self._steps = session.SessionSteps(
-            once_joined=once_joined, before_loading=self.begin, once_loaded=once_loaded
+            after_join=after_join, before_loading=self.begin, after_load=after_load
         )
         self.error = None
         self.has_begun = self.has_served = False
@@ -235,7 +235,7 @@ def test_only_what_is_committed_and_not_given_up_is_served(
 
 
 @pytest.mark.parametrize(
-    ("known", "once_loaded", "arranged", "reason"),
+    ("known", "after_load", "arranged", "reason"),
     [
         (("first",), None, False, "second"),
         (("third",), None, False, "first"),
@@ -245,9 +245,9 @@ def test_only_what_is_committed_and_not_given_up_is_served(
     ids=["the last bucket", "the first", "what was loaded", "arranged otherwise"],
 )
 def test_an_engine_that_refuses_after_all_was_sent_is_heard(
-    event, trainer, ring, known, once_loaded, arranged, reason
+    event, trainer, ring, known, after_load, arranged, reason
 ):
-    engine = joined(trainer, model_of(known), once_loaded=once_loaded or (lambda: None))
+    engine = joined(trainer, model_of(known), after_load=after_load or (lambda: None))
     with pytest.raises(EngineFailed, match=reason):
         send_all(trainer, ring, arranged=arranged)
         wait_until_loaded(trainer)
@@ -270,7 +270,7 @@ def test_what_failed_on_another_tp_rank_is_heard_after_the_commit(event, trainer
 
 def test_what_must_be_done_before_ends_the_session_before_the_first_byte(event, trainer, ring):
     refuse = refusing("requests are running")
-    engine = Engine(trainer.invitation, model_of(WEIGHTS), once_joined=refuse)
+    engine = Engine(trainer.invitation, model_of(WEIGHTS), after_join=refuse)
     engine.start()
     engine.join()  # the trainer greets too late: what was said is heard all the same
     with pytest.raises(EngineFailed, match="requests are running"):

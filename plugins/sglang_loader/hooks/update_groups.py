@@ -79,8 +79,8 @@ def _leave(owner: Any, group_name: str) -> None:
     group = groups[group_name]
     say_left(group)
     is_waiting = receiver.is_waiting_in(group)
-    receiver.left(group)
-    mapped.let_go()  # a trainer that this engine syncs with no more could not free its memory
+    receiver.drop_group(group)
+    mapped.release()  # a trainer that this engine syncs with no more could not free its memory
     _secrets.pop(group_name, None)
     del group  # the last reference is `leave`'s
     leave(groups.pop(group_name), broken=is_waiting)

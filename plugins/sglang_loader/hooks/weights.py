@@ -108,7 +108,7 @@ def _serve_session(update: WeightUpdate, updater: Any, request: Any) -> list[str
             raise SessionError(f"no invitation to a session\n{reason}")
         groups = groups_of(updater.tp_worker.model_runner, descriptor)
         steps = SessionSteps(
-            once_joined=update.flush, before_loading=update.loading, once_loaded=update.loaded
+            after_join=update.flush, before_loading=update.loading, after_load=update.loaded
         )
         served.append(serve_session(descriptor, update.models, steps, *groups))
 

@@ -27,7 +27,7 @@ from sglang_loader.common.session.channel import Channel, engine_end
 from sglang_loader.common.session.messages import FromTrainer, SessionDescriptor, SessionError
 from sglang_loader.common.shared_memory import CannotMap, host_id
 from sglang_loader.load_plan.arrange import ALL_WHOLE, ArrangedBuckets
-from sglang_loader.session.broadcast_receiver import BroadcastReceiver
+from sglang_loader.session.group_receiver import GroupReceiver
 from sglang_loader.session.model_loader import ModelLoader, SyncOutcome, loader_of
 from sglang_loader.session.state import InFlight, MappedMemory
 from sglang_loader.upstream import device_of, engine_context, tp_rank
@@ -49,15 +49,15 @@ class SessionSteps:
     """What the caller does within a session; each step ends the session by raising.
 
     Attributes:
-        once_joined: before any byte is overwritten; called while the trainer is waited for, whether
+        after_join: before any byte is overwritten; called while the trainer is waited for, whether
             it will send anything or not.
         before_loading: called with the layout of each bucket before it is loaded.
-        once_loaded: when all are, before the trainer hears of it.
+        after_load: when all are, before the trainer hears of it.
     """
 
-    once_joined: Callable[[], None]
+    after_join: Callable[[], None]
     before_loading: Callable[[BucketLayout], None]
-    once_loaded: Callable[[], None]
+    after_load: Callable[[], None]
 
 
 Conclude = Callable[[Sequence[str]], None]
@@ -104,7 +104,7 @@ def _conclude(channel: Channel[FromTrainer], failures: Sequence[str]) -> None:
 _invitations: deque[SessionDescriptor] = deque(maxlen=NUM_INVITATIONS)
 _distinct: tuple[BucketLayout, ...] = ()
 mapped = MappedMemory()
-receiver = BroadcastReceiver()
+receiver = GroupReceiver()
 """This process's; what came in groups that it has left is dropped by `hooks.update_groups`."""
 
 
@@ -125,7 +125,7 @@ class _Session:
         self._models = models
         self._device = device = device_of(models[0])
         self._mapped = mapped.begin_session(device)
-        self._received: BroadcastReceiver | None = None
+        self._received: GroupReceiver | None = None
         self._limit_s = descriptor.timeout_s
         if group is not None:
             self._limit_s += LATER_S
@@ -136,7 +136,7 @@ class _Session:
         self._in_flight = InFlight(device)
         self._arranged = ALL_WHOLE
         self._seconds = dict.fromkeys(("waiting", "launching", "copying"), 0.0)
-        self._has_let_go = False
+        self._has_released = False
 
     def run(self) -> Channel[FromTrainer]:
         """Serve until commit; tell the trainer of a failure before raising it."""
@@ -152,7 +152,7 @@ class _Session:
                 channel.send(wire.Failed, traceback=text, cannot_map=cannot_map)
             raise
         finally:
-            self._let_go()
+            self._release_buffers()
         return channel
 
     def _serve(self, channel: Channel[FromTrainer]) -> None:
@@ -165,7 +165,7 @@ class _Session:
         # The trainer may send what this says: the guards have spoken before.
         self._arranged = common_arrangements([loader.arranged for loader in self._loaders])
         channel.send(wire.Hello, buffers=mapped.names, arrangements=self._arranged.digest)
-        self._steps.once_joined()
+        self._steps.after_join()
         for loader in self._loaders:
             loader.check_addresses()
         _expect(wire.Welcome, channel.receive(timeout_s=HANDSHAKE_TIMEOUT_S))
@@ -176,7 +176,7 @@ class _Session:
             elif isinstance(message, wire.Finish):
                 self._finish_buckets(channel)
                 outcome = self._finish(message)
-                self._steps.once_loaded()
+                self._steps.after_load()
                 channel.send(
                     wire.Loaded,
                     **asdict(outcome),
@@ -184,7 +184,7 @@ class _Session:
                     arrangements=self._offer(message.arrangements),
                     seconds=dict(self._seconds),
                 )
-                self._let_go()  # while the trainer's ranks agree
+                self._release_buffers()  # while the trainer's ranks agree
                 _expect(wire.Commit, channel.receive())
                 return
             else:
@@ -228,7 +228,7 @@ class _Session:
             if memory is self._received:
                 channel.send(wire.Receiving, index=message.index)
 
-    def _memory_of(self, message: wire.LoadBucket) -> MappedMemory | BroadcastReceiver:
+    def _memory_of(self, message: wire.LoadBucket) -> MappedMemory | GroupReceiver:
         """What brings a bucket: the group, if there is one, or memory that this process maps."""
         if self._received is None:
             return self._mapped
@@ -316,16 +316,16 @@ class _Session:
         )
         return least
 
-    def _let_go(self) -> None:
+    def _release_buffers(self) -> None:
         """Unmap the trainer's memory but for what later sessions use again; once."""
-        if self._has_let_go:
+        if self._has_released:
             return
-        self._has_let_go = True
+        self._has_released = True
         # A bucket that failed midway is not in flight, and the device may read it all the same.
         synchronize(self._device)
-        self._mapped.let_go()
+        self._mapped.release()
         if self._received is not None:
-            self._received.let_go()
+            self._received.release()
 
 
 def _expect(kind: type[wire.FromTrainer], message: wire.FromTrainer) -> None:

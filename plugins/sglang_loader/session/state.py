@@ -27,9 +27,9 @@ MAX_SOURCES = 4096
 class MappedMemory:
     """How a session's buckets come that lie in the trainer's memory: this process maps it.
 
-    It serves one session after the other: `begin_session` comes first, `let_go` last. A buffer is
+    It serves one session after the other: `begin_session` comes first, `release` last. A buffer is
     mapped by name, and unmapped with the session unless that asks to keep it. Its other methods are
-    those of `BroadcastReceiver`: a session begins to get buckets, at most `max_unread` of which can
+    those of `GroupReceiver`: a session begins to get buckets, at most `max_unread` of which can
     be unread, and reads them in order.
     """
 
@@ -77,7 +77,7 @@ class MappedMemory:
         """The memory that a message speaks of: see `Sources.of`."""
         return self._sources.of(message, self._slots, nbytes)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Unmap all that the session did not ask to keep."""
         kept = {name: self._mapped[name] for name in self._kept}
         if len(kept) < len(self._mapped):

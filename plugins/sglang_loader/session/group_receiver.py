@@ -40,7 +40,7 @@ class _Arriving:
             return False
 
 
-class BroadcastReceiver:
+class GroupReceiver:
     """How a session's buckets come that are broadcast or sent: into buffers of this process.
 
     The interface is that of `MappedMemory`: it serves one session after the other. Its two buffers
@@ -61,7 +61,7 @@ class BroadcastReceiver:
 
     def begin_session(
         self, group: Any, senders: Any, device: torch.device, timeout_s: float
-    ) -> BroadcastReceiver:
+    ) -> GroupReceiver:
         """Itself.
 
         Args:
@@ -126,7 +126,7 @@ class BroadcastReceiver:
         """The bytes of the oldest bucket that was begun, which has come."""
         return self._sources.of(message, {0: self._arriving.popleft().buffer}, nbytes)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """End a session. The buffers are kept for the next one, but for those into which bytes may
         still come; the groups of these are no more use.
 
@@ -149,7 +149,7 @@ class BroadcastReceiver:
         """True if a transfer in this group has begun here and is not done: it may never be."""
         return any(each.group is group and not each.is_over() for each in self._unfinished)
 
-    def left(self, group: Any) -> None:
+    def drop_group(self, group: Any) -> None:
         """The group is gone: give the memory back."""
         self._unfinished = [each for each in self._unfinished if each.group is not group]
         self._drop_buffers()
