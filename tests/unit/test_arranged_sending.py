@@ -81,11 +81,11 @@ def test_a_trainer_learns_what_it_may_use(caplog):
     offer = encode_arrangements(tuple((bucket.digest, HALF) for bucket in BUCKETS))
     arrangements.learn(offer, BUCKETS)
     assert arrangements.known_digest == digest_of(offer)
-    assert arrangements.fitting(BUCKETS).digest == digest_of(offer)
-    assert arrangements.fitting(BUCKETS[1:]) == NOTHING_KNOWN
+    assert arrangements.matching(BUCKETS).digest == digest_of(offer)
+    assert arrangements.matching(BUCKETS[1:]) == NOTHING_KNOWN
     some = zip(BUCKETS, [HALF, (), None], strict=True)
     arrangements.learn(encode_arrangements(tuple((b.digest, reads) for b, reads in some)), BUCKETS)
-    known = arrangements.fitting(BUCKETS)
+    known = arrangements.matching(BUCKETS)
     assert [known.expected(i, READS) for i in range(4)] == [HALF, (), READS, READS]
     assert [known.is_arranged(i) for i in range(4)] == [True, True, False, False]
     arrangements.forget()

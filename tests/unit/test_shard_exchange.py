@@ -65,7 +65,7 @@ def prove_sending():
         with origins:
             route.learn(rank.export, [SimpleNamespace(may_read_in_place=True, num_eager=0)])
         report = SyncReport(mode="compiled", replica=0)
-        found.append((route.choose(rank.export, report) is not None, route.off))
+        found.append((route.choose(rank.export, report) is not None, route.off_reason))
     return found
 
 

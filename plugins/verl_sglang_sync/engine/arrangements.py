@@ -65,7 +65,7 @@ class EngineArrangements:
         """What the engine need not say again; None where it need not say anything."""
         return self._known.digest if self._is_wanted else None
 
-    def fitting(self, sent: Iterable[Bucket]) -> KnownArrangements:
+    def matching(self, sent: Iterable[Bucket]) -> KnownArrangements:
         """What is known, if it speaks of these buckets; else nothing."""
         layouts = [layout for layout, _ in self._known.buckets]
         return self._known if layouts == [bucket.digest for bucket in sent] else NOTHING_KNOWN

@@ -112,7 +112,7 @@ class OpeningRequest:
         if not self.wait(limit_s):
             self._reply.cancel()
         elif not self._reply.cancelled() and (error := self._reply.exception()) is not None:
-            forget_frames(error)
+            drop_frames(error)
             if isinstance(error, ReplyLost | ServerUnreachable):
                 return str(error)
         return None
@@ -131,7 +131,7 @@ class OpeningRequest:
             logger.warning("the weights were published, but the reply was lost: %s", error)
 
 
-def forget_frames(error: BaseException | None) -> None:
+def drop_frames(error: BaseException | None) -> None:
     """Let go of the frames that an error, and what caused it, was raised in, and of what lies in
     memory for their sake.
     """
@@ -176,9 +176,9 @@ def each(engines: Sequence[EngineRank], step: Callable[[EngineRank], Result]) ->
     return results
 
 
-def look_at(engines: Sequence[EngineRank]) -> None:
+def poll(engines: Sequence[EngineRank]) -> None:
     """Take note of what the engine ranks have said; raise if one has failed, or ended its part."""
-    each(engines, lambda engine: engine.session.look())
+    each(engines, lambda engine: engine.session.poll())
 
 
 def wait_for(
@@ -197,7 +197,7 @@ def wait_for(
     """
     deadline, progress = time.monotonic() + limit_s, -1
     while True:
-        look_at(engines)
+        poll(engines)
         waiting = next((e for e in engines if not has_come(e.session)), None)
         if waiting is None:
             return
@@ -207,4 +207,4 @@ def wait_for(
         if time.monotonic() > deadline:
             with waiting.naming():
                 raise SessionError(f"no message from the engine within {limit_s:g} s")
-        waiting.session.rest()
+        waiting.session.wait_briefly()

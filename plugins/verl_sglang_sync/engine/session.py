@@ -210,7 +210,7 @@ class TrainerSession:
             receives=list(receives),
         )
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Take note of what the engine has said, without waiting. Raises `EngineFailed` with the
         engine's traceback, `SessionError` if it is gone or broke the protocol, or as the watch of
         `greet`.
@@ -224,8 +224,8 @@ class TrainerSession:
             else:
                 self.num_done = _counted(_expected(wire.BucketDone, message), self.num_done)
 
-    def rest(self) -> None:
-        self._channel.rest()
+    def wait_briefly(self) -> None:
+        self._channel.wait_briefly()
 
     def finish(self, *, num_buckets: int, num_tensors: int, arrangements: str | None) -> None:
         """Declare that all was sent, while the engine may still be reading; see `Finish`."""
@@ -247,7 +247,7 @@ class TrainerSession:
         self._send(wire.Commit)
 
     def wait_until_published(self) -> None:
-        """Wait until the weights are complete on all ranks of the engine; raises as `look`."""
+        """Wait until the weights are complete on all ranks of the engine; raises as `poll`."""
         self._receive(wire.Published)
 
     def abort(self, reason: str, watch: Callable[[], None] | None) -> None:

@@ -24,7 +24,7 @@ import torch
 from sglang_loader.common.broadcast.broadcast import POLL_S, Broadcast, BroadcastError, Transfer
 from sglang_loader.common.session.messages import BucketPiece, SessionError, encode_pieces
 from verl_sglang_sync.collective import STEP_S
-from verl_sglang_sync.engine.engine_ranks import EngineRank, each, look_at
+from verl_sglang_sync.engine.engine_ranks import EngineRank, each, poll
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.routes.exchange.all_to_all import NUM_TRAVELLING
 from verl_sglang_sync.routes.route import InStep, ReadyBucket
@@ -63,7 +63,7 @@ class GroupDelivery:
         def is_ready() -> bool:
             pause = time.monotonic() + STEP_S
             while True:
-                look_at(self._engines)
+                poll(self._engines)
                 waiting = [e for e in self._engines if e.session.num_receiving < num_receiving]
                 if not waiting and self._has_room():
                     return True
@@ -98,7 +98,7 @@ class GroupDelivery:
     def _hear_reason(self) -> None:
         deadline = time.monotonic() + REASON_WAIT_S
         while self._engines and time.monotonic() < deadline:
-            look_at(self._engines)
+            poll(self._engines)
             time.sleep(POLL_S)
 
 

@@ -85,7 +85,7 @@ class PulledAndSent(SyncSource):
     _report: SyncReport
 
     def __post_init__(self) -> None:
-        self.needs_arrangements = self._sent.needs_arrangements
+        self.required_arrangements = self._sent.required_arrangements
 
     def start(self) -> None:
         self._pulled.start()

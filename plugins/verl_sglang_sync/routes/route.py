@@ -87,12 +87,12 @@ class SyncSource:
 
     Attributes:
         asks_for_reads: each engine is asked what it reads of the buckets: later it gets that alone.
-        needs_arrangements: digest of those that each engine rank of this rank must hold; None: none
-            must.
+        required_arrangements: by engine rank of this rank, the digest of the arrangements that it
+            must hold; None: these buckets are whole.
     """
 
     asks_for_reads = True
-    needs_arrangements: Sequence[str] | None = None
+    required_arrangements: Sequence[str] | None = None
 
     def start(self) -> None:
         """Do what can be done while the engine joins."""
@@ -163,28 +163,28 @@ class Route:
     the full export (`learn`). From then on it is proven, until one of these: what it was proven for
     has changed, every n-th sync, a sync that failed. Then a sync is exported, and it learns again.
 
-    All methods but `rest` are collective, and what they say is equal on all ranks.
+    All methods but `free_scratch` are collective, and what they say is equal on all ranks.
 
     Args:
         is_wanted: False: this way is never taken.
 
     Attributes:
         not_taken: what it means that this way is not taken, for the log.
-        off: why it is not taken any more; None: it may be.
+        off_reason: why it is not taken any more; None: it may be.
         is_proven: the next sync may go this way.
     """
 
     not_taken: ClassVar[str]
 
     def __init__(self, context: RouteContext, *, is_wanted: bool) -> None:
-        self.off: str | None = None
+        self.off_reason: str | None = None
         self._group = context.group
         self._device = context.device
         self._source_map = context.source_map
         self._stream = context.stream
         self._readers = context.readers
         self._first_reader = context.first_reader
-        self._read_by: Sequence[EngineArrangements] = ()
+        self._prepared_for: Sequence[EngineArrangements] = ()
         self._recheck_every_n_syncs = context.settings.recheck_every_n_syncs
         self._is_wanted = is_wanted
         self._num_syncs = 0  # since it was proven
@@ -210,7 +210,7 @@ class Route:
         is_traceable = sources_of(weights) is not None
         if self._is_wanted and not is_traceable:
             warn_once(NOT_TRACEABLE)
-        return self._is_wanted and self.off is None and is_traceable
+        return self._is_wanted and self.off_reason is None and is_traceable
 
     def learn(self, weights: Iterable[NamedTensor], loaded: Sequence[Loaded]) -> bool:
         """After a good exported sync: prepare, and prove, the next ones.
@@ -225,14 +225,14 @@ class Route:
 
     def _have_changed(self) -> bool:
         """True if this rank's engine ranks are not those that this route was prepared for."""
-        return list(self._readers()) != list(self._read_by)
+        return list(self._readers()) != list(self._prepared_for)
 
     def _conclude(self, reason: str | None) -> bool:
         """End `learn`: the route is proven, or never taken again, for a reason that is logged."""
         self.is_proven, self._num_syncs = reason is None, 0
         if reason is not None:
             self.forget()
-            self.off = reason
+            self.off_reason = reason
             logger.warning("%s: %s", self.not_taken, reason)
         return self.is_proven
 
@@ -244,5 +244,5 @@ class Route:
         """A sync has failed for good: the next one is exported."""
         self.is_proven = False
 
-    def rest(self) -> None:
+    def free_scratch(self) -> None:
         """A session is over, good or not: give back the memory that only a sync needs."""

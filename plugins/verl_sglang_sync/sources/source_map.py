@@ -58,11 +58,11 @@ class SourceMap:
     """Of one trainer rank, for all its syncs.
 
     Attributes:
-        off: why the export cannot be traced, equal on all ranks; None if it can, as far as known.
+        off_reason: why the export cannot be traced, equal on all ranks; None: it may be.
     """
 
     def __init__(self, group: TrainerGroup, device: torch.device) -> None:
-        self.off: str | None = None
+        self.off_reason: str | None = None
         self._group = group
         self._device = device
         self._found: tuple[TracedExport, KnownSources] | None = None
@@ -76,8 +76,8 @@ class SourceMap:
     @collector_paused()
     def trace(self, export: Iterable[NamedTensor]) -> str | None:
         """Trace the export, unless the last trace holds; collective; returns why it failed."""
-        if self.off is not None:
-            return self.off
+        if self.off_reason is not None:
+            return self.off_reason
         if holds_everywhere(self._group, self._holds(export)):
             return None
         self._num_traces += 1
@@ -88,10 +88,10 @@ class SourceMap:
             reason = str(error)
         except Exception:
             reason = traceback.format_exc()
-        self.off = common_reason(self._group, reason) or self._merge()
-        if self.off is not None:
+        self.off_reason = common_reason(self._group, reason) or self._merge()
+        if self.off_reason is not None:
             self._found = None
-        return self.off
+        return self.off_reason
 
     def _merge(self) -> str | None:
         """Put together what the ranks have traced; collective; returns why it does not fit."""

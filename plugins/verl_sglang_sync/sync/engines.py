@@ -110,7 +110,7 @@ class RemoteEngines:
         self.readers: Sequence[EngineArrangements] = ()
         self.sending: UpdateGroup | None = None
         self._sockets: list[SessionSockets] = []  # of the same engine ranks
-        self._read_by = ""  # name of the group of those
+        self._readers_group = ""  # name of the group that they are in
         self._groups = groups
         self._senders = senders
         self._may_send = may_send
@@ -136,11 +136,11 @@ class RemoteEngines:
 
     def _formed(self, groups: UpdateGroups, replicas: Sequence[Replica]) -> UpdateGroup:
         group = groups.with_replicas(replicas)
-        if group.name != self._read_by:
+        if group.name != self._readers_group:
             self._senders.abandon()  # of other engine ranks, which are told with the next
             groups.left += self._senders.left
             self._senders.left = []
-            is_wanted, self._read_by = self._settings.exchange_shards, group.name
+            is_wanted, self._readers_group = self._settings.exchange_shards, group.name
             self.readers = [
                 EngineArrangements(is_wanted=is_wanted, replica=number)
                 for number, replica in enumerate(replicas)

@@ -13,7 +13,7 @@ from verl_sglang_sync.collective import (
     WeightSyncError,
     export_signature,
 )
-from verl_sglang_sync.engine.engine_ranks import forget_frames
+from verl_sglang_sync.engine.engine_ranks import drop_frames
 from verl_sglang_sync.sources.bucket_stream import Bucket
 
 Result = TypeVar("Result")
@@ -59,7 +59,7 @@ class RanksInStep:
         except Exception as error:
             self.cause = self.cause or error
             self._failure = self._failure or traceback.format_exc()
-            forget_frames(error)
+            drop_frames(error)
             return None
 
     def repeat_until_all(self, step: Callable[[], bool]) -> bool:
@@ -74,7 +74,7 @@ class RanksInStep:
                 return True
         return False
 
-    def sent(self, bucket: Bucket) -> None:
+    def count(self, bucket: Bucket) -> None:
         """Count a bucket into what the ranks compare."""
         self.num_buckets += 1
         self.num_tensors += len(bucket.layout.tensors)

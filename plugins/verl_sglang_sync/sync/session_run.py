@@ -89,7 +89,7 @@ class SessionRun:
             bucket = ready.bucket
             if not delivery.deliver(ready):
                 return
-            self.ranks.sent(bucket)
+            self.ranks.count(bucket)
             report.num_arranged += ready.arranged
             report.sent_bytes += ready.nbytes if ready.arranged else bucket.payload_bytes
             if not bucket.is_last:

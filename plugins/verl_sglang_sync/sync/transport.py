@@ -24,7 +24,7 @@ from sglang_loader.common.session.folder import SessionFolder
 from sglang_loader.common.session.messages import Loaded
 from verl_sglang_sync.collective import RankLost, TrainerGroup, WeightSyncError, world_size
 from verl_sglang_sync.config import WeightSyncConfig
-from verl_sglang_sync.engine.engine_ranks import Engine, OpeningRequest, forget_frames
+from verl_sglang_sync.engine.engine_ranks import Engine, OpeningRequest, drop_frames
 from verl_sglang_sync.engine.update_groups import Replica, UpdateGroups
 from verl_sglang_sync.report import SyncReport, warn_once
 from verl_sglang_sync.routes.exchange.all_to_all import NUM_TRAVELLING
@@ -103,7 +103,7 @@ class SessionTransport:
                 route.forget()
             for reader in self._engines.readers:
                 reader.forget()
-            forget_frames(error)  # its text has those that matter
+            drop_frames(error)  # its text has those that matter
             raise
 
     def _sync_by_best_route(self, task: SyncTask) -> None:
@@ -135,7 +135,7 @@ class SessionTransport:
         weights, report = task.weights, task.report
         ranks.run_if_ok(lambda: self.check_reply(report))
         with ExitStack() as stack:
-            stack.callback(self._rest, ranks)
+            stack.callback(self._end_session, ranks)
             with report.stage("open"):
                 opened = self._engines.open(stack, ranks, task)
             run = SessionRun(opened, ranks, self._settings, report)
@@ -152,7 +152,7 @@ class SessionTransport:
         assert loaded is not None, "a rank that has not failed has loaded"
         self._unanswered = run.requests if self._defers_reply else []
         source.end()
-        self._was_loaded(run, loaded, report)
+        self._record_loaded(run, loaded, report)
         if isinstance(source, ExportedBuckets):
             routes = self._routes if source.asks_for_reads else self._routes[:1]
             self._learn_routes(routes, weights, loaded, report)
@@ -182,7 +182,7 @@ class SessionTransport:
         All ranks go through the full export where an engine holds other arrangements than were
         prepared for it, or a rank has failed: it could take no part in anything else.
         """
-        held, needed = run.held_arrangements, source.needs_arrangements
+        held, needed = run.held_arrangements, source.required_arrangements
         if needed is not None and not run.ranks.agree(is_ready=held == list(needed)):
             if run.ranks.error is None:
                 warn_once(OTHER_BYTES)
@@ -203,7 +203,7 @@ class SessionTransport:
             ranks.run_if_ok(run.commit)
         return loaded
 
-    def _was_loaded(self, run: SessionRun, loaded: Sequence[Loaded], report: SyncReport) -> None:
+    def _record_loaded(self, run: SessionRun, loaded: Sequence[Loaded], report: SyncReport) -> None:
         if loaded:
             least = min(loaded, key=lambda outcome: outcome.num_replayed)
             report.num_replayed, report.num_eager = least.num_replayed, least.num_eager
@@ -232,9 +232,9 @@ class SessionTransport:
                     return
         self._is_packed_for_good = True
 
-    def _rest(self, ranks: RanksInStep) -> None:
+    def _end_session(self, ranks: RanksInStep) -> None:
         for route in self._routes:
-            route.rest()
+            route.free_scratch()
         if ranks.has_failed:
             self._engines.abandon()
         if self._frees_ring:

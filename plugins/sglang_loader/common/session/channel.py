@@ -144,7 +144,7 @@ class Channel(Generic[Received]):
             self._poller.poll(SLICE_MS)
         return True
 
-    def rest(self) -> None:
+    def wait_briefly(self) -> None:
         """Wait for a message, or for the peer to go, `SLICE_MS` at most."""
         if not self.has_message():
             self._poller.poll(SLICE_MS)

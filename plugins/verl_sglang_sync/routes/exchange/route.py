@@ -54,7 +54,7 @@ class Exchange(ShardRoute):
     def can_learn(self, weights: Iterable[NamedTensor]) -> bool:
         return super().can_learn(weights) and world_size() > 1
 
-    def _planned(self, plan: ShardPlan) -> None:
+    def _prepare(self, plan: ShardPlan) -> None:
         found = [found for (found,) in plan.received_by([own_rank()])]
 
         def pieces_in(index: int, slot: int) -> bytes:
@@ -66,7 +66,7 @@ class Exchange(ShardRoute):
     def _reserve(self) -> None:
         self._ring.prepare([found.nbytes for found in self._found])
 
-    def _sent(self, plan: ShardPlan, report: SyncReport) -> SyncSource:
+    def _source_of(self, plan: ShardPlan, report: SyncReport) -> SyncSource:
         receiving = Receiving(plan, self._found, self._ring)
         return ExchangedBuckets(plan, receiving, self._pieces_in, report)
 
@@ -161,7 +161,7 @@ class ExchangedBuckets(SyncSource):
         pieces_in: Callable[[int, int], bytes],
         report: SyncReport,
     ) -> None:
-        self.needs_arrangements = [known.digest for known in plan.own]
+        self.required_arrangements = [known.digest for known in plan.own]
         self._plan = plan
         self._receiving = receiving
         self._pieces_in = pieces_in

@@ -101,11 +101,11 @@ class ShardRoute(Route):
         self._piece_nbytes = piece_nbytes
         self._plan: ShardPlan | None = None
 
-    def _sent(self, plan: ShardPlan, report: SyncReport) -> SyncSource:
+    def _source_of(self, plan: ShardPlan, report: SyncReport) -> SyncSource:
         """The buckets of a sync, once the plan's all-to-all has begun."""
         raise NotImplementedError
 
-    def _planned(self, plan: ShardPlan) -> None:
+    def _prepare(self, plan: ShardPlan) -> None:
         """Prepare what else is needed; raises where that cannot be."""
 
     def _reserve(self) -> None:
@@ -120,10 +120,10 @@ class ShardRoute(Route):
             if not self._begin(weights):
                 return None
         assert self._plan is not None
-        return self._sent(self._plan, report)
+        return self._source_of(self._plan, report)
 
     def learn(self, weights: Iterable[NamedTensor], loaded: Sequence[Loaded]) -> bool:
-        own = [reader.fitting(self._stream.buckets) for reader in self._readers()]
+        own = [reader.matching(self._stream.buckets) for reader in self._readers()]
         # An engine that has a plan has said what it reads, unless that is all. What is to be
         # compared again is so on all ranks, also where engines have loaded this eagerly.
         is_final = all(
@@ -145,10 +145,10 @@ class ShardRoute(Route):
 
     def forget(self) -> None:
         super().forget()
-        self.rest()
+        self.free_scratch()
         self._plan = None
 
-    def rest(self) -> None:
+    def free_scratch(self) -> None:
         if self._plan is not None:
             self._plan.all_to_all.end()
 
@@ -185,11 +185,11 @@ class ShardRoute(Route):
                 moves = AllToAll(pieces, self._device)
                 first = self._first_reader
                 plan = ShardPlan(traced, buckets, reads, own, known, first, sends, nums, moves)
-                self._planned(plan)
+                self._prepare(plan)
                 return plan
 
             self._plan, reason = result_or_reason(make)
-            self._read_by = self._readers()
+            self._prepared_for = self._readers()
         inputs = [each.digest for each in known], [bucket.digest for bucket in buckets]
         agreed = common_reason(self._group, reason, zlib.crc32(repr(inputs).encode()))
         if agreed is not None:

@@ -137,7 +137,7 @@ class Pull(Route):
         nums = self._group.all_gather(len(loaded))
         first = sum(nums[: own_rank()])
         self._num_readers, self._own_readers = sum(nums), range(first, first + len(loaded))
-        self._read_by = self._readers()
+        self._prepared_for = self._readers()
         # A handle that no engine uses keeps memory alive: others may take part in the next sync.
         comes_back = empties_storages(weights) or self._have_left_unmapped
         may_share = self._is_colocated and not comes_back

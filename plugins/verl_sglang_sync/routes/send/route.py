@@ -46,7 +46,7 @@ class Send(ShardRoute):
         self._found: list[list[Received]] = []
         self._pair_bytes: list[list[int]] = []
 
-    def _planned(self, plan: ShardPlan) -> None:
+    def _prepare(self, plan: ShardPlan) -> None:
         if plan.own:
             first = plan.first_reader
             self._found = plan.received_by(range(first, first + len(plan.known)))
@@ -55,7 +55,7 @@ class Send(ShardRoute):
     def _compare(self, plan: ShardPlan, batches: Iterator[Batch]) -> str | None:
         return first_problem(plan.buckets, batches, partial(_difference, plan, self._device))
 
-    def _sent(self, plan: ShardPlan, report: SyncReport) -> SyncSource:
+    def _source_of(self, plan: ShardPlan, report: SyncReport) -> SyncSource:
         def delivery(engines: Sequence[EngineRank], in_step: InStep) -> Delivery:
             group = self._process_group()
             return SendDelivery(
@@ -80,7 +80,7 @@ class SentBuckets(SyncSource):
     _report: SyncReport
 
     def __post_init__(self) -> None:
-        self.needs_arrangements = [known.digest for known in self._plan.own]
+        self.required_arrangements = [known.digest for known in self._plan.own]
 
     def delivery(self, engines: Sequence[EngineRank], in_step: InStep) -> Delivery:
         return self._delivery(engines, in_step)
