@@ -20,16 +20,18 @@ from sglang_loader.common.broadcast.update_group import (
     secret_of,
 )
 from sglang_loader.common.session.messages import SessionDescriptor, SessionError, check_signature
-from sglang_loader.session.serve import NUM_TRAINERS, mapped, receiver
+from sglang_loader.session.serve import mapped, receiver
 from sglang_loader.upstream import device_of, io_struct, model_of, tp_rank, update_groups
 
 logger = logging.getLogger(__name__)
 
 Original = Callable[..., Any]
 
+MAX_GROUPS = 8
+"""Of four trainers, two each: the oldest ones beyond these are left."""
 
 _secrets: dict[str, bytes] = {}
-"""Of the groups that this process is in, by name; the process group itself is SGLang's to keep."""
+"""By name, of the groups that this process is in; SGLang keeps the process groups themselves."""
 
 
 def join_group(
@@ -42,7 +44,7 @@ def join_group(
     group_name: str,
     backend: str = "nccl",
 ) -> tuple[bool, str]:
-    """INSTEAD OF `init_weights_update_group`, for ours: as the trainer's ranks do."""
+    """INSTEAD OF `init_weights_update_group`, for our groups: join as the trainer's ranks do."""
     if not group_name.startswith(GROUP_PREFIX):
         arguments = (master_address, master_port, rank_offset, world_size, group_name, backend)
         joined: tuple[bool, str] = original(owner, *arguments)
@@ -56,7 +58,7 @@ def join_group(
         return False, f"cannot join {place}\n{traceback.format_exc()}"
     update_groups(owner)[group_name] = group
     ours = [name for name in update_groups(owner) if name.startswith(GROUP_PREFIX)]
-    for name in ours[: -2 * NUM_TRAINERS]:  # each may have two; one that died told nobody to leave
+    for name in ours[:-MAX_GROUPS]:  # of trainers that died, which told nobody to leave
         _leave(owner, name)
     return True, f"joined {group_name}"
 

@@ -2,7 +2,7 @@
 
 `hooks.weights` calls `serve_session` in each TP worker for the one request that opens a
 session; it returns when the device has every byte and the trainer has confirmed them, or raises.
-When all TP ranks have agreed on the outcome, what it has returned tells the trainer.
+The function that it returns tells the trainer the outcome on which all TP ranks have agreed.
 The trainer may write into a buffer again as soon as it gets `BucketDone`: that is sent after the
 stream has finished.
 """
@@ -37,11 +37,9 @@ logger = logging.getLogger(__name__)
 HANDSHAKE_TIMEOUT_S = 120.0  # all replicas of the trainer have to be asked
 POLL_S = 0.0001
 LATER_S = 5.0
-"""How much longer an engine of several waits than the trainer does for one, which it can name."""
-NUM_TRAINERS = 4
-"""So many have update groups here."""
+"""An engine of a group times out this much after its trainer, which can name the late rank."""
 NUM_INVITATIONS = 1024
-"""So many invitations are remembered, to refuse them if they come again."""
+"""How many invitations are remembered: one that comes again is refused."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,7 +160,7 @@ class _Session:
                 recheck_every_n_syncs=self._descriptor.recheck_every_n_syncs,
                 uses_plan=self._descriptor.uses_plan,
             )
-        # The trainer may send what this says: the guards have spoken before.
+        # The trainer may send no more than this: each loader has checked its plan in `start`.
         self._arranged = common_arrangements([loader.arranged for loader in self._loaders])
         channel.send(wire.Hello, buffers=mapped.names, arrangements=self._arranged.digest)
         self._steps.after_join()
@@ -194,12 +192,12 @@ class _Session:
         """Wait for the trainer, for the buckets' bytes and for the device at once: buckets are
         launched as they come, and told to be done as soon as they are.
         """
-        while self._is_busy(channel) and not channel.has_message():
+        while self._advance(channel) and not channel.has_message():
             pass
         with self._spending("waiting"):
             return channel.receive()
 
-    def _is_busy(self, channel: Channel[FromTrainer]) -> bool:
+    def _advance(self, channel: Channel[FromTrainer]) -> bool:
         """Tell which buckets are done, begin others, launch the next; False if none is left."""
         self._tell_done(channel)
         self._begin(channel)
@@ -241,7 +239,7 @@ class _Session:
     def _finish_buckets(self, channel: Channel[FromTrainer]) -> None:
         """Wait until the device has read all that was announced, and tell the trainer."""
         while self._announced or self._begun:
-            self._is_busy(channel)
+            self._advance(channel)
             if channel.has_message():
                 _expect(wire.Abort, channel.receive())
         if self._in_flight:
@@ -337,9 +335,9 @@ def _expect(kind: type[wire.FromTrainer], message: wire.FromTrainer) -> None:
 
 
 def _check_distinct(layouts: tuple[BucketLayout, ...]) -> None:
-    """Raise SessionError if a tensor came twice; a sync like the one before is not looked at."""
+    """Raise SessionError if a tensor came twice; the last sync's layouts are not checked again."""
     global _distinct
-    if layouts != _distinct:  # quick where they are: decoded once, they are the same objects
+    if layouts != _distinct:  # quick where equal: `decode_layout` returns the same objects again
         names = [tensor.name for layout in layouts for tensor in layout.tensors]
         if len(set(names)) != len(names):
             raise SessionError(f"{len(names)} tensors came, but only {len(set(names))} names")
@@ -347,5 +345,5 @@ def _check_distinct(layouts: tuple[BucketLayout, ...]) -> None:
 
 
 def common_arrangements(found: Sequence[ArrangedBuckets]) -> ArrangedBuckets:
-    """How buckets may come that each of these models loads: whole, unless all read the same."""
+    """What the trainer may send to all of these models: whole buckets unless they read the same."""
     return found[0] if len({each.digest for each in found}) == 1 else ALL_WHOLE

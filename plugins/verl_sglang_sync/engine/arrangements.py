@@ -1,7 +1,6 @@
-"""What an engine rank reads of a sync's buckets, as it has said after one: an arrangement of each.
+"""What an engine rank reads of each bucket (an arrangement), as it has told after a sync.
 
-Trainer ranks that send of their shards ("exchange", "send") send each engine rank that alone; a
-sync that exports sends whole buckets.
+Routes "exchange" and "send" bring an engine rank those bytes alone; an exported sync whole buckets.
 """
 
 from __future__ import annotations

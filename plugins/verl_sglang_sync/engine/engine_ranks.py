@@ -76,8 +76,8 @@ class OpeningRequest:
         return self._engine is None or self._reply is not None
 
     def check(self) -> None:
-        """Raise if the engine has answered, or its answer was lost: before the commit it is at its
-        session no more then.
+        """Raise if the engine has answered, or its answer was lost: it has left the session early,
+        as it answers after the commit.
         """
         if self._reply is not None and self._reply.done():
             self._reply.result()
@@ -91,8 +91,8 @@ class OpeningRequest:
             self._reply.result()
 
     def check_answer(self) -> None:
-        """Raise if the engine has answered: nobody is left to talk to. After a lost reply there may
-        be: an engine that is yet to join.
+        """Raise if the engine has answered: it has left the session. A lost answer proves nothing:
+        the engine may still join.
         """
         with suppress(ReplyLost):
             self.check()
@@ -132,9 +132,7 @@ class OpeningRequest:
 
 
 def drop_frames(error: BaseException | None) -> None:
-    """Let go of the frames that an error, and what caused it, was raised in, and of what lies in
-    memory for their sake.
-    """
+    """Drop the tracebacks of an error and of its causes: their frames keep tensors in memory."""
     while error is not None:
         error.with_traceback(None)
         error = error.__cause__ or error.__context__
@@ -188,7 +186,7 @@ def wait_for(
 
     Args:
         engines: on which this rank waits.
-        has_come: of one session, once it has told of it.
+        has_come: what is waited for, of one session.
         limit_s: longest time in which none of them makes progress, in seconds.
 
     Raises:

@@ -53,7 +53,7 @@ class EngineCannotMap(EngineFailed):
 
 
 class BlockNotMapped(RuntimeError):
-    """The engine has let go of memory of which this rank has no new handle."""
+    """The engine has unmapped memory of which this rank has no new handle."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,8 @@ class SharedBlock:
 
 
 class SessionSockets:
-    """The sockets of this process's sessions with one engine rank, in a folder of its own. TCP's
-    where the engine is on another host, which calls this process by `host`.
+    """The sockets of this process's sessions with one engine rank: in a folder of its own, or TCP
+    sockets at `host`, this process's address, where the engine may be on another host.
     """
 
     def __init__(self, host: str | None = None) -> None:
@@ -96,7 +96,7 @@ class TrainerSession:
 
     Attributes:
         arrangements: digest of those that the engine holds for this sync, once they have met.
-        num_done: buckets that the engine has read, as far as it was listened to.
+        num_done: buckets that the engine has read, as of the last `poll`.
         num_receiving: likewise those that it receives, or has received, over the network.
         loaded: how it has loaded them, once it has read all; None before.
     """

@@ -62,7 +62,7 @@ class Replica:
 
 @dataclass(frozen=True)
 class UpdateGroup:
-    """A formed group, as a trainer rank has it; the first rank alone has more than the first two.
+    """A formed group, in a trainer rank; attributes after the first two are set on rank 0 alone.
 
     Attributes:
         name: by which the engines know it.
@@ -236,7 +236,7 @@ def _leave_late(joined: Future[Any]) -> None:
 def _why_not_formed(
     replicas: Sequence[Replica], joined: Sequence[Future[Any]], own: Future[Any], timeout_s: float
 ) -> str | None:
-    """The replica that failed to join, or whom this process waited for in vain; None: all came."""
+    """The replica that failed to join, or those that did not in time; None: all have joined."""
     failure = own.exception() if own.done() else None
     if failure is not None:
         wait(joined, timeout=REPLY_S, return_when=FIRST_EXCEPTION)  # a replica may know better

@@ -14,8 +14,8 @@ from verl_sglang_sync.routes.route import ReadyBucket
 
 @dataclass(eq=False)
 class MappedDelivery:
-    """See `Delivery`: the staging buffers are mapped, in which buckets take turns.
-    Without engines (one on a colocated rank) buckets get nowhere.
+    """See `Delivery`: engines map the staging buffers, in which buckets take turns. A colocated
+    rank has one engine rank; one that only takes part in the export's collectives has none.
     """
 
     _engines: Sequence[EngineRank]

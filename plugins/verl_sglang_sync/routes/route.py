@@ -1,4 +1,4 @@
-"""What a sync's buckets come from, and how a sync is spared the full export.
+"""Where a sync's buckets come from, and how a sync does without the full export.
 
 The engines of one sync are loaded from a `SyncSource`: verl's full export, packed
 (`export.ExportedBuckets`), or what a `Route` offers, which has learnt from a good exported sync how
@@ -86,7 +86,7 @@ class SyncSource:
     """The buckets of one sync of one trainer rank; see the module. By default a step does nothing.
 
     Attributes:
-        asks_for_reads: each engine is asked what it reads of the buckets: later it gets that alone.
+        asks_for_reads: engines are asked what they read of the buckets, to be sent only that later.
         required_arrangements: by engine rank of this rank, the digest of the arrangements that it
             must hold; None: these buckets are whole.
     """
@@ -124,7 +124,7 @@ class Recovery(Enum):
 
 
 class RouteContext:
-    """What all routes of one trainer rank work on: the export that they spare a sync.
+    """What all routes of one trainer rank share.
 
     Args:
         device: of the parameters on this rank, and of what is made of them.
@@ -169,8 +169,8 @@ class Route:
         is_wanted: False: this way is never taken.
 
     Attributes:
-        not_taken: what it means that this way is not taken, for the log.
-        off_reason: why it is not taken any more; None: it may be.
+        not_taken: what a sync does instead, for the log.
+        off_reason: why it is never taken again; None: it may be.
         is_proven: the next sync may go this way.
     """
 
@@ -206,7 +206,7 @@ class Route:
         raise NotImplementedError
 
     def can_learn(self, weights: Iterable[NamedTensor]) -> bool:
-        """True if `learn` may find something; all ranks' exports are of a kind."""
+        """True if `learn` may prove this route; equal on all ranks, whose exports are of a kind."""
         is_traceable = sources_of(weights) is not None
         if self._is_wanted and not is_traceable:
             warn_once(NOT_TRACEABLE)

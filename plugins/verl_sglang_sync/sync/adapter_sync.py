@@ -1,4 +1,4 @@
-"""A LoRA adapter that engines serve as such: replaced whole at every sync, their weights stay."""
+"""A LoRA adapter that engines serve unmerged: each sync replaces it, and no weight of the model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ UNLOAD = "unload_adapter"
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterUpdate:
-    """Another state of the adapter: requests that end the one before, and bring this one."""
+    """A new state of the adapter: the requests that unload the old one and load this one."""
 
     unload: Call
     load: Call
@@ -50,7 +50,7 @@ class AdapterSync:
 
         Args:
             collect: goes through the export, which is collective over the trainer's ranks.
-            engines: those that this rank talks to, if any, by a name that a restarted one has not.
+            engines: those that this rank talks to, if any; by a name that changes with a restart.
 
         Raises:
             WeightSyncError: on every rank, if any rank failed; each engine then serves this state,

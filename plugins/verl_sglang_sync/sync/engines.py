@@ -1,4 +1,4 @@
-"""Whom a trainer rank syncs, and how its packed buckets get there: on its device, or on others.
+"""The engine ranks that a trainer rank syncs, and how its packed buckets get to them.
 
     opened = engines.open(stack, ranks, task)   # collective
     opened.engines                      # this rank's sessions: one, or many, or none

@@ -63,17 +63,17 @@ class SessionRun:
         Only a rank that has sent a request can see it fail: the others learn of it here.
         """
         limit_s = min(MEET_TIMEOUT_S, self._settings.request_timeout_s)
-        deadline, strangers = time.monotonic() + limit_s, list(self.engines)
+        deadline, unmet = time.monotonic() + limit_s, list(self.engines)
 
         def meet() -> bool:
-            while strangers:
-                engine = strangers[0]
+            while unmet:
+                engine = unmet[0]
                 with engine.naming():
                     if not engine.session.greet(engine.request.check, wait_s=STEP_S):
                         if time.monotonic() > deadline:
                             raise SessionError(f"the engine did not join within {limit_s:g} s")
                         return False
-                strangers.pop(0)
+                unmet.pop(0)
             for request in self.requests:
                 request.check()
             return True
@@ -83,8 +83,7 @@ class SessionRun:
     def send(self, source: SyncSource) -> None:
         """Send every bucket; the engines may still be at the last ones."""
         report = self._report
-        own = source.delivery(self.engines, self.ranks.repeat_until_all)
-        delivery = self._delivery if own is None else own
+        delivery = source.delivery(self.engines, self.ranks.repeat_until_all) or self._delivery
         for ready in source:
             bucket = ready.bucket
             if not delivery.deliver(ready):

@@ -41,7 +41,7 @@ from verl_sglang_sync.sync.session_run import SessionRun
 
 logger = logging.getLogger(__name__)
 
-OTHER_BYTES = "a sync is exported: an engine reads other bytes than were prepared for it"
+OTHER_BYTES = "a sync is exported: an engine does not read the bytes that were prepared for it"
 
 
 class SessionTransport:
@@ -168,8 +168,8 @@ class SessionTransport:
         return self._exported(weights, report)
 
     def _exported(self, weights: Iterable[NamedTensor], report: SyncReport) -> ExportedBuckets:
-        # To find out what they read takes the engines a second, in vain where they can read the
-        # parameters in place from the next sync on.
+        # The answer takes an engine a second, and is of no use where it reads the parameters in
+        # place from the next sync on.
         asks = self._is_packed_for_good or not self._routes[0].can_learn(weights)
         export = Export(weights)
         return ExportedBuckets(export, self._stream, self._ring, report, asks_for_reads=asks)
@@ -187,7 +187,7 @@ class SessionTransport:
             if run.ranks.error is None:
                 warn_once(OTHER_BYTES)
             if self._route is not None:
-                self._route.is_proven = False  # the engine may be checking its plan: so does this
+                self._route.is_proven = False  # the engine may recheck its plan: so does the route
             source, self._route = exported(), None
         run.ranks.run_if_ok(source.engines_joined)
         return source

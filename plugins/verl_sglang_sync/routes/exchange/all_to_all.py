@@ -1,4 +1,4 @@
-"""Packs what a trainer rank sends of its shards, and has it on its way: one piece after the other.
+"""Packs what a trainer rank sends of its shards, and sends it, piece by piece.
 
 moves = AllToAll(pieces, device)           # by bucket, see `exchange_plan.pieces_of`
 moves.begin(shards)                        # of a sync
@@ -60,7 +60,7 @@ class AllToAll:
         self._scratch.clear()
 
     def numbers_of(self, index: int) -> list[int]:
-        """Of the pieces in which a bucket travels."""
+        """Numbers of the pieces in which a bucket is sent."""
         return self._numbers[index]
 
     def pack(self, number: int) -> tuple[torch.Tensor, Sequence[int]]:
@@ -76,7 +76,7 @@ class AllToAll:
     def launch(
         self, number: int, received: torch.Tensor, recv_nbytes: Sequence[int], group: Any = None
     ) -> Any:
-        """Have a packed piece on its way in a group of all ranks; torch's work.
+        """Start the all-to-all of a packed piece, in a group of all ranks; returns torch's work.
 
         Args:
             received: flat uint8; gets what comes, by source.

@@ -1,8 +1,8 @@
 """Route "exchange": the ranks send each other's engines what those read, into staging buffers.
 
 See `shard_route`; the readers are the ranks' own engines, which map the staging buffers and find
-each bucket in what has come (`exchange_plan.received`). The group is torch's default one, in which
-each bucket is collective: whoever fails receives what is left all the same.
+each bucket in what has come (`exchange_plan.received`). Each bucket is a collective of
+torch's default group, so a rank that has failed still takes part in the buckets that are left.
 """
 
 from __future__ import annotations

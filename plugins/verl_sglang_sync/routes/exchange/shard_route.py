@@ -124,8 +124,8 @@ class ShardRoute(Route):
 
     def learn(self, weights: Iterable[NamedTensor], loaded: Sequence[Loaded]) -> bool:
         own = [reader.matching(self._stream.buckets) for reader in self._readers()]
-        # An engine that has a plan has said what it reads, unless that is all. What is to be
-        # compared again is so on all ranks, also where engines have loaded this eagerly.
+        # Wait for every engine's load plan: with it the engine tells what it reads, unless that is
+        # all. A recheck does not wait: it is due on all ranks, whatever engines loaded eagerly.
         is_final = all(
             each.digest or outcome.may_read_in_place or not outcome.num_eager
             for each, outcome in zip(own, loaded, strict=True)
@@ -199,7 +199,7 @@ class ShardRoute(Route):
     def _known_by_all(self, own: Sequence[KnownArrangements]) -> list[KnownArrangements]:
         """What all engine ranks read, in the order of the ranks; collective.
 
-        Replicas read alike: the first with a digest says what it names, once for all.
+        Of engine ranks with one digest, which read the same, only the first tells what.
         """
         rank, everyones = own_rank(), self._group.all_gather([each.digest for each in own])
         digests = [digest for of_rank in everyones for digest in of_rank]

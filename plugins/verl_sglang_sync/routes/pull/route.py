@@ -102,8 +102,8 @@ class Pull(Route):
         assert self._located is not None, "see _locate"
         located = self._located
         confirm = partial(self._confirm, located.known, weights)
-        # What is mapped elsewhere cannot be freed, and a trainer that offloads its parameters must
-        # free it: the engines keep mapped what lay in the same blocks in the sync before.
+        # The trainer cannot free what an engine has mapped, and must where it offloads parameters:
+        # the engines keep blocks mapped only if the sync before used the same ones.
         keeps = located.names == self._used
         was_read = partial(self._was_read, located, keeps)
         return PulledBuckets(
