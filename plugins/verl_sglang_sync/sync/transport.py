@@ -30,8 +30,8 @@ from verl_sglang_sync.report import SyncReport, warn_once
 from verl_sglang_sync.routes.exchange.all_to_all import NUM_TRAVELLING
 from verl_sglang_sync.routes.exchange.route import Exchange
 from verl_sglang_sync.routes.export import ExportedBuckets
-from verl_sglang_sync.routes.near_and_far import SendToFar
 from verl_sglang_sync.routes.pull.route import Pull
+from verl_sglang_sync.routes.pull_and_send import PullAndSend
 from verl_sglang_sync.routes.route import Recovery, Route, RouteContext, SyncSource
 from verl_sglang_sync.routes.staging_ring import StagingRing
 from verl_sglang_sync.sources.export import Export, NamedTensor
@@ -292,5 +292,5 @@ def disaggregated_transport(
     context = RouteContext(group, device, settings, lambda: engines.readers, world_size())
     folder = cache(SessionFolder)  # made when there is memory that engines map, which it lists
     pull, near = (Pull(context, lambda handle: folder().record(handle)) for _ in range(2))
-    send = SendToFar(context, near, lambda: engines.sending and engines.sending.process_group)
+    send = PullAndSend(context, near, lambda: engines.sending and engines.sending.process_group)
     return SessionTransport(context, engines=engines, routes=(pull, send), ring=ring)

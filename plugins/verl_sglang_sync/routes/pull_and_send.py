@@ -1,9 +1,9 @@
-"""Route "send" where some engines are near the trainer: those read its parameters in place.
+"""Routes "pull" and "send" in one sync: engines near the trainer read its parameters in place.
 
-Once an exported sync has told where the engine ranks are, `SendToFar` decides for each replica: one
-of which all ranks can read in place is served as by `Pull`, the others by `Send`, and each bucket
-comes both ways in one sync. The near are not in the group in which the trainer ranks send: nobody
-waits for the engines of the other kind before all have read everything.
+Once an exported sync has told where the engine ranks are, `PullAndSend` decides for each replica:
+one of which all ranks can read in place (near) is served as by `Pull`, the others (far) as by
+`Send`; each bucket comes both ways. The near are not in the group in which the trainer ranks send:
+nobody waits for the engines of the other kind before all have read everything.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from verl_sglang_sync.routes.send.route import Send
 from verl_sglang_sync.sources.export import NamedTensor
 
 
-class SendToFar(Send):
+class PullAndSend(Send):
     """See `Send`; `pull` is for this one alone, and proven where some engines read in place."""
 
     def __init__(self, context: RouteContext, pull: Pull, process_group: Callable[[], Any]) -> None:

@@ -10,8 +10,8 @@ from support.settings import settings_of
 from verl_sglang_sync.collective import TrainerGroup
 from verl_sglang_sync.engine.arrangements import EngineArrangements
 from verl_sglang_sync.report import warn_once
-from verl_sglang_sync.routes.near_and_far import SendToFar
 from verl_sglang_sync.routes.pull.route import Pull
+from verl_sglang_sync.routes.pull_and_send import PullAndSend
 from verl_sglang_sync.routes.route import RouteContext
 from verl_sglang_sync.sources.export import Reexport
 
@@ -44,5 +44,5 @@ def test_a_replica_reads_in_place_if_all_of_its_ranks_can(loaded, may_pull, near
     warn_once.cache_clear()  # what other tests have logged
     assert not pull.learn(weights, loaded)
     assert set(caplog.messages) == logged
-    assert SendToFar(context, pull, list)._near(weights, loaded) == near
+    assert PullAndSend(context, pull, list)._near(weights, loaded) == near
     assert [reader.reads_in_place for reader in readers] == near
