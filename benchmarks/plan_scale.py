@@ -38,7 +38,8 @@ from benchmarks.scale_ranks import CASES, Case, EngineRank, named_ranks, trace_o
 from sglang_loader.common.layout import BucketLayout  # noqa: E402
 from sglang_loader.common.regions.arrangement import Read  # noqa: E402
 from verl_sglang_sync.bench.results_file import write_results  # noqa: E402
-from verl_sglang_sync.routes.exchange.exchange_plan import (  # noqa: E402
+from verl_sglang_sync.routes.exchange import PIECES_PER_BUCKET  # noqa: E402
+from verl_sglang_sync.routes.shards.exchange_plan import (  # noqa: E402
     PieceSends,
     Received,
     Sends,
@@ -48,7 +49,6 @@ from verl_sglang_sync.routes.exchange.exchange_plan import (  # noqa: E402
     plan_sends,
     received,
 )
-from verl_sglang_sync.routes.exchange.route import PIECES_PER_BUCKET  # noqa: E402
 from verl_sglang_sync.sources.bucket_stream import BucketPlanner  # noqa: E402
 from verl_sglang_sync.sources.export_trace import TracedExport  # noqa: E402
 from verl_sglang_sync.sources.source_map import NamedRanks, merged_traces  # noqa: E402

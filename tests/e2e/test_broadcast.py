@@ -30,9 +30,9 @@ from support.sglang_server import loopback
 from support.trainer import Ranks
 from verl_sglang_sync.engine.server_client import operations
 from verl_sglang_sync.engine.session import EngineCannotMap
-from verl_sglang_sync.routes.exchange.all_to_all import AllToAll
 from verl_sglang_sync.routes.pull.located import PulledDelivery
 from verl_sglang_sync.routes.pull.route import PulledBuckets
+from verl_sglang_sync.routes.shards.all_to_all import AllToAll
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

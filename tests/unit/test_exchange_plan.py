@@ -14,8 +14,8 @@ from sglang_loader.common.regions.arrangement import Read, end_of
 from sglang_loader.common.regions.compose import ByteMap, compose_read
 from sglang_loader.common.regions.geometry import Region
 from unit.strided_moves import indices
-from verl_sglang_sync.routes.exchange import exchange_plan
-from verl_sglang_sync.routes.exchange.exchange_plan import (
+from verl_sglang_sync.routes.shards import exchange_plan
+from verl_sglang_sync.routes.shards.exchange_plan import (
     num_read,
     pieces_of,
     plan_reader,

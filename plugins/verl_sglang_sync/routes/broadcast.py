@@ -26,8 +26,8 @@ from sglang_loader.common.session.messages import BucketPiece, SessionError, enc
 from verl_sglang_sync.collective import STEP_S
 from verl_sglang_sync.engine.engine_ranks import EngineRank, each, poll
 from verl_sglang_sync.report import SyncReport
-from verl_sglang_sync.routes.exchange.all_to_all import NUM_TRAVELLING
 from verl_sglang_sync.routes.route import InStep, ReadyBucket
+from verl_sglang_sync.routes.shards.all_to_all import NUM_TRAVELLING
 
 REASON_WAIT_S = 2.0
 """How long after a failed transfer the engine that is to blame may take to say why."""

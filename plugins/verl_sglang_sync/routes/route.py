@@ -2,7 +2,7 @@
 
 The engines of one sync are loaded from a `SyncSource`: verl's full export, packed
 (`export.ExportedBuckets`), or what a `Route` offers, which has learnt from a good exported sync how
-to do without: "pull" (`pull.route.Pull`), "exchange" (`exchange.route.Exchange`) and "send"
+to do without: "pull" (`pull.route.Pull`), "exchange" (`exchange.Exchange`) and "send"
 (`send.route.Send`).
 
 A source is chosen before the engine has joined, the same on all ranks, and used in this order:

@@ -27,12 +27,12 @@ from verl_sglang_sync.config import WeightSyncConfig
 from verl_sglang_sync.engine.engine_ranks import Engine, OpeningRequest, drop_frames
 from verl_sglang_sync.engine.update_groups import Replica, UpdateGroups
 from verl_sglang_sync.report import SyncReport, warn_once
-from verl_sglang_sync.routes.exchange.all_to_all import NUM_TRAVELLING
-from verl_sglang_sync.routes.exchange.route import Exchange
+from verl_sglang_sync.routes.exchange import Exchange
 from verl_sglang_sync.routes.export import ExportedBuckets
 from verl_sglang_sync.routes.pull.route import Pull
 from verl_sglang_sync.routes.pull_and_send import PullAndSend
 from verl_sglang_sync.routes.route import Recovery, Route, RouteContext, SyncSource
+from verl_sglang_sync.routes.shards.all_to_all import NUM_TRAVELLING
 from verl_sglang_sync.routes.staging_ring import StagingRing
 from verl_sglang_sync.sources.export import Export, NamedTensor
 from verl_sglang_sync.sync.engines import ColocatedEngine, RemoteEngines, SyncTask

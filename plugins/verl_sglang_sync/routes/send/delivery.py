@@ -17,9 +17,9 @@ from sglang_loader.common.session.messages import encode_pieces
 from verl_sglang_sync.engine.engine_ranks import EngineRank
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.routes.broadcast import GroupDelivery
-from verl_sglang_sync.routes.exchange.exchange_plan import Received
-from verl_sglang_sync.routes.exchange.shard_route import ShardPlan
 from verl_sglang_sync.routes.route import InStep, ReadyBucket
+from verl_sglang_sync.routes.shards.exchange_plan import Received
+from verl_sglang_sync.routes.shards.shard_route import ShardPlan
 
 
 class SendDelivery(GroupDelivery):

@@ -23,14 +23,14 @@ import torch
 from sglang_loader.common.copies import gather_reads
 from verl_sglang_sync.engine.engine_ranks import EngineRank
 from verl_sglang_sync.report import SyncReport
-from verl_sglang_sync.routes.exchange.exchange_plan import Received, received
-from verl_sglang_sync.routes.exchange.shard_route import (
+from verl_sglang_sync.routes.route import Delivery, InStep, ReadyBucket, RouteContext, SyncSource
+from verl_sglang_sync.routes.send.delivery import SendDelivery
+from verl_sglang_sync.routes.shards.exchange_plan import Received, received
+from verl_sglang_sync.routes.shards.shard_route import (
     ShardPlan,
     ShardRoute,
     first_problem,
 )
-from verl_sglang_sync.routes.route import Delivery, InStep, ReadyBucket, RouteContext, SyncSource
-from verl_sglang_sync.routes.send.delivery import SendDelivery
 from verl_sglang_sync.sources.bucket_stream import Batch
 
 

@@ -1,4 +1,4 @@
-"""What routes "exchange" and "send" share: trainer ranks send of their shards what engines read.
+"""Base of the routes "exchange" and "send": a plan of what each rank sends, made and proven once.
 
 The export is traced, so that every rank knows which shard holds each byte that an engine rank
 reads; each bucket then takes an all-to-all, or several, instead of the full export. Each rank
@@ -29,8 +29,9 @@ from verl_sglang_sync.collective import (
 )
 from verl_sglang_sync.engine.arrangements import KnownArrangements
 from verl_sglang_sync.report import SyncReport, warn_once
-from verl_sglang_sync.routes.exchange.all_to_all import AllToAll
-from verl_sglang_sync.routes.exchange.exchange_plan import (
+from verl_sglang_sync.routes.route import Route, RouteContext, SyncSource
+from verl_sglang_sync.routes.shards.all_to_all import AllToAll
+from verl_sglang_sync.routes.shards.exchange_plan import (
     Received,
     Sends,
     num_read,
@@ -39,7 +40,6 @@ from verl_sglang_sync.routes.exchange.exchange_plan import (
     plan_sends,
     received,
 )
-from verl_sglang_sync.routes.route import Route, RouteContext, SyncSource
 from verl_sglang_sync.sources.bucket_stream import Batch, Bucket
 from verl_sglang_sync.sources.export import Export, NamedTensor
 from verl_sglang_sync.sources.export_trace import NotTraceable, TracedExport

@@ -18,7 +18,7 @@ import torch
 
 from sglang_loader.common.broadcast.broadcast import all_to_all
 from sglang_loader.common.fused_copies import FusedCopies
-from verl_sglang_sync.routes.exchange.exchange_plan import PieceSends
+from verl_sglang_sync.routes.shards.exchange_plan import PieceSends
 
 NUM_TRAVELLING = 2
 """Pieces, or broadcast buckets, on their way at a time; each needs memory of its own."""

@@ -22,14 +22,14 @@ from sglang_loader.common.regions.arrangement import Arrangement, end_of
 from sglang_loader.common.session.messages import encode_pieces
 from verl_sglang_sync.collective import own_rank, result_or_reason, world_size
 from verl_sglang_sync.report import SyncReport
-from verl_sglang_sync.routes.exchange.all_to_all import NUM_TRAVELLING
-from verl_sglang_sync.routes.exchange.exchange_plan import Received
-from verl_sglang_sync.routes.exchange.shard_route import (
+from verl_sglang_sync.routes.route import ReadyBucket, RouteContext, SyncSource
+from verl_sglang_sync.routes.shards.all_to_all import NUM_TRAVELLING
+from verl_sglang_sync.routes.shards.exchange_plan import Received
+from verl_sglang_sync.routes.shards.shard_route import (
     ShardPlan,
     ShardRoute,
     first_problem,
 )
-from verl_sglang_sync.routes.route import ReadyBucket, RouteContext, SyncSource
 from verl_sglang_sync.routes.staging_ring import StagingRing
 from verl_sglang_sync.sources.bucket_stream import Batch
 from verl_sglang_sync.sources.export import NamedTensor

@@ -1,1 +1,0 @@
-"""Arranged buffers filled from the trainer ranks' shards, without the full export."""

@@ -1,0 +1,1 @@
+"""What routes "exchange" and "send" share: trainer ranks send of their shards what engines read."""
