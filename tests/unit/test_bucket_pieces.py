@@ -1,5 +1,7 @@
 """Where a message says that a bucket's bytes are: what is mapped, and what is refused."""
 
+import weakref
+
 import pytest
 import torch
 
@@ -111,6 +113,18 @@ def test_other_pieces_or_lengths_have_another_map(pieces, sizes):
     sources = Sources()
     first = sources.of(message(), memory_in_slots(16, 16), 24)
     assert sources.of(message(pieces), memory_in_slots(*sizes), 24).map is not first.map
+
+
+def test_two_ways_of_a_bucket_are_remembered_and_older_ones_are_let_go():
+    sources, slots = Sources(), memory_in_slots(16, 16)
+    ways = [message([PIECES[0], BucketPiece(1, offset, 16, 8)]) for offset in range(3)]
+    exported, pulled = (sources.of(way, slots, 24).map for way in ways[:2])
+    assert sources.of(ways[0], slots, 24).map is exported
+    assert sources.of(ways[1], slots, 24).map is pulled
+    exported = weakref.ref(exported)
+    sources.of(ways[2], slots, 24)
+    assert exported() is None
+    assert sources.of(ways[1], slots, 24).map is pulled
 
 
 def test_memory_that_is_too_short_now_is_refused():

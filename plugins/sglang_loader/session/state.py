@@ -10,6 +10,7 @@ import sys
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 
@@ -21,7 +22,9 @@ from sglang_loader.common.session import messages as wire
 from sglang_loader.common.session.messages import SessionError
 from sglang_loader.common.shared_memory import map_buffer
 
-MAX_SOURCES = 4096
+MAX_LAYOUTS = 4096
+MAX_WAYS = 2
+"""In which a bucket comes that are remembered: exported in full, and without the export."""
 
 
 class MappedMemory:
@@ -92,7 +95,7 @@ class Sources:
     """
 
     def __init__(self) -> None:
-        self._known: OrderedDict[tuple[bytes, bytes], _KnownPieces] = OrderedDict()
+        self._known: OrderedDict[bytes, deque[_KnownPieces]] = OrderedDict()  # by layout
 
     def of(
         self, message: wire.LoadBucket, slots: Mapping[int, torch.Tensor], nbytes: int
@@ -102,11 +105,12 @@ class Sources:
         Raises:
             SessionError: a piece lies in no buffer, or leaves it or the bucket.
         """
-        key = message.layout, message.pieces
-        found = self._known.get(key)
-        if found is None or not found.fits(slots):
-            found = self._known[key] = _KnownPieces.of(message, slots, nbytes)
-            while len(self._known) > MAX_SOURCES:
+        ways = self._known.setdefault(message.layout, deque(maxlen=MAX_WAYS))
+        found = next((known for known in ways if known.is_of(message.pieces, slots)), None)
+        if found is None:
+            found = _KnownPieces.of(message, slots, nbytes)
+            ways.append(found)
+            while len(self._known) > MAX_LAYOUTS:
                 self._known.popitem(last=False)
         memories = [slots[slot] for slot in found.slots]
         source = found.source
@@ -116,16 +120,17 @@ class Sources:
 
     def clear(self) -> None:
         """Let go of all memory."""
-        for known in self._known.values():
+        for known in chain.from_iterable(self._known.values()):
             known.source = None
 
 
 @dataclass
 class _KnownPieces:
-    """Of a message's pieces: slots and lengths of the buffers that they lie in, their map in these,
-    and the buffers that were the last.
+    """The pieces of a message, the slots and lengths of the buffers that they lie in, their map in
+    these, and the buffers that were the last.
     """
 
+    pieces: bytes
     slots: dict[int, int]
     map: BucketMap
     source: BucketSource | None = None
@@ -142,10 +147,12 @@ class _KnownPieces:
                 numbers.setdefault(slot, len(numbers))
         sizes = {slot: buffers[slot].numel() for slot in numbers}
         found = [_piece(piece, numbers, sizes, nbytes, message.index) for piece in pieces]
-        return cls(sizes, BucketMap(found))
+        return cls(message.pieces, sizes, BucketMap(found))
 
-    def fits(self, buffers: Mapping[int, torch.Tensor]) -> bool:
-        """True if the buffers are of the same lengths."""
+    def is_of(self, pieces: bytes, buffers: Mapping[int, torch.Tensor]) -> bool:
+        """True if these are the pieces, in buffers of the same lengths."""
+        if pieces != self.pieces:
+            return False
         return all(s in buffers and buffers[s].numel() == n for s, n in self.slots.items())
 
 
