@@ -88,7 +88,7 @@ def test_a_missing_an_unknown_and_a_mistyped_field_are_refused(message):
     ],
 )
 def test_bytes_before_the_first_are_refused(piece):
-    with pytest.raises(SessionError, match="Expected `int` >= 0"):
+    with pytest.raises(SessionError, match=r"Expected `int` >= 0 - at `\$\[0\]"):
         wire.decode_pieces(msgspec.msgpack.encode([piece]))
 
 

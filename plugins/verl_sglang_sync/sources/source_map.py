@@ -31,7 +31,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from sglang_loader.common.collector import collector_paused
 from verl_sglang_sync.collective import (
     TrainerGroup,
     common_reason,
@@ -73,7 +72,6 @@ class SourceMap:
         assert self._found is not None, "nothing was traced"
         return self._found[0]
 
-    @collector_paused()
     def trace(self, export: Iterable[NamedTensor]) -> str | None:
         """Trace the export, unless the last trace holds; collective; returns why it failed."""
         if self.off_reason is not None:

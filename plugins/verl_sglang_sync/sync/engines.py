@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 from sglang_loader.common.session.folder import remove_orphans
 from verl_sglang_sync.collective import TrainerGroup, world_size
@@ -96,7 +97,6 @@ class RemoteEngines:
     Attributes:
         readers: what the engine ranks have said that they read, on the first rank; new ones for
             other engine ranks.
-        sending: the group in which all trainer ranks send, in a sync in which they do.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class RemoteEngines:
     ) -> None:
         remove_orphans()  # as a session's trainer does when it makes a folder of its own
         self.readers: Sequence[EngineArrangements] = ()
-        self.sending: UpdateGroup | None = None
+        self._sending: UpdateGroup | None = None  # in the last sync in which all ranks may send
         self._sockets: list[SessionSockets] = []  # of the same engine ranks
         self._readers_group = ""  # name of the group that they are in
         self._groups = groups
@@ -125,14 +125,20 @@ class RemoteEngines:
             group = ranks.run_if_ok(lambda: self._formed(groups, task.replicas))
         senders: str | None = ""
         if self._may_send():
-            self.sending = ranks.run_always(lambda: self._formed_to_send(group))
-            senders = None if self.sending is None else self.sending.name
+            self._sending = ranks.run_always(lambda: self._formed_to_send(group))
+            senders = None if self._sending is None else self._sending.name
         if group is None or senders is None:
             return Opened((), MappedDelivery((), settings, task.report))
         ranks.run_if_ok(lambda: self._ask(group, senders, stack, task.version, engines))
         limit_s = settings.request_timeout_s
         delivery = BroadcastDelivery(engines, group.process_group, limit_s, task.report)
         return Opened(engines, delivery)
+
+    @property
+    def sending_group(self) -> Any:
+        """Torch's process group in which all trainer ranks send, in a sync in which they do."""
+        assert self._sending is not None, "formed before the sessions were opened"
+        return self._sending.process_group
 
     def _formed(self, groups: UpdateGroups, replicas: Sequence[Replica]) -> UpdateGroup:
         group = groups.with_replicas(replicas)

@@ -292,5 +292,5 @@ def disaggregated_transport(
     context = RouteContext(group, device, settings, lambda: engines.readers, world_size())
     folder = cache(SessionFolder)  # made when there is memory that engines map, which it lists
     pull, near = (Pull(context, lambda handle: folder().record(handle)) for _ in range(2))
-    send = PullAndSend(context, near, lambda: engines.sending and engines.sending.process_group)
+    send = PullAndSend(context, near, lambda: engines.sending_group)
     return SessionTransport(context, engines=engines, routes=(pull, send), ring=ring)

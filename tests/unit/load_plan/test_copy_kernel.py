@@ -11,10 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_loader.common.copy_kernel import (
-    TILE_WORDS,
-    mixed,
-)
+from sglang_loader.common.copy_kernel import TILE_WORDS, mixed
 from support.kernel_copies import launcher, rows_of
 from support.remote import run_interpreted
 
