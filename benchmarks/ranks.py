@@ -77,10 +77,13 @@ def measure(
     backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
     where = {"tp": tp, "device": device, "backend": backend, "environment": environment}
     with (
-        _engines(config, model, ranks, tp, device, folder) as urls,
-        Ranks(folder, urls, **where) as trainers,
+        _engines(config, model, ranks, tp, device, folder) as logs,
+        Ranks(folder, list(logs), **where) as trainers,
     ):
         args = make_export, arms, str(config), runs, bucket_bytes, lines
+        trainers.run(_import_what_it_needs, *args)  # while the engines start
+        for url, log in logs.items():
+            wait_until_healthy(url, log)
         for outcome in trainers.attempt(_measure_rank, *args, limit_s=TIMEOUT_S):
             if outcome.error is not None:
                 print(outcome.error, file=sys.stderr)  # the arms before it have been measured
@@ -91,12 +94,14 @@ def measure(
 @contextmanager
 def _engines(
     config: Path, model: str, ranks: int, tp: int, device: str, folder: Path
-) -> Iterator[list[str]]:
-    """Engines of `tp` ranks each, one behind the other on the trainer ranks' GPUs: their URLs."""
+) -> Iterator[dict[str, Path]]:
+    """Starts engines of `tp` ranks each, one behind the other on the trainer ranks' GPUs: the log
+    of each by its URL.
+    """
     os.environ.update(ENVIRONMENTS[device])
     logs = {first: folder / f"server-{model}-tp{tp}-{first}.log" for first in range(0, ranks, tp)}
     with ExitStack() as stack:
-        urls = [
+        yield {
             stack.enter_context(
                 engine_server(
                     config,
@@ -108,12 +113,13 @@ def _engines(
                     first_gpu=first,
                     wait=False,
                 )
-            )
+            ): log
             for first, log in logs.items()
-        ]
-        for url, log in zip(urls, logs.values(), strict=True):
-            wait_until_healthy(url, log)
-        yield urls
+        }
+
+
+def _import_what_it_needs(rank: TrainerRank, *args: Any) -> None:
+    """Does nothing: to unpickle the arguments has imported their modules."""
 
 
 def _measure_rank(
