@@ -21,7 +21,6 @@ import sys
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -65,15 +64,10 @@ def main() -> None:
     try:
         cluster = Cluster(setting, arms[0], list(servers))
         for url, log in servers.items():
-            wait_until_healthy(url, Path(log), is_running=partial(_is_running, Path(log)))
+            wait_until_healthy(url, Path(log))
         run_arms(arms, rows, lambda arm: _measure(arm, cluster, setting))
     finally:
         ray.shutdown()
-
-
-def _is_running(log: Path) -> bool:
-    """False once SGLang, whose process is no child of this one, has logged that it ends."""
-    return "Received sigquit from a child process" not in log.read_text(errors="replace")
 
 
 def _measure(arm: str, cluster: Cluster, setting: Setting) -> dict[str, Any]:

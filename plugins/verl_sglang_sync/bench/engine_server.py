@@ -22,6 +22,9 @@ from verl_sglang_sync.engine.server_client.operations import server_url
 
 START_TIMEOUT_S = 240
 PR_SET_PDEATHSIG = 1  # prctl(2)
+SCHEDULER_ENDED = "Received sigquit from a child process"
+"""SGLang logs it when one of its ranks ends; the server itself may stay."""
+
 DUMMY = (
     *("--load-format", "dummy", "--skip-tokenizer-init", "--max-running-requests", "16"),
     *("--context-length", "2048", "--max-total-tokens", "4096"),
@@ -121,15 +124,19 @@ def wait_until_healthy(
     url: str, log: Path, *, is_running: Callable[[], bool] = lambda: True
 ) -> None:
     """Wait until the server answers; else `RuntimeError` with the end of its log."""
+
+    def may_come_up() -> bool:  # of a server that is not this process's child, the log tells
+        return is_running() and SCHEDULER_ENDED not in log.read_text(errors="replace")
+
     deadline = time.monotonic() + START_TIMEOUT_S
-    while time.monotonic() < deadline and is_running():
+    while time.monotonic() < deadline and may_come_up():
         try:
             with urllib.request.urlopen(f"{url}/health", timeout=5):
                 return
         except OSError:
             time.sleep(0.5)
     tail = log.read_text(errors="replace")[-4000:]
-    what = f"did not come up within {START_TIMEOUT_S} s" if is_running() else "ended as it came up"
+    what = f"did not come up within {START_TIMEOUT_S} s" if may_come_up() else "ended as it came up"
     raise RuntimeError(f"SGLang {what}:\n{tail}")
 
 
