@@ -125,8 +125,11 @@ def wait_until_healthy(
 ) -> None:
     """Wait until the server answers; else `RuntimeError` with the end of its log."""
 
+    def logged() -> str:
+        return log.read_text(errors="replace") if log.exists() else ""
+
     def may_come_up() -> bool:  # of a server that is not this process's child, the log tells
-        return is_running() and SCHEDULER_ENDED not in log.read_text(errors="replace")
+        return is_running() and SCHEDULER_ENDED not in logged()
 
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline and may_come_up():
@@ -135,9 +138,8 @@ def wait_until_healthy(
                 return
         except OSError:
             time.sleep(0.5)
-    tail = log.read_text(errors="replace")[-4000:]
     what = f"did not come up within {START_TIMEOUT_S} s" if may_come_up() else "ended as it came up"
-    raise RuntimeError(f"SGLang {what}:\n{tail}")
+    raise RuntimeError(f"SGLang {what}:\n{logged()[-4000:]}")
 
 
 def free_port() -> int:
