@@ -1,5 +1,5 @@
-"""On two real GPUs: a trainer on one gives its weights over NCCL to an engine on the other,
-bit-exact: by broadcasts, and by sending what the engine reads.
+"""On real GPUs: a trainer gives its weights over NCCL to engines on other GPUs, bit-exact: by
+broadcasts, and by sending what the engines read, also while another reads in place.
 """
 
 import re
@@ -7,12 +7,16 @@ import re
 import pytest
 from tiny_assets import make_assets
 
+from support.engine_loaders import HOST_LOADER
 from support.exports import doubled
 from support.sender import Senders
 from support.served import served
-from support.trainer import ON_GPUS
+from support.trainer import ON_GPUS, Ranks
 
 pytestmark = pytest.mark.gpu(2)
+
+SCALES = (0.5, 2.0, 4.0, 0.5, 1.0)
+VERLS_BACKEND = {"backend": "cpu:gloo,cuda:nccl", **ON_GPUS}
 
 
 def test_broadcast_syncs_are_bit_exact_over_nccl(tmp_path):
@@ -55,11 +59,11 @@ def test_the_engine_reads_what_it_is_sent_or_the_trainers_memory(tmp_path, in_pl
     options = {"device": "cuda", "extra": ("--base-gpu-id", "1")}
     with (
         served(tmp_path, **options) as engine,
-        engine.ranks(backend="cpu:gloo,cuda:nccl", **ON_GPUS) as ranks,  # what verl's ranks have
+        engine.ranks(**VERLS_BACKEND) as ranks,
     ):
         senders = Senders(ranks, [(engine.url, 1)], shards="mapped", read_in_place=in_place)
         seen = [("", engine.hashes())]
-        for scale in (0.5, 2.0, 4.0, 0.5, 1.0):
+        for scale in SCALES:
             report = senders.sync(scale, "compiled")
             seen.append((report, engine.hashes()))
         assert engine.lives
@@ -68,3 +72,23 @@ def test_the_engine_reads_what_it_is_sent_or_the_trainers_memory(tmp_path, in_pl
     assert half == half_again != whole == reference
     for report in (again, back):
         assert report[route] == report["num_buckets"] > 2
+
+
+@pytest.mark.gpu(4)
+def test_one_engine_reads_in_place_while_another_is_sent_to(tmp_path):
+    """Two trainer ranks and two engines; one of these is on another host, as far as it knows."""
+    make_assets(tmp_path, architecture="qwen3_moe")
+    options = {"model": tmp_path / "model", "device": "cuda", "loaders": (HOST_LOADER,)}
+    with (
+        served(tmp_path / "near", extra=("--base-gpu-id", "2"), **options) as near,
+        served(tmp_path / "far", extra=("--base-gpu-id", "3"), **options) as far,
+        Ranks(tmp_path, [near.url] * 2, **VERLS_BACKEND) as ranks,
+    ):
+        reference = near.hashes()
+        far.ask(HOST_LOADER, "another host")
+        senders = Senders(ranks, [(near.url, 1), (far.url, 1)], shards="mapped")
+        for scale in SCALES:
+            report = senders.sync(scale, "compiled")
+            assert near.hashes() == far.hashes(), report
+        assert report["num_pulled"] == report["num_sent"] == report["num_buckets"] > 2
+        assert near.hashes() == reference
