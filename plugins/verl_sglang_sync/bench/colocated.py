@@ -138,7 +138,7 @@ def measure(
     with ProcessPoolExecutor(1, get_context("spawn"), _print_into, (log,)) as pool:
         args = model, name, device, runs, folder, asleep_s
         seen = pool.submit(_measure_arm, *args).result()
-    where = {"arm": name, "model": model, "gpus": 1, "tp": 1, "runs": runs}
+    where = {"arm": name, "model": model, "gpus": int(device.type == "cuda"), "tp": 1, "runs": runs}
     return {**where, "median_s": medians(seen["runs_s"]), **seen}
 
 
