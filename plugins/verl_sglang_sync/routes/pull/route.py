@@ -225,7 +225,9 @@ class Pull(Route):
         agreed = common_reason(self._group, reason)
         if agreed is None and check is not None:
             assert found is not None
-            agreed = common_reason(self._group, check(weights, found[1]))
+            shards = found[1]
+            problem, failed = result_or_reason(lambda: check(weights, shards))
+            agreed = common_reason(self._group, problem or failed)
         if agreed is None:
             assert self._plan is not None and found is not None
             readers, first = self._own_readers, self._first_reader
