@@ -16,7 +16,6 @@ from unit.route_ranks import TP, Rank
 from verl_sglang_sync.engine.session import EngineCannotMap
 from verl_sglang_sync.routes.pull import comparison
 from verl_sglang_sync.routes.pull.located import SpreadRead, bucket_reads
-from verl_sglang_sync.routes.pull.route import Pull
 from verl_sglang_sync.sources.export_trace import (
     TracedExport,
     TracedParameter,
@@ -32,16 +31,6 @@ class PullRank(Rank):
         super().__init__("pull", **options)
         for model in self.engine.models if spoils and self.engine is not None else ():
             model.adds = 0
-
-    def sync_whose_proof_breaks(self, on):
-        """The export breaks on one rank while it is compared."""
-        compare = Pull._compare_with_export
-
-        def breaking(pull, weights, shards):
-            return compare(pull, broken(weights) if dist.get_rank() == on else weights, shards)
-
-        with mock.patch.object(Pull, "_compare_with_export", breaking):
-            self.sync()
 
     def sync_among_hosts(self, engines, trainers):
         """A sync where hosts have these names, with the replica's number in them."""
@@ -90,6 +79,7 @@ def test_what_is_pulled_is_what_the_export_would_give(pool, kind):
         assert seen["keeps"]
 
 
+PROVE = "verl_sglang_sync.routes.pull.comparison.Comparison.finish"
 DELIVER = "verl_sglang_sync.routes.pull.located.PulledDelivery.deliver"
 MOVED_ON_0 = ("move", 0)
 FREED = ("sync_failing", None, DELIVER, EngineCannotMap("freed"))
@@ -171,13 +161,13 @@ def test_memory_that_was_offloaded_is_mapped_anew_for_each_sync(pool):
         assert handles == [i * handles[1] for i in range(4)] != [0] * 4, "new ones for each sync"
 
 
-def broken(weights):
-    yield from weights
-    raise RuntimeError("the export broke")
-
-
 REFUSED = {
-    "an export that breaks": ({}, [("sync_whose_proof_breaks", 1)], [], "the export broke"),
+    "a proof that breaks": (
+        {},
+        [("sync_failing", 1, PROVE, RuntimeError("the comparison broke"))],
+        [],
+        "the comparison broke",
+    ),
     "private": ({"is_shared": False}, ["sync"], [], "cannot be mapped by other processes"),
     "a wrong trace": (
         {},
