@@ -46,10 +46,12 @@ STRAYS_S = 20.0
 DEATH_S = 20.0
 GATES = {1: "refuse 600", 2: "wait 600"}
 VERBOSE = bool(os.environ.get("STORM_VERBOSE"))
-BOUNDS = {"fds": 130, "threads": 70, "rss_mb": 300}
-"""How much more of each the server's processes may have after a storm than after its start. Of
-these 96 and 48 are the groups of dead trainers: `MAX_GROUPS` at most, 6 and 3 a TP rank.
+BOUNDS = {"fds": 60, "threads": 35}
+"""How much more of each a TP rank may have after a storm than after its start. Of these 48 and 24
+are the groups of dead trainers: `MAX_GROUPS` at most, with 6 open files and 3 threads each.
 """
+MAX_GROWN_MB = 300
+"""Of the resident memory of all the server's processes."""
 
 
 @dataclass
@@ -325,8 +327,9 @@ class Storm:
         self._recover([preset for preset in PRESETS if not preset.startswith("broadcast")])
         if left := sorted(before & set(self.temporary.glob("weight-sync-*"))):
             self._find(Violation("leak", f"{len(left)} folders of dead trainers: {left[:3]}"))
-        grown = {key: self.resources[-1][key] - self.resources[0][key] for key in BOUNDS}
-        if any(grown[key] > BOUNDS[key] for key in BOUNDS):
+        bounds = {key: bound * self.tp for key, bound in BOUNDS.items()} | {"rss_mb": MAX_GROWN_MB}
+        grown = {key: self.resources[-1][key] - self.resources[0][key] for key in bounds}
+        if any(grown[key] > bounds[key] for key in bounds):
             self._find(Violation("leak", f"the server's processes grew by {grown}"))
 
 
