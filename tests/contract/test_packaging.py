@@ -236,7 +236,7 @@ class TestLoaded:
         assert status == 0
         for name in HEALTHY:
             assert checks[name]["status"] == "ok", checks[name]
-        assert checks["SGLang hooks"]["detail"].endswith(" are in place")
+        assert checks["SGLang hooks"]["detail"] == "all 13 are in place"
         if not torch.cuda.is_available():
             assert checks["GPU"]["status"] == "warn"
             assert "VERL_PLATFORM=cpu" in checks["GPU"]["detail"]
