@@ -112,7 +112,7 @@ _QWEN25_VISION = {
 _QWEN3_VISION = {
     **_SMALL_VISION,
     "patch_size": 16,
-    "num_position_embeddings": 16,
+    "num_position_embeddings": 64,
     "deepstack_visual_indexes": [0],
 }
 _GLM_VISION = {**_QWEN25_VISION, "image_size": 56}
