@@ -33,6 +33,7 @@ from verl_sglang_sync.engine.session import EngineCannotMap
 from verl_sglang_sync.routes.pull.located import PulledDelivery
 from verl_sglang_sync.routes.pull.route import PulledBuckets
 from verl_sglang_sync.routes.shards.all_to_all import AllToAll
+from verl_sglang_sync.sources.known_sources import SourcesChanged
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -277,9 +278,9 @@ def test_whoever_fails_amid_sending_is_named_and_the_next_sync_is_right(engines)
             engines.check()
 
 
-def cannot_map(rank):
-    """A sync in which the near engine cannot map the shards."""
-    fails = mock.patch.object(PulledDelivery, "deliver", side_effect=EngineCannotMap("no access"))
+def cannot_read(rank, reason):
+    """A sync in which the near engine cannot read the shards."""
+    fails = mock.patch.object(PulledDelivery, "deliver", side_effect=reason)
     with fails if rank.rank == 0 else nullcontext():
         return rank.kept["sender"].sync(rank.kept["export"].reexport(), "compiled")
 
@@ -299,11 +300,13 @@ def test_whoever_fails_while_some_engines_read_and_others_are_sent_to_is_named(e
             assert seen[0]["seconds"] < LIMIT_S + 15
             assert senders.until_sent(), "it is sent again"
             engines.check()
-        exported = ranks.run(cannot_map)[0]
-        assert (exported["num_pulled"], exported["num_sent"]) == (0, 0)
-        assert senders.until_sent()
-        assert senders.sync(mode="compiled")["num_pulled"] == 0
-        engines.check()
+        for reason in (SourcesChanged("moved"), EngineCannotMap("no access")):
+            exported = ranks.run(cannot_read, reason)[0]
+            assert (exported["num_pulled"], exported["num_sent"]) == (0, 0)
+            after = senders.sync(mode="compiled")
+            assert after["num_sent"], "what the repeated sync has proven"
+            assert bool(after["num_pulled"]) == isinstance(reason, SourcesChanged)
+            engines.check()
 
 
 def read_shards(rank):

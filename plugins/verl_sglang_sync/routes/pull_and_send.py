@@ -66,10 +66,9 @@ class PullAndSend(Send):
         return near
 
     def recover(self, cause: Exception | None, weights: Iterable[NamedTensor]) -> Recovery:
-        self.is_proven = False
-        if not self._pull.is_proven:
-            return super().recover(cause, weights)
-        return self._pull.recover(cause, weights)
+        recovery = self._pull.recover(cause, weights)
+        self.forget()  # the engines get other groups, which the plan is not for
+        return recovery
 
     def forget(self) -> None:
         super().forget()
