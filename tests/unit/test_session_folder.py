@@ -59,6 +59,13 @@ def test_ranks_that_start_together_leave_nothing_behind(parent):
     assert list(parent.iterdir()) == []
 
 
+def test_memory_that_is_handed_out_again_is_listed_once(parent):
+    folder = SessionFolder()
+    for name in ("/one", "/other", "/one"):
+        folder.record(CpuHandle(nbytes=7, name=name))
+    assert (folder.path / "shared-memory").read_text() == "/one\n/other\n"
+
+
 def test_a_folder_and_its_memory_are_kept_while_its_owner_or_a_child_of_it_lives(parent):
     """A data loader's worker has the lock's file open, too."""
     memory = Path(f"/dev/shm/weight-sync-test-{os.getpid()}")

@@ -46,7 +46,8 @@ class SessionFolder:
         made = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=_parent()))
         (made / _LOCK).touch()
         self._lock = _try_lock(made)
-        self._names = (made / _SHARED_MEMORY).open("a")
+        self._list = (made / _SHARED_MEMORY).open("a")
+        self._listed: set[str] = set()
         self.path = made.rename(made.with_name(made.name.removeprefix(".")))
         self._finalizer = weakref.finalize(self, _remove_own, self.path, os.getpid())
 
@@ -58,8 +59,10 @@ class SessionFolder:
     def record(self, handle: BufferHandle) -> None:
         """Note the shared memory of a handle, so that it can be removed if this process cannot."""
         name = handle.name if isinstance(handle, CpuHandle) else handle.counter_file
-        self._names.write(f"{name}\n")
-        self._names.flush()
+        if name not in self._listed:  # there may be thousands of handles in each sync
+            self._listed.add(name)
+            self._list.write(f"{name}\n")
+            self._list.flush()
 
 
 def remove_orphans() -> None:
