@@ -115,6 +115,7 @@ class ServingEngine:
 
     Attributes:
         models: one for each TP rank.
+        drafts: those that each session loads besides.
         refuses: why it publishes nothing when all is loaded; None: it does.
         tells_late_s: seconds from its reply to what its sessions tell of the publication.
         remark: of its manifest check, in every reply.
@@ -132,6 +133,7 @@ class ServingEngine:
         self.remark = ""
         self.checks = []
         self.models = [RecordingModel() for _ in range(tp)]
+        self.drafts = []
         self.num_published = 0
         self.groups = []
         self._states = [{} for _ in range(tp)]
@@ -201,7 +203,8 @@ class ServingEngine:
         try:
             descriptor = decode_descriptor(handle)
             senders = group[0] if descriptor.senders else None
-            served = session.serve_session(descriptor, [model], NO_STEPS, group[0], senders)
+            models = [*self.drafts, model]
+            served = session.serve_session(descriptor, models, NO_STEPS, group[0], senders)
             del senders
             if self.refuses is not None:
                 failures.append(f"TP rank {rank}: {self.refuses}")

@@ -228,13 +228,14 @@ class Learns(Route):
         settings = settings_of("compiled")
         context = RouteContext(TrainerGroup(), torch.device("cpu"), settings, lambda: ())
         super().__init__(context, is_wanted=True)
-        self.needs_no_staging, self.events = needs_no_staging, []
+        self.needs_no_staging, self.events, self.loaded = needs_no_staging, [], []
 
     def can_learn(self, weights):
         return True
 
     def learn(self, weights, loaded):
         self.events.append("learn")
+        self.loaded = loaded
         return self.needs_no_staging
 
     def forget(self):
@@ -254,3 +255,25 @@ def test_where_the_best_route_is_proven_the_others_give_back_what_they_hold(is_e
     trainer.sync([("t", torch.ones(64))])
     assert best.events == ["learn", "learn"]
     assert other.events == (["forget", "forget"] if is_enough else ["learn"])
+
+
+class Rebinds(ByName):
+    """No load plan can be made of it."""
+
+    def load_weights(self, weights):
+        super().load_weights(weights)
+        for name, parameter in list(self.named_parameters()):
+            self.register_parameter(name, nn.Parameter(parameter.clone(), requires_grad=False))
+
+
+@pytest.mark.parametrize("is_draft", (True, False))
+def test_of_a_draft_and_its_target_the_one_without_a_plan_is_told_of(is_draft):
+    weights = [(f"t{i}", torch.ones(64)) for i in range(3)]
+    trainer, route = Trainer("compiled"), Learns(needs_no_staging=False)
+    planless, planned = Rebinds(weights), ByName(weights)
+    trainer.engine.drafts = [planless if is_draft else planned]
+    trainer.engine.models = [planned if is_draft else planless]
+    trainer.transport._routes = (route,)
+    for _ in range(2):
+        assert "rebinds tensors" in trainer.sync(weights).eager_reason
+        assert not route.loaded[0].may_read_in_place

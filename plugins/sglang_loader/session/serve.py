@@ -305,7 +305,7 @@ class _Session:
         _check_distinct(tuple(self._loaded))
         outcomes = [loader.finish() for loader in self._loaders]
         synchronize(self._device)
-        least = min(outcomes, key=lambda outcome: outcome.num_replayed)
+        least = min(outcomes, key=lambda each: (each.may_read_in_place, each.num_replayed))
         logger.info(
             "sync: %d buckets replayed, %d loaded eagerly%s",
             least.num_replayed,
