@@ -90,7 +90,9 @@ def test_a_trainer_learns_what_it_may_use(caplog):
     assert [known.is_arranged(i) for i in range(4)] == [True, True, False, False]
     arrangements.forget()
     assert arrangements.known_digest == ""
+    arrangements.learn(offer, BUCKETS)
     with caplog.at_level(logging.WARNING):
         arrangements.learn(b"noise", BUCKETS)
     assert "the engine's arrangements do not fit: not arrangements" in caplog.text
     assert arrangements.known_digest is None, "asked for them no more"
+    assert arrangements.matching(BUCKETS) == NOTHING_KNOWN

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
+from sglang_loader.common.layout import WireError
 from unit import route_ranks
 from unit.route_ranks import (
     BUCKET_BYTES,
@@ -320,3 +321,10 @@ def test_a_rank_that_gives_up_still_sends_what_the_others_wait_for(pool):
     for seen in play(pool, "sync", fails, "sync", "sync", kind="dense"):
         assert "rank 1: Traceback" in seen["errors"][0]
         assert seen["routes"] == ["export", "export", "exchange"]
+
+
+def test_an_engine_whose_arrangements_do_not_fit_is_sent_whole_buckets(pool):
+    reject = "verl_sglang_sync.engine.arrangements.decode_arrangements"
+    fails = ("sync_failing", 1, reject, WireError("noise"))
+    for seen in play(pool, fails, *["step", "sync"] * 3, kind="dense"):
+        assert seen["routes"] == ["export", "exchange", "exchange", "exchange"]

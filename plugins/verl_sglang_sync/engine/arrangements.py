@@ -76,6 +76,7 @@ class EngineArrangements:
             buckets = decode_arrangements(encoded, layouts)
         except WireError as error:
             self._is_wanted = False
+            self.forget()
             logger.warning(
                 "buckets are sent whole, the engine's arrangements do not fit: %s", error
             )

@@ -88,7 +88,7 @@ class SyncSource:
     Attributes:
         asks_for_reads: engines are asked what they read of the buckets, to be sent only that later.
         required_arrangements: by engine rank of this rank, the digest of the arrangements that it
-            must hold; None: these buckets are whole.
+            must hold, "" where it gets whole buckets; None: all do.
     """
 
     asks_for_reads = True

@@ -44,13 +44,13 @@ class SessionRun:
         self._settings = settings
         self._report = report
 
-    @property
-    def held_arrangements(self) -> list[str]:
-        """By engine rank, once they have met: digest of those that it holds for this sync; without
-        those that read in place.
+    def may_send(self, needed: Sequence[str]) -> bool:
+        """Whether the engine ranks, once they have met, hold the arrangements of these digests for
+        this sync; without those that read in place. "": its buckets are whole, it may hold any.
         """
         far = [engine for engine in self.engines if not engine.arrangements.reads_in_place]
-        return [engine.session.arrangements for engine in far]
+        held = [engine.session.arrangements for engine in far]
+        return all(digest in ("", own) for digest, own in zip(needed, held, strict=True))
 
     @property
     def requests(self) -> list[OpeningRequest]:

@@ -182,8 +182,8 @@ class SessionTransport:
         All ranks go through the full export where an engine holds other arrangements than were
         prepared for it, or a rank has failed: it could take no part in anything else.
         """
-        held, needed = run.held_arrangements, source.required_arrangements
-        if needed is not None and not run.ranks.agree(is_ready=held == list(needed)):
+        needed = source.required_arrangements
+        if needed is not None and not run.ranks.agree(is_ready=run.may_send(needed)):
             if run.ranks.error is None:
                 warn_once(OTHER_BYTES)
             if self._route is not None:
