@@ -4,35 +4,37 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
+import torch.distributed as dist
 
 from support.settings import settings_of
 from unit.test_adapter_sync import UPDATE, Engine
+from unit.trainer_ranks import trainer_group
 from verl_sglang_sync.collective import TrainerGroup, WeightSyncError
 from verl_sglang_sync.sources.export import Reexport
 from verl_sglang_sync.sync.adapter_sync import AdapterSync
 
 
 class Trainer:
-    """A checkpoint engine in a trainer of one rank; its transport notes who is synced.
+    """A checkpoint engine in a trainer's rank; its transport notes who is synced.
 
     Attributes:
         engines: of all replicas there are, by name.
         synced: names of the replicas of each sync of all weights.
     """
 
-    def __init__(self, monkeypatch):
+    def __init__(self, monkeypatch, *, group=None, is_first=True):
         from verl_sglang_sync.verl import adapter, checkpoint_engine
 
+        group = group or TrainerGroup()
         self.engines = {name: Engine() for name in "abc"}
         self.synced = []
         self.versions = {}
         self.fails = False
-        self._checkpoint_engine = checkpoint_engine.SGLangSyncCheckpointEngine(1, is_master=True)
-        vars(self._checkpoint_engine).update(
-            _transport=SimpleNamespace(sync=self._sync),
-            _group=TrainerGroup(),
-            _adapter=AdapterSync(TrainerGroup()),
+        engine = checkpoint_engine.SGLangSyncCheckpointEngine(1, is_master=is_first)
+        vars(engine).update(
+            _transport=SimpleNamespace(sync=self._sync), _group=group, _adapter=AdapterSync(group)
         )
+        self._checkpoint_engine = engine
         monkeypatch.setattr(checkpoint_engine.ray, "get_actor", self._actor)
         clients = {f"http://{name}:1": engine for name, engine in self.engines.items()}
         monkeypatch.setattr(checkpoint_engine, "SGLangServerClient", lambda url, **_: clients[url])
@@ -45,6 +47,8 @@ class Trainer:
 
     def _actor(self, name):
         async def address():
+            if name not in self.engines:
+                raise RuntimeError(f"{name} has died")
             return name, 1
 
         async def set_global_steps(step):
@@ -85,3 +89,19 @@ def test_after_a_sync_that_failed_all_replicas_get_the_weights_again(monkeypatch
     trainer.fails = False
     trainer.send("ab", 3)
     assert trainer.synced == ["ab", "abc", "ab"]
+
+
+def send_to_a_server_that_is_gone():
+    """On each rank of a trainer, of which only the first one asks the servers: what it raises."""
+    group, _ = trainer_group(1)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        trainer = Trainer(monkeypatch, group=group, is_first=dist.get_rank() == 0)
+        with pytest.raises(WeightSyncError) as error:
+            trainer.send("ad", 1)
+    return str(error.value), trainer.synced
+
+
+def test_a_server_that_is_gone_is_named_on_all_ranks(pool):
+    for error, synced in pool.run(send_to_a_server_that_is_gone):
+        assert "rank 0: Traceback" in error and "d has died" in error
+        assert synced == []

@@ -17,7 +17,12 @@ import ray
 import torch
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 
-from verl_sglang_sync.collective import TorchTrainerGroup, TrainerGroup, holds_everywhere
+from verl_sglang_sync.collective import (
+    TorchTrainerGroup,
+    TrainerGroup,
+    holds_everywhere,
+    run_in_step,
+)
 from verl_sglang_sync.config import BROADCAST_BACKEND, WeightSyncConfig
 from verl_sglang_sync.engine.server_client import SGLangServerClient
 from verl_sglang_sync.engine.server_client.operations import server_url
@@ -122,37 +127,56 @@ class SGLangSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             WeightSyncError: on every rank, if any rank or replica failed.
         """
         transport = self._session_transport()
-        actors = [ray.get_actor(server.actor_name) for server in self._servers]
-        replicas = []
-        if self._is_source:
-            for server, actor in zip(self._servers, actors, strict=True):
-                replicas.append(_replica(server, actor, await actor.get_server_address.remote()))
+        servers = await self._find_servers()
+        replicas = [replica for _, replica in servers]
         version = None if global_steps is None else str(global_steps)
         report = SyncReport(mode=f"{WIRE_FORMAT}/{self._settings.mode}", replica=None)
         with report.stage("sync"):
             adapter = getattr(weights, "adapter", None)
-            if adapter is None or not self._all_have_base(actors):
+            if adapter is None or not self._all_have_base(replicas):
                 self._have_base = frozenset()  # one that fails leaves them half-written
                 weights = self._servers[0].format.applied(weights)
                 await transport.sync(weights, version=version, report=report, replicas=replicas)
             if adapter is not None:
-                self._have_base = frozenset(map(_identity, actors))
+                self._have_base = _identities(replicas)
                 await self._sync_adapter(adapter, replicas, report)
         if not self._is_source:
             return {}
         report.weight_version = version
         report.publish(self._settings.report_file)
         if global_steps is not None:
-            for actor in actors:  # the V1 trainer reads it back with every sample
+            for actor, _ in servers:  # the V1 trainer reads it back with every sample
                 await actor.set_global_steps.remote(global_steps)
         return report.metrics()
 
-    def _all_have_base(self, actors: Sequence[Any]) -> bool:
-        """True if all replicas have the weights that a LoRA adapter is for; collective, because a
-        server may be replaced while the ranks look it up.
+    async def _find_servers(self) -> list[tuple[Any, Replica]]:
+        """On the first rank, the servers' Ray actors, and where they are; collective: all ranks
+        raise `WeightSyncError` where one is gone.
+        """
+        found: list[tuple[Any, Replica]] = []
+
+        async def find() -> None:
+            for server in self._servers:
+                actor = ray.get_actor(server.actor_name)
+                url = server_url(*await actor.get_server_address.remote())
+                replica = Replica(
+                    identity=actor._actor_id.hex(),  # another one after a restart
+                    base_url=url,
+                    client=SGLangServerClient(url, **server.access),
+                    num_ranks=server.num_ranks,
+                )
+                found.append((actor, replica))
+
+        assert self._group is not None, "made with the transport"
+        await run_in_step(self._group, "find the servers", find() if self._is_source else None)
+        return found
+
+    def _all_have_base(self, replicas: Sequence[Replica]) -> bool:
+        """True if all replicas have the weights that a LoRA adapter is for; collective, because the
+        first rank alone knows them.
         """
         assert self._group is not None, "made with the transport"
-        return holds_everywhere(self._group, self._have_base >= set(map(_identity, actors)))
+        return holds_everywhere(self._group, self._have_base >= _identities(replicas))
 
     async def _sync_adapter(
         self, export: AdapterExport, replicas: Sequence[Replica], report: SyncReport
@@ -188,8 +212,8 @@ class SGLangSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             from verl_sglang_sync.verl.rollout import current_device
 
             device, groups, settings = current_device(), None, self._settings
+            _check_nccl(device)
             if self._is_source:
-                _check_nccl(device)
                 groups = UpdateGroups(
                     address=ray.util.get_node_ip_address().strip("[]"),
                     device=device,
@@ -218,15 +242,5 @@ def _check_nccl(device: torch.device) -> None:
         )
 
 
-def _identity(actor: Any) -> str:
-    """Of a server; another one after a restart."""
-    identity: str = actor._actor_id.hex()
-    return identity
-
-
-def _replica(server: RolloutServer, actor: Any, address: tuple[str, int]) -> Replica:
-    url = server_url(*address)
-    client = SGLangServerClient(url, **server.access)
-    return Replica(
-        identity=_identity(actor), base_url=url, client=client, num_ranks=server.num_ranks
-    )
+def _identities(replicas: Iterable[Replica]) -> frozenset[str]:
+    return frozenset(replica.identity for replica in replicas)
