@@ -56,7 +56,7 @@ def arrangements(draw):
         tensor = draw(st.integers(0, len(sizes) - 1))
         units = sizes[tensor] * 8 // word
         offset = draw(st.integers(0, units - 1))
-        run = draw(st.integers(1, units - offset))
+        run = draw(st.integers(0, units - offset))
         room, dims = units - offset - run, []
         for _ in range(draw(st.integers(0, 3))):
             count = draw(st.integers(1, 3))
