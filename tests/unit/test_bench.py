@@ -1,8 +1,12 @@
-"""`verl-sglang-sync bench` before it starts anything: shapes that fit, choices that cannot be."""
+"""`verl-sglang-sync bench`: shapes that fit, choices that cannot be, and the end of its servers."""
+
+import time
 
 import pytest
 from typer.testing import CliRunner
 
+from support.forks import Fork
+from verl_sglang_sync.bench.engine_server import engine_server
 from verl_sglang_sync.bench.model_shapes import largest_that_fits
 from verl_sglang_sync.cli import app
 
@@ -34,3 +38,15 @@ def test_a_choice_that_cannot_be_is_an_error_that_names_what_is_allowed(options,
     result = CliRunner().invoke(app, ["bench", *options])
     assert result.exit_code == 2
     assert text in result.output
+
+
+def test_a_server_that_has_only_just_started_is_ended(tmp_path):
+    """A fork is not the leader of its process group yet."""
+
+    def start(arguments, environment, log):
+        return Fork(time.sleep, 60, environment=environment, log=log)
+
+    kinds = {"device": "cpu", "host_backup": "off", "is_moe": False}
+    with engine_server(tmp_path, **kinds, log=tmp_path / "log", wait=False, start=start):
+        started = time.monotonic()
+    assert time.monotonic() - started < 30

@@ -112,6 +112,7 @@ def engine_server(
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
+        process.kill()  # it may not lead its group yet
         process.wait()
 
 
