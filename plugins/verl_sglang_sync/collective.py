@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
 from torch.distributed.distributed_c10d import _get_default_store
 
+from sglang_loader.common.broadcast.update_group import meet
 from sglang_loader.common.object_gather import gather_objects
 from sglang_loader.common.threads import in_thread
 
@@ -35,6 +36,8 @@ MARGIN_S = 2.0
 """A rank whose engine is silent for the whole limit says so itself before the others give it up."""
 ROLL_CALL_S = 2.0
 """How long the survivors of a failed collective wait for each other's sign of life."""
+CONNECT_S = 60.0
+"""How long a rank waits at most for a connection to another one that is there, too."""
 STORE_LOST = "the rank that serves torch's store (rank 0 as a rule)"
 
 
@@ -161,12 +164,14 @@ class TorchTrainerGroup(TrainerGroup):
         store = self._store()
         while store.add(f"lost/{self._number}", 0):
             self._number += 1
-        return ProcessGroupGloo(
-            PrefixStore(str(self._number), store),
-            dist.get_rank(),
-            dist.get_world_size(),
-            timedelta(seconds=self._timeout_s + MARGIN_S),
-        )
+        limit = timedelta(seconds=self._timeout_s + MARGIN_S)
+        store, size = PrefixStore(str(self._number), store), dist.get_world_size()
+        meet(store, size, limit)
+        # For a connection gloo waits five times as long as it is told.
+        connect_s = max(MARGIN_S, min(self._timeout_s, CONNECT_S) / 5)
+        group = ProcessGroupGloo(store, dist.get_rank(), size, timedelta(seconds=connect_s))
+        group.set_timeout(limit)
+        return group
 
     def _missing_ranks(self) -> str:
         """The ranks that do not say that they live, in words; "" if all do.

@@ -15,8 +15,9 @@ from sglang_loader.common.broadcast.broadcast import all_to_all
 from sglang_loader.common.broadcast.update_group import leave
 from sglang_loader.common.object_gather import HEADER_NBYTES, SHORT_NBYTES
 from unit.trainer_ranks import WORLD_SIZE, RankPool, trainer_group
-from verl_sglang_sync import WeightSyncError
+from verl_sglang_sync import WeightSyncError, collective
 from verl_sglang_sync.collective import (
+    MARGIN_S,
     Agreement,
     RankLost,
     TorchTrainerGroup,
@@ -85,6 +86,39 @@ def agree_without(victim, how):
             errors.append((type(error) is RankLost and str(error), time.monotonic() - started))
         started = time.monotonic()
     return errors
+
+
+def connect_without(victim):
+    """The victim dies as the ranks connect; the others' errors, and the seconds they took."""
+
+    class Deadly(dist.Store):
+        """A rank says there where it is, and dies when it asks for the others."""
+
+        def __init__(self, store):
+            super().__init__()
+            self._store = store
+
+        def set(self, key, value):
+            self._store.set(key, value)
+
+        def wait(self, *_):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    make, started = collective.ProcessGroupGloo, time.monotonic()
+    if dist.get_rank() == victim:
+        collective.ProcessGroupGloo = lambda store, *where: make(Deadly(store), *where)
+    with pytest.raises(RankLost) as lost:
+        TorchTrainerGroup(timeout_s=TIMEOUT_S).agree()
+    return str(lost.value), time.monotonic() - started
+
+
+def be_slow(victim):
+    """The victim comes late when the group is formed, and to the agreement after it."""
+    group = TorchTrainerGroup(timeout_s=TIMEOUT_S)
+    for _ in range(2):
+        if dist.get_rank() == victim:
+            time.sleep(TIMEOUT_S + MARGIN_S / 2)
+        assert group.agree().is_ready
 
 
 def come_late(victim):
@@ -195,19 +229,25 @@ LOST = {
 }
 
 
+AS_THEY_CONNECT = 2
+
+
 @pytest.fixture(scope="module")
 def without(tmp_path_factory):
     """What the others saw of each loss; at once, for they wait most of the time."""
 
-    def lose(victim, how):
+    def lose(function, victim, *how):
         pool = RankPool(tmp_path_factory.mktemp("lost"))  # of no use afterwards
         try:
-            return pool.run(agree_without, victim, how, lost=(victim,))
+            return pool.run(function, victim, *how, lost=(victim,))
         finally:
             pool.close()
 
-    with ThreadPoolExecutor(len(LOST)) as threads:
-        yield {name: threads.submit(lose, *case) for name, case in LOST.items()}
+    with ThreadPoolExecutor(len(LOST) + 1) as threads:
+        yield {
+            AS_THEY_CONNECT: threads.submit(lose, connect_without, AS_THEY_CONNECT),
+            **{name: threads.submit(lose, agree_without, *how) for name, how in LOST.items()},
+        }
 
 
 @pytest.mark.parametrize("name", LOST)
@@ -222,6 +262,17 @@ def test_a_rank_that_is_gone_is_named_in_time(name, without):
                 victim == 0 and "the rank that serves torch's store" in text
             )
             assert seconds < TIMEOUT_S + (10 if i else 5)  # then to form a group takes the limit
+
+
+def test_a_rank_that_dies_as_they_connect_is_named_in_time(without):
+    for found in filter(None, without[AS_THEY_CONNECT].result()):
+        text, seconds = found
+        assert f"rank {AS_THEY_CONNECT} did not answer" in text
+        assert seconds < TIMEOUT_S + 15
+
+
+def test_a_slow_rank_is_waited_for(pool):
+    pool.run(be_slow, 3)
 
 
 def test_ranks_that_all_live_agree_again_after_a_failure(pool):

@@ -5,14 +5,12 @@ import time
 from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from sglang_loader.common.broadcast import update_group
-from sglang_loader.common.broadcast.update_group import GroupPlace, MeetingPoint, join
+from sglang_loader.common.broadcast.update_group import GroupPlace, MeetingPoint, join, meet
 from sglang_loader.common.threads import in_thread
 from verl_sglang_sync.engine import update_groups
 from verl_sglang_sync.engine.server_client import RequestFailed
@@ -39,16 +37,14 @@ def test_a_connection_of_its_own_does_not_keep_it_open():
 
 
 @pytest.mark.parametrize("num_coming", (2, 1))
-def test_ranks_meet_in_the_store_before_any_collective(num_coming, monkeypatch):
+def test_ranks_meet_in_the_store_before_any_collective(num_coming):
     """NCCL's wait for a rank that does not come has no end; this one has."""
     meeting = MeetingPoint("127.0.0.1", 2, 1)
-    monkeypatch.setattr(update_group, "_get_process_group_store", lambda group: group.store)
     ended = []
 
     def rank():
         try:
-            store = connected(meeting.port)
-            update_group._meet(SimpleNamespace(size=lambda: 2, store=store))
+            meet(connected(meeting.port), 2)
             ended.append("met")
         except Exception as error:
             ended.append(type(error).__name__)

@@ -174,11 +174,14 @@ def _first_words(group: Any, num_trainers: int, device: torch.device) -> Transfe
 
 
 def _meet(group: Any) -> None:
-    """Wait in the store until all ranks are there."""
-    store = _get_process_group_store(group)
-    if store.add("here", 1) == group.size():
+    meet(_get_process_group_store(group), group.size())
+
+
+def meet(store: Any, num_ranks: int, *limit: timedelta) -> None:
+    """Wait in a store until all ranks are there, for as long as it waits if there is no limit."""
+    if store.add("here", 1) == num_ranks:
         store.set("all here", "")
-    store.wait(["all here"])
+    store.wait(["all here"], *limit)
 
 
 def say_left(group: Any) -> None:
