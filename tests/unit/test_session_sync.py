@@ -5,6 +5,7 @@ import hashlib
 import time
 from dataclasses import dataclass, field
 from datetime import timedelta
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from unit.serving_engine import ServingEngine
 from unit.trainer_ranks import TIMEOUT_S, WORLD_SIZE, trainer_group
 from verl_sglang_sync import WeightSyncError
 from verl_sglang_sync.report import SyncReport
+from verl_sglang_sync.sources.export import Reexport
 from verl_sglang_sync.sync.transport import colocated_transport
 
 
@@ -25,7 +27,8 @@ class SyncCase:
     Attributes:
         load_fails: (leader's rank, TP rank, bucket): its engine refuses.
         bad_tensor: (rank, tensor): one that cannot be packed is exported there.
-        export_fails: (rank, tensor) at which the trainer's generator raises; rank -1 is all.
+        export_fails: (rank, tensor) at which the trainer's generator raises; rank -1 is all, and
+            tensor -1 is before there is a generator.
         num_tensors_on: ranks that export another number of tensors.
         collective: gather each tensor's shards from all ranks, as FSDP's export does.
         export_timeout_s: of the export's own collectives.
@@ -125,6 +128,8 @@ def sync(case):
         device=torch.device("cpu"),
     )
     weights, report = _export(case, outcome, export_group), SyncReport(mode=case.mode, replica=0)
+    if case.export_fails == (dist.get_rank(), -1):
+        weights = Reexport(Mock(side_effect=RuntimeError("the export was not begun")))
     started = time.monotonic()
     try:
         asyncio.run(transport.sync(weights, version="1", report=report))
@@ -186,6 +191,10 @@ FAILS = {
     "the export": (
         SyncCase(export_fails=(1, 11), collective=False),
         ["rank 1: Traceback", "layers.11.mlp", "broke"],
+    ),
+    "the export, as it begins": (
+        SyncCase(export_fails=(1, -1), collective=False),
+        ["rank 1: Traceback", "the export was not begun"],
     ),
     "the export, on all ranks": (
         SyncCase(export_fails=(-1, 5)),

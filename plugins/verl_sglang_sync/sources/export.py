@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
@@ -42,7 +43,7 @@ class Export:
     """
 
     def __init__(self, weights: Iterable[NamedTensor]) -> None:
-        self._source = iter(weights)
+        self._source = chain.from_iterable((weights,))  # begun where its failure is expected
         self._embeddings: dict[str, tuple[torch.Size, torch.Tensor]] = {}
         self.failed = False
         self._stream = self._distinct()
