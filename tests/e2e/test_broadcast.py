@@ -318,20 +318,30 @@ def read_shards(rank):
     return seen
 
 
-@pytest.mark.parametrize("how", ["amid sending", "as engines read its shards"])
-def test_a_trainer_rank_that_dies_is_named_in_time(engines, how):
-    shards, said = ("sent", "rank 1 did not answer") if "sending" in how else ("mapped", "rank 1")
+def be_gone(rank):
+    """A sync that one rank does not live to see."""
+    die(rank)
+    return rank.kept["sender"].attempt(rank.kept["export"].reexport(), mode="compiled")
+
+
+@pytest.mark.parametrize(
+    ("shards", "dying", "limit_s"),
+    [
+        ("sent", be_gone, LIMIT_S),
+        ("sent", partial(fail_amid_sending, act=die), LIMIT_S + 15),
+        ("mapped", read_shards, LIMIT_S + 15),
+    ],
+    ids=["before a sync", "amid sending", "as engines read its shards"],
+)
+def test_a_trainer_rank_that_dies_is_named_in_time(engines, shards, dying, limit_s):
     with engines.ranks(2) as ranks:
         senders = senders_that_fail(engines, ranks, shards=shards)
-        if shards == "sent":
-            assert senders.until_sent()
-            first, second = ranks.attempt(fail_amid_sending, die)
-        else:
-            assert [senders.sync(mode="compiled")["num_pulled"] for _ in range(3)][-1]
-            first, second = ranks.attempt(read_shards)
+        kind = "num_sent" if shards == "sent" else "num_pulled"
+        assert [senders.sync(mode="compiled")[kind] for _ in range(4)][-1]
+        first, second = ranks.attempt(dying)
     assert "SIGKILL" in str(second.error)
-    assert said in first.result["error"]
-    assert first.result["seconds"] < LIMIT_S + 15
+    assert "rank 1 did not answer" in first.result["error"]
+    assert first.result["seconds"] < limit_s
     good_sync(engines)
 
 

@@ -53,9 +53,15 @@ class RanksInStep:
         return None if self.has_failed else self.run_always(step)
 
     def run_always(self, step: Callable[[], Result]) -> Result | None:
-        """As `run_if_ok`, but also after a failure: others wait in the step's collectives."""
+        """As `run_if_ok`, but also after a failure: others wait in the step's collectives.
+
+        Raises:
+            RankLost: one of those collectives has lost a rank, and the others leave, too.
+        """
         try:
             return step()
+        except RankLost:
+            raise
         except Exception as error:
             self.cause = self.cause or error
             self._failure = self._failure or traceback.format_exc()

@@ -135,7 +135,7 @@ class SessionTransport:
         weights, report = task.weights, task.report
         ranks.run_if_ok(lambda: self.check_reply(report))
         with ExitStack() as stack:
-            stack.callback(self._end_session, ranks)
+            stack.push(self._end_session)
             with report.stage("open"):
                 opened = self._engines.open(stack, ranks, task)
             run = SessionRun(opened, ranks, self._settings, report)
@@ -232,11 +232,11 @@ class SessionTransport:
                     return
         self._is_packed_for_good = True
 
-    def _end_session(self, ranks: RanksInStep) -> None:
+    def _end_session(self, _: object, error: object, __: object) -> None:
+        if error is not None:
+            self._engines.abandon()
         for route in self._routes:
             route.free_scratch()
-        if ranks.has_failed:
-            self._engines.abandon()
         if self._frees_ring:
             self._free_ring()
         if self._device.type == "cuda":
