@@ -217,20 +217,20 @@ async def run_in_step(
     Raises:
         WeightSyncError: on every rank, if it failed on any.
     """
-    task = None if work is None else asyncio.ensure_future(work)
-    while True:
-        failure, is_done = None, True
-        if task is not None:
+    task = asyncio.ensure_future(asyncio.sleep(0) if work is None else work)
+    try:
+        while True:
+            failure = None
             is_done = bool((await asyncio.wait((task,), timeout=STEP_S))[0])
             if is_done and (error := task.exception()) is not None:
                 failure = "".join(traceback.format_exception(error))
-        result = group.agree(failure, is_ready=is_done)
-        if result.failures:
-            if task is not None:
-                task.cancel()
-            raise WeightSyncError(f"stage {stage!r} failed\n" + "\n".join(result.failures))
-        if result.is_ready:
-            return
+            result = group.agree(failure, is_ready=is_done)
+            if result.failures:
+                raise WeightSyncError(f"stage {stage!r} failed\n" + "\n".join(result.failures))
+            if result.is_ready:
+                return
+    finally:
+        task.cancel()
 
 
 def holds_everywhere(group: TrainerGroup, holds: bool) -> bool:

@@ -221,6 +221,31 @@ def test_nobody_waits_where_nobody_has_a_task(pool):
 # Ranks that are lost.
 
 
+class Losing(TrainerGroup):
+    """Has lost a rank."""
+
+    def agree(self, *_, **__):
+        raise RankLost("rank 2 did not answer")
+
+
+def test_a_task_ends_when_a_rank_is_lost():
+    ended = []
+
+    async def work():
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append("work")
+
+    async def stage():
+        with pytest.raises(RankLost):
+            await run_in_step(Losing(), "wake", work())
+        await asyncio.sleep(0)
+        return list(ended)
+
+    assert asyncio.run(stage()) == ["work"]
+
+
 # Not rank 0 stopped: who asks a stopped process for torch's store waits for an answer.
 LOST = {
     "killed with the store": (0, signal.SIGKILL),
