@@ -168,11 +168,8 @@ class ExchangedBuckets(SyncSource):
         self._report = report
         self._has_begun = False
 
-    def engines_joined(self) -> None:
-        """See `SyncSource`; from here on the ranks wait for each other."""
-        self._has_begun = True
-
     def __iter__(self) -> Iterator[ReadyBucket]:
+        self._has_begun = True  # from here on the ranks wait for each other
         report, plan, receiving = self._report, self._plan, self._receiving
         for index, bucket in enumerate(plan.buckets):
             with report.stage("gather"):

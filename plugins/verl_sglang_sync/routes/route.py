@@ -8,8 +8,7 @@ to do without: "pull" (`pull.route.Pull`), "exchange" (`exchange.Exchange`) and 
 A source is chosen before the engine has joined, the same on all ranks, and used in this order:
 
     source.start()                              # while the engine joins
-    source.engines_joined()                     # and hold what the source needs
-    for bucket in source: ...                   # each is loaded
+    for bucket in source: ...                   # once it has: each is loaded
     source.confirm()                            # before the engines may publish
     source.drain()                              # in any case: no other rank waits for this one
     source.end()                                # after a good sync
@@ -96,9 +95,6 @@ class SyncSource:
 
     def start(self) -> None:
         """Do what can be done while the engine joins."""
-
-    def engines_joined(self) -> None:
-        """Each engine rank holds the arrangements that are needed."""
 
     def delivery(self, engines: Sequence[EngineRank], in_step: InStep) -> Delivery | None:
         """How these buckets get to this rank's engine ranks; None: as packed ones do."""

@@ -189,7 +189,6 @@ class SessionTransport:
             if self._route is not None:
                 self._route.is_proven = False  # the engine may recheck its plan: so does the route
             source, self._route = exported(), None
-        run.ranks.run_if_ok(source.engines_joined)
         return source
 
     def _transfer(self, run: SessionRun, source: SyncSource) -> list[Loaded] | None:
