@@ -66,13 +66,11 @@ from verl_sglang_sync.sources.known_sources import (
 )
 from verl_sglang_sync.sources.memory_blocks import Block, BlockNames, share_block
 
-NOT_IN_PLACE = "the engines do not read the trainer's parameters in place"
-
 
 class Pull(Route):
     """See `Route`; `record` notes a handle before it leaves this process."""
 
-    not_taken = NOT_IN_PLACE
+    not_taken = "the engines do not read the trainer's parameters in place"
 
     def __init__(self, context: RouteContext, record: Callable[[BufferHandle], None]) -> None:
         super().__init__(context, is_wanted=context.settings.read_in_place)
@@ -89,15 +87,14 @@ class Pull(Route):
         self._have_left_unmapped = False
 
     def _source(self, weights: Iterable[NamedTensor], report: SyncReport) -> SyncSource | None:
-        if not self._is_colocated and not holds_everywhere(self._group, not self._have_changed()):
-            warn_once(f"{NOT_IN_PLACE} in a sync: other engines take part")
-            return None
         located, reason = self._located, None
         is_mappable = located is not None and located.without_handles <= self._mapped
-        if empties_storages(weights) or not is_mappable:
+        if not self._is_colocated and not holds_everywhere(self._group, not self._have_changed()):
+            reason = "other engines take part"
+        elif empties_storages(weights) or not is_mappable:
             reason = self._locate(weights)
         if reason is not None:
-            warn_once(f"{NOT_IN_PLACE} in a sync: {reason}")
+            warn_once(f"{self.not_taken} in a sync: {reason}")
             return None
         assert self._located is not None, "see _locate"
         located = self._located
