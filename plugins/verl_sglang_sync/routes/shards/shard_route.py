@@ -130,17 +130,13 @@ class ShardRoute(Route):
             each.digest or outcome.may_read_in_place or not outcome.num_eager
             for each, outcome in zip(own, loaded, strict=True)
         )
-        is_due = self._plan is not None and not self.is_proven
-        if not (is_due or holds_everywhere(self._group, is_final)):
+        if self._plan is None and not holds_everywhere(self._group, is_final):
             return False
         is_planned = self._plan is not None and self._plan.own == own
-        if not holds_everywhere(self._group, is_planned):
-            if (reason := self._make_plan(weights, own)) is not None:
-                return self._conclude(reason)
-        elif self.is_proven:
-            return False
-        if self._begin(weights):
-            self._conclude(self._prove(weights))
+        everywhere = holds_everywhere(self._group, is_planned)
+        reason = None if everywhere else self._make_plan(weights, own)
+        if reason is not None or self._begin(weights):
+            self._conclude(reason or self._prove(weights))
         return False  # exported buckets need staging
 
     def forget(self) -> None:
