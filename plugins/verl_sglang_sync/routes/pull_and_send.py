@@ -54,8 +54,8 @@ class PullAndSend(Send):
         return False
 
     def _near(self, weights: Iterable[NamedTensor], loaded: Sequence[Loaded]) -> list[bool]:
-        """Note, and return, by engine rank: is it to read in place? Collective. None is where all
-        could: another route has found that they cannot.
+        """Note, and return, by engine rank: is it to read in place? Collective. Where all could,
+        route "pull" has been tried before, and none is to.
         """
         self._pull.forget()
         reasons = self._pull.why_not(loaded)
