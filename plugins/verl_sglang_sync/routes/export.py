@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain, islice
 
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.routes.route import ReadyBucket, SyncSource
@@ -33,21 +34,17 @@ class ExportedBuckets(SyncSource):
         self._export = export
         self._ring = ring
         self._report = report
-        self._buckets = self._packed(stream)
-        self._first: ReadyBucket | None = None
+        self._buckets: Iterator[ReadyBucket] = self._packed(stream)
 
     def start(self) -> None:
-        self._first = next(self._buckets, None)
+        self._buckets = chain([*islice(self._buckets, 1)], self._buckets)
 
     def __iter__(self) -> Iterator[ReadyBucket]:
-        first, self._first = self._first, None
-        if first is not None:
-            yield first
-        yield from self._buckets
+        return self._buckets
 
     def drain(self) -> None:
         """Go on exporting: the export's collectives need every rank."""
-        self._first = None
+        self._buckets = iter(())
         self._export.drain()
 
     def _packed(self, stream: BucketStream) -> Iterator[ReadyBucket]:
