@@ -159,7 +159,8 @@ class Route:
     the full export (`learn`). From then on it is proven, until one of these: what it was proven for
     has changed, every n-th sync, a sync that failed. Then a sync is exported, and it learns again.
 
-    All methods but `free_scratch` are collective, and what they say is equal on all ranks.
+    Every rank calls the same methods in order; `choose`, `learn` and `recover` are collective. What
+    they say is equal on all ranks.
 
     Args:
         is_wanted: False: this way is never taken.

@@ -44,7 +44,7 @@ class SessionRun:
         self._settings = settings
         self._report = report
 
-    def may_send(self, needed: Sequence[str]) -> bool:
+    def engines_hold(self, needed: Sequence[str]) -> bool:
         """Whether the engine ranks, once they have met, hold the arrangements of these digests for
         this sync; without those that read in place. "": its buckets are whole, it may hold any.
         """

@@ -183,7 +183,7 @@ class SessionTransport:
         prepared for it, or a rank has failed: it could take no part in anything else.
         """
         needed = source.required_arrangements
-        if needed is not None and not run.ranks.agree(is_ready=run.may_send(needed)):
+        if needed is not None and not run.ranks.agree(is_ready=run.engines_hold(needed)):
             if run.ranks.error is None:
                 warn_once(OTHER_BYTES)
             if self._route is not None:
