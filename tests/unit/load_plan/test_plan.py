@@ -366,6 +366,43 @@ def test_self_check_finds_writes_from_other_threads():
     assert torch.equal(model.weight[:6], layout.views(buffer)[0][1])
 
 
+def exponents(tensor):
+    """As kernels pack scales that are powers of two: the exponents alone."""
+    return (tensor.view(torch.int32) >> 23).to(torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "unseen"),
+    [
+        (torch.int8, lambda t: t >> 4),
+        (torch.uint8, lambda t: t >> 4),
+        (torch.int32, lambda t: t >> 1),
+        (torch.float8_e4m3fn, lambda t: t.float().abs()),
+        (torch.float8_e5m2, lambda t: t.float().abs()),
+        (torch.float8_e8m0fnu, lambda t: t.view(torch.uint8) >> 1),
+        (torch.float32, exponents),
+        (torch.bfloat16, lambda t: exponents(t.float())),
+        (torch.complex64, lambda t: t.imag),
+    ],
+)
+def test_self_check_finds_an_unseen_write_of_a_part_of_each_element(dtype, unseen):
+    def load_one(model, name, tensor):
+        model.weight.data[:6].copy_(tensor.real if dtype.is_complex else tensor)
+        worker = threading.Thread(target=lambda: model.buffer.copy_(unseen(tensor)))
+        worker.start()
+        worker.join()
+
+    model = Model(load_one)
+    layout = BucketLayout.pack([("w", (6, 8), dtype)])
+    buffer = torch.full((layout.nbytes // 4,), 1.25).view(torch.uint8)
+    if dtype.itemsize == 1:
+        buffer = torch.arange(20, 20 + layout.nbytes).to(torch.uint8)
+    plan = compile_for(model, (layout, buffer))
+    assert (plan.num_copies, plan.num_rest) == (1, 0)
+    reason = self_check(model, plan, model.load_weights, [buffer])
+    assert reason == "1 tensors differ from eager: buffer"
+
+
 @pytest.mark.parametrize("hidden", ("to where the plan writes nothing", "to where it wrote before"))
 def test_a_check_that_knows_the_one_before_finds_writes_elsewhere(hidden):
     def write(model, tensor):
@@ -409,7 +446,8 @@ def test_self_check_finds_a_misplaced_copy_and_restores_the_weights():
 
 
 def test_scramble_changes_every_element_and_keeps_floats_finite():
-    dtypes = [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.int32]
+    eight_bits = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
+    dtypes = [torch.bfloat16, torch.float16, torch.float32, torch.float64, *eight_bits, torch.int32]
     layout, buffer = pack(0, [(str(d), (64,), d) for d in dtypes])
     other = scramble(layout, buffer)
     for (_, a), (_, b) in zip(layout.views(buffer), layout.views(other), strict=True):
