@@ -319,6 +319,45 @@ def test_refuses_a_loader_that_keeps_a_number():
     assert isinstance(held["scale"], float), "loaded all the same"
 
 
+def as_it_came(model, w):
+    return w[0]
+
+
+def as_another(model, w):
+    return w * 2
+
+
+def of_the_model(model, w):
+    return model.buffer + 1
+
+
+@pytest.mark.parametrize("made", [as_it_came, as_another, of_the_model])
+def test_refuses_a_loader_that_keeps_a_tensor_where_the_model_does_not_reach(made):
+    """Whatever is made of it later would be of the scrambled bytes of the check."""
+    held = {}
+
+    def load(model, w):
+        model.buffer.copy_(w)
+        held["pending"] = made(model, w)
+
+    model = Model(doing(load))
+    layout, buffer = pack()
+    with pytest.raises(PlanRefused, match="keeps a tensor"):
+        compile_for(model, (layout, buffer))
+    model.buffer.copy_(layout.views(buffer)[0][1])
+    assert torch.equal(held["pending"], made(model, layout.views(buffer)[0][1]))
+
+
+def test_what_nobody_holds_but_a_cycle_is_not_kept():
+    def load(model, w):
+        def again():
+            return again, w  # a function that calls itself
+
+        model.buffer.copy_(w)
+
+    assert assert_replays(doing(load)).num_copies == 1
+
+
 def test_refuses_host_reads_of_written_destinations_only():
     def load_one(model, name, tensor):
         plain(model, name, tensor)
