@@ -79,8 +79,9 @@ def check_bucket(
 ) -> str | None:
     """Prove one bucket's plan against the eager loader: what it does otherwise; None: nothing.
 
-    Takes a scratch copy of the bucket on its device. The weights end as the bucket says: after a
-    failed check it is loaded eagerly once more.
+    Takes a scratch copy on the device: of the bucket, and of what its loading reads of the model.
+    The weights end as the bucket says: after a failed check it is loaded eagerly once more, onto
+    what there was before the scrambled copy.
 
     Args:
         known: by the check before, if nothing was loaded since but this bucket: then only what the
@@ -89,8 +90,12 @@ def check_bucket(
     source = buffer[: bucket.layout.nbytes]
     load_weights(iter(bucket.layout.views(source.clone())))
     expected = _expected(bucket, destinations, known)
+    read: list[tuple[torch.Tensor, torch.Tensor]] = []  # of the model, and what it held
 
     def differs() -> str | None:
+        for storage, ranges in bucket.live_in.items():
+            pieces = [destinations.memory[storage][start:stop] for start, stop in ranges]
+            read.extend((piece, piece.clone()) for piece in pieces)
         load_weights(iter(bucket.layout.views(scramble(bucket.layout, source))))
         poison(bucket, destinations)
         replay_once(bucket, destinations, load_weights, source)
@@ -107,6 +112,8 @@ def check_bucket(
     except Exception as error:
         reason = f"the check failed: {error!r}"
     if reason is not None:
+        for piece, before in read:  # a maximum, say, of what comes and what is there
+            piece.copy_(before)
         load_weights(iter(bucket.layout.views(source.clone())))
     if known is not None:
         known.storages = destinations.storages if reason is None else ()

@@ -484,6 +484,18 @@ def test_self_check_finds_a_misplaced_copy_and_restores_the_weights():
         assert differing(plan.destinations, expected) == ()
 
 
+def test_a_failed_check_leaves_nothing_of_the_scrambled_bucket_in_what_loads_read():
+    def load_one(model, name, tensor):
+        if name == "w":
+            model.buffer.copy_(torch.maximum(model.buffer, tensor))
+
+    model = Model(load_one)
+    layout, buffer = pack()
+    plan = compile_for(model, (layout, buffer))
+    assert self_check(model, plan, model.load_weights, [buffer]) is not None
+    assert torch.equal(model.buffer, layout.views(buffer)[0][1].clamp(min=0))
+
+
 def test_scramble_changes_every_element_and_keeps_floats_finite():
     eight_bits = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
     dtypes = [torch.bfloat16, torch.float16, torch.float32, torch.float64, *eight_bits, torch.int32]
