@@ -232,6 +232,76 @@ def test_buckets_are_planned_one_by_one():
     assert self_check(model, plan, model.load_weights, [first[1], second[1]]) is None
 
 
+def derive_from_copied(model, name, tensor):
+    if name == "w":
+        model.buffer.copy_(tensor)
+    elif name == "b":
+        model.derived.copy_(model.buffer + 1)
+
+
+def derive_from_picked(model, name, tensor):
+    if name == "w":
+        model.buffer[torch.arange(3)] = tensor[:3]
+    elif name == "b":
+        model.derived.copy_(model.buffer + 1)
+
+
+def derive_from_what_comes_later(model, name, tensor):
+    if name == "w":
+        model.derived.copy_(model.buffer + 1)
+    elif name == "b":
+        model.buffer.copy_(tensor)
+
+
+def cover(model, name, tensor):
+    if name == "w":
+        model.buffer.copy_(tensor)
+    elif name == "b":
+        model.buffer[3:].zero_()
+
+
+@pytest.mark.parametrize(
+    ("load_one", "reason"),
+    [
+        (derive_from_copied, "makes derived of weights of another"),
+        (derive_from_picked, "makes derived of weights of another"),
+        (derive_from_what_comes_later, "makes derived of weights of another"),
+        (cover, "writes buffer again in another"),
+    ],
+)
+def test_refuses_what_is_made_of_another_bucket(load_one, reason):
+    """No tensor of its own bucket says that it must be made again."""
+    with pytest.raises(PlanRefused, match=reason):
+        compile_for(Model(load_one), pack(0, SOURCES[:1]), pack(1, SOURCES[1:]))
+
+
+def test_what_every_call_makes_anew_is_made_in_the_bucket_that_has_what_it_is_made_of():
+    def load_one(model, name, tensor):
+        plain(model, name, tensor)
+        model.derived.copy_(model.weight[:6] + 1)
+
+    model = Model(load_one)
+    buckets = [pack(i, SOURCES[i : i + 1]) for i in (2, 0, 1)]
+    plan = compile_for(model, *buckets)
+    assert [len(bucket.rest) for bucket in plan.buckets] == [0, 1, 0]
+    buffers = [buffer for _, buffer in buckets]
+    assert self_check(model, plan, model.load_weights, buffers) is None
+
+
+def test_what_is_made_of_no_data_stays_as_it_is():
+    def load_one(model, name, tensor):
+        if name == "w":
+            model.weight.data.zero_()
+        plain(model, name, tensor)
+        model.derived.copy_(model.listed[0][0] + 1)
+
+    model = Model(load_one)
+    first, second = pack(0, SOURCES[:1]), pack(1, SOURCES[1:])
+    plan = compile_for(model, first, second)
+    assert (plan.num_copies, plan.num_rest) == (3, 0)
+    assert self_check(model, plan, model.load_weights, [first[1], second[1]]) is None
+
+
 def test_memory_bound_by_the_first_load_is_part_of_the_plan():
     def load_one(model, name, tensor):
         if name == "b":
