@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from sglang_loader.common.regions.intervals import Interval
+from sglang_loader.common.regions.intervals import Interval, merge
 from sglang_loader.load_plan.destinations import Destinations
 from sglang_loader.load_plan.plan import BucketPlan, Making
 from sglang_loader.load_plan.trace import Space, Step, TensorRef
@@ -57,6 +57,10 @@ def is_written(refs: Iterable[TensorRef], writes: Writes) -> bool:
 
 def why_stale(buckets: Sequence[BucketPlan], destinations: Destinations) -> str | None:
     """What would not be as `load_weights` leaves it, after a sync by these plans; None: all is."""
+    never: dict[int, list[Interval]] = defaultdict(list)  # made, once the plans are used
+    for ref in (ref for bucket in buckets for step in bucket.left_out for ref in step.made):
+        never[ref.index].append(ref.region.bounds())
+    never = {storage: merge(ranges) for storage, ranges in never.items()}
     for number, bucket in enumerate(buckets):
         before = buckets[:number][::-1]
         around = [*before, *buckets[number:][::-1]]  # what comes later is of the sync before
@@ -64,8 +68,8 @@ def why_stale(buckets: Sequence[BucketPlan], destinations: Destinations) -> str 
             made = destinations.storages[step.made[0].index].name
             if not _is_current(step, step.made, before):
                 return f"load_weights writes {made} again in another bucket"
-            if not _is_current(step, step.of, around):
-                return f"load_weights makes {made} of weights of another bucket"
+            if not _is_current(step, step.of, around) or is_written(step.of, never):
+                return f"load_weights makes {made} of what other buckets change"
     return None
 
 

@@ -253,6 +253,13 @@ def derive_from_what_comes_later(model, name, tensor):
         model.buffer.copy_(tensor)
 
 
+def derive_from_derived(model, name, tensor):
+    if name == "w":
+        model.derived.copy_(model.buffer + 1)
+    elif name == "b":
+        model.buffer.copy_(model.weight[:6] + 1)
+
+
 def cover(model, name, tensor):
     if name == "w":
         model.buffer.copy_(tensor)
@@ -263,9 +270,10 @@ def cover(model, name, tensor):
 @pytest.mark.parametrize(
     ("load_one", "reason"),
     [
-        (derive_from_copied, "makes derived of weights of another"),
-        (derive_from_picked, "makes derived of weights of another"),
-        (derive_from_what_comes_later, "makes derived of weights of another"),
+        (derive_from_copied, "makes derived of what other buckets"),
+        (derive_from_picked, "makes derived of what other buckets"),
+        (derive_from_what_comes_later, "makes derived of what other buckets"),
+        (derive_from_derived, "makes derived of what other buckets"),
         (cover, "writes buffer again in another"),
     ],
 )
