@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from sglang_loader.common.regions.intervals import Interval, merge
+from sglang_loader.common.regions.intervals import Interval
 from sglang_loader.load_plan.destinations import Destinations
 from sglang_loader.load_plan.plan import BucketPlan, Making
 from sglang_loader.load_plan.trace import Space, Step, TensorRef
@@ -57,26 +57,24 @@ def is_written(refs: Iterable[TensorRef], writes: Writes) -> bool:
 
 def why_stale(buckets: Sequence[BucketPlan], destinations: Destinations) -> str | None:
     """What would not be as `load_weights` leaves it, after a sync by these plans; None: all is."""
+    left_out: dict[Making, list[int]] = defaultdict(list)  # by step the buckets
     never: dict[int, list[Interval]] = defaultdict(list)  # made, once the plans are used
-    for ref in (ref for bucket in buckets for step in bucket.left_out for ref in step.made):
-        never[ref.index].append(ref.region.bounds())
-    never = {storage: merge(ranges) for storage, ranges in never.items()}
     for number, bucket in enumerate(buckets):
-        before = buckets[:number][::-1]
-        around = [*before, *buckets[number:][::-1]]  # what comes later is of the sync before
         for step in bucket.left_out:
-            made = destinations.storages[step.made[0].index].name
-            if not _is_current(step, step.made, before):
-                return f"load_weights writes {made} again in another bucket"
-            if not _is_current(step, step.of, around) or is_written(step.of, never):
-                return f"load_weights makes {made} of what other buckets change"
+            left_out[step].append(number)
+    for ref in (ref for step in left_out for ref in step.made):
+        never[ref.index].append(ref.region.bounds())
+    for step, numbers in left_out.items():
+        name = destinations.storages[step.made[0].index].name
+        done = [number for number, bucket in enumerate(buckets) if step in bucket.remade]
+        writing = [i for i, bucket in enumerate(buckets) if is_written(step.made, bucket.writes)]
+        changing = [i for i, bucket in enumerate(buckets) if is_written(step.of, bucket.writes)]
+        for number in numbers:
+            last = max((i for i in writing if i < number), default=None)
+            if last is not None and last not in done:
+                return f"load_weights writes {name} again in another bucket"
+            # What comes later has come in the sync before.
+            last = max((i for i in changing if i < number), default=max(changing, default=None))
+            if (last is not None and last not in done) or is_written(step.of, never):
+                return f"load_weights makes {name} of what other buckets change"
     return None
-
-
-def _is_current(step: Making, refs: Iterable[TensorRef], buckets: Iterable[BucketPlan]) -> bool:
-    """True if the first of the buckets that writes any of this does the step after it, or none
-    does.
-    """
-    refs = list(refs)
-    last = next((bucket for bucket in buckets if is_written(refs, bucket.writes)), None)
-    return last is None or step in last.remade
