@@ -94,7 +94,7 @@ def sync(loader, model, weights, how):
     loader.start(engine_context(model), recheck_every_n_syncs=0)
     for i, bucket in enumerate(split(weights, how)):
         layout, buffer = pack(bucket)
-        loader.load(i, layout, BucketSource.flat(buffer), read_only=False)
+        loader.load(i, layout, BucketSource.flat(buffer))
     return loader.finish()
 
 

@@ -38,7 +38,7 @@ def _load_zeros(model, layout, uses_plan):
     loader.start(engine_context(model), recheck_every_n_syncs=0, uses_plan=uses_plan)
     source = BucketSource.flat(torch.zeros(layout.nbytes, dtype=torch.uint8))
     try:
-        loader.load(0, layout, source, read_only=False)
+        loader.load(0, layout, source)
     except Exception as error:
         notes = getattr(error, "__notes__", [])
         assert notes, f"the error names no tensor: {error!r}"

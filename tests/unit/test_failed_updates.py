@@ -45,6 +45,7 @@ class Engine:
     Attributes:
         others: of each other rank, what failed, whether it has overwritten weights, and whether the
             set of tensors is new to it.
+        undefined: what a complete sync leaves undefined on these.
         verdict: on every set of tensors.
         known: what is remembered of it.
         num_looked_at: sets of tensors that were looked at.
@@ -58,7 +59,7 @@ class Engine:
         self.model = Model()
         self.backup = arm(self.model, "auto", reachable)
         self.loader = loader_of(self.model)
-        self.others = []
+        self.others, self.undefined = [], None
         self.verdict = Verdict()
         self.known = None
         self.num_looked_at = 0
@@ -115,7 +116,7 @@ def engine(monkeypatch):
 
     def from_all(_, item):
         if isinstance(item, tuple):
-            return [item, *((*other, None) for other in engine.others)]
+            return [item, *((*other, engine.undefined) for other in engine.others)]
         return [item, *(text for text, _, _ in engine.others)]
 
     monkeypatch.setattr(weights, "known_verdict", lambda *_: engine.known)
@@ -179,6 +180,15 @@ def test_a_sync_that_leaves_bytes_undefined_is_not_served(engine):
     assert "are undefined since the last resume" in failure
     assert "are undefined since the last resume" in str(engine.gate[-1])
     assert engine.session(3.0) == []
+    assert engine.gate[-1] is None
+
+
+def test_bytes_that_are_undefined_on_another_rank_are_not_served_here(engine):
+    engine.others, engine.undefined = [(None, True, False)], "TP rank 1: 8 bytes are undefined"
+    assert engine.session(3.0) == [engine.undefined]
+    assert engine.gate[-1] == engine.undefined
+    engine.undefined = None
+    assert engine.session(4.0) == []
     assert engine.gate[-1] is None
 
 

@@ -43,6 +43,25 @@ class AddsToItsSources(Model):
         super().load_weights((name, tensor.add_(1)) for name, tensor in weights)
 
 
+class Waits(Model):
+    """Loads "a" when "c" comes, in whichever call, as SGLang's nvfp4_online loads pairs."""
+
+    def __init__(self):
+        super().__init__()
+        waiting = {}
+
+        def load_weights(weights):
+            for name, tensor in weights:
+                if name == "a":
+                    waiting["a"] = tensor
+                    continue
+                if name == "c":
+                    Model.load_weights(self, [("a", waiting.pop("a"))])
+                Model.load_weights(self, [(name, tensor)])
+
+        self.load_weights = load_weights
+
+
 class Rebinds(Model):
     def load_weights(self, weights):
         super().load_weights(weights)
@@ -72,14 +91,14 @@ def bucket_of(layout, value):
     return buffer
 
 
-def sync(loader, value, *, layouts=None, context=CONTEXT, recheck=0, read_only=False):
-    """By whole buckets; returns the outcome."""
+def sync(loader, value, *, layouts=None, context=CONTEXT, recheck=0):
+    """By whole buckets, which stay as they are; returns the outcome."""
     loader.start(context, recheck_every_n_syncs=recheck)
     for index, layout in enumerate(layouts_of() if layouts is None else layouts):
         buffer = bucket_of(layout, value)
         before = buffer.clone()
-        loader.load(index, layout, BucketSource.flat(buffer), read_only=read_only)
-        assert not read_only or torch.equal(buffer, before)
+        loader.load(index, layout, BucketSource.flat(buffer))
+        assert torch.equal(buffer, before)
     return loader.finish()
 
 
@@ -144,6 +163,24 @@ def test_a_plan_that_does_not_hold_is_not_used(change, caplog):
     assert last.num_eager == 0
 
 
+@pytest.mark.parametrize("uses_plan", [True, False])
+def test_a_tensor_that_the_loader_keeps_stays_what_it_was(uses_plan):
+    """Though the trainer has written the next bucket where it was."""
+    model = Waits()
+    loader = loader_of(model)
+    for value in (1.0, 2.0, 3.0):
+        loader.start(CONTEXT, recheck_every_n_syncs=0, uses_plan=uses_plan)
+        staging = torch.zeros(layouts_of()[0].nbytes, dtype=torch.uint8)
+        for index, layout in enumerate(layouts_of()):
+            staging.copy_(bucket_of(layout, value + 10 * index))
+            loader.load(index, layout, BucketSource.flat(staging))
+        outcome = loader.finish()
+        for number, tensor in enumerate((*model.fused, model.c, model.d)):
+            assert torch.equal(tensor, torch.arange(8) + value + 10 * (number // 2))
+        assert outcome.num_eager == 2
+        assert ("keeps a tensor" in (outcome.reason or "")) == uses_plan
+
+
 def test_a_reason_is_logged_once(caplog):
     model = Model()
     loader = loader_of(model)
@@ -170,11 +207,11 @@ def test_a_model_that_has_no_plan_stays_eager_and_is_not_traced_again(kind, capl
     assert caplog.text.count("eager load_weights instead of the plan") == 1
 
 
-def test_a_read_only_source_is_never_changed():
+def test_a_source_is_never_changed():
     model = AddsToItsSources()
     loader = loader_of(model)
     for value, num_replayed in ((1.0, 0), (2.0, 2), (3.0, 2)):
-        outcome = sync(loader, value, read_only=True)
+        outcome = sync(loader, value)
         assert outcome.may_read_in_place
         assert outcome.num_replayed == num_replayed
         check_loaded(model, value + 1)
@@ -224,7 +261,7 @@ def arrangements_of(loader):
 
 
 def load_arranged(loader, index, layout, source):
-    assert loader.load(index, layout, source, read_only=False, arranged=True)
+    assert loader.load(index, layout, source, arranged=True)
 
 
 def sync_halves(loader, value, *, recheck=0):
@@ -361,7 +398,7 @@ def test_whole_buckets_may_follow_arranged_ones(second):
     first = gather(arrangement, LAYOUTS[0], bucket_of(LAYOUTS[0], 2.0))
     load_arranged(loader, 0, LAYOUTS[0], BucketSource.flat(first))
     whole = BucketSource.flat(bucket_of(layout, 2.0))
-    replayed = loader.load(1, layout, whole, read_only=False)
+    replayed = loader.load(1, layout, whole)
     assert replayed == (second == "as planned")
     outcome = loader.finish()
     assert (outcome.num_replayed, outcome.num_eager) == ((2, 0) if replayed else (1, 1))
@@ -392,7 +429,7 @@ def test_two_models_that_change_their_sources_get_the_same_weights():
         for index, layout in enumerate(layouts):
             source = BucketSource.flat(bucket_of(layout, value))
             for loader in loaders:
-                loader.load(index, layout, source, read_only=loader is not loaders[-1])
+                loader.load(index, layout, source)
         outcomes = [loader.finish() for loader in loaders]
         for model in models:
             check_loaded(model, value + 1)

@@ -47,7 +47,7 @@ def loaded(load, specs=SPECS, *, uses_plan=False, times=1):
     loader = ModelLoader(model)
     for _ in range(times):
         loader.start({}, recheck_every_n_syncs=0, uses_plan=uses_plan)
-        loader.load(0, *bucket(specs), read_only=False)
+        loader.load(0, *bucket(specs))
         loader.finish()
     return loader, model
 
@@ -193,7 +193,7 @@ def test_what_is_missing_goes_by_the_published_checkpoint(prefix):
         loader = ModelLoader(model)
         loader.start({}, recheck_every_n_syncs=0, uses_plan=False)
         sent = [spec for spec in specs if not spec[0].endswith(lost)]
-        loader.load(0, *bucket(sent), read_only=False)
+        loader.load(0, *bucket(sent))
         return missing_of(loader, model, known)
 
     k = "layers.1.attn.k.weight"

@@ -203,7 +203,7 @@ class WeightUpdate:
         if not failures:
             record_version(self._updater, self._request)
         if any(touched):  # else all is as it was
-            set_gate(why_closed(self._updater))
+            set_gate(why_closed(self._updater) or next(iter(failures), None))
         return failures
 
     def _load_in_frame(self, load: Callable[[], None]) -> str | None:

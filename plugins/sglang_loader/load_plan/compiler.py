@@ -9,8 +9,8 @@ ahead of that:
 - an earlier step reads or writes bytes that the copy writes.
 
 Steps that need no tensor of the bucket are left out: what they write (zeros in a padded row) stays
-as it is. That the plan does what `load_weights` does is proved afterwards, see `verify`; what could
-never be proved refuses the plan.
+as it is, see `left_out`. That the plan does what `load_weights` does is proved afterwards, see
+`verify`; what could never be proved refuses the plan.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from sglang_loader.common.regions.intervals import (
     subtract,
 )
 from sglang_loader.load_plan.destinations import Destinations
+from sglang_loader.load_plan.left_out import makings, remade, why_stale
 from sglang_loader.load_plan.plan import BucketPlan, LoadPlan, PlanRefused
 from sglang_loader.load_plan.trace import (
     Space,
@@ -51,20 +52,26 @@ def compile_bucket(traced: TracedBucket) -> BucketPlan:
     live = _live_steps(traced.steps)
     _refuse_unsafe(live)
     host_reads = _judge_host_reads(traced)
-    steps = [(step, tensors) for step, tensors in _needed(live, traced.layout) if tensors]
+    needed = list(_needed(live, traced.layout))
+    steps = [(step, tensors) for step, tensors in needed if tensors]
     candidates = [_as_copy(step) for step, _ in steps]
     copies, rest = _divided(steps, candidates)
     loaded = [step for step, tensors in steps if tensors & rest]
     coalesced = coalesce(copies)
     written, live_in = _effects(coalesced, loaded)
-    writes = (ref for step in live for ref in step.writes)
+    writes: dict[int, list[Interval]] = defaultdict(list)
+    for ref in (ref for step, _ in steps for ref in step.writes):
+        if ref.space is Space.DESTINATION:
+            writes[ref.index].append(ref.region.bounds())
     return BucketPlan(
         layout=traced.layout,
         copies=tuple(coalesced),
         rest={i: traced.layout.tensors[i].offset for i in sorted(rest)},
         written=written,
         live_in=live_in,
-        touched=frozenset(ref.index for ref in writes if ref.space is Space.DESTINATION),
+        writes={storage: tuple(merge(found)) for storage, found in writes.items()},
+        left_out=tuple(makings(step for step, tensors in needed if not tensors)),
+        remade=remade([step for step, _ in steps]),
         host_reads=host_reads,
     )
 
@@ -218,9 +225,12 @@ def join_buckets(buckets: Sequence[BucketPlan], destinations: Destinations) -> L
         destinations: of the last bucket's trace, which has those of all.
 
     Raises:
-        PlanRefused: Python reads the data of a tensor that the sync writes.
+        PlanRefused: Python reads the data of a tensor that the sync writes, or what a bucket's plan
+            leaves out is needed.
     """
     storages = destinations.storages
+    if (stale := why_stale(buckets, destinations)) is not None:
+        raise PlanRefused(stale)
     written = _merge_all(bucket.written for bucket in buckets)
     for what, storage, interval in (read for bucket in buckets for read in bucket.host_reads):
         if _meets(written.get(storage, []), interval):

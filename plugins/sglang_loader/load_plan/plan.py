@@ -24,6 +24,7 @@ from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.regions.geometry import StridedCopy
 from sglang_loader.common.regions.intervals import Interval
 from sglang_loader.load_plan.destinations import Destinations
+from sglang_loader.load_plan.trace import TensorRef
 
 LoadWeights: TypeAlias = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
 """A model's own `load_weights`: takes `(name, tensor)` pairs."""
@@ -36,6 +37,15 @@ class PlanRefused(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
+class Making:
+    """A step that writes parts of the model, made of other parts (`of`), or of nothing."""
+
+    op: torch._ops.OpOverload
+    made: tuple[TensorRef, ...]
+    of: frozenset[TensorRef]
+
+
+@dataclass(frozen=True, slots=True)
 class BucketPlan:
     """How to load one bucket.
 
@@ -44,7 +54,9 @@ class BucketPlan:
             in the buffer that the plan reads. The loader gets a copy, which it may change.
         written: by destination storage the byte ranges that this bucket surely overwrites.
         live_in: likewise those that the loading of `rest` reads as they were before.
-        touched: destination storages that it may write to.
+        writes: likewise those within which its tensors are written at all.
+        left_out: what `load_weights` does without a tensor of the bucket, and the plan does not.
+        remade: such steps that come after a write of what they read, and so are done.
         host_reads: `(what, storage, byte range)` of the model's data that reached Python: harmless
             only if no sync ever writes it.
     """
@@ -54,8 +66,15 @@ class BucketPlan:
     rest: Mapping[int, int]
     written: Mapping[int, tuple[Interval, ...]]
     live_in: Mapping[int, tuple[Interval, ...]]
-    touched: frozenset[int]
+    writes: Mapping[int, tuple[Interval, ...]]
+    left_out: tuple[Making, ...]
+    remade: frozenset[Making]
     host_reads: tuple[tuple[str, int, Interval], ...]
+
+    @property
+    def touched(self) -> set[int]:
+        """Destination storages that `load_weights` may write to."""
+        return {*self.writes, *(ref.index for step in self.left_out for ref in step.made)}
 
     def rest_layout(self) -> BucketLayout:
         """The tensors of `rest` alone, in their order."""

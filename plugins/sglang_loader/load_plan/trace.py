@@ -76,6 +76,10 @@ class Origins:
             return (ref,)
         return self._made_of.get((ref.space, ref.index), ())
 
+    def has(self, slot: int) -> bool:
+        """True if any of that went into a temporary."""
+        return bool(self._made_of.get((Space.SLOT, slot)))
+
     def follow(
         self, reads: Sequence[TensorRef], writes: Sequence[TensorRef]
     ) -> tuple[TensorRef, ...]:

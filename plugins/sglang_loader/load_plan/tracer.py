@@ -11,11 +11,14 @@ What the mode cannot see is named or prevented:
   runs what this thread submits at once.
 - Reads of tensor data by the host: `equal`, `bool` and the like are operators with a tag; the
   others are seen by `host_reads`.
+- Memory that the loader keeps, for a later call, where the model does not reach: it is found alive
+  after the load, and refuses the plan. What is made of it later would not be replayed.
 - Threads and kernels that no mode can see: `verify.check_bucket` finds their writes.
 """
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -78,12 +81,11 @@ def trace_bucket(
     """
     source = buffer[: layout.nbytes]
     for is_last in (False, True):
-        scratch = source.clone()  # loaders may change their sources in place
         try:
             # Nothing has moved as a rule: the model is walked once, after the load, and only where
             # that finds it otherwise once more before.
             before = earlier if earlier and not is_last else _collect(model, earlier)
-            traced, moved = _trace_once(model, load_weights, layout, scratch, before, earlier)
+            traced, moved = _trace_once(model, load_weights, layout, source, before, earlier)
         except Exception as error:
             load_weights(iter(layout.views(source.clone())))
             if isinstance(error, PlanRefused):
@@ -101,23 +103,44 @@ def _trace_once(
     model: nn.Module,
     load_weights: LoadWeights,
     layout: BucketLayout,
-    scratch: torch.Tensor,
+    source: torch.Tensor,
     before: Destinations,
     earlier: Destinations | None,
 ) -> tuple[TracedBucket, str | None]:
     """Also which of the model's tensors the load put elsewhere; None: none."""
     traced = TracedBucket(layout, before)
-    views = layout.views(scratch)  # made here, so that the recorder does not see them made
+    passing = _record(traced, load_weights, source)
+    moved = first_difference(before, _collect(model, before))
+    if moved is None and earlier is not None:  # what was bound since is new to the plan
+        moved = first_difference(earlier, before, new_allowed=True)
+    if moved is None and any(map(_is_kept, passing)):
+        traced.problems.append("load_weights keeps a tensor where the model does not reach")
+    return traced, moved
+
+
+def _record(
+    traced: TracedBucket, load_weights: LoadWeights, source: torch.Tensor
+) -> list[StorageWeakRef]:
+    """Load a copy of the bucket; returns the memory that is to be free by now: of that copy, and of
+    what was made of it and of the model.
+    """
+    scratch = source.clone()  # loaders may change their sources in place
+    views = traced.layout.views(scratch)  # made here: the recorder does not see them made
     recorder = _Recorder(traced, scratch)
     watch = HostReadWatch(recorder.note_host_read)
     with inline_thread_pools(), recorder, watch:
         load_weights(iter(views))
     if watch.keeps_numbers:
         raise PlanRefused("load_weights keeps a number that it has read of a tensor")
-    moved = first_difference(before, _collect(model, before))
-    if moved is None and earlier is not None:  # what was bound since is new to the plan
-        moved = first_difference(earlier, before, new_allowed=True)
-    return traced, moved
+    made = [ref for number, ref in recorder.made.items() if traced.origins.has(number)]
+    return [StorageWeakRef(scratch.untyped_storage()), *made]
+
+
+def _is_kept(memory: StorageWeakRef) -> bool:
+    """True if somebody holds it, and not only a cycle that no collection has come upon."""
+    if not memory.expired():
+        gc.collect(0)
+    return not memory.expired()
 
 
 def _collect(model: nn.Module, known: Destinations | None) -> Destinations:
@@ -163,7 +186,7 @@ def inline_thread_pools() -> Iterator[None]:
 class _Recorder(TorchDispatchMode):
     """Turns dispatched operators into the steps of `trace`. Temporaries are known by their storage
     object, held weakly: the memory is freed as in an eager load, yet no other storage can take the
-    same identity while the trace lasts.
+    same identity while the trace lasts. `made`: these, by number.
     """
 
     def __init__(self, trace: TracedBucket, bucket: torch.Tensor) -> None:
@@ -172,6 +195,7 @@ class _Recorder(TorchDispatchMode):
         self._bucket_start = bucket.data_ptr()
         self._bucket_stop = self._bucket_start + bucket.numel()
         self._places: dict[int, tuple[Space, int, int]] = {}
+        self.made: dict[int, StorageWeakRef] = {}
         self._held: list[object] = []
         self._numbers = count()
 
@@ -243,7 +267,10 @@ class _Recorder(TorchDispatchMode):
         if place is None:
             place = self._find(storage) or (unknown, next(self._numbers), 0)
             self._places[storage._cdata] = place
-            self._held.append(StorageWeakRef(storage) if place[0] is Space.SLOT else storage)
+            if place[0] is Space.SLOT:
+                self.made[place[1]] = StorageWeakRef(storage)
+            else:
+                self._held.append(storage)
             is_plain = tensor.layout == torch.strided and tensor.device.type != "meta"
             if place[0] is Space.CONSTANT and not is_plain:
                 self.trace.problems.append(f"a {tensor.layout} tensor on {tensor.device} was used")

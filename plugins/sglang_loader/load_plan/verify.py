@@ -43,11 +43,19 @@ from sglang_loader.load_plan.executor import SCRATCH, copied_apart, replay_once
 from sglang_loader.load_plan.plan import BucketPlan, LoadWeights
 
 POISON = 0xA5
-_FLIPPED_BITS = {
-    torch.bfloat16: 0x807F,
-    torch.float16: 0x83FF,
-    torch.float32: 0x807FFFFF,
-    torch.float64: 0x800FFFFFFFFFFFFF,
+_KEPT_BITS = {
+    torch.bfloat16: 0x7F00,
+    torch.float16: 0x7800,
+    torch.float32: 0x7F000000,
+    torch.float64: 0x7FE0 << 48,
+    torch.bool: ~1,
+}
+_MIRRORS = {  # infinities and NaNs lie above the finite numbers, or at 0x80
+    torch.float8_e4m3fn: 0xFE,
+    torch.float8_e5m2: 0xFB,
+    torch.float8_e8m0fnu: 0xFD,
+    torch.float8_e4m3fnuz: 0,
+    torch.float8_e5m2fnuz: 0,
 }
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -71,8 +79,9 @@ def check_bucket(
 ) -> str | None:
     """Prove one bucket's plan against the eager loader: what it does otherwise; None: nothing.
 
-    Takes a scratch copy of the bucket on its device. The weights end as the bucket says: after a
-    failed check it is loaded eagerly once more.
+    Takes a scratch copy on the device: of the bucket, and of what its loading reads of the model.
+    The weights end as the bucket says: after a failed check it is loaded eagerly once more, onto
+    what there was before the scrambled copy.
 
     Args:
         known: by the check before, if nothing was loaded since but this bucket: then only what the
@@ -81,8 +90,12 @@ def check_bucket(
     source = buffer[: bucket.layout.nbytes]
     load_weights(iter(bucket.layout.views(source.clone())))
     expected = _expected(bucket, destinations, known)
+    read: list[tuple[torch.Tensor, torch.Tensor]] = []  # of the model, and what it held
 
     def differs() -> str | None:
+        for storage, ranges in bucket.live_in.items():
+            pieces = [destinations.memory[storage][start:stop] for start, stop in ranges]
+            read.extend((piece, piece.clone()) for piece in pieces)
         load_weights(iter(bucket.layout.views(scramble(bucket.layout, source))))
         poison(bucket, destinations)
         replay_once(bucket, destinations, load_weights, source)
@@ -99,6 +112,8 @@ def check_bucket(
     except Exception as error:
         reason = f"the check failed: {error!r}"
     if reason is not None:
+        for piece, before in read:  # a maximum, say, of what comes and what is there
+            piece.copy_(before)
         load_weights(iter(bucket.layout.views(source.clone())))
     if known is not None:
         known.storages = destinations.storages if reason is None else ()
@@ -158,19 +173,23 @@ def digest(
 
 
 def scramble(layout: BucketLayout, buffer: torch.Tensor) -> torch.Tensor:
-    """A copy of a bucket in which every tensor differs in every element.
+    """A copy of a bucket in which every element differs, and with it what a loader may make of a
+    part of it: its upper bits, its magnitude, its exponent.
 
-    Floats keep their exponents (no new infinities or NaNs), integers change their lowest bit only:
-    a loader that computes with them still works.
+    Integers are the complement: an index counts from the end. Floats get another sign, fraction and
+    lowest bit of the exponent; those of 8 bits another sign, and the largest becomes the smallest
+    (NaNs and the zeros of fnuz types stay). Finite ones stay finite, so that a loader can compute
+    with them; not so from 32768 on in float16, at 2**127 in wider ones and in scales of 8 bits.
     """
     copy = buffer[: layout.nbytes].clone()
-    for dtype, group in groupby(layout.tensors, key=lambda t: t.dtype):
+    for dtype, group in groupby(layout.tensors, key=lambda t: t.dtype.to_real()):
         members = list(group)  # with the padding between them: one operator for thousands
         start, stop = members[0].offset, members[-1].offset + members[-1].nbytes
-        size = dtype.itemsize if dtype.itemsize in _INTEGERS else 8  # complex128
-        bits = _FLIPPED_BITS.get(dtype, 0x80 if "float8" in str(dtype) else 1)
-        signed = bits - (1 << 8 * size) if bits >> (8 * size - 1) else bits
-        copy[start:stop].view(_INTEGERS[size]).bitwise_xor_(signed)
+        words = copy[start:stop].view(_INTEGERS[dtype.itemsize])
+        if dtype in _MIRRORS:
+            words.neg_().add_(_MIRRORS[dtype])
+        else:
+            words.bitwise_xor_(~_KEPT_BITS.get(dtype, 0))
     return copy
 
 

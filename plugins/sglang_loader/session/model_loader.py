@@ -3,7 +3,7 @@
     loader = loader_of(model)
     loader.start(context, recheck_every_n_syncs=0, uses_plan=True)
     for index, (layout, source) in enumerate(sync):
-        loader.load(index, layout, source, read_only=False)
+        loader.load(index, layout, source)
     outcome = loader.finish()
 
 The first sync loads eagerly while its plan is recorded and checked, bucket by bucket; later syncs
@@ -179,13 +179,11 @@ class ModelLoader:
         layout: BucketLayout,
         source: BucketSource,
         *,
-        read_only: bool,
         arranged: bool = False,
     ) -> bool:
-        """Load the `index`-th bucket of the sync; asynchronous on a GPU.
+        """Load the `index`-th bucket of the sync; asynchronous on a GPU. The source stays as it is.
 
         Args:
-            read_only: the source is not changed.
             arranged: only what this rank reads has come, see the property: it cannot be loaded
                 eagerly.
 
@@ -214,7 +212,7 @@ class ModelLoader:
         elif self._load_mode is _LoadMode.RECORD:
             self._record(index, layout, buffer)
         else:
-            self._load_eagerly(index, layout, buffer, read_only)
+            self._load_eagerly(index, layout, buffer)
         return False
 
     def _rebased(self, index: int) -> BucketPlan:
@@ -321,15 +319,14 @@ class ModelLoader:
             ", ".join(idle[:5]) or "none",
         )
 
-    def _load_eagerly(
-        self, index: int, layout: BucketLayout, buffer: torch.Tensor, read_only: bool
-    ) -> None:
+    def _load_eagerly(self, index: int, layout: BucketLayout, buffer: torch.Tensor) -> None:
         seen = self._known_uses.get(index)
         if seen is None or seen.layout != layout:
             _, self._known_uses[index] = self._recorder.trace(layout, buffer)
         else:
-            source = buffer[: layout.nbytes].clone() if read_only else buffer
-            self._recorder.load_weights(layout.views(source))
+            # A loader may change its tensors, or keep them, and the trainer writes into a buffer
+            # again once it was read.
+            self._recorder.load_weights(layout.views(buffer[: layout.nbytes].clone()))
         self.uses.append(self._known_uses[index])
 
     def _refuse(self, reason: str) -> None:

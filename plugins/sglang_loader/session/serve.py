@@ -264,15 +264,8 @@ class _Session:
         self._steps.before_loading(layout)
         nbytes = self._arranged_nbytes(message) if message.arranged else layout.nbytes
         source = self._memory_of(message).source(message, nbytes)
-        target = self._loaders[-1]  # a draft leaves the source to it as it came
         replayed = [
-            loader.load(
-                message.index,
-                layout,
-                source,
-                read_only=message.read_only or loader is not target,
-                arranged=message.arranged,
-            )
+            loader.load(message.index, layout, source, arranged=message.arranged)
             for loader in self._loaders
         ]
         self._loaded.append(layout)

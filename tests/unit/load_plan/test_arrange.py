@@ -33,7 +33,9 @@ def plan_of(layout, copies):
         written={},
         live_in={},
         host_reads=(),
-        touched=frozenset(),
+        writes={},
+        left_out=(),
+        remade=frozenset(),
     )
 
 

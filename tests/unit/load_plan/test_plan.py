@@ -232,6 +232,84 @@ def test_buckets_are_planned_one_by_one():
     assert self_check(model, plan, model.load_weights, [first[1], second[1]]) is None
 
 
+def derive_from_copied(model, name, tensor):
+    if name == "w":
+        model.buffer.copy_(tensor)
+    elif name == "b":
+        model.derived.copy_(model.buffer + 1)
+
+
+def derive_from_picked(model, name, tensor):
+    if name == "w":
+        model.buffer[torch.arange(3)] = tensor[:3]
+    elif name == "b":
+        model.derived.copy_(model.buffer + 1)
+
+
+def derive_from_what_comes_later(model, name, tensor):
+    if name == "w":
+        model.derived.copy_(model.buffer + 1)
+    elif name == "b":
+        model.buffer.copy_(tensor)
+
+
+def derive_from_derived(model, name, tensor):
+    if name == "w":
+        model.derived.copy_(model.buffer + 1)
+    elif name == "b":
+        model.buffer.copy_(model.weight[:6] + 1)
+
+
+def cover(model, name, tensor):
+    if name == "w":
+        model.buffer.copy_(tensor)
+    elif name == "b":
+        model.buffer[3:].zero_()
+
+
+@pytest.mark.parametrize(
+    ("load_one", "reason"),
+    [
+        (derive_from_copied, "makes derived of what other buckets"),
+        (derive_from_picked, "makes derived of what other buckets"),
+        (derive_from_what_comes_later, "makes derived of what other buckets"),
+        (derive_from_derived, "makes derived of what other buckets"),
+        (cover, "writes buffer again in another"),
+    ],
+)
+def test_refuses_what_is_made_of_another_bucket(load_one, reason):
+    """No tensor of its own bucket says that it must be made again."""
+    with pytest.raises(PlanRefused, match=reason):
+        compile_for(Model(load_one), pack(0, SOURCES[:1]), pack(1, SOURCES[1:]))
+
+
+def test_what_every_call_makes_anew_is_made_in_the_bucket_that_has_what_it_is_made_of():
+    def load_one(model, name, tensor):
+        plain(model, name, tensor)
+        model.derived.copy_(model.weight[:6] + 1)
+
+    model = Model(load_one)
+    buckets = [pack(i, SOURCES[i : i + 1]) for i in (2, 0, 1)]
+    plan = compile_for(model, *buckets)
+    assert [len(bucket.rest) for bucket in plan.buckets] == [0, 1, 0]
+    buffers = [buffer for _, buffer in buckets]
+    assert self_check(model, plan, model.load_weights, buffers) is None
+
+
+def test_what_is_made_of_no_data_stays_as_it_is():
+    def load_one(model, name, tensor):
+        if name == "w":
+            model.weight.data.zero_()
+        plain(model, name, tensor)
+        model.derived.copy_(model.listed[0][0] + 1)
+
+    model = Model(load_one)
+    first, second = pack(0, SOURCES[:1]), pack(1, SOURCES[1:])
+    plan = compile_for(model, first, second)
+    assert (plan.num_copies, plan.num_rest) == (3, 0)
+    assert self_check(model, plan, model.load_weights, [first[1], second[1]]) is None
+
+
 def test_memory_bound_by_the_first_load_is_part_of_the_plan():
     def load_one(model, name, tensor):
         if name == "b":
@@ -319,6 +397,45 @@ def test_refuses_a_loader_that_keeps_a_number():
     assert isinstance(held["scale"], float), "loaded all the same"
 
 
+def as_it_came(model, w):
+    return w[0]
+
+
+def as_another(model, w):
+    return w * 2
+
+
+def of_the_model(model, w):
+    return model.buffer + 1
+
+
+@pytest.mark.parametrize("made", [as_it_came, as_another, of_the_model])
+def test_refuses_a_loader_that_keeps_a_tensor_where_the_model_does_not_reach(made):
+    """Whatever is made of it later would be of the scrambled bytes of the check."""
+    held = {}
+
+    def load(model, w):
+        model.buffer.copy_(w)
+        held["pending"] = made(model, w)
+
+    model = Model(doing(load))
+    layout, buffer = pack()
+    with pytest.raises(PlanRefused, match="keeps a tensor"):
+        compile_for(model, (layout, buffer))
+    model.buffer.copy_(layout.views(buffer)[0][1])
+    assert torch.equal(held["pending"], made(model, layout.views(buffer)[0][1]))
+
+
+def test_what_nobody_holds_but_a_cycle_is_not_kept():
+    def load(model, w):
+        def again():
+            return again, w  # a function that calls itself
+
+        model.buffer.copy_(w)
+
+    assert assert_replays(doing(load)).num_copies == 1
+
+
 def test_refuses_host_reads_of_written_destinations_only():
     def load_one(model, name, tensor):
         plain(model, name, tensor)
@@ -366,6 +483,43 @@ def test_self_check_finds_writes_from_other_threads():
     assert torch.equal(model.weight[:6], layout.views(buffer)[0][1])
 
 
+def exponents(tensor):
+    """As kernels pack scales that are powers of two: the exponents alone."""
+    return (tensor.view(torch.int32) >> 23).to(torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "unseen"),
+    [
+        (torch.int8, lambda t: t >> 4),
+        (torch.uint8, lambda t: t >> 4),
+        (torch.int32, lambda t: t >> 1),
+        (torch.float8_e4m3fn, lambda t: t.float().abs()),
+        (torch.float8_e5m2, lambda t: t.float().abs()),
+        (torch.float8_e8m0fnu, lambda t: t.view(torch.uint8) >> 1),
+        (torch.float32, exponents),
+        (torch.bfloat16, lambda t: exponents(t.float())),
+        (torch.complex64, lambda t: t.imag),
+    ],
+)
+def test_self_check_finds_an_unseen_write_of_a_part_of_each_element(dtype, unseen):
+    def load_one(model, name, tensor):
+        model.weight.data[:6].copy_(tensor.real if dtype.is_complex else tensor)
+        worker = threading.Thread(target=lambda: model.buffer.copy_(unseen(tensor)))
+        worker.start()
+        worker.join()
+
+    model = Model(load_one)
+    layout = BucketLayout.pack([("w", (6, 8), dtype)])
+    buffer = torch.full((layout.nbytes // 4,), 1.25).view(torch.uint8)
+    if dtype.itemsize == 1:
+        buffer = torch.arange(20, 20 + layout.nbytes).to(torch.uint8)
+    plan = compile_for(model, (layout, buffer))
+    assert (plan.num_copies, plan.num_rest) == (1, 0)
+    reason = self_check(model, plan, model.load_weights, [buffer])
+    assert reason == "1 tensors differ from eager: buffer"
+
+
 @pytest.mark.parametrize("hidden", ("to where the plan writes nothing", "to where it wrote before"))
 def test_a_check_that_knows_the_one_before_finds_writes_elsewhere(hidden):
     def write(model, tensor):
@@ -408,8 +562,21 @@ def test_self_check_finds_a_misplaced_copy_and_restores_the_weights():
         assert differing(plan.destinations, expected) == ()
 
 
+def test_a_failed_check_leaves_nothing_of_the_scrambled_bucket_in_what_loads_read():
+    def load_one(model, name, tensor):
+        if name == "w":
+            model.buffer.copy_(torch.maximum(model.buffer, tensor))
+
+    model = Model(load_one)
+    layout, buffer = pack()
+    plan = compile_for(model, (layout, buffer))
+    assert self_check(model, plan, model.load_weights, [buffer]) is not None
+    assert torch.equal(model.buffer, layout.views(buffer)[0][1].clamp(min=0))
+
+
 def test_scramble_changes_every_element_and_keeps_floats_finite():
-    dtypes = [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.int32]
+    eight_bits = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
+    dtypes = [torch.bfloat16, torch.float16, torch.float32, torch.float64, *eight_bits, torch.int32]
     layout, buffer = pack(0, [(str(d), (64,), d) for d in dtypes])
     other = scramble(layout, buffer)
     for (_, a), (_, b) in zip(layout.views(buffer), layout.views(other), strict=True):
