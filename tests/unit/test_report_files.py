@@ -84,6 +84,13 @@ def test_files_stand_side_by_side(compiled, disaggregated):
     assert rows["exported in full"] == ["3", "4"]
 
 
+def test_both_modes_of_a_file_are_named(tmp_path):
+    path = tmp_path / "both"
+    for replica, mode in ((0, "compiled"), (None, "sglang_sync/compiled")):
+        SyncReport(mode=mode, replica=replica, seconds={"load": 1.0}).publish(str(path))
+    assert "both: compiled, sglang_sync/compiled, 1 syncs of" in run(path).stdout
+
+
 @pytest.mark.parametrize("suffix", ["png", "svg"])
 def test_plot(compiled, disaggregated, tmp_path, suffix):
     picture = tmp_path / f"syncs.{suffix}"

@@ -81,6 +81,11 @@ class Run:
     name: str
     lines: tuple[ReplicaSync, ...]
 
+    @property
+    def mode(self) -> str:
+        """Of all lines; two where some rollouts share the trainer's GPUs and others do not."""
+        return ", ".join(dict.fromkeys(line.mode for line in self.lines))
+
     @cached_property
     def syncs(self) -> list[ReplicaSync]:
         """One after the other, each as the slowest replica went through it."""
