@@ -26,8 +26,8 @@ def draw_stages(axes: Axes, rows: Rows) -> str:
         widths = [seconds[stage] for seconds in medians]
         axes.barh(range(len(rows)), widths, left=lefts, label=stage.replace("_", " "))
         lefts = [left + width for left, width in zip(lefts, widths, strict=True)]
-    for position, total in enumerate(lefts):
-        axes.text(total, position, f" {total:.2f} s", va="center")
+    for position, (left, seconds) in enumerate(zip(lefts, medians, strict=True)):
+        axes.text(left, position, f" {seconds['cycle']:.3g} s", va="center")
     axes.set_yticks(range(len(rows)), [f"{row['arm']}\n{row['model']}" for row in rows])
     axes.invert_yaxis()
     axes.margins(x=0.12)

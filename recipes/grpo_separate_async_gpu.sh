@@ -16,7 +16,8 @@ ROLLOUT_TP=${ROLLOUT_TP:-2}     # replicas = NODES * ROLLOUT_GPUS / ROLLOUT_TP
 SYNC_EVERY=${SYNC_EVERY:-4}     # mini-batches between two weight syncs
 WEIGHT_SYNC=${WEIGHT_SYNC-disaggregated}
 
-# verl 0.9.1 dies on its own INFO message where hybrid_engine=False (`logger.info(..., flush=True)`).
+# verl 0.9.1 dies on its own INFO message where hybrid_engine=False (`logger.info(..., flush=True)`). Without them the
+# line of each sync is not logged either; its metrics, weight_sync/*, tell the same.
 export VERL_LOGGING_LEVEL=${VERL_LOGGING_LEVEL:-WARN}
 
 weight_sync=()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -51,7 +52,9 @@ def bench(
     device: Annotated[
         str | None, typer.Option(help="cuda or cpu; by default a GPU if there is one.")
     ] = None,
-    results: Annotated[Path | None, typer.Option("--json", help="File for all figures.")] = None,
+    results: Annotated[
+        Path | None, typer.Option("--json", dir_okay=False, help="File for all figures.")
+    ] = None,
 ) -> None:
     """Measure sleep, wake-up and sync of a random model: verl's own, ours, and the copy limit."""
     import torch
@@ -82,7 +85,10 @@ def bench(
     console.print(f"{model} on {on}; logs of servers and trainers in {folder}")
     for arm in names:
         with console.status(f"{arm}: a server starts, {runs} cycles"):
-            rows.append(measure(model, arm, on, runs, folder))
+            try:
+                rows.append(measure(model, arm, on, runs, folder))
+            except BrokenProcessPool:
+                _refuse(f"{arm} of {model}: its process was killed: is there memory for it?")
         if results is not None:
             write_results(results, "colocated", rows)
     print_table(rows, STAGES)

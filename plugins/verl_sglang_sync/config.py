@@ -51,7 +51,10 @@ Seconds = Annotated[
 Count = Annotated[
     int, Meta(ge=0, le=MAX_COUNT, description=f"expected a whole number from 0 to {MAX_COUNT}")
 ]
-Mebibytes = Annotated[int, Meta(ge=1, description="expected a whole number of MiB, at least 1")]
+Mebibytes = Annotated[
+    int,
+    Meta(ge=1, le=MAX_COUNT, description=f"expected a whole number of MiB from 1 to {MAX_COUNT}"),
+]
 FilePath = Annotated[
     Annotated[str, Meta(min_length=1)] | None, Meta(description="expected a file path or null")
 ]
@@ -236,13 +239,14 @@ def _known_keys(section: Any) -> Mapping[str, Any]:
             f"{SECTION}={section!r}: expected a preset's mapping; choose one with "
             f"+weight_sync=<{'|'.join(MODES)}>"
         )
-    is_compiled = section.get("mode") == "compiled"
-    allowed = (*PRESET_KEYS, *(COMPILED_KEYS if is_compiled else ()))
+    mode = _setting(SECTION, "mode", section.get("mode"))
+    allowed = (*PRESET_KEYS, *(COMPILED_KEYS if mode == "compiled" else ()))
     for key in section:
         if key == "router_api_key":  # verl prints its config, and sends it to trackers
             raise ValueError(f"{SECTION}.{key}: set the environment variable {KEY_VARIABLE}")
         if key not in allowed:
-            problem = "only for mode 'compiled'" if key in COMPILED_KEYS else "unknown key"
+            is_known = key in COMPILED_KEYS
+            problem = f"only for mode 'compiled', not {mode!r}" if is_known else "unknown key"
             raise ValueError(
                 f"{SECTION}.{key}={section[key]!r}: {problem}; allowed: {', '.join(allowed)}"
             )

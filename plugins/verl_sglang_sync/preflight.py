@@ -49,7 +49,7 @@ def examine(config: DictConfig) -> tuple[WeightSyncConfig | None, list[str]]:
         return None, list(_without_preset(config, rollout))
     if problems := [problem for check in _CHECKS for problem in check(config, settings)]:
         lines = "\n".join(f"  - {problem}" for problem in problems)
-        raise RecipeError(f"+weight_sync={settings.mode} cannot run with this recipe:\n{lines}")
+        raise RecipeError(f"the weight sync cannot run with this recipe:\n{lines}")
     return settings, list(_remarks(config, settings))
 
 
@@ -145,12 +145,19 @@ def _serves_adapter(config: DictConfig) -> bool:
     if OmegaConf.select(config, f"{MODEL}.lora.merge"):
         return False
     ranks = (OmegaConf.select(config, f"{MODEL}.{key}") for key in ("lora_rank", "lora.rank"))
-    return any(rank and rank > 0 for rank in ranks)
+    return any(isinstance(rank, int) and rank > 0 for rank in ranks)
 
 
 def _check_broadcast(config: DictConfig, settings: WeightSyncConfig) -> Iterator[str]:
     """What the disaggregated backend cannot carry."""
-    if OmegaConf.select(config, BACKEND_KEY) != BROADCAST_BACKEND:
+    backend = OmegaConf.select(config, BACKEND_KEY)
+    trainer = OmegaConf.select(config, "trainer.v1.trainer_mode")
+    if backend != BROADCAST_BACKEND:
+        if backend in (None, "naive") and trainer == "separate_async":
+            yield (
+                f"trainer.v1.trainer_mode='separate_async' with {BACKEND_KEY}={backend!r}: its "
+                "rollouts have GPUs of their own; use +weight_sync=disaggregated"
+            )
         return
     if settings.mode == "bucketed":
         yield (
@@ -164,7 +171,6 @@ def _check_broadcast(config: DictConfig, settings: WeightSyncConfig) -> Iterator
             f"{BROADCAST_BACKEND!r}: allowed: 1 (SGLang's engines join the update group by "
             "tensor-parallel rank)"
         )
-    trainer = OmegaConf.select(config, "trainer.v1.trainer_mode")
     hybrid = OmegaConf.select(config, "actor_rollout_ref.hybrid_engine")
     if hybrid and trainer not in (None, "separate_async"):
         yield (
@@ -232,7 +238,7 @@ def _check_keys(config: DictConfig, settings: WeightSyncConfig) -> Iterator[str]
         for key in keys:
             value, allowed = getattr(settings, key), getattr(default, key)
             if value != allowed:
-                yield f"{SECTION}.{key}={value!r} has no effect, {why}; allowed: {allowed!r}"
+                yield f"{SECTION}.{key}={value!r} has no effect ({why}); allowed: {allowed!r}"
 
 
 _CHECKS: tuple[Callable[[DictConfig, WeightSyncConfig], Iterator[str]], ...] = (

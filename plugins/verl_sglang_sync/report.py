@@ -119,9 +119,12 @@ class SyncReport:
             )
         if report_file is not None:
             path = Path(report_file)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("ab") as file:
-                file.write(msgspec.json.encode(self) + b"\n")
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with path.open("ab") as file:
+                    file.write(msgspec.json.encode(self) + b"\n")
+            except OSError as error:  # a full disk: no reason to end a training
+                warn_once(f"weight sync: nothing is added to report_file={report_file!r}: {error}")
 
     @property
     def _kept_on_host(self) -> float:

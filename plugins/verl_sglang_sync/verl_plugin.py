@@ -12,7 +12,7 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-ROLLOUT_CLASS = "verl_sglang_sync.verl.rollout.WeightSyncServerAdapter"
+ROLLOUT_CLASS = "verl_sglang_sync.verl.rollout.WeightSyncRollout"
 
 
 def register() -> None:

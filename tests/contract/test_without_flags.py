@@ -1,6 +1,6 @@
 """Installed but not switched on: the server receives exactly what verl's own adapter sends.
 
-Both adapters run the same wake-up, sync and sleep against a real HTTP server that records every
+Both rollouts run the same wake-up, sync and sleep against a real HTTP server that records every
 request, with a real Ray actor in the place where verl looks for its server.
 """
 
@@ -147,14 +147,14 @@ def test_without_a_preset_the_requests_and_the_server_are_verls_own(rollout, mon
     from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer
     from verl.workers.rollout.sglang_rollout.http_server_engine import AsyncHttpServerAdapter
 
-    from verl_sglang_sync.verl.rollout import WeightSyncServerAdapter
+    from verl_sglang_sync.verl.rollout import WeightSyncRollout
 
     if missing := AsyncHttpServerAdapter.__abstractmethods__:
         pytest.skip(f"verl alone does not run with this SGLang: {', '.join(sorted(missing))}")
     monkeypatch.setattr(sglang_rollout, "get_device_id", lambda: "cpu")
-    assert get_rollout_class("sglang") is WeightSyncServerAdapter, "the plugin is installed"
+    assert get_rollout_class("sglang") is WeightSyncRollout, "the plugin is installed"
     verls = requests_of(sglang_rollout.ServerAdapter, rollout)
-    assert requests_of(WeightSyncServerAdapter, rollout) == verls
+    assert requests_of(WeightSyncRollout, rollout) == verls
     export = FSDPEngine.get_per_tensor_param
     assert export.__module__ == FSDPEngine.__module__, "verl's export is wrapped"
     assert not hasattr(export, "__wrapped__"), "verl's export is wrapped"

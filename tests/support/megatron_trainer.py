@@ -68,7 +68,7 @@ class MegatronActor:
 
         from verl_sglang_sync.verl.exports import make_exports_repeatable
 
-        make_exports_repeatable()  # as the rollout adapter does in this process
+        make_exports_repeatable()  # as the rollout does in this process
         self._layout, self._others = layout, set(_world.pg_map)
         self._engine = MegatronEngineWithLMHead(
             HFModelConfig(path=str(model), load_tokenizer=False),

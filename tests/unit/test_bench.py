@@ -32,6 +32,7 @@ def test_a_gpu_that_is_too_small_is_refused():
         (["--model", "gpt-5"], "--model gpt-5: allowed: "),
         (["--arms", "native,fastest"], "--arms fastest: allowed: native, bucketed"),
         (["--device", "tpu"], "--device tpu: allowed: "),
+        (["--json", "."], "Invalid value for '--json'"),
     ],
 )
 def test_a_choice_that_cannot_be_is_an_error_that_names_what_is_allowed(options, text):

@@ -59,6 +59,10 @@ class TestRecipe:
                 (*COMPILED, "actor_rollout_ref.actor.strategy=fsdp"),
                 "makes the full export (not in place: actor.strategy=fsdp: neither fsdp2 nor",
             ),
+            (
+                (*COMPILED, f"{ACTOR}.fsdp_config.param_offload=True"),
+                "makes the full export (not in place: actor.fsdp_config.param_offload=True: verl's",
+            ),
             ((*COMPILED, f"{ROLLOUT}.quantization=fp8"), "rollout.quantization=fp8"),
             ((*COMPILED, f"{ROLLOUT}.checkpoint_engine.backend=nccl"), "backend='nccl' brings the"),
             ((*presets.USUAL, "+weight_sync=bucketed"), "through 1 staging buffer, shared by CUDA"),
@@ -85,6 +89,7 @@ class TestRecipe:
         *_, last = presets.recipe_checks(COMPILED, NO_GPU)
         assert "shared by /dev/shm" in last.detail
         assert "the CPU engine keeps its memory" in last.detail
+        assert "(not in place: no GPU here)" in last.detail
 
     @pytest.mark.parametrize(
         ("overrides", "said"),
@@ -93,6 +98,12 @@ class TestRecipe:
             ([*COMPILED, f"{SECTION}.bukket=1"], ("bukket",)),
             ([*COMPILED, f"+{SECTION}.bukket=1"], ("bukket=1: unknown key",)),
             ([*COMPILED, f"{SECTION}.host_backup=1"], ("host_backup=1: allowed",)),
+            ([*COMPILED, "trainer.nnodes=two"], ("trainer.nnodes='two': expected a whole",)),
+            ([*COMPILED, f"{SECTION}.mode=fastest"], ("mode='fastest': allowed: bucketed",)),
+            (
+                [*COMPILED, f"{SECTION}.mode=flattened"],
+                ("recheck_every_n_syncs=0: only for mode 'compiled', not 'flattened'",),
+            ),
             (
                 [*COMPILED, f"{ROLLOUT}.quantization=torchao", f"{ROLLOUT}.name=vllm"],
                 ("rollout.quantization='torchao'", "name='vllm'"),

@@ -81,7 +81,7 @@ DP_ATTENTION = {
 BAD = {
     "vLLM": ({f"{ROLLOUT}.name": "vllm"}, [f"{ROLLOUT}.name='vllm': allowed: 'sglang'"]),
     "no rollout": ({f"{ROLLOUT}.name": "???"}, [f"{ROLLOUT}.name=None: allowed: 'sglang'"]),
-    "empty bucket": ({BUCKET: 0}, [f"{BUCKET}=0: expected a whole number of MiB, at least 1"]),
+    "empty bucket": ({BUCKET: 0}, [f"{BUCKET}=0: expected a whole number of MiB from 1"]),
     "disaggregation": (
         {f"{ROLLOUT}.disaggregation.enabled": True},
         [f"{ROLLOUT}.disaggregation.enabled=True: allowed: False"],
@@ -101,6 +101,10 @@ BAD = {
     "other quantization": (
         {f"{ROLLOUT}.quantization": "torchao"},
         [f"{ROLLOUT}.quantization='torchao': allowed: null, 'fp8'"],
+    ),
+    "rollouts elsewhere": (
+        {"trainer.v1.trainer_mode": "separate_async"},
+        ["trainer.v1.trainer_mode='separate_async' with", "use +weight_sync=disaggregated"],
     ),
     "a loader that is no list": ({LOADER: "a.b"}, [f"{LOADER}='a.b': expected a list of dotted"]),
     "graphs that are not there": (
@@ -134,7 +138,7 @@ def test_every_problem_is_named_at_once(recipe):
     with pytest.raises(RecipeError) as error:
         check_recipe(recipe("flattened", changes))
     first, *problems = str(error.value).splitlines()
-    assert first == "+weight_sync=flattened cannot run with this recipe:"
+    assert first == "the weight sync cannot run with this recipe:"
     assert len(problems) == len(names)
     for name in names:
         assert any(BAD[name][1][0] in problem for problem in problems)
@@ -288,7 +292,7 @@ def test_a_key_that_does_nothing_is_refused(recipe, name, key):
         if key in COMPILED_KEYS and mode != "compiled":
             problem = "only for mode 'compiled'"
         elif key in without_effect:
-            problem = f"{key}={setting_of(OTHER_VALUES[key])!r} has no effect, "
+            problem = f"{key}={setting_of(OTHER_VALUES[key])!r} has no effect ("
         else:
             settings = check_recipe(recipe(mode, changes))
             assert getattr(settings, key) == setting_of(OTHER_VALUES[key]), "as the recipe says"

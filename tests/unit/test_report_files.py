@@ -84,6 +84,13 @@ def test_files_stand_side_by_side(compiled, disaggregated):
     assert rows["exported in full"] == ["3", "4"]
 
 
+def test_both_modes_of_a_file_are_named(tmp_path):
+    path = tmp_path / "both"
+    for replica, mode in ((0, "compiled"), (None, "sglang_sync/compiled")):
+        SyncReport(mode=mode, replica=replica, seconds={"load": 1.0}).publish(str(path))
+    assert "both: compiled, sglang_sync/compiled, 1 syncs of" in run(path).stdout
+
+
 @pytest.mark.parametrize("suffix", ["png", "svg"])
 def test_plot(compiled, disaggregated, tmp_path, suffix):
     picture = tmp_path / f"syncs.{suffix}"
@@ -129,12 +136,22 @@ class TestTrace:
         events = trace_of([read_run(disaggregated)])["traceEvents"]
         assert [event["name"] for event in events[2:]] == ["sync", "export", "pack", "load"]
 
-    def test_a_line_that_does_not_tell_when_is_named(self, tmp_path):
+    @pytest.mark.parametrize(
+        ("seconds", "started_at"),
+        [
+            ({"load": 1.0}, {}),
+            ({"load": 1.0, "sync": 1.0}, {"load": 5.0}),
+            ({"load": 1.0, "sync": 1.0}, {"sync": 5.0}),
+            ({"release": 1.0}, {"load": 5.0}),
+        ],
+    )
+    def test_a_line_that_does_not_tell_when_is_named(self, tmp_path, seconds, started_at):
         path, trace = tmp_path / "old.jsonl", tmp_path / "trace.json"
-        SyncReport(mode="compiled", replica=0, seconds={"load": 1.0}).publish(str(path))
+        line = SyncReport(mode="compiled", replica=0, seconds=seconds, started_at=started_at)
+        line.publish(str(path))
         result = run(path, "--trace", trace)
         assert result.exit_code == 2
-        assert f"{path}, line 1: started_at is empty" in result.stderr
+        assert f"{path}, line 1: started_at lacks its stages" in result.stderr
         assert not trace.exists()
 
 

@@ -9,14 +9,17 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from sglang_loader.common.session.messages import SessionError
+from support.settings import settings_of
 from unit.failed_replies import BAD, LOST, FailsReplies, failed_request
+from unit.serving_engine import ServingEngine
 from unit.test_session_commit import SETTINGS
 from verl_sglang_sync import WeightSyncError
 from verl_sglang_sync.collective import RankLost, TrainerGroup
 from verl_sglang_sync.engine.arrangements import EngineArrangements
 from verl_sglang_sync.engine.engine_ranks import EngineRank
 from verl_sglang_sync.engine.server_client import RequestFailed, ServerError
-from verl_sglang_sync.engine.session import EngineFailed
+from verl_sglang_sync.engine.session import EngineFailed, TrainerSession
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.routes.mapped_delivery import MappedDelivery
 from verl_sglang_sync.sync.engines import Opened
@@ -83,6 +86,28 @@ def test_a_failure_says_what_the_engine_may_serve(may_be_served, text):
     assert not ranks.agree()
     with pytest.raises(WeightSyncError, match=text):
         ranks.raise_error()
+
+
+@pytest.mark.parametrize(
+    ("is_silent", "text"),
+    [(True, "may serve the new weights already"), (False, "weights may be incomplete")],
+)
+def test_a_commit_whose_outcome_is_not_told_may_be_served(is_silent, text, monkeypatch):
+    """Where the engine says that it publishes nothing, it is not."""
+    if is_silent:
+        silent = Mock(side_effect=SessionError("no message from the engine"))
+        monkeypatch.setattr(TrainerSession, "wait_until_published", silent)
+    engine = ServingEngine()
+    engine.refuses = None if is_silent else "these do not fit"
+    transport = colocated_transport(
+        engine=engine,
+        settings=settings_of("bucketed", manifest_check="off", request_timeout_s=30).for_session(),
+        group=TrainerGroup(),
+        device=torch.device("cpu"),
+    )
+    report = SyncReport(mode="bucketed", replica=0)
+    with pytest.raises(WeightSyncError, match=text):
+        asyncio.run(transport.sync([("a", torch.ones(60))], version="2", report=report))
 
 
 def test_the_first_failure_is_kept():

@@ -63,6 +63,11 @@ def test_the_log_line_is_seen_at_verls_default_level(caplog):
     assert caplog.text.count("weight sync: compiled, replica 0") == 1
 
 
+def test_a_report_file_that_cannot_be_written_is_a_warning(tmp_path, caplog):
+    report(0.5, num_eager=0).publish(str(tmp_path))
+    assert f"nothing is added to report_file={str(tmp_path)!r}: [Errno 21]" in caplog.text
+
+
 @pytest.mark.parametrize(("host_bytes", "num_replayed", "warns"), [(3, 2, True), (3, 0, False)])
 def test_weights_that_stay_on_the_host_though_a_plan_holds_are_a_warning(
     host_bytes, num_replayed, warns, caplog

@@ -128,7 +128,7 @@ def look_at_verl() -> list[Check]:
         ours_check(
             "verl rollout class",
             lambda: base.get_rollout_class("sglang", "async"),
-            f"{NAME}.verl.rollout.WeightSyncServerAdapter",
+            f"{NAME}.verl.rollout.WeightSyncRollout",
         ),
         ours_check(
             "verl replica class",

@@ -75,6 +75,9 @@ def recipe_checks(overrides: Sequence[str], machine: Machine) -> Iterator[Check]
 
     try:
         config = compose(overrides)
+        for key in ("trainer.nnodes", "trainer.n_gpus_per_node"):
+            if not isinstance(value := OmegaConf.select(config, key), int):
+                raise ValueError(f"{key}={value!r}: expected a whole number")
         settings, remarks = examine(config)
     except Exception as error:
         yield Check("recipe: preflight", FAIL, str(error), "no run would start")
@@ -138,6 +141,7 @@ def _later_route(config: DictConfig, settings: WeightSyncConfig, machine: Machin
         "read_in_place=False": not settings.read_in_place,
         f"trainer.nnodes={config.trainer.nnodes}": config.trainer.nnodes > 1,
         "CUDA IPC fails between GPUs": not machine.reads_other_gpus,
+        "no GPU here": not machine.num_gpus,
     }
     reasons = computed or [reason for reason, holds in out_of_reach.items() if holds]
     if not reasons:
@@ -162,6 +166,8 @@ def _computed_exports(config: DictConfig) -> Iterator[str]:
         yield f"actor.strategy={strategy}: neither fsdp2 nor megatron"
     if strategy == "megatron" and actor_rollout.actor.megatron.vanilla_mbridge:
         yield "actor.megatron.vanilla_mbridge=True: mbridge does not say what it exports"
+    if strategy == "fsdp2" and actor_rollout.actor.fsdp_config.param_offload:
+        yield "actor.fsdp_config.param_offload=True: verl's export moves one parameter at a time"
     for key in ("model.lora_rank", "model.lora.rank", "rollout.quantization"):
         if value := OmegaConf.select(actor_rollout, key):
             yield f"{key}={value}"

@@ -30,7 +30,7 @@ def draw(runs: Sequence[Run]) -> Figure:
     heights = (0.8 + 0.6 * len(runs), 2.6)
     bars, lines = figure.subplots(2, height_ratios=heights)
     names = _names(runs)
-    labels = [f"{name}\n{run.syncs[0].mode}" for name, run in zip(names, runs, strict=True)]
+    labels = [f"{name}\n{run.mode}" for name, run in zip(names, runs, strict=True)]
     stage_bars(bars, labels, [run.typical.shown for run in runs])
     bars.set_title("the median sync after the first", loc="left", fontsize="medium")
     bars.set_xlabel("seconds")

@@ -81,6 +81,11 @@ class Run:
     name: str
     lines: tuple[ReplicaSync, ...]
 
+    @property
+    def mode(self) -> str:
+        """Of all lines; two where some rollouts share the trainer's GPUs and others do not."""
+        return ", ".join(dict.fromkeys(line.mode for line in self.lines))
+
     @cached_property
     def syncs(self) -> list[ReplicaSync]:
         """One after the other, each as the slowest replica went through it."""
@@ -135,8 +140,10 @@ def trace_of(runs: Sequence[Run]) -> dict[str, Any]:
             ids = {"pid": process, "tid": thread}
             events.append({"name": kind, "ph": "M", "args": {"name": name}, **ids})
         for number, line in enumerate(run.lines, 1):
-            if not line.started_at:
-                raise ReportFileError(f"{run.name}, line {number}: started_at is empty: no trace")
+            begun = line.seconds.keys() & line.started_at.keys()
+            if "sync" in line.seconds.keys() - begun or not begun - {"sync"}:
+                where = f"{run.name}, line {number}"
+                raise ReportFileError(f"{where}: started_at lacks its stages: no trace")
             ids = {"pid": process, "tid": line.replica or 0}
             args = {"weight_version": line.weight_version, "mode": line.mode}
             for stage, start, spent in spans(line):

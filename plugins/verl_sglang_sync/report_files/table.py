@@ -59,7 +59,7 @@ def headings(runs: Sequence[Run]) -> Iterator[str]:
     for number, run in enumerate(runs, 1):
         num_replicas = len({line.replica for line in run.lines})
         each = f" of {num_replicas} replicas, each as the slowest" if num_replicas > 1 else ""
-        yield f"({number}) {run.name}: {run.syncs[0].mode}, {len(run.syncs)} syncs{each}"
+        yield f"({number}) {run.name}: {run.mode}, {len(run.syncs)} syncs{each}"
         for reason, num_lines in run.eager_reasons.items():
             yield f"    SGLang's load_weights in {num_lines} of {len(run.lines)} lines: {reason}"
 

@@ -5,7 +5,7 @@
         generate(...)
                            # on leaving: release kv_cache and weights
 
-verl's rollout adapter drives the same object step by step (`resume`, `sync`, `release`), because
+Our rollout for verl drives the same object step by step (`resume`, `sync`, `release`), because
 there the trainer's worker frees its own memory between the sync and the KV cache.
 """
 

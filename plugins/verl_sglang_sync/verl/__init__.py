@@ -1,1 +1,1 @@
-"""Adapters to verl's rollout, replica, checkpoint engine and exports."""
+"""What verl calls: a rollout, a replica and a checkpoint engine of ours; and verl's exports."""

@@ -90,9 +90,9 @@ class SGLangSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         """Tell which server this process leads; None in trainers and on other ranks."""
         if not self._is_rollout:
             return None
-        from verl_sglang_sync.verl.rollout import adapter_of_this_process
+        from verl_sglang_sync.verl.rollout import rollout_of_this_process
 
-        return adapter_of_this_process().rollout_server()
+        return rollout_of_this_process().rollout_server()
 
     @classmethod
     def build_topology(

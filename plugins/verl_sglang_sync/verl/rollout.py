@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 LORA_SLEEP_LEVEL = 1  # verl: only the KV cache sleeps where a LoRA adapter is served
 
 
-class WeightSyncServerAdapter(ServerAdapter):  # type: ignore[misc]
+class WeightSyncRollout(ServerAdapter):  # type: ignore[misc]
     """`ServerAdapter` with our stages and wire formats; same arguments as verl's."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -42,8 +42,8 @@ class WeightSyncServerAdapter(ServerAdapter):  # type: ignore[misc]
         if self._settings is not None:
             make_exports_repeatable()
             complete_server_client()
-        global _adapter
-        _adapter = weakref.ref(self)
+        global _rollout
+        _rollout = weakref.ref(self)
 
     def rollout_server(self) -> RolloutServer | None:
         """The server that this rollout worker leads, for a trainer elsewhere; None on others."""
@@ -179,15 +179,15 @@ class WeightSyncServerAdapter(ServerAdapter):  # type: ignore[misc]
         return keys | limits
 
 
-_adapter: weakref.ref[WeightSyncServerAdapter] | None = None
+_rollout: weakref.ref[WeightSyncRollout] | None = None
 
 
-def adapter_of_this_process() -> WeightSyncServerAdapter:
-    """The adapter that verl made in this rollout worker; it makes one."""
-    adapter = _adapter() if _adapter is not None else None
-    if adapter is None:
-        raise RuntimeError("this process has no rollout adapter of ours")
-    return adapter
+def rollout_of_this_process() -> WeightSyncRollout:
+    """The rollout that verl made in this rollout worker; it makes one."""
+    rollout = _rollout() if _rollout is not None else None
+    if rollout is None:
+        raise RuntimeError("this process has no rollout of verl-sglang-sync")
+    return rollout
 
 
 def current_device() -> torch.device:

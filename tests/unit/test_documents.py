@@ -1,0 +1,48 @@
+"""What the documents name is there: files, settings, fields of a report, log lines."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+
+from verl_sglang_sync.config import COMPILED_KEYS, PRESET_KEYS
+from verl_sglang_sync.report import SyncReport
+from verl_sglang_sync.report_files.runs import STAGES
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/results/*.md")]
+
+
+def first_column(document, heading):
+    """Names in backticks in the first cells of the table that follows a line."""
+    rows = (ROOT / document).read_text().split(f"{heading}\n|---|")[1].split("\n\n")[0]
+    return re.findall(r"`([\w.<>]+)`", "".join(row.split(" | ")[0] for row in rows.splitlines()))
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_link_leads_to_a_file(document):
+    for target in re.findall(r"\]\(([^)#]+)", document.read_text()):
+        assert target.startswith("http") or (document.parent / target).exists(), target
+
+
+def test_every_setting_is_in_the_readme():
+    keys = {name.split(".")[0] for name in first_column("README.md", "| key | default | meaning |")}
+    assert keys == {*PRESET_KEYS, *COMPILED_KEYS}
+
+
+def test_every_field_and_stage_of_a_report_is_described():
+    fields = {name.split(".")[0] for name in first_column("docs/report.md", "| field | meaning |")}
+    assert fields == {field.name for field in dataclasses.fields(SyncReport)}
+    stages = first_column("docs/report.md", "| stage | what the leading rank does |")
+    assert set(stages) == {*STAGES, "sync", "load_adapter", "unload_adapter"} - {"other"}
+
+
+def test_a_quoted_log_line_is_one_of_ours():
+    files = ROOT.glob("plugins/**/*.py")
+    said = re.sub(r'"\s*\n\s*f?"', "", "".join(path.read_text() for path in files))
+    quoted = re.findall(r"\*\*`([^`]+)`", (ROOT / "docs/troubleshooting.md").read_text())
+    assert len(quoted) >= 12
+    for line in map(" ".join, map(str.split, quoted)):
+        for part in re.split(r"<reason>|\.\.\.|\d of \d engine ranks|\bN\b|'nccl'|; ", line):
+            assert part.strip(":% ") in said, line
