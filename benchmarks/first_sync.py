@@ -160,7 +160,7 @@ def first_sync(model: Any, buckets: list[Any], *, is_alone: bool = True) -> dict
         started = time.process_time()
         loader.start(engine_context(model), recheck_every_n_syncs=0)
         for index, (layout, buffer) in enumerate(buckets):
-            loader.load(index, layout, BucketSource.flat(buffer), read_only=False)
+            loader.load(index, layout, BucketSource.flat(buffer))
         outcome = loader.finish()
         checked = time.process_time()
         layouts = [layout for layout, _ in buckets]
