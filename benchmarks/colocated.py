@@ -15,6 +15,7 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,17 @@ sys.path[:0] = PATHS
 import torch  # noqa: E402
 
 from benchmarks import ranks  # noqa: E402
+from support.trainer import TrainerRank  # noqa: E402
 from verl_sglang_sync.bench.arms import ARMS, COPY_LIMIT, SYNC_STAGES  # noqa: E402
 from verl_sglang_sync.bench.colocated import ASLEEP_S, STAGES, measure  # noqa: E402
 from verl_sglang_sync.bench.model_shapes import MODELS, write_config  # noqa: E402
 from verl_sglang_sync.bench.results_file import hardware, print_table, write_results  # noqa: E402
 from verl_sglang_sync.bench.trainers import ShardedModel  # noqa: E402
+
+
+def exporter(model: str) -> Callable[[TrainerRank], ranks.Export]:
+    """Makes a rank's share of the model, which it then exports."""
+    return lambda rank: ShardedModel(model, rank.device).reexport
 
 
 def main() -> None:
@@ -62,7 +69,7 @@ def main() -> None:
         os.environ["PYTHONPATH"] = os.pathsep.join([*PATHS, os.environ.get("PYTHONPATH", "")])
         for model in args.models:
             rows += ranks.measure(
-                lambda rank, model=model: ShardedModel(model, rank.device).reexport,
+                exporter(model),
                 arms,
                 model=model,
                 config=write_config(folder / model, model),

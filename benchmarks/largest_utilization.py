@@ -217,7 +217,7 @@ class Search:
             steps, memory = grpo_step.run_arm(preset, folder, NUM_STEPS, more, limit_s=limit_s)
             stages = grpo_step.stage_medians(folder, preset)
             run.result = grpo_step.row_of(self._arm, self._args.model, steps, stages)
-            run.num_steps, run.peak_bytes = len(steps), max(memory["megabytes"]) * 1_000_000
+            run.num_steps, run.peak_bytes = len(steps), int(max(memory["megabytes"])) * 1_000_000
         except (RuntimeError, subprocess.TimeoutExpired) as failed:
             run.ended, run.why = why_failed(log.read_text(errors="replace"))
             if isinstance(failed, subprocess.TimeoutExpired):

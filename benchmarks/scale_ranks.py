@@ -162,8 +162,10 @@ class EngineRank:
             rest=nothing,
             written=nothing,
             live_in=nothing,
+            writes=nothing,
+            left_out=(),
+            remade=frozenset(),
             host_reads=(),
-            touched=frozenset(),
         )
         arranged = arrange(plan)
         assert arranged is not None, "no copy crosses the bounds of a tensor"
