@@ -150,7 +150,7 @@ class SyncReport:
             (self.num_sent, f"sent by {len(self.pair_bytes)} ranks"),
             (self.num_arranged, f"arranged in {self.sent_bytes / 1e9:.3g} GB"),
             (self.num_replayed, "replayed"),
-            (self.num_eager, "loaded eagerly"),
+            (self.num_eager, "loaded by load_weights"),
         )
         return "".join(f", {num} {how}" for num, how in counts if num)
 

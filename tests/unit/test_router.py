@@ -162,7 +162,7 @@ def test_a_base_url_is_taken_as_it_is(url):
     (
         *("", "10.0.0.1:30000", "ftp://h:1", "http://", "http://:30000", "http://::1:30000"),
         *("http://h:99999", "http://h:x", "http://[::1", "http://h:0", "http://h:1?a=b"),
-        *("http://u:p@h:1", 30000, True, ["http://h:1"]),
+        *("http://u:p@h:1", "http://h 1:1", "http://h:1\n", 30000, True, ["http://h:1"]),
     ),
 )
 def test_anything_else_is_no_base_url(value):

@@ -156,6 +156,7 @@ def checked_base_url(key: str, value: object) -> str:
     except ValueError as error:
         raise ValueError(f"{key}={value!r}: {error}; {allowed}") from None
     usable = parts.scheme in ("http", "https") and parts.hostname and port != 0
+    usable = usable and not any(map(str.isspace, value))
     if not usable or parts.query or parts.fragment or parts.username is not None:
         raise ValueError(f"{key}={value!r}: {allowed}")
     return value.rstrip("/")
