@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from sglang_loader.common.check_remarks import REMARK, remarks_in
+from sglang_loader.common.session.messages import MAKING_PLAN
 from sglang_loader.common.stage_costs import StageCosts
 
 logger = logging.getLogger(__name__)
@@ -112,7 +113,7 @@ class SyncReport:
                 "host when it sleeps, though a load plan holds: the plan is not proven to rewrite "
                 "them, as those of a draft model that is not synced"
             )
-        if self.eager_reason is not None:
+        if self.eager_reason not in (None, MAKING_PLAN):
             warn_once(
                 "weight sync: SGLang's own load_weights loads buckets, slower than the load plan: "
                 f"{self.eager_reason}"

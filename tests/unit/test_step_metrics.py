@@ -4,6 +4,7 @@ import logging
 
 import pytest
 
+from sglang_loader.common.session.messages import MAKING_PLAN
 from verl_sglang_sync.report import SyncReport, warn_once
 from verl_sglang_sync.verl.step_metrics import merged
 
@@ -61,6 +62,15 @@ def test_the_log_line_is_seen_at_verls_default_level(caplog):
     report(0.5, num_eager=0).publish(None)
     assert [record.levelname for record in caplog.records] == ["INFO"]
     assert caplog.text.count("weight sync: compiled, replica 0") == 1
+
+
+@pytest.mark.parametrize(("reason", "warns"), [(MAKING_PLAN, False), ("no plan fits", True)])
+def test_what_load_weights_loads_is_a_warning_but_in_the_first_sync(reason, warns, caplog):
+    told = report(0.5, num_eager=3)
+    told.eager_reason = reason
+    warn_once.cache_clear()
+    told.publish(None)
+    assert (f"slower than the load plan: {reason}" in caplog.text) == warns
 
 
 def test_a_report_file_that_cannot_be_written_is_a_warning(tmp_path, caplog):

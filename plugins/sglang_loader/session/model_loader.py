@@ -25,7 +25,7 @@ import torch
 
 from sglang_loader.common.bucket_source import BucketSource
 from sglang_loader.common.layout import BucketLayout
-from sglang_loader.common.session.messages import SessionError
+from sglang_loader.common.session.messages import MAKING_PLAN, SessionError
 from sglang_loader.host_backup import backup_of
 from sglang_loader.load_plan import (
     BucketPlan,
@@ -227,7 +227,7 @@ class ModelLoader:
         """End a sync whose buckets all came."""
         if self._load_mode is _LoadMode.RECORD:
             self._compile()
-            self._reason = self._reason or "the plan is being made"
+            self._reason = self._reason or MAKING_PLAN
         elif self._load_mode is _LoadMode.CHECK:
             self._syncs_since_check = 0
             self._note("the plan was due for a check")

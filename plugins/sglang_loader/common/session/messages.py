@@ -228,6 +228,10 @@ class Receiving(_Message, frozen=True, kw_only=True):
     index: int
 
 
+MAKING_PLAN = "the plan is being made"
+"""`Loaded.reason` of a first sync, which is as it should be."""
+
+
 class Loaded(_Message, frozen=True, kw_only=True):
     """Engine: all weights of this rank are in place, and no memory of the trainer's is read more.
 
