@@ -183,6 +183,16 @@ def test_a_sync_that_leaves_bytes_undefined_is_not_served(engine):
     assert engine.gate[-1] is None
 
 
+def test_a_sync_of_fewer_buckets_does_not_define_what_the_others_write(engine):
+    engine.sleep_and_wake()
+    [failure] = engine.session(3.0, names=FEWER)
+    assert "are undefined since the last resume" in failure
+    assert "are undefined since the last resume" in str(engine.gate[-1])
+    assert engine.session(4.0) == []
+    assert engine.gate[-1] is None
+    check_loaded(engine.model, 4.0)
+
+
 def test_bytes_that_are_undefined_on_another_rank_are_not_served_here(engine):
     engine.others, engine.undefined = [(None, True, False)], "TP rank 1: 8 bytes are undefined"
     assert engine.session(3.0) == [engine.undefined]
