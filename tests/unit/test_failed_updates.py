@@ -183,7 +183,10 @@ def test_a_sync_that_leaves_bytes_undefined_is_not_served(engine):
     assert engine.gate[-1] is None
 
 
-def test_a_sync_of_fewer_buckets_does_not_define_what_the_others_write(engine):
+@pytest.mark.parametrize("policy", ["auto", "off"])
+def test_a_sync_of_fewer_buckets_does_not_define_what_the_others_write(engine, policy):
+    engine.backup = arm(engine.model, policy, reachable)
+    assert engine.session(2.0) == []
     engine.sleep_and_wake()
     [failure] = engine.session(3.0, names=FEWER)
     assert "are undefined since the last resume" in failure

@@ -148,6 +148,13 @@ class WeightsBackup:
             logger.warning("weights backup: all weights are saved again: %s", reason)
         self._plan, self._covered = None, self._unproven
 
+    def sync_in_part(self, reason: str) -> None:
+        """A sync has written only a part of the coverage: what is undefined stays so, also where
+        the policy is "off".
+        """
+        self.withdraw(reason)
+        self._covered = []
+
     def sync_failed(self, reason: str) -> None:
         """The weights are half written, and the coverage is not to be trusted."""
         self.sync.fail()

@@ -240,7 +240,7 @@ class ModelLoader:
                 # failed sync, which withdrew it.
                 backup.publish(plan)
             else:
-                backup.withdraw(f"a sync had {num_loaded} of the plan's {num_buckets} buckets")
+                backup.sync_in_part(f"a sync had {num_loaded} of the plan's {num_buckets} buckets")
         return SyncOutcome(
             num_replayed=self._num_replayed,
             num_eager=len(self.uses) - self._num_replayed,
