@@ -83,6 +83,8 @@ class WeightsBackup:
             return
         started = time.perf_counter()
         now = self._allocations(model)
+        freed = subtract(self._undefined, now.ranges)
+        self._undefined = subtract(self._undefined, freed)
         wanted = self._worth_saving(now.ranges)
         kept = self._saved
         if kept is None or not all(contains(kept.ranges, piece) for piece in wanted):
