@@ -16,7 +16,14 @@ from sglang_loader.session.model_loader import loader_of
 from sglang_loader.upstream import UpdateFrame
 from support.reachable_memory import reachable
 from unit.released_memory import poison
-from unit.test_plan_store import NAMES, Model, check_loaded, layouts_of, sync
+from unit.test_plan_store import (
+    NAMES,
+    Model,
+    check_loaded,
+    layouts_of,
+    move_a_parameter,
+    sync,
+)
 
 NOT_INVITED = Mock(side_effect=ValueError("not an invitation"))
 
@@ -181,6 +188,30 @@ def test_a_sync_that_leaves_bytes_undefined_is_not_served(engine):
     assert "are undefined since the last resume" in str(engine.gate[-1])
     assert engine.session(3.0) == []
     assert engine.gate[-1] is None
+
+
+@pytest.mark.parametrize("policy", ["auto", "off"])
+def test_a_sync_of_fewer_buckets_does_not_define_what_the_others_write(engine, policy):
+    engine.backup = arm(engine.model, policy, reachable)
+    assert engine.session(2.0) == []
+    engine.sleep_and_wake()
+    [failure] = engine.session(3.0, names=FEWER)
+    assert "are undefined since the last resume" in failure
+    assert "are undefined since the last resume" in str(engine.gate[-1])
+    assert engine.session(4.0) == []
+    assert engine.gate[-1] is None
+    check_loaded(engine.model, 4.0)
+
+
+def test_memory_that_the_model_has_left_is_not_missed_for_ever(engine):
+    engine.sleep_and_wake()
+    move_a_parameter(engine.model)
+    [failure] = engine.session(3.0)
+    assert "32 bytes of the weights are undefined" in failure
+    engine.sleep_and_wake()
+    assert engine.session(4.0) == []
+    assert engine.gate[-1] is None
+    check_loaded(engine.model, 4.0)
 
 
 def test_bytes_that_are_undefined_on_another_rank_are_not_served_here(engine):

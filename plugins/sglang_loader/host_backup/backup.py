@@ -83,6 +83,8 @@ class WeightsBackup:
             return
         started = time.perf_counter()
         now = self._allocations(model)
+        freed = subtract(self._undefined, now.ranges)
+        self._undefined = subtract(self._undefined, freed)
         wanted = self._worth_saving(now.ranges)
         kept = self._saved
         if kept is None or not all(contains(kept.ranges, piece) for piece in wanted):
@@ -147,6 +149,13 @@ class WeightsBackup:
         if self._plan is not None:
             logger.warning("weights backup: all weights are saved again: %s", reason)
         self._plan, self._covered = None, self._unproven
+
+    def sync_in_part(self, reason: str) -> None:
+        """A sync has written only a part of the coverage: what is undefined stays so, also where
+        the policy is "off".
+        """
+        self.withdraw(reason)
+        self._covered = []
 
     def sync_failed(self, reason: str) -> None:
         """The weights are half written, and the coverage is not to be trusted."""

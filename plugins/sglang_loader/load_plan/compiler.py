@@ -231,11 +231,12 @@ def join_buckets(buckets: Sequence[BucketPlan], destinations: Destinations) -> L
     storages = destinations.storages
     if (stale := why_stale(buckets, destinations)) is not None:
         raise PlanRefused(stale)
-    written = _merge_all(bucket.written for bucket in buckets)
+    writes = _merge_all(bucket.writes for bucket in buckets)
     for what, storage, interval in (read for bucket in buckets for read in bucket.host_reads):
-        if _meets(written.get(storage, []), interval):
+        if _meets(writes.get(storage, []), interval):
             name = storages[storage].name
             raise PlanRefused(f"Python reads the data of {name} ({what}), which the sync writes")
+    written = _merge_all(bucket.written for bucket in buckets)
     exposed = _read_before_written(buckets)
     left = {i: subtract(written[i], exposed.get(i, ())) for i in sorted(written)}
     return LoadPlan(

@@ -234,11 +234,13 @@ class ModelLoader:
         elif self._load_mode is _LoadMode.REPLAY:
             self._num_recordings = 0
         plan, backup = self.plan, backup_of(self._model)
-        is_whole = plan is not None and len(self.uses) == len(plan.buckets)
-        if plan is not None and backup is not None and is_whole:
-            # It has written all of it, or what was loaded is proven to be that. Also after a failed
-            # sync, which withdrew it.
-            backup.publish(plan)
+        if plan is not None and backup is not None:
+            if (num_loaded := len(self.uses)) == (num_buckets := len(plan.buckets)):
+                # It has written all of it, or what was loaded is proven to be that. Also after a
+                # failed sync, which withdrew it.
+                backup.publish(plan)
+            else:
+                backup.sync_in_part(f"a sync had {num_loaded} of the plan's {num_buckets} buckets")
         return SyncOutcome(
             num_replayed=self._num_replayed,
             num_eager=len(self.uses) - self._num_replayed,

@@ -451,6 +451,16 @@ def test_refuses_host_reads_of_written_destinations_only():
     assert "Python reads the data of weight" in refusal(reads_result)
 
 
+def test_refuses_host_reads_of_what_is_written_in_part():
+    def load_one(model, name, tensor):
+        if name == "w":
+            model.buffer[torch.arange(3)] = tensor[:3]
+        elif name == "v" and bool(model.buffer.sum() > -1000):
+            model.derived.copy_(tensor)
+
+    assert "Python reads the data of buffer" in refusal(load_one)
+
+
 def test_refuses_a_loader_that_fails_under_tracing():
     calls = []
 
