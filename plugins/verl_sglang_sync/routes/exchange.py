@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -72,10 +73,7 @@ class Exchange(ShardRoute):
 
     def _compare(self, plan: ShardPlan, batches: Iterator[Batch]) -> str | None:
         receiving = Receiving(plan, self._found, self._ring)
-        compare = partial(_difference, plan, receiving)
-        problem = first_problem(plan.buckets, batches, compare)
-        receiving.drain()
-        return problem
+        return first_problem(plan.buckets, batches, partial(_difference, plan, receiving))
 
 
 class Receiving:
@@ -127,8 +125,10 @@ class Receiving:
         return self._ring.written(index)
 
     def drain(self) -> None:
-        """Receive what is left, whatever happens: the other ranks wait for what this one sends."""
-        while self._num_received < len(self._found):
+        """Receive what is left, once the ranks have begun, whatever happens: the others wait for
+        what this one sends.
+        """
+        while 0 < self._num_received < len(self._found):
             try:
                 self.receive()
             except Exception:
@@ -146,6 +146,7 @@ class Receiving:
         return whole
 
 
+@dataclass(eq=False)
 class ExchangedBuckets(SyncSource):
     """The buckets of one sync, received from all ranks. The engines must hold the arrangements that
     the plan is for.
@@ -154,22 +155,15 @@ class ExchangedBuckets(SyncSource):
         pieces_in: where a bucket's bytes are, given its number and its buffer's slot in a session.
     """
 
-    def __init__(
-        self,
-        plan: ShardPlan,
-        receiving: Receiving,
-        pieces_in: Callable[[int, int], bytes],
-        report: SyncReport,
-    ) -> None:
-        self.required_arrangements = [known.digest for known in plan.own]
-        self._plan = plan
-        self._receiving = receiving
-        self._pieces_in = pieces_in
-        self._report = report
-        self._has_begun = False
+    _plan: ShardPlan
+    _receiving: Receiving
+    _pieces_in: Callable[[int, int], bytes]
+    _report: SyncReport
+
+    def __post_init__(self) -> None:
+        self.required_arrangements = [known.digest for known in self._plan.own]
 
     def __iter__(self) -> Iterator[ReadyBucket]:
-        self._has_begun = True  # from here on the ranks wait for each other
         report, plan, receiving = self._report, self._plan, self._receiving
         for index, bucket in enumerate(plan.buckets):
             with report.stage("gather"):
@@ -187,8 +181,7 @@ class ExchangedBuckets(SyncSource):
             )
 
     def drain(self) -> None:
-        if self._has_begun:
-            self._receiving.drain()
+        self._receiving.drain()
 
 
 def _difference(

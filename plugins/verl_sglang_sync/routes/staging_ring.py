@@ -87,8 +87,7 @@ class StagingRing:
     def _reserve(self, slot: int, nbytes: int) -> None:
         """Make a buffer at least so long; what is in it is lost when it grows."""
         if nbytes > self._buffers[slot].numel():
-            for key in [key for key in self._views if key[1] == slot]:
-                del self._views[key]
+            self._views = {key: v for key, v in self._views.items() if key[1] != slot}
             self._buffers[slot] = self._empty(0)  # free before growing
             self._buffers[slot] = self._empty(nbytes)
 

@@ -14,9 +14,9 @@ failed may ask for it to be made again, once: by the same route, or with the exp
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from functools import cache, partial
+from functools import cache
 
 import torch
 
@@ -132,20 +132,19 @@ class SessionTransport:
 
     def _sync(self, task: SyncTask, ranks: RanksInStep, routes: Sequence[Route]) -> None:
         self._route, loaded = None, None
-        weights, report = task.weights, task.report
+        report = task.report
         ranks.run_if_ok(lambda: self.check_reply(report))
         with ExitStack() as stack:
             stack.push(self._end_session)
             with report.stage("open"):
                 opened = self._engines.open(stack, ranks, task)
             run = SessionRun(opened, ranks, self._settings, report)
-            source = self._choose(weights, routes, report)
+            source = self._choose(task, routes)
             ranks.run_always(source.start)
             with report.stage("open"):
                 has_met = run.meet()
             if has_met:
-                exported = partial(self._exported, weights, report)
-                source = self._after_joining(run, source, exported)
+                source = self._after_joining(run, source, task)
                 loaded = self._transfer(run, source)
             source.drain()
             run.end(defers_reply=self._defers_reply)
@@ -155,28 +154,24 @@ class SessionTransport:
         self._record_loaded(run, loaded, report)
         if isinstance(source, ExportedBuckets):
             routes = self._routes if source.asks_for_reads else self._routes[:1]
-            self._learn_routes(routes, weights, loaded, report)
+            self._learn_routes(routes, task, loaded)
 
-    def _choose(
-        self, weights: Iterable[NamedTensor], routes: Sequence[Route], report: SyncReport
-    ) -> SyncSource:
+    def _choose(self, task: SyncTask, routes: Sequence[Route]) -> SyncSource:
         for route in routes:
-            source = route.choose(weights, report)
+            source = route.choose(task.weights, task.report)
             if source is not None:
                 self._route = route
                 return source
-        return self._exported(weights, report)
+        return self._exported(task)
 
-    def _exported(self, weights: Iterable[NamedTensor], report: SyncReport) -> ExportedBuckets:
+    def _exported(self, task: SyncTask) -> ExportedBuckets:
         # The answer takes an engine a second, and is of no use where it reads the parameters in
         # place from the next sync on.
-        asks = self._is_packed_for_good or not self._routes[0].can_learn(weights)
-        export = Export(weights)
-        return ExportedBuckets(export, self._stream, self._ring, report, asks_for_reads=asks)
+        asks = self._is_packed_for_good or not self._routes[0].can_learn(task.weights)
+        export = Export(task.weights)
+        return ExportedBuckets(export, self._stream, self._ring, task.report, asks_for_reads=asks)
 
-    def _after_joining(
-        self, run: SessionRun, source: SyncSource, exported: Callable[[], SyncSource]
-    ) -> SyncSource:
+    def _after_joining(self, run: SessionRun, source: SyncSource, task: SyncTask) -> SyncSource:
         """The source, now that all engines have said how buckets may come.
 
         All ranks go through the full export where an engine holds other arrangements than were
@@ -186,9 +181,9 @@ class SessionTransport:
         if needed is not None and not run.ranks.agree(is_ready=run.engines_hold(needed)):
             if run.ranks.error is None:
                 warn_once(OTHER_BYTES)
-            if self._route is not None:
-                self._route.is_proven = False  # the engine may recheck its plan: so does the route
-            source, self._route = exported(), None
+            assert self._route is not None, "an export needs no arrangements"
+            self._route.is_proven = False  # the engine may recheck its plan: so does the route
+            source, self._route = self._exported(task), None
         return source
 
     def _transfer(self, run: SessionRun, source: SyncSource) -> list[Loaded] | None:
@@ -212,17 +207,13 @@ class SessionTransport:
                 engine.arrangements.learn(outcome.arrangements, self._stream.buckets)
 
     def _learn_routes(
-        self,
-        routes: Sequence[Route],
-        weights: Iterable[NamedTensor],
-        loaded: Sequence[Loaded],
-        report: SyncReport,
+        self, routes: Sequence[Route], task: SyncTask, loaded: Sequence[Loaded]
     ) -> None:
         """After a good sync by export: can the next ones do without it?"""
         for number, route in enumerate(routes, start=1):
-            if route.can_learn(weights):
-                with report.stage("learn"):
-                    needs_no_staging = route.learn(weights, loaded)
+            if route.can_learn(task.weights):
+                with task.report.stage("learn"):
+                    needs_no_staging = route.learn(task.weights, loaded)
                 if route.is_proven:
                     self._free_ring()  # whole buckets needed more room than it does
                 if needs_no_staging:

@@ -55,7 +55,6 @@ from verl_sglang_sync.routes.route import (
     RouteContext,
     SyncSource,
 )
-from verl_sglang_sync.sources.bucket_stream import Bucket
 from verl_sglang_sync.sources.export import NamedTensor
 from verl_sglang_sync.sources.export_trace import NotTraceable
 from verl_sglang_sync.sources.known_sources import (
@@ -97,15 +96,10 @@ class Pull(Route):
             warn_once(f"{self.not_taken} in a sync: {reason}")
             return None
         assert self._located is not None, "see _locate"
-        located = self._located
-        confirm = partial(self._confirm, located.known, weights)
         # The trainer cannot free what an engine has mapped, and must where it offloads parameters:
         # the engines keep blocks mapped only if the sync before used the same ones.
-        keeps = located.names == self._used
-        was_read = partial(self._was_read, located, keeps)
-        return PulledBuckets(
-            self._stream.buckets, located, confirm, self._device, report, keeps, was_read
-        )
+        keeps = self._located.names == self._used
+        return PulledBuckets(self, self._located, weights, report, keeps)
 
     def learn(self, weights: Iterable[NamedTensor], loaded: Sequence[Loaded]) -> bool:
         self.forget()
@@ -270,36 +264,32 @@ class Pull(Route):
 
 @dataclass(eq=False)
 class PulledBuckets(SyncSource):
-    """Buckets that lie in the trainer ranks' parameters, which `confirm` looks for again;
-    `was_read` is told after a good sync.
-    """
+    """Buckets that lie in the trainer ranks' parameters, which engines may keep mapped."""
 
     asks_for_reads = False
 
-    _buckets: Sequence[Bucket]
+    _route: Pull
     _located: Located
-    _confirm: Callable[[], None]
-    _device: torch.device
+    _weights: Iterable[NamedTensor]
     _report: SyncReport
     _keeps: bool
-    _was_read: Callable[[], None]
 
     def start(self) -> None:
         """Wait for what still writes the parameters: once all ranks have, any engine may read."""
-        synchronize(self._device)
+        synchronize(self._route._device)
 
     def delivery(self, engines: Sequence[EngineRank], in_step: InStep) -> Delivery:
         return PulledDelivery(engines, self._located.readers, keep=self._keeps)
 
     def __iter__(self) -> Iterator[ReadyBucket]:
-        for index, bucket in enumerate(self._buckets):
+        for index, bucket in enumerate(self._route._stream.buckets):
             self._report.count_bucket(len(bucket.layout.tensors), bucket.payload_bytes)
             self._report.num_pulled += 1
             yield ReadyBucket(index, bucket)
 
     def confirm(self) -> None:
         with self._report.stage("confirm"):
-            self._confirm()
+            self._route._confirm(self._located.known, self._weights)
 
     def end(self) -> None:
-        self._was_read()
+        self._route._was_read(self._located, self._keeps)

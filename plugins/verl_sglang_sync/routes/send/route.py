@@ -56,34 +56,28 @@ class Send(ShardRoute):
         return first_problem(plan.buckets, batches, partial(_difference, plan, self._device))
 
     def _source_of(self, plan: ShardPlan, report: SyncReport) -> SyncSource:
-        def delivery(engines: Sequence[EngineRank], in_step: InStep) -> Delivery:
-            group = self._process_group()
-            return SendDelivery(
-                plan, self._found, engines, group, self._device, self._limit_s, in_step, report
-            )
-
-        return SentBuckets(plan, self._pair_bytes, delivery, report)
+        return SentBuckets(self, plan, report)
 
 
 @dataclass(eq=False)
 class SentBuckets(SyncSource):
     """The buckets of one sync, sent by all trainer ranks, once the plan's all-to-all has begun. The
     engines must hold the arrangements that the plan is for.
-
-    Args:
-        delivery: makes the delivery to this rank's engine ranks.
     """
 
+    _route: Send
     _plan: ShardPlan
-    _pair_bytes: list[list[int]]
-    _delivery: Callable[[Sequence[EngineRank], InStep], Delivery]
     _report: SyncReport
 
     def __post_init__(self) -> None:
         self.required_arrangements = [known.digest for known in self._plan.own]
 
     def delivery(self, engines: Sequence[EngineRank], in_step: InStep) -> Delivery:
-        return self._delivery(engines, in_step)
+        route, plan, report = self._route, self._plan, self._report
+        group = route._process_group()
+        return SendDelivery(
+            plan, route._found, engines, group, route._device, route._limit_s, in_step, report
+        )
 
     def __iter__(self) -> Iterator[ReadyBucket]:
         for index, bucket in enumerate(self._plan.buckets):
@@ -92,8 +86,8 @@ class SentBuckets(SyncSource):
             yield ReadyBucket(index, bucket)
 
     def end(self) -> None:
-        self._report.pair_bytes = self._pair_bytes
-        self._report.sent_bytes = sum(map(sum, self._pair_bytes))
+        self._report.pair_bytes = pairs = self._route._pair_bytes
+        self._report.sent_bytes = sum(map(sum, pairs))
 
 
 def pair_bytes(found: Sequence[Sequence[Received]], num_trainers: int) -> list[list[int]]:
