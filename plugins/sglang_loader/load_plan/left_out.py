@@ -69,12 +69,19 @@ def why_stale(buckets: Sequence[BucketPlan], destinations: Destinations) -> str 
         done = [number for number, bucket in enumerate(buckets) if step in bucket.remade]
         writing = [i for i, bucket in enumerate(buckets) if is_written(step.made, bucket.writes)]
         changing = [i for i, bucket in enumerate(buckets) if is_written(step.of, bucket.writes)]
+        is_read = any(is_written(step.made, bucket.live_in) for bucket in buckets)
         for number in numbers:
-            last = max((i for i in writing if i < number), default=None)
-            if last is not None and last not in done:
+            others = [i for i in writing if i < number or (is_read and i > number)]
+            if _last_before(number, others) not in (None, *done):
                 return f"load_weights writes {name} again in another bucket"
-            # What comes later has come in the sync before.
-            last = max((i for i in changing if i < number), default=max(changing, default=None))
-            if (last is not None and last not in done) or is_written(step.of, never):
+            is_changed = _last_before(number, changing) not in (None, *done)
+            if is_changed or is_written(step.of, never):
                 return f"load_weights makes {name} of what other buckets change"
     return None
+
+
+def _last_before(number: int, buckets: Sequence[int]) -> int | None:
+    """The one of some buckets that came last before bucket `number`, in this sync or, from that
+    bucket on, in the sync before; None: there are none.
+    """
+    return max(buckets, key=lambda i: (i < number, i), default=None)

@@ -267,6 +267,15 @@ def cover(model, name, tensor):
         model.buffer[3:].zero_()
 
 
+def read_between(model, name, tensor):
+    if name == "w":
+        model.buffer.zero_()
+    elif name == "v":
+        model.derived.copy_(model.buffer + tensor)
+    elif name == "b":
+        model.buffer.copy_(tensor)
+
+
 @pytest.mark.parametrize(
     ("load_one", "reason"),
     [
@@ -275,12 +284,13 @@ def cover(model, name, tensor):
         (derive_from_what_comes_later, "makes derived of what other buckets"),
         (derive_from_derived, "makes derived of what other buckets"),
         (cover, "writes buffer again in another"),
+        (read_between, "writes buffer again in another"),
     ],
 )
 def test_refuses_what_is_made_of_another_bucket(load_one, reason):
     """No tensor of its own bucket says that it must be made again."""
     with pytest.raises(PlanRefused, match=reason):
-        compile_for(Model(load_one), pack(0, SOURCES[:1]), pack(1, SOURCES[1:]))
+        compile_for(Model(load_one), *(pack(i, SOURCES[i : i + 1]) for i in range(3)))
 
 
 def test_what_every_call_makes_anew_is_made_in_the_bucket_that_has_what_it_is_made_of():
