@@ -30,6 +30,7 @@ from sglang_loader.common.regions.geometry import (
 from sglang_loader.common.regions.intervals import (
     Interval,
     contains,
+    meets,
     merge,
     merge_runs,
     subtract,
@@ -129,7 +130,7 @@ def _needed(steps: Sequence[Step], layout: BucketLayout) -> Iterator[tuple[Step,
             if origin.space is Space.BUCKET:
                 found.add(layout.tensor_at(bounds[0]))
             for place, tensors in written[origin.space, origin.index]:
-                if _meets([place], bounds):
+                if meets([place], bounds):
                     found |= tensors
         needed = frozenset(found)
         for ref in step.writes:
@@ -158,7 +159,7 @@ def _divided(
                 copy is not None
                 and i in free
                 and rest.isdisjoint(tensors)
-                and not _meets(touched[copy.storage], copy.dst_bounds())
+                and not meets(touched[copy.storage], copy.dst_bounds())
             ):
                 moved.append(copy)
                 continue
@@ -188,11 +189,6 @@ def _as_copy(step: Step) -> StridedCopy | None:
         cast = (src.dtype, dst.dtype)
         unit = Unit(src.region.itemsize, dst.region.itemsize, cast)
     return describe_copy(dst.index, src.region, dst.region, unit)
-
-
-def _meets(ranges: Iterable[Interval], wanted: Interval) -> bool:
-    first, end = wanted
-    return first < end and any(start < end and first < stop for start, stop in ranges)
 
 
 def _effects(
@@ -233,7 +229,7 @@ def join_buckets(buckets: Sequence[BucketPlan], destinations: Destinations) -> L
         raise PlanRefused(stale)
     writes = _merge_all(bucket.writes for bucket in buckets)
     for what, storage, interval in (read for bucket in buckets for read in bucket.host_reads):
-        if _meets(writes.get(storage, []), interval):
+        if meets(writes.get(storage, []), interval):
             name = storages[storage].name
             raise PlanRefused(f"Python reads the data of {name} ({what}), which the sync writes")
     written = _merge_all(bucket.written for bucket in buckets)

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from sglang_loader.common.regions.intervals import Interval
+from sglang_loader.common.regions.intervals import Interval, meets
 from sglang_loader.load_plan.destinations import Destinations
 from sglang_loader.load_plan.plan import BucketPlan, Making
 from sglang_loader.load_plan.trace import Space, Step, TensorRef
@@ -47,12 +47,7 @@ def remade(steps: Sequence[Step]) -> frozenset[Making]:
 
 def is_written(refs: Iterable[TensorRef], writes: Writes) -> bool:
     """True if any byte of these may be."""
-    for ref in refs:
-        first, end = ref.region.bounds()
-        here = writes.get(ref.index, ())
-        if first < end and any(start < end and first < stop for start, stop in here):
-            return True
-    return False
+    return any(meets(writes.get(ref.index, ()), ref.region.bounds()) for ref in refs)
 
 
 def why_stale(buckets: Sequence[BucketPlan], destinations: Destinations) -> str | None:
