@@ -41,6 +41,7 @@ from sglang_loader.load_plan.plan import BucketPlan, LoadPlan, PlanRefused
 from sglang_loader.load_plan.trace import (
     Space,
     Step,
+    TensorRef,
     TracedBucket,
 )
 
@@ -53,7 +54,7 @@ def compile_bucket(traced: TracedBucket) -> BucketPlan:
     live = _live_steps(traced.steps)
     _refuse_unsafe(live)
     host_reads = _judge_host_reads(traced)
-    needed = list(_needed(live, traced.layout))
+    needed = _with_temporaries(list(_needed(live, traced.layout)))
     steps = [(step, tensors) for step, tensors in needed if tensors]
     candidates = [_as_copy(step) for step, _ in steps]
     copies, rest = _divided(steps, candidates)
@@ -136,6 +137,24 @@ def _needed(steps: Sequence[Step], layout: BucketLayout) -> Iterator[tuple[Step,
         for ref in step.writes:
             written[ref.space, ref.index].append((ref.region.bounds(), needed))
         yield step, needed
+
+
+def _with_temporaries(
+    needed: Sequence[tuple[Step, frozenset[int]]],
+) -> list[tuple[Step, frozenset[int]]]:
+    """The same steps; one that makes a temporary has the tensors of those that it is made for."""
+    made_for: dict[int, frozenset[int]] = defaultdict(frozenset)
+    found = []
+    for step, tensors in reversed(needed):
+        tensors = tensors.union(*(made_for[ref.index] for ref in _slots(step.writes)))
+        for ref in _slots(step.reads):
+            made_for[ref.index] |= tensors
+        found.append((step, tensors))
+    return found[::-1]
+
+
+def _slots(refs: Iterable[TensorRef]) -> Iterator[TensorRef]:
+    return (ref for ref in refs if ref.space is Space.SLOT)
 
 
 def _divided(

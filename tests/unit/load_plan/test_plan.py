@@ -204,10 +204,11 @@ def test_what_is_done_with_several_tensors_is_replayed_in_order(load_one, num_co
     assert ("derived" in plan.coverage) == (load_one is derive)
 
 
-def test_a_copy_stays_behind_a_step_that_reads_its_target():
+@pytest.mark.parametrize("made", [lambda buffer: buffer, lambda buffer: buffer * 2])
+def test_a_copy_stays_behind_a_step_that_reads_its_target(made):
     def load_one(model, name, tensor):
         if name == "w":
-            model.derived.copy_(model.buffer + tensor)
+            model.derived.copy_(made(model.buffer) + tensor)
             model.buffer.copy_(tensor)
 
     model = Model(load_one)
