@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from sglang_loader.common.regions.intervals import Interval, meets
+from sglang_loader.common.regions.intervals import Interval, meets, merge, num_bytes
 from sglang_loader.load_plan.destinations import Destinations
 from sglang_loader.load_plan.plan import BucketPlan, Making
 from sglang_loader.load_plan.trace import Space, Step, TensorRef
@@ -59,6 +59,9 @@ def why_stale(buckets: Sequence[BucketPlan], destinations: Destinations) -> str 
             left_out[step].append(number)
     for ref in (ref for step in left_out for ref in step.made):
         never[ref.index].append(ref.region.bounds())
+    for storage, ranges in never.items():
+        if num_bytes(ranges) > num_bytes(merge(ranges)):  # the last one counts, if both are done
+            return f"load_weights writes {destinations.storages[storage].name} again without data"
     for step, numbers in left_out.items():
         name = destinations.storages[step.made[0].index].name
         done = [number for number, bucket in enumerate(buckets) if step in bucket.remade]

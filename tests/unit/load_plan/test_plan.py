@@ -277,6 +277,14 @@ def read_between(model, name, tensor):
         model.buffer.copy_(tensor)
 
 
+def fill_again(model, name, tensor):
+    if name == "w":
+        model.derived.copy_(tensor * 2)
+        model.buffer[:4].fill_(1)
+    elif name == "b":
+        model.buffer[3:].zero_()
+
+
 @pytest.mark.parametrize(
     ("load_one", "reason"),
     [
@@ -286,6 +294,7 @@ def read_between(model, name, tensor):
         (derive_from_derived, "makes derived of what other buckets"),
         (cover, "writes buffer again in another"),
         (read_between, "writes buffer again in another"),
+        (fill_again, "writes buffer again without data"),
     ],
 )
 def test_refuses_what_is_made_of_another_bucket(load_one, reason):
