@@ -47,6 +47,8 @@ class Trainer:
 
     def _actor(self, name):
         async def address():
+            if name == "silent":
+                await asyncio.sleep(60)
             if name not in self.engines:
                 raise RuntimeError(f"{name} has died")
             return name, 1
@@ -60,9 +62,9 @@ class Trainer:
             set_global_steps=SimpleNamespace(remote=set_global_steps),
         )
 
-    def send(self, names, step):
+    def send(self, names, step, **keys):
         format_ = SimpleNamespace(applied=lambda weights: weights)
-        server = {"settings": settings_of("compiled"), "format": format_, "num_ranks": 1}
+        server = {"settings": settings_of("compiled", **keys), "format": format_, "num_ranks": 1}
         servers = [SimpleNamespace(actor_name=name, access={}, **server) for name in names]
         weights = Reexport(list, adapter=lambda: ([], {}))
         self._checkpoint_engine.init_process_group(servers)
@@ -105,3 +107,9 @@ def test_a_server_that_is_gone_is_named_on_all_ranks(pool):
     for error, synced in pool.run(send_to_a_server_that_is_gone):
         assert "rank 0: Traceback" in error and "d has died" in error
         assert synced == []
+
+
+def test_a_server_that_is_silent_is_named_in_time(monkeypatch):
+    trainer = Trainer(monkeypatch)
+    with pytest.raises(WeightSyncError, match="server silent did not answer within"):
+        trainer.send(["a", "silent"], 1, request_timeout_s=0.2)

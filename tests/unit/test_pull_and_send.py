@@ -19,10 +19,7 @@ HERE = SimpleNamespace(host=host_id(), may_read_in_place=True)
 PLANLESS = SimpleNamespace(host=host_id(), may_read_in_place=False)
 AWAY = SimpleNamespace(host="another host", may_read_in_place=True)
 CANNOT = "engine ranks cannot read the trainer's parameters in place: an engine"
-NODE, PLAN = (
-    f"{CANNOT} is on another node",
-    f"{CANNOT} has no load plan that leaves them as they are",
-)
+NODE, PLAN = f"{CANNOT} is on another node", f"{CANNOT} has no load plan"
 NONE = [False, False, False]
 CASES = {
     "one replica is near": ([HERE, AWAY, AWAY], True, [True, False, False], {f"2 of 3 {NODE}"}),

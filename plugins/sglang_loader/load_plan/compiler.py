@@ -30,6 +30,7 @@ from sglang_loader.common.regions.geometry import (
 from sglang_loader.common.regions.intervals import (
     Interval,
     contains,
+    meets,
     merge,
     merge_runs,
     subtract,
@@ -40,6 +41,7 @@ from sglang_loader.load_plan.plan import BucketPlan, LoadPlan, PlanRefused
 from sglang_loader.load_plan.trace import (
     Space,
     Step,
+    TensorRef,
     TracedBucket,
 )
 
@@ -52,7 +54,7 @@ def compile_bucket(traced: TracedBucket) -> BucketPlan:
     live = _live_steps(traced.steps)
     _refuse_unsafe(live)
     host_reads = _judge_host_reads(traced)
-    needed = list(_needed(live, traced.layout))
+    needed = _with_temporaries(list(_needed(live, traced.layout)))
     steps = [(step, tensors) for step, tensors in needed if tensors]
     candidates = [_as_copy(step) for step, _ in steps]
     copies, rest = _divided(steps, candidates)
@@ -129,12 +131,30 @@ def _needed(steps: Sequence[Step], layout: BucketLayout) -> Iterator[tuple[Step,
             if origin.space is Space.BUCKET:
                 found.add(layout.tensor_at(bounds[0]))
             for place, tensors in written[origin.space, origin.index]:
-                if _meets([place], bounds):
+                if meets([place], bounds):
                     found |= tensors
         needed = frozenset(found)
         for ref in step.writes:
             written[ref.space, ref.index].append((ref.region.bounds(), needed))
         yield step, needed
+
+
+def _with_temporaries(
+    needed: Sequence[tuple[Step, frozenset[int]]],
+) -> list[tuple[Step, frozenset[int]]]:
+    """The same steps; one that makes a temporary has the tensors of those that it is made for."""
+    made_for: dict[int, frozenset[int]] = defaultdict(frozenset)
+    found = []
+    for step, tensors in reversed(needed):
+        tensors = tensors.union(*(made_for[ref.index] for ref in _slots(step.writes)))
+        for ref in _slots(step.reads):
+            made_for[ref.index] |= tensors
+        found.append((step, tensors))
+    return found[::-1]
+
+
+def _slots(refs: Iterable[TensorRef]) -> Iterator[TensorRef]:
+    return (ref for ref in refs if ref.space is Space.SLOT)
 
 
 def _divided(
@@ -158,7 +178,7 @@ def _divided(
                 copy is not None
                 and i in free
                 and rest.isdisjoint(tensors)
-                and not _meets(touched[copy.storage], copy.dst_bounds())
+                and not meets(touched[copy.storage], copy.dst_bounds())
             ):
                 moved.append(copy)
                 continue
@@ -188,11 +208,6 @@ def _as_copy(step: Step) -> StridedCopy | None:
         cast = (src.dtype, dst.dtype)
         unit = Unit(src.region.itemsize, dst.region.itemsize, cast)
     return describe_copy(dst.index, src.region, dst.region, unit)
-
-
-def _meets(ranges: Iterable[Interval], wanted: Interval) -> bool:
-    first, end = wanted
-    return first < end and any(start < end and first < stop for start, stop in ranges)
 
 
 def _effects(
@@ -233,7 +248,7 @@ def join_buckets(buckets: Sequence[BucketPlan], destinations: Destinations) -> L
         raise PlanRefused(stale)
     writes = _merge_all(bucket.writes for bucket in buckets)
     for what, storage, interval in (read for bucket in buckets for read in bucket.host_reads):
-        if _meets(writes.get(storage, []), interval):
+        if meets(writes.get(storage, []), interval):
             name = storages[storage].name
             raise PlanRefused(f"Python reads the data of {name} ({what}), which the sync writes")
     written = _merge_all(bucket.written for bucket in buckets)

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from sglang_loader.common.regions.intervals import Interval
+from sglang_loader.common.regions.intervals import Interval, meets, merge, num_bytes
 from sglang_loader.load_plan.destinations import Destinations
 from sglang_loader.load_plan.plan import BucketPlan, Making
 from sglang_loader.load_plan.trace import Space, Step, TensorRef
@@ -47,12 +47,7 @@ def remade(steps: Sequence[Step]) -> frozenset[Making]:
 
 def is_written(refs: Iterable[TensorRef], writes: Writes) -> bool:
     """True if any byte of these may be."""
-    for ref in refs:
-        first, end = ref.region.bounds()
-        here = writes.get(ref.index, ())
-        if first < end and any(start < end and first < stop for start, stop in here):
-            return True
-    return False
+    return any(meets(writes.get(ref.index, ()), ref.region.bounds()) for ref in refs)
 
 
 def why_stale(buckets: Sequence[BucketPlan], destinations: Destinations) -> str | None:
@@ -64,17 +59,27 @@ def why_stale(buckets: Sequence[BucketPlan], destinations: Destinations) -> str 
             left_out[step].append(number)
     for ref in (ref for step in left_out for ref in step.made):
         never[ref.index].append(ref.region.bounds())
+    for storage, ranges in never.items():
+        if num_bytes(ranges) > num_bytes(merge(ranges)):  # the last one counts, if both are done
+            return f"load_weights writes {destinations.storages[storage].name} again without data"
     for step, numbers in left_out.items():
         name = destinations.storages[step.made[0].index].name
         done = [number for number, bucket in enumerate(buckets) if step in bucket.remade]
         writing = [i for i, bucket in enumerate(buckets) if is_written(step.made, bucket.writes)]
         changing = [i for i, bucket in enumerate(buckets) if is_written(step.of, bucket.writes)]
+        is_read = any(is_written(step.made, bucket.live_in) for bucket in buckets)
         for number in numbers:
-            last = max((i for i in writing if i < number), default=None)
-            if last is not None and last not in done:
+            others = [i for i in writing if i < number or (is_read and i > number)]
+            if _last_before(number, others) not in (None, *done):
                 return f"load_weights writes {name} again in another bucket"
-            # What comes later has come in the sync before.
-            last = max((i for i in changing if i < number), default=max(changing, default=None))
-            if (last is not None and last not in done) or is_written(step.of, never):
+            is_changed = _last_before(number, changing) not in (None, *done)
+            if is_changed or is_written(step.of, never):
                 return f"load_weights makes {name} of what other buckets change"
     return None
+
+
+def _last_before(number: int, buckets: Sequence[int]) -> int | None:
+    """The one of some buckets that came last before bucket `number`, in this sync or, from that
+    bucket on, in the sync before; None: there are none.
+    """
+    return max(buckets, key=lambda i: (i < number, i), default=None)

@@ -56,7 +56,7 @@ class SyncOutcome:
         num_replayed: buckets loaded by the plan.
         num_eager: buckets loaded by `load_weights`.
         reason: why some were eager; None where all were replayed.
-        may_read_in_place: a plan holds: it leaves the sources as they are.
+        may_read_in_place: a plan holds.
     """
 
     num_replayed: int

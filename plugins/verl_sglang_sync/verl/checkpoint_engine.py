@@ -8,6 +8,7 @@ the trainer which server is its own.
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegist
 from verl_sglang_sync.collective import (
     TorchTrainerGroup,
     TrainerGroup,
+    WeightSyncError,
     holds_everywhere,
     run_in_step,
 )
@@ -151,14 +153,21 @@ class SGLangSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
     async def _find_servers(self) -> list[tuple[Any, Replica]]:
         """On the first rank, the servers' Ray actors, and where they are; collective: all ranks
-        raise `WeightSyncError` where one is gone.
+        raise `WeightSyncError` where one is gone, or silent.
         """
         found: list[tuple[Any, Replica]] = []
+        limit_s = self._settings.request_timeout_s
 
         async def find() -> None:
             for server in self._servers:
                 actor = ray.get_actor(server.actor_name)
-                url = server_url(*await actor.get_server_address.remote())
+                try:
+                    async with asyncio.timeout(limit_s):
+                        address = await actor.get_server_address.remote()
+                except TimeoutError:
+                    text = f"server {server.actor_name} did not answer within {limit_s:g} s"
+                    raise WeightSyncError(text) from None
+                url = server_url(*address)
                 replica = Replica(
                     identity=actor._actor_id.hex(),  # another one after a restart
                     base_url=url,

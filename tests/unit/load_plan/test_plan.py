@@ -204,10 +204,11 @@ def test_what_is_done_with_several_tensors_is_replayed_in_order(load_one, num_co
     assert ("derived" in plan.coverage) == (load_one is derive)
 
 
-def test_a_copy_stays_behind_a_step_that_reads_its_target():
+@pytest.mark.parametrize("made", [lambda buffer: buffer, lambda buffer: buffer * 2])
+def test_a_copy_stays_behind_a_step_that_reads_its_target(made):
     def load_one(model, name, tensor):
         if name == "w":
-            model.derived.copy_(model.buffer + tensor)
+            model.derived.copy_(made(model.buffer) + tensor)
             model.buffer.copy_(tensor)
 
     model = Model(load_one)
@@ -267,6 +268,23 @@ def cover(model, name, tensor):
         model.buffer[3:].zero_()
 
 
+def read_between(model, name, tensor):
+    if name == "w":
+        model.buffer.zero_()
+    elif name == "v":
+        model.derived.copy_(model.buffer + tensor)
+    elif name == "b":
+        model.buffer.copy_(tensor)
+
+
+def fill_again(model, name, tensor):
+    if name == "w":
+        model.derived.copy_(tensor * 2)
+        model.buffer[:4].fill_(1)
+    elif name == "b":
+        model.buffer[3:].zero_()
+
+
 @pytest.mark.parametrize(
     ("load_one", "reason"),
     [
@@ -275,12 +293,14 @@ def cover(model, name, tensor):
         (derive_from_what_comes_later, "makes derived of what other buckets"),
         (derive_from_derived, "makes derived of what other buckets"),
         (cover, "writes buffer again in another"),
+        (read_between, "writes buffer again in another"),
+        (fill_again, "writes buffer again without data"),
     ],
 )
 def test_refuses_what_is_made_of_another_bucket(load_one, reason):
     """No tensor of its own bucket says that it must be made again."""
     with pytest.raises(PlanRefused, match=reason):
-        compile_for(Model(load_one), pack(0, SOURCES[:1]), pack(1, SOURCES[1:]))
+        compile_for(Model(load_one), *(pack(i, SOURCES[i : i + 1]) for i in range(3)))
 
 
 def test_what_every_call_makes_anew_is_made_in_the_bucket_that_has_what_it_is_made_of():

@@ -52,6 +52,12 @@ def contains(merged: Sequence[Interval], wanted: Interval) -> bool:
     return at >= 0 and merged[at][0] <= wanted[0] and wanted[1] <= merged[at][1]
 
 
+def meets(intervals: Iterable[Interval], wanted: Interval) -> bool:
+    """Whether any byte of `wanted` is in one of `intervals`, in any order."""
+    first, end = wanted
+    return first < end and any(start < end and first < stop for start, stop in intervals)
+
+
 def subtract(merged: Sequence[Interval], removed: Iterable[Interval]) -> list[Interval]:
     """The bytes of `merged` that are in none of `removed`."""
     left: list[Interval] = []

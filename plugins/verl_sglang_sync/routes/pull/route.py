@@ -116,8 +116,7 @@ class Pull(Route):
             if outcome.host != host_id():
                 reasons[reader.replica] = "an engine is on another node"
             elif not outcome.may_read_in_place:
-                no_plan = "an engine has no load plan that leaves them as they are"
-                reasons.setdefault(reader.replica, no_plan)
+                reasons.setdefault(reader.replica, "an engine has no load plan")
         own = [reasons.get(reader.replica) for reader in readers]
         hosts, of_ranks = zip(*self._group.all_gather((host_id(), own)), strict=True)
         several = "the trainer's ranks are on several nodes" if len(set(hosts)) > 1 else None
