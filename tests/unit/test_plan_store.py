@@ -300,12 +300,6 @@ def test_an_arranged_sync_is_the_same_sync():
     assert model.calls == calls
 
 
-def test_nothing_is_arranged_where_all_is_read():
-    loader = loader_of(Model())
-    sync(loader, 1.0)
-    assert loader.plan is not None and loader.arrange() is ALL_WHOLE
-
-
 def test_a_check_needs_whole_buckets():
     model = Half()
     loader = loader_of(model)
@@ -417,23 +411,6 @@ def test_two_models_with_plans_of_their_own_get_whole_buckets():
     assert common_arrangements([first]) is first
     assert common_arrangements([first, other]) is common_arrangements([other, first]) is ALL_WHOLE
     assert common_arrangements([first, twin]) is first, "one arrangement serves both"
-
-
-def test_two_models_that_change_their_sources_get_the_same_weights():
-    models = [AddsToItsSources(), AddsToItsSources()]
-    loaders = [loader_of(model) for model in models]
-    layouts = layouts_of()
-    for value in (1.0, 2.0, 3.0):
-        for loader in loaders:
-            loader.start(CONTEXT, recheck_every_n_syncs=0)
-        for index, layout in enumerate(layouts):
-            source = BucketSource.flat(bucket_of(layout, value))
-            for loader in loaders:
-                loader.load(index, layout, source)
-        outcomes = [loader.finish() for loader in loaders]
-        for model in models:
-            check_loaded(model, value + 1)
-    assert [outcome.num_replayed for outcome in outcomes] == [len(layouts)] * 2
 
 
 def test_a_guard_that_speaks_up_withdraws_the_arrangements():
