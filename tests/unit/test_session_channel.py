@@ -4,7 +4,6 @@ import gc
 import socket
 import threading
 import time
-from collections.abc import Callable
 
 import pytest
 
@@ -21,7 +20,6 @@ from verl_sglang_sync.engine.session import SessionSockets, TrainerSession
 from verl_sglang_sync.sources.memory_blocks import BlockNames
 
 TOKEN = "t" * 32
-NewEndpoint = Callable[[], str]
 
 
 class ReplyCame(RuntimeError):

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import logging
 from dataclasses import asdict
 
 import pytest
@@ -184,16 +183,6 @@ def test_a_report_line_per_wake_up(tmp_path, free_cache_engine):
     staged = {"resume_weights", "resume_kv_cache"} if free_cache_engine else set()
     slept = {"release"} if free_cache_engine else set()
     assert stages_of == [SYNC | staged, SYNC | staged | slept]
-
-
-def test_why_buckets_were_not_replayed_is_a_warning_once_for_each_reason(caplog):
-    for reason in ("the map of experts changed", None, "the map of experts changed", "a cast"):
-        SyncReport(mode="compiled", replica=0, eager_reason=reason).publish(None)
-    warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
-    assert [text.rpartition(": ")[2] for text in warnings] == [
-        "the map of experts changed",
-        "a cast",
-    ]
 
 
 def test_a_failed_sync_writes_no_line_and_is_not_counted_in_the_next(tmp_path):

@@ -2,7 +2,6 @@
 
 import dataclasses
 import threading
-from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -25,8 +24,6 @@ from sglang_loader.load_plan import (
 from sglang_loader.load_plan.verify import poison, scramble
 from support.plan_check import differing, self_check, snapshot, uncovered
 
-Weights = Iterable[tuple[str, torch.Tensor]]
-Loader = Callable[["Model", str, torch.Tensor], None]
 SOURCES = [("w", (6, 8), torch.float32), ("v", (6, 8), torch.float32), ("b", (8,), torch.bfloat16)]
 
 
