@@ -345,15 +345,18 @@ def test_what_cannot_be_proved_now_is_asked_again(loader, caplog, monkeypatch):
 def test_a_bucket_that_came_arranged_is_never_loaded_otherwise():
     model = Half()
     loader = loader_of(model)
-    source = BucketSource.flat(torch.zeros(1024, dtype=torch.uint8))
+
+    def check_refused(reason, index, layout, *, error=SessionError, nbytes=1024):
+        calls, source = model.calls, BucketSource.flat(torch.zeros(nbytes, dtype=torch.uint8))
+        with pytest.raises(error, match=reason):
+            load_arranged(loader, index, layout, source)
+        assert model.calls == calls
+
     loader.start(CONTEXT, recheck_every_n_syncs=0)
-    with pytest.raises(SessionError, match="needs whole buckets"):
-        load_arranged(loader, 0, LAYOUTS[0], source)
+    check_refused("needs whole buckets", 0, LAYOUTS[0])
     sync_halves(loader, 1.0)
-    calls = model.calls
     loader.start(CONTEXT, recheck_every_n_syncs=1)
-    with pytest.raises(SessionError, match="needs whole buckets"):
-        load_arranged(loader, 0, LAYOUTS[0], source)
+    check_refused("needs whole buckets", 0, LAYOUTS[0])
     for index, layout, reason in (
         (0, LAYOUTS[1], "bucket 0 has another layout"),
         (2, LAYOUTS[1], "the plan has 2 buckets"),
@@ -361,20 +364,14 @@ def test_a_bucket_that_came_arranged_is_never_loaded_otherwise():
         sync_halves(loader, 2.0)
         sync_halves(loader, 2.0)
         loader.arrange()
-        calls = model.calls
         loader.start(CONTEXT, recheck_every_n_syncs=0)
-        with pytest.raises(SessionError, match=reason):
-            load_arranged(loader, index, layout, source)
+        check_refused(reason, index, layout)
         assert loader.plan is None
-        with pytest.raises(SessionError, match=reason):
-            load_arranged(loader, 1, LAYOUTS[1], source)
-        assert model.calls == calls
-    small = BucketSource.flat(torch.zeros(1023, dtype=torch.uint8))
+        check_refused(reason, 1, LAYOUTS[1])
     sync_halves(loader, 3.0)
     loader.arrange()
     loader.start(CONTEXT, recheck_every_n_syncs=0)
-    with pytest.raises(ValueError, match="in no piece"):
-        load_arranged(loader, 0, LAYOUTS[0], small)
+    check_refused("in no piece", 0, LAYOUTS[0], error=ValueError, nbytes=1023)
     assert sync_halves(loader, 5.0).num_replayed == 2
     check_loaded(model, 5.0)
 
