@@ -593,8 +593,6 @@ def test_replay_binds_once_per_buffer_and_lets_go():
 def test_replay_rejects_what_is_not_the_bucket():
     model, _, buffer, plan = planned(plain)
     executor = PlanExecutor(plan, model.load_weights)
-    with pytest.raises(ValueError, match="no piece"):
-        executor.replay(0, BucketSource.flat(buffer[:100]))
     with pytest.raises(ValueError, match="uint8"):
         executor.replay(0, BucketSource.flat(buffer.view(torch.float32)))
     with pytest.raises(IndexError):
