@@ -277,9 +277,14 @@ def sync_arranged(loader, value):
 
 
 @pytest.fixture
-def loader():
-    """Of a model that was synced once, and has a plan."""
-    made = loader_of(Half())
+def model():
+    return Half()
+
+
+@pytest.fixture
+def loader(model):
+    """Of the model, which was synced once, and has a plan."""
+    made = loader_of(model)
     sync_halves(made, 1.0)
     return made
 
@@ -300,10 +305,7 @@ def test_an_arranged_sync_is_the_same_sync():
     assert model.calls == calls
 
 
-def test_a_check_needs_whole_buckets():
-    model = Half()
-    loader = loader_of(model)
-    sync_halves(loader, 1.0)
+def test_a_check_needs_whole_buckets(loader):
     first, arranged = loader.plan, loader.arrange()
     loader.start(CONTEXT, recheck_every_n_syncs=1)
     assert loader.arranged is ALL_WHOLE
@@ -322,7 +324,6 @@ def test_nothing_is_arranged_before_it_is_asked_for(loader):
 def test_whole_buckets_are_wanted_where_an_arranged_one_would_load_otherwise(
     loader, caplog, monkeypatch
 ):
-
     def misplaced(plan):
         arrangement, rebased = arrange(plan)
         copies = [replace(copy, src=copy.src + 8) for copy in rebased.copies[:-1]]
@@ -377,10 +378,7 @@ def test_a_bucket_that_came_arranged_is_never_loaded_otherwise():
 
 
 @pytest.mark.parametrize("second", ["as planned", "another layout"])
-def test_whole_buckets_may_follow_arranged_ones(second):
-    model = Half()
-    loader = loader_of(model)
-    sync_halves(loader, 1.0)
+def test_whole_buckets_may_follow_arranged_ones(model, loader, second):
     arrangement = arrangements_of(loader)[0]
     layout = LAYOUTS[1]
     if second == "another layout":
@@ -410,11 +408,8 @@ def test_two_models_with_plans_of_their_own_get_whole_buckets():
     assert common_arrangements([first, twin]) is first, "one arrangement serves both"
 
 
-def test_a_guard_that_speaks_up_withdraws_the_arrangements():
-    model = Half()
-    loader = loader_of(model)
-    sync_halves(loader, 1.0)
+def test_a_guard_that_speaks_up_withdraws_the_arrangements(model, loader):
     loader.arrange()
-    model.c = nn.Parameter(model.c.clone(), requires_grad=False)
+    move_a_parameter(model)
     loader.start(CONTEXT, recheck_every_n_syncs=0)
     assert loader.arranged is ALL_WHOLE
