@@ -260,10 +260,6 @@ def arrangements_of(loader):
     return [arrangement for _, arrangement in buckets]
 
 
-def load_arranged(loader, index, layout, source):
-    assert loader.load(index, layout, source, arranged=True)
-
-
 def sync_halves(loader, value, *, recheck=0):
     return sync(loader, value, layouts=LAYOUTS, recheck=recheck)
 
@@ -272,7 +268,7 @@ def sync_arranged(loader, value):
     loader.start(CONTEXT, recheck_every_n_syncs=0)
     for index, layout in enumerate(LAYOUTS):
         gathered = gather(arrangements_of(loader)[index], layout, bucket_of(layout, value))
-        load_arranged(loader, index, layout, BucketSource.flat(gathered))
+        assert loader.load(index, layout, BucketSource.flat(gathered), arranged=True)
     return loader.finish()
 
 
@@ -350,7 +346,7 @@ def test_a_bucket_that_came_arranged_is_never_loaded_otherwise():
     def check_refused(reason, index, layout, *, error=SessionError, nbytes=1024):
         calls, source = model.calls, BucketSource.flat(torch.zeros(nbytes, dtype=torch.uint8))
         with pytest.raises(error, match=reason):
-            load_arranged(loader, index, layout, source)
+            loader.load(index, layout, source, arranged=True)
         assert model.calls == calls
 
     loader.start(CONTEXT, recheck_every_n_syncs=0)
@@ -385,7 +381,7 @@ def test_whole_buckets_may_follow_arranged_ones(model, loader, second):
         (layout,) = layouts_of("dc", WIDTH)
     loader.start(CONTEXT, recheck_every_n_syncs=0)
     first = gather(arrangement, LAYOUTS[0], bucket_of(LAYOUTS[0], 2.0))
-    load_arranged(loader, 0, LAYOUTS[0], BucketSource.flat(first))
+    assert loader.load(0, LAYOUTS[0], BucketSource.flat(first), arranged=True)
     whole = BucketSource.flat(bucket_of(layout, 2.0))
     replayed = loader.load(1, layout, whole)
     assert replayed == (second == "as planned")

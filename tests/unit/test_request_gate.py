@@ -186,12 +186,6 @@ def test_other_servers_have_no_gate(process):
     assert pull(messages) is messages
 
 
-def updater(*tags, stale=None, monkeypatch):
-    monkeypatch.setattr(gate_hooks, "backup_of", lambda _: SimpleNamespace(stale=stale))
-    runner = SimpleNamespace(model=None)
-    return SimpleNamespace(offload_tags=set(tags), tp_worker=SimpleNamespace(model_runner=runner))
-
-
 @pytest.mark.parametrize(
     ("tags", "stale", "graphs", "reason"),
     (
@@ -204,7 +198,9 @@ def updater(*tags, stale=None, monkeypatch):
 )
 def test_why_the_gate_is_closed(monkeypatch, tags, stale, graphs, reason):
     monkeypatch.setenv(GRAPHS_VARIABLE, graphs)
-    assert gate_hooks.why_closed(updater(*tags, stale=stale, monkeypatch=monkeypatch)) == reason
+    monkeypatch.setattr(gate_hooks, "backup_of", lambda _: SimpleNamespace(stale=stale))
+    updater = SimpleNamespace(offload_tags=set(tags), tp_worker=Mock())
+    assert gate_hooks.why_closed(updater) == reason
 
 
 # In the process that serves HTTP.
