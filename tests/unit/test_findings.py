@@ -76,6 +76,7 @@ VIEWS = {  # of two ranks, and whether that is all of the tensor
     "halves": ([reading(part(0, 4)), reading(part(4, 4))], True),
     "quarters": ([reading(part(0, 2)), reading(part(2, 2))], False),
     "the same half": ([reading(part(0, 4))] * 2, False),
+    "half and nothing": ([reading(part(0, 4)), IDLE], False),
     "half and all": ([reading(part(0, 4)), ALL], True),
     "two parts on one": ([reading(part(0, 4), part(4, 4)), IDLE], True),
     "dtype": ([ALL, RankView(clashes={"w": "int32"})], False),
