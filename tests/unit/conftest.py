@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from sglang_loader.common.session.folder import SessionFolder
 from unit.trainer_ranks import RankPool
@@ -17,6 +18,14 @@ def memory_is_shared_by_name():
 def new_endpoint():
     """Makes addresses for sockets that an engine connects to."""
     return SessionFolder().new_endpoint
+
+
+@pytest.fixture
+def world_of_one():
+    """A gloo group of this one process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="session")

@@ -46,45 +46,34 @@ class Engine:
         return reply
 
 
+def sync(adapters, **engines):
+    """The report of a sync after which all of these serve the adapter."""
+    report = SyncReport(mode="compiled", replica=None)
+    asyncio.run(adapters.sync(lambda: UPDATE, engines, report))
+    assert all(engine.serves for engine in engines.values())
+    return report
+
+
 def test_engines_that_come_go_and_fail_serve_the_adapter_after_the_next_sync():
     first, second, late = Engine(), Engine(), Engine()
     adapters = AdapterSync(TrainerGroup())
-
-    def sync(**engines):
-        report = SyncReport(mode="compiled", replica=None)
-        asyncio.run(adapters.sync(lambda: UPDATE, engines, report))
-        assert all(engine.serves for engine in engines.values())
-        return report
-
-    assert "unload_adapter" not in sync(first=first, second=second).seconds
-    report = sync(first=first)  # the second one is left out, and serves what it had
+    assert "unload_adapter" not in sync(adapters, first=first, second=second).seconds
+    report = sync(adapters, first=first)  # the second one is left out, and serves what it had
     assert (report.num_tensors, report.sent_bytes) == (3, 24)
     assert {"unload_adapter", "load_adapter", "export"} <= report.seconds.keys()
     for call in (UPDATE.unload, UPDATE.load):
         second.fails = call.operation.path
         with pytest.raises(WeightSyncError, match=f"{UPDATE.load.operation.path} is refused"):
-            sync(first=first, second=second)
+            sync(adapters, first=first, second=second)
         second.fails = ""
-        sync(first=first, second=second, late=late)
+        sync(adapters, first=first, second=second, late=late)
 
 
-@pytest.mark.parametrize("call", [UPDATE.unload, UPDATE.load])
-def test_an_engine_whose_reply_was_lost_serves_the_adapter_after_the_next_sync(call):
+def test_an_engine_whose_reply_was_lost_serves_the_adapter_after_the_next_sync():
     engine, adapters = Engine(), AdapterSync(TrainerGroup())
-
-    def sync():
-        report = SyncReport(mode="compiled", replica=None)
-        asyncio.run(adapters.sync(lambda: UPDATE, {"engine": engine}, report))
-
-    if call == UPDATE.unload:
-        sync()
-    engine.loses = call.operation.path
-    if call == UPDATE.load:
-        with pytest.raises(WeightSyncError, match="reply was lost"):
-            sync()
-    else:
-        sync()
-    engine.loses = ""
-    for _ in range(2):
-        sync()
-        assert engine.serves
+    engine.loses = UPDATE.load.operation.path
+    with pytest.raises(WeightSyncError, match="reply was lost"):
+        sync(adapters, engine=engine)
+    for lost in ("", "", UPDATE.unload.operation.path, "", ""):
+        engine.loses = lost
+        sync(adapters, engine=engine)

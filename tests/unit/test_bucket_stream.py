@@ -76,7 +76,7 @@ def exports(draw):
     specs = []
     for name in names:
         dtype = draw(st.sampled_from(DTYPES))
-        specs.append(spec(name, draw(shapes), dtype))
+        specs.append(Spec(name, draw(shapes), dtype))
     return specs
 
 
@@ -87,16 +87,12 @@ class Spec(NamedTuple):
     """A `layout.TensorSpec` whose parts have names."""
 
     name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+    shape: tuple[int, ...] = (8,)
+    dtype: torch.dtype = torch.float32
 
     @property
     def nbytes(self):
         return math.prod(self.shape) * self.dtype.itemsize
-
-
-def spec(name, shape=(8,), dtype=torch.float32):
-    return Spec(name, shape, dtype)
 
 
 def partner_of(name):
@@ -192,7 +188,7 @@ BUCKETS = {  # names of tensors, groups, buckets
 
 @pytest.mark.parametrize(("names", "groups", "buckets"), BUCKETS.values(), ids=BUCKETS)
 def test_what_travels_together(names, groups, buckets):
-    plan = plan_buckets(map(spec, names), bucket_bytes=1, fusion_groups=groups)
+    plan = plan_buckets(map(Spec, names), bucket_bytes=1, fusion_groups=groups)
     assert [[t.name for t in bucket.tensors] for bucket in plan] == buckets
 
 
@@ -207,7 +203,7 @@ def test_no_suffix_belongs_to_two_groups():
 
 @settings(max_examples=50, deadline=None)
 @given(exports(), limits, st.randoms())
-@example([spec("a"), spec("b")], 1, random.Random(0))
+@example([Spec("a"), Spec("b")], 1, random.Random(0))
 def test_a_name_exported_twice_is_refused(specs, limit, rng):
     if not specs:
         return

@@ -59,11 +59,6 @@ def as_described(data):
     return tuple((total + 2**63) % 2**64 - 2**63 for total in totals)
 
 
-@given(st.binary(max_size=100))
-def test_a_digest_is_what_is_described(data):
-    assert lanes(torch.tensor(list(data), dtype=torch.uint8)) == as_described(data)
-
-
 @pytest.mark.parametrize("bit", [0, 31, 62, 63])
 @pytest.mark.parametrize("fill", [0, -1, None])
 def test_an_even_number_of_flips_of_one_bit_changes_it(bit, fill):
@@ -87,7 +82,7 @@ def test_two_words_exchanged_change_it(words, data):
     assert_all_differ([torch.tensor(words), torch.tensor(other)])
 
 
-def test_chunks_add_up_and_places_count_on(monkeypatch):
+def test_a_digest_is_what_is_described_a_chunk_at_a_time(monkeypatch):
     monkeypatch.setattr(module, "CHUNK_WORDS", 4)
     storages = [random_bytes(size) for size in range(100)]
     expected = [as_described(bytes(data.tolist())) for data in storages]

@@ -175,21 +175,6 @@ def test_a_rank_that_has_not_begun_is_stale_where_another_has(engine):
     assert engine.gate[-1] is not None
 
 
-def test_a_sync_that_leaves_bytes_undefined_is_not_served(engine):
-    engine.sleep_and_wake()
-    engine.backup.withdraw("the plan does not hold")
-
-    def load(update):  # without a plan nobody knows what that writes
-        for layout in layouts_of():
-            update.loading(layout)
-
-    [failure] = engine.update(load)
-    assert "are undefined since the last resume" in failure
-    assert "are undefined since the last resume" in str(engine.gate[-1])
-    assert engine.session(3.0) == []
-    assert engine.gate[-1] is None
-
-
 @pytest.mark.parametrize("policy", ["auto", "off"])
 def test_a_sync_of_fewer_buckets_does_not_define_what_the_others_write(engine, policy):
     engine.backup = arm(engine.model, policy, reachable)

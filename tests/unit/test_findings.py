@@ -65,30 +65,26 @@ def part(row, rows):
     return Region(row * 16, (rows, 4), (4, 1), 4)
 
 
-@pytest.mark.parametrize(
-    ("views", "fits"),
-    [
-        ([RankView(), RankView(idle=frozenset({"w"}))], True),
-        ([RankView(idle=frozenset({"w"}))] * 2, False),
-        ([RankView(partial={"w": frozenset({part(r, 4)})}) for r in (0, 4)], True),
-        ([RankView(partial={"w": frozenset({part(r, 2)})}) for r in (0, 2)], False),
-        ([RankView(partial={"w": frozenset({part(0, 4)})})] * 2, False),
-        ([RankView(partial={"w": frozenset({part(0, 4)})}), RankView()], True),
-        (
-            [
-                RankView(partial={"w": frozenset({part(0, 4), part(4, 4)})}),
-                RankView(idle=frozenset({"w"})),
-            ],
-            True,
-        ),
-        ([RankView(), RankView(clashes={"w": "int32"})], False),
-        ([RankView(), RankView(missing=("v",))], False),
-    ],
-    ids=[
-        *("one expert's rank", "no rank", "halves", "quarters", "the same half", "half and all"),
-        *("two parts on one", "dtype", "missing"),
-    ],
-)
+def reading(*parts):
+    return RankView(partial={"w": frozenset(parts)})
+
+
+ALL, IDLE = RankView(), RankView(idle=frozenset({"w"}))
+VIEWS = {  # of two ranks, and whether that is all of the tensor
+    "one expert's rank": ([ALL, IDLE], True),
+    "no rank": ([IDLE, IDLE], False),
+    "halves": ([reading(part(0, 4)), reading(part(4, 4))], True),
+    "quarters": ([reading(part(0, 2)), reading(part(2, 2))], False),
+    "the same half": ([reading(part(0, 4))] * 2, False),
+    "half and nothing": ([reading(part(0, 4)), IDLE], False),
+    "half and all": ([reading(part(0, 4)), ALL], True),
+    "two parts on one": ([reading(part(0, 4), part(4, 4)), IDLE], True),
+    "dtype": ([ALL, RankView(clashes={"w": "int32"})], False),
+    "missing": ([ALL, RankView(missing=("v",))], False),
+}
+
+
+@pytest.mark.parametrize(("views", "fits"), VIEWS.values(), ids=VIEWS)
 def test_the_ranks_are_judged_together(views, fits):
     assert judge([SPEC], views, {}).fits is fits
 

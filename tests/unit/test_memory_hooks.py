@@ -4,7 +4,6 @@ import asyncio
 import dataclasses
 import os
 import pickle
-import socket
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -74,19 +73,6 @@ class Worker:
         return lambda failures: None
 
 
-@pytest.fixture(scope="module")
-def group():
-    """A gloo group of this one process."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1
-    )
-    yield torch.distributed.group.WORLD
-    torch.distributed.destroy_process_group()
-
-
 def updater_with(**fields):
     """SGLang's; its constructor takes the group of the ranks, or looks for SGLang's own."""
     made = object.__new__(SchedulerWeightUpdaterManager)
@@ -101,14 +87,14 @@ def updater_with(**fields):
 
 
 @pytest.fixture
-def updater(group, monkeypatch):
+def updater(world_of_one, monkeypatch):
     torch.manual_seed(0)
     model = Residue()
     arm(model, "auto", reachable)
     made = updater_with(
         tp_worker=Worker(model),
         draft_worker=None,
-        tp_cpu_group=group,
+        tp_cpu_group=world_of_one,
         memory_saver_adapter=LosingSaver(model),
         flush_cache=lambda **_: True,
         is_fully_idle=lambda **_: True,

@@ -260,10 +260,6 @@ def arrangements_of(loader):
     return [arrangement for _, arrangement in buckets]
 
 
-def load_arranged(loader, index, layout, source):
-    assert loader.load(index, layout, source, arranged=True)
-
-
 def sync_halves(loader, value, *, recheck=0):
     return sync(loader, value, layouts=LAYOUTS, recheck=recheck)
 
@@ -272,14 +268,19 @@ def sync_arranged(loader, value):
     loader.start(CONTEXT, recheck_every_n_syncs=0)
     for index, layout in enumerate(LAYOUTS):
         gathered = gather(arrangements_of(loader)[index], layout, bucket_of(layout, value))
-        load_arranged(loader, index, layout, BucketSource.flat(gathered))
+        assert loader.load(index, layout, BucketSource.flat(gathered), arranged=True)
     return loader.finish()
 
 
 @pytest.fixture
-def loader():
-    """Of a model that was synced once, and has a plan."""
-    made = loader_of(Half())
+def model():
+    return Half()
+
+
+@pytest.fixture
+def loader(model):
+    """Of the model, which was synced once, and has a plan."""
+    made = loader_of(model)
     sync_halves(made, 1.0)
     return made
 
@@ -300,16 +301,7 @@ def test_an_arranged_sync_is_the_same_sync():
     assert model.calls == calls
 
 
-def test_nothing_is_arranged_where_all_is_read():
-    loader = loader_of(Model())
-    sync(loader, 1.0)
-    assert loader.plan is not None and loader.arrange() is ALL_WHOLE
-
-
-def test_a_check_needs_whole_buckets():
-    model = Half()
-    loader = loader_of(model)
-    sync_halves(loader, 1.0)
+def test_a_check_needs_whole_buckets(loader):
     first, arranged = loader.plan, loader.arrange()
     loader.start(CONTEXT, recheck_every_n_syncs=1)
     assert loader.arranged is ALL_WHOLE
@@ -328,7 +320,6 @@ def test_nothing_is_arranged_before_it_is_asked_for(loader):
 def test_whole_buckets_are_wanted_where_an_arranged_one_would_load_otherwise(
     loader, caplog, monkeypatch
 ):
-
     def misplaced(plan):
         arrangement, rebased = arrange(plan)
         copies = [replace(copy, src=copy.src + 8) for copy in rebased.copies[:-1]]
@@ -351,15 +342,18 @@ def test_what_cannot_be_proved_now_is_asked_again(loader, caplog, monkeypatch):
 def test_a_bucket_that_came_arranged_is_never_loaded_otherwise():
     model = Half()
     loader = loader_of(model)
-    source = BucketSource.flat(torch.zeros(1024, dtype=torch.uint8))
+
+    def check_refused(reason, index, layout, *, error=SessionError, nbytes=1024):
+        calls, source = model.calls, BucketSource.flat(torch.zeros(nbytes, dtype=torch.uint8))
+        with pytest.raises(error, match=reason):
+            loader.load(index, layout, source, arranged=True)
+        assert model.calls == calls
+
     loader.start(CONTEXT, recheck_every_n_syncs=0)
-    with pytest.raises(SessionError, match="needs whole buckets"):
-        load_arranged(loader, 0, LAYOUTS[0], source)
+    check_refused("needs whole buckets", 0, LAYOUTS[0])
     sync_halves(loader, 1.0)
-    calls = model.calls
     loader.start(CONTEXT, recheck_every_n_syncs=1)
-    with pytest.raises(SessionError, match="needs whole buckets"):
-        load_arranged(loader, 0, LAYOUTS[0], source)
+    check_refused("needs whole buckets", 0, LAYOUTS[0])
     for index, layout, reason in (
         (0, LAYOUTS[1], "bucket 0 has another layout"),
         (2, LAYOUTS[1], "the plan has 2 buckets"),
@@ -367,36 +361,27 @@ def test_a_bucket_that_came_arranged_is_never_loaded_otherwise():
         sync_halves(loader, 2.0)
         sync_halves(loader, 2.0)
         loader.arrange()
-        calls = model.calls
         loader.start(CONTEXT, recheck_every_n_syncs=0)
-        with pytest.raises(SessionError, match=reason):
-            load_arranged(loader, index, layout, source)
+        check_refused(reason, index, layout)
         assert loader.plan is None
-        with pytest.raises(SessionError, match=reason):
-            load_arranged(loader, 1, LAYOUTS[1], source)
-        assert model.calls == calls
-    small = BucketSource.flat(torch.zeros(1023, dtype=torch.uint8))
+        check_refused(reason, 1, LAYOUTS[1])
     sync_halves(loader, 3.0)
     loader.arrange()
     loader.start(CONTEXT, recheck_every_n_syncs=0)
-    with pytest.raises(ValueError, match="in no piece"):
-        load_arranged(loader, 0, LAYOUTS[0], small)
+    check_refused("in no piece", 0, LAYOUTS[0], error=ValueError, nbytes=1023)
     assert sync_halves(loader, 5.0).num_replayed == 2
     check_loaded(model, 5.0)
 
 
 @pytest.mark.parametrize("second", ["as planned", "another layout"])
-def test_whole_buckets_may_follow_arranged_ones(second):
-    model = Half()
-    loader = loader_of(model)
-    sync_halves(loader, 1.0)
+def test_whole_buckets_may_follow_arranged_ones(model, loader, second):
     arrangement = arrangements_of(loader)[0]
     layout = LAYOUTS[1]
     if second == "another layout":
         (layout,) = layouts_of("dc", WIDTH)
     loader.start(CONTEXT, recheck_every_n_syncs=0)
     first = gather(arrangement, LAYOUTS[0], bucket_of(LAYOUTS[0], 2.0))
-    load_arranged(loader, 0, LAYOUTS[0], BucketSource.flat(first))
+    assert loader.load(0, LAYOUTS[0], BucketSource.flat(first), arranged=True)
     whole = BucketSource.flat(bucket_of(layout, 2.0))
     replayed = loader.load(1, layout, whole)
     assert replayed == (second == "as planned")
@@ -419,28 +404,8 @@ def test_two_models_with_plans_of_their_own_get_whole_buckets():
     assert common_arrangements([first, twin]) is first, "one arrangement serves both"
 
 
-def test_two_models_that_change_their_sources_get_the_same_weights():
-    models = [AddsToItsSources(), AddsToItsSources()]
-    loaders = [loader_of(model) for model in models]
-    layouts = layouts_of()
-    for value in (1.0, 2.0, 3.0):
-        for loader in loaders:
-            loader.start(CONTEXT, recheck_every_n_syncs=0)
-        for index, layout in enumerate(layouts):
-            source = BucketSource.flat(bucket_of(layout, value))
-            for loader in loaders:
-                loader.load(index, layout, source)
-        outcomes = [loader.finish() for loader in loaders]
-        for model in models:
-            check_loaded(model, value + 1)
-    assert [outcome.num_replayed for outcome in outcomes] == [len(layouts)] * 2
-
-
-def test_a_guard_that_speaks_up_withdraws_the_arrangements():
-    model = Half()
-    loader = loader_of(model)
-    sync_halves(loader, 1.0)
+def test_a_guard_that_speaks_up_withdraws_the_arrangements(model, loader):
     loader.arrange()
-    model.c = nn.Parameter(model.c.clone(), requires_grad=False)
+    move_a_parameter(model)
     loader.start(CONTEXT, recheck_every_n_syncs=0)
     assert loader.arranged is ALL_WHOLE

@@ -115,10 +115,6 @@ BAD = {
         {**GRAPHS, BREAKABLE: "breakable"},
         [f"{BREAKABLE}=breakable, but {SECTION}.sleep_order has 'cuda_graph'"],
     ),
-    "an unknown key": (
-        {f"{SECTION}.checksum": True},
-        [f"{SECTION}.checksum=True: unknown key; allowed: mode, request_timeout_s, timeouts_s"],
-    ),
 }
 
 

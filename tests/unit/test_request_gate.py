@@ -1,9 +1,9 @@
-"""What the gate lets through, holds, refuses and aborts, with SGLang's own messages."""
+"""What the gate lets through, holds and refuses, with SGLang's own messages."""
 
 import asyncio
 import os
 from types import SimpleNamespace
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -43,40 +43,18 @@ def update():
 UPDATE = SimpleNamespace(load_format="sglang_loader.session")
 
 
-class Sender:
-    """Keeps what goes back to the tokenizer."""
+class Gate(RequestGate):
+    """Keeps in `sent` what goes back to the tokenizer; it is `now` by its clock."""
 
-    def __init__(self):
-        self.sent = []
-
-    def send_output(self, output, recv_obj=None):
-        self.sent.append(output)
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self):
-        return self.now
+    def __init__(self, kind="wait"):
+        self.now, self.sent = 0.0, []
+        sender = SimpleNamespace(send_output=lambda output, request: self.sent.append(output))
+        channels = SimpleNamespace(send_to_tokenizer=sender)
+        super().__init__(GatePolicy(kind, timeout_s=10.0), channels, lambda: self.now)
 
 
-@pytest.fixture
-def sender():
-    return Sender()
-
-
-@pytest.fixture
-def clock():
-    return Clock()
-
-
-def gate_with(sender, clock, kind="wait", timeout_s=10.0):
-    channels = SimpleNamespace(send_to_tokenizer=sender)
-    return RequestGate(GatePolicy(kind, timeout_s), channels, clock)
-
-
-def test_requests_wait_in_order_and_go_before_later_ones(sender, clock):
-    gate = gate_with(sender, clock)
+def test_requests_wait_in_order_and_go_before_later_ones():
+    gate = Gate()
     gate.set(REASON)
     first, embedding = request("a"), request("b", io.TokenizedEmbeddingReqInput)
     batch = io.BatchTokenizedGenerateReqInput(batch=[request("c"), request("d")])
@@ -86,7 +64,7 @@ def test_requests_wait_in_order_and_go_before_later_ones(sender, clock):
     gate.set(None)
     last = request("e")
     assert gate.let_through([last]) == [first, embedding, *batch.batch, last]
-    assert (gate.num_held, sender.sent) == (0, [])
+    assert (gate.num_held, gate.sent) == (0, [])
 
 
 @pytest.mark.parametrize(
@@ -99,40 +77,38 @@ def test_requests_wait_in_order_and_go_before_later_ones(sender, clock):
     ids=lambda message: type(message).__name__,
 )
 @pytest.mark.parametrize("kind", ("wait", "refuse"))
-def test_a_request_behind_what_may_close_the_gate_waits_for_its_outcome(
-    sender, clock, kind, closing
-):
-    gate = gate_with(sender, clock, kind)
+def test_a_request_behind_what_may_close_the_gate_waits_for_its_outcome(kind, closing):
+    gate = Gate(kind)
     before, behind = request("a"), request("b")
     assert gate.let_through([before, closing, behind]) == [before, closing]
     assert gate.let_through([]) == [behind], "the gate stayed open"
     assert gate.let_through([closing, behind]) == [closing]
     gate.set(REASON)
     assert gate.let_through([]) == []
-    assert [answer.rid for answer in sender.sent] == ([] if kind == "wait" else ["b"])
+    assert [answer.rid for answer in gate.sent] == ([] if kind == "wait" else ["b"])
 
 
-def test_refusals_are_http_503_with_the_reason(sender, clock):
-    gate = gate_with(sender, clock, "refuse")
+def test_refusals_are_http_503_with_the_reason():
+    gate = Gate("refuse")
     gate.set(REASON)
     batch = io.BatchTokenizedGenerateReqInput(batch=[request("a"), request("b")])
     assert gate.let_through([batch]) == []
-    assert [answer.rid for answer in sender.sent] == ["a", "b"]
-    for answer in sender.sent:
+    assert [answer.rid for answer in gate.sent] == ["a", "b"]
+    for answer in gate.sent:
         assert isinstance(answer, io.AbortReq)
         assert answer.finished_reason["status_code"] == 503
         assert answer.finished_reason["message"] == f"not served: {REASON}"
 
 
-def test_a_request_that_has_waited_too_long_is_refused(sender, clock):
-    gate = gate_with(sender, clock, timeout_s=10.0)
+def test_a_request_that_has_waited_too_long_is_refused():
+    gate = Gate()
     gate.set(REASON)
     gate.let_through([request("a")])
-    clock.now = 6.0
+    gate.now = 6.0
     gate.let_through([request("b")])
-    clock.now = 11.0
+    gate.now = 11.0
     gate.let_through([])
-    (answer,) = sender.sent
+    (answer,) = gate.sent
     assert (answer.rid, gate.num_held) == ("a", 1)
     assert answer.finished_reason["message"] == f"not served for 10 s: {REASON}"
     gate.set(None)
@@ -140,11 +116,11 @@ def test_a_request_that_has_waited_too_long_is_refused(sender, clock):
 
 
 @pytest.mark.parametrize("kind", ("wait", "refuse"))
-def test_a_closed_gate_gives_signs_of_life(sender, clock, kind):
-    gate = gate_with(sender, clock, kind)
+def test_a_closed_gate_gives_signs_of_life(kind):
+    gate = Gate(kind)
     gate.set(REASON)
     assert gate.let_through([request(f"{HEALTH_CHECK_RID_PREFIX}_1")]) == []
-    assert [type(answer) for answer in sender.sent] == [io.HealthCheckOutput]
+    assert [type(answer) for answer in gate.sent] == [io.HealthCheckOutput]
     gate.set(None)
     assert gate.let_through([]) == []
 
@@ -170,12 +146,12 @@ def test_the_policy_travels_in_the_environment(monkeypatch, text, policy):
 
 
 @pytest.fixture
-def process(monkeypatch, sender):
+def process(monkeypatch):
     """The state of a scheduler process; `process(loaders)` launches its scheduler."""
     monkeypatch.setattr(gate_hooks, "_gate", None)
     scheduler = SimpleNamespace(
         server_args=SimpleNamespace(custom_weight_loader=[SESSION_FORMAT]),
-        ipc_channels=SimpleNamespace(send_to_tokenizer=sender),
+        ipc_channels=Mock(),
     )
 
     def launch(loaders=(SESSION_FORMAT,)):
@@ -210,12 +186,6 @@ def test_other_servers_have_no_gate(process):
     assert pull(messages) is messages
 
 
-def updater(*tags, stale=None, monkeypatch):
-    monkeypatch.setattr(gate_hooks, "backup_of", lambda _: SimpleNamespace(stale=stale))
-    runner = SimpleNamespace(model=None)
-    return SimpleNamespace(offload_tags=set(tags), tp_worker=SimpleNamespace(model_runner=runner))
-
-
 @pytest.mark.parametrize(
     ("tags", "stale", "graphs", "reason"),
     (
@@ -228,7 +198,9 @@ def updater(*tags, stale=None, monkeypatch):
 )
 def test_why_the_gate_is_closed(monkeypatch, tags, stale, graphs, reason):
     monkeypatch.setenv(GRAPHS_VARIABLE, graphs)
-    assert gate_hooks.why_closed(updater(*tags, stale=stale, monkeypatch=monkeypatch)) == reason
+    monkeypatch.setattr(gate_hooks, "backup_of", lambda _: SimpleNamespace(stale=stale))
+    updater = SimpleNamespace(offload_tags=set(tags), tp_worker=Mock())
+    assert gate_hooks.why_closed(updater) == reason
 
 
 # In the process that serves HTTP.

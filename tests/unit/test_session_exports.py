@@ -147,15 +147,20 @@ def test_the_report_counts_a_sync(mode, num_buffers):
     assert {"export", "pack", "load", "commit"} <= set(report.seconds)
 
 
+def noted(seen):
+    """An export of three buckets that writes down how far it came."""
+    for i in range(12):
+        seen.append(i)
+        yield f"t{i}", torch.ones(64)
+    seen.append("end")
+
+
 @both_modes
 def test_a_failed_sync_drains_an_export_that_fails_again(mode):
     seen, trainer = [], Trainer(mode)
 
     def export():
-        for i in range(12):
-            seen.append(i)
-            yield f"t{i}", torch.ones(64)
-        seen.append("end")
+        yield from noted(seen)
         raise RuntimeError("and the export broke as well")
 
     trainer.engine.models[0].fails_at = 0
@@ -169,19 +174,13 @@ def test_a_failed_sync_drains_an_export_that_fails_again(mode):
 def test_a_rank_without_memory_for_its_buffers_fails_as_in_any_other_step(mode, monkeypatch):
     """They are allocated anew in each sync; the other ranks wait in the export's collectives."""
     seen, trainer = [], Trainer(mode)
-
-    def export():
-        for i in range(12):
-            seen.append(i)
-            yield f"t{i}", torch.ones(64)
-
-    trainer.sync(export())
+    trainer.sync(noted([]))
     with monkeypatch.context() as patched:
         patched.setattr(StagingRing, "_reserve", Mock(side_effect=MemoryError("no room")))
         with pytest.raises(WeightSyncError, match=r"(?s)rank 0: Traceback.*MemoryError: no room"):
-            trainer.sync(export())
-    assert seen == [*range(12)] * 2
-    trainer.sync(export())
+            trainer.sync(noted(seen))
+    assert seen == [*range(12), "end"]
+    trainer.sync(noted([]))
 
 
 @both_modes

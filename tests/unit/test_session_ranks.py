@@ -76,19 +76,6 @@ def test_an_engine_whose_reply_was_lost_may_still_join():
 
 
 @pytest.mark.parametrize(
-    ("may_be_served", "text"),
-    [(False, "weights may be incomplete"), (True, "may serve the new weights already")],
-)
-def test_a_failure_says_what_the_engine_may_serve(may_be_served, text):
-    ranks = RanksInStep(TrainerGroup())
-    ranks.may_be_served = may_be_served
-    ranks.run_if_ok(Mock(side_effect=ValueError("too late")))
-    assert not ranks.agree()
-    with pytest.raises(WeightSyncError, match=text):
-        ranks.raise_error()
-
-
-@pytest.mark.parametrize(
     ("is_silent", "text"),
     [(True, "may serve the new weights already"), (False, "weights may be incomplete")],
 )

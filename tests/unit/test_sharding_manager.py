@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import logging
 from dataclasses import asdict
 
 import pytest
@@ -28,24 +27,30 @@ def two_tensors():
     return iter([("model.a", torch.ones(64)), ("model.b", torch.zeros(64))])
 
 
-def make_manager(events, *, fails=None, export=two_tensors, **settings):
-    """A manager of one process; returns it and its engine."""
+def make_manager(events, *, fails=None, export=two_tensors, tp=None, **settings):
+    """A manager, of one process or of a rank with `tp` ranks to a replica; and its engine."""
     from verl_sglang_sync.sync.sharding_manager import SGLangShardingManager
 
-    engine = ServingEngine(events, fails)
+    group, is_leader = trainer_group(tp) if tp else (TrainerGroup(), True)
+    engine = ServingEngine(events, fails, tp=tp or 1) if is_leader else None
     manager = SGLangShardingManager(
         engine=engine,
         settings=settings_of(**{"bucket_bytes": 256, **settings}),
-        group=TrainerGroup(),
+        group=group,
         device=torch.device("cpu"),
-        replica=7,
+        replica=dist.get_rank() // tp if tp else 7,
         export=export,
         free_trainer=lambda: events.append(("free trainer",)),
-        barrier=lambda: events.append(("barrier",)),
+        barrier=lambda: (tp and dist.barrier(), events.append(("barrier",))),
     )
     return manager, engine
 
 
+GRAPHS = {
+    "sleep_order": ("cuda_graph", "kv_cache", "weights"),
+    "wake_order": ("weights", "sync", "cuda_graph", "kv_cache"),
+}
+WITH_GRAPHS = [("resume cuda_graph kv_cache",), ("body",), ("release", *GRAPHS["sleep_order"])]
 STAGES = {
     "multi-stage": (
         {"multi_stage_wake_up": True},
@@ -63,6 +68,14 @@ STAGES = {
         {"multi_stage_wake_up": False, "free_cache_engine": False},
         [UPDATE, *HANDOVER, ("body",)],
     ),
+    "graphs, multi-stage": (
+        {"multi_stage_wake_up": True, **GRAPHS},
+        [("resume weights",), UPDATE, *HANDOVER, *WITH_GRAPHS],
+    ),
+    "graphs, one stage": (
+        {"multi_stage_wake_up": False, **GRAPHS},
+        [("resume weights cuda_graph kv_cache",), UPDATE, *HANDOVER, *WITH_GRAPHS],
+    ),
 }
 
 
@@ -77,20 +90,6 @@ def test_order_of_the_stages(settings, wanted):
         assert entered is manager
         events.append(("body",))
     assert events == wanted
-
-
-@pytest.mark.parametrize("multi_stage", (True, False))
-def test_graphs_sleep_and_wake_where_the_orders_say(multi_stage):
-    events = []
-    sleep = ["cuda_graph", "kv_cache", "weights"]
-    wake = ["weights", "sync", "cuda_graph", "kv_cache"]
-    orders = {"sleep_order": tuple(sleep), "wake_order": tuple(wake)}
-    manager, _ = make_manager(events, **orders, multi_stage_wake_up=multi_stage)
-    with manager:
-        pass
-    first = "resume weights" if multi_stage else "resume weights cuda_graph kv_cache"
-    rest = ("resume cuda_graph kv_cache",)
-    assert events == [(first,), UPDATE, *HANDOVER, rest, ("release", *sleep)]
 
 
 def test_the_engine_sleeps_after_an_exception_in_the_body():
@@ -186,16 +185,6 @@ def test_a_report_line_per_wake_up(tmp_path, free_cache_engine):
     assert stages_of == [SYNC | staged, SYNC | staged | slept]
 
 
-def test_why_buckets_were_not_replayed_is_a_warning_once_for_each_reason(caplog):
-    for reason in ("the map of experts changed", None, "the map of experts changed", "a cast"):
-        SyncReport(mode="compiled", replica=0, eager_reason=reason).publish(None)
-    warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
-    assert [text.rpartition(": ")[2] for text in warnings] == [
-        "the map of experts changed",
-        "a cast",
-    ]
-
-
 def test_a_failed_sync_writes_no_line_and_is_not_counted_in_the_next(tmp_path):
     path = tmp_path / "report.jsonl"
     manager, engine = make_manager([], fails="update", report_file=str(path))
@@ -211,22 +200,9 @@ def test_a_failed_sync_writes_no_line_and_is_not_counted_in_the_next(tmp_path):
 
 def stages(tp, fails=(None, None), report_file=None):
     """Wake, body, sleep on this rank: (events, error). `fails`: (leader, what it cannot)."""
-    from verl_sglang_sync.sync.sharding_manager import SGLangShardingManager
-
-    group, is_leader = trainer_group(tp)
-    events = []
+    events, error = [], None
     refuses = fails[1] if fails[0] == dist.get_rank() else None
-    manager = SGLangShardingManager(
-        engine=ServingEngine(events, refuses, tp=tp) if is_leader else None,
-        settings=settings_of("flattened", report_file=report_file, bucket_bytes=256),
-        group=group,
-        device=torch.device("cpu"),
-        replica=dist.get_rank() // tp,
-        export=two_tensors,
-        free_trainer=lambda: events.append(("free trainer",)),
-        barrier=lambda: (dist.barrier(), events.append(("barrier",))),
-    )
-    error = None
+    manager, _ = make_manager(events, fails=refuses, tp=tp, report_file=report_file)
     try:
         with manager:
             events.append(("body",))

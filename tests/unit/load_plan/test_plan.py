@@ -2,7 +2,6 @@
 
 import dataclasses
 import threading
-from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -25,8 +24,6 @@ from sglang_loader.load_plan import (
 from sglang_loader.load_plan.verify import poison, scramble
 from support.plan_check import differing, self_check, snapshot, uncovered
 
-Weights = Iterable[tuple[str, torch.Tensor]]
-Loader = Callable[["Model", str, torch.Tensor], None]
 SOURCES = [("w", (6, 8), torch.float32), ("v", (6, 8), torch.float32), ("b", (8,), torch.bfloat16)]
 
 
@@ -59,7 +56,7 @@ def pack(seed=0, sources=SOURCES):
 
 def compile_for(model, *buckets):
     plans, found = [], None
-    for layout, buffer in buckets or (pack(),):
+    for layout, buffer in buckets:
         traced = trace_bucket(model, model.load_weights, layout, buffer, found)
         found = traced.destinations
         plans.append(compile_bucket(traced))
@@ -67,11 +64,25 @@ def compile_for(model, *buckets):
     return join_buckets(plans, found)
 
 
-def assert_replays(load_one):
-    """Compile, self-check, then replay other weights and compare with an eager load of the same."""
+def planned(load_one):
+    """A model, the bucket of all sources, and the plan."""
     model = Model(load_one)
     layout, buffer = pack()
-    plan = compile_for(model, (layout, buffer))
+    return model, layout, buffer, compile_for(model, (layout, buffer))
+
+
+def planned_in_buckets(load_one, *parts):
+    """The plan of the sources in these buckets; it has passed its check."""
+    model = Model(load_one)
+    buckets = [pack(seed, sources) for seed, sources in enumerate(parts)]
+    plan = compile_for(model, *buckets)
+    assert self_check(model, plan, model.load_weights, [buffer for _, buffer in buckets]) is None
+    return plan
+
+
+def assert_replays(load_one):
+    """Compile, self-check, then replay other weights and compare with an eager load of the same."""
+    model, layout, buffer, plan = planned(load_one)
     assert self_check(model, plan, model.load_weights, [buffer]) is None
     _, other = pack(seed=1)
     model.load_weights(layout.views(other.clone()))
@@ -84,7 +95,7 @@ def assert_replays(load_one):
 
 def refusal(load_one):
     with pytest.raises(PlanRefused) as refused:
-        compile_for(Model(load_one))
+        planned(load_one)
     return str(refused.value)
 
 
@@ -102,9 +113,9 @@ def test_plain_copies_leave_nothing_to_the_loader():
     assert set(uncovered(plan)) == {"buffer", "derived", "listed[0]", "listed[1]['deep']"}
 
 
-def doing(load):
-    """A loader that does this with the first tensor, and nothing with the others."""
-    return lambda model, name, tensor: load(model, tensor) if name == "w" else None
+def doing(**by_name):
+    """A loader that does this with these tensors, and nothing with the others."""
+    return lambda model, name, tensor: by_name[name](model, tensor) if name in by_name else None
 
 
 def cast(model, w):
@@ -139,6 +150,12 @@ def fill_a_temporary(model, w):
     model.buffer.copy_(scratch.mul_(2))
 
 
+def change_in_place(model, w):
+    model.derived.copy_(w)
+    w += 1
+    model.buffer.copy_(w)
+
+
 def pick_by_a_constant(model, w, order=torch.tensor([5, 4, 3, 2, 1, 0])):  # noqa: B008
     model.buffer.copy_(w[order])
 
@@ -153,29 +170,14 @@ def pick_by_a_constant(model, w, order=torch.tensor([5, 4, 3, 2, 1, 0])):  # noq
         (compute_for_nothing, 1, 0),
         (fill_a_temporary, 0, 1),
         (pick_by_a_constant, 0, 1),
+        (change_in_place, 0, 1),
     ],
 )
 def test_what_is_done_with_a_tensor_is_replayed(load, num_copies, num_rest):
-    plan = assert_replays(doing(load))
+    plan = assert_replays(doing(w=load))
     assert (plan.num_copies, plan.num_rest) == (num_copies, num_rest)
-    model = Model(doing(load))
+    model = Model(doing(w=load))
     assert uses_of(trace_bucket(model, model.load_weights, *pack())).idle == ["v", "b"]
-
-
-def test_sources_changed_in_place_keep_the_order_and_the_buffer():
-    def load_one(model, name, tensor):
-        if name == "w":
-            model.derived.copy_(tensor)
-            tensor += 1
-            model.buffer.copy_(tensor)
-
-    plan = assert_replays(load_one)
-    assert list(plan.buckets[0].rest) == [0]
-    layout, buffer = pack()
-    before, model = buffer.clone(), Model(load_one)
-    plan = compile_for(model, (layout, buffer))
-    PlanExecutor(plan, model.load_weights).replay(0, BucketSource.flat(buffer))
-    assert torch.equal(buffer, before)
 
 
 def derive(model, name, tensor):
@@ -184,9 +186,12 @@ def derive(model, name, tensor):
         model.derived.copy_(model.weight[:6] @ torch.eye(8) + 1)
 
 
-def write_one_after_the_other(model, name, tensor):
-    if name in "wv":
-        model.buffer[: 6 if name == "w" else 3].copy_(tensor[: 6 if name == "w" else 3])
+def to_buffer(model, tensor):
+    model.buffer.copy_(tensor)
+
+
+def half_to_buffer(model, tensor):
+    model.buffer[:3].copy_(tensor[:3])
 
 
 def in_a_thread_pool(model, name, tensor):
@@ -196,7 +201,11 @@ def in_a_thread_pool(model, name, tensor):
 
 @pytest.mark.parametrize(
     ("load_one", "num_copies", "rest"),
-    [(derive, 2, [0]), (write_one_after_the_other, 0, [0, 1]), (in_a_thread_pool, 2, [])],
+    [
+        (derive, 2, [0]),
+        (doing(w=to_buffer, v=half_to_buffer), 0, [0, 1]),
+        (in_a_thread_pool, 2, []),
+    ],
 )
 def test_what_is_done_with_several_tensors_is_replayed_in_order(load_one, num_copies, rest):
     plan = assert_replays(load_one)
@@ -206,14 +215,11 @@ def test_what_is_done_with_several_tensors_is_replayed_in_order(load_one, num_co
 
 @pytest.mark.parametrize("made", [lambda buffer: buffer, lambda buffer: buffer * 2])
 def test_a_copy_stays_behind_a_step_that_reads_its_target(made):
-    def load_one(model, name, tensor):
-        if name == "w":
-            model.derived.copy_(made(model.buffer) + tensor)
-            model.buffer.copy_(tensor)
+    def read_and_write(model, w):
+        model.derived.copy_(made(model.buffer) + w)
+        model.buffer.copy_(w)
 
-    model = Model(load_one)
-    layout, buffer = pack()
-    plan = compile_for(model, (layout, buffer))
+    model, layout, buffer, plan = planned(doing(w=read_and_write))
     assert plan.num_copies == 0
     model.buffer.zero_()
     PlanExecutor(plan, model.load_weights).replay(0, BucketSource.flat(buffer))
@@ -225,82 +231,62 @@ def test_a_copy_stays_behind_a_step_that_reads_its_target(made):
 
 
 def test_buckets_are_planned_one_by_one():
-    model = Model(plain)
-    first, second = pack(0, SOURCES[:1]), pack(1, SOURCES[1:])
-    plan = compile_for(model, first, second)
+    plan = planned_in_buckets(plain, SOURCES[:1], SOURCES[1:])
     assert [len(bucket.copies) for bucket in plan.buckets] == [1, 2]
     assert plan.coverage["weight"] == ((0, 384),)
-    assert self_check(model, plan, model.load_weights, [first[1], second[1]]) is None
 
 
-def derive_from_copied(model, name, tensor):
-    if name == "w":
-        model.buffer.copy_(tensor)
-    elif name == "b":
-        model.derived.copy_(model.buffer + 1)
+def pick_to_buffer(model, tensor):
+    model.buffer[torch.arange(3)] = tensor[:3]
 
 
-def derive_from_picked(model, name, tensor):
-    if name == "w":
-        model.buffer[torch.arange(3)] = tensor[:3]
-    elif name == "b":
-        model.derived.copy_(model.buffer + 1)
+def derive_from_buffer(model, _):
+    model.derived.copy_(model.buffer + 1)
 
 
-def derive_from_what_comes_later(model, name, tensor):
-    if name == "w":
-        model.derived.copy_(model.buffer + 1)
-    elif name == "b":
-        model.buffer.copy_(tensor)
+def derive_buffer(model, _):
+    model.buffer.copy_(model.weight[:6] + 1)
 
 
-def derive_from_derived(model, name, tensor):
-    if name == "w":
-        model.derived.copy_(model.buffer + 1)
-    elif name == "b":
-        model.buffer.copy_(model.weight[:6] + 1)
+def cover_half_of_buffer(model, _):
+    model.buffer[3:].zero_()
 
 
-def cover(model, name, tensor):
-    if name == "w":
-        model.buffer.copy_(tensor)
-    elif name == "b":
-        model.buffer[3:].zero_()
+DERIVES = "makes derived of what other buckets"
 
 
-def read_between(model, name, tensor):
-    if name == "w":
-        model.buffer.zero_()
-    elif name == "v":
-        model.derived.copy_(model.buffer + tensor)
-    elif name == "b":
-        model.buffer.copy_(tensor)
+def zero_buffer(model, _):
+    model.buffer.zero_()
 
 
-def fill_again(model, name, tensor):
-    if name == "w":
-        model.derived.copy_(tensor * 2)
-        model.buffer[:4].fill_(1)
-    elif name == "b":
-        model.buffer[3:].zero_()
+def add_to_buffer_in_derived(model, tensor):
+    model.derived.copy_(model.buffer + tensor)
+
+
+def fill_derived(model, tensor):
+    model.derived.copy_(tensor * 2)
+    model.buffer[:4].fill_(1)
 
 
 @pytest.mark.parametrize(
-    ("load_one", "reason"),
+    ("done", "reason"),
     [
-        (derive_from_copied, "makes derived of what other buckets"),
-        (derive_from_picked, "makes derived of what other buckets"),
-        (derive_from_what_comes_later, "makes derived of what other buckets"),
-        (derive_from_derived, "makes derived of what other buckets"),
-        (cover, "writes buffer again in another"),
-        (read_between, "writes buffer again in another"),
-        (fill_again, "writes buffer again without data"),
+        ({"w": to_buffer, "b": derive_from_buffer}, DERIVES),
+        ({"w": pick_to_buffer, "b": derive_from_buffer}, DERIVES),
+        ({"w": derive_from_buffer, "b": to_buffer}, DERIVES),
+        ({"w": derive_from_buffer, "b": derive_buffer}, DERIVES),
+        ({"w": to_buffer, "b": cover_half_of_buffer}, "writes buffer again in another"),
+        (
+            {"w": zero_buffer, "v": add_to_buffer_in_derived, "b": to_buffer},
+            "writes buffer again in another",
+        ),
+        ({"w": fill_derived, "b": cover_half_of_buffer}, "writes buffer again without data"),
     ],
 )
-def test_refuses_what_is_made_of_another_bucket(load_one, reason):
+def test_refuses_what_is_made_of_another_bucket(done, reason):
     """No tensor of its own bucket says that it must be made again."""
     with pytest.raises(PlanRefused, match=reason):
-        compile_for(Model(load_one), *(pack(i, SOURCES[i : i + 1]) for i in range(3)))
+        compile_for(Model(doing(**done)), *(pack(i, SOURCES[i : i + 1]) for i in range(3)))
 
 
 def test_what_every_call_makes_anew_is_made_in_the_bucket_that_has_what_it_is_made_of():
@@ -308,12 +294,8 @@ def test_what_every_call_makes_anew_is_made_in_the_bucket_that_has_what_it_is_ma
         plain(model, name, tensor)
         model.derived.copy_(model.weight[:6] + 1)
 
-    model = Model(load_one)
-    buckets = [pack(i, SOURCES[i : i + 1]) for i in (2, 0, 1)]
-    plan = compile_for(model, *buckets)
+    plan = planned_in_buckets(load_one, *(SOURCES[i : i + 1] for i in (2, 0, 1)))
     assert [len(bucket.rest) for bucket in plan.buckets] == [0, 1, 0]
-    buffers = [buffer for _, buffer in buckets]
-    assert self_check(model, plan, model.load_weights, buffers) is None
 
 
 def test_what_is_made_of_no_data_stays_as_it_is():
@@ -323,11 +305,8 @@ def test_what_is_made_of_no_data_stays_as_it_is():
         plain(model, name, tensor)
         model.derived.copy_(model.listed[0][0] + 1)
 
-    model = Model(load_one)
-    first, second = pack(0, SOURCES[:1]), pack(1, SOURCES[1:])
-    plan = compile_for(model, first, second)
+    plan = planned_in_buckets(load_one, SOURCES[:1], SOURCES[1:])
     assert (plan.num_copies, plan.num_rest) == (3, 0)
-    assert self_check(model, plan, model.load_weights, [first[1], second[1]]) is None
 
 
 def test_memory_bound_by_the_first_load_is_part_of_the_plan():
@@ -339,11 +318,8 @@ def test_memory_bound_by_the_first_load_is_part_of_the_plan():
         else:
             getattr(model, f"late_{name}").copy_(tensor)
 
-    model = Model(load_one)
-    first, second = pack(0, SOURCES[:1]), pack(1, SOURCES[1:])
-    plan = compile_for(model, first, second)
+    plan = planned_in_buckets(load_one, SOURCES[:1], SOURCES[1:])
     assert {"late_w", "late_v"} <= plan.coverage.keys()
-    assert self_check(model, plan, model.load_weights, [first[1], second[1]]) is None
 
 
 # Refusals ---------------------------------------------------------------------------------------
@@ -381,7 +357,7 @@ def resize(model, w):
     ],
 )
 def test_what_copies_cannot_do_is_refused(load, reason):
-    assert reason in refusal(doing(load))
+    assert reason in refusal(doing(w=load))
 
 
 @pytest.mark.parametrize(
@@ -413,7 +389,7 @@ def test_refuses_host_reads_of_sources(look):
 def test_refuses_a_loader_that_keeps_a_number():
     """Copies would not bring the next sync's."""
     held = {}
-    assert "keeps a number" in refusal(doing(lambda _, w: held.update(scale=w[0, 1].item())))
+    assert "keeps a number" in refusal(doing(w=lambda _, w: held.update(scale=w[0, 1].item())))
     assert isinstance(held["scale"], float), "loaded all the same"
 
 
@@ -438,7 +414,7 @@ def test_refuses_a_loader_that_keeps_a_tensor_where_the_model_does_not_reach(mad
         model.buffer.copy_(w)
         held["pending"] = made(model, w)
 
-    model = Model(doing(load))
+    model = Model(doing(w=load))
     layout, buffer = pack()
     with pytest.raises(PlanRefused, match="keeps a tensor"):
         compile_for(model, (layout, buffer))
@@ -453,7 +429,7 @@ def test_what_nobody_holds_but_a_cycle_is_not_kept():
 
         model.buffer.copy_(w)
 
-    assert assert_replays(doing(load)).num_copies == 1
+    assert assert_replays(doing(w=load)).num_copies == 1
 
 
 def test_refuses_host_reads_of_written_destinations_only():
@@ -472,13 +448,11 @@ def test_refuses_host_reads_of_written_destinations_only():
 
 
 def test_refuses_host_reads_of_what_is_written_in_part():
-    def load_one(model, name, tensor):
-        if name == "w":
-            model.buffer[torch.arange(3)] = tensor[:3]
-        elif name == "v" and bool(model.buffer.sum() > -1000):
-            model.derived.copy_(tensor)
+    def look(model, v):
+        if bool(model.buffer.sum() > -1000):
+            model.derived.copy_(v)
 
-    assert "Python reads the data of buffer" in refusal(load_one)
+    assert "Python reads the data of buffer" in refusal(doing(w=pick_to_buffer, v=look))
 
 
 def test_refuses_a_loader_that_fails_under_tracing():
@@ -502,9 +476,7 @@ def test_self_check_finds_writes_from_other_threads():
         worker.start()
         worker.join()
 
-    model = Model(load_one)
-    layout, buffer = pack()
-    plan = compile_for(model, (layout, buffer))
+    model, layout, buffer, plan = planned(load_one)
     assert plan.num_copies == 0
     traced = trace_bucket(model, model.load_weights, layout, buffer)
     assert uses_of(traced).idle == ["w", "v", "b"]
@@ -579,9 +551,7 @@ def test_a_check_that_knows_the_one_before_finds_writes_elsewhere(hidden):
 
 
 def test_self_check_finds_a_misplaced_copy_and_restores_the_weights():
-    model = Model(plain)
-    layout, buffer = pack()
-    plan = compile_for(model, (layout, buffer))
+    model, _, buffer, plan = planned(plain)
     expected = snapshot(plan.destinations)
     bucket = plan.buckets[0]
     moved = dataclasses.replace(bucket.copies[0], src=bucket.copies[0].src + 4)
@@ -593,13 +563,10 @@ def test_self_check_finds_a_misplaced_copy_and_restores_the_weights():
 
 
 def test_a_failed_check_leaves_nothing_of_the_scrambled_bucket_in_what_loads_read():
-    def load_one(model, name, tensor):
-        if name == "w":
-            model.buffer.copy_(torch.maximum(model.buffer, tensor))
+    def load(model, w):
+        model.buffer.copy_(torch.maximum(model.buffer, w))
 
-    model = Model(load_one)
-    layout, buffer = pack()
-    plan = compile_for(model, (layout, buffer))
+    model, layout, buffer, plan = planned(doing(w=load))
     assert self_check(model, plan, model.load_weights, [buffer]) is not None
     assert torch.equal(model.buffer, layout.views(buffer)[0][1].clamp(min=0))
 
@@ -615,8 +582,7 @@ def test_scramble_changes_every_element_and_keeps_floats_finite():
 
 
 def test_poison_fills_what_is_covered_and_nothing_else():
-    model = Model(plain)
-    plan = compile_for(model)
+    model, _, _, plan = planned(plain)
     model.buffer.fill_(7)
     poison(plan.buckets[0], plan.destinations)
     assert bool((plan.destinations.memory[0] == 0xA5).all())
@@ -627,9 +593,8 @@ def test_poison_fills_what_is_covered_and_nothing_else():
 
 
 def test_replay_binds_once_per_buffer_and_lets_go():
-    model = Model(plain)
-    layout, buffer = pack()
-    executor = PlanExecutor(compile_for(model, (layout, buffer)), model.load_weights)
+    model, layout, _, plan = planned(plain)
+    executor = PlanExecutor(plan, model.load_weights)
     staging = torch.zeros(3 * layout.nbytes + 8, dtype=torch.uint8)
     starts = (0, layout.nbytes, layout.nbytes + 4)
     parts = [staging[start : start + layout.nbytes] for start in starts]
@@ -644,11 +609,8 @@ def test_replay_binds_once_per_buffer_and_lets_go():
 
 
 def test_replay_rejects_what_is_not_the_bucket():
-    model = Model(plain)
-    layout, buffer = pack()
-    executor = PlanExecutor(compile_for(model, (layout, buffer)), model.load_weights)
-    with pytest.raises(ValueError, match="no piece"):
-        executor.replay(0, BucketSource.flat(buffer[:100]))
+    model, _, buffer, plan = planned(plain)
+    executor = PlanExecutor(plan, model.load_weights)
     with pytest.raises(ValueError, match="uint8"):
         executor.replay(0, BucketSource.flat(buffer.view(torch.float32)))
     with pytest.raises(IndexError):
