@@ -19,7 +19,7 @@ from support.training import FINDING_TESTS, Run
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
-NUM_STEPS, BATCH, RESPONSE = 3, 4 * 4, 64
+NUM_STEPS, BATCH, RESPONSE = 4, 4 * 4, 64
 SAME_LOG_PROB = 1e-4  # float32 on both sides, another order of sums
 RUN = Run(
     "disaggregated",
