@@ -41,8 +41,8 @@ from sglang_loader.load_plan.plan import BucketPlan, LoadPlan, PlanRefused
 from sglang_loader.load_plan.trace import (
     Space,
     Step,
-    TensorRef,
     TracedBucket,
+    in_space,
 )
 
 
@@ -62,8 +62,8 @@ def compile_bucket(traced: TracedBucket) -> BucketPlan:
     coalesced = coalesce(copies)
     written, live_in = _effects(coalesced, loaded)
     writes: dict[int, list[Interval]] = defaultdict(list)
-    for ref in (ref for step, _ in steps for ref in step.writes):
-        if ref.space is Space.DESTINATION:
+    for step, _ in steps:
+        for ref in in_space(step.writes, Space.DESTINATION):
             writes[ref.index].append(ref.region.bounds())
     return BucketPlan(
         layout=traced.layout,
@@ -125,7 +125,7 @@ def _needed(steps: Sequence[Step], layout: BucketLayout) -> Iterator[tuple[Step,
     written: dict[tuple[Space, int], list[tuple[Interval, frozenset[int]]]] = defaultdict(list)
     for step in steps:
         found: set[int] = set()
-        changed = [ref for ref in step.writes if ref.space is Space.BUCKET]
+        changed = in_space(step.writes, Space.BUCKET)
         for origin in (*step.origins, *changed):
             bounds = origin.region.bounds()
             if origin.space is Space.BUCKET:
@@ -146,15 +146,12 @@ def _with_temporaries(
     made_for: dict[int, frozenset[int]] = defaultdict(frozenset)
     found = []
     for step, tensors in reversed(needed):
-        tensors = tensors.union(*(made_for[ref.index] for ref in _slots(step.writes)))
-        for ref in _slots(step.reads):
+        made = in_space(step.writes, Space.SLOT)
+        tensors = tensors.union(*(made_for[ref.index] for ref in made))
+        for ref in in_space(step.reads, Space.SLOT):
             made_for[ref.index] |= tensors
         found.append((step, tensors))
     return found[::-1]
-
-
-def _slots(refs: Iterable[TensorRef]) -> Iterator[TensorRef]:
-    return (ref for ref in refs if ref.space is Space.SLOT)
 
 
 def _divided(
@@ -183,9 +180,8 @@ def _divided(
                 moved.append(copy)
                 continue
             left |= tensors
-            for ref in (*step.reads, *step.writes):
-                if ref.space is Space.DESTINATION:
-                    touched[ref.index].append(ref.region.bounds())
+            for ref in in_space((*step.reads, *step.writes), Space.DESTINATION):
+                touched[ref.index].append(ref.region.bounds())
         if left <= rest:
             return moved, rest
         rest |= left
@@ -220,15 +216,13 @@ def _effects(
     written = {key: merge_runs(c.dst_runs() for c in group) for key, group in by_storage.items()}
     live_in: dict[int, list[Interval]] = defaultdict(list)
     for step in steps:
-        for ref in step.reads:
-            if ref.space is Space.DESTINATION:
-                here = written.get(ref.index, [])
-                runs = merge_runs([ref.region.runs()])
-                live_in[ref.index].extend(run for run in runs if not contains(here, run))
-        for ref in step.writes if step.traits.overwrites else ():
-            if ref.space is Space.DESTINATION:
-                runs = merge_runs([ref.region.runs()])
-                written[ref.index] = merge([*written.get(ref.index, []), *runs])
+        for ref in in_space(step.reads, Space.DESTINATION):
+            here = written.get(ref.index, [])
+            runs = merge_runs([ref.region.runs()])
+            live_in[ref.index].extend(run for run in runs if not contains(here, run))
+        for ref in in_space(step.writes if step.traits.overwrites else (), Space.DESTINATION):
+            runs = merge_runs([ref.region.runs()])
+            written[ref.index] = merge([*written.get(ref.index, []), *runs])
     exposed = {key: tuple(merge(ranges)) for key, ranges in live_in.items() if ranges}
     return {key: tuple(ranges) for key, ranges in written.items()}, exposed
 

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from sglang_loader.common.regions.intervals import Interval, meets, merge, num_bytes
 from sglang_loader.load_plan.destinations import Destinations
 from sglang_loader.load_plan.plan import BucketPlan, Making
-from sglang_loader.load_plan.trace import Space, Step, TensorRef
+from sglang_loader.load_plan.trace import Space, Step, TensorRef, in_space
 
 Writes = Mapping[int, Sequence[Interval]]
 """Byte ranges by destination storage."""
@@ -26,7 +26,7 @@ Writes = Mapping[int, Sequence[Interval]]
 def makings(steps: Iterable[Step]) -> Iterator[Making]:
     """Those that write to the model, and need no data but the model's."""
     for step in steps:
-        made = tuple(ref for ref in step.writes if ref.space is Space.DESTINATION)
+        made = tuple(in_space(step.writes, Space.DESTINATION))
         if made and all(origin.space is Space.DESTINATION for origin in step.origins):
             yield Making(step.op, made, frozenset(step.origins))
 
@@ -39,9 +39,8 @@ def remade(steps: Sequence[Step]) -> frozenset[Making]:
         for making in makings([step]) if step.origins else ():
             if not is_written((*making.made, *making.of), later):
                 found.add(making)
-        for ref in step.writes:
-            if ref.space is Space.DESTINATION:
-                later[ref.index].append(ref.region.bounds())
+        for ref in in_space(step.writes, Space.DESTINATION):
+            later[ref.index].append(ref.region.bounds())
     return frozenset(found)
 
 

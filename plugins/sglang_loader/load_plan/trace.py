@@ -5,7 +5,7 @@ The nouns between `tracer` (which records them) and `compiler` (which turns them
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -35,6 +35,11 @@ class TensorRef:
     index: int
     dtype: torch.dtype
     region: Region
+
+
+def in_space(refs: Iterable[TensorRef], space: Space) -> list[TensorRef]:
+    """Those of some tensors that lie there."""
+    return [ref for ref in refs if ref.space is space]
 
 
 def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:

@@ -25,6 +25,7 @@ from sglang_loader.load_plan.trace import (
     Step,
     TensorRef,
     TracedBucket,
+    in_space,
 )
 
 
@@ -87,11 +88,10 @@ def uses_of(traced: TracedBucket) -> BucketUses:
         return [uses[number] for number in set(map(layout.tensor_at, places))]
 
     for step in traced.steps:
-        for ref in step.reads:
-            if ref.space is Space.BUCKET:
-                number = layout.tensor_at(ref.region.offset)
-                uses[number].parts.add(_part_of(layout.tensors[number], ref.region))
-        targets = [ref for ref in step.writes if ref.space is Space.DESTINATION]
+        for ref in in_space(step.reads, Space.BUCKET):
+            number = layout.tensor_at(ref.region.offset)
+            uses[number].parts.add(_part_of(layout.tensors[number], ref.region))
+        targets = in_space(step.writes, Space.DESTINATION)
         targets = [ref for ref in targets if 0 not in ref.region.shape]
         for ref in targets:
             written[ref.index].add(ref.region)
