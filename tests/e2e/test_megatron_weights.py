@@ -115,9 +115,10 @@ def make_checkpoint(folder, model):
     file = folder / "model" / "model.safetensors"
     named = {name: tensor.to(torch.bfloat16) for name, tensor in load_file(file).items()}
     for name, tensor in named.items():
-        if not tensor.any():
-            dtype = torch.float32 if name.endswith(ROUTER_BIAS) else torch.bfloat16
-            named[name] = torch.randn(tensor.shape).to(dtype)
+        if name.endswith(ROUTER_BIAS):
+            named[name] = torch.randn(tensor.shape)
+        elif not tensor.any():
+            named[name] = torch.randn(tensor.shape, dtype=torch.bfloat16)
     save_file(named, file, {"format": "pt"})
     return folder / "model"
 

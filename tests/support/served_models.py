@@ -57,7 +57,7 @@ _IMAGE = {
     "video_token_id": 262,
 }
 _MROPE = {"rope_type": "default", "mrope_section": [16, 24, 24], "rope_theta": 10000.0}
-TIED = "tie_word_embeddings"
+_TIED = "tie_word_embeddings"
 _OPTIONS: dict[str, Options] = {
     "qwen3": _HEAD,
     "qwen3-moe": {**_HEAD, **_EXPERTS},
@@ -71,7 +71,7 @@ _OPTIONS: dict[str, Options] = {
     "deepseek-v2": {**_MLA_Q, "topk_method": "greedy"},
     "deepseek-v3": {**_MLA_Q, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     "qwen2_5-vl": {"num_attention_heads": 2, "rope_parameters": _MROPE},
-    "qwen3-vl": {**_HEAD, "rope_parameters": _MROPE, TIED: True},
+    "qwen3-vl": {**_HEAD, "rope_parameters": _MROPE, _TIED: True},
     "gemma2": {
         **_HEAD,
         "query_pre_attn_scalar": 64,
@@ -88,7 +88,7 @@ def case_of(name: str) -> Case:
         return dataclasses.replace(case, options={**case.options, **options})
     return dataclasses.replace(
         case,
-        options={**case.options, **_IMAGE, TIED: options.get(TIED, False)},
+        options={**case.options, **_IMAGE, _TIED: options.get(_TIED, False)},
         text={**case.text, **options},
         vision={**case.vision, "out_hidden_size": HIDDEN_SIZE},
     )
