@@ -7,19 +7,17 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Self
 
+import torch
+
 PEAKS_INTERVAL_S = 0.005
 SAMPLES_INTERVAL_S = 0.02
 
 
 def used_bytes(gpus: Sequence[int]) -> list[int]:
-    """Bytes in use on each GPU; zeros where there is none (a CPU run)."""
+    """Bytes in use on each of this process's GPUs; zeros where there is none (a CPU run)."""
     if not gpus:
         return [0, 0]
-    import pynvml
-
-    pynvml.nvmlInit()
-    handles = [pynvml.nvmlDeviceGetHandleByIndex(gpu) for gpu in gpus]
-    return [int(pynvml.nvmlDeviceGetMemoryInfo(handle).used) for handle in handles]
+    return [torch.cuda.device_memory_used(gpu) for gpu in gpus]
 
 
 class _Watch:
