@@ -140,6 +140,7 @@ def first_sync(model: Any, buckets: list[Any], *, is_alone: bool = True) -> dict
         is_alone: there is no other rank: the manifest check must be content with this one.
     """
     from sglang_loader.common.bucket_source import BucketSource
+    from sglang_loader.common.collector import no_full_collections
     from sglang_loader.session import model_loader, recording, weight_check
     from sglang_loader.upstream import engine_context
 
@@ -151,6 +152,7 @@ def first_sync(model: Any, buckets: list[Any], *, is_alone: bool = True) -> dict
     vars(model).pop(model_loader._ATTRIBUTE, None)
     loader = model_loader.loader_of(model)
     with (
+        no_full_collections(),  # as the engine's hook has it
         timed(times, "trace", recording, "trace_bucket"),
         timed(times, "uses", recording, "uses_of"),
         timed(times, "compile", recording, "compile_bucket"),

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from sglang_loader.common.check_remarks import ManifestCheck, with_remark
+from sglang_loader.common.collector import no_full_collections
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.session.messages import (
     SESSION_FORMAT,
@@ -65,7 +66,7 @@ def update_on_all_ranks(original: Original, updater: Any, request: Any) -> Any:
     if not _is_idle(updater):
         return _replied([BUSY], is_busy=True)
     update = WeightUpdate(updater, request)
-    with updater._observe_weight_load("tensor"):
+    with no_full_collections(), updater._observe_weight_load("tensor"):
         failures = _serve_session(update, updater, request)
     return _replied(failures, remark=update.remark)
 

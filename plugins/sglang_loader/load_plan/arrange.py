@@ -21,7 +21,6 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TypeAlias
 
-from sglang_loader.common.collector import collector_paused
 from sglang_loader.common.layout import (
     ALIGNMENT_BYTES,
     BucketLayout,
@@ -84,7 +83,6 @@ def _worth_it(plan: BucketPlan) -> Arranged | None:
     return arranged if arranged is not None and end_of(arranged[0]) < limit else None
 
 
-@collector_paused()
 def arrange(plan: BucketPlan) -> Arranged | None:
     """What the plan reads of its bucket, and the plan that reads it from the arranged buffer.
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from sglang_loader.common.collector import collector_paused
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.regions.coalesce import coalesce, find_overlapping
 from sglang_loader.common.regions.geometry import (
@@ -46,7 +45,6 @@ from sglang_loader.load_plan.trace import (
 )
 
 
-@collector_paused()
 def compile_bucket(traced: TracedBucket) -> BucketPlan:
     """The plan for one bucket; raises PlanRefused where a replay would not do the same."""
     if traced.problems:

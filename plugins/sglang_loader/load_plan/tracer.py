@@ -33,7 +33,6 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from sglang_loader.common.collector import collector_paused
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.op_traits import OpTraits, read_traits
 from sglang_loader.load_plan.destinations import (
@@ -98,7 +97,6 @@ def trace_bucket(
     return traced
 
 
-@collector_paused()
 def _trace_once(
     model: nn.Module,
     load_weights: LoadWeights,

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from sglang_loader.common.collector import collector_paused
 from sglang_loader.common.layout import BucketLayout, BucketTensor
 from sglang_loader.common.regions.geometry import Region
 from sglang_loader.common.regions.intervals import Interval, merge_runs
@@ -76,7 +75,6 @@ class BucketUses:
         ]
 
 
-@collector_paused()
 def uses_of(traced: TracedBucket) -> BucketUses:
     """The uses of a bucket's tensors in one traced load."""
     layout, storages = traced.layout, traced.destinations.storages

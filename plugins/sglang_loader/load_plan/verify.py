@@ -27,7 +27,6 @@ from itertools import groupby
 import torch
 from torch import nn
 
-from sglang_loader.common.collector import collector_paused
 from sglang_loader.common.copies import gather_reads
 from sglang_loader.common.digest import digests
 from sglang_loader.common.layout import BucketLayout
@@ -68,7 +67,6 @@ class KnownDigests:
     values: list[tuple[int, ...]] = field(default_factory=list)
 
 
-@collector_paused()
 def check_bucket(
     model: nn.Module,
     bucket: BucketPlan,

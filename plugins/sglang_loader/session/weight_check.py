@@ -27,7 +27,6 @@ from weakref import WeakKeyDictionary
 import torch
 from safetensors import SafetensorError, safe_open
 
-from sglang_loader.common.collector import collector_paused
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.load_plan.destinations import collect_destinations
 from sglang_loader.session.findings import (
@@ -105,7 +104,6 @@ def view_of_sync(
     return SyncView(target, (tuple(layouts), context), published, views)
 
 
-@collector_paused()
 def judge_together(seen: SyncView, gather: Gather) -> Verdict:
     """All TP ranks' verdict on a sync; each must call this."""
     views = [view for of_rank in gather(seen.views) for view in of_rank]

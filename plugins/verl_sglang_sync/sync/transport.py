@@ -20,6 +20,7 @@ from functools import cache
 
 import torch
 
+from sglang_loader.common.collector import no_full_collections
 from sglang_loader.common.session.folder import SessionFolder
 from sglang_loader.common.session.messages import Loaded
 from verl_sglang_sync.collective import RankLost, TrainerGroup, WeightSyncError, world_size
@@ -97,7 +98,8 @@ class SessionTransport:
         """
         task = SyncTask(weights=weights, version=version, report=report, replicas=replicas)
         try:
-            self._sync_by_best_route(task)
+            with no_full_collections():
+                self._sync_by_best_route(task)
         except WeightSyncError as error:  # the next sync is made as the first one was
             for route in self._routes:
                 route.forget()

@@ -24,7 +24,6 @@ from itertools import chain
 
 import torch
 
-from sglang_loader.common.collector import collector_paused
 from sglang_loader.common.copies import synchronize
 from sglang_loader.common.session.messages import Loaded
 from sglang_loader.common.shared_memory import BufferHandle, host_id
@@ -176,7 +175,6 @@ class Pull(Route):
             raise SourcesChanged("the export is cut into other buckets")
         known.require(require_sources(weights)())
 
-    @collector_paused()
     def _make_plan(self, weights: Iterable[NamedTensor]) -> str | None:
         """Find the buckets' bytes in the shards; collective; returns why some are not there."""
         if (reason := self._source_map.trace(weights)) is not None:

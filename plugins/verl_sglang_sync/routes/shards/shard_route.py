@@ -18,7 +18,6 @@ from itertools import chain
 
 import torch
 
-from sglang_loader.common.collector import collector_paused
 from sglang_loader.common.regions.arrangement import Arrangement
 from sglang_loader.common.session.messages import Loaded
 from verl_sglang_sync.collective import (
@@ -148,7 +147,6 @@ class ShardRoute(Route):
         if self._plan is not None:
             self._plan.all_to_all.end()
 
-    @collector_paused()
     def _make_plan(
         self, weights: Iterable[NamedTensor], own: Sequence[KnownArrangements]
     ) -> str | None:
