@@ -83,7 +83,7 @@ class WeightSyncHttpServer(SGLangHttpServer):  # type: ignore[misc]
             await super().sleep()
         self._last_sleep = time.perf_counter() - started, costs
 
-    async def take_sleep(self) -> tuple[float, StageCosts | None] | None:
+    async def take_sleep_costs(self) -> tuple[float, StageCosts | None] | None:
         """Seconds and costs of the last sleep, once; None if there was none since the last call."""
         sleep, self._last_sleep = self._last_sleep, None
         return sleep
