@@ -16,15 +16,13 @@ ROLLOUT_TP=${ROLLOUT_TP:-2}     # replicas = NODES * ROLLOUT_GPUS / ROLLOUT_TP
 SYNC_EVERY=${SYNC_EVERY:-4}     # mini-batches between two weight syncs
 WEIGHT_SYNC=${WEIGHT_SYNC-disaggregated}
 
-# verl 0.9.1 dies on its own INFO message where hybrid_engine=False (`logger.info(..., flush=True)`). Without them the
-# line of each sync is not logged either; its metrics, weight_sync/*, tell the same.
-export VERL_LOGGING_LEVEL=${VERL_LOGGING_LEVEL:-WARN}
-
 weight_sync=()
 if [[ -n $WEIGHT_SYNC ]]; then
   weight_sync+=(+weight_sync="$WEIGHT_SYNC")
 else
   weight_sync+=(actor_rollout_ref.rollout.checkpoint_engine.backend=nccl)
+  # verl 0.9.1 alone dies on its own INFO message where hybrid_engine=False: `logger.info(..., flush=True)`.
+  export VERL_LOGGING_LEVEL=${VERL_LOGGING_LEVEL:-WARN}
 fi
 
 algorithm=(

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
 from torch.distributed.distributed_c10d import _get_default_store
 
-from sglang_loader.common.broadcast.update_group import meet
+from sglang_loader.common.broadcast.update_group import CONNECT_TRIES, meet
 from sglang_loader.common.object_gather import gather_objects
 from sglang_loader.common.threads import in_thread
 
@@ -167,8 +167,7 @@ class TorchTrainerGroup(TrainerGroup):
         limit = timedelta(seconds=self._timeout_s + MARGIN_S)
         store, size = PrefixStore(str(self._number), store), dist.get_world_size()
         meet(store, size, limit)
-        # For a connection gloo waits five times as long as it is told.
-        connect_s = max(MARGIN_S, min(self._timeout_s, CONNECT_S) / 5)
+        connect_s = max(MARGIN_S, min(self._timeout_s, CONNECT_S) / CONNECT_TRIES)
         group = ProcessGroupGloo(store, dist.get_rank(), size, timedelta(seconds=connect_s))
         group.set_timeout(limit)
         return group

@@ -22,9 +22,7 @@ import torch
 
 from sglang_loader.upstream import tell, told, without_cpu_backup
 from support.messages import message
-from verl_sglang_sync.verl.upstream import (
-    pause_by_aborting,
-)
+from verl_sglang_sync.verl.upstream import SEPARATE_ASYNC, log_without_flush, pause_by_aborting
 
 if not torch.cuda.is_available():
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")  # sglang reads it while it is imported
@@ -81,6 +79,26 @@ class TestVerl:
         update = original("verl.workers.engine_workers:ActorRolloutRefWorker.update_weights")
         asyncio.run(update(worker, global_steps=1, mode="naive"))
         assert steps == [False, ["weights"], "export", ["kv_cache"], True]
+
+    def test_the_separate_async_trainer_starts_at_the_default_log_level(self, monkeypatch, caplog):
+        """For `verl_sglang_sync.verl.upstream`: verl alone dies of its own line."""
+        module = importlib.import_module(SEPARATE_ASYNC)
+        trainer = object.__new__(module.PPOTrainerSeparateAsync)
+        trainer._enable_hybrid_replicas = False
+        for name in ("config", "llm_server_manager", "actor_rollout_wg"):
+            setattr(trainer, name, MagicMock(rollout_replicas=[]))
+        for name in ("LLMServerManager", "CheckpointEngineManager", "omega_conf_to_dataclass"):
+            monkeypatch.setattr(module, name, MagicMock())
+        monkeypatch.setattr(module, "update_prometheus_config", MagicMock())
+        monkeypatch.setattr(module.PPOTrainer, "_setup", lambda self: None)
+        vars(module.logger).pop("info", None)
+        with pytest.raises(TypeError, match="flush"):
+            trainer._setup()
+        log_without_flush()
+        trainer._setup()
+        (line,) = (record for record in caplog.records if record.name == SEPARATE_ASYNC)
+        assert line.message.startswith("[V1SepAsync] hybrid replicas disabled")
+        assert line.filename == "trainer_separate_async.py"
 
 
 class TestTokenizerProcess:

@@ -165,7 +165,9 @@ def test_without_a_preset_the_installed_plugin_leaves_verls_own_sync_alone(train
 )
 def test_merged_adapters_arrive(trained, request):
     """verl takes them out of its weights again when the export is through; without them the
-    correlation is about 0."""
+    correlation is about 0. Each sync is one line at verl's default log level."""
+    log = (trained / "run.log").read_text()
+    assert log.count("weight sync: ") == len(reports_of(trained)) > 0
     for step in read_steps(trained):
         if request.node.callspec.id == "colocated":
             assert "resume_weights_and_kv_cache" in step.sync["seconds"], "one stage"

@@ -20,7 +20,6 @@ from rich.console import Console
 from tiny_assets import make_assets
 
 from support.forks import TESTS
-from support.settings import SEPARATE
 
 FINDING_TESTS = (f"PYTHONPATH={TESTS}",)
 """Variables of a run whose processes import a module of the tests."""
@@ -58,9 +57,7 @@ class Run:
     def train(self, folder: Path) -> None:
         """Train it; all files are in `folder`. An error if it fails."""
         sizes = (f"WORKERS={self.workers}", f"ROLLOUT_TP={self.tp}")
-        # See recipes/grpo_separate_async_gpu.sh.
-        level = ("VERL_LOGGING_LEVEL=WARN",) if SEPARATE[0] in self.overrides else ()
-        variables = (v.format(folder=folder) for v in (*sizes, *level, *self.variables))
+        variables = (v.format(folder=folder) for v in (*sizes, *self.variables))
         status = run_recipe(
             folder,
             self.preset,

@@ -27,7 +27,7 @@ from sglang_loader.session.group_receiver import GroupReceiver
 from unit.test_session_messages import DESCRIPTOR as OF_NO_GROUP
 
 CPU = torch.device("cpu")
-GROUP = object()
+GROUP = SimpleNamespace(set_timeout=lambda limit: None)
 
 
 class Work:
@@ -48,7 +48,7 @@ class Work:
 def work(monkeypatch):
     """The work of every broadcast that is started."""
     found = Work()
-    monkeypatch.setattr(update_group, "_meet", lambda _group: None)
+    monkeypatch.setattr(update_group, "meet", lambda *_: None)
     monkeypatch.setattr(update_group, "_first_words", lambda *where: Transfer(found, where[-1]))
     monkeypatch.setattr(broadcast.dist, "broadcast", lambda *_args, **_kwargs: found)
     return found
@@ -279,7 +279,7 @@ def test_an_engine_joins_a_group_of_ours_or_leaves_it(work, monkeypatch, error):
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
     work.completed, work.error = True, error
     runner = Runner()
-    meeting = update_group.MeetingPoint("127.0.0.1", 3, 1)
+    meeting = update_group.MeetingPoint("127.0.0.1", 3, 1, limit_s=60)
     success, message = join(runner, meeting.port)
     assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3"
     if error is None:

@@ -1,5 +1,7 @@
 """The host backup on real modules whose memory is really lost between save and restore."""
 
+from unittest import mock
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,7 +19,7 @@ from sglang_loader.host_backup.allocations import (
     bytes_at,
 )
 from sglang_loader.host_backup.backup import BRIDGED_BYTES, bridged
-from sglang_loader.host_backup.saved_bytes import CHUNK_BYTES
+from sglang_loader.host_backup.saved_bytes import CHUNK_BYTES, SavedBytes
 from sglang_loader.load_plan.destinations import collect_destinations
 from sglang_loader.load_plan.plan import LoadPlan
 from support.reachable_memory import publish_coverage, reachable
@@ -128,6 +130,46 @@ def test_a_storage_that_appears_after_the_proof_is_saved(model):
     model.low = nn.Parameter(torch.randn(5, 3), requires_grad=False)  # rebound
     model.late = {"new": torch.randn(9)}
     assert release_and_resume(model, backup) == {"linear.weight"}
+
+
+def test_what_is_undefined_goes_with_its_memory(model):
+    backup = arm(model, "auto", reachable)
+    publish_coverage(model, whole(model, "linear.weight", "low"))
+    release_and_resume(model, backup)
+    model.low = nn.Parameter(torch.randn(5, 3), requires_grad=False)
+    backup.save(model)
+    assert f"{model.linear.weight.nbytes} bytes" in str(backup.stale)
+
+
+def test_what_a_sync_has_defined_since_is_saved_too_where_no_plan_covers_it_any_more(model):
+    backup = arm(model, "auto", reachable)
+    publish_coverage(model, whole(model, "linear.weight", "low"))
+    release_and_resume(model, backup)
+    model.low.fill_(3)
+    publish_coverage(model, whole(model, "low"))
+    backup.withdraw("a test")
+    assert release_and_resume(model, backup) == set()
+    assert f"{model.linear.weight.nbytes} bytes" in str(backup.stale)
+
+
+@pytest.mark.parametrize("policy", ["auto", "off"])
+def test_nothing_is_defined_where_the_copy_does_not_come_back(model, policy, monkeypatch):
+    backup = arm(model, policy, reachable)
+    publish_coverage(model, whole(model, "linear.weight"))
+    backup.save(model)
+    monkeypatch.setattr(SavedBytes, "restore", mock.Mock(side_effect=RuntimeError("no memory")))
+    with pytest.raises(RuntimeError, match="no memory"):
+        backup.restore()
+    assert f"{size_of(model)} bytes" in str(backup.stale)
+    sync_completed(model)
+    assert f"{size_of(model) - model.linear.weight.nbytes} bytes" in str(backup.stale)
+
+
+def test_on_leaves_the_saving_to_sglang(model):
+    backup = arm(model, "on", pytest.fail)
+    backup.save(model)
+    backup.restore()
+    assert (backup.stale, backup.host_bytes) == (None, 0)
 
 
 def test_a_published_coverage_keeps_its_storages_alive(model):

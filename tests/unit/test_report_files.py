@@ -76,6 +76,17 @@ def test_the_slowest_replica_and_the_median_later_sync_are_shown(compiled):
     assert f"load_weights in 2 of 8 lines: {REASON}" in result.stdout
 
 
+@pytest.mark.parametrize("versions", ("12345", "12312"))
+def test_a_line_that_a_replica_lacks_shifts_none_of_the_later_ones(tmp_path, versions):
+    """Lines are of one sync by their version, also where a restarted run repeats versions."""
+    path = tmp_path / "syncs.jsonl"
+    for number, version in enumerate(versions):
+        for replica, load in ((0, 1.0 + number), (1, 1.5 + number)):
+            if (replica, number) != (0, 2):
+                publish(path, {"load": load}, replica, weight_version=version)
+    assert [sync.seconds["load"] for sync in read_run(path).syncs] == [1.5, 2.5, 3.5, 4.5, 5.5]
+
+
 def test_files_stand_side_by_side(compiled, disaggregated):
     rows = rows_of(run(compiled, disaggregated).stdout)
     assert rows["load"] == ["13.00", "1.5000", "2.0000"]

@@ -8,8 +8,11 @@ from functools import partial
 
 import pytest
 import torch
-from torch._C._distributed_c10d import TCPStore
+import torch.distributed as dist
+from sglang.srt.utils import init_custom_process_group
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
+from sglang_loader.common.broadcast.broadcast import BroadcastError
 from sglang_loader.common.broadcast.update_group import GroupPlace, MeetingPoint, join, meet
 from sglang_loader.common.threads import in_thread
 from verl_sglang_sync.engine import update_groups
@@ -17,18 +20,19 @@ from verl_sglang_sync.engine.server_client import RequestFailed
 from verl_sglang_sync.engine.update_groups import Replica, UpdateGroupError, UpdateGroups
 
 LIMIT_S = 60
+LIMIT = timedelta(seconds=LIMIT_S)
+EXCEEDED = r"not all ranks .* \(limit: 1 s, of timeouts_s.group, else request_timeout_s\): "
 CPU = torch.device("cpu")
 NO_ROOM = RequestFailed("no room", endpoint="http://1/init", status=400)
 
 
 def connected(port):
     """A rank's connection to a meeting point of three."""
-    limit = timedelta(seconds=LIMIT_S)
-    return TCPStore("127.0.0.1", port, 3, wait_for_workers=False, timeout=limit)
+    return TCPStore("127.0.0.1", port, 3, wait_for_workers=False, timeout=LIMIT)
 
 
 def test_a_connection_of_its_own_does_not_keep_it_open():
-    meeting = MeetingPoint("127.0.0.1", 3, 1)
+    meeting = MeetingPoint("127.0.0.1", 3, 1, limit_s=LIMIT_S)
     store = connected(meeting.port)
     store.set("key", "value")
     meeting.close()
@@ -39,12 +43,12 @@ def test_a_connection_of_its_own_does_not_keep_it_open():
 @pytest.mark.parametrize("num_coming", (2, 1))
 def test_ranks_meet_in_the_store_before_any_collective(num_coming):
     """NCCL's wait for a rank that does not come has no end; this one has."""
-    meeting = MeetingPoint("127.0.0.1", 2, 1)
+    meeting = MeetingPoint("127.0.0.1", 2, 1, limit_s=LIMIT_S)
     ended = []
 
     def rank():
         try:
-            meet(connected(meeting.port), 2)
+            meet(connected(meeting.port), 2, LIMIT)
             ended.append("met")
         except Exception as error:
             ended.append(type(error).__name__)
@@ -59,6 +63,28 @@ def test_ranks_meet_in_the_store_before_any_collective(num_coming):
     for thread in ranks:
         thread.join(10)
     assert ended == (["met"] * 2 if num_coming == 2 else ["DistNetworkError"])
+
+
+@pytest.mark.parametrize("rank", (0, 1))
+def test_a_rank_that_came_and_never_connects_is_waited_for_no_longer_than_the_limit(rank):
+    """An engine would serve nothing meanwhile: for a connection gloo waits 2.5 hours by default."""
+    meeting = MeetingPoint("127.0.0.1", 2, 1, limit_s=1.0)
+    place = GroupPlace("weight_sync_a", "127.0.0.1", meeting.port, 2)
+    store = PrefixStore(place.name, connected(meeting.port))
+    store.add("here", 1)
+
+    class Deadly(dist.Store):
+        """The other rank says where it is, and is gone."""
+
+        def set(self, key, value):
+            store.set(key, value)
+            raise RuntimeError("gone")
+
+    where = {"store": Deadly(), "world_size": 2, "rank": 1 - rank, "group_name": place.name}
+    with pytest.raises(RuntimeError, match="gone"):
+        init_custom_process_group("gloo", **where)
+    with pytest.raises(BroadcastError, match=EXCEEDED):
+        join(place, rank, CPU)
 
 
 class Engine:
@@ -122,6 +148,9 @@ def test_a_group_that_is_not_formed_in_time_names_who_is_silent_and_is_left(answ
     monkeypatch.setattr(update_groups, "leave", lambda group, broken: left.append((group, broken)))
     told = form(Engine(replied), timeout_s=0.05)
     silent = "nobody" if answers else "http://0"
-    assert told == f"not all ranks came within 0.05 s; no word of: {silent}"
+    assert told == (
+        "not all ranks came within 0.05 s, of timeouts_s.group, else request_timeout_s; "
+        f"no word of: {silent}"
+    )
     own.set_result("the group")  # too late
     assert left == [("the group", True)]

@@ -21,6 +21,7 @@ import torch
 from sglang_loader.common.broadcast.broadcast import BroadcastError
 from sglang_loader.common.broadcast.update_group import (
     GROUP_PREFIX,
+    LIMITED_BY,
     GroupPlace,
     MeetingPoint,
     backend_of,
@@ -168,7 +169,7 @@ class UpdateGroups:
         _leave_servers(replicas, left)
         name = f"{GROUP_PREFIX}{secrets.token_hex(4)}"
         size = self._num_trainers + sum(replica.num_ranks for replica in replicas)
-        meeting = MeetingPoint(self.address, size, self._num_trainers)
+        meeting = MeetingPoint(self.address, size, self._num_trainers, limit_s=self._timeout_s)
         return GroupPlace(name, self.address, meeting.port, size), meeting
 
     def _join(self, place: GroupPlace, _: object) -> Any:
@@ -246,7 +247,7 @@ def _why_not_formed(
     silent = [r.base_url for r, future in zip(replicas, joined, strict=True) if not future.done()]
     if own.done() and failure is None and not silent:
         return None
-    reason = failure or f"not all ranks came within {timeout_s:g} s"
+    reason = failure or f"not all ranks came within {timeout_s:g} s, of {LIMITED_BY}"
     return f"{reason}; no word of: {', '.join(silent) or 'nobody'}"
 
 

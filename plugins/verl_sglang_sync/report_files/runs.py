@@ -4,8 +4,9 @@
     run.syncs[0].shown             # of the first sync: seconds by stage
     run.typical.shown              # of the median one of the later syncs
 
-All replicas sync at the same time, so a sync is shown as its slowest replica went through it. The
-median is one real sync, so that its stages add up to its seconds.
+All replicas sync at the same time, so a sync is shown as its slowest replica went through it: the
+lines of one weight version are of one sync, and where a replica has several of a version, as after
+a restart, the n-th ones are. The median is one real sync, so that its stages add up to its seconds.
 
 `trace_of` is for Perfetto and chrome://tracing: a process per file, a thread per replica. A stage
 is drawn in one piece, from when it first began or the one before ended, whichever is later; one
@@ -19,7 +20,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -89,11 +89,13 @@ class Run:
     @cached_property
     def syncs(self) -> list[ReplicaSync]:
         """One after the other, each as the slowest replica went through it."""
-        by_replica: dict[int | None, list[ReplicaSync]] = defaultdict(list)
+        num_lines: Counter[tuple[int | None, str | None]] = Counter()
+        together: dict[tuple[str | None, int], list[ReplicaSync]] = defaultdict(list)
         for line in self.lines:
-            by_replica[line.replica].append(line)
-        together = zip_longest(*by_replica.values())
-        return [max(filter(None, lines), key=lambda line: line.total_seconds) for lines in together]
+            num_lines[line.replica, line.weight_version] += 1
+            number = num_lines[line.replica, line.weight_version]
+            together[line.weight_version, number].append(line)
+        return [max(lines, key=lambda line: line.total_seconds) for lines in together.values()]
 
     @property
     def typical(self) -> ReplicaSync:

@@ -29,7 +29,12 @@ from verl_sglang_sync.engine.server_client.operations import server_url
 from verl_sglang_sync.engine.server_client.router import KEY_VARIABLE, RouterClient
 from verl_sglang_sync.verl.router_guard import Watch, start_guard
 from verl_sglang_sync.verl.step_metrics import show_metrics_in_steps
-from verl_sglang_sync.verl.upstream import is_abort, list_server_arguments, pause_by_aborting
+from verl_sglang_sync.verl.upstream import (
+    is_abort,
+    list_server_arguments,
+    log_without_flush,
+    pause_by_aborting,
+)
 from verl_sglang_sync.verl.weight_versions import tell_weight_versions
 
 logger = logging.getLogger(__name__)
@@ -83,7 +88,7 @@ class WeightSyncHttpServer(SGLangHttpServer):  # type: ignore[misc]
             await super().sleep()
         self._last_sleep = time.perf_counter() - started, costs
 
-    async def take_sleep(self) -> tuple[float, StageCosts | None] | None:
+    async def take_sleep_costs(self) -> tuple[float, StageCosts | None] | None:
         """Seconds and costs of the last sleep, once; None if there was none since the last call."""
         sleep, self._last_sleep = self._last_sleep, None
         return sleep
@@ -158,5 +163,6 @@ class WeightSyncReplica(SGLangReplica):  # type: ignore[misc]
         if WeightSyncConfig.from_rollout(self.config) is not None:
             self.server_class = ray.remote(WeightSyncHttpServer)
             show_metrics_in_steps()
+            log_without_flush()
             if self.config.checkpoint_engine.backend == BROADCAST_BACKEND:
                 tell_weight_versions()

@@ -135,7 +135,7 @@ class WeightSyncRollout(ServerAdapter):  # type: ignore[misc]
     async def _account_for_sleep(self, manager: SGLangShardingManager) -> None:
         """Add what the sleep cost that the server actor went through on its own."""
         if self._engine is not None and "release" not in manager.report.seconds:
-            sleep = await self.server_actor.take_sleep.remote()
+            sleep = await self.server_actor.take_sleep_costs.remote()
             if sleep is not None:
                 manager.report.seconds["release"], costs = sleep
                 manager.report.add_costs("release", costs)

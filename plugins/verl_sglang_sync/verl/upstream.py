@@ -1,4 +1,4 @@
-"""What verl 0.9.1 lacks with the SGLang that is there: done where a preset is chosen.
+"""What verl 0.9.1 lacks, alone or with the SGLang that is there: done where a preset is chosen.
 
 What a newer SGLang needs looks whether it is needed, and changes nothing where it is not.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import abc
 import asyncio
 import dataclasses
+import logging
 import time
 import types
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import msgspec
 
 PAUSE_STEP_S, ABORT_AGAIN_S = 0.01, 1.0
+SEPARATE_ASYNC = "verl.trainer.ppo.v1.trainer_separate_async"
 
 
 async def pause_by_aborting(manager: Any) -> None:
@@ -68,6 +70,18 @@ def complete_server_client() -> None:
         if method.__name__ in AsyncHttpServerAdapter.__abstractmethods__:
             setattr(AsyncHttpServerAdapter, method.__name__, method)
     abc.update_abstractmethods(AsyncHttpServerAdapter)
+
+
+def log_without_flush() -> None:
+    """verl's separate-async trainer logs one line with `flush=True` where hybrid_engine=False: a
+    TypeError at verl's default log level. Its logger takes that, too, and leaves it out.
+    """
+    logger = logging.getLogger(SEPARATE_ASYNC)
+
+    def info(*args: Any, flush: bool = False, **kwargs: Any) -> None:
+        logging.Logger.info(logger, *args, **{"stacklevel": 2, **kwargs})
+
+    logger.info = info  # type: ignore[method-assign]
 
 
 def tp_ranks_share_adapters() -> bool:

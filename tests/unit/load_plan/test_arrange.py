@@ -9,12 +9,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from sglang_loader.common.layout import BucketLayout, BucketTensor
+from sglang_loader.common.layout import (
+    BucketLayout,
+    BucketTensor,
+    decode_arrangements,
+    digest_of,
+    encode_layout,
+)
 from sglang_loader.common.regions.arrangement import end_of
 from sglang_loader.common.regions.coalesce import coalesce, find_overlapping
 from sglang_loader.common.regions.geometry import BYTES, StridedCopy, Unit
 from sglang_loader.load_plan import check_bucket, compile_bucket, trace_bucket
-from sglang_loader.load_plan.arrange import UNIT_ALIGNMENT, arrange, num_bytes_read
+from sglang_loader.load_plan.arrange import (
+    ALL_WHOLE,
+    UNIT_ALIGNMENT,
+    ArrangedBuckets,
+    arrange,
+    num_bytes_read,
+)
 from sglang_loader.load_plan.executor import replay_once
 from sglang_loader.load_plan.plan import BucketPlan
 from sglang_loader.load_plan.verify import why_misarranged
@@ -195,6 +207,20 @@ def test_what_is_read_across_the_bounds_of_a_tensor_is_not_arranged():
     assert arrange(plan_of(layout, [StridedCopy(0, 0, 0, (), 512)])) is not None
     layout = BucketLayout.pack([("a", (63,), torch.float32), ("b", (64,), torch.float32)])
     assert arrange(plan_of(layout, [StridedCopy(0, 0, 0, (), 512)])) is None
+
+
+def test_a_bucket_of_which_nearly_all_would_be_sent_comes_whole(monkeypatch):
+    small = BucketLayout.pack([("s", (64,), torch.uint8)])
+    half = plan_of(T, [StridedCopy(0, 0, 0, (), 512)])
+    far_apart = plan_of(small, [StridedCopy(i, i, 0, (), 1) for i in range(8)])  # 16 are sent each
+    found = ArrangedBuckets.of([half, far_apart])
+    assert found.bucket(0) == arrange(half) and found.bucket(1) is found.bucket(2) is None
+    layouts = {digest_of(encode_layout(layout)): layout for layout in (T, small)}
+    (_, first), (_, second) = decode_arrangements(found.encoded, layouts)
+    assert first == found.bucket(0)[0] and second is None
+    monkeypatch.setattr("sglang_loader.load_plan.arrange.arrange", pytest.fail)
+    most = plan_of(T, [StridedCopy(0, 0, 0, (), 1000)])  # known from what its copies read
+    assert ArrangedBuckets.of([most]) is ALL_WHOLE
 
 
 # On modules: what is more than a copy.

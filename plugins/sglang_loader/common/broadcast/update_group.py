@@ -26,7 +26,13 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.distributed_c10d import _get_process_group_store, default_pg_timeout
 
-from sglang_loader.common.broadcast.broadcast import WORD, Broadcast, Transfer, all_to_all
+from sglang_loader.common.broadcast.broadcast import (
+    WORD,
+    Broadcast,
+    BroadcastError,
+    Transfer,
+    all_to_all,
+)
 from sglang_loader.common.threads import in_thread
 
 logger = logging.getLogger(__name__)
@@ -35,11 +41,15 @@ GROUP_PREFIX = "weight_sync_"
 """How the names of our groups begin; the engine treats those as this module says."""
 
 REACH_TIMEOUT_S = 5.0
-CONNECT_TIMEOUT_S = 120.0
 LEAVE_TIMEOUT_S = 10.0
+CONNECT_TRIES = 5
+"""For a connection gloo waits so many times as long as it is told."""
+LIMITED_BY = "timeouts_s.group, else request_timeout_s"
+"""The setting that limits how long a group takes to form."""
 _SECRET = "secret"
 _LEFT = "left"
 _NUM_TRAINERS = "num_trainers"
+_LIMIT_S = "limit_s"
 _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
@@ -62,13 +72,15 @@ class MeetingPoint:
     Args:
         address: of this host, as the engines reach it.
         num_trainers: so many of the group's ranks, the first ones, are the trainer's.
+        limit_s: seconds for which a rank waits there for the others, and again to be connected.
     """
 
-    def __init__(self, address: str, world_size: int, num_trainers: int) -> None:
+    def __init__(self, address: str, world_size: int, num_trainers: int, *, limit_s: float) -> None:
         self._server: TCPStore | None = TCPStore(
             address, 0, world_size, is_master=True, wait_for_workers=False
         )
         self._server.set(_NUM_TRAINERS, str(num_trainers))
+        self._server.set(_LIMIT_S, str(limit_s))
         self.port = self._server.port
 
     def close(self) -> None:
@@ -89,8 +101,7 @@ def join(place: GroupPlace, rank: int, device: torch.device) -> Any:
 
     Raises:
         OSError: nobody serves the store.
-        torch.distributed.DistError: it was closed: a rank did not come.
-        BroadcastError: a rank did not connect.
+        BroadcastError: a rank did not come or connect within the limit, or the store was closed.
     """
     from sglang.srt.utils import init_custom_process_group
 
@@ -101,21 +112,30 @@ def join(place: GroupPlace, rank: int, device: torch.device) -> Any:
     store = TCPStore(
         place.address, place.port, place.world_size, wait_for_workers=False, timeout=reach_s
     )
-    num_trainers = int(store.get(_NUM_TRAINERS))
-    store.set_timeout(default_pg_timeout)
-    with errors_left_to_us():
-        group = init_custom_process_group(
-            backend=backend_of(device),
-            store=PrefixStore(place.name, store),
-            world_size=place.world_size,
-            rank=rank,
-            group_name=place.name,
-        )
+    num_trainers, limit_s = int(store.get(_NUM_TRAINERS)), float(store.get(_LIMIT_S))
+    limit, group = timedelta(seconds=limit_s), None
+    store.set_timeout(limit)
+    place_store = PrefixStore(place.name, store)
     try:
-        _connect(group, num_trainers, device)
-    except Exception:
-        leave(group, broken=True)
-        raise
+        meet(place_store, place.world_size, limit)  # nothing ends a rank's wait for others in NCCL
+        with errors_left_to_us():
+            group = init_custom_process_group(
+                backend=backend_of(device),
+                store=place_store,
+                world_size=place.world_size,
+                rank=rank,
+                group_name=place.name,
+                timeout=limit / CONNECT_TRIES,
+            )
+        group.set_timeout(default_pg_timeout)  # whoever waits for a broadcast has a limit
+        _connect(group, num_trainers, device, limit_s)
+    except RuntimeError as error:
+        if group is not None:
+            leave(group, broken=True)
+        raise BroadcastError(
+            f"not all ranks of {place.name} came and connected (limit: {limit_s:g} s, of "
+            f"{LIMITED_BY}): {error}"
+        ) from None
     return group
 
 
@@ -147,18 +167,12 @@ def errors_left_to_us() -> Iterator[None]:
             os.environ[_ERROR_HANDLING] = before
 
 
-def _connect(group: Any, num_trainers: int, device: torch.device) -> None:
-    """The group's first collectives.
-
-    Nothing ends a rank's wait for the others in NCCL, so all wait in the store before: closing it
-    sends them away.
-    """
-    _meet(group)
-    Broadcast(torch.zeros(1, dtype=torch.uint8, device=device), group).wait(
-        CONNECT_TIMEOUT_S, "the first byte of the update group"
-    )
+def _connect(group: Any, num_trainers: int, device: torch.device, limit_s: float) -> None:
+    """The group's first collectives."""
+    byte = Broadcast(torch.zeros(1, dtype=torch.uint8, device=device), group)
+    byte.wait(limit_s, "the first byte of the update group")
     words = _first_words(group, num_trainers, device)
-    words.wait(CONNECT_TIMEOUT_S, "the first word of every trainer rank")
+    words.wait(limit_s, "the first word of every trainer rank")
 
 
 def _first_words(group: Any, num_trainers: int, device: torch.device) -> Transfer:
@@ -173,15 +187,13 @@ def _first_words(group: Any, num_trainers: int, device: torch.device) -> Transfe
     return Transfer(all_to_all(sent, sends, received, receives, group), device)
 
 
-def _meet(group: Any) -> None:
-    meet(_get_process_group_store(group), group.size())
-
-
-def meet(store: Any, num_ranks: int, *limit: timedelta) -> None:
-    """Wait in a store until all ranks are there, for as long as it waits if there is no limit."""
+def meet(store: Any, num_ranks: int, limit: timedelta) -> None:
+    """Wait in a store until all ranks are there; `torch.distributed.DistError` where one does not
+    come within the limit, or the store is closed.
+    """
     if store.add("here", 1) == num_ranks:
         store.set("all here", "")
-    store.wait(["all here"], *limit)
+    store.wait(["all here"], limit)
 
 
 def say_left(group: Any) -> None:
