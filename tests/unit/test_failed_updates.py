@@ -126,7 +126,7 @@ def engine(monkeypatch):
             return [item, *((*other, engine.undefined) for other in engine.others)]
         return [item, *(text for text, _, _ in engine.others)]
 
-    monkeypatch.setattr(weights, "known_verdict", lambda *_: engine.known)
+    monkeypatch.setattr(weights, "cached_verdict", lambda *_: engine.known)
     monkeypatch.setattr(weights, "view_of_sync", engine.look_at)
     monkeypatch.setattr(weights, "judge_together", lambda *_: engine.verdict)
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from sglang_loader.common.regions.arrangement import Arrangement, end_of
+from sglang_loader.common.regions.arrangement import Arrangement, arranged_nbytes
 from sglang_loader.common.regions.geometry import StridedCopy
 
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
@@ -64,7 +64,7 @@ def gather_reads(
     """The arranged buffer of a bucket's tensors; zero where nothing is read. Made as simply as it
     can be, and not by the code that is checked with it.
     """
-    arranged = torch.zeros(end_of(arrangement), dtype=torch.uint8, device=device)
+    arranged = torch.zeros(arranged_nbytes(arrangement), dtype=torch.uint8, device=device)
     for read in arrangement:
         if read.nbytes:
             data = tensors[read.tensor].contiguous().reshape(-1).view(torch.uint8)

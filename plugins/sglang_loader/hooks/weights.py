@@ -33,7 +33,12 @@ from sglang_loader.host_backup.allocations import under_weights_tag
 from sglang_loader.host_backup.completeness import Completeness
 from sglang_loader.session.findings import Verdict
 from sglang_loader.session.serve import Conclude, SessionSteps, serve_session
-from sglang_loader.session.weight_check import SyncView, judge_together, known_verdict, view_of_sync
+from sglang_loader.session.weight_check import (
+    SyncView,
+    cached_verdict,
+    judge_together,
+    view_of_sync,
+)
 from sglang_loader.upstream import (
     UpdateFrame,
     handle_of,
@@ -163,7 +168,7 @@ class WeightUpdate:
         if not self._needs_verdict or self._verdict is not None or self._view is not None:
             return
         model = self._updater.tp_worker.model_runner.model
-        self._verdict = known_verdict(self._layouts, model)
+        self._verdict = cached_verdict(self._layouts, model)
         if self._verdict is None:
             self._view = view_of_sync(self._layouts, self.models)
         elif (refusal := self._refusal(self._verdict)) is not None:

@@ -29,7 +29,7 @@ from sglang_loader.common.layout import (
     encode_arrangements,
     encode_layout,
 )
-from sglang_loader.common.regions.arrangement import Arrangement, Read, end_of
+from sglang_loader.common.regions.arrangement import Arrangement, Read, arranged_nbytes
 from sglang_loader.common.regions.coalesce import coalesce
 from sglang_loader.common.regions.geometry import BYTES, StridedCopy, Unit, collapse, split_copy
 from sglang_loader.load_plan.plan import BucketPlan
@@ -62,7 +62,7 @@ class ArrangedBuckets:
     @classmethod
     def of(cls, plans: Sequence[BucketPlan]) -> ArrangedBuckets:
         """Of the plans of all buckets, in order."""
-        buckets = tuple(map(_worth_it, plans))
+        buckets = tuple(map(_arrange_if_smaller, plans))
         if not any(buckets):
             return ALL_WHOLE
         layouts = [digest_of(encode_layout(plan.layout)) for plan in plans]
@@ -78,10 +78,10 @@ class ArrangedBuckets:
 ALL_WHOLE = ArrangedBuckets()
 
 
-def _worth_it(plan: BucketPlan) -> Arranged | None:
+def _arrange_if_smaller(plan: BucketPlan) -> Arranged | None:
     limit = MAX_PART * sum(tensor.nbytes for tensor in plan.layout.tensors)
     arranged = arrange(plan) if num_bytes_read(plan) < limit else None
-    return arranged if arranged is not None and end_of(arranged[0]) < limit else None
+    return arranged if arranged is not None and arranged_nbytes(arranged[0]) < limit else None
 
 
 @collector_paused()
@@ -101,7 +101,7 @@ def arrange(plan: BucketPlan) -> Arranged | None:
         pieces.append((tensor, piece))
         read[tensor] += _nbytes_read(piece)
     repeated = {tensor for tensor, nbytes in read.items() if nbytes > layout.tensors[tensor].nbytes}
-    packing = _Packing(layout)
+    packing = PackingState(layout)
     placed = {tensor: packing.add_whole(tensor) for tensor in sorted({*plan.rest, *repeated})}
     copies = []
     for tensor, piece in sorted(pieces, key=lambda pair: pair[1].src):
@@ -124,7 +124,7 @@ def num_bytes_read(plan: BucketPlan) -> int:
     return copied + sum(plan.layout.tensors[i].nbytes for i in plan.rest)
 
 
-class _Packing:
+class PackingState:
     """The arranged buffer while it is filled."""
 
     def __init__(self, layout: BucketLayout) -> None:

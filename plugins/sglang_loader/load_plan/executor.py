@@ -25,7 +25,7 @@ from sglang_loader.load_plan.destinations import Destinations
 from sglang_loader.load_plan.plan import BucketPlan, LoadPlan, LoadWeights
 
 SCRATCH = -1
-"""In a storage's place: what the loader is given."""
+"""Number that stands for the scratch buffer of what the model's loader loads, beside storages'."""
 
 
 @dataclass(frozen=True)
@@ -96,22 +96,24 @@ def replay_once(
     _Copies(plan, source.map).bind(destinations.memory, source, scratch).run(load_weights)
 
 
-def copied_apart(
+def copy_to_new_memory(
     plan: BucketPlan, storage: int, memory: Sequence[torch.Tensor], buffer: torch.Tensor
 ) -> torch.Tensor:
-    """What a plan copies out of a bucket to one storage, in memory of its own, which is zero where
-    it writes nothing; of `SCRATCH`: what the loader would be given. `memory`: the model's storages,
-    which stay as they are.
+    """Do a plan's copies to one storage in new memory instead, which is zero elsewhere.
+
+    Args:
+        storage: the storage's number; `SCRATCH`: what the model's loader would be given.
+        memory: the model's storages, which are not written.
     """
     is_scratch = storage == SCRATCH
     copies = tuple(copy for copy in plan.copies if copy.storage == storage)
     plan = replace(plan, copies=copies, rest=plan.rest if is_scratch else {})
     source, scratch = BucketSource.flat(buffer), _empty(plan.rest_layout().nbytes, buffer.device)
-    apart = scratch.zero_() if is_scratch else torch.zeros_like(memory[storage])
-    targets = [apart if number == storage else other for number, other in enumerate(memory)]
+    target = scratch.zero_() if is_scratch else torch.zeros_like(memory[storage])
+    targets = [target if number == storage else other for number, other in enumerate(memory)]
     for copy in _Copies(plan, source.map).bind(targets, source, scratch).copies:
         copy()
-    return apart
+    return target
 
 
 def _empty(nbytes: int, device: torch.device) -> torch.Tensor:

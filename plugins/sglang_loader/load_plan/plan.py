@@ -37,12 +37,12 @@ class PlanRefused(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Making:
-    """A step that writes parts of the model, made of other parts (`of`), or of nothing."""
+class DerivedWrite:
+    """A step that computes parts of the model from other parts of it, or from nothing."""
 
     op: torch._ops.OpOverload
-    made: tuple[TensorRef, ...]
-    of: frozenset[TensorRef]
+    targets: tuple[TensorRef, ...]
+    sources: frozenset[TensorRef]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +53,12 @@ class BucketPlan:
         rest: tensors that `load_weights` loads, by position in the layout: the first byte of each
             in the buffer that the plan reads. The loader gets a copy, which it may change.
         written: by destination storage the byte ranges that this bucket surely overwrites.
-        live_in: likewise those that the loading of `rest` reads as they were before.
-        writes: likewise those within which its tensors are written at all.
-        left_out: what `load_weights` does without a tensor of the bucket, and the plan does not.
-        remade: such steps that come after a write of what they read, and so are done.
+        live_in: by destination storage the byte ranges of which the loading of `rest` reads the old
+            content.
+        writes: by destination storage the byte ranges that the bucket's tensors may be written to.
+        left_out: the derived writes of `load_weights` that the plan does not repeat.
+        recomputed: derived writes that a replay does, as they depend on tensors of this bucket; no
+            later step of it writes their targets or sources.
         host_reads: `(what, storage, byte range)` of the model's data that reached Python: harmless
             only if no sync ever writes it.
     """
@@ -67,14 +69,14 @@ class BucketPlan:
     written: Mapping[int, tuple[Interval, ...]]
     live_in: Mapping[int, tuple[Interval, ...]]
     writes: Mapping[int, tuple[Interval, ...]]
-    left_out: tuple[Making, ...]
-    remade: frozenset[Making]
+    left_out: tuple[DerivedWrite, ...]
+    recomputed: frozenset[DerivedWrite]
     host_reads: tuple[tuple[str, int, Interval], ...]
 
     @property
     def touched(self) -> set[int]:
         """Destination storages that `load_weights` may write to."""
-        return {*self.writes, *(ref.index for step in self.left_out for ref in step.made)}
+        return {*self.writes, *(ref.index for step in self.left_out for ref in step.targets)}
 
     def rest_layout(self) -> BucketLayout:
         """The tensors of `rest` alone, in their order."""

@@ -23,7 +23,7 @@ class Space(Enum):
 
     BUCKET = "bucket"
     DESTINATION = "destination"
-    SLOT = "slot"
+    TEMPORARY = "temporary"
     CONSTANT = "constant"
 
 
@@ -81,9 +81,9 @@ class Origins:
             return (ref,)
         return self._made_of.get((ref.space, ref.index), ())
 
-    def has(self, slot: int) -> bool:
+    def has(self, temporary: int) -> bool:
         """True if any of that went into a temporary."""
-        return bool(self._made_of.get((Space.SLOT, slot)))
+        return bool(self._made_of.get((Space.TEMPORARY, temporary)))
 
     def follow(
         self, reads: Sequence[TensorRef], writes: Sequence[TensorRef]

@@ -126,7 +126,7 @@ def _record(
     """
     scratch = source.clone()  # loaders may change their sources in place
     views = traced.layout.views(scratch)  # made here: the recorder does not see them made
-    recorder = _Recorder(traced, scratch)
+    recorder = _DispatchRecorder(traced, scratch)
     watch = HostReadWatch(recorder.note_host_read)
     with inline_thread_pools(), recorder, watch:
         load_weights(iter(views))
@@ -183,7 +183,7 @@ def inline_thread_pools() -> Iterator[None]:
             yield
 
 
-class _Recorder(TorchDispatchMode):
+class _DispatchRecorder(TorchDispatchMode):
     """Turns dispatched operators into the steps of `trace`. Temporaries are known by their storage
     object, held weakly: the memory is freed as in an eager load, yet no other storage can take the
     same identity while the trace lasts. `made`: these, by number.
@@ -232,8 +232,8 @@ class _Recorder(TorchDispatchMode):
         writes = [ref for ref in leaves(written) if isinstance(ref, TensorRef)]
         for made in leaves(out):
             if isinstance(made, torch.Tensor) and made.untyped_storage()._cdata not in self._places:
-                ref = self._ref(made, Space.SLOT)
-                if ref.space is Space.SLOT:
+                ref = self._ref(made, Space.TEMPORARY)
+                if ref.space is Space.TEMPORARY:
                     writes.append(ref)
         if not writes:
             return
@@ -267,7 +267,7 @@ class _Recorder(TorchDispatchMode):
         if place is None:
             place = self._find(storage) or (unknown, next(self._numbers), 0)
             self._places[storage._cdata] = place
-            if place[0] is Space.SLOT:
+            if place[0] is Space.TEMPORARY:
                 self.made[place[1]] = StorageWeakRef(storage)
             else:
                 self._held.append(storage)

@@ -1,7 +1,7 @@
 """What a traced `load_weights` made of each tensor of its bucket. Pure: runs nothing.
 
 uses = uses_of(traced)
-uses.idle                                     # tensors that nothing was made of
+uses.unused                                     # tensors that nothing was made of
 uses.tensors["model.norm.weight"].dtypes      # of the parameters that its data went to
 uses.written["model.norm.weight"]             # the bytes of that storage that were written
 """
@@ -62,7 +62,7 @@ class BucketUses:
     problem: str | None = None
 
     @property
-    def idle(self) -> list[str]:
+    def unused(self) -> list[str]:
         """Tensors with bytes of which nothing was made.
 
         A loader that needs two tensors in one call (MLA's `q_a_proj` and `kv_a_proj_with_mqa`)

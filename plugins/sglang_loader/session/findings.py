@@ -26,7 +26,7 @@ from sglang_loader.load_plan.uses import BucketUses, TensorUse
 Spec = tuple[str, torch.dtype, tuple[int, ...]]
 """(name, dtype, shape)."""
 
-Published = Mapping[str, Spec]
+PublishedTensors = Mapping[str, Spec]
 """The tensors of a published checkpoint, by name."""
 
 _TIED_HEAD = "lm_head.weight"
@@ -42,7 +42,7 @@ class RankView:
     """What one rank says of a sync's tensors.
 
     Attributes:
-        idle: tensors that this rank makes nothing of.
+        unused: tensors that this rank makes nothing of.
         partial: of the others, what was read, where that is not all.
         clashes: tensors of another kind of number than their destination, with the reason; where
             this rank cannot tell more, of those alone that are in fp8 on one side.
@@ -51,7 +51,7 @@ class RankView:
         unknown: why this rank cannot tell all that; None: it can.
     """
 
-    idle: frozenset[str] = frozenset()
+    unused: frozenset[str] = frozenset()
     partial: Mapping[str, frozenset[Region]] = field(default_factory=dict)
     clashes: Mapping[str, str] = field(default_factory=dict)
     missing: tuple[str, ...] = ()
@@ -127,8 +127,8 @@ def view_of(uses: Sequence[BucketUses]) -> RankView:
             partial[tensor.name] = frozenset(part for part in use.parts if part is not None)
         if use.is_broadcast:
             clashes[tensor.name] = "smaller than what it would fill"
-    idle = frozenset(name for bucket in uses for name in bucket.idle)
-    return RankView(idle=idle, partial=partial, clashes={**clashes, **clashes_of(uses)})
+    unused = frozenset(name for bucket in uses for name in bucket.unused)
+    return RankView(unused=unused, partial=partial, clashes={**clashes, **clashes_of(uses)})
 
 
 def clashes_of(
@@ -143,7 +143,7 @@ def clashes_of(
     }
 
 
-def blind_view_of(uses: Sequence[BucketUses], unknown: str) -> RankView:
+def view_of_quantised(uses: Sequence[BucketUses], unknown: str) -> RankView:
     """Of a quantised model, whose loader may arrange anything: a cast between fp8 and others takes
     the number for the value, or loses its scale.
     """
@@ -159,7 +159,7 @@ def _used(uses: Sequence[BucketUses]) -> Iterator[tuple[BucketTensor, TensorUse]
 
 
 def missing_tensors(
-    uses: Sequence[BucketUses], destinations: Destinations, published: Published | None
+    uses: Sequence[BucketUses], destinations: Destinations, published: PublishedTensors | None
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """(surely missing, perhaps missing): what would have filled the parameters that the sync has
     not written in full.
@@ -222,7 +222,9 @@ def _from_layer(name: str) -> list[str]:
     return parts[-2:] if number is None else parts[max(0, number - 1) :]
 
 
-def judge(specs: Sequence[Spec], views: Sequence[RankView], published: Published | None) -> Verdict:
+def judge(
+    specs: Sequence[Spec], views: Sequence[RankView], published: PublishedTensors | None
+) -> Verdict:
     """All ranks' views as one verdict; the same on every rank."""
     if blind := [view for view in views if view.unknown is not None]:
         clashes = {name: reason for view in blind for name, reason in view.clashes.items()}
@@ -238,7 +240,7 @@ def judge(specs: Sequence[Spec], views: Sequence[RankView], published: Published
     for spec in specs:
         name, _, shape = spec
         known = published.get(name) if published is not None else None
-        if all(name in view.idle for view in views):
+        if all(name in view.unused for view in views):
             if known is None and not _may_be_dropped(name, shape, embeddings):
                 (doubtful if published is None else unexpected).append(name)
             elif known is not None and name not in normal:
@@ -253,7 +255,7 @@ def judge(specs: Sequence[Spec], views: Sequence[RankView], published: Published
     )
 
 
-def _is_normal(spec: Spec, published: Published) -> bool:
+def _is_normal(spec: Spec, published: PublishedTensors) -> bool:
     known = published.get(spec[0])
     return known is not None and known[2] == spec[2] and _may_become(spec[1], known[1])
 
@@ -278,7 +280,7 @@ def _may_be_dropped(name: str, shape: tuple[int, ...], embeddings: set[tuple[int
 
 def _unread_bytes(spec: Spec, views: Sequence[RankView]) -> int:
     """A lower bound: parts that overlap count twice."""
-    users = [view for view in views if spec[0] not in view.idle]
+    users = [view for view in views if spec[0] not in view.unused]
     if not all(spec[0] in view.partial for view in users):
         return 0  # some rank reads all of it
     parts = {part for view in users for part in view.partial[spec[0]]}

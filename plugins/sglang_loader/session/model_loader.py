@@ -38,7 +38,7 @@ from sglang_loader.load_plan import (
 from sglang_loader.load_plan.arrange import ALL_WHOLE, ArrangedBuckets
 from sglang_loader.load_plan.guard import what_changed
 from sglang_loader.load_plan.verify import why_misarranged
-from sglang_loader.session.recording import Recorder
+from sglang_loader.session.recording import PlanRecorder
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ class ModelLoader:
     def __init__(self, model: Any) -> None:
         self.uses: list[BucketUses] = []
         self._model = model
-        self._recorder = Recorder(model)
+        self._recorder = PlanRecorder(model)
         self._compiled: _Compiled | None = None
         self._load_mode = _LoadMode.EAGER
         self._context: Mapping[str, object] = {}
@@ -310,7 +310,7 @@ class ModelLoader:
         self._num_recordings += 1
         self._syncs_since_check = 0
         self._unfit = None
-        idle = [name for uses in self.uses for name in uses.idle]
+        unused = [name for uses in self.uses for name in uses.unused]
         logger.info(
             "load plan of %s: %d copies in %d buckets, %d tensors left to its loader; "
             "ignored tensors: %s",
@@ -318,7 +318,7 @@ class ModelLoader:
             plan.num_copies,
             len(plan.buckets),
             plan.num_rest,
-            ", ".join(idle[:5]) or "none",
+            ", ".join(unused[:5]) or "none",
         )
 
     def _load_eagerly(self, index: int, layout: BucketLayout, buffer: torch.Tensor) -> None:

@@ -17,7 +17,7 @@ from sglang_loader.common.layout import BucketLayout
 from sglang_loader.load_plan import (
     BucketPlan,
     BucketUses,
-    KnownDigests,
+    CheckedDigests,
     LoadPlan,
     PlanRefused,
     check_bucket,
@@ -31,7 +31,7 @@ from sglang_loader.load_plan.plan import LoadWeights
 from sglang_loader.load_plan.trace import TracedBucket
 
 
-class Recorder:
+class PlanRecorder:
     """Observes a model's `load_weights`, compares it with plans, and makes the plan of a sync.
 
     Attributes:
@@ -44,17 +44,15 @@ class Recorder:
         self.restart()
 
     def restart(self) -> None:
-        """Another sync begins: forget the one before, and the content of the model, which may have
-        changed.
-        """
-        self._known_digests = KnownDigests()
+        """Begin another sync: forget the last one, and digests of the model, which may be stale."""
+        self._digests = CheckedDigests()
         self._destinations: Destinations | None = None  # after the last traced bucket
         self._buckets: list[BucketPlan] = []
 
     def trace(
         self, layout: BucketLayout, buffer: torch.Tensor
     ) -> tuple[TracedBucket | None, BucketUses]:
-        """Load a bucket, and see what becomes of its tensors; None if that cannot be seen."""
+        """Load a bucket; returns its trace (None if it has none) and the uses of its tensors."""
         try:
             traced = trace_bucket(
                 self._model, self.load_weights, layout, buffer, self._destinations
@@ -67,13 +65,13 @@ class Recorder:
     def why_unproven(
         self, bucket: BucketPlan, destinations: Destinations, buffer: torch.Tensor
     ) -> str | None:
-        """Load a bucket, and again by its plan: what the plan does otherwise; None: nothing."""
+        """Load a bucket eagerly and by its plan; returns how the results differ, or None."""
         return check_bucket(
-            self._model, bucket, destinations, self.load_weights, buffer, self._known_digests
+            self._model, bucket, destinations, self.load_weights, buffer, self._digests
         )
 
     def record(self, layout: BucketLayout, buffer: torch.Tensor) -> tuple[BucketUses, str | None]:
-        """Load the next bucket; what became of it, and why there is no plan, or None."""
+        """Load the next bucket; returns its tensors' uses, and why it has no plan, or None."""
         traced, uses = self.trace(layout, buffer)
         if traced is None:
             return uses, str(uses.problem)

@@ -21,7 +21,7 @@ from typing import Any
 
 from sglang_loader.common.copies import synchronize
 from sglang_loader.common.layout import BucketLayout, decode_layout
-from sglang_loader.common.regions.arrangement import end_of
+from sglang_loader.common.regions.arrangement import arranged_nbytes
 from sglang_loader.common.session import messages as wire
 from sglang_loader.common.session.channel import Channel, engine_end
 from sglang_loader.common.session.messages import FromTrainer, SessionDescriptor, SessionError
@@ -276,7 +276,7 @@ class _Session:
         found = self._arranged.bucket(message.index)
         if found is None or message.read_only:
             raise SessionError(f"bucket {message.index} came arranged: it must be whole")
-        return end_of(found[0])
+        return arranged_nbytes(found[0])
 
     def _offer(self, known: str | None) -> bytes | None:
         """The arrangements for later syncs, unless the trainer has them or wants none."""

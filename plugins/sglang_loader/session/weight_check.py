@@ -11,7 +11,7 @@ What is normal for the model is read from the headers of its published checkpoin
 kilobytes of each: tensors that SGLang drops, parameters that no checkpoint has.
 
 A verdict is remembered with its set of tensors, for as long as the engine's ranks, expert map and
-quantisation stay as they are (`known_verdict`).
+quantisation stay as they are (`cached_verdict`).
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from sglang_loader.common.collector import collector_paused
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.load_plan.destinations import collect_destinations
 from sglang_loader.session.findings import (
-    Published,
+    PublishedTensors,
     RankView,
     Spec,
     Verdict,
-    blind_view_of,
     judge,
     missing_tensors,
     view_of,
+    view_of_quantised,
 )
 from sglang_loader.session.model_loader import loader_of
 from sglang_loader.upstream import engine_context, launch_arguments
@@ -69,14 +69,14 @@ Gather = Callable[[Any], list[Any]]
 _verdicts: WeakKeyDictionary[Any, tuple[Checked, Verdict]] = WeakKeyDictionary()
 
 
-def known_verdict(layouts: Sequence[BucketLayout], model: Any) -> Verdict | None:
+def cached_verdict(layouts: Sequence[BucketLayout], model: Any) -> Verdict | None:
     """What was said of these tensors before; None if that is not known."""
     found = _verdicts.get(model)
     now = tuple(layouts), engine_context(model)
     return found[1] if found is not None and found[0] == now else None
 
 
-def served_checkpoint() -> Published | None:
+def served_checkpoint() -> PublishedTensors | None:
     """The published checkpoint of this engine; None if its files tell nothing."""
     return published_tensors(launch_arguments().model_path)
 
@@ -87,14 +87,14 @@ class SyncView:
 
     target: Any
     checked: Checked
-    published: Published | None
+    published: PublishedTensors | None
     views: list[RankView]
 
 
 def view_of_sync(
     layouts: Sequence[BucketLayout],
     models: Sequence[Any],
-    read_published: Callable[[], Published | None] = served_checkpoint,
+    read_published: Callable[[], PublishedTensors | None] = served_checkpoint,
 ) -> SyncView:
     """Look at the buckets that were loaded by one model, or by the draft and then the target;
     `read_published` tells what is normal for the model.
@@ -117,12 +117,16 @@ def judge_together(seen: SyncView, gather: Gather) -> Verdict:
 
 
 def _view(
-    model: Any, context: Mapping[str, object], published: Published | None, *, is_target: bool
+    model: Any,
+    context: Mapping[str, object],
+    published: PublishedTensors | None,
+    *,
+    is_target: bool,
 ) -> RankView:
     uses = loader_of(model).uses
     if getattr(model, "quant_config", None) is not None:  # by SGLang, or its checkpoint is
         unknown = f"a quantised model ({context['quantization']}), but for which weights are in fp8"
-        return blind_view_of(uses, unknown)
+        return view_of_quantised(uses, unknown)
     if context["pp_size"] != 1:
         return RankView(unknown=f"pipeline parallel, {context['pp_size']} stages")
     if problem := next((bucket.problem for bucket in uses if bucket.problem is not None), None):
@@ -138,7 +142,7 @@ def _view(
         return RankView(unknown=f"the check itself failed: {error!r}")
 
 
-def published_tensors(folder: str | Path) -> Published | None:
+def published_tensors(folder: str | Path) -> PublishedTensors | None:
     """All tensors of the safetensors files in `folder`, by name.
 
     Returns:

@@ -19,7 +19,7 @@ import torch
 
 from sglang_loader.common.copies import gather_reads
 from sglang_loader.common.layout import BucketLayout
-from sglang_loader.common.regions.arrangement import Arrangement, end_of
+from sglang_loader.common.regions.arrangement import Arrangement, arranged_nbytes
 from sglang_loader.common.session.messages import encode_pieces
 from verl_sglang_sync.collective import own_rank, result_or_reason, world_size
 from verl_sglang_sync.report import SyncReport
@@ -137,7 +137,7 @@ class Receiving:
     def arranged(self, index: int, arrangement: Arrangement) -> torch.Tensor:
         """What has come of a bucket, as one buffer; zero where nothing is read."""
         memory = self._ring.buffer(index)
-        whole = torch.zeros(end_of(arrangement), dtype=torch.uint8, device=memory.device)
+        whole = torch.zeros(arranged_nbytes(arrangement), dtype=torch.uint8, device=memory.device)
         for piece in self._found[index].pieces:
             dims = piece.dims or ((piece.nbytes, 1),)
             sizes, strides = zip(*dims, strict=True)
@@ -177,7 +177,7 @@ class ExchangedBuckets(SyncSource):
                 storage=storage,
                 pieces=partial(self._pieces_in, index),
                 arranged=plan.is_arranged(own_rank(), index),
-                nbytes=end_of(plan.reads[index][own_rank()]),
+                nbytes=arranged_nbytes(plan.reads[index][own_rank()]),
             )
 
     def drain(self) -> None:

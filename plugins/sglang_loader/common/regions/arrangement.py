@@ -80,6 +80,6 @@ Arrangement: TypeAlias = tuple[Read, ...]
 """What one rank reads of one bucket: no byte of the arranged buffer twice."""
 
 
-def end_of(reads: Iterable[Read]) -> int:
+def arranged_nbytes(reads: Iterable[Read]) -> int:
     """Size of the arranged buffer, in bytes."""
     return max((read.start + read.nbytes for read in reads), default=0)
