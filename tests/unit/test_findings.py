@@ -8,7 +8,7 @@ import torch
 
 from sglang_loader.common.check_remarks import remarks_in, with_remark
 from sglang_loader.common.regions.geometry import Region
-from sglang_loader.session.findings import RankView, Verdict, judge
+from sglang_loader.session.findings import RankView, Spec, Verdict, judge
 from sglang_loader.session.weight_check import published_tensors
 
 
@@ -58,7 +58,7 @@ def test_the_headers_of_a_checkpoint(tmp_path):
     assert published_tensors(tmp_path) is None
 
 
-SPEC = ("w", torch.float32, (8, 4))
+SPEC = Spec("w", torch.float32, (8, 4))
 
 
 def part(row, rows):
@@ -96,7 +96,7 @@ def test_what_the_published_checkpoint_has_is_never_unexpected():
     blind = judge([SPEC], unused, None)
     assert blind.fits
     assert blind.doubtful == ("w",)
-    embedding = ("model.embed_tokens.weight", torch.float32, (8, 4))
-    head = ("lm_head.weight", torch.float32, (8, 4))
+    embedding = Spec("model.embed_tokens.weight", torch.float32, (8, 4))
+    head = Spec("lm_head.weight", torch.float32, (8, 4))
     assert judge([embedding, head], unused, {}).fits
     assert not judge([head], unused, {}).fits
