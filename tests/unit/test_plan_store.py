@@ -321,9 +321,10 @@ def test_whole_buckets_are_wanted_where_an_arranged_one_would_load_otherwise(
     loader, caplog, monkeypatch
 ):
     def misplaced(plan):
-        arrangement, rebased = arrange(plan)
-        copies = [replace(copy, src=copy.src + 8) for copy in rebased.copies[:-1]]
-        return arrangement, replace(rebased, copies=(*copies, rebased.copies[-1]))
+        arranged = arrange(plan)
+        *others, last = arranged.plan.copies
+        copies = *(replace(copy, src=copy.src + 8) for copy in others), last
+        return arranged._replace(plan=replace(arranged.plan, copies=copies))
 
     monkeypatch.setattr("sglang_loader.load_plan.arrange.arrange", misplaced)
     assert loader.arrange() is ALL_WHOLE

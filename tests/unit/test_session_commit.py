@@ -10,7 +10,6 @@ import torch
 from sglang_loader.common.session.messages import BucketPiece, decode_descriptor, encode_pieces
 from sglang_loader.common.shared_memory import CpuHandle
 from sglang_loader.session import serve as session
-from sglang_loader.session import state as session_state
 from support.settings import settings_of
 from unit.serving_engine import ByName
 from verl_sglang_sync.engine.arrangements import EngineArrangements
@@ -57,7 +56,7 @@ def event(monkeypatch):
     """An engine that launches without waiting, as on a GPU."""
     event = Event()
 
-    class InFlight(session_state.InFlight):
+    class InFlight(session.InFlight):
         def add(self, index, *, on_current_stream):
             self._launched.append((index, event))
 

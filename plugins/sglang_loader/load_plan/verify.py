@@ -32,7 +32,7 @@ from sglang_loader.common.copies import gather_reads
 from sglang_loader.common.digest import digests
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.regions.intervals import subtract
-from sglang_loader.load_plan.arrange import Arranged
+from sglang_loader.load_plan.arrange import ArrangedBucket
 from sglang_loader.load_plan.destinations import (
     Destinations,
     StorageEntry,
@@ -122,7 +122,7 @@ def check_bucket(
 
 
 def why_misarranged(
-    bucket: BucketPlan, arranged: Arranged, destinations: Destinations
+    bucket: BucketPlan, arranged: ArrangedBucket, destinations: Destinations
 ) -> str | None:
     """Prove that the plan of an arranged bucket copies what the bucket's own, proved plan copies:
     both copy random bytes to new memory, one storage at a time. Returns the difference, or None.

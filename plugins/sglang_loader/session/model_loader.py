@@ -221,7 +221,7 @@ class ModelLoader:
         if arranged is None:
             reason = self._reason or "this sync needs whole buckets"
             raise SessionError(f"bucket {index} came arranged and cannot be loaded so: {reason}")
-        return arranged[1]
+        return arranged.plan
 
     def finish(self) -> SyncOutcome:
         """End a sync whose buckets all came."""
