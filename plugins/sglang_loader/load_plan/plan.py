@@ -1,15 +1,14 @@
-"""The compiled load plan: what to do with each bucket so that every byte lands where the model's
-own loader puts it.
+"""The compiled load plan: how to load each bucket so that every byte lands where the model's own
+loader puts it.
 
 A `LoadPlan` is made once (`compiler`), executed many times (`executor`), and for each bucket holds
 
 - `copies`: strided copies straight from the bucket into destination storages, in any order, no byte
   written twice;
-- `rest`: the tensors of which the loader makes more than copies (a sum with what they are, a
-  derived buffer, `cat`): it loads them itself, after the copies.
+- `rest`: the tensors that the loader does not only copy (it adds them, derives a buffer, calls
+  `cat`): it loads them itself, after the copies.
 
-It also knows what it proved about the whole sync: `coverage` (which bytes are written, whatever was
-there before).
+Its `coverage` are the bytes of the model that a whole sync is proven to overwrite.
 """
 
 from __future__ import annotations
@@ -89,8 +88,8 @@ class LoadPlan:
     """The plans of all buckets of a sync, in order, and what holds for the sync as a whole.
 
     Attributes:
-        coverage: by storage (the first path that reaches it) the sorted byte ranges that a sync
-            writes without needing what was there.
+        coverage: by `StorageEntry.name` the sorted byte ranges that a sync overwrites without
+            reading them first.
     """
 
     buckets: tuple[BucketPlan, ...]
