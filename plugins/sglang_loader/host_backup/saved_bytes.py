@@ -20,8 +20,8 @@ NUM_WORKERS = 4
 
 
 class SavedBytes:
-    """The bytes that sorted, disjoint address ranges held when this was made; `restore` writes them
-    back. The device's pending work must be finished.
+    """A copy of the bytes in sorted, disjoint address ranges. The device's pending work must be
+    finished before it is made.
 
     Raises:
         RuntimeError: the host has too little memory.
@@ -37,7 +37,7 @@ class SavedBytes:
         self._copy(to_host=True)
 
     def restore(self) -> None:
-        """Write the bytes back to where they came from; returns when they are there."""
+        """Write the bytes back to their addresses, and wait until that is done."""
         self._copy(to_host=False)
 
     def _copy(self, *, to_host: bool) -> None:
@@ -72,7 +72,7 @@ class SavedBytes:
                 stream.synchronize()
 
     def _pieces(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Of the host copy and of the device's memory, `CHUNK_BYTES` at most."""
+        """Corresponding chunks (host copy, device memory) of at most `CHUNK_BYTES`."""
         rest = self._host
         for start, stop in self.ranges:
             for at in range(start, stop, CHUNK_BYTES):
