@@ -1,4 +1,4 @@
-"""Python's garbage collector, kept out of work that makes no garbage."""
+"""Pauses Python's garbage collector."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """No garbage collections within: a model's trace, and what is made of it, is a million
-    small objects without cycles. They take a third of the tracing in the engine, half a second each
-    in a trainer.
+    """No garbage collections in the body. A model's trace is a million small objects without
+    cycles: collections would take a third of the tracing in an engine, half a second each in a
+    trainer.
     """
     enabled = gc.isenabled()
     gc.disable()
