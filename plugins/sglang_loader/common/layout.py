@@ -166,7 +166,6 @@ def _decoded(decoder: msgspec.msgpack.Decoder[Any], encoded: bytes, what: str) -
 
 
 def encode_layout(layout: BucketLayout) -> bytes:
-    """Serialise a layout; `decode_layout(encode_layout(x)) == x`."""
     return _encoder.encode(layout)
 
 
@@ -188,7 +187,6 @@ def decode_layout(encoded: bytes) -> BucketLayout:
 
 
 def encode_arrangements(buckets: Arrangements) -> bytes:
-    """Serialise arrangements; `decode_arrangements` gives them back."""
     return _encoder.encode(buckets)
 
 

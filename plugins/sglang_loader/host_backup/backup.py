@@ -22,7 +22,7 @@ from sglang_loader.common.engine_settings import HostBackup
 from sglang_loader.common.regions.intervals import Interval, contains, merge, num_bytes, subtract
 from sglang_loader.host_backup.allocations import Allocations
 from sglang_loader.host_backup.completeness import Completeness
-from sglang_loader.host_backup.saved_bytes import SavedBytes, synchronize
+from sglang_loader.host_backup.saved_bytes import SavedBytes, synchronize_device
 from sglang_loader.load_plan.plan import LoadPlan
 
 logger = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ class WeightsBackup:
         kept = self._saved
         if kept is None or not all(contains(kept.ranges, piece) for piece in wanted):
             self._saved = kept = None  # before the next one is made
-            synchronize(now.device)
+            synchronize_device(now.device)
             self._saved = kept = SavedBytes(now.device, wanted)
         self._lost = subtract(now.ranges, kept.ranges)
         logger.info(

@@ -46,7 +46,7 @@ class SavedBytes:
             for host, memory in pieces:
                 target, source = (host, memory) if to_host else (memory, host)
                 target.copy_(source, non_blocking=True)
-            synchronize(self.device)
+            synchronize_device(self.device)
             return
         with ThreadPoolExecutor(NUM_WORKERS) as pool:
             shares = [
@@ -81,7 +81,7 @@ class SavedBytes:
                 yield host, memory
 
 
-def synchronize(device: torch.device) -> None:
+def synchronize_device(device: torch.device) -> None:
     """Wait for everything that runs on `device`; nothing to do on a CPU."""
     if device.type != "cpu":
         torch.get_device_module(device).synchronize(device)
