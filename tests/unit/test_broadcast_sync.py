@@ -43,7 +43,7 @@ class Groups:
     def __init__(self):
         self.engines = [ServingEngine(tp=tp) for tp in TPS]
         self.num_abandoned = 0
-        self.left = []
+        self.abandoned = []
         self._formed = None
 
     def with_replicas(self, replicas):

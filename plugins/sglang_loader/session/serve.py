@@ -38,7 +38,7 @@ HANDSHAKE_TIMEOUT_S = 120.0  # the trainer opens sessions with all replicas befo
 POLL_S = 0.0001
 GROUP_GRACE_S = 5.0
 """In a group the engine waits this much longer than the trainer, which can name the late rank."""
-NUM_INVITATIONS = 1024
+NUM_DESCRIPTORS = 1024
 """How many descriptors are remembered: one that comes again is refused."""
 
 
@@ -83,9 +83,9 @@ def serve_session(
         Exception: what a step or a model's `load_weights` raised; the trainer gets the traceback
             too.
     """
-    if descriptor in _invitations:
+    if descriptor in _served_descriptors:
         raise SessionError("the same request has come before: it is not executed again")
-    _invitations.append(descriptor)
+    _served_descriptors.append(descriptor)
     return partial(_conclude, _Session(descriptor, models, steps, group, senders).run())
 
 
@@ -98,7 +98,7 @@ def _conclude(channel: Channel[FromTrainer], failures: Sequence[str]) -> None:
     channel.close()
 
 
-_invitations: deque[SessionDescriptor] = deque(maxlen=NUM_INVITATIONS)
+_served_descriptors: deque[SessionDescriptor] = deque(maxlen=NUM_DESCRIPTORS)
 _last_distinct: tuple[BucketLayout, ...] = ()
 mapped = MappedMemory()
 receiver = GroupReceiver()

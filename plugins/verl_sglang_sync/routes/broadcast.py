@@ -24,7 +24,7 @@ import torch
 from sglang_loader.common.broadcast.broadcast import POLL_S, Broadcast, BroadcastError, Transfer
 from sglang_loader.common.session.messages import BucketPiece, SessionError, encode_pieces
 from verl_sglang_sync.collective import STEP_S
-from verl_sglang_sync.engine.engine_ranks import EngineRank, each, poll
+from verl_sglang_sync.engine.engine_ranks import EngineRank, for_each, poll
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.routes.route import InStep, ReadyBucket
 from verl_sglang_sync.routes.shards.all_to_all import NUM_TRAVELLING
@@ -119,7 +119,7 @@ class BroadcastDelivery(GroupDelivery):
         """Announce a bucket, and broadcast it as soon as all engines receive it."""
         index, bucket = ready.index, ready.bucket
         pieces = encode_pieces([BucketPiece(0, 0, 0, ready.nbytes)])
-        each(self._engines, lambda e: e.session.load(index, bucket, pieces, read_only=False))
+        for_each(self._engines, lambda e: e.session.load(index, bucket, pieces, read_only=False))
         with self._report.stage("load"):
             self._wait(index + 1)
         assert ready.storage is not None, "what is broadcast is packed"

@@ -71,12 +71,12 @@ class ColocatedEngine:
         self._names = BlockNames()
 
     def open(self, stack: ExitStack, ranks: RanksInStep, task: SyncTask) -> Opened:
-        """Make a session; the leader posts the invitations of all its ranks."""
+        """Make a session; the leader posts the descriptors of all its ranks."""
         settings, request = self._settings, OpeningRequest(self._engine, task.version)
         session = ranks.run_if_ok(
             lambda: stack.enter_context(TrainerSession(self.sockets, settings, self._names))
         )
-        gathered = self._group.gather(b"" if session is None else session.invitation)
+        gathered = self._group.gather(b"" if session is None else session.descriptor)
         if gathered is not None and all(gathered):
             ranks.run_if_ok(lambda: request.post(gathered))
         engines = () if session is None else (EngineRank("", session, request, self.readers[0]),)
@@ -144,8 +144,8 @@ class RemoteEngines:
         group = groups.with_replicas(replicas)
         if group.name != self._readers_group:
             self._senders.abandon()  # of other engine ranks, which are told with the next
-            groups.left += self._senders.left
-            self._senders.left = []
+            groups.abandoned += self._senders.abandoned
+            self._senders.abandoned = []
             is_wanted, self._readers_group = self._settings.exchange_shards, group.name
             self.readers = [
                 EngineArrangements(is_wanted=is_wanted, replica=number)
@@ -180,7 +180,7 @@ class RemoteEngines:
         ends = iter(zip(self._sockets, self.readers, strict=True))
         for replica in group.replicas:
             request = OpeningRequest(replica.client, version)
-            invitations = []
+            descriptors = []
             for rank in range(replica.num_ranks):
                 sockets, arrangements = next(ends)
                 session = TrainerSession(
@@ -192,10 +192,10 @@ class RemoteEngines:
                     secret=group.secret,
                 )
                 stack.enter_context(session)
-                invitations.append(session.invitation)
+                descriptors.append(session.descriptor)
                 name = f"{replica.base_url}, TP rank {rank}"
                 engines.append(EngineRank(name, session, request, arrangements))
-            request.post(invitations)
+            request.post(descriptors)
 
     def abandon(self) -> None:
         """A collective may be outstanding in a group."""
