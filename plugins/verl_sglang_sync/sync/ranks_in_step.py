@@ -115,8 +115,8 @@ class RanksInStep:
             reasons = "\n".join(result.failures)
             state = MAY_SERVE if self.may_be_served else MAY_BE_INCOMPLETE
             self.error = f"weight sync failed; {state}\n{reasons}"
-        elif result.other_exports is not None:
-            self.error = f"weight sync failed: {result.other_exports}"
+        elif result.export_difference is not None:
+            self.error = f"weight sync failed: {result.export_difference}"
         return self.error is None and result.is_ready
 
     def raise_error(self) -> None:
