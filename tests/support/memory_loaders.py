@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 import torch
 
+from sglang_loader.common.copies import synchronize_device
 from sglang_loader.common.regions.intervals import Interval, num_bytes, subtract
 from sglang_loader.host_backup import backup_of
 from sglang_loader.host_backup.allocations import (
@@ -27,7 +28,6 @@ from sglang_loader.host_backup.allocations import (
     nbytes_under,
     under_weights_tag,
 )
-from sglang_loader.host_backup.saved_bytes import synchronize_device
 from sglang_loader.load_plan.destinations import collect_destinations
 from support.engine_loaders import NamedTensors, hash_of
 from support.reachable_memory import publish_coverage, reachable

@@ -62,6 +62,12 @@ def synchronize(device: torch.device) -> None:
         torch.get_device_module(device).current_stream(device).synchronize()
 
 
+def synchronize_device(device: torch.device) -> None:
+    """Wait for everything that runs on `device`; nothing to do on a CPU."""
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize(device)
+
+
 @torch.no_grad()
 def gather_reads(
     arrangement: Arrangement, tensors: Sequence[torch.Tensor], device: torch.device

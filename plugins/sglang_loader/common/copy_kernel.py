@@ -97,19 +97,15 @@ def interleaved_order(gpus: Sequence[int] | npt.NDArray[np.int64]) -> npt.NDArra
     return np.argsort(position, kind="stable")
 
 
-def row_table(entries: Sequence[Rows]) -> npt.NDArray[np.int64]:
-    """The fields of `Rows` as an array of shape `[n, 6]`."""
-    fields = [(r.src, r.dst, r.src_stride, r.dst_stride, r.run, r.rows) for r in entries]
-    return np.array(fields, dtype=np.int64).reshape(-1, 6)
-
-
 def tables_of(entries: Sequence[Rows]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
-    """The `row_table` and the `tile_table` of some rows, as `launch` takes them."""
-    return row_table(entries), tile_table([num_tiles(rows) for rows in entries])
+    """The fields of rows, of shape `[n, 6]`, and their `tile_table`."""
+    fields = [(r.src, r.dst, r.src_stride, r.dst_stride, r.run, r.rows) for r in entries]
+    tiles = tile_table([num_tiles(rows) for rows in entries])
+    return np.array(fields, dtype=np.int64).reshape(-1, 6), tiles
 
 
 def launch(tiles: torch.Tensor, entries: torch.Tensor) -> None:
-    """Run the kernel on the current stream; `tile_table` and `row_table` are on the device."""
+    """Run the kernel on the current stream; the `tables_of` the rows are on the device."""
     if len(tiles):
         _copy_tiles[(len(tiles),)](tiles, entries, TILE=TILE_WORDS, num_warps=8)
 

@@ -18,11 +18,12 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
+from sglang_loader.common.copies import synchronize_device
 from sglang_loader.common.engine_settings import HostBackup
 from sglang_loader.common.regions.intervals import Interval, contains, merge, num_bytes, subtract
 from sglang_loader.host_backup.allocations import Allocations
 from sglang_loader.host_backup.completeness import Completeness
-from sglang_loader.host_backup.saved_bytes import SavedBytes, synchronize_device
+from sglang_loader.host_backup.saved_bytes import SavedBytes
 from sglang_loader.load_plan.plan import LoadPlan
 
 logger = logging.getLogger(__name__)

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from sglang_loader.common.copies import synchronize_device
 from sglang_loader.common.regions.intervals import Interval, num_bytes
 from sglang_loader.host_backup.allocations import bytes_at
 
@@ -79,9 +80,3 @@ class SavedBytes:
                 memory = bytes_at(self.device, at, min(at + CHUNK_BYTES, stop))
                 host, rest = rest[: len(memory)], rest[len(memory) :]
                 yield host, memory
-
-
-def synchronize_device(device: torch.device) -> None:
-    """Wait for everything that runs on `device`; nothing to do on a CPU."""
-    if device.type != "cpu":
-        torch.get_device_module(device).synchronize(device)

@@ -23,7 +23,7 @@ from sglang_loader.load_plan.executor import PlanExecutor
 from sglang_loader.load_plan.guard import DestinationProbe
 from sglang_loader.load_plan.plan import BucketPlan, LoadPlan, PlanRefused
 from sglang_loader.load_plan.tracer import trace_bucket
-from sglang_loader.load_plan.uses import BucketUses, TensorUse, uses_of
+from sglang_loader.load_plan.uses import BucketUses, uses_of
 from sglang_loader.load_plan.verify import CheckedDigests, check_bucket
 
 __all__ = [
@@ -34,7 +34,6 @@ __all__ = [
     "LoadPlan",
     "PlanExecutor",
     "PlanRefused",
-    "TensorUse",
     "check_bucket",
     "compile_bucket",
     "join_buckets",

@@ -142,9 +142,3 @@ def notes_of(report: SyncReport | None) -> dict[str, Any]:
     for stage, costs in report.stages.items():
         seconds |= {f"engine_{stage}_{tag}": max(cost["seconds"]) for tag, cost in costs.items()}
     return {"seconds": seconds, **{name: getattr(report, name) for name in COUNTS}}
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait for all that this process has launched."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

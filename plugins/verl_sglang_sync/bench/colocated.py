@@ -23,13 +23,13 @@ import psutil
 import torch
 from torch._C._distributed_c10d import HashStore
 
+from sglang_loader.common.copies import synchronize_device
 from verl_sglang_sync.bench.arms import (
     ARMS,
     COPY_LIMIT,
     Arm,
     manager_of,
     notes_of,
-    synchronize,
 )
 from verl_sglang_sync.bench.engine_server import engine_server, wait_until_healthy
 from verl_sglang_sync.bench.model_shapes import (
@@ -52,10 +52,10 @@ the background, 61 GB in 0.3 s; an earlier resume would wait for that."""
 @contextmanager
 def timed(times: dict[str, float], stage: str, device: torch.device) -> Iterator[None]:
     """Host seconds of the body with the device idle at both ends."""
-    synchronize(device)
+    synchronize_device(device)
     started = time.perf_counter()
     yield
-    synchronize(device)
+    synchronize_device(device)
     times[stage] = time.perf_counter() - started
 
 
