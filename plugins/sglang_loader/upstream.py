@@ -215,7 +215,6 @@ def update_groups(owner: Any) -> dict[str, Any]:
 
 
 def model_of(owner: Any) -> Any:
-    """The model of a `group_owner_class`."""
     return owner.model if hasattr(owner, "model") else owner.get_model()
 
 
@@ -256,7 +255,6 @@ def _places(experts: torch.Tensor) -> tuple[torch.Size, bytes]:
 
 
 def tp_rank() -> int:
-    """This process's tensor-parallel rank."""
     from sglang.srt.distributed import parallel_state
 
     return int(parallel_state.get_tensor_model_parallel_rank())

@@ -200,7 +200,6 @@ def _read(key: str, value: Any, kind: Any) -> Any:
 
 
 def _setting(section: str, key: str, value: Any) -> Any:
-    """Validate the value of one setting."""
     name = f"{section}.{key}"
     if key == "timeouts_s":
         return _limits(name, value)

@@ -50,7 +50,6 @@ class BucketTensor:
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 

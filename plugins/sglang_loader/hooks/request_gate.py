@@ -68,7 +68,6 @@ class RequestGate:
 
     @property
     def num_held(self) -> int:
-        """Number of requests that wait."""
         return len(self._held)
 
     def set(self, reason: str | None) -> None:

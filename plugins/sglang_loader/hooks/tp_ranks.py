@@ -33,7 +33,6 @@ class TPRanks:
 
     @property
     def rank(self) -> int:
-        """This process's."""
         return torch.distributed.get_rank(group=self._group)
 
     def gather(self, item: Result) -> list[Result]:

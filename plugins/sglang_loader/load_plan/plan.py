@@ -98,7 +98,6 @@ class LoadPlan:
 
     @property
     def num_copies(self) -> int:
-        """Strided copies of a sync."""
         return sum(len(bucket.copies) for bucket in self.buckets)
 
     @property

@@ -37,7 +37,6 @@ class TensorRef:
 
 
 def in_space(refs: Iterable[TensorRef], space: Space) -> list[TensorRef]:
-    """The tensors that lie in `space`."""
     return [ref for ref in refs if ref.space is space]
 
 

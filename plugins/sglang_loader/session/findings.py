@@ -35,7 +35,6 @@ class Spec(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 

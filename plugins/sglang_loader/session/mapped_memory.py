@@ -51,7 +51,6 @@ class MappedMemory:
 
     @property
     def names(self) -> list[str]:
-        """Names of the mapped buffers."""
         return list(self._mapped)
 
     def begin_bucket(self, message: wire.LoadBucket, layout: BucketLayout) -> None:
